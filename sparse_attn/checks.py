@@ -1,0 +1,67 @@
+"""Argument checks shared by every public function: they name the argument, what came and what is allowed.
+
+They look at shapes, dtypes, strides and devices only, so they cost no synchronisation and vanish under torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, allowed is a torch.Tensor")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    """TypeError unless ``tensor`` is a tensor of one of ``allowed``."""
+    check_tensor(name, tensor)
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise TypeError(f"{name}: got dtype {str(tensor.dtype).removeprefix('torch.')}, allowed: {names}")
+
+
+def check_rank(name: str, tensor: torch.Tensor, *ranks: int) -> None:
+    check_tensor(name, tensor)
+    if tensor.dim() not in ranks:
+        allowed = " or ".join(str(rank) for rank in ranks)
+        raise ValueError(f"{name}: got {tensor.dim()} dimensions {tuple(tensor.shape)}, allowed: {allowed}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None], meaning: str) -> None:
+    """ValueError unless the shape equals ``expected`` (None: any size); ``meaning`` spells it, as in "[tokens, heads]"."""
+    check_rank(name, tensor, len(expected))
+    for got, want in zip(tensor.shape, expected):
+        if want is not None and got != want:
+            wanted = [size if size is not None else "any" for size in expected]
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed: {meaning} = {wanted}")
+
+
+def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the last dimension is contiguous; other strides are free."""
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, allowed: 1")
+
+
+def check_same_device(**tensors: torch.Tensor | None) -> None:
+    """ValueError unless all given tensors live on one device; the first one sets it."""
+    home: tuple[str, torch.device] | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if home is None:
+            home = (name, tensor.device)
+        elif tensor.device != home[1]:
+            raise ValueError(f"{name}: got device {tensor.device}, allowed: {home[1]} (that of {home[0]})")
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name}: got {value}, allowed: at least {minimum}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(map(repr, allowed))}")

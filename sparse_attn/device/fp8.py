@@ -1,0 +1,52 @@
+"""fp8 codes in Triton: exact in compiled and interpreted form, on every target, without fp8 hardware.
+
+Codes are uint8. Decoding places the bits of e4m3 into fp32 or bf16 and multiplies by a power of two; encoding rounds to
+nearest even by hand, because the interpreter and old architectures round otherwise or not at all.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import round_to_bf16
+
+
+@triton.jit
+def decode_fp8(codes, FNUZ: tl.constexpr):
+    """uint8 e4m3 codes -> fp32. e4m3fnuz has half the value of the same e4m3fn code, and NaN at 0x80 alone."""
+    wide = codes.to(tl.int32)
+    magnitude = wide & 0x7F
+    bits = ((wide & 0x80) << 24) | (magnitude << 20)
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: exponent bias 127 against 7
+    if FNUZ:
+        return tl.where(wide == 0x80, float("nan"), value * 0.5)
+    return tl.where(magnitude == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def encode_fp8(values, FNUZ: tl.constexpr):
+    """fp32 values -> uint8 codes, clamped to +-448 (e4m3fn) or +-224 (e4m3fnuz), nearest even; NaN becomes NaN."""
+    if FNUZ:
+        values = values * 2.0
+    sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
+    magnitude = tl.minimum(tl.abs(values), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (magnitude * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF  # 2^23 + x rounds x to an integer
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    code = tl.where(values == values, code, 0x7F) | sign
+    if FNUZ:
+        code = tl.where(values == values, tl.where(code == 0x80, 0, code), 0x80)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def decode_fp8_bf16(codes, FNUZ: tl.constexpr):
+    """uint8 e4m3 codes -> bf16, exact (every e4m3 value is a bf16 value)."""
+    return round_to_bf16(decode_fp8(codes, FNUZ))
+
+
+@triton.jit
+def ceil_pow2(values):
+    """The smallest power of two not below each positive normal fp32 value."""
+    bits = values.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)

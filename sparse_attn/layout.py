@@ -1,0 +1,286 @@
+"""Cache layouts: what the bytes of a cache mean, with encode and decode in plain torch.
+
+A cache is a tensor of blocks, ``[num_blocks, block_size, row]``; a layout says what lies where inside a block. Every
+reader and writer addresses a block by ``stride(0)``; the trailing dimension is a size, not a record, for planar layouts.
+
+A layout travels through op schemas as its ``name`` (a readable string); ``parse_layout`` turns it back.
+
+Sources: byte positions of the 132-byte and 656-byte formats as vLLM 0.25 writes them and FlashMLA 9241ae3 reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+# Largest magnitude the writers scale to. e4m3fnuz could hold 240; with 224 = 448 / 2 its bytes equal those of e4m3fn and
+# only the scale doubles, which is what vLLM does.
+FP8_MAX = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
+FP8_DTYPE = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
+SCALE_RULES = ("raw", "pow2")
+PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+INDEX_AMAX_FLOOR = 1e-4
+LATENT_AMAX_FLOOR = FP8_MAX["e4m3fn"] * torch.finfo(torch.float32).tiny
+
+
+def fp8_encode(values: torch.Tensor, flavour: str) -> torch.Tensor:
+    """fp32 values -> uint8 codes, clamped to the flavour's writer maximum, round to nearest even."""
+    limit = FP8_MAX[flavour]
+    return values.float().clamp(-limit, limit).to(FP8_DTYPE[flavour]).view(torch.uint8)
+
+
+def fp8_decode(codes: torch.Tensor, flavour: str) -> torch.Tensor:
+    """uint8 codes -> fp32 values."""
+    return codes.contiguous().view(FP8_DTYPE[flavour]).float()
+
+
+def fp8_quantise(
+    values: torch.Tensor, flavour: str, scale_rule: str, amax_floor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise the last dimension with one scale: (codes uint8 [..., d], scales fp32 [...]).
+
+    scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale.
+    """
+    values = values.float()
+    scales = values.abs().amax(-1).clamp_min(amax_floor) / FP8_MAX[flavour]
+    if scale_rule == "pow2":
+        scales = ceil_pow2(scales)
+    return fp8_encode(values / scales.unsqueeze(-1), flavour), scales
+
+
+def ceil_pow2(scales: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below each positive normal fp32 value, by its exponent bits."""
+    bits = scales.float().view(torch.int32)
+    return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def _flat_block_offsets(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    block_size = cache.shape[1]
+    return slots // block_size, slots % block_size
+
+
+def _scatter(cache: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values [n, width] at element ``offsets`` [n, width] of the memory that ``cache`` views."""
+    flat = torch.as_strided(cache, (storage_extent(cache),), (1,))
+    flat[offsets] = values
+
+
+def _collect(cache: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    flat = torch.as_strided(cache, (storage_extent(cache),), (1,))
+    return flat[offsets]
+
+
+def storage_extent(cache: torch.Tensor) -> int:
+    """Elements from the first to the last one that ``cache`` can reach."""
+    if cache.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride()))
+
+
+def _spans(cache: torch.Tensor, slots: torch.Tensor, block_offset: int, stride: int, width: int) -> torch.Tensor:
+    """Element offsets [n, width] of a field that starts ``block_offset`` into its block and steps by ``stride`` per token."""
+    block, token = _flat_block_offsets(cache, slots.long())
+    start = block * cache.stride(0) + block_offset + token * stride
+    return start.unsqueeze(-1) + torch.arange(width, device=cache.device)
+
+
+@dataclass(frozen=True)
+class PlainLayout:
+    """Unquantised rows: ``latent`` values that are key and value, then ``rope`` values that are key alone."""
+
+    dtype_name: str
+    latent: int
+    rope: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"plain/{self.dtype_name}/{self.latent}+{self.rope}"
+
+    @property
+    def dim(self) -> int:
+        return self.latent + self.rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return PLAIN_DTYPE[self.dtype_name]
+
+    @property
+    def row(self) -> int:
+        return self.dim
+
+    def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Write fp32 ``values`` [n, dim] at ``slots`` [n], all of them valid."""
+        block, token = _flat_block_offsets(cache, slots.long())
+        cache[block, token] = values.to(self.dtype)
+
+    def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """fp32 [n, dim] of the tokens at ``slots`` [n], all of them valid."""
+        block, token = _flat_block_offsets(cache, slots.long())
+        return cache[block, token].float()
+
+
+@dataclass(frozen=True)
+class IndexFp8Layout:
+    """Index keys, block-planar: a block's fp8 codes token after token, then its fp32 scales (132 bytes at dim 128).
+
+    Token o of a block: codes at [o * dim, (o + 1) * dim), scale at block_size * dim + 4 * o.
+    """
+
+    dim: int
+    flavour: str = "e4m3fn"
+    scale_rule: str = "pow2"
+
+    @property
+    def name(self) -> str:
+        return f"index_fp8/{self.dim}/{self.flavour}/{self.scale_rule}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def row(self) -> int:
+        return self.dim + 4
+
+    def _fields(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (
+            _spans(cache, slots, 0, self.dim, self.dim),
+            _spans(cache, slots, cache.shape[1] * self.dim, 4, 4),
+        )
+
+    def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        codes, scales = fp8_quantise(values, self.flavour, self.scale_rule, INDEX_AMAX_FLOOR)
+        code_at, scale_at = self._fields(cache, slots)
+        _scatter(cache, code_at, codes)
+        _scatter(cache, scale_at, scales.unsqueeze(-1).view(torch.uint8))
+
+    def decode_parts(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes uint8 [n, dim], scales fp32 [n]) of the tokens at ``slots``."""
+        code_at, scale_at = self._fields(cache, slots)
+        return _collect(cache, code_at), _collect(cache, scale_at).view(torch.float32).squeeze(-1)
+
+    def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        codes, scales = self.decode_parts(cache, slots)
+        return fp8_decode(codes, self.flavour) * scales.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class LatentFp8Layout:
+    """MLA latents, interleaved per token: fp8 latent, its fp32 group scales, bf16 rope (656 bytes at 512 + 64)."""
+
+    latent: int
+    rope: int
+    group: int = 128
+    flavour: str = "e4m3fn"
+    scale_rule: str = "raw"
+
+    @property
+    def name(self) -> str:
+        return f"latent_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}/{self.scale_rule}"
+
+    @property
+    def dim(self) -> int:
+        return self.latent + self.rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def groups(self) -> int:
+        return self.latent // self.group
+
+    @property
+    def scale_offset(self) -> int:
+        """Byte offset of the group scales inside a token's record."""
+        return self.latent
+
+    @property
+    def rope_offset(self) -> int:
+        """Byte offset of the bf16 rope part inside a token's record."""
+        return self.latent + 4 * self.groups
+
+    @property
+    def row(self) -> int:
+        return self.rope_offset + 2 * self.rope
+
+    def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        rows = values.shape[0]
+        grouped = values[:, : self.latent].reshape(rows, self.groups, self.group)
+        codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, LATENT_AMAX_FLOOR)
+        rope = values[:, self.latent :].to(torch.bfloat16).contiguous()
+        record = torch.cat([codes.reshape(rows, -1), scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
+        block, token = _flat_block_offsets(cache, slots.long())
+        cache[block, token] = record
+
+    def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        block, token = _flat_block_offsets(cache, slots.long())
+        record = cache[block, token]
+        codes = record[:, : self.latent].reshape(-1, self.groups, self.group)
+        scales = record[:, self.scale_offset : self.rope_offset].contiguous().view(torch.float32)
+        latent = (fp8_decode(codes, self.flavour) * scales.unsqueeze(-1)).flatten(1)
+        rope = record[:, self.rope_offset :].contiguous().view(torch.bfloat16).float()
+        return torch.cat([latent, rope], dim=1)
+
+
+Layout = PlainLayout | IndexFp8Layout | LatentFp8Layout
+
+
+@functools.cache
+def parse_layout(name: str) -> Layout:
+    """The layout a name stands for; ValueError where it stands for none."""
+    kind, _, rest = name.partition("/")
+    try:
+        if kind == "plain":
+            dtype_name, dims = rest.split("/")
+            latent, rope = map(int, dims.split("+"))
+            return _validated(PlainLayout(dtype_name, latent, rope))
+        if kind == "index_fp8":
+            dim, flavour, rule = rest.split("/")
+            return _validated(IndexFp8Layout(int(dim), flavour, rule))
+        if kind == "latent_fp8":
+            dims, group, flavour, rule = rest.split("/")
+            latent, rope = map(int, dims.split("+"))
+            return _validated(LatentFp8Layout(latent, rope, int(group), flavour, rule))
+    except ValueError as error:
+        raise ValueError(f"layout: got {name!r}: {error}") from None
+    raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8")
+
+
+def _validated(layout: Layout) -> Layout:
+    if isinstance(layout, PlainLayout):
+        if layout.dtype_name not in PLAIN_DTYPE:
+            raise ValueError(f"dtype {layout.dtype_name!r} is none of {', '.join(PLAIN_DTYPE)}")
+        return layout
+    if layout.flavour not in FP8_MAX:
+        raise ValueError(f"fp8 flavour {layout.flavour!r} is none of {', '.join(FP8_MAX)}")
+    if layout.scale_rule not in SCALE_RULES:
+        raise ValueError(f"scale rule {layout.scale_rule!r} is none of {', '.join(SCALE_RULES)}")
+    if isinstance(layout, LatentFp8Layout) and layout.latent % layout.group:
+        raise ValueError(f"latent {layout.latent} is not a multiple of the scale group {layout.group}")
+    return layout
+
+
+def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
+    """TypeError or ValueError unless ``cache`` can hold blocks of ``layout``: dtype, row size, contiguous blocks."""
+    if not isinstance(cache, torch.Tensor):
+        raise TypeError(f"{name}: got {type(cache).__name__}, allowed is a torch.Tensor")
+    if cache.dtype != layout.dtype:
+        raise TypeError(f"{name}: got dtype {cache.dtype}, allowed: {layout.dtype} for layout {layout.name}")
+    if cache.dim() != 3 or cache.shape[2] != layout.row:
+        raise ValueError(
+            f"{name}: got shape {list(cache.shape)}, allowed: [num_blocks, block_size, {layout.row}] for layout {layout.name}"
+        )
+    if cache.shape[1] < 1:
+        raise ValueError(f"{name}: got block_size {cache.shape[1]}, allowed: at least 1")
+    if cache.stride(2) != 1 or cache.stride(1) != layout.row or cache.stride(0) < cache.shape[1] * layout.row:
+        raise ValueError(
+            f"{name}: got strides {cache.stride()}, allowed: (at least {cache.shape[1] * layout.row}, {layout.row}, 1)"
+        )
+
+
+def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
+    """A zeroed cache [num_blocks, block_size, row] of ``layout``."""
+    return torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device)

@@ -1,0 +1,17 @@
+"""Schemas of the ragged builders."""
+
+from sparse_attn.ops.ragged import fake
+from sparse_attn.registration import define_op
+
+build_ragged_indices_from_dense = define_op(
+    __package__,
+    "build_ragged_indices_from_dense",
+    "(Tensor indices, Tensor? lengths, Tensor? row_offsets, SymInt num_rows, str impl) -> (Tensor, Tensor)",
+    fake.build_ragged_indices_from_dense,
+)
+compute_global_topk_ragged_indices_and_indptr = define_op(
+    __package__,
+    "compute_global_topk_ragged_indices_and_indptr",
+    "(Tensor topk, Tensor request_ids, Tensor block_table, int block_size, str impl) -> (Tensor, Tensor)",
+    fake.compute_global_topk_ragged_indices_and_indptr,
+)

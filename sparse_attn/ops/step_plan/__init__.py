@@ -1,0 +1,75 @@
+"""Step metadata on the device: from request lengths to what every row needs, in one op and without a host sync."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.step_plan import op
+from sparse_attn.types import StepPlan
+
+
+def build_step_plan(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    max_context: int,
+    num_decodes: int = 0,
+    next_n: int = 1,
+    kv_capacity: int = 0,
+    impl: str = "auto",
+) -> StepPlan:
+    """Describe one step of fixed capacity: B requests, T token rows, decode rows first.
+
+    query_start_loc: int32 [B + 1], first row of each request. seq_lens: int32 [B], tokens of each request including
+    those of this step. block_table: int32 [B, max_blocks]. slot_mapping: int64 [T], cache slot each row writes, -1 for
+    padding. The first ``num_decodes`` requests own ``next_n`` rows each, rows [0, num_decodes * next_n), whatever
+    query_start_loc says of them; the others are prefill requests and own rows
+    [query_start_loc[b], query_start_loc[b + 1]). max_context: host bound on every seq_len. kv_capacity: host bound on
+    the sum of the prefill requests' seq_lens.
+
+    A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
+    -1, position -1, limit 0, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its request has
+    L <= 0, or its position is negative. Values that the device alone knows are not checked.
+
+    Returns a StepPlan; see its docstring for shapes.
+    """
+    for name, value in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+        checks.check_dtype(name, value, (torch.int32,))
+    checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+    checks.check_rank("seq_lens", seq_lens, 1)
+    requests = seq_lens.shape[0]
+    checks.check_shape("query_start_loc", query_start_loc, (requests + 1,), "[requests + 1]")
+    checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
+    checks.check_rank("slot_mapping", slot_mapping, 1)
+    checks.check_at_least("num_decodes", num_decodes, 0)
+    checks.check_at_least("next_n", next_n, 1)
+    checks.check_at_least("kv_capacity", kv_capacity, 0)
+    checks.check_at_least("max_context", max_context, 0)
+    if num_decodes > requests:
+        raise ValueError(f"num_decodes: got {num_decodes}, allowed: at most the {requests} requests of seq_lens")
+    if num_decodes * next_n > slot_mapping.shape[0]:
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.shape[0]} rows, allowed: at least num_decodes * next_n = {num_decodes * next_n}"
+        )
+    checks.check_same_device(
+        query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
+    )
+    request_ids, positions, limits, kv_indptr, kv_start, kv_end = op.step_plan(
+        query_start_loc, seq_lens, slot_mapping, num_decodes, next_n, impl
+    )
+    return StepPlan(
+        request_ids=request_ids,
+        positions=positions,
+        limits=limits,
+        slot_mapping=slot_mapping,
+        block_table=block_table,
+        context_lens=limits[: num_decodes * next_n].view(num_decodes, next_n),
+        kv_indptr=kv_indptr,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        kv_capacity=kv_capacity,
+        max_context=max_context,
+    )

@@ -1,0 +1,70 @@
+"""Every program walks all requests in blocks and matches its token rows against them; program 0 writes kv_indptr."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "num_decodes", "next_n"])
+def plan_rows(
+    query_start_loc,  # int32 [requests + 1]
+    seq_lens,  # int32 [requests]
+    slot_mapping,  # int64 [tokens]
+    request_ids,  # int32 [tokens]
+    positions,  # int32 [tokens]
+    limits,  # int32 [tokens]
+    kv_indptr,  # int32 [requests - num_decodes + 1]
+    kv_start,  # int32 [tokens - num_decodes * next_n]
+    kv_end,  # int32 [tokens - num_decodes * next_n]
+    tokens,
+    requests,
+    num_decodes,
+    next_n,
+    stride_start,
+    stride_len,
+    stride_slot,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = rows < tokens
+    decode_rows = num_decodes * next_n
+    is_decode = rows < decode_rows
+
+    request = tl.where(is_decode, rows // next_n, -1)
+    length = tl.load(seq_lens + request * stride_len, mask=live & is_decode, other=0)
+    position = tl.maximum(length, 0) - next_n + rows % next_n
+    first_key = tl.zeros([BLOCK_T], tl.int32)
+
+    keys_before = tl.full([], 0, tl.int32)
+    for block in range(num_decodes, requests, BLOCK_R):
+        candidates = block + tl.arange(0, BLOCK_R)
+        real = candidates < requests
+        start = tl.load(query_start_loc + candidates * stride_start, mask=real, other=0)
+        end = tl.load(query_start_loc + (candidates + 1) * stride_start, mask=real, other=0)
+        keys = tl.maximum(tl.load(seq_lens + candidates * stride_len, mask=real, other=0), 0)
+        counted = tl.where(end > start, keys, 0)
+        keys_up_to = keys_before + tl.cumsum(counted, 0)
+        if tl.program_id(0) == 0:
+            tl.store(kv_indptr + 1 + candidates - num_decodes, keys_up_to, mask=real)
+        owns = (rows[:, None] >= start[None, :]) & (rows[:, None] < end[None, :]) & (keys > 0)[None, :] & real[None, :]
+        owns = owns & (rows >= decode_rows)[:, None]
+        request = tl.maximum(request, tl.max(tl.where(owns, candidates[None, :], -1), 1))
+        shift = (keys - (end - start) - start)[None, :] + rows[:, None]
+        mine = tl.max(owns.to(tl.int32), 1) > 0
+        position = tl.where(mine, tl.sum(tl.where(owns, shift, 0), 1), position)
+        first_key = tl.where(mine, tl.sum(tl.where(owns, (keys_up_to - counted)[None, :], 0), 1), first_key)
+        keys_before += tl.sum(counted, 0)
+    if tl.program_id(0) == 0:
+        tl.store(kv_indptr, 0)
+
+    slot = tl.load(slot_mapping + rows.to(tl.int64) * stride_slot, mask=live, other=-1)
+    valid = (request >= 0) & (position >= 0) & (slot >= 0)
+    request = tl.where(valid, request, -1)
+    position = tl.where(valid, position, -1)
+    first_key = tl.where(valid, first_key, 0)
+    tl.store(request_ids + rows, request, mask=live)
+    tl.store(positions + rows, position, mask=live)
+    tl.store(limits + rows, position + 1, mask=live)
+    is_prefill = live & (rows >= decode_rows)
+    tl.store(kv_start + rows - decode_rows, first_key, mask=is_prefill)
+    tl.store(kv_end + rows - decode_rows, first_key + position + 1, mask=is_prefill)

@@ -1,0 +1,34 @@
+"""The GPU implementation: one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sparse_attn.ops.step_plan import config, kernels, shapes
+from sparse_attn.target import target_of
+
+
+def step_plan(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int
+) -> tuple[torch.Tensor, ...]:
+    plan = shapes.allocate_plan(seq_lens, slot_mapping, num_decodes, next_n)
+    launch = config.config(target_of(slot_mapping.device))
+    tokens = slot_mapping.shape[0]
+    kernels.plan_rows[(max(1, triton.cdiv(tokens, launch.block_tokens)),)](
+        query_start_loc,
+        seq_lens,
+        slot_mapping,
+        *plan,
+        tokens,
+        seq_lens.shape[0],
+        num_decodes,
+        next_n,
+        query_start_loc.stride(0),
+        seq_lens.stride(0),
+        slot_mapping.stride(0),
+        BLOCK_T=launch.block_tokens,
+        BLOCK_R=launch.block_requests,
+        num_warps=launch.num_warps,
+    )
+    return plan

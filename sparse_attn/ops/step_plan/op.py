@@ -1,0 +1,12 @@
+"""Schema of the step plan."""
+
+from sparse_attn.ops.step_plan import fake
+from sparse_attn.registration import define_op
+
+step_plan = define_op(
+    __package__,
+    "step_plan",
+    "(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt next_n, str impl)"
+    " -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)",
+    fake.step_plan,
+)

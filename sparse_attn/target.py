@@ -1,0 +1,85 @@
+"""The only home of questions about the machine: vendor, architecture, fp8 flavour, shared memory, interpreter.
+
+Nothing is asked at import; every answer is a pure function of a device or an environment variable read when called.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a launch configuration may depend on.
+
+    arch: compute capability as major * 10 + minor on NVIDIA (90), the gfx number on AMD ("gfx942"), "" elsewhere.
+    shared_memory: bytes one program may hold. warp_size: threads that execute together.
+    """
+
+    vendor: str  # "nvidia", "amd", "cpu"
+    arch: int | str
+    num_sms: int
+    shared_memory: int
+    warp_size: int = 32
+    interpreted: bool = False
+
+    @property
+    def fp8_dot(self) -> bool:
+        """Whether the matrix unit multiplies e4m3fn directly."""
+        if self.interpreted:
+            return False
+        if self.vendor == "nvidia":
+            return isinstance(self.arch, int) and self.arch >= 89
+        return self.arch == "gfx950"
+
+
+CPU = Target("cpu", "", 1, 1 << 20)
+H200 = Target("nvidia", 90, 132, 232448)
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels of this process run through Triton's interpreter (TRITON_INTERPRET)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@functools.cache
+def _of_cuda(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+        shared = 163840 if arch == "gfx950" else 65536
+        return Target("amd", arch, properties.multi_processor_count, shared, properties.warp_size)
+    arch = properties.major * 10 + properties.minor
+    return Target("nvidia", arch, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target behind a torch device."""
+    if device.type == "cuda":
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+    if interpreting():
+        return Target("cpu", "", 4, 1 << 20, interpreted=True)
+    return CPU
+
+
+def resolve_impl(impl: str, device: torch.device) -> str:
+    """Turn ``impl`` ("auto", "reference", "triton") into the implementation that runs on ``device``.
+
+    Raises ValueError for an unknown name, and for "triton" on a CPU whose process does not interpret Triton.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl: got {impl!r}, allowed are {', '.join(IMPLEMENTATIONS)}")
+    if impl == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    if impl == "triton" and device.type != "cuda" and not interpreting():
+        raise ValueError(
+            f"impl: 'triton' needs a CUDA or HIP tensor, got one on {device}; on a CPU use 'reference', or start the "
+            "process with TRITON_INTERPRET=1"
+        )
+    return impl

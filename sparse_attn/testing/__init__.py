@@ -1,0 +1,1 @@
+"""Helpers for tests and benchmarks: inputs, poison, comparison, ahead-of-time compilation, timing. Nothing shipped imports them."""

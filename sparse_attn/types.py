@@ -1,0 +1,74 @@
+"""The values that flow between functions."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Ragged(NamedTuple):
+    """Rows of different length, packed one after the other.
+
+    indices: int32 [capacity]; row t owns indices[indptr[t]:indptr[t + 1]], the tail beyond indptr[-1] is -1.
+    indptr: int32 [rows + 1]. The capacity is known on the host, the live size indptr[-1] only on the device.
+    """
+
+    indices: torch.Tensor
+    indptr: torch.Tensor
+
+
+class AttentionOutput(NamedTuple):
+    """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class QuantisedQuery(NamedTuple):
+    """query: [tokens, index_heads, dim], uint8 holding fp8 or the input dtype; weights: fp32 [tokens, index_heads]."""
+
+    query: torch.Tensor
+    weights: torch.Tensor
+
+
+class IndexKeys(NamedTuple):
+    """Gathered index keys. keys: [capacity, dim] (uint8 holding fp8, or floating); scales: fp32 [capacity] or None."""
+
+    keys: torch.Tensor
+    scales: torch.Tensor | None
+
+
+class StepPlan(NamedTuple):
+    """Everything a step needs, per token row, at fixed capacity and on the device.
+
+    Rows [0, num_decodes * next_n) are decode rows, the others prefill rows; a padded row has request -1, position -1,
+    limit 0 and slot -1.
+
+    request_ids: int32 [tokens], positions: int32 [tokens], limits: int32 [tokens] (position + 1, 0 for padding),
+    slot_mapping: int64 [tokens], block_table: int32 [requests, max_blocks],
+    context_lens: int32 [num_decodes, next_n] (the limits of the decode rows),
+    kv_indptr: int32 [prefill requests + 1] (cumulative sequence lengths of the prefill requests),
+    kv_start, kv_end: int32 [prefill tokens] (each prefill row's range in the keys gathered by kv_indptr),
+    kv_capacity: rows the gathered keys may take; the host's bound on kv_indptr[-1]. max_context: the host's bound on
+    every decode length.
+    """
+
+    request_ids: torch.Tensor
+    positions: torch.Tensor
+    limits: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_start: torch.Tensor
+    kv_end: torch.Tensor
+    kv_capacity: int
+    max_context: int
+
+
+class Caches(NamedTuple):
+    """One tensor per layer. ``index`` holds None for layers that share another layer's selection."""
+
+    kv: tuple[torch.Tensor, ...]
+    index: tuple[torch.Tensor | None, ...]

@@ -1,0 +1,42 @@
+"""Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1)."""
+
+import pytest
+import torch
+
+from sparse_attn import workspace
+from sparse_attn.target import interpreting
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    if torch.cuda.is_available():
+        return
+    selected, deselected = [], []
+    for item in items:
+        is_kernel = item.get_closest_marker("kernel") is not None
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+            keep = not interpreting()
+        else:
+            keep = is_kernel == interpreting()
+        (selected if keep else deselected).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = selected
+
+
+@pytest.fixture
+def device():
+    """Where kernels run: the GPU, or the CPU through the interpreter."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture
+def dirty_workspace(device):
+    """A workspace full of 0xFF bytes (NaN as floats, -1 as integers) whose counters must be zero afterwards."""
+    owner = workspace.Workspace((1 << 22, 1 << 14), device)
+    owner._scratch.fill_(0xFF)
+    with workspace.use(owner):
+        yield owner
+    assert not owner._counters.any(), "an op left its counters non-zero"

@@ -1,0 +1,198 @@
+"""Ragged builders: the reference against plain Python, the kernel against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import sparse_attn.ops.ragged as ragged
+from sparse_attn.ops.ragged import reference
+from sparse_attn.testing.ops import opcheck, schema
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+WILD = [-1, -2, INT_MIN, INT_MAX]
+
+
+def dense_rows(tokens: int, width: int, high: int, device="cpu", seed: int = 0) -> torch.Tensor:
+    """Random indices with a third of wild ones, in a non-contiguous view."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, high, (tokens, 2 * width), generator=generator, dtype=torch.int32)
+    wild = torch.tensor(WILD, dtype=torch.int32)[torch.randint(0, 4, rows.shape, generator=generator)]
+    rows = torch.where(torch.rand(rows.shape, generator=generator) < 0.33, wild, rows)
+    return rows.to(device)[:, ::2]
+
+
+def slow_build(indices, lengths, row_offsets, num_rows):
+    packed, indptr = [], [0]
+    for t, row in enumerate(indices.tolist()):
+        for i in row[: max(0, lengths[t]) if lengths else None]:
+            value = i + (row_offsets[t] if row_offsets else 0)
+            if i >= 0 and 0 <= value < num_rows:
+                packed.append(value)
+        indptr.append(len(packed))
+    return packed + [-1] * (indices.numel() - len(packed)), indptr
+
+
+def slow_global(topk, request_ids, block_table, block_size):
+    packed, indptr = [], [0]
+    for row, request in zip(topk.tolist(), request_ids.tolist()):
+        for i in row:
+            if 0 <= request < len(block_table) and 0 <= i // block_size < block_table.shape[1]:
+                block = int(block_table[request, i // block_size])
+                if block >= 0:
+                    packed.append(block * block_size + i % block_size)
+        indptr.append(len(packed))
+    return packed + [-1] * (topk.numel() - len(packed)), indptr
+
+
+def test_reference_build_matches_python():
+    indices = dense_rows(7, 9, 50)
+    lengths = [9, 0, -3, 4, INT_MAX, INT_MIN, 9]
+    offsets = [0, 5, 3, -20, 7, 1, 40]
+    got = ragged.build_ragged_indices_from_dense(
+        indices,
+        torch.tensor(lengths, dtype=torch.int32),
+        num_rows=48,
+        row_offsets=torch.tensor(offsets, dtype=torch.int32),
+    )
+    assert (got.indices.tolist(), got.indptr.tolist()) == slow_build(indices, lengths, offsets, 48)
+
+
+def test_reference_global_matches_python():
+    topk = dense_rows(6, 8, 40)
+    requests = torch.tensor([0, 1, -1, 2, INT_MAX, 1], dtype=torch.int32)
+    table = torch.tensor([[3, -1, 7, 0], [2, 9, 1, 5]], dtype=torch.int32)
+    got = ragged.compute_global_topk_ragged_indices_and_indptr(topk, requests, table, 8)
+    assert (got.indices.tolist(), got.indptr.tolist()) == slow_global(topk, requests, table, 8)
+
+
+def test_index_table_golden():
+    topk = torch.tensor([[0, 5, -1, 9], [-1, 2, 3, 99], [1, 1, -1, -1]], dtype=torch.int32)
+    table = torch.tensor([[4, 2, 8], [1, 0, 3]], dtype=torch.int32)
+    got = ragged.compute_global_topk_ragged_indices_and_indptr(
+        topk, torch.tensor([0, 1, 1], dtype=torch.int32), table, 4
+    )
+    assert_expected_inline(
+        f"indices {got.indices.tolist()}\nindptr  {got.indptr.tolist()}",
+        """\
+indices [16, 9, 33, 6, 7, 5, 5, -1, -1, -1, -1, -1]
+indptr  [0, 3, 5, 7]""",
+    )
+
+
+@pytest.mark.parametrize("tokens,width", [(0, 4), (3, 0), (0, 0), (1, 1)])
+def test_empty(tokens, width):
+    got = ragged.build_ragged_indices_from_dense(torch.full((tokens, width), -1, dtype=torch.int32))
+    assert got.indices.tolist() == [-1] * (tokens * width)
+    assert got.indptr.tolist() == [0] * (tokens + 1)
+
+
+def test_schemas():
+    assert_expected_inline(
+        "\n".join(
+            schema(name) for name in ("build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr")
+        ),
+        """\
+sparse_attn::build_ragged_indices_from_dense(Tensor indices, Tensor? lengths, Tensor? row_offsets, SymInt num_rows, str impl) -> (Tensor, Tensor)
+sparse_attn::compute_global_topk_ragged_indices_and_indptr(Tensor topk, Tensor request_ids, Tensor block_table, int block_size, str impl) -> (Tensor, Tensor)""",
+    )
+
+
+def check_opcheck(impl, device):
+    indices = dense_rows(5, 8, 30, device)
+    lengths = torch.tensor([8, 0, 3, 8, 1], dtype=torch.int32, device=device)
+    opcheck("build_ragged_indices_from_dense", indices, lengths, None, 25, impl)
+    table = torch.arange(8, dtype=torch.int32, device=device).reshape(2, 4)
+    requests = torch.tensor([0, 1, -1, 1, 0], dtype=torch.int32, device=device)
+    opcheck("compute_global_topk_ragged_indices_and_indptr", indices, requests, table, 8, impl)
+
+
+def test_opcheck_reference():
+    check_opcheck("reference", "cpu")
+
+
+ERRORS = {
+    "indices": (TypeError, dict(indices=torch.zeros(2, 3, dtype=torch.int64))),
+    "indices ": (ValueError, dict(indices=torch.zeros(3, dtype=torch.int32))),
+    "lengths": (ValueError, dict(lengths=torch.zeros(5, dtype=torch.int32))),
+    "row_offsets": (TypeError, dict(row_offsets=torch.zeros(2))),
+    "num_rows": (ValueError, dict(num_rows=-4)),
+    "impl": (ValueError, dict(impl="cuda")),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument(name):
+    kind, change = ERRORS[name]
+    arguments = dict(indices=torch.zeros(2, 3, dtype=torch.int32)) | change
+    with pytest.raises(kind, match=rf"^{name.strip()}: got"):
+        ragged.build_ragged_indices_from_dense(**arguments)
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(topk=torch.zeros(2, 3)), "topk", TypeError),
+        (dict(request_ids=torch.zeros(3, dtype=torch.int32)), "request_ids", ValueError),
+        (dict(block_table=torch.zeros(2, dtype=torch.int32)), "block_table", ValueError),
+        (dict(block_size=0), "block_size", ValueError),
+    ],
+)
+def test_global_errors_name_the_argument(change, name, kind):
+    arguments = dict(
+        topk=torch.zeros(2, 3, dtype=torch.int32),
+        request_ids=torch.zeros(2, dtype=torch.int32),
+        block_table=torch.zeros(1, 4, dtype=torch.int32),
+        block_size=4,
+    )
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        ragged.compute_global_topk_ragged_indices_and_indptr(**(arguments | change))
+
+
+def test_triton_on_cpu_is_refused_when_not_interpreted():
+    from sparse_attn.target import interpreting
+
+    assert not interpreting()
+    with pytest.raises(ValueError, match="^impl: 'triton' needs"):
+        ragged.build_ragged_indices_from_dense(torch.zeros(1, 1, dtype=torch.int32), impl="triton")
+
+
+def sizes(device):
+    small = [(1, 1), (5, 9), (40, 33)]
+    return small + [(1, 2048), (128, 2048), (4096, 512), (3000, 2500)] if device.type == "cuda" else small
+
+
+@pytest.mark.kernel
+def test_kernel_build_equals_reference(device, dirty_workspace):
+    for tokens, width in sizes(device):
+        indices = dense_rows(tokens, width, 1000, device, seed=tokens)
+        lengths = torch.randint(-2, width + 3, (tokens,), dtype=torch.int32).to(device)
+        offsets = torch.randint(-500, 500, (tokens,), dtype=torch.int32).to(device)
+        for chosen in ((None, None, INT_MAX), (lengths, None, INT_MAX), (lengths, offsets, 900)):
+            got = torch.ops.sparse_attn.build_ragged_indices_from_dense(indices, *chosen, "triton")
+            want = reference.build_ragged_indices_from_dense(indices, *chosen)
+            assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.kernel
+def test_kernel_global_equals_reference(device, dirty_workspace):
+    for tokens, width in sizes(device):
+        topk = dense_rows(tokens, width, 64 * 9, device, seed=tokens)
+        table = torch.randint(-1, 40, (6, 18), dtype=torch.int32).to(device)[:, ::2].contiguous()
+        requests = torch.randint(-2, 8, (tokens,), dtype=torch.int32).to(device)
+        got = torch.ops.sparse_attn.compute_global_topk_ragged_indices_and_indptr(topk, requests, table, 64, "triton")
+        want = reference.compute_global_topk_ragged_indices_and_indptr(topk, requests, table, 64)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+@pytest.mark.kernel
+def test_kernel_empty(device):
+    for shape in ((0, 4), (3, 0)):
+        got = ragged.build_ragged_indices_from_dense(torch.zeros(shape, dtype=torch.int32, device=device), impl="triton")
+        assert got.indices.numel() == 0 and got.indptr.tolist() == [0] * (shape[0] + 1)
+
+
+@pytest.mark.kernel
+def test_opcheck_kernel(device):
+    check_opcheck("triton", device)
