@@ -1,0 +1,41 @@
+"""Rotation and Hadamard transform in Triton.
+
+Both give the bits of the plain-torch references when the kernel is launched with ``enable_fp_fusion=False``, which keeps
+the compiler from contracting a product and a sum into one fma.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pair_of(column, START: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """(rotated, partner, frequency, is_first) of each column of a vector whose slice [START, START + WIDTH) is rotated."""
+    place = column - START
+    rotated = (place >= 0) & (place < WIDTH)
+    if INTERLEAVED:
+        is_first = place % 2 == 0
+        frequency = place // 2
+        partner = tl.where(is_first, column + 1, column - 1)
+    else:
+        is_first = place < WIDTH // 2
+        frequency = tl.where(is_first, place, place - WIDTH // 2)
+        partner = tl.where(is_first, column + WIDTH // 2, column - WIDTH // 2)
+    return rotated, partner, frequency, is_first
+
+
+@triton.jit
+def rotate(values, partners, cos, sin, rotated, is_first):
+    """a * cos - b * sin for the first of a pair, b * cos + a * sin for the second; other columns as they are."""
+    turned = values * cos + tl.where(is_first, -partners, partners) * sin
+    return tl.where(rotated, turned, values)
+
+
+@triton.jit
+def hadamard(values, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr):
+    """Orthonormal Hadamard transform of [ROWS, DIM], DIM = 2**STAGES: each stage turns neighbours into sum and difference
+    and deals them to the two halves, which after STAGES stages is the natural order again."""
+    for _ in tl.static_range(STAGES):
+        a, b = tl.split(tl.reshape(values, [ROWS, DIM // 2, 2]))
+        values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [ROWS, DIM])
+    return values * (DIM**-0.5)

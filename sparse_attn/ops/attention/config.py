@@ -1,0 +1,60 @@
+"""Launch configurations of sparse attention, and the scratch their split form needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """block_h heads by block_k keys per tile; splits programs share a row's keys, merged afterwards."""
+
+    block_h: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def config(
+    tokens: int, heads: int, d_qk: int, capacity: int, query_bytes: int, fp8: bool, target: Target
+) -> AttentionConfig:
+    """capacity: how many indices the rows may hold in all; query_bytes: bytes of one q element."""
+    tile_heads = min(64, max(16, 1 << (heads - 1).bit_length()))
+    if query_bytes == 4:
+        tile = (min(tile_heads, 16), 16, 4, 1)
+    elif tile_heads == 64:
+        tile = (64, 64, 8, 2)
+    else:
+        tile = (tile_heads, 64 if fp8 else 32, 4, 2)
+    block_h, block_k, num_warps, num_stages = tile
+    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes) > target.shared_memory and block_k > 16:
+        block_k //= 2
+    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes) > target.shared_memory and block_h > 16:
+        block_h //= 2
+    programs = tokens * -(-heads // block_h)
+    row = -(-capacity // max(tokens, 1))
+    most = max(1, row // (2 * block_k))
+    splits = max(1, min(most, target.num_sms // max(programs, 1)))
+    return AttentionConfig(block_h, block_k, num_warps, num_stages, splits)
+
+
+def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int) -> int:
+    return (block_h + num_stages * block_k) * d_qk * element + block_h * block_k * 4
+
+
+def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:
+    """fp32 partial outputs and base-2 lse of every split; nothing without splits."""
+    if splits == 1:
+        return Scratch()
+    return Scratch(
+        (
+            Buffer("partial_out", (splits, tokens, heads, d_v), torch.float32),
+            Buffer("partial_lse", (splits, tokens, heads), torch.float32),
+        )
+    )

@@ -1,0 +1,197 @@
+"""Sparse attention: one program per (row, block of heads, share of the row's keys).
+
+A key tile is gathered once and serves both products. Bytes: every named row once per block of heads. Operations:
+2 * heads * keys * (d_qk + d_v) per row.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import cast, dot
+from sparse_attn.device.fp8 import decode_fp8
+from sparse_attn.device.softmax import log2_sum, sink_factor, softmax_step
+
+
+@triton.jit
+def _columns(base, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, row_mask):
+    """Load base[row] + columns, zero where the row is masked or the column lies beyond WIDTH."""
+    pointers = base[:, None] + columns[None, :]
+    if WIDTH == PADDED:
+        return tl.load(pointers, mask=row_mask[:, None], other=0)
+    else:
+        return tl.load(pointers, mask=row_mask[:, None] & (columns < WIDTH)[None, :], other=0)
+
+
+@triton.jit
+def _fp8_values(
+    base, columns, valid, D_V: tl.constexpr, PAD_V: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr,
+    FNUZ: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Dequantised fp32 [BLOCK_K, PAD_V] of interleaved records that start at byte pointers ``base``."""
+    codes = decode_fp8(_columns(base, columns, D_V, PAD_V, valid), FNUZ)
+    scale_base = (base + SCALE_AT).to(tl.pointer_type(tl.float32))
+    GROUPS: tl.constexpr = D_V // GROUP
+    if GROUPS * GROUP == PAD_V and (GROUPS & (GROUPS - 1)) == 0:
+        scales = tl.load(scale_base[:, None] + tl.arange(0, GROUPS)[None, :], mask=valid[:, None], other=0.0)
+        grouped = tl.reshape(codes, [BLOCK_K, GROUPS, GROUP]) * scales[:, :, None]
+        return tl.reshape(grouped, [BLOCK_K, PAD_V])
+    else:
+        known = valid[:, None] & (columns < D_V)[None, :]
+        return codes * tl.load(scale_base[:, None] + (columns // GROUP)[None, :], mask=known, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity", "block_size"])
+def attend(
+    q,  # [tokens, heads, D_V + D_REST]
+    cache,  # [num_blocks, block_size, row], or rows of one block
+    indices,  # int32 [capacity]
+    indptr,  # int32 [tokens + 1]
+    sink,  # fp32 [heads] or None
+    out,  # [splits, tokens, heads, D_V]
+    lse,  # fp32 [splits, tokens, heads]; base 2 when SPLIT, natural otherwise
+    heads,
+    num_slots,
+    block_size,
+    capacity,
+    scale_log2,
+    stride_q_token,
+    stride_q_head,
+    stride_cache_block,
+    stride_cache_slot,
+    stride_out_split,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_split,
+    stride_lse_token,
+    D_V: tl.constexpr,
+    D_REST: tl.constexpr,
+    PAD_V: tl.constexpr,  # powers of two, at least 16
+    PAD_REST: tl.constexpr,
+    GROUP: tl.constexpr,  # 0: plain cache; else values per fp8 scale
+    SCALE_AT: tl.constexpr,
+    REST_AT: tl.constexpr,
+    FNUZ: tl.constexpr,
+    PAGED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    dtype = q.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    known_head = head < heads
+    value_column = tl.arange(0, PAD_V)
+    rest_column = tl.arange(0, PAD_REST)
+
+    q_base = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
+    q_value = _columns(q_base, value_column, D_V, PAD_V, known_head)
+    if D_REST > 0:
+        q_rest = _columns(q_base + D_V, rest_column, D_REST, PAD_REST, known_head)
+
+    begin = tl.maximum(tl.load(indptr + token), 0)
+    end = tl.minimum(tl.load(indptr + token + 1), capacity)
+    if SPLIT:
+        tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_K)
+        share = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_K
+        begin = begin + tl.program_id(2) * share
+        end = tl.minimum(end, begin + share)
+
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, PAD_V], tl.float32)
+    key = tl.arange(0, BLOCK_K)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        slot = tl.load(indices + start + key, mask=start + key < end, other=-1)
+        valid = (slot >= 0) & (slot < num_slots)
+        if PAGED:
+            block = slot // block_size
+            offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
+        else:
+            offset = slot.to(tl.int64) * stride_cache_slot
+        base = cache + offset
+        if GROUP > 0:
+            value = cast(_fp8_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_AT, FNUZ, BLOCK_K), dtype)
+        elif cache.dtype.element_ty == dtype:
+            value = _columns(base, value_column, D_V, PAD_V, valid)
+        else:
+            value = cast(_columns(base, value_column, D_V, PAD_V, valid).to(tl.float32), dtype)
+        scores = dot(q_value, tl.trans(value), tl.zeros([BLOCK_H, BLOCK_K], tl.float32))
+        if D_REST > 0:
+            if GROUP > 0:
+                rest_base = (base + REST_AT).to(tl.pointer_type(tl.bfloat16))
+                rest = _columns(rest_base, rest_column, D_REST, PAD_REST, valid)
+                if dtype != tl.bfloat16:
+                    rest = rest.to(tl.float32).to(dtype)
+            elif cache.dtype.element_ty == dtype:
+                rest = _columns(base + D_V, rest_column, D_REST, PAD_REST, valid)
+            else:
+                rest = cast(_columns(base + D_V, rest_column, D_REST, PAD_REST, valid).to(tl.float32), dtype)
+            scores = dot(q_rest, tl.trans(rest), scores)
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        p, rescale, m, l = softmax_step(scores, m, l)
+        acc = dot(cast(p, dtype), value, acc * rescale[:, None])
+
+    acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+    lse2 = log2_sum(m, l)
+    split = tl.program_id(2).to(tl.int64)
+    out_base = out + split * stride_out_split + token * stride_out_token + head * stride_out_head
+    lse_at = lse + split * stride_lse_split + token * stride_lse_token + head
+    if SPLIT:
+        tl.store(lse_at, lse2, mask=known_head)
+    else:
+        if sink is not None:
+            acc = acc * sink_factor(tl.load(sink + head, mask=known_head, other=0.0), lse2)[:, None]
+        tl.store(lse_at, lse2 * 0.6931471805599453, mask=known_head)
+    stored = cast(acc, out.dtype.element_ty)
+    tl.store(
+        out_base[:, None] + value_column[None, :], stored, mask=known_head[:, None] & (value_column < D_V)[None, :]
+    )
+
+
+@triton.jit(do_not_specialize=["states"])
+def merge(
+    outs,  # [states, tokens, heads, d_v]
+    lses,  # fp32 [states, tokens, heads]
+    sink,  # fp32 [heads] or None
+    out,  # [tokens, heads, d_v]
+    lse,  # fp32 [tokens, heads], natural log
+    states,
+    d_v,
+    to_log2,  # lses * to_log2 are base 2
+    stride_outs_state,
+    stride_outs_token,
+    stride_outs_head,
+    stride_lses_state,
+    stride_lses_token,
+    stride_lses_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    state = tl.arange(0, BLOCK_S)
+    lse_at = lses + state.to(tl.int64) * stride_lses_state + token * stride_lses_token + head * stride_lses_head
+    lse2 = tl.load(lse_at, mask=state < states, other=float("-inf")) * to_log2
+    m = tl.max(lse2, 0)
+    weight = tl.exp2(lse2 - tl.where(m == float("-inf"), 0.0, m))
+    l = tl.sum(weight, 0)
+    merged = log2_sum(m, l)
+    factor = 1.0 / tl.where(l == 0.0, 1.0, l)
+    if sink is not None:
+        factor = factor * sink_factor(tl.load(sink + head), merged)
+    tl.store(lse + token * stride_lse_token + head, merged * 0.6931471805599453)
+    for first in range(0, d_v, BLOCK_D):
+        column = first + tl.arange(0, BLOCK_D)
+        total = tl.zeros([BLOCK_D], tl.float32)
+        at = outs + token * stride_outs_token + head * stride_outs_head
+        for s in range(0, states):
+            w = tl.sum(tl.where(state == s, weight, 0.0), 0)
+            readable = tl.where(w > 0.0, d_v, 0)
+            total += w * tl.load(at + column, mask=column < readable, other=0.0).to(tl.float32)
+            at += stride_outs_state
+        out_at = out + token * stride_out_token + head * stride_out_head + column
+        tl.store(out_at, cast(total * factor, out.dtype.element_ty), mask=column < d_v)

@@ -1,0 +1,25 @@
+"""Schemas of sparse attention."""
+
+from sparse_attn.ops.attention import fake
+from sparse_attn.registration import define_op
+
+sparse_attn_prefill = define_op(
+    __package__,
+    "sparse_attn_prefill",
+    "(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, str impl)"
+    " -> (Tensor out, Tensor lse)",
+    fake.sparse_attn_prefill,
+)
+sparse_attn_decode = define_op(
+    __package__,
+    "sparse_attn_decode",
+    "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? sink, str impl)"
+    " -> (Tensor out, Tensor lse)",
+    fake.sparse_attn_decode,
+)
+merge_attn_states = define_op(
+    __package__,
+    "merge_attn_states",
+    "(Tensor outs, Tensor lses, Tensor? sink, str impl) -> (Tensor out, Tensor lse)",
+    fake.merge_attn_states,
+)

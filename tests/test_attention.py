@@ -1,0 +1,347 @@
+"""Sparse attention: the reference against a plain loop, the kernels against the reference at FlashMLA's levels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.ops import attention
+from sparse_attn.ops.attention import reference
+from sparse_attn.testing import compare
+from sparse_attn.testing.ops import opcheck, schema
+from sparse_attn.types import Ragged
+
+INF = math.inf
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+WILD = torch.tensor([-1, INT_MIN, INT_MAX, 10**6], dtype=torch.int32)
+
+
+def ragged_rows(lengths, rows, seed=0, device="cpu", wild=True) -> Ragged:
+    """Random row ids (a fifth of them wild) in rows of the given lengths, with a tail of garbage that must stay unread."""
+    generator = torch.Generator().manual_seed(seed)
+    indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    total = int(indptr[-1])
+    indices = torch.randint(0, max(rows, 1), (total + 7,), generator=generator, dtype=torch.int32)
+    if wild:
+        pick = torch.rand(indices.shape, generator=generator) < 0.2
+        indices = torch.where(pick, WILD[torch.randint(0, 4, indices.shape, generator=generator)], indices)
+    indices[total:] = 0
+    return Ragged(indices.to(device), indptr.to(device))
+
+
+def poison_unread(rows: torch.Tensor, ragged: Ragged) -> torch.Tensor:
+    """NaN in every row of ``rows`` that no live index names."""
+    live = ragged.indices[: int(ragged.indptr[-1])].long()
+    live = live[(live >= 0) & (live < rows.shape[0])]
+    poisoned = torch.full_like(rows, torch.nan)
+    poisoned[live] = rows[live]
+    return poisoned
+
+
+def slow_attention(q, kv, ragged, scale, d_v, sink=None):
+    """float64, one row and head at a time."""
+    out = torch.zeros(q.shape[0], q.shape[1], d_v, dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -INF, dtype=torch.float64)
+    for t in range(q.shape[0]):
+        row = ragged.indices[int(ragged.indptr[t]) : int(ragged.indptr[t + 1])].tolist()
+        row = [i for i in row if 0 <= i < kv.shape[0]]
+        if not row:
+            continue
+        keys = kv[row].double()
+        for h in range(q.shape[1]):
+            z = keys @ q[t, h].double() * scale
+            lse[t, h] = z.logsumexp(0)
+            weight = (z - lse[t, h]).exp()
+            if sink is not None:
+                weight = weight * (1 / (1 + math.exp(min(float(sink[h] - lse[t, h]), 700))))
+                if sink[h] == INF:
+                    weight = weight * 0
+            out[t, h] = weight @ keys[:, :d_v]
+    return out, lse
+
+
+def test_reference_matches_loop():
+    torch.manual_seed(0)
+    q, kv = torch.randn(5, 3, 24), torch.randn(40, 24)
+    ragged = ragged_rows([6, 0, 33, 1, 9], 40)
+    sink = torch.tensor([0.3, -INF, INF, 5.0])
+    for chosen in (None, sink):
+        got = attention.sparse_attn_prefill(q, poison_unread(kv, ragged), ragged, scale=0.3, d_v=16, sink=chosen)
+        out, lse = slow_attention(q, kv, ragged, 0.3, 16, chosen)
+        torch.testing.assert_close(got.out.double(), out, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+def test_empty_rows_and_sinks():
+    q, kv = torch.ones(2, 2, 4), torch.ones(3, 1, 4)
+    ragged = Ragged(torch.tensor([0, 2, -1], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32))
+    for sink in (None, torch.tensor([-INF, INF])):
+        got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=4, sink=sink)
+        assert got.out[1].abs().max() == 0 and torch.isneginf(got.lse[1]).all()
+        assert torch.equal(got.lse[0], torch.full((2,), 4 + math.log(2)))
+        assert torch.equal(got.out[0, 0], torch.ones(4))
+        assert torch.equal(got.out[0, 1], torch.ones(4) if sink is None else torch.zeros(4))
+
+
+def test_duplicates_count_as_often_as_they_stand():
+    q, kv = torch.zeros(1, 1, 2), torch.tensor([[0.0, 0.0], [3.0, 0.0]])
+    ragged = Ragged(torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32))
+    got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=1)
+    torch.testing.assert_close(got.out, torch.tensor([[[2.0]]]))
+
+
+def filled_cache(layout, num_blocks, block_size, ragged, device, seed=0, padding=0):
+    """A cache of ``layout`` whose read slots hold data and whose other bytes are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_blocks * block_size, layout.dim, generator=generator).to(device) / 10
+    wide = torch.full((num_blocks, block_size * layout.row + padding), 0xFF if layout.dtype == torch.uint8 else torch.nan)
+    cache = wide.to(layout.dtype).to(device)[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
+    live = ragged.indices[: int(ragged.indptr[-1])].long()
+    live = live[(live >= 0) & (live < values.shape[0])].unique()
+    layout.encode(cache, live, values[live])
+    return cache
+
+
+LAYOUTS = {
+    "fp8 raw": LatentFp8Layout(64, 16, 32),
+    "fp8 pow2": LatentFp8Layout(64, 16, 64, scale_rule="pow2"),
+    "fp8 fnuz": LatentFp8Layout(128, 32, 128, flavour="e4m3fnuz"),
+    "fp8 odd": LatentFp8Layout(96, 16, 32),
+    "bf16": PlainLayout("bf16", 64, 16),
+    "fp32": PlainLayout("fp32", 48, 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_reference_decode_reads_the_layout(name):
+    layout = LAYOUTS[name]
+    ragged = ragged_rows([9, 0, 20], 30)
+    cache = filled_cache(layout, 6, 5, ragged, "cpu", padding=64)
+    q = torch.randn(3, 2, layout.dim)
+    got = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
+    rows = layout.decode(cache, torch.arange(30))
+    out, lse = slow_attention(q, rows, ragged, 0.2, layout.latent)
+    torch.testing.assert_close(got.out.double(), out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse.double(), lse, rtol=1e-5, atol=1e-5)
+
+
+def test_merge_equals_attention_over_the_union():
+    q, kv = torch.randn(4, 2, 8), torch.randn(20, 8)
+    sink = torch.tensor([1.0, -2.0])
+    whole = ragged_rows([10, 4, 0, 6], 20, wild=False)
+    parts = []
+    for half in range(2):
+        pieces = [
+            whole.indices[int(a) + half * ((int(b) - int(a)) // 2) : int(b) if half else int(a) + (int(b) - int(a)) // 2]
+            for a, b in zip(whole.indptr[:-1], whole.indptr[1:])
+        ]
+        indptr = torch.tensor([0, *torch.tensor([p.numel() for p in pieces]).cumsum(0).tolist()], dtype=torch.int32)
+        parts.append(attention.sparse_attn_prefill(q, kv, Ragged(torch.cat(pieces), indptr), scale=0.5, d_v=8))
+    outs = torch.stack([part.out for part in parts])
+    lses = torch.stack([part.lse for part in parts])
+    outs[lses.isneginf()] = torch.nan
+    got = attention.merge_attn_states(outs, lses, sink=sink)
+    want = attention.sparse_attn_prefill(q, kv, whole, scale=0.5, d_v=8, sink=sink)
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got.lse, want.lse)
+
+
+def test_lse_conversions():
+    lse = torch.tensor([-INF, 0.0, math.log(2)])
+    assert attention.lse_to_flashmla(lse).tolist() == [INF, 0.0, float(lse[2])]
+    assert attention.lse_to_base2(lse).tolist() == [-INF, 0.0, 1.0]
+
+
+def test_schemas():
+    assert_expected_inline(
+        "\n".join(schema(name) for name in ("sparse_attn_prefill", "sparse_attn_decode", "merge_attn_states")),
+        """\
+sparse_attn::sparse_attn_prefill(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
+sparse_attn::sparse_attn_decode(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
+sparse_attn::merge_attn_states(Tensor outs, Tensor lses, Tensor? sink, str impl) -> (Tensor out, Tensor lse)""",
+    )
+
+
+def check_opcheck(impl, device):
+    q, kv = torch.randn(3, 2, 24, device=device), torch.randn(20, 24, device=device)
+    ragged = ragged_rows([5, 0, 8], 20, device=device)
+    sink = torch.randn(2, device=device)
+    opcheck("sparse_attn_prefill", q, kv, *ragged, 0.3, 16, sink, impl)
+    layout = LAYOUTS["fp8 raw"]
+    cache = filled_cache(layout, 4, 5, ragged, device)
+    opcheck("sparse_attn_decode", torch.randn(3, 2, 80, device=device), cache, *ragged, 0.3, layout.name, None, impl)
+    outs, lses = torch.randn(2, 3, 2, 8, device=device), torch.randn(2, 3, 2, device=device)
+    opcheck("merge_attn_states", outs, lses, sink, impl)
+
+
+def test_opcheck_reference():
+    check_opcheck("reference", "cpu")
+
+
+GOOD = dict(
+    q=torch.zeros(2, 4, 8),
+    kv=torch.zeros(6, 8),
+    ragged=Ragged(torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)),
+    scale=1.0,
+    d_v=8,
+)
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(q=torch.zeros(2, 4, 8, dtype=torch.int32)), "q", TypeError),
+        (dict(q=torch.zeros(2, 129, 8)), "q", ValueError),
+        (dict(q=torch.zeros(2, 8)), "q", ValueError),
+        (dict(kv=torch.zeros(6, 7)), "kv", ValueError),
+        (dict(kv=torch.zeros(6, 2, 8)), "kv", ValueError),
+        (dict(kv=torch.zeros(6, 8, dtype=torch.bfloat16)), "kv", TypeError),
+        (dict(kv=torch.zeros(8, 6).t()), "kv", ValueError),
+        (dict(d_v=9), "d_v", ValueError),
+        (dict(sink=torch.zeros(3)), "sink", ValueError),
+        (dict(sink=torch.zeros(4, dtype=torch.bfloat16)), "sink", TypeError),
+        (dict(ragged=Ragged(torch.zeros(4), torch.zeros(3, dtype=torch.int32))), "ragged.indices", TypeError),
+        (dict(ragged=Ragged(GOOD["ragged"].indices, torch.zeros(2, dtype=torch.int32))), "ragged.indptr", ValueError),
+    ],
+)
+def test_prefill_errors_name_the_argument(change, name, kind):
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        attention.sparse_attn_prefill(**(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(cache=torch.zeros(2, 3, 8, dtype=torch.uint8)), "cache", TypeError),
+        (dict(cache=torch.zeros(2, 3, 9)), "cache", ValueError),
+        (dict(cache=torch.zeros(2, 8, 3).transpose(1, 2)), "cache", ValueError),
+        (dict(layout=IndexFp8Layout(128)), "layout", ValueError),
+        (dict(q=torch.zeros(2, 4, 6)), "q", ValueError),
+    ],
+)
+def test_decode_errors_name_the_argument(change, name, kind):
+    arguments = {key: GOOD[key] for key in ("q", "ragged", "scale")}
+    arguments |= dict(cache=torch.zeros(2, 3, 8), layout=PlainLayout("fp32", 8))
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        attention.sparse_attn_decode(**(arguments | change))
+
+
+SINKS = {"no sink": None, "sink": 0.4, "-inf": -INF, "+inf": INF}
+
+
+def sink_of(name, heads, device):
+    if SINKS[name] is None:
+        return None
+    sink = torch.randn(heads + 3, device=device)
+    sink[::2] = SINKS[name]
+    return sink
+
+
+PREFILL_CASES = [  # heads, d_qk, d_v, rows, lengths, dtype, sink
+    (3, 80, 64, 50, [20, 0, 1, 37], torch.float32, "sink"),
+    (20, 80, 64, 50, [20, 0, 1, 70], torch.bfloat16, "no sink"),
+    (1, 24, 24, 9, [5, 3], torch.bfloat16, "-inf"),
+    (16, 48, 32, 40, [40] * 3, torch.float16, "+inf"),
+]
+GPU_PREFILL_CASES = [
+    (128, 576, 512, 1333, [2048, 0, 1, 700, 64, 2048], torch.bfloat16, "no sink"),
+    (64, 512, 512, 4000, [640] * 200, torch.bfloat16, "sink"),
+    (64, 576, 512, 4000, [640, 128] * 3, torch.float32, "sink"),
+    (16, 576, 512, 4000, [2048] * 3, torch.bfloat16, "+inf"),
+    (8, 512, 512, 4000, [1152] * 300, torch.float16, "-inf"),
+    (32, 576, 512, 100, [300] * 140, torch.bfloat16, "sink"),
+]
+
+
+@pytest.mark.kernel
+def test_prefill_kernel(device, dirty_workspace):
+    cases = PREFILL_CASES + (GPU_PREFILL_CASES if device.type == "cuda" else [])
+    for case, (heads, d_qk, d_v, rows, lengths, dtype, sink_name) in enumerate(cases):
+        torch.manual_seed(case)
+        ragged = ragged_rows(lengths, rows, seed=case, device=device)
+        q = torch.randn(len(lengths), heads, 2 * d_qk, device=device).to(dtype)[..., :d_qk]
+        kv = (torch.randn(rows, d_qk + 16, device=device) / 10).to(dtype)
+        kv = poison_unread(kv, ragged)[:, :d_qk]
+        sink = sink_of(sink_name, heads, device)
+        scale = d_qk**-0.5
+        got = attention.sparse_attn_prefill(q, kv, ragged, scale=scale, d_v=d_v, sink=sink, impl="triton")
+        want = reference.sparse_attn_prefill(q.float(), kv, *ragged, scale, d_v, sink)
+        compare.assert_close(got.out, want[0], compare.PREFILL_OUT, f"out of case {case}")
+        compare.assert_close(got.lse, want[1], compare.PREFILL_LSE, f"lse of case {case}")
+
+
+DECODE_CASES = [  # layout, blocks, block size, heads, lengths, dtype, padding
+    ("fp8 raw", 8, 5, 3, [20, 0, 9], torch.float32, 0),
+    ("fp8 pow2", 8, 5, 16, [130], torch.bfloat16, 60),
+    ("fp8 fnuz", 3, 64, 2, [200, 3], torch.bfloat16, 4),
+    ("fp8 odd", 8, 5, 3, [33, 1], torch.bfloat16, 0),
+    ("bf16", 4, 16, 5, [30, 70], torch.bfloat16, 32),
+    ("bf16", 4, 16, 5, [30, 7], torch.float32, 0),
+    ("fp32", 4, 16, 5, [300], torch.float32, 8),
+]
+FULL = LatentFp8Layout(512, 64)
+GPU_DECODE_CASES = [
+    (layout, 60, 64, heads, lengths, torch.bfloat16, padding)
+    for layout in (FULL, PlainLayout("bf16", 512, 64), PlainLayout("bf16", 512, 0))
+    for heads, lengths, padding in (
+        (128, [2048], 0),
+        (128, [2048, 0, 5, 300] * 20, 576),
+        (64, [2048] * 8, 64),
+        (16, [2048, 100], 0),
+        (1, [17] * 300, 0),
+    )
+]
+
+
+@pytest.mark.kernel
+def test_decode_kernel(device, dirty_workspace):
+    cases = DECODE_CASES + (GPU_DECODE_CASES if device.type == "cuda" else [])
+    for case, (layout, blocks, block_size, heads, lengths, dtype, padding) in enumerate(cases):
+        torch.manual_seed(case)
+        layout = LAYOUTS[layout] if isinstance(layout, str) else layout
+        ragged = ragged_rows(lengths, blocks * block_size, seed=case, device=device)
+        cache = filled_cache(layout, blocks, block_size, ragged, device, padding=padding)
+        q = torch.randn(len(lengths), heads, layout.dim, device=device).to(dtype)
+        sink = sink_of("sink" if case % 2 else "no sink", heads, device)
+        scale = layout.dim**-0.5
+        got = attention.sparse_attn_decode(
+            q, cache, ragged, scale=scale, layout=layout, sink=sink, impl="triton"
+        )
+        want = reference.sparse_attn_decode(q, cache, *ragged, scale, layout.name, sink)
+        compare.assert_close(got.out, want[0], compare.DECODE_OUT, f"out of case {case}")
+        compare.assert_close(got.lse, want[1], compare.DECODE_LSE, f"lse of case {case}")
+
+
+@pytest.mark.kernel
+def test_merge_kernel(device):
+    for states, d_v, dtype in ((1, 16, torch.float32), (3, 80, torch.bfloat16), (5, 600, torch.float16)):
+        outs = torch.randn(states, 4, 3, d_v, device=device).to(dtype)
+        lses = torch.randn(4, states, 3, device=device).transpose(0, 1) * 4
+        lses[0, 1] = -INF
+        lses[:, 2] = -INF
+        outs[lses.isneginf()] = torch.nan
+        for sink in (None, torch.tensor([0.5, INF, -INF, 1.0], device=device)):
+            got = attention.merge_attn_states(outs, lses, sink=sink, impl="triton")
+            want = reference.merge_attn_states(outs.float(), lses, sink)
+            compare.assert_close(got.out, want[0], compare.PREFILL_OUT)
+            compare.assert_close(got.lse, want[1], compare.PREFILL_LSE)
+
+
+@pytest.mark.kernel
+def test_kernel_without_tokens_or_rows(device):
+    ragged = Ragged(torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device))
+    q, kv = torch.zeros(0, 4, 32, device=device), torch.zeros(0, 32, device=device)
+    got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=32, impl="triton")
+    assert got.out.shape == (0, 4, 32) and got.lse.shape == (0, 4)
+    ragged = ragged_rows([3], 5, device=device)
+    got = attention.sparse_attn_prefill(q.new_zeros(1, 4, 32), kv, ragged, scale=1.0, d_v=32, impl="triton")
+    assert got.out.abs().max() == 0 and torch.isneginf(got.lse).all()
+
+
+@pytest.mark.kernel
+def test_opcheck_kernel(device):
+    check_opcheck("triton", device)
