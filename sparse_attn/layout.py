@@ -44,7 +44,8 @@ def fp8_quantise(
     scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale.
     """
     values = values.float()
-    scales = values.abs().amax(-1).clamp_min(amax_floor) / FP8_MAX[flavour]
+    amax = values.abs().amax(-1).clamp_min(amax_floor)
+    scales = amax / torch.full_like(amax, FP8_MAX[flavour])  # CUDA would turn division by a Python number into a product
     if scale_rule == "pow2":
         scales = ceil_pow2(scales)
     return fp8_encode(values / scales.unsqueeze(-1), flavour), scales

@@ -30,6 +30,15 @@ def cast(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def convert(values, DTYPE: tl.constexpr):
+    """A float tile of any type -> DTYPE, through fp32 where the types differ."""
+    if values.dtype == DTYPE:
+        return values
+    else:
+        return cast(values.to(tl.float32), DTYPE)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b with fp32 accumulation; fp32 operands are multiplied exactly as fp32 (no tf32)."""
     if INTERPRETED:

@@ -1,7 +1,7 @@
 """Rotation and Hadamard transform in Triton.
 
-Both give the bits of the plain-torch references when the kernel is launched with ``enable_fp_fusion=False``, which keeps
-the compiler from contracting a product and a sum into one fma.
+Both give the bits of the plain-torch references when the kernel is launched with ``enable_fp_fusion=False``, which
+keeps the compiler from contracting a product and a sum into one fma.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def pair_of(column, START: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(rotated, partner, frequency, is_first) of each column of a vector whose slice [START, START + WIDTH) is rotated."""
+    """(rotated, partner, frequency, is_first) of each column, when the slice [START, START + WIDTH) is rotated."""
     place = column - START
     rotated = (place >= 0) & (place < WIDTH)
     if INTERLEAVED:
@@ -25,16 +25,24 @@ def pair_of(column, START: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.co
 
 
 @triton.jit
+def swap_neighbours(values, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """[ROWS, DIM] with columns 2i and 2i + 1 exchanged: the partners where an interleaved slice starts evenly."""
+    a, b = tl.split(tl.reshape(values, [ROWS, DIM // 2, 2]))
+    return tl.reshape(tl.join(b, a), [ROWS, DIM])
+
+
+@triton.jit
 def rotate(values, partners, cos, sin, rotated, is_first):
     """a * cos - b * sin for the first of a pair, b * cos + a * sin for the second; other columns as they are."""
-    turned = values * cos + tl.where(is_first, -partners, partners) * sin
+    along, across = values * cos, partners * sin
+    turned = tl.where(is_first, along - across, along + across)  # Triton's -x is 0 - x: it would lose a zero's sign
     return tl.where(rotated, turned, values)
 
 
 @triton.jit
 def hadamard(values, ROWS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr):
-    """Orthonormal Hadamard transform of [ROWS, DIM], DIM = 2**STAGES: each stage turns neighbours into sum and difference
-    and deals them to the two halves, which after STAGES stages is the natural order again."""
+    """Orthonormal Hadamard transform of [ROWS, DIM], DIM = 2**STAGES: each stage turns neighbours into sum and
+    difference and deals them to the two halves, which after STAGES stages is the natural order again."""
     for _ in tl.static_range(STAGES):
         a, b = tl.split(tl.reshape(values, [ROWS, DIM // 2, 2]))
         values = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [ROWS, DIM])

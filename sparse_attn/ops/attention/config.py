@@ -29,9 +29,9 @@ def config(
     if query_bytes == 4:
         tile = (min(tile_heads, 16), 16, 4, 1)
     elif tile_heads == 64:
-        tile = (64, 64, 8, 2)
+        tile = (64, 64, 8, 3 if fp8 else 2)
     else:
-        tile = (tile_heads, 64 if fp8 else 32, 4, 2)
+        tile = (tile_heads, 64, 8, 2)
     block_h, block_k, num_warps, num_stages = tile
     while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes) > target.shared_memory and block_k > 16:
         block_k //= 2
@@ -45,7 +45,7 @@ def config(
 
 
 def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int) -> int:
-    return (block_h + num_stages * block_k) * d_qk * element + block_h * block_k * 4
+    return (block_h + num_stages * block_k) * d_qk * element + 1024
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

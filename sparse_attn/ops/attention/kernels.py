@@ -7,7 +7,7 @@ A key tile is gathered once and serves both products. Bytes: every named row onc
 import triton
 import triton.language as tl
 
-from sparse_attn.device.cast import cast, dot
+from sparse_attn.device.cast import cast, convert, dot
 from sparse_attn.device.fp8 import decode_fp8
 from sparse_attn.device.softmax import log2_sum, sink_factor, softmax_step
 
@@ -38,6 +38,57 @@ def _fp8_values(
     else:
         known = valid[:, None] & (columns < D_V)[None, :]
         return codes * tl.load(scale_base[:, None] + (columns // GROUP)[None, :], mask=known, other=0.0)
+
+
+@triton.jit
+def _attend_keys(
+    q_value, q_rest, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2, stride_cache_block,
+    stride_cache_slot, value_column, rest_column, D_V: tl.constexpr, D_REST: tl.constexpr, PAD_V: tl.constexpr,
+    PAD_REST: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr, REST_AT: tl.constexpr, FNUZ: tl.constexpr,
+    PAGED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Softmax state (m, l, acc) over the keys indices[begin:end]."""
+    dtype = q_value.dtype
+    BLOCK_H: tl.constexpr = q_value.shape[0]
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, PAD_V], tl.float32)
+    key = tl.arange(0, BLOCK_K)
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        # Unsigned comparisons serve both ends of a range. A masked index load would cost a seventh of the time, so the
+        # tile moves back where it would leave the buffer, and the keys before its row's share are left out.
+        if SHORT:
+            slot = tl.load(indices + start + key, mask=start + key < end, other=-1)
+            bound = num_slots
+        else:
+            at = tl.minimum(start, capacity - BLOCK_K)
+            slot = tl.load(indices + at + key)
+            inside = (key - (start - at)).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
+            bound = tl.where(inside, num_slots, 0)
+        valid = slot.to(tl.uint32, bitcast=True) < bound.to(tl.uint32)
+        if PAGED:
+            block = slot // block_size
+            offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
+        else:
+            offset = slot.to(tl.int64) * stride_cache_slot
+        base = cache + offset
+        if GROUP > 0:
+            value = cast(_fp8_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_AT, FNUZ, BLOCK_K), dtype)
+        else:
+            value = convert(_columns(base, value_column, D_V, PAD_V, valid), dtype)
+        scores = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
+        if D_REST > 0:
+            if GROUP > 0:
+                rest_base = (base + REST_AT).to(tl.pointer_type(tl.bfloat16))
+                rest = _columns(rest_base, rest_column, D_REST, PAD_REST, valid)
+            else:
+                rest = _columns(base + D_V, rest_column, D_REST, PAD_REST, valid)
+            scores = dot(q_rest, tl.trans(convert(rest, dtype)), scores)
+        scores = dot(q_value, tl.trans(value), scores)
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        p, rescale, m, l = softmax_step(scores, m, l)
+        acc = dot(cast(p, dtype), value, acc * rescale[:, None])
+    return m, l, acc
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity", "block_size"])
@@ -76,6 +127,7 @@ def attend(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    SHORT: tl.constexpr,  # capacity < BLOCK_K
 ):
     dtype = q.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -86,52 +138,23 @@ def attend(
 
     q_base = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
     q_value = _columns(q_base, value_column, D_V, PAD_V, known_head)
+    q_rest = q_value
     if D_REST > 0:
         q_rest = _columns(q_base + D_V, rest_column, D_REST, PAD_REST, known_head)
 
     begin = tl.maximum(tl.load(indptr + token), 0)
-    end = tl.minimum(tl.load(indptr + token + 1), capacity)
+    end = tl.maximum(tl.minimum(tl.load(indptr + token + 1), capacity), begin)
     if SPLIT:
-        tiles = tl.cdiv(tl.maximum(end - begin, 0), BLOCK_K)
+        tiles = tl.cdiv(end - begin, BLOCK_K)
         share = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_K
-        begin = begin + tl.program_id(2) * share
+        begin = tl.minimum(begin + tl.program_id(2) * share, end)
         end = tl.minimum(end, begin + share)
 
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, PAD_V], tl.float32)
-    key = tl.arange(0, BLOCK_K)
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        slot = tl.load(indices + start + key, mask=start + key < end, other=-1)
-        valid = (slot >= 0) & (slot < num_slots)
-        if PAGED:
-            block = slot // block_size
-            offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
-        else:
-            offset = slot.to(tl.int64) * stride_cache_slot
-        base = cache + offset
-        if GROUP > 0:
-            value = cast(_fp8_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_AT, FNUZ, BLOCK_K), dtype)
-        elif cache.dtype.element_ty == dtype:
-            value = _columns(base, value_column, D_V, PAD_V, valid)
-        else:
-            value = cast(_columns(base, value_column, D_V, PAD_V, valid).to(tl.float32), dtype)
-        scores = dot(q_value, tl.trans(value), tl.zeros([BLOCK_H, BLOCK_K], tl.float32))
-        if D_REST > 0:
-            if GROUP > 0:
-                rest_base = (base + REST_AT).to(tl.pointer_type(tl.bfloat16))
-                rest = _columns(rest_base, rest_column, D_REST, PAD_REST, valid)
-                if dtype != tl.bfloat16:
-                    rest = rest.to(tl.float32).to(dtype)
-            elif cache.dtype.element_ty == dtype:
-                rest = _columns(base + D_V, rest_column, D_REST, PAD_REST, valid)
-            else:
-                rest = cast(_columns(base + D_V, rest_column, D_REST, PAD_REST, valid).to(tl.float32), dtype)
-            scores = dot(q_rest, tl.trans(rest), scores)
-        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
-        p, rescale, m, l = softmax_step(scores, m, l)
-        acc = dot(cast(p, dtype), value, acc * rescale[:, None])
-
+    m, l, acc = _attend_keys(
+        q_value, q_rest, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2, stride_cache_block,
+        stride_cache_slot, value_column, rest_column, D_V, D_REST, PAD_V, PAD_REST, GROUP, SCALE_AT, REST_AT, FNUZ,
+        PAGED, BLOCK_K, STAGES, SHORT,
+    )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     lse2 = log2_sum(m, l)
     split = tl.program_id(2).to(tl.int64)

@@ -98,6 +98,7 @@ def _attend(who, q, cache, indices, indptr, scale, d_v, sink, fp8):
         BLOCK_H=launch.block_h,
         BLOCK_K=launch.block_k,
         STAGES=launch.num_stages,
+        SHORT=indices.numel() < launch.block_k,
         num_warps=launch.num_warps,
     )
     if split:

@@ -1,0 +1,66 @@
+"""Indexer queries: rotate, optionally Hadamard-transform, quantise, and fold the scale into the head weights."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.layout import IndexFp8Layout, PlainLayout
+from sparse_attn.ops.index_query import op
+from sparse_attn.ops.index_query.reference import hadamard_transform
+from sparse_attn.ops.rope.reference import check_rope
+from sparse_attn.types import QuantisedQuery
+
+__all__ = ["hadamard_transform", "indexer_q_rope_quant"]
+
+VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def indexer_q_rope_quant(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    start: int,
+    interleaved: bool,
+    hadamard: bool = False,
+    weight_scale: float,
+    layout: IndexFp8Layout | PlainLayout,
+    impl: str = "auto",
+) -> QuantisedQuery:
+    """Make the queries that the index logits take, in the form of the key cache's ``layout``.
+
+    q: bf16, fp16 or fp32 [tokens, index_heads, dim]. weights: bf16, fp16 or fp32 [tokens, index_heads]. Any strides.
+    positions: int32 or int64 [tokens]; a row whose position lies outside the table is padding: query 0, weights 0.
+    cos_sin: fp32 [positions, R]; the slice [start, start + R) is rotated, in pairs (2i, 2i + 1) when ``interleaved``,
+    else (i, i + R / 2). hadamard: transform the whole vector afterwards (dim a power of two); the keys must be treated
+    alike.
+
+    The rotated vector is rounded to q's dtype, so is the transformed one. Under an IndexFp8Layout one scale per vector
+    follows from its largest magnitude, as for the keys; under a PlainLayout the values are rounded to its dtype and the
+    scale is 1. weights_out = (float(weights) * weight_scale) * scale.
+
+    Returns QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,
+    index_heads]). Every implementation gives the same bits; a vector with NaN or infinity has unspecified codes.
+    TypeError or ValueError for wrong dtypes, shapes, devices, a slice that does not fit, or a layout of another dim.
+    Source: vLLM 0.25's fused indexer query op and DeepSeek's rotate_activation.
+    """
+    checks.check_dtype("q", q, VALUE_DTYPES)
+    checks.check_rank("q", q, 3)
+    tokens, heads, dim = q.shape
+    checks.check_dtype("weights", weights, VALUE_DTYPES)
+    checks.check_shape("weights", weights, (tokens, heads), "[tokens, index_heads]")
+    checks.check_same_device(q=q, weights=weights)
+    check_rope("q", q, positions, cos_sin, start)
+    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
+        raise TypeError(f"layout: got {type(layout).__name__}, allowed: IndexFp8Layout, PlainLayout")
+    if layout.dim != dim:
+        raise ValueError(f"layout: got dim {layout.dim} ({layout.name}), allowed: {dim}, that of q")
+    if hadamard and dim & (dim - 1):
+        raise ValueError(f"hadamard: got True with dim {dim}, allowed: powers of two")
+    return QuantisedQuery(
+        *op.indexer_q_rope_quant(
+            q, weights, positions, cos_sin, start, interleaved, hadamard, weight_scale, layout.name, impl
+        )
+    )

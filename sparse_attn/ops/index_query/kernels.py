@@ -1,0 +1,96 @@
+"""One program per token and block of heads: load, rotate, transform, find the scale, write codes and folded weights.
+
+Floor: bytes, tokens * heads * (dim * (itemsize + 1) + 8); a second load of rotated elements comes from L1. Bits equal
+the reference's when launched with enable_fp_fusion=False: same products, sums and order, correctly rounded quotients.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import cast
+from sparse_attn.device.fp8 import ceil_pow2, encode_fp8
+from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
+
+
+@triton.jit(do_not_specialize=["table_rows"])
+def indexer_q_rope_quant(
+    q,  # [tokens, heads, dim]
+    weights,  # [tokens, heads]
+    positions,  # int32 or int64 [tokens]
+    cos_sin,  # fp32 [table_rows, WIDTH]
+    query,  # uint8 or floating [tokens, heads, dim]
+    folded,  # fp32 [tokens, heads]
+    table_rows,
+    weight_scale,
+    amax_floor,
+    fp8_max,
+    stride_q_token,
+    stride_q_head,
+    stride_q_dim,
+    stride_weights_token,
+    stride_weights_head,
+    stride_positions_token,
+    stride_table_row,
+    stride_table_column,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    POW2: tl.constexpr,
+    FNUZ: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    STAGES: tl.constexpr,  # log2(DIM) where HADAMARD
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, DIM_PADDED)
+    position = tl.load(positions + token * stride_positions_token).to(tl.int64)
+    live = (position >= 0) & (position < table_rows)
+
+    rotated, partner, frequency, is_first = pair_of(column, START, WIDTH, INTERLEAVED)
+    turns = rotated & live
+    table = cos_sin + tl.where(live, position, 0) * stride_table_row + frequency * stride_table_column
+    cos = tl.load(table, mask=turns, other=0.0)
+    sin = tl.load(table + WIDTH // 2 * stride_table_column, mask=turns, other=0.0)
+
+    source = q + token * stride_q_token + head[:, None].to(tl.int64) * stride_q_head
+    inside = (head < HEADS)[:, None] & live
+    values = tl.load(source + column[None, :] * stride_q_dim, mask=inside & (column < DIM)[None, :], other=0.0)
+    values = values.to(tl.float32)
+    if INTERLEAVED and START % 2 == 0:
+        partners = swap_neighbours(values, BLOCK_HEADS, DIM_PADDED)
+    else:
+        partners = tl.load(source + partner[None, :] * stride_q_dim, mask=inside & rotated[None, :], other=0.0)
+    values = rotate(
+        values, partners.to(tl.float32), cos[None, :], sin[None, :], rotated[None, :], is_first[None, :]
+    )
+    values = cast(values, q.dtype.element_ty).to(tl.float32)
+    if HADAMARD:
+        values = cast(hadamard(values, BLOCK_HEADS, DIM_PADDED, STAGES), q.dtype.element_ty).to(tl.float32)
+
+    weight = tl.load(
+        weights + token * stride_weights_token + head * stride_weights_head, mask=(head < HEADS) & live, other=0.0
+    )
+    weight = weight.to(tl.float32) * weight_scale
+    if QUANTISE:
+        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), 1), amax_floor), fp8_max)
+        if POW2:
+            scale = ceil_pow2(scale)
+            inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # exact
+            out = encode_fp8(values * inverse[:, None], FNUZ)
+        else:
+            out = encode_fp8(tl.div_rn(values, scale[:, None]), FNUZ)
+        weight = weight * scale
+    else:
+        out = cast(values, query.dtype.element_ty)
+    weight = tl.where(live, weight, 0.0)
+
+    row = token * HEADS + head
+    tl.store(
+        query + row[:, None] * DIM + column[None, :], out, mask=(head < HEADS)[:, None] & (column < DIM)[None, :]
+    )
+    tl.store(folded + row, weight, mask=head < HEADS)

@@ -1,0 +1,48 @@
+"""The oracle: rotate, round, transform, round, quantise, fold."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.layout import INDEX_AMAX_FLOOR, PlainLayout, fp8_quantise, parse_layout
+from sparse_attn.ops.rope.reference import apply_rope
+
+
+def indexer_q_rope_quant(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    start: int,
+    interleaved: bool,
+    hadamard: bool,
+    weight_scale: float,
+    layout: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    form = parse_layout(layout)
+    live = ((positions >= 0) & (positions < cos_sin.shape[0])).unsqueeze(1)
+    values = apply_rope(q, positions, cos_sin, start, interleaved, False)
+    if hadamard:
+        values = hadamard_transform(values)
+    values = torch.where(live.unsqueeze(2), values, 0.0)
+    folded = weights.float() * weight_scale
+    if isinstance(form, PlainLayout):
+        query = values.to(form.dtype)
+    else:
+        query, scales = fp8_quantise(values, form.flavour, form.scale_rule, INDEX_AMAX_FLOOR)
+        folded = folded * scales
+    return query.contiguous(), torch.where(live, folded, 0.0).contiguous()
+
+
+def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
+    """Orthonormal Hadamard transform of the last dimension (a power of two), in fp32, cast back. Its own inverse."""
+    dim = x.shape[-1]
+    if dim < 1 or dim & (dim - 1):
+        raise ValueError(f"x: got last dimension {dim}, allowed: powers of two")
+    values = x.float()
+    half = 1
+    while half < dim:
+        a, b = values.unflatten(-1, (-1, 2, half)).unbind(-2)
+        values = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        half *= 2
+    return (values * dim**-0.5).to(x.dtype)

@@ -1,0 +1,38 @@
+"""Gumbel-max with counter-based noise, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+WORD = 0xFFFFFFFF
+
+
+def sample(logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int) -> torch.Tensor:
+    scores = torch.where(torch.isnan(logits), float("-inf"), logits.float())
+    if temperature == 0:
+        return scores.argmax(1)
+    noise = gumbel(uniform_bits(positions, logits.shape[1], seed))
+    return (scores.double() * (1.0 / temperature) + noise).argmax(1)
+
+
+def uniform_bits(positions: torch.Tensor, vocab: int, seed: int) -> torch.Tensor:
+    """int64 [rows, vocab] holding 32 random bits that depend on (seed, position, vocabulary id) and on nothing else."""
+    where = positions.long()
+    key = torch.full_like(where, seed)
+    row = _mix(_mix(where & WORD) ^ (key & WORD))
+    row = _mix(_mix(row ^ ((where >> 32) & WORD)) ^ ((key >> 32) & WORD))
+    ids = torch.arange(vocab, dtype=torch.int64, device=positions.device)
+    return _mix(_mix(ids).unsqueeze(0) ^ row.unsqueeze(1))
+
+
+def gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """fp64 Gumbel noise from 32-bit integers; never infinite."""
+    return -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-32))
+
+
+def _mix(word: torch.Tensor) -> torch.Tensor:
+    """A bijection of 32-bit words in int64 (the finaliser of MurmurHash3, off its fixed point 0)."""
+    word = (word + 0x9E3779B9) & WORD
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & WORD
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & WORD
+    return word ^ (word >> 16)
