@@ -1,0 +1,284 @@
+"""Index scores: a tile of keys against the heads of a query row, relu, weigh, sum over heads, scale.
+
+Keys stand in the rows of the matrix product and heads in its columns, so the sum over heads stays inside a quad of lanes.
+Floors, per row and key: 2 * heads * dim operations; the paged form reads dim + 4 bytes per request and key, both
+write 4 bytes per row and key.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import INTERPRETED, dot
+from sparse_attn.device.fp8 import decode_fp8, decode_fp8_bf16
+
+
+@triton.jit
+def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr):
+    """A loaded tile as the matrix unit takes it."""
+    if FP8 and not FP8_DOT:
+        if INTERPRETED:
+            return decode_fp8(tile, FNUZ)
+        else:
+            return decode_fp8_bf16(tile, FNUZ)
+    else:
+        return tile
+
+
+@triton.jit
+def _weighed(products, weights, ROWS: tl.constexpr, PAD_H: tl.constexpr, KEYS: tl.constexpr):
+    """relu(products) [KEYS, ROWS * PAD_H] weighed and summed over heads -> [KEYS, ROWS]."""
+    weighed = tl.maximum(products, 0.0) * weights[None, :]
+    return tl.sum(tl.reshape(weighed, [KEYS, ROWS, PAD_H]), 2)
+
+
+@triton.jit(do_not_specialize=["rows", "keys"])
+def mqa_logits(
+    q,  # [rows, heads, D]
+    k,  # [keys, D]
+    k_scale,  # fp32 [keys] or None
+    weights,  # fp32 [rows, heads]
+    kv_start,  # int32 [rows]
+    kv_end,  # int32 [rows]
+    out,  # fp32 [rows, keys]
+    rows,
+    keys,
+    heads,
+    stride_q_row,
+    stride_q_head,
+    stride_k_key,
+    stride_scale_key,
+    stride_weights_row,
+    stride_weights_head,
+    stride_start_row,
+    stride_end_row,
+    stride_out_row,
+    D: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_H: tl.constexpr,
+    FP8: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    FNUZ: tl.constexpr,
+    CLEAN: tl.constexpr,  # write -inf outside the range; otherwise leave it undefined
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    first = tl.program_id(1) * ROWS
+    real_key = key < keys
+    row = first + tl.arange(0, ROWS)
+    starts = tl.load(kv_start + row.to(tl.int64) * stride_start_row, mask=row < rows, other=2147483647)
+    ends = tl.load(kv_end + row.to(tl.int64) * stride_end_row, mask=row < rows, other=-2147483648)
+    last = tl.minimum(first + ROWS, rows)
+    tile_begin = tl.program_id(0) * KEYS
+    if (tl.max(ends, 0) <= tile_begin) | (tl.min(starts, 0) >= tile_begin + KEYS):
+        if CLEAN:
+            for m in range(first, last):
+                out_at = out + tl.cast(m, tl.int64) * stride_out_row + key
+                tl.store(out_at, tl.full([KEYS], float("-inf"), tl.float32), mask=real_key)
+        return
+
+    column = tl.arange(0, PAD_D)
+    head = tl.arange(0, PAD_H)
+    real_column = column < D
+    k_at = k + key.to(tl.int64)[:, None] * stride_k_key + column[None, :]
+    if FP8_DOT:
+        k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
+    if D == PAD_D:
+        keys_tile = _operand(tl.load(k_at, mask=real_key[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+    else:
+        keys_tile = _operand(tl.load(k_at, mask=real_key[:, None] & real_column[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
+    if k_scale is not None:
+        scale = tl.load(k_scale + key.to(tl.int64) * stride_scale_key, mask=real_key, other=0.0)
+
+    real_head = head < heads
+    for m in tl.range(first, last, num_stages=STAGES):
+        m64 = tl.cast(m, tl.int64)
+        q_at = q + m64 * stride_q_row + head[:, None] * stride_q_head + column[None, :]
+        if FP8_DOT:
+            q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
+        if D == PAD_D:
+            heads_tile = _operand(tl.load(q_at, mask=real_head[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+        else:
+            inside = real_head[:, None] & real_column[None, :]
+            heads_tile = _operand(tl.load(q_at, mask=inside, other=0.0), FP8, FP8_DOT, FNUZ)
+        weight_at = weights + m64 * stride_weights_row + head * stride_weights_head
+        weight = tl.load(weight_at, mask=real_head, other=0.0)
+        start = tl.load(kv_start + m64 * stride_start_row)
+        end = tl.load(kv_end + m64 * stride_end_row)
+        products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_H], tl.float32))
+        score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+        if k_scale is not None:
+            score = score * scale
+        score = tl.where((key >= start) & (key < end), score, float("-inf"))
+        tl.store(out + m64 * stride_out_row + key, score, mask=real_key)
+
+
+@triton.jit(do_not_specialize=["max_context", "max_blocks", "num_blocks", "block_size"])
+def paged_mqa_logits(
+    q,  # [requests, next_n, heads, D]
+    cache,  # [num_blocks, block_size, row]
+    weights,  # fp32 [requests * next_n, heads]
+    context_lens,  # int32 [requests, next_n]
+    block_table,  # int32 [requests, max_blocks]
+    out,  # fp32 [requests * next_n, max_context]
+    max_context,
+    num_blocks,
+    block_size,
+    max_blocks,
+    heads,
+    stride_q_request,
+    stride_q_row,
+    stride_q_head,
+    stride_cache_block,
+    stride_weights_row,
+    stride_weights_head,
+    stride_lens_request,
+    stride_lens_row,
+    stride_table_request,
+    stride_out_row,
+    D: tl.constexpr,
+    PAD_D: tl.constexpr,
+    PAD_H: tl.constexpr,
+    NEXT_N: tl.constexpr,
+    PAD_N: tl.constexpr,
+    FP8: tl.constexpr,  # codes, then the block's fp32 scales; otherwise plain rows of D
+    FP8_DOT: tl.constexpr,
+    FNUZ: tl.constexpr,
+    CLEAN: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(1) * KEYS
+    row = tl.arange(0, PAD_N)
+    lens_at = context_lens + request * stride_lens_request + row * stride_lens_row
+    limit = tl.minimum(tl.load(lens_at, mask=row < NEXT_N, other=0), max_context)
+    longest = tl.max(limit, 0)
+
+    column = tl.arange(0, PAD_D)
+    lane = tl.arange(0, PAD_N * PAD_H)
+    head, lane_row = lane % PAD_H, lane // PAD_H
+    real_lane = (head < heads) & (lane_row < NEXT_N)
+    q_at = q + request * stride_q_request + (lane_row * stride_q_row + head * stride_q_head)[:, None] + column[None, :]
+    if FP8_DOT:
+        q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
+    heads_tile = _operand(
+        tl.load(q_at, mask=real_lane[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
+    )
+    weight_at = weights + (request * NEXT_N + lane_row) * stride_weights_row + head * stride_weights_head
+    weight = tl.load(weight_at, mask=real_lane, other=0.0)
+    out_row = out + (request * NEXT_N + row) * stride_out_row
+    table = block_table + request * stride_table_request
+
+    first = tl.program_id(1) * KEYS
+    for begin in tl.range(first, longest, step, num_stages=STAGES):
+        position = begin + tl.arange(0, KEYS)
+        table_column = position // block_size
+        mapped = (position < longest) & (table_column < max_blocks)
+        block = tl.load(table + table_column, mask=mapped, other=-1)
+        known = (block >= 0) & (block < num_blocks)
+        base = cache + block.to(tl.int64) * stride_cache_block
+        within = position - table_column * block_size
+        k_at = base[:, None] + (within * D)[:, None] + column[None, :]
+        if FP8_DOT:
+            k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
+        if D == PAD_D:
+            keys_tile = _operand(tl.load(k_at, mask=known[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+        else:
+            keys_tile = _operand(
+                tl.load(k_at, mask=known[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
+            )
+        products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_N * PAD_H], tl.float32))
+        score = _weighed(products, weight, PAD_N, PAD_H, KEYS)
+        if FP8:
+            scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
+            score = score * tl.load(scale_at, mask=known, other=0.0)[:, None]
+        score = tl.where(known[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
+        written = (row < NEXT_N)[None, :] & (position < max_context)[:, None]
+        tl.store(out_row[None, :] + position[:, None], score, mask=written)
+    if CLEAN:
+        dead = tl.maximum(tl.cdiv(longest - first, step), 0) * step + first
+        for begin in range(dead, max_context, step):
+            position = begin + tl.arange(0, KEYS)
+            written = (row < NEXT_N)[None, :] & (position < max_context)[:, None]
+            tl.store(
+                out_row[None, :] + position[:, None], tl.full([KEYS, PAD_N], float("-inf"), tl.float32), mask=written
+            )
+
+
+def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, config, *, clean):
+    """Fill fp32 ``out`` [rows, keys] (any row stride); outside the ranges with -inf if ``clean``, not at all otherwise."""
+    rows, heads, dim = q.shape
+    keys = k.shape[0]
+    if rows == 0 or keys == 0:
+        return
+    mqa_logits[(triton.cdiv(keys, config.keys), triton.cdiv(rows, config.rows))](
+        q,
+        k,
+        k_scale,
+        weights,
+        kv_start,
+        kv_end,
+        out,
+        rows,
+        keys,
+        heads,
+        *q.stride()[:2],
+        k.stride(0),
+        0 if k_scale is None else k_scale.stride(0),
+        *weights.stride(),
+        kv_start.stride(0),
+        kv_end.stride(0),
+        out.stride(0),
+        D=dim,
+        PAD_D=max(32, triton.next_power_of_2(dim)),
+        PAD_H=max(16, triton.next_power_of_2(heads)),
+        FP8=k_scale is not None,
+        FP8_DOT=config.fp8_dot,
+        FNUZ=flavour == "e4m3fnuz",
+        CLEAN=clean,
+        KEYS=config.keys,
+        ROWS=config.rows,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )
+
+
+def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, flavour, out, config, *, clean):
+    """Fill fp32 ``out`` [requests * next_n, max_context_len] (any row stride); flavour "none" for an unquantised cache."""
+    requests, next_n, heads, dim = q.shape
+    if requests * next_n == 0 or max_context_len == 0:
+        return
+    pad_n = triton.next_power_of_2(next_n)
+    paged_mqa_logits[(requests, config.splits)](
+        q,
+        cache,
+        weights,
+        context_lens,
+        block_table,
+        out,
+        max_context_len,
+        cache.shape[0],
+        cache.shape[1],
+        block_table.shape[1],
+        heads,
+        *q.stride()[:3],
+        cache.stride(0),
+        *weights.stride(),
+        *context_lens.stride(),
+        block_table.stride(0),
+        out.stride(0),
+        D=dim,
+        PAD_D=max(32, triton.next_power_of_2(dim)),
+        PAD_H=max(16 // pad_n, triton.next_power_of_2(heads)),
+        NEXT_N=next_n,
+        PAD_N=pad_n,
+        FP8=flavour != "none",
+        FP8_DOT=config.fp8_dot,
+        FNUZ=flavour == "e4m3fnuz",
+        CLEAN=clean,
+        KEYS=config.keys,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )

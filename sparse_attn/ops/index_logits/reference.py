@@ -1,0 +1,76 @@
+"""The oracle: decode, multiply, relu, weigh, sum, mask."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.layout import fp8_decode, parse_layout
+
+PRODUCT_ELEMENTS = 1 << 24  # of [rows, heads, keys] held at once
+
+
+def mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    flavour: str,
+) -> torch.Tensor:
+    if k_scale is not None:
+        q, k = fp8_decode(q, flavour), fp8_decode(k, flavour)
+    position = torch.arange(k.shape[0], device=k.device)
+    inside = (position >= kv_start.unsqueeze(1)) & (position < kv_end.unsqueeze(1))
+    scale = torch.ones(k.shape[0], device=k.device) if k_scale is None else k_scale
+    return _scores(q.float(), k.float(), scale, weights, inside)
+
+
+def paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    layout: str,
+) -> torch.Tensor:
+    kind = parse_layout(layout)
+    requests, next_n, heads, dim = q.shape
+    num_blocks, block_size, _ = cache.shape
+    quantised = cache.dtype == torch.uint8
+    q = fp8_decode(q, kind.flavour) if quantised else q.float()
+    logits = torch.full((requests, next_n, max_context_len), -torch.inf, device=q.device)
+    position = torch.arange(max_context_len, device=q.device)
+    column = position // block_size
+    mapped = column < block_table.shape[1]
+    for request in range(requests):
+        limit = context_lens[request].clamp(0, max_context_len)
+        block = torch.full_like(position, -1)
+        block[mapped] = block_table[request, column[mapped]].long()
+        known = (block >= 0) & (block < num_blocks) & (position < limit.amax())
+        slots = (block * block_size + position % block_size)[known]
+        if quantised:
+            codes, scale = kind.decode_parts(cache, slots)
+            keys = fp8_decode(codes, kind.flavour)
+        else:
+            keys = kind.decode(cache, slots)
+            scale = torch.ones(keys.shape[0], device=q.device)
+        inside = position[known] < limit.unsqueeze(1)
+        rows = weights[request * next_n : (request + 1) * next_n]
+        logits[request][:, known] = _scores(q[request], keys, scale, rows, inside)
+    return logits.flatten(0, 1)
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, weights: torch.Tensor, inside: torch.Tensor
+) -> torch.Tensor:
+    """fp32 [rows, keys] from q [rows, heads, dim] and k [keys, dim]; -inf where not ``inside`` [rows, keys]."""
+    logits = torch.empty(q.shape[0], k.shape[0], device=q.device)
+    step = max(1, PRODUCT_ELEMENTS // max(1, q.shape[1] * k.shape[0]))
+    for first in range(0, q.shape[0], step):
+        some = slice(first, first + step)
+        products = torch.matmul(q[some], k.t()).relu()  # [rows, heads, keys]
+        weighed = torch.einsum("mhn,mh->mn", products, weights[some]) * k_scale
+        logits[some] = torch.where(inside[some], weighed, -torch.inf)
+    return logits
