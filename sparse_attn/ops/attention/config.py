@@ -33,9 +33,9 @@ def config(
     else:
         tile = (tile_heads, 64, 8, 2)
     block_h, block_k, num_warps, num_stages = tile
-    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes) > target.shared_memory and block_k > 16:
+    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes, fp8) > target.shared_memory and block_k > 16:
         block_k //= 2
-    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes) > target.shared_memory and block_h > 16:
+    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes, fp8) > target.shared_memory and block_h > 16:
         block_h //= 2
     programs = tokens * -(-heads // block_h)
     row = -(-capacity // max(tokens, 1))
@@ -44,8 +44,11 @@ def config(
     return AttentionConfig(block_h, block_k, num_warps, num_stages, splits)
 
 
-def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int) -> int:
-    return (block_h + num_stages * block_k) * d_qk * element + 1024
+def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int, fp8: bool) -> int:
+    """What the compiler takes, within a few percent: queries, key tiles in flight, and for fp8 one dequantised tile."""
+    keys = block_k * d_qk
+    tiles = keys * element + (num_stages - 1) * keys if fp8 else num_stages * keys * element
+    return block_h * d_qk * element + tiles + 1024
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

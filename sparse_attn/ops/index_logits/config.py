@@ -29,7 +29,7 @@ def mqa_config(rows: int, keys: int, flavour: str, element: int, target: Target)
         return LogitsConfig(64, 16, False, 4, 1)
     per_program = 64 if rows * keys >= 1 << 22 else 8
     if native:
-        return LogitsConfig(256, per_program, True, 8, 3)
+        return LogitsConfig(128, per_program, True, 4, 3)
     return LogitsConfig(128, per_program, False, 8, 2)
 
 
@@ -38,5 +38,5 @@ def paged_config(requests: int, max_context_len: int, flavour: str, element: int
     keys = 32 if element == 4 else 128
     stages = 1 if element == 4 else (4 if native else 2)
     tiles = -(-max_context_len // keys)
-    splits = max(1, min(tiles, 8 * target.num_sms // max(requests, 1)))
+    splits = max(1, min(tiles, 4 * target.num_sms // max(requests, 1)))
     return LogitsConfig(keys, 1, native, 4, stages, splits)
