@@ -1,0 +1,86 @@
+"""Insert and gather of index keys. Bytes: every key once in, once out; nothing else."""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import cast
+from sparse_attn.device.fp8 import ceil_pow2, encode_fp8
+from sparse_attn.device.paging import find_slot
+
+
+@triton.jit(do_not_specialize=["tokens", "num_slots", "block_size"])
+def insert_keys(
+    k,  # [tokens or more, D]
+    cache,  # [num_blocks, block_size, row]
+    slot_mapping,  # int64 [tokens]
+    tokens,
+    num_slots,
+    block_size,
+    stride_k_token,
+    stride_slot_token,
+    stride_cache_block,
+    D: tl.constexpr,
+    PAD_D: tl.constexpr,
+    FP8: tl.constexpr,
+    FNUZ: tl.constexpr,
+    POW2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    slot = tl.load(slot_mapping + token * stride_slot_token, mask=token < tokens, other=-1)
+    written = (slot >= 0) & (slot < num_slots)
+    column = tl.arange(0, PAD_D)
+    inside = written[:, None] & (column < D)[None, :]
+    value = tl.load(k + token[:, None] * stride_k_token + column[None, :], mask=inside, other=0.0)
+    block = slot // block_size
+    within = slot - block * block_size
+    base = cache + block * stride_cache_block
+    at = base[:, None] + within[:, None] * D + column[None, :]
+    if FP8:
+        value = value.to(tl.float32)
+        amax = tl.maximum(tl.max(tl.abs(value), 1), AMAX_FLOOR)
+        scale = tl.div_rn(amax, tl.full([TOKENS], FP8_MAX, tl.float32))
+        if POW2:
+            scale = ceil_pow2(scale)
+        code = encode_fp8(tl.div_rn(value, tl.broadcast_to(scale[:, None], [TOKENS, PAD_D])), FNUZ)
+        tl.store(at, code, mask=inside)
+        tl.store((base + block_size * D).to(tl.pointer_type(tl.float32)) + within, scale, mask=written)
+    elif value.dtype == cache.dtype.element_ty:
+        tl.store(at, value, mask=inside)
+    else:
+        tl.store(at, cast(value.to(tl.float32), cache.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size"])
+def gather_keys(
+    cache,  # [num_blocks, block_size, row]
+    block_table,  # int32 [requests, max_blocks]
+    kv_indptr,  # int32 [requests + 1]
+    keys,  # [capacity, D]
+    scales,  # fp32 [capacity]
+    capacity,
+    requests,
+    max_blocks,
+    num_blocks,
+    block_size,
+    stride_cache_block,
+    stride_table_request,
+    D: tl.constexpr,
+    PAD_D: tl.constexpr,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block, within, known = find_slot(
+        row, kv_indptr, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
+    )
+    base = cache + block * stride_cache_block
+    column = tl.arange(0, PAD_D)
+    real = (row < capacity)[:, None] & (column < D)[None, :]
+    value = tl.load(base[:, None] + within[:, None] * D + column[None, :], mask=known[:, None] & real, other=0.0)
+    tl.store(keys + row.to(tl.int64)[:, None] * D + column[None, :], value, mask=real)
+    if FP8:
+        scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
+        tl.store(scales + row, tl.load(scale_at, mask=known, other=0.0), mask=row < capacity)

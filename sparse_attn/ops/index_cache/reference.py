@@ -1,0 +1,46 @@
+"""The oracle: the layout's own encode and decode at the slots that are meant."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.layout import IndexFp8Layout, parse_layout
+
+
+def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str) -> None:
+    written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
+    parse_layout(layout).encode(cache, slot_mapping[written], k[: slot_mapping.shape[0]][written])
+
+
+def gather_indexer_k(
+    cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int, layout: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kind = parse_layout(layout)
+    slots, known = gathered_slots(cache, block_table, kv_indptr, capacity)
+    keys = torch.zeros(capacity, kind.dim, dtype=cache.dtype, device=cache.device)
+    if not isinstance(kind, IndexFp8Layout):
+        keys[known] = kind.decode(cache, slots[known]).to(cache.dtype)
+        return keys, torch.empty(0, device=cache.device)
+    scales = torch.zeros(capacity, device=cache.device)
+    keys[known], scales[known] = kind.decode_parts(cache, slots[known])
+    return keys, scales
+
+
+def gathered_slots(
+    cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots int64 [capacity], known [capacity]) of the rows that kv_indptr lays out."""
+    requests, max_blocks = block_table.shape
+    num_blocks, block_size, _ = cache.shape
+    row = torch.arange(capacity, device=cache.device)
+    if requests == 0 or max_blocks == 0:
+        return row, torch.zeros_like(row, dtype=torch.bool)
+    request = torch.searchsorted(kv_indptr[1:].long(), row, right=True)
+    known = request < requests
+    request = request.clamp(max=requests - 1)
+    position = row - kv_indptr[request].long()
+    column = position // block_size
+    known = known & (position >= 0) & (column < max_blocks)
+    block = block_table[request, column.clamp(0, max_blocks - 1)].long()
+    known = known & (block >= 0) & (block < num_blocks)
+    return block * block_size + position % block_size, known

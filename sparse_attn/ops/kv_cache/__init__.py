@@ -1,0 +1,88 @@
+"""The paged cache of MLA latents: write, and gather for prefill.
+
+Layouts: LatentFp8Layout (per token fp8 latent, fp32 group scales, bf16 rope; 656 bytes at 512 + 64) and PlainLayout.
+Byte positions are in sparse_attn.layout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, check_cache
+from sparse_attn.ops.kv_cache import op
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def write_kv_cache(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: LatentFp8Layout | PlainLayout,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write latents and rotated keys into ``cache``, quantised as ``layout`` says.
+
+    latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache: blocks of
+    ``layout``, written in place; block stride free. slot_mapping: int64 [at most tokens]; a negative slot, or one beyond the
+    cache, writes nothing. Two tokens of one slot: undefined which wins.
+
+    fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
+    ("pow2"); the rope part is stored as bf16.
+    """
+    _check_layout(layout)
+    checks.check_dtype("latent", latent, FLOATS)
+    checks.check_shape("latent", latent, (None, layout.latent), "[tokens, layout.latent]")
+    checks.check_unit_stride("latent", latent)
+    checks.check_dtype("rope", rope, (latent.dtype,))
+    checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
+    checks.check_unit_stride("rope", rope)
+    check_cache("cache", cache, layout)
+    checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+    checks.check_rank("slot_mapping", slot_mapping, 1)
+    if slot_mapping.shape[0] > latent.shape[0]:
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: at most the {latent.shape[0]} tokens of latent"
+        )
+    checks.check_same_device(latent=latent, rope=rope, cache=cache, slot_mapping=slot_mapping)
+    op.write_kv_cache(latent, rope, cache, slot_mapping, layout.name, impl)
+
+
+def gather_kv_cache(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    capacity: int,
+    layout: LatentFp8Layout | PlainLayout,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Collect and dequantise the rows of some requests into one matrix.
+
+    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], request b's first tokens become rows
+    [kv_indptr[b], kv_indptr[b + 1]). capacity: rows of the result, the host's bound on kv_indptr[-1]. Rows beyond
+    kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
+
+    Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
+    """
+    _check_layout(layout)
+    check_cache("cache", cache, layout)
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_rank("block_table", block_table, 2)
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
+    checks.check_shape("kv_indptr", kv_indptr, (block_table.shape[0] + 1,), "[requests + 1]")
+    checks.check_unit_stride("kv_indptr", kv_indptr)
+    checks.check_at_least("capacity", capacity, 0)
+    checks.check_choice("dtype", dtype, FLOATS)
+    checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr)
+    return op.gather_kv_cache(cache, block_table, kv_indptr, capacity, layout.name, dtype, impl)
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, (LatentFp8Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: LatentFp8Layout, PlainLayout")

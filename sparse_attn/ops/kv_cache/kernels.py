@@ -1,0 +1,121 @@
+"""Write and gather of MLA latents, seen as [groups, group] values with one scale per group, and a rope part.
+
+A plain layout is one group without a scale. Bytes: every row once in, once out; nothing else.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import cast, convert, round_to_bf16
+from sparse_attn.device.fp8 import ceil_pow2, decode_fp8, encode_fp8
+from sparse_attn.device.paging import find_slot
+
+
+@triton.jit(do_not_specialize=["num_slots", "block_size"])
+def write_rows(
+    latent,  # [tokens, GROUPS * GROUP]
+    rope,  # [tokens, ROPE]
+    cache,  # [num_blocks, block_size, ROW]
+    slot_mapping,  # int64 [tokens]
+    num_slots,
+    block_size,
+    stride_latent_token,
+    stride_rope_token,
+    stride_slot_token,
+    stride_cache_block,
+    ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAD_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAD_GROUP: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAD_ROPE: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    FP8: tl.constexpr,
+    FNUZ: tl.constexpr,
+    POW2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token * stride_slot_token)
+    if (slot >= 0) & (slot < num_slots):
+        group = tl.arange(0, PAD_GROUPS)
+        column = tl.arange(0, PAD_GROUP)
+        place = group[:, None] * GROUP + column[None, :]
+        real = (group < GROUPS)[:, None] & (column < GROUP)[None, :]
+        value = tl.load(latent + token * stride_latent_token + place, mask=real, other=0.0)
+        rope_column = tl.arange(0, PAD_ROPE)
+        rope_value = tl.load(rope + token * stride_rope_token + rope_column, mask=rope_column < ROPE, other=0.0)
+        block = slot // block_size
+        base = cache + block * stride_cache_block + (slot - block * block_size) * ROW
+        if FP8:
+            value = value.to(tl.float32)
+            amax = tl.maximum(tl.max(tl.abs(value), 1), AMAX_FLOOR)
+            scale = tl.div_rn(amax, tl.full([PAD_GROUPS], FP8_MAX, tl.float32))
+            if POW2:
+                scale = ceil_pow2(scale)
+            code = encode_fp8(tl.div_rn(value, tl.broadcast_to(scale[:, None], [PAD_GROUPS, PAD_GROUP])), FNUZ)
+            tl.store(base + place, code, mask=real)
+            tl.store((base + SCALE_AT).to(tl.pointer_type(tl.float32)) + group, scale, mask=group < GROUPS)
+            rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16)) + rope_column
+            tl.store(rope_at, round_to_bf16(rope_value.to(tl.float32)), mask=rope_column < ROPE)
+        else:
+            tl.store(base + place, convert(value, cache.dtype.element_ty), mask=real)
+            rope_at = base + ROPE_AT + rope_column
+            tl.store(rope_at, convert(rope_value, cache.dtype.element_ty), mask=rope_column < ROPE)
+
+
+@triton.jit(do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size"])
+def gather_rows(
+    cache,  # [num_blocks, block_size, ROW]
+    block_table,  # int32 [requests, max_blocks]
+    kv_indptr,  # int32 [requests + 1]
+    out,  # [capacity, GROUPS * GROUP + ROPE]
+    capacity,
+    requests,
+    max_blocks,
+    num_blocks,
+    block_size,
+    stride_cache_block,
+    stride_table_request,
+    ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PAD_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAD_GROUP: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAD_ROPE: tl.constexpr,
+    SCALE_AT: tl.constexpr,
+    ROPE_AT: tl.constexpr,
+    FP8: tl.constexpr,
+    FNUZ: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    WIDTH: tl.constexpr = GROUPS * GROUP + ROPE
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block, within, known = find_slot(
+        row, kv_indptr, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
+    )
+    written = row < capacity
+    base = cache + block * stride_cache_block + within * ROW
+    out_at = out + row.to(tl.int64) * WIDTH
+    group = tl.arange(0, PAD_GROUPS)
+    column = tl.arange(0, PAD_GROUP)
+    place = group[:, None] * GROUP + column[None, :]
+    real = written[:, None, None] & ((group < GROUPS)[:, None] & (column < GROUP)[None, :])[None, :, :]
+    value = tl.load(base[:, None, None] + place[None, :, :], mask=real & known[:, None, None], other=0.0)
+    rope_column = tl.arange(0, PAD_ROPE)
+    rope_real = written[:, None] & (rope_column < ROPE)[None, :]
+    if FP8:
+        scale_at = (base + SCALE_AT).to(tl.pointer_type(tl.float32))[:, None] + group[None, :]
+        scale = tl.load(scale_at, mask=known[:, None] & (group < GROUPS)[None, :], other=0.0)
+        value = cast(decode_fp8(value, FNUZ) * scale[:, :, None], out.dtype.element_ty)
+        rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16))[:, None] + rope_column[None, :]
+    else:
+        value = convert(value, out.dtype.element_ty)
+        rope_at = (base + ROPE_AT)[:, None] + rope_column[None, :]
+    tl.store(out_at[:, None, None] + place[None, :, :], value, mask=real)
+    rope_value = convert(tl.load(rope_at, mask=rope_real & known[:, None], other=0.0), out.dtype.element_ty)
+    tl.store(out_at[:, None] + GROUPS * GROUP + rope_column[None, :], rope_value, mask=rope_real)

@@ -1,0 +1,91 @@
+"""The GPU implementation: one launch each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sparse_attn.layout import FP8_MAX, LATENT_AMAX_FLOOR, LatentFp8Layout, Layout, parse_layout
+from sparse_attn.ops.kv_cache import config, kernels, shapes
+from sparse_attn.target import target_of
+
+
+def write_kv_cache(
+    latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str
+) -> None:
+    kind = parse_layout(layout)
+    fp8 = isinstance(kind, LatentFp8Layout)
+    tokens = slot_mapping.shape[0]
+    if tokens == 0 or cache.shape[0] == 0:
+        return
+    kernels.write_rows[(tokens,)](
+        latent,
+        rope,
+        cache,
+        slot_mapping,
+        cache.shape[0] * cache.shape[1],
+        cache.shape[1],
+        latent.stride(0),
+        rope.stride(0),
+        slot_mapping.stride(0),
+        cache.stride(0),
+        **_record(kind),
+        POW2=fp8 and kind.scale_rule == "pow2",
+        FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
+        AMAX_FLOOR=LATENT_AMAX_FLOOR,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def gather_kv_cache(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    capacity: int,
+    layout: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    kind = parse_layout(layout)
+    rows = shapes.allocate_rows(cache, capacity, kind, dtype)
+    if capacity == 0:
+        return rows
+    if block_table.shape[0] == 0:
+        return rows.zero_()
+    launch = config.config(target_of(cache.device))
+    kernels.gather_rows[(triton.cdiv(capacity, launch.gather_rows),)](
+        cache,
+        block_table,
+        kv_indptr,
+        rows,
+        capacity,
+        block_table.shape[0],
+        block_table.shape[1],
+        cache.shape[0],
+        cache.shape[1],
+        cache.stride(0),
+        block_table.stride(0),
+        **_record(kind),
+        ROWS=launch.gather_rows,
+        num_warps=launch.num_warps,
+    )
+    return rows
+
+
+def _record(kind: Layout) -> dict[str, int | bool]:
+    """How a token's record is laid out, as the kernels take it."""
+    fp8 = isinstance(kind, LatentFp8Layout)
+    groups, group = (kind.groups, kind.group) if fp8 else (1, kind.latent)
+    return dict(
+        ROW=kind.row,
+        GROUPS=groups,
+        PAD_GROUPS=triton.next_power_of_2(groups),
+        GROUP=group,
+        PAD_GROUP=triton.next_power_of_2(group),
+        ROPE=kind.rope,
+        PAD_ROPE=max(1, triton.next_power_of_2(kind.rope)),
+        SCALE_AT=kind.scale_offset if fp8 else 0,
+        ROPE_AT=kind.rope_offset if fp8 else kind.latent,
+        FP8=fp8,
+        FNUZ=fp8 and kind.flavour == "e4m3fnuz",
+    )

@@ -1,0 +1,31 @@
+"""The oracle: the layout's own encode and decode at the slots that are meant."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.layout import parse_layout
+from sparse_attn.ops.index_cache.reference import gathered_slots
+
+
+def write_kv_cache(
+    latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str
+) -> None:
+    written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
+    rows = torch.cat([latent, rope], dim=1)[: slot_mapping.shape[0]][written]
+    parse_layout(layout).encode(cache, slot_mapping[written], rows)
+
+
+def gather_kv_cache(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    capacity: int,
+    layout: str,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    kind = parse_layout(layout)
+    slots, known = gathered_slots(cache, block_table, kv_indptr, capacity)
+    rows = torch.zeros(capacity, kind.dim, dtype=dtype, device=cache.device)
+    rows[known] = kind.decode(cache, slots[known]).to(dtype)
+    return rows
