@@ -22,6 +22,7 @@ FP8_DTYPE = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 SCALE_RULES = ("raw", "pow2")
 PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INDEX_AMAX_FLOOR = 1e-4
+SCALE_BYTES = 4  # an fp32 scale, read as one word
 LATENT_AMAX_FLOOR = FP8_MAX["e4m3fn"] * torch.finfo(torch.float32).tiny
 
 
@@ -279,6 +280,10 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
     if cache.stride(2) != 1 or cache.stride(1) != layout.row or cache.stride(0) < cache.shape[1] * layout.row:
         raise ValueError(
             f"{name}: got strides {cache.stride()}, allowed: (at least {cache.shape[1] * layout.row}, {layout.row}, 1)"
+        )
+    if layout.dtype == torch.uint8 and cache.stride(0) % SCALE_BYTES:
+        raise ValueError(
+            f"{name}: got block stride {cache.stride(0)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
         )
 
 

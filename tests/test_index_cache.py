@@ -1,0 +1,159 @@
+"""The index cache: reference against the layout, kernels against the reference, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache, reference
+from sparse_attn.testing.ops import opcheck, schema
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+LAYOUTS = [
+    IndexFp8Layout(128),
+    IndexFp8Layout(32, scale_rule="raw"),
+    IndexFp8Layout(24, "e4m3fnuz"),
+    PlainLayout("bf16", 32),
+    PlainLayout("fp32", 20),
+]
+
+
+def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
+    fill = 0xEE if layout.dtype == torch.uint8 else torch.nan
+    memory = torch.full((num_blocks, block_size * layout.row + padding), fill).to(layout.dtype).to(device)
+    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits."""
+    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
+
+
+def test_slots_and_padding():
+    layout = PlainLayout("fp32", 4)
+    cache, memory = poisoned_cache(layout, 2, 3, padding=5)
+    k = torch.arange(20.0).reshape(5, 4)
+    indexer_k_quant_and_cache(k, cache, torch.tensor([4, -1, 6, 0]), layout)  # 6 lies beyond the cache
+    assert torch.equal(cache[1, 1], k[0]) and torch.equal(cache[0, 0], k[3])
+    assert int(memory.isnan().sum()) == memory.numel() - 8
+
+
+def test_gather_reads_the_layout():
+    layout = IndexFp8Layout(8)
+    cache, _ = poisoned_cache(layout, 3, 2)
+    indexer_k_quant_and_cache(torch.randn(6, 8), cache, torch.arange(6), layout)
+    table = torch.tensor([[2, 0], [1, INT_MAX], [0, 0]], dtype=torch.int32)
+    got = gather_indexer_k(cache, table, torch.tensor([0, 3, 6, 6], dtype=torch.int32), 8, layout)
+    codes, scales = layout.decode_parts(cache, torch.tensor([4, 5, 0, 2, 3]))
+    assert torch.equal(got.keys[:5], codes) and torch.equal(got.scales[:5], scales)
+    assert got.keys[5:].abs().max() == 0 and got.scales[5:].tolist() == [0.0] * 3
+
+
+def test_schemas():
+    assert_expected_inline(
+        "\n".join(schema(name) for name in ("indexer_k_quant_and_cache", "gather_indexer_k")),
+        """\
+sparse_attn::indexer_k_quant_and_cache(Tensor k, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl) -> ()
+sparse_attn::gather_indexer_k(Tensor cache, Tensor block_table, Tensor kv_indptr, SymInt capacity, str layout, str impl) -> (Tensor keys, Tensor scales)""",
+    )
+
+
+def check_opcheck(impl, device):
+    for layout in (LAYOUTS[0], LAYOUTS[3]):
+        cache = torch.zeros(3, 4, layout.row, dtype=layout.dtype, device=device)
+        slots = torch.tensor([1, -1, 7], device=device)
+        k = torch.randn(4, layout.dim, device=device).bfloat16()
+        opcheck("indexer_k_quant_and_cache", k, cache, slots, layout.name, impl)
+        table = torch.tensor([[2, 0], [1, 9]], dtype=torch.int32, device=device)
+        indptr = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+        opcheck("gather_indexer_k", cache, table, indptr, 10, layout.name, impl)
+
+
+def test_opcheck_reference():
+    check_opcheck("reference", "cpu")
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(k=torch.zeros(3, 128, dtype=torch.int32)), "k", TypeError),
+        (dict(k=torch.zeros(3, 64)), "k", ValueError),
+        (dict(k=torch.zeros(128, 3).t()), "k", ValueError),
+        (dict(cache=torch.zeros(2, 4, 128, dtype=torch.uint8)), "cache", ValueError),
+        (dict(slot_mapping=torch.zeros(4, dtype=torch.int64)), "slot_mapping", ValueError),
+        (dict(slot_mapping=torch.zeros(2, dtype=torch.int32)), "slot_mapping", TypeError),
+        (dict(layout=LatentFp8Layout(512, 64)), "layout", ValueError),
+    ],
+)
+def test_insert_errors_name_the_argument(change, name, kind):
+    arguments = dict(
+        k=torch.zeros(3, 128),
+        cache=torch.zeros(2, 4, 132, dtype=torch.uint8),
+        slot_mapping=torch.zeros(3, dtype=torch.int64),
+        layout=LAYOUTS[0],
+    )
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        indexer_k_quant_and_cache(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(block_table=torch.zeros(2, dtype=torch.int32)), "block_table", ValueError),
+        (dict(kv_indptr=torch.zeros(2, dtype=torch.int32)), "kv_indptr", ValueError),
+        (dict(kv_indptr=torch.zeros(3)), "kv_indptr", TypeError),
+        (dict(capacity=-1), "capacity", ValueError),
+    ],
+)
+def test_gather_errors_name_the_argument(change, name, kind):
+    arguments = dict(
+        cache=torch.zeros(2, 4, 132, dtype=torch.uint8),
+        block_table=torch.zeros(2, 3, dtype=torch.int32),
+        kv_indptr=torch.zeros(3, dtype=torch.int32),
+        capacity=4,
+        layout=LAYOUTS[0],
+    )
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        gather_indexer_k(**(arguments | change))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_insert_kernel_writes_the_same_bytes(device, layout):
+    torch.manual_seed(0)
+    tokens = 5000 if device.type == "cuda" else 40
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        k = (torch.randn(tokens, 2 * layout.dim) * torch.rand(tokens, 1) * 4).to(dtype)[:, : layout.dim]
+        k[3] = 0
+        blocks, block_size = tokens // 4, 7
+        slots = torch.randperm(blocks * block_size)[: tokens - 3]
+        slots[:3] = torch.tensor([-1, INT_MIN, blocks * block_size])
+        (cache, memory), (want, want_memory) = (poisoned_cache(layout, blocks, block_size, d, 12) for d in (device, "cpu"))
+        indexer_k_quant_and_cache(k.to(device), cache, slots.to(device), layout, impl="triton")
+        indexer_k_quant_and_cache(k, want, slots, layout, impl="reference")
+        assert same(memory, want_memory)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_gather_kernel_equals_reference(device, layout):
+    torch.manual_seed(0)
+    cache, _ = poisoned_cache(layout, 9, 5, padding=8)
+    layout.encode(cache, torch.arange(45), torch.randn(45, layout.dim))
+    table = torch.randint(0, 9, (5, 4), dtype=torch.int32)
+    table[0, 1], table[3, 0], table[3, 1] = -1, INT_MAX, INT_MIN
+    for indptr in ([0, 12, 12, 12, 25, 44], [0, 0, 0, 0, 0, 0], [0, 3, 30, 31, 32, 70]):
+        indptr = torch.tensor(indptr, dtype=torch.int32)
+        for capacity in (0, 1, 50, 75):
+            want = reference.gather_indexer_k(cache, table, indptr, capacity, layout.name)
+            got = torch.ops.sparse_attn.gather_indexer_k(
+                cache.to(device), table.to(device), indptr.to(device), capacity, layout.name, "triton"
+            )
+            assert same(got[0], want[0]) and same(got[1], want[1])
+
+
+@pytest.mark.kernel
+def test_opcheck_kernel(device):
+    check_opcheck("triton", device)

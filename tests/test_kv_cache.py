@@ -1,0 +1,158 @@
+"""The KV cache: reference against the layout, kernels against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.ops.kv_cache import gather_kv_cache, reference, write_kv_cache
+from sparse_attn.testing.ops import opcheck, schema
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+LAYOUTS = [
+    LatentFp8Layout(512, 64),
+    LatentFp8Layout(64, 16, 64, scale_rule="pow2"),
+    LatentFp8Layout(96, 8, 32, flavour="e4m3fnuz"),
+    PlainLayout("bf16", 64, 16),
+    PlainLayout("fp32", 48, 0),
+]
+
+
+def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
+    fill = 0xEE if layout.dtype == torch.uint8 else torch.nan
+    memory = torch.full((num_blocks, block_size * layout.row + padding), fill).to(layout.dtype).to(device)
+    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
+
+
+def test_round_trip_within_quantisation():
+    values = torch.randn(6, 576)
+    for rule in ("raw", "pow2"):
+        layout = LatentFp8Layout(512, 64, scale_rule=rule)
+        cache, memory = poisoned_cache(layout, 3, 2, padding=16)
+        slots = torch.tensor([5, -1, 0, 6, 3])
+        write_kv_cache(values[:, :512], values[:, 512:], cache, slots, layout)
+        table = torch.tensor([[0, 1, 2]], dtype=torch.int32)
+        rows = gather_kv_cache(cache, table, torch.tensor([0, 6], dtype=torch.int32), 6, layout, dtype=torch.float32)
+        for token, slot in ((0, 5), (2, 0), (4, 3)):
+            # half a step of e4m3 (3 mantissa bits), or of its smallest values
+            bound = values[token].abs() / 16 + values[token].abs().max() * 2.0**-16
+            assert ((rows[slot] - values[token]).abs() <= bound).all()
+        assert (memory[:, 2 * 656 :] == 0xEE).all() and (cache[2, 0] == 0xEE).all()
+
+
+def test_schemas():
+    assert_expected_inline(
+        "\n".join(schema(name) for name in ("write_kv_cache", "gather_kv_cache")),
+        """\
+sparse_attn::write_kv_cache(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl) -> ()
+sparse_attn::gather_kv_cache(Tensor cache, Tensor block_table, Tensor kv_indptr, SymInt capacity, str layout, ScalarType dtype, str impl) -> Tensor""",
+    )
+
+
+def check_opcheck(impl, device):
+    for layout in (LAYOUTS[1], LAYOUTS[3]):
+        cache = torch.zeros(3, 4, layout.row, dtype=layout.dtype, device=device)
+        values = torch.randn(4, layout.dim, device=device).bfloat16()
+        slots = torch.tensor([1, -1, 7], device=device)
+        opcheck("write_kv_cache", values[:, : layout.latent], values[:, layout.latent :], cache, slots, layout.name, impl)
+        table = torch.tensor([[2, 0], [1, 9]], dtype=torch.int32, device=device)
+        indptr = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+        opcheck("gather_kv_cache", cache, table, indptr, 10, layout.name, torch.bfloat16, impl)
+
+
+def test_opcheck_reference():
+    check_opcheck("reference", "cpu")
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(latent=torch.zeros(3, 512, dtype=torch.int32)), "latent", TypeError),
+        (dict(latent=torch.zeros(3, 64)), "latent", ValueError),
+        (dict(rope=torch.zeros(3, 32)), "rope", ValueError),
+        (dict(rope=torch.zeros(3, 64, dtype=torch.bfloat16)), "rope", TypeError),
+        (dict(cache=torch.zeros(2, 4, 128, dtype=torch.uint8)), "cache", ValueError),
+        (dict(slot_mapping=torch.zeros(4, dtype=torch.int64)), "slot_mapping", ValueError),
+        (dict(layout=IndexFp8Layout(512)), "layout", ValueError),
+    ],
+)
+def test_write_errors_name_the_argument(change, name, kind):
+    arguments = dict(
+        latent=torch.zeros(3, 512),
+        rope=torch.zeros(3, 64),
+        cache=torch.zeros(2, 4, 656, dtype=torch.uint8),
+        slot_mapping=torch.zeros(3, dtype=torch.int64),
+        layout=LAYOUTS[0],
+    )
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        write_kv_cache(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    "change,name,kind",
+    [
+        (dict(block_table=torch.zeros(2, 3)), "block_table", TypeError),
+        (dict(kv_indptr=torch.zeros(2, dtype=torch.int32)), "kv_indptr", ValueError),
+        (dict(capacity=-1), "capacity", ValueError),
+        (dict(dtype=torch.int8), "dtype", ValueError),
+    ],
+)
+def test_gather_errors_name_the_argument(change, name, kind):
+    arguments = dict(
+        cache=torch.zeros(2, 4, 656, dtype=torch.uint8),
+        block_table=torch.zeros(2, 3, dtype=torch.int32),
+        kv_indptr=torch.zeros(3, dtype=torch.int32),
+        capacity=4,
+        layout=LAYOUTS[0],
+    )
+    with pytest.raises(kind, match=rf"^{name}: got"):
+        gather_kv_cache(**(arguments | change))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_write_kernel_writes_the_same_bytes(device, layout):
+    torch.manual_seed(0)
+    tokens = 3000 if device.type == "cuda" else 20
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        values = (torch.randn(tokens, 2 * layout.dim) * torch.rand(tokens, 1) * 4).to(dtype)[:, : layout.dim]
+        values[3] = 0
+        blocks, block_size = tokens // 4, 7
+        slots = torch.randperm(blocks * block_size)[: tokens - 3]
+        slots[:3] = torch.tensor([-1, INT_MIN, blocks * block_size])
+        (cache, memory), (want, want_memory) = (poisoned_cache(layout, blocks, block_size, d, 12) for d in (device, "cpu"))
+        moved = values.to(device)
+        write_kv_cache(
+            moved[:, : layout.latent], moved[:, layout.latent :], cache, slots.to(device), layout, impl="triton"
+        )
+        write_kv_cache(values[:, : layout.latent], values[:, layout.latent :], want, slots, layout, impl="reference")
+        assert same(memory, want_memory)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_gather_kernel_equals_reference(device, layout):
+    torch.manual_seed(0)
+    cache, _ = poisoned_cache(layout, 9, 5, padding=8)
+    layout.encode(cache, torch.arange(45), torch.randn(45, layout.dim))
+    table = torch.randint(0, 9, (5, 4), dtype=torch.int32)
+    table[0, 1], table[3, 0], table[3, 1] = -1, INT_MAX, INT_MIN
+    for indptr in ([0, 12, 12, 12, 25, 44], [0, 0, 0, 0, 0, 0], [0, 3, 30, 31, 32, 70]):
+        indptr = torch.tensor(indptr, dtype=torch.int32)
+        for capacity, dtype in ((0, torch.float32), (1, torch.bfloat16), (50, torch.float32), (75, torch.bfloat16)):
+            want = reference.gather_kv_cache(cache, table, indptr, capacity, layout.name, dtype)
+            got = torch.ops.sparse_attn.gather_kv_cache(
+                cache.to(device), table.to(device), indptr.to(device), capacity, layout.name, dtype, "triton"
+            )
+            assert same(got, want)
+
+
+@pytest.mark.kernel
+def test_opcheck_kernel(device):
+    check_opcheck("triton", device)

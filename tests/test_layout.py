@@ -1,0 +1,153 @@
+"""Cache bytes, by offset."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from sparse_attn.layout import (
+    FP8_MAX,
+    IndexFp8Layout,
+    LatentFp8Layout,
+    PlainLayout,
+    allocate_cache,
+    ceil_pow2,
+    check_cache,
+    fp8_decode,
+    fp8_encode,
+    fp8_quantise,
+    parse_layout,
+)
+
+
+def padded_cache(layout, num_blocks, block_size, padding):
+    """A cache of 0xEE bytes whose blocks are ``padding`` bytes apart, and the bytes behind it, block by block."""
+    memory = torch.full((num_blocks, block_size * layout.row + padding), 0xEE, dtype=torch.uint8)
+    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
+
+
+def test_names_round_trip():
+    layouts = [PlainLayout("fp32", 64, 16), IndexFp8Layout(128, "e4m3fnuz", "raw"), LatentFp8Layout(512, 64)]
+    assert [parse_layout(layout.name) for layout in layouts] == layouts
+    assert_expected_inline(
+        "\n".join(f"{layout.name}: {layout.row} elements a token" for layout in layouts),
+        """\
+plain/fp32/64+16: 80 elements a token
+index_fp8/128/e4m3fnuz/raw: 132 elements a token
+latent_fp8/512+64/128/e4m3fn/raw: 656 elements a token""",
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["planar/3", "plain/fp64/3+0", "plain/bf16/3", "index_fp8/128/e5m2/raw", "latent_fp8/512+64/96/e4m3fn/raw"]
+)
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError, match=f"^layout: got '{name.replace('+', '.')}'"):
+        parse_layout(name)
+
+
+@pytest.mark.parametrize("block_size,padding", [(1, 0), (1, 12), (2, 4), (64, 0), (64, 480), (69, 8)])
+@pytest.mark.parametrize("rule", ["raw", "pow2"])
+def test_index_bytes_are_planar(block_size, padding, rule):
+    layout = IndexFp8Layout(128, scale_rule=rule)
+    cache, memory = padded_cache(layout, 3, block_size, padding)
+    values = torch.randn(2, 128) * torch.tensor([[3.0], [0.01]])
+    slots = torch.tensor([2 * block_size + block_size - 1, block_size // 2])
+    layout.encode(cache, slots, values)
+    codes, scales = fp8_quantise(values, "e4m3fn", rule, 1e-4)
+    touched = torch.zeros_like(memory, dtype=torch.bool)
+    for slot, code, scale in zip(slots.tolist(), codes, scales.tolist()):
+        block, token = divmod(slot, block_size)
+        assert torch.equal(memory[block, token * 128 : (token + 1) * 128], code)
+        at = block_size * 128 + 4 * token
+        assert bytes(memory[block, at : at + 4].tolist()) == struct.pack("<f", scale)
+        touched[block, token * 128 : (token + 1) * 128] = True
+        touched[block, at : at + 4] = True
+    assert (memory[~touched] == 0xEE).all()
+    torch.testing.assert_close(layout.decode(cache, slots), codes.view(torch.float8_e4m3fn).float() * scales[:, None])
+
+
+@pytest.mark.parametrize("block_size,padding", [(1, 0), (2, 12), (64, 0), (69, 64)])
+@pytest.mark.parametrize("rule", ["raw", "pow2"])
+def test_latent_bytes_are_interleaved(block_size, padding, rule):
+    layout = LatentFp8Layout(512, 64, scale_rule=rule)
+    cache, memory = padded_cache(layout, 2, block_size, padding)
+    values = torch.randn(1, 576) * 2
+    slot = block_size + block_size - 1
+    layout.encode(cache, torch.tensor([slot]), values)
+    codes, scales = fp8_quantise(values[:, :512].reshape(1, 4, 128), "e4m3fn", rule, 1e-30)
+    record = memory[1, (block_size - 1) * 656 : block_size * 656]
+    assert torch.equal(record[:512], codes.flatten())
+    assert bytes(record[512:528].tolist()) == struct.pack("<4f", *scales.flatten().tolist())
+    assert torch.equal(record[528:].view(torch.bfloat16), values[0, 512:].bfloat16())
+    memory[1, (block_size - 1) * 656 : block_size * 656] = 0xEE
+    assert (memory == 0xEE).all()
+
+
+def test_small_record_golden():
+    layout = LatentFp8Layout(4, 2, group=2, scale_rule="pow2")
+    cache = allocate_cache(layout, 1, 1, "cpu")
+    layout.encode(cache, torch.tensor([0]), torch.tensor([[448.0, -1.0, 0.0, 0.5, 1.0, -2.0]]))
+    record = cache.flatten().tolist()
+    assert_expected_inline(
+        f"codes {record[:4]}\nscales {[record[4:8], record[8:12]]}\nrope {record[12:]}",
+        """\
+codes [126, 184, 0, 120]
+scales [[0, 0, 128, 63], [0, 0, 0, 59]]
+rope [128, 63, 0, 192]""",
+    )
+
+
+@pytest.mark.parametrize("flavour", list(FP8_MAX))
+def test_every_code_round_trips(flavour):
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = fp8_decode(codes, flavour)
+    writable = values.abs() <= FP8_MAX[flavour]
+    again = fp8_encode(values, flavour)
+    assert torch.equal(again[writable], codes[writable])
+    nan = [0x7F, 0xFF] if flavour == "e4m3fn" else [0x80]
+    assert codes[values.isnan()].tolist() == nan
+
+
+def test_fnuz_bytes_are_those_of_fn_and_the_scale_doubles():
+    values = torch.randn(5, 128)
+    fn, fnuz = fp8_quantise(values, "e4m3fn", "raw", 1e-4), fp8_quantise(values, "e4m3fnuz", "raw", 1e-4)
+    zero = (fn[0] & 0x7F) == 0
+    assert torch.equal(fn[0][~zero], fnuz[0][~zero])
+    assert torch.equal(fnuz[1], 2 * fn[1])
+
+
+def test_zero_vectors_have_the_floor_as_their_scale():
+    codes, scales = fp8_quantise(torch.zeros(1, 128), "e4m3fn", "pow2", 1e-4)
+    assert codes.abs().max() == 0 and scales.item() == 2.0**-22
+
+
+def test_ceil_pow2():
+    values = torch.tensor([1.0, 1.0000001, 0.75, 2.0**-22, 3.0])
+    assert ceil_pow2(values).tolist() == [1.0, 2.0, 1.0, 2.0**-22, 4.0]
+
+
+@pytest.mark.parametrize(
+    "cache,kind",
+    [
+        (torch.zeros(2, 3, 132), TypeError),
+        (torch.zeros(2, 3, 131, dtype=torch.uint8), ValueError),
+        (torch.zeros(2, 0, 132, dtype=torch.uint8), ValueError),
+        (torch.zeros(2, 3, 264, dtype=torch.uint8)[:, :, ::2], ValueError),
+        (torch.zeros(2, 6, 132, dtype=torch.uint8)[:, ::2], ValueError),
+        (torch.zeros(396, 2, dtype=torch.uint8).t().unflatten(1, (3, 132)), ValueError),
+        (None, TypeError),
+    ],
+)
+def test_check_cache_names_the_cache(cache, kind):
+    with pytest.raises(kind, match="^cache: got"):
+        check_cache("cache", cache, IndexFp8Layout(128))
+
+
+def test_misaligned_fp8_blocks_are_refused():
+    memory = torch.zeros(2, 3 * 132 + 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="^cache: got"):
+        check_cache("cache", memory[:, :396].unflatten(1, (3, 132)), IndexFp8Layout(128))
