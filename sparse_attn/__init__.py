@@ -1,3 +1,55 @@
 """DeepSeek Sparse Attention as pure functions on torch.compile."""
 
-__version__ = "0.1.0"
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache, parse_layout
+from sparse_attn.ops.attention import (
+    lse_to_base2,
+    lse_to_flashmla,
+    merge_attn_states,
+    sparse_attn_decode,
+    sparse_attn_prefill,
+)
+from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
+from sparse_attn.ops.index_logits import (
+    bf16_mqa_logits,
+    bf16_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+)
+from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
+from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
+from sparse_attn.ops.router import biased_grouped_topk
+from sparse_attn.ops.sampling import sample
+from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.pipeline import (
+    Bounds,
+    CacheLayouts,
+    Selection,
+    attend,
+    cache_layouts,
+    index_select,
+    workspace_size,
+    write_index_keys,
+    write_latents,
+)
+from sparse_attn.spec import IndexSpec, MoeSpec, Spec, YarnSpec, from_hf_config, preset
+from sparse_attn.target import Target, target_of
+from sparse_attn.types import AttentionOutput, Caches, IndexKeys, QuantisedQuery, Ragged, StepPlan
+from sparse_attn.version import __version__
+from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, use
+
+__all__ = [
+    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "IndexFp8Layout", "IndexKeys", "IndexSpec",
+    "LatentFp8Layout", "MoeSpec", "PlainLayout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan",
+    "Target", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope",
+    "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_ragged_indices_from_dense",
+    "build_step_plan", "cache_layouts", "compute_global_topk_ragged_indices_and_indptr", "fp8_mqa_logits",
+    "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform",
+    "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache", "indexer_q_rope_quant",
+    "lse_to_base2", "lse_to_flashmla", "merge_attn_states", "parse_layout", "preset", "release", "reserve",
+    "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill", "target_of", "top_k_per_row", "use",
+    "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",
+]  # fmt: skip

@@ -1,8 +1,8 @@
 """Model facts as frozen dataclasses: what a forward needs to know, for DeepSeek-V3.2 and GLM-5.
 
-Nothing below the models reads a model's name; ``Spec.name`` is for messages. Sources: the config.json files that DeepSeek
-and Zhipu publish, and transformers 5.17's DeepseekV32Config and GlmMoeDsaConfig, whose modelling code pins what the files
-leave open (the latent norms' eps, half-split index rope in V3.2 and interleaved in GLM-5).
+Nothing below the models reads a model's name; ``Spec.name`` is for messages. Sources: the config.json files that
+DeepSeek and Zhipu publish, and transformers 5.17's DeepseekV32Config and GlmMoeDsaConfig, whose modelling code pins
+what the files leave open (the latent norms' eps, half-split index rope in V3.2 and interleaved in GLM-5).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ INDEX_NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class YarnSpec:
-    """Yarn's frequency ramp. original_max_position: tokens of the unscaled context; beta_*: rotations over it."""
+    """Yarn's frequency ramp. original_max_position: tokens of the unscaled context; beta_*: rotations over it;
+    attention_factor multiplies cos and sin (1 wherever mscale equals mscale_all_dim)."""
 
     factor: float
     original_max_position: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    attention_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,7 @@ class Spec:
     """Everything the forward needs. Per layer: ``moe_layers[i]`` says routed or dense, ``index_layers[i]`` whether the
     layer runs its own indexer (True) or shares the selection of the last layer that did.
 
-    softmax_scale belongs to the un-absorbed head (nope + rope) and includes yarn's m squared. rope_attention_factor
-    multiplies cos and sin (1 wherever mscale equals mscale_all_dim).
+    softmax_scale belongs to the un-absorbed head (nope + rope) and includes yarn's m squared.
     """
 
     name: str
@@ -87,7 +88,6 @@ class Spec:
     rope_theta: float
     softmax_scale: float
     yarn: YarnSpec | None = None
-    rope_attention_factor: float = 1.0
     rope_interleaved: bool = True
     rms_eps: float = 1e-6
     latent_norm_eps: float = LATENT_NORM_EPS
@@ -96,20 +96,23 @@ class Spec:
 
     def __post_init__(self):
         for name in ("moe_layers", "index_layers"):
-            if len(getattr(self, name)) != self.num_layers:
-                raise ValueError(f"{name}: got {len(getattr(self, name))} entries, allowed: num_layers = {self.num_layers}")
+            entries = len(getattr(self, name))
+            if entries != self.num_layers:
+                raise ValueError(f"{name}: got {entries} entries, allowed: num_layers = {self.num_layers}")
         if not self.index_layers or not self.index_layers[0]:
             raise ValueError("index_layers: the first layer has no selection to share, it must run its own indexer")
         if self.rope_dim % 2 or self.index.rope_start + self.rope_dim > self.index.head_dim:
             raise ValueError(
-                f"rope_dim: got {self.rope_dim}, allowed: even, and with index.rope_start {self.index.rope_start} at most "
-                f"index.head_dim {self.index.head_dim}"
+                f"rope_dim: got {self.rope_dim}, allowed: even, and with index.rope_start {self.index.rope_start} "
+                f"at most index.head_dim {self.index.head_dim}"
             )
         moe = self.moe
         if any(self.moe_layers):
             if moe.num_groups < 1 or moe.num_experts % moe.num_groups or moe.num_experts // moe.num_groups < 2:
-                raise ValueError(f"moe.num_groups: got {moe.num_groups} for {moe.num_experts} experts, allowed: groups of "
-                                 "equal size, two or more experts each")
+                raise ValueError(
+                    f"moe.num_groups: got {moe.num_groups} for {moe.num_experts} experts, allowed: groups of equal "
+                    "size, two or more experts each"
+                )
             if not 1 <= moe.top_groups <= moe.num_groups:
                 raise ValueError(f"moe.top_groups: got {moe.top_groups}, allowed: 1 to num_groups = {moe.num_groups}")
             reachable = moe.top_groups * (moe.num_experts // moe.num_groups)
@@ -157,8 +160,8 @@ def deepseek_v32() -> Spec:
         vocab_size=129280, hidden_size=7168, num_layers=61, num_heads=128,
         q_lora=1536, kv_lora=512, nope_dim=128, rope_dim=64, v_dim=128,
         index=IndexSpec(num_heads=64, head_dim=128, top_k=2048, rope_interleaved=False),
-        moe=MoeSpec(num_experts=256, experts_per_token=8, num_groups=8, top_groups=4, routed_scale=2.5, renormalise=True,
-                    num_shared=1, intermediate_size=2048),
+        moe=MoeSpec(num_experts=256, experts_per_token=8, num_groups=8, top_groups=4, routed_scale=2.5,
+                    renormalise=True, num_shared=1, intermediate_size=2048),
         dense_intermediate_size=18432, moe_layers=leading_dense(61, 3), index_layers=shared_index_layers(61),
         max_positions=163840, rope_theta=1e4, softmax_scale=softmax_scale(192, 40.0, 1.0), yarn=YarnSpec(40.0, 4096),
         rms_eps=1e-6, eos_token_ids=(1,),
@@ -172,8 +175,8 @@ def glm5(index_topk_freq: int = 1, index_skip_topk_offset: int = 2) -> Spec:
         vocab_size=154880, hidden_size=6144, num_layers=78, num_heads=64,
         q_lora=2048, kv_lora=512, nope_dim=192, rope_dim=64, v_dim=256,
         index=IndexSpec(num_heads=32, head_dim=128, top_k=2048, rope_interleaved=True),
-        moe=MoeSpec(num_experts=256, experts_per_token=8, num_groups=1, top_groups=1, routed_scale=2.5, renormalise=True,
-                    num_shared=1, intermediate_size=2048),
+        moe=MoeSpec(num_experts=256, experts_per_token=8, num_groups=1, top_groups=1, routed_scale=2.5,
+                    renormalise=True, num_shared=1, intermediate_size=2048),
         dense_intermediate_size=12288, moe_layers=leading_dense(78, 3),
         index_layers=shared_index_layers(78, index_topk_freq, index_skip_topk_offset),
         max_positions=202752, rope_theta=1e6, softmax_scale=softmax_scale(256), rms_eps=1e-5,
@@ -249,7 +252,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Spec:
 
     layers = need("num_hidden_layers")
     nope, rope_dim = need("qk_nope_head_dim"), need("qk_rope_head_dim")
-    theta, yarn, attention_factor, scale = _rope_of(config, nope + rope_dim)
+    theta, yarn, scale = _rope_of(config, nope + rope_dim)
     return Spec(
         name=model_type,
         vocab_size=need("vocab_size"),
@@ -284,7 +287,6 @@ def from_hf_config(config: Mapping[str, Any]) -> Spec:
         rope_theta=theta,
         softmax_scale=scale,
         yarn=yarn,
-        rope_attention_factor=attention_factor,
         rms_eps=float(need("rms_norm_eps")),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         eos_token_ids=_ids(config.get("eos_token_id")),
@@ -325,8 +327,8 @@ def _index_layers_of(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]
     return tuple(kind == "full" for kind in types)
 
 
-def _rope_of(config: Mapping[str, Any], qk_dim: int) -> tuple[float, YarnSpec | None, float, float]:
-    """(theta, yarn, factor on cos and sin, softmax scale) from rope_parameters, or from rope_theta and rope_scaling."""
+def _rope_of(config: Mapping[str, Any], qk_dim: int) -> tuple[float, YarnSpec | None, float]:
+    """(theta, yarn, softmax scale) from rope_parameters, or from rope_theta and rope_scaling."""
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
@@ -335,7 +337,7 @@ def _rope_of(config: Mapping[str, Any], qk_dim: int) -> tuple[float, YarnSpec | 
         raise ValueError(f"config partial_rotary_factor: got {rope['partial_rotary_factor']!r}, allowed: 1.0")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
-        return float(theta), None, 1.0, softmax_scale(qk_dim)
+        return float(theta), None, softmax_scale(qk_dim)
     if kind != "yarn":
         raise ValueError(f"config rope_type: got {kind!r}, allowed: 'default', 'yarn'")
     if not rope.get("truncate", True):
@@ -347,11 +349,13 @@ def _rope_of(config: Mapping[str, Any], qk_dim: int) -> tuple[float, YarnSpec | 
     mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
     attention_factor = rope.get("attention_factor")
     if attention_factor is None:
-        attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim) if mscale and all_dim else _mscale(factor, 1.0)
+        both = mscale and all_dim
+        attention_factor = _mscale(factor, mscale) / _mscale(factor, all_dim) if both else _mscale(factor, 1.0)
     yarn = YarnSpec(
         factor,
         rope["original_max_position_embeddings"],
         float(rope.get("beta_fast") or 32.0),
         float(rope.get("beta_slow") or 1.0),
+        float(attention_factor),
     )
-    return float(theta), yarn, float(attention_factor), softmax_scale(qk_dim, factor, all_dim)
+    return float(theta), yarn, softmax_scale(qk_dim, factor, all_dim)

@@ -41,6 +41,7 @@ def slow_plan(starts, lens, slots, num_decodes, next_n):
         [b for b, _ in rows],
         [p for _, p in rows],
         [p + 1 for _, p in rows],
+        [slot if p >= 0 else -1 for slot, (_, p) in zip(slots, rows)],
         indptr,
         start,
         [s + p + 1 for s, (_, p) in zip(start, prefill)],
@@ -78,13 +79,14 @@ def test_plan_golden():
         kv_capacity=16,
         max_context=64,
     )
-    fields = ("request_ids", "positions", "limits", "context_lens", "kv_indptr", "kv_start", "kv_end")
+    fields = ("request_ids", "positions", "limits", "slot_mapping", "context_lens", "kv_indptr", "kv_start", "kv_end")
     assert_expected_inline(
         "\n".join(f"{name:12} {getattr(plan, name).tolist()}" for name in fields),
         """\
 request_ids  [0, 0, -1, -1, 2, 2, 2, 4, 4, -1, -1]
 positions    [4, 5, -1, -1, 2, 3, 4, 0, 1, -1, -1]
 limits       [5, 6, 0, 0, 3, 4, 5, 1, 2, 0, 0]
+slot_mapping [10, 11, -1, -1, 20, 21, 22, 30, 31, -1, -1]
 context_lens [[5, 6], [0, 0]]
 kv_indptr    [0, 5, 5, 7]
 kv_start     [0, 0, 0, 5, 5, 0, 0]
@@ -95,8 +97,7 @@ kv_end       [3, 4, 5, 6, 7, 0, 0]""",
 def test_schema():
     assert_expected_inline(
         schema("step_plan"),
-        """\
-sparse_attn::step_plan(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt next_n, str impl) -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)""",
+        """sparse_attn::step_plan(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt next_n, str impl) -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)""",
     )
 
 

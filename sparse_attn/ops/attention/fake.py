@@ -1,7 +1,6 @@
 """Fake implementations."""
 
-from sparse_attn.layout import parse_layout
-from sparse_attn.ops.attention.shapes import allocate_output
+from sparse_attn.ops.attention.shapes import allocate_output, value_dim
 
 
 def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink):
@@ -9,7 +8,7 @@ def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink):
 
 
 def sparse_attn_decode(q, cache, indices, indptr, scale, layout, sink):
-    return allocate_output(q.shape[0], q.shape[1], parse_layout(layout).latent, q)
+    return allocate_output(q.shape[0], q.shape[1], value_dim(layout), q)
 
 
 def merge_attn_states(outs, lses, sink):

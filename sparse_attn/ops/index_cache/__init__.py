@@ -14,6 +14,7 @@ from sparse_attn.ops.index_cache import op
 from sparse_attn.types import IndexKeys
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SLOT_DTYPES = (torch.int64, torch.int32)
 
 
 def indexer_k_quant_and_cache(
@@ -27,7 +28,7 @@ def indexer_k_quant_and_cache(
     """Write index keys into ``cache``, quantised as ``layout`` says.
 
     k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free.
-    slot_mapping: int64 [at most tokens], block * block_size + offset of each token; a negative slot, or one beyond the
+    slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one beyond the
     cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
 
     fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2".
@@ -37,10 +38,12 @@ def indexer_k_quant_and_cache(
     checks.check_shape("k", k, (None, layout.dim), "[tokens, layout.dim]")
     checks.check_unit_stride("k", k)
     check_cache("cache", cache, layout)
-    checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+    checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
     checks.check_rank("slot_mapping", slot_mapping, 1)
     if slot_mapping.shape[0] > k.shape[0]:
-        raise ValueError(f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: at most the {k.shape[0]} tokens of k")
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: at most the {k.shape[0]} tokens of k"
+        )
     checks.check_same_device(k=k, cache=cache, slot_mapping=slot_mapping)
     op.indexer_k_quant_and_cache(k, cache, slot_mapping, layout.name, impl)
 

@@ -1,6 +1,5 @@
 """Fake implementations."""
 
-from sparse_attn.layout import parse_layout
 from sparse_attn.ops.index_cache.shapes import allocate_keys
 
 
@@ -9,4 +8,4 @@ def indexer_k_quant_and_cache(k, cache, slot_mapping, layout):
 
 
 def gather_indexer_k(cache, block_table, kv_indptr, capacity, layout):
-    return allocate_keys(cache, capacity, parse_layout(layout))
+    return allocate_keys(cache, capacity, layout)

@@ -12,7 +12,7 @@ from sparse_attn.device.paging import find_slot
 def insert_keys(
     k,  # [tokens or more, D]
     cache,  # [num_blocks, block_size, row]
-    slot_mapping,  # int64 [tokens]
+    slot_mapping,  # int64 or int32 [tokens]
     tokens,
     num_slots,
     block_size,
@@ -29,7 +29,7 @@ def insert_keys(
     TOKENS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slot_mapping + token * stride_slot_token, mask=token < tokens, other=-1)
+    slot = tl.load(slot_mapping + token * stride_slot_token, mask=token < tokens, other=-1).to(tl.int64)
     written = (slot >= 0) & (slot < num_slots)
     column = tl.arange(0, PAD_D)
     inside = written[:, None] & (column < D)[None, :]
@@ -46,7 +46,7 @@ def insert_keys(
             scale = ceil_pow2(scale)
         code = encode_fp8(tl.div_rn(value, tl.broadcast_to(scale[:, None], [TOKENS, PAD_D])), FNUZ)
         tl.store(at, code, mask=inside)
-        tl.store((base + block_size * D).to(tl.pointer_type(tl.float32)) + within, scale, mask=written)
+        tl.store((base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within, scale, mask=written)
     elif value.dtype == cache.dtype.element_ty:
         tl.store(at, value, mask=inside)
     else:

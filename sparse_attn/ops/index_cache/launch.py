@@ -44,7 +44,7 @@ def gather_indexer_k(
     cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kind = parse_layout(layout)
-    keys, scales = shapes.allocate_keys(cache, capacity, kind)
+    keys, scales = shapes.allocate_keys(cache, capacity, layout)
     if capacity == 0:
         return keys, scales
     if block_table.shape[0] == 0:

@@ -8,6 +8,7 @@ from sparse_attn.layout import IndexFp8Layout, parse_layout
 
 
 def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str) -> None:
+    slot_mapping = slot_mapping.long()
     written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
     parse_layout(layout).encode(cache, slot_mapping[written], k[: slot_mapping.shape[0]][written])
 

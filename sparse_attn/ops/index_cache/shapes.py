@@ -2,13 +2,14 @@
 
 import torch
 
-from sparse_attn.layout import IndexFp8Layout, Layout
+from sparse_attn.layout import IndexFp8Layout, parse_layout
 
 
-def allocate_keys(cache: torch.Tensor, capacity, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+def allocate_keys(cache: torch.Tensor, capacity, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Uninitialised (keys [capacity, dim] in the cache's dtype, scales fp32 [capacity], or [0] for an unquantised layout)."""
-    scaled = capacity if isinstance(layout, IndexFp8Layout) else 0
+    kind = parse_layout(layout)
+    scaled = capacity if isinstance(kind, IndexFp8Layout) else 0
     return (
-        torch.empty(capacity, layout.dim, dtype=cache.dtype, device=cache.device),
+        torch.empty(capacity, kind.dim, dtype=cache.dtype, device=cache.device),
         torch.empty(scaled, dtype=torch.float32, device=cache.device),
     )

@@ -13,6 +13,7 @@ from sparse_attn.layout import LatentFp8Layout, PlainLayout, check_cache
 from sparse_attn.ops.kv_cache import op
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SLOT_DTYPES = (torch.int64, torch.int32)
 
 
 def write_kv_cache(
@@ -26,9 +27,10 @@ def write_kv_cache(
 ) -> None:
     """Write latents and rotated keys into ``cache``, quantised as ``layout`` says.
 
-    latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache: blocks of
-    ``layout``, written in place; block stride free. slot_mapping: int64 [at most tokens]; a negative slot, or one beyond the
-    cache, writes nothing. Two tokens of one slot: undefined which wins.
+    latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache:
+    blocks of ``layout``, written in place; block stride free. slot_mapping: int64 or int32 [at most tokens]; a negative
+    slot, or one beyond the cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot:
+    undefined which wins.
 
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
     ("pow2"); the rope part is stored as bf16.
@@ -41,7 +43,7 @@ def write_kv_cache(
     checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
     checks.check_unit_stride("rope", rope)
     check_cache("cache", cache, layout)
-    checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+    checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
     checks.check_rank("slot_mapping", slot_mapping, 1)
     if slot_mapping.shape[0] > latent.shape[0]:
         raise ValueError(

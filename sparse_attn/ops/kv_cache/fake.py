@@ -1,6 +1,5 @@
 """Fake implementations."""
 
-from sparse_attn.layout import parse_layout
 from sparse_attn.ops.kv_cache.shapes import allocate_rows
 
 
@@ -9,4 +8,4 @@ def write_kv_cache(latent, rope, cache, slot_mapping, layout):
 
 
 def gather_kv_cache(cache, block_table, kv_indptr, capacity, layout, dtype):
-    return allocate_rows(cache, capacity, parse_layout(layout), dtype)
+    return allocate_rows(cache, capacity, layout, dtype)

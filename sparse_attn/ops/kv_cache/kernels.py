@@ -16,7 +16,7 @@ def write_rows(
     latent,  # [tokens, GROUPS * GROUP]
     rope,  # [tokens, ROPE]
     cache,  # [num_blocks, block_size, ROW]
-    slot_mapping,  # int64 [tokens]
+    slot_mapping,  # int64 or int32 [tokens]
     num_slots,
     block_size,
     stride_latent_token,
@@ -39,7 +39,7 @@ def write_rows(
     AMAX_FLOOR: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token * stride_slot_token)
+    slot = tl.load(slot_mapping + token * stride_slot_token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
         group = tl.arange(0, PAD_GROUPS)
         column = tl.arange(0, PAD_GROUP)

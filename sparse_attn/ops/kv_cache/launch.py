@@ -47,7 +47,7 @@ def gather_kv_cache(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     kind = parse_layout(layout)
-    rows = shapes.allocate_rows(cache, capacity, kind, dtype)
+    rows = shapes.allocate_rows(cache, capacity, layout, dtype)
     if capacity == 0:
         return rows
     if block_table.shape[0] == 0:

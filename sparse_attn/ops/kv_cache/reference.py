@@ -11,6 +11,7 @@ from sparse_attn.ops.index_cache.reference import gathered_slots
 def write_kv_cache(
     latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str
 ) -> None:
+    slot_mapping = slot_mapping.long()
     written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
     rows = torch.cat([latent, rope], dim=1)[: slot_mapping.shape[0]][written]
     parse_layout(layout).encode(cache, slot_mapping[written], rows)

@@ -2,9 +2,9 @@
 
 import torch
 
-from sparse_attn.layout import Layout
+from sparse_attn.layout import parse_layout
 
 
-def allocate_rows(cache: torch.Tensor, capacity, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+def allocate_rows(cache: torch.Tensor, capacity, layout: str, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised [capacity, latent + rope]."""
-    return torch.empty(capacity, layout.dim, dtype=dtype, device=cache.device)
+    return torch.empty(capacity, parse_layout(layout).dim, dtype=dtype, device=cache.device)

@@ -31,7 +31,7 @@ def build_step_plan(
     the sum of the prefill requests' seq_lens.
 
     A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
-    -1, position -1, limit 0, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its request has
+    -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its request has
     L <= 0, or its position is negative. Values that the device alone knows are not checked.
 
     Returns a StepPlan; see its docstring for shapes.
@@ -57,14 +57,14 @@ def build_step_plan(
     checks.check_same_device(
         query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
     )
-    request_ids, positions, limits, kv_indptr, kv_start, kv_end = op.step_plan(
+    request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(
         query_start_loc, seq_lens, slot_mapping, num_decodes, next_n, impl
     )
     return StepPlan(
         request_ids=request_ids,
         positions=positions,
         limits=limits,
-        slot_mapping=slot_mapping,
+        slot_mapping=slots,
         block_table=block_table,
         context_lens=limits[: num_decodes * next_n].view(num_decodes, next_n),
         kv_indptr=kv_indptr,

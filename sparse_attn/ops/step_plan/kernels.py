@@ -12,6 +12,7 @@ def plan_rows(
     request_ids,  # int32 [tokens]
     positions,  # int32 [tokens]
     limits,  # int32 [tokens]
+    slots,  # int64 [tokens]
     kv_indptr,  # int32 [requests - num_decodes + 1]
     kv_start,  # int32 [tokens - num_decodes * next_n]
     kv_end,  # int32 [tokens - num_decodes * next_n]
@@ -65,6 +66,7 @@ def plan_rows(
     tl.store(request_ids + rows, request, mask=live)
     tl.store(positions + rows, position, mask=live)
     tl.store(limits + rows, position + 1, mask=live)
+    tl.store(slots + rows, tl.where(valid, slot, -1), mask=live)
     is_prefill = live & (rows >= decode_rows)
     tl.store(kv_start + rows - decode_rows, first_key, mask=is_prefill)
     tl.store(kv_end + rows - decode_rows, first_key + position + 1, mask=is_prefill)

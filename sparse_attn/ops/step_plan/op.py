@@ -7,6 +7,7 @@ step_plan = define_op(
     __package__,
     "step_plan",
     "(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt next_n, str impl)"
-    " -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)",
+    " -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, "
+    "Tensor kv_end)",
     fake.step_plan,
 )

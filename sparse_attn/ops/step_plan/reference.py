@@ -42,4 +42,7 @@ def step_plan(
     prefill_request = request_ids[decode_rows:]
     kv_start = torch.where(prefill_request >= 0, kv_indptr[(prefill_request - num_decodes).clamp_min(0)], 0)
     kv_end = kv_start + limits[decode_rows:]
-    return tuple(x.to(torch.int32) for x in (request_ids, positions, limits, kv_indptr, kv_start, kv_end))
+    request_ids, positions, limits, kv_indptr, kv_start, kv_end = (
+        x.to(torch.int32) for x in (request_ids, positions, limits, kv_indptr, kv_start, kv_end)
+    )
+    return request_ids, positions, limits, torch.where(valid, slot_mapping, -1), kv_indptr, kv_start, kv_end

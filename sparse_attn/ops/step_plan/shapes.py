@@ -4,9 +4,11 @@ import torch
 
 
 def allocate_plan(seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int):
-    """Uninitialised int32 (request_ids, positions, limits [T]; kv_indptr [prefills + 1]; kv_start, kv_end [prefill rows])."""
+    """Uninitialised (request_ids, positions, limits int32 [T], slots int64 [T], kv_indptr int32 [prefills + 1], kv_start and
+    kv_end int32 [prefill rows])."""
     tokens = slot_mapping.shape[0]
     prefill_tokens = tokens - num_decodes * next_n
     prefills = seq_lens.shape[0] - num_decodes
-    sizes = (tokens, tokens, tokens, prefills + 1, prefill_tokens, prefill_tokens)
-    return tuple(torch.empty(size, dtype=torch.int32, device=slot_mapping.device) for size in sizes)
+    sizes = (tokens, tokens, tokens, tokens, prefills + 1, prefill_tokens, prefill_tokens)
+    dtypes = (torch.int32,) * 3 + (torch.int64,) + (torch.int32,) * 3
+    return tuple(torch.empty(size, dtype=dtype, device=slot_mapping.device) for size, dtype in zip(sizes, dtypes))

@@ -1,0 +1,5 @@
+import sys
+
+from sparse_attn.runtime.cli import main
+
+sys.exit(main())

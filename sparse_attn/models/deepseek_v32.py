@@ -1,0 +1,85 @@
+"""The forward of DeepSeek-V3.2 and GLM-5 as a pure function of weights, tokens, caches and a step plan.
+
+What tells the two models apart (dimensions, index rope pairing, shared index layers, yarn, expert groups) is in the
+spec. Under torch.compile, close over ``spec`` and ``layouts`` (functools.partial): passed as arguments, their numbers
+would become symbols.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn.layout import allocate_cache
+from sparse_attn.models.mla import attention
+from sparse_attn.models.moe import gated_mlp, moe
+from sparse_attn.models.norms import rms_norm
+from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
+from sparse_attn.spec import Spec
+from sparse_attn.types import Caches, StepPlan
+
+
+def forward(
+    params: dict[str, torch.Tensor],
+    spec: Spec,
+    tokens: torch.Tensor,
+    caches: Caches,
+    plan: StepPlan,
+    *,
+    layouts: CacheLayouts,
+    impl: str = "auto",
+    logits_bytes: int = LOGITS_BYTES,
+) -> torch.Tensor:
+    """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``.
+
+    params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
+    [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
+    indexer. logits_bytes: bound on the index scores held at a time. impl: as every op takes it.
+    """
+    _check(spec, tokens, caches, plan)
+    hidden = F.embedding(tokens, params["embed"])
+    selection = None
+    for layer in range(spec.num_layers):
+        prefix = f"layers.{layer}."
+        normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
+        out, selection = attention(
+            normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
+            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+        )  # fmt: skip
+        hidden = hidden + out
+        normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
+        if spec.moe_layers[layer]:
+            hidden = hidden + moe(normed, params, prefix + "moe.", spec.moe, impl=impl)
+        else:
+            hidden = hidden + gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"])
+    hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
+    return F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
+
+
+def allocate_caches(
+    spec: Spec, layouts: CacheLayouts, num_blocks: int, block_size: int, device: torch.device | str
+) -> Caches:
+    """Zeroed caches for every layer, index caches for the layers that run an indexer."""
+    return Caches(
+        tuple(allocate_cache(layouts.kv, num_blocks, block_size, device) for _ in range(spec.num_layers)),
+        tuple(
+            allocate_cache(layouts.index, num_blocks, block_size, device) if own else None for own in spec.index_layers
+        ),
+    )
+
+
+def _check(spec: Spec, tokens: torch.Tensor, caches: Caches, plan: StepPlan) -> None:
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"tokens: got dtype {tokens.dtype}, allowed: torch.int64, torch.int32")
+    if tokens.dim() != 1 or tokens.shape[0] != plan.positions.shape[0]:
+        rows = plan.positions.shape[0]
+        raise ValueError(f"tokens: got shape {list(tokens.shape)}, allowed: [{rows}], a row per row of the plan")
+    for name, given in (("caches.kv", caches.kv), ("caches.index", caches.index)):
+        if len(given) != spec.num_layers:
+            raise ValueError(f"{name}: got {len(given)} entries, allowed: num_layers = {spec.num_layers}")
+    for layer, own in enumerate(spec.index_layers):
+        if own != (caches.index[layer] is not None):
+            raise ValueError(
+                f"caches.index[{layer}]: got {'a tensor' if caches.index[layer] is not None else 'None'}, allowed: "
+                f"{'a tensor, the layer runs an indexer' if own else 'None, the layer shares a selection'}"
+            )

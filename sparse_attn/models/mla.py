@@ -1,0 +1,98 @@
+"""Multi-head latent attention in its absorbed form, with the lightning indexer in front of it.
+
+Absorbed: W_UK moves from the keys to the queries and W_UV from the values to the output, so every head attends to the
+one cached row [latent, rotated key] of a token, and nothing is expanded per key.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn import pipeline
+from sparse_attn.models.norms import layer_norm, rms_norm
+from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
+from sparse_attn.ops.rope import apply_rope
+from sparse_attn.pipeline import CacheLayouts, Selection
+from sparse_attn.spec import Spec
+from sparse_attn.types import StepPlan
+
+
+def select(
+    hidden: torch.Tensor,
+    q_latent: torch.Tensor,
+    params: dict[str, torch.Tensor],
+    prefix: str,
+    spec: Spec,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    *,
+    layouts: CacheLayouts,
+    logits_bytes: int,
+    impl: str,
+) -> Selection:
+    """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora]."""
+    index, rope = spec.index, params["rope"]
+    keys = F.linear(hidden, params[prefix + "k"])
+    keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
+    keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved)
+    if index.hadamard:
+        keys = hadamard_transform(keys)
+    pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
+    query = indexer_q_rope_quant(
+        F.linear(q_latent, params[prefix + "q_b"]).unflatten(-1, (index.num_heads, index.head_dim)),
+        F.linear(hidden.float(), params[prefix + "weights"]),
+        plan.positions,
+        rope,
+        start=index.rope_start,
+        interleaved=index.rope_interleaved,
+        hadamard=index.hadamard,
+        weight_scale=index.weight_scale,
+        layout=layouts.index,
+        impl=impl,
+    )
+    return pipeline.index_select(
+        query, cache, plan, layouts=layouts, top_k=index.top_k, logits_bytes=logits_bytes, impl=impl
+    )
+
+
+def attention(
+    hidden: torch.Tensor,
+    params: dict[str, torch.Tensor],
+    prefix: str,
+    spec: Spec,
+    kv_cache: torch.Tensor,
+    index_cache: torch.Tensor | None,
+    plan: StepPlan,
+    selection: Selection | None,
+    *,
+    layouts: CacheLayouts,
+    logits_bytes: int,
+    impl: str,
+) -> tuple[torch.Tensor, Selection]:
+    """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
+
+    ``index_cache`` None: the layer has no indexer and attends by ``selection``.
+    """
+    attn, rope = prefix + "attn.", params["rope"]
+    q_latent = rms_norm(F.linear(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.latent_norm_eps)
+    if index_cache is not None:
+        selection = select(
+            hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
+            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+        )  # fmt: skip
+    latent, key_rope = F.linear(hidden, params[attn + "kv_a"]).split([spec.kv_lora, spec.rope_dim], dim=-1)
+    latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
+    key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
+    pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
+
+    q = F.linear(q_latent, params[attn + "q_b"]).unflatten(-1, (spec.num_heads, spec.qk_dim))
+    q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
+    q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
+    absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
+    out = pipeline.attend(
+        torch.cat([absorbed, q_rope], dim=-1), kv_cache, plan, selection,
+        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, impl=impl,
+    ).out  # fmt: skip
+    values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]
+    return F.linear(values.flatten(1), params[attn + "o"]), selection

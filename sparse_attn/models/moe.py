@@ -1,0 +1,74 @@
+"""Feed-forward blocks: the gated MLP, and routed plus shared experts without a data-dependent shape.
+
+Two ways through the routed experts, chosen by what the host knows (device, dtype, expert count), never by values:
+
+- grouped: rows sorted by expert, two grouped GEMMs whose group ends stay on the device. Work is tokens x
+  experts_per_token rows; beside it, one sort of that many ids. Needs bf16 on a GPU.
+- dense: every expert sees every token, what was not chosen is weighted by zero. num_experts / experts_per_token times
+  the necessary operations and tokens x num_experts x (2 x intermediate + hidden) values of scratch: for few or small
+  experts, where a sort costs more than it saves, and for the reference on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn.ops.router import biased_grouped_topk
+from sparse_attn.spec import MoeSpec
+
+DENSE_MAX_EXPERTS = 16
+
+
+def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
+    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
+def experts_dense(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """x [T, D], weights fp32 and ids int32 [T, K], gate_up [E, 2I, D], down [E, D, I] -> [T, D] in x's dtype."""
+    experts = torch.arange(gate_up.shape[0], device=ids.device, dtype=ids.dtype)
+    share = (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == experts)).sum(1)  # [T, E]
+    gate, up = torch.matmul(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)  # [E, T, I] each
+    out = torch.bmm(F.silu(gate) * up, down.transpose(1, 2))  # [E, T, D]
+    return (out.float() * share.t().unsqueeze(-1)).sum(0).to(x.dtype)
+
+
+def experts_grouped(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order."""
+    top_k = ids.shape[1]
+    ordered, order = torch.sort(ids.flatten(), stable=True)
+    experts = torch.arange(gate_up.shape[0], device=ids.device, dtype=ids.dtype)
+    ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
+    rows = x[order // top_k]
+    gate, up = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+    picked = out[place].unflatten(0, (ids.shape[0], top_k))  # [T, K, D]
+    return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def moe(x: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: MoeSpec, *, impl: str) -> torch.Tensor:
+    """Routed experts by fp32 gate logits plus shared experts: x [T, D] -> [T, D]."""
+    logits = F.linear(x.float(), params[prefix + "gate"])
+    weights, ids = biased_grouped_topk(
+        logits,
+        params[prefix + "bias"],
+        top_k=spec.experts_per_token,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        renormalise=spec.renormalise,
+        routed_scale=spec.routed_scale,
+        impl=impl,
+    )
+    gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
+    grouped = x.is_cuda and x.dtype == torch.bfloat16 and spec.num_experts > DENSE_MAX_EXPERTS
+    out = (experts_grouped if grouped else experts_dense)(x, weights, ids, gate_up, down)
+    if spec.num_shared:
+        out = out + gated_mlp(x, params[prefix + "shared_gate_up"], params[prefix + "shared_down"])
+    return out

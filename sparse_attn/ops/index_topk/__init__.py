@@ -1,0 +1,125 @@
+"""Score and select in one op: the lightning indexer without a full matrix of logits.
+
+Rows are taken a few at a time, so that the logits held at once stay within a byte budget; the result is exactly
+``top_k_per_row`` of the full logits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.layout import FP8_DTYPE, IndexFp8Layout, PlainLayout, check_cache
+from sparse_attn.ops.index_topk import op
+
+LOGITS_BYTES = 512 << 20
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEADS = 128
+
+
+def index_topk_prefill(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    top_k: int,
+    *,
+    flavour: str = "e4m3fn",
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The ``top_k`` best keys of every query row among gathered keys.
+
+    q: [rows, heads, dim] and k: [keys, dim], fp8 codes (float8 or uint8) of ``flavour`` with k_scale fp32 [keys], or
+    bf16/fp16/fp32 with k_scale None (``flavour`` is then not looked at). weights: fp32 [rows, heads], scales folded in.
+    kv_start, kv_end: int32 [rows], row r competes with keys [kv_start[r], kv_end[r]), clamped to [0, keys].
+    logits_bytes: how much logits may be held at once, at least one row.
+
+    Returns int32 [rows, top_k] as ``top_k_per_row`` does: key minus kv_start, ascending, -1 behind.
+    """
+    checks.check_rank("q", q, 3)
+    rows, heads, dim = q.shape
+    if k_scale is None:
+        flavour = "none"
+        checks.check_dtype("q", q, FLOATS)
+        checks.check_dtype("k", k, (q.dtype,))
+    else:
+        checks.check_choice("flavour", flavour, tuple(FP8_DTYPE))
+        for name, value in (("q", q), ("k", k)):
+            checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
+        checks.check_dtype("k_scale", k_scale, (torch.float32,))
+        checks.check_rank("k", k, 2)
+        checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
+        q, k = q.view(torch.uint8), k.view(torch.uint8)
+    _check_heads(heads)
+    checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    checks.check_unit_stride("q", q)
+    checks.check_unit_stride("k", k)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (rows, heads), "[rows, heads]")
+    for name, value in (("kv_start", kv_start), ("kv_end", kv_end)):
+        checks.check_dtype(name, value, (torch.int32,))
+        checks.check_shape(name, value, (rows,), "[rows]")
+    checks.check_at_least("top_k", top_k, 1)
+    checks.check_at_least("logits_bytes", logits_bytes, 0)
+    checks.check_same_device(q=q, weights=weights, k=k, k_scale=k_scale, kv_start=kv_start, kv_end=kv_end)
+    return op.index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes, impl)
+
+
+def index_topk_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: IndexFp8Layout | PlainLayout,
+    *,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The ``top_k`` best positions of every decode row among its request's cached keys.
+
+    q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout.
+    weights: fp32 [requests * next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n],
+    row (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
+    [requests, max_blocks]; positions beyond it or of a block outside the cache are not candidates. max_context_len: the
+    host's bound on every length. logits_bytes: how much logits may be held at once, at least one request.
+
+    Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
+    """
+    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout or a PlainLayout")
+    quantised = isinstance(layout, IndexFp8Layout)
+    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if quantised else (layout.dtype,))
+    checks.check_shape("q", q, (None, None, None, layout.dim), "[requests, next_n, heads, dim]")
+    requests, next_n, heads, _ = q.shape
+    _check_heads(heads)
+    check_cache("cache", cache, layout)
+    if quantised:
+        q = q.view(torch.uint8)
+    checks.check_unit_stride("q", q)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (requests * next_n, heads), "[requests * next_n, heads]")
+    checks.check_dtype("context_lens", context_lens, (torch.int32,))
+    checks.check_shape("context_lens", context_lens, (requests, next_n), "[requests, next_n]")
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_at_least("top_k", top_k, 1)
+    checks.check_at_least("max_context_len", max_context_len, 0)
+    checks.check_at_least("logits_bytes", logits_bytes, 0)
+    checks.check_same_device(
+        q=q, weights=weights, cache=cache, context_lens=context_lens, block_table=block_table
+    )  # fmt: skip
+    return op.index_topk_decode(
+        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout.name, logits_bytes, impl
+    )
+
+
+def _check_heads(heads: int) -> None:
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(f"q: got {heads} heads, allowed: 1 to {MAX_HEADS}")

@@ -1,0 +1,24 @@
+"""Scratch of the fused score and select: the logits of some rows, and what selecting them takes."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.ops.index_topk.shapes import padded, rows_at_once
+from sparse_attn.ops.topk import config as selection
+from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
+
+
+def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
+    """rows: query rows, ``group`` of which stay together (next_n); width: keys a row may see (capacity or bound)."""
+    if rows == 0 or width == 0:
+        return Scratch()
+    some = rows_at_once(rows, width, logits_bytes, group)
+    return scratch_of(some, width, selection.config(some, width, top_k, target))
+
+
+def scratch_of(rows: int, width: int, select: selection.TopkConfig) -> Scratch:
+    """The same for ``rows`` held at once."""
+    chosen = selection.scratch_of(select, width)
+    return Scratch((Buffer("logits", (rows, padded(width)), torch.float32), *chosen.buffers), chosen.counters)

@@ -1,0 +1,11 @@
+"""Fake implementations."""
+
+from sparse_attn.ops.index_topk.shapes import allocate_decode, allocate_prefill
+
+
+def index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes):
+    return allocate_prefill(q, top_k)
+
+
+def index_topk_decode(q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes):
+    return allocate_decode(q, top_k)

@@ -1,0 +1,94 @@
+"""The GPU implementation: for some rows at a time, one launch scores and one selects, over the same scratch."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import workspace
+from sparse_attn.layout import IndexFp8Layout, parse_layout
+from sparse_attn.ops.index_logits import config as scoring
+from sparse_attn.ops.index_logits import kernels as score_kernels
+from sparse_attn.ops.index_topk import config, shapes
+from sparse_attn.ops.topk import config as selection
+from sparse_attn.ops.topk import kernels as selection_kernels
+from sparse_attn.target import target_of
+
+
+def index_topk_prefill(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    top_k: int,
+    flavour: str,
+    logits_bytes: int,
+    select: selection.TopkConfig | None = None,
+) -> torch.Tensor:
+    """``select`` overrides how rows are selected (tests force every path with small shapes)."""
+    out = shapes.allocate_prefill(q, top_k)
+    rows, keys = q.shape[0], k.shape[0]
+    if rows == 0:
+        return out
+    if keys == 0:
+        return out.fill_(-1)
+    target = target_of(q.device)
+    step = shapes.rows_at_once(rows, keys, logits_bytes)
+    score = scoring.mqa_config(step, keys, flavour, q.element_size(), target)
+    select = select or selection.config(step, keys, top_k, target)
+    (buffer, *views), counters = workspace.take(
+        "index_topk_prefill", config.scratch_of(step, keys, select), q.device
+    )
+    for first in range(0, rows, step):
+        some = slice(first, min(first + step, rows))
+        logits = buffer[: some.stop - first, :keys]
+        score_kernels.launch_mqa_logits(
+            q[some], k, k_scale, weights[some], kv_start[some], kv_end[some], flavour, logits, score, clean=False
+        )
+        selection_kernels.launch_top_k(
+            logits, kv_start[some], kv_end[some], out[some], select.fewer(logits.shape[0]), views, counters
+        )
+    return out
+
+
+def index_topk_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: str,
+    logits_bytes: int,
+    select: selection.TopkConfig | None = None,
+) -> torch.Tensor:
+    out = shapes.allocate_decode(q, top_k)
+    requests, next_n = q.shape[:2]
+    if requests * next_n == 0:
+        return out
+    if max_context_len == 0:
+        return out.fill_(-1)
+    target = target_of(q.device)
+    kind = parse_layout(layout)
+    flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
+    step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
+    score = scoring.paged_config(step // next_n, max_context_len, flavour, q.element_size(), target)
+    select = select or selection.config(step, max_context_len, top_k, target)
+    (buffer, *views), counters = workspace.take(
+        "index_topk_decode", config.scratch_of(step, max_context_len, select), q.device
+    )
+    limits = context_lens.reshape(-1)
+    for first in range(0, requests * next_n, step):
+        rows = slice(first, min(first + step, requests * next_n))
+        some = slice(first // next_n, rows.stop // next_n)
+        logits = buffer[: rows.stop - first, :max_context_len]
+        score_kernels.launch_paged_mqa_logits(
+            q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, flavour, logits,
+            score, clean=False,
+        )  # fmt: skip
+        selection_kernels.launch_top_k(
+            logits, None, limits[rows], out[rows], select.fewer(logits.shape[0]), views, counters
+        )
+    return out

@@ -1,0 +1,8 @@
+"""Shape of a selection."""
+
+import torch
+
+
+def allocate_indices(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Uninitialised int32 [rows, k] on the device of ``logits`` [rows, width]."""
+    return torch.empty((logits.shape[0], k), dtype=torch.int32, device=logits.device)

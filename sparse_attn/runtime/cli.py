@@ -1,0 +1,297 @@
+"""The command line: generate from a text, describe the machine, plan memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts
+from sparse_attn.runtime import report, text
+from sparse_attn.runtime.generate import Generation, Model, Progress, Quiet, Sampling, generate
+from sparse_attn.runtime.plan import plan
+from sparse_attn.spec import PRESETS, Spec, from_hf_config, preset
+from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
+WEIGHTS_SEED = 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Bad arguments, and whatever they name, end it with code 2 and one line."""
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sparse_attn", description=__doc__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,info,plan}")
+    _add_generate(commands.add_parser("generate", help="continue a text", description="Continue a text."))
+    shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
+    shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    shown.set_defaults(run=run_info)
+    _add_plan(commands.add_parser("plan", help="bytes of caches and workspace at given bounds"))
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face checkpoint folder")
+    model.add_argument("--preset", choices=TINY_PRESETS, default="tiny-v32", type=lambda name: name.replace("_", "-"),
+                       help="a seeded random byte-level model (default: %(default)s)")  # fmt: skip
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: a text that ships with the package")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
+    parser.add_argument("--max-new-tokens", type=_positive, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32")
+    parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward")
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
+    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument("--prefill-tokens", type=_positive, default=1024, metavar="N",
+                        help="tokens per prefill step (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--block-size", type=_positive, default=64, metavar="N", help="of the caches (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
+    parser.add_argument("--dump-logits", type=Path, metavar="FILE",
+                        help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors")  # fmt: skip
+    parser.set_defaults(run=run_generate)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", type=_spec_of_preset, dest="spec", metavar="|".join(PRESETS))
+    model.add_argument("--model", type=_spec_of_folder, dest="spec", metavar="DIR", help="a folder with a config.json")
+    parser.add_argument("--max-batch", type=_positive, default=1, metavar="N", help="requests (default: %(default)s)")
+    parser.add_argument("--max-batched-tokens", type=_positive, default=8192, metavar="N",
+                        help="tokens of a step (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-model-len", type=_positive, metavar="N", help="tokens of a request (default: the model's)")
+    parser.add_argument("--next-n", type=_positive, default=1, metavar="N", help="rows a decode request owns")
+    parser.add_argument("--kv-rows", type=_positive, metavar="N",
+                        help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the model (default: %(default)s)")
+    parser.add_argument("--block-size", type=_positive, default=64, metavar="N", help="of the caches (default: %(default)s)")
+    parser.add_argument("--logits-bytes", type=_positive, default=LOGITS_BYTES, metavar="N",
+                        help="of index scores held at a time (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.set_defaults(run=run_plan)
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    for name in ("compile", "graph"):
+        if getattr(options, name):
+            raise ValueError(f"--{name}: not available yet; leave it out or say --no-{name}")
+    device = _device(options.device)
+    resolve_impl(options.impl, device)
+    dtype = DTYPES[options.dtype or ("bf16" if options.model and device.type == "cuda" else "fp32")]
+    tokenizer = text.file_tokenizer(options.model) if options.model else text.byte_tokenizer()
+    prompt = _prompt(options, tokenizer)
+    if options.model:
+        from sparse_attn.models.loading import load
+
+        spec, params = load(options.model, device=device, dtype=dtype, progress=_over("weights"))
+    else:
+        from sparse_attn.models.params import random_params
+
+        spec = preset(options.preset)
+        params = random_params(spec, WEIGHTS_SEED, device, dtype)
+    save_logits = _logits_writer() if options.dump_logits else None
+    model = Model(spec, params, cache_layouts(spec, options.cache), options.impl)
+    stop_ids = () if options.ignore_eos else spec.eos_token_ids
+    result = generate(
+        model,
+        [prompt],
+        max_new_tokens=options.max_new_tokens,
+        sampling=Sampling(options.temperature, options.seed, stop_ids),
+        block_size=options.block_size,
+        prefill_tokens=options.prefill_tokens,
+        keep_logits=save_logits is not None,
+        progress=_bars(),
+    )
+    continuation = tokenizer.decode(result.tokens[0]) if tokenizer else None
+    facts = {
+        "model": str(options.model) if options.model else spec.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "cache": options.cache,
+        "impl": resolve_impl(options.impl, device),
+        "text": continuation,
+    }
+    written = report.generation_report(result, len(prompt), device, **facts)
+    if save_logits:
+        save_logits({"logits": result.logits[0]}, str(options.dump_logits))
+    if options.json:
+        options.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    _print_generation(written, result, spec)
+    return 0
+
+
+def _print_generation(written: dict, result: Generation, spec: Spec) -> None:
+    shown = written["text"] if written["text"] is not None else " ".join(map(str, result.tokens[0]))
+    print(text.printable(shown))
+    timing = written["timing"]
+    print(
+        f"{written['model']}: read {written['prompt_tokens']} tokens in {timing['prefill_s']:.2f} s attending to at most "
+        f"{spec.index.top_k} each, decoded {len(result.tokens[0])} at {timing['tokens_per_s']:.1f} a second "
+        f"({written['impl']} on {written['device']}, {written['dtype']}, {written['cache']} cache)",
+        file=sys.stderr,
+    )
+
+
+def run_info(options: argparse.Namespace) -> int:
+    print(report.info(_device(options.device)))
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    spec = options.spec
+    length = spec.max_positions if options.max_model_len is None else options.max_model_len
+    if length > spec.max_positions:
+        raise ValueError(f"--max-model-len: got {length}, allowed: at most the {spec.max_positions} positions of {spec.name}")
+    bounds = Bounds(
+        max_batch=options.max_batch,
+        max_batched_tokens=options.max_batched_tokens,
+        max_model_len=length,
+        next_n=options.next_n,
+        block_size=options.block_size,
+        kv_rows=options.kv_rows,
+        logits_bytes=options.logits_bytes,
+        dtype=DTYPES[options.dtype],
+    )
+    target = target_of(_device(None))
+    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache)
+    _print_plan(numbers)
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def _print_plan(numbers: dict) -> None:
+    bounds, target, workspace = numbers["bounds"], numbers["target"], numbers["workspace"]
+    print(f"{numbers['model']} on {target['vendor']} {target['arch']}")
+    print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None))
+    print(f"\n{'':<11} {'layout':<36} {'B/token/layer':>13} {'layers':>6} {'B/token':>8} {'bytes':>19}")
+    for kind, cache in numbers["caches"].items():
+        print(
+            f"{kind + ' cache':<11} {cache['layout']:<36} {cache['bytes_per_token_and_layer']:>13} {cache['layers']:>6} "
+            f"{cache['bytes_per_token']:>8} {cache['bytes']:>19,}"
+        )
+    totals = (
+        ("caches", f"{numbers['blocks']} blocks of {bounds['block_size']} tokens", numbers["cache_bytes"]),
+        ("workspace", f"scratch {workspace['scratch_bytes']:,}, counters {workspace['counter_bytes']:,}", workspace["bytes"]),
+        ("in all", "", numbers["bytes"]),
+    )
+    for what, of, nbytes in totals:
+        print(f"{what:<11} {of:<66} {nbytes:>19,}")
+
+
+def _prompt(options: argparse.Namespace, tokenizer: text.Tokenizer | None) -> list[int]:
+    if options.prompt_ids is not None:
+        return options.prompt_ids
+    if tokenizer is None:
+        raise ValueError(f"--model: {options.model} holds no tokenizer.json; give the prompt as --prompt-ids")
+    if options.prompt is not None:
+        given = options.prompt
+    elif options.prompt_file is not None:
+        given = options.prompt_file.read_text(encoding="utf-8")
+    else:
+        given = text.shipped_text()
+    ids = tokenizer.encode(given)
+    if not ids:
+        raise ValueError("--prompt: got an empty text, allowed: at least one token")
+    return ids
+
+
+def _device(name: str | None) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ValueError("--device: got 'cuda', which torch finds none of here, allowed: 'cpu'")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _logits_writer():
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("--dump-logits needs safetensors: pip install 'sparse_attn[models]'") from error
+    return save_file
+
+
+def _bars() -> Progress:
+    """Progress bars on stderr, nothing where tqdm is not installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return lambda what, total: Quiet()
+    units = {"prefill": "chunk", "decode": "tok"}
+    return lambda what, total: tqdm(total=total, desc=what, unit=units[what], file=sys.stderr)
+
+
+def _over(what: str):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return iter
+    return lambda items: tqdm(items, desc=what, file=sys.stderr)
+
+
+def _spec_of_preset(name: str) -> Spec:
+    try:
+        return preset(name)
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _spec_of_folder(folder: str) -> Spec:
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        _refuse(f"{folder} holds no config.json")
+    try:
+        return from_hf_config(json.loads(path.read_text()))
+    except ValueError as error:
+        _refuse(str(error))
+
+
+def _ids(given: str) -> list[int]:
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError:
+        _refuse(f"got {given!r}, allowed: integers with commas between them")
+
+
+def _positive(given: str) -> int:
+    value = int(given) if given.isdecimal() else 0
+    if value < 1:
+        _refuse(f"got {given!r}, allowed: an integer of at least 1")
+    return value
+
+
+def _temperature(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        _refuse(f"got {given!r}, allowed: 0 (greedy) or a positive number")
+    return value
+
+
+def _refuse(message: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(message)

@@ -1,0 +1,104 @@
+"""What a run says of itself: versions, the machine, Dynamo's counts, and the JSON of `generate`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from sparse_attn import ops
+from sparse_attn.runtime.generate import Generation
+from sparse_attn.target import Target, interpreting, resolve_impl, target_of
+from sparse_attn.version import __version__
+
+
+def versions() -> dict[str, str | None]:
+    """Of this package and what it stands on; None for what is absent."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "sparse_attn": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """"cpu", or the device with the GPU's name."""
+    if device.type != "cuda":
+        return str(device)
+    return f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def dynamo_counts() -> tuple[int, int]:
+    """(graphs compiled, graph breaks) of this process so far; both 0 where Dynamo was never loaded."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    if utils is None:
+        return 0, 0
+    return utils.counters["stats"]["unique_graphs"], sum(utils.counters["graph_break"].values())
+
+
+def generation_report(
+    result: Generation, prompt_tokens: int, device: torch.device, *, captures: int = 0, replays: int = 0, **facts: object
+) -> dict[str, object]:
+    """The JSON of one generated continuation. tokens_per_s counts the tokens after the first over the time they took."""
+    compilations, breaks = dynamo_counts()
+    later = len(result.tokens[0]) - 1
+    return {
+        "prompt_tokens": prompt_tokens,
+        "tokens": result.tokens[0],
+        "timing": {
+            "prefill_s": result.prefill_s,
+            "decode_s": result.decode_s,
+            "tokens_per_s": later / result.decode_s if later else 0.0,
+        },
+        "graph_captures": captures,
+        "graph_replays": replays,
+        "compilations": compilations,
+        "graph_breaks": breaks,
+        "device": device_name(device),
+        "versions": versions(),
+        **facts,
+    }
+
+
+def implementations(device: torch.device) -> list[tuple[str, str, str]]:
+    """(room, operator, implementation that "auto" takes on ``device``) of every operator; "torch" where the room has no kernel."""
+    rows = []
+    for room in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
+        if not (Path(ops.__path__[0]) / room / "op.py").exists():
+            rows.append((room, "-", "torch"))
+            continue
+        module = importlib.import_module(f"{ops.__name__}.{room}.op")
+        names = sorted(name for name, value in vars(module).items() if isinstance(value, torch._ops.OpOverload))
+        rows.extend((room, name, resolve_impl("auto", device)) for name in names)
+    return rows
+
+
+def describe_target(target: Target) -> str:
+    if target.vendor == "cpu":
+        return "cpu, Triton through its interpreter" if interpreting() else "cpu"
+    fp8 = "multiplies e4m3fn" if target.fp8_dot else "decodes fp8 to bf16"
+    arch = f"sm_{target.arch}" if target.vendor == "nvidia" else target.arch
+    return f"{target.vendor} {arch}, {target.num_sms} SMs, {target.shared_memory} bytes of shared memory, {fp8}"
+
+
+def info(device: torch.device) -> str:
+    """The machine and which implementation each operator takes on ``device``, as text."""
+    lines = [f"{name:<12} {version}" for name, version in versions().items() if version]
+    lines += [f"{'device':<12} {device_name(device)}", f"{'target':<12} {describe_target(target_of(device))}", ""]
+    rows = implementations(device)
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    lines.append(f"{'room':<{widths[0]}}  {'operator':<{widths[1]}}  implementation")
+    lines += [f"{room:<{widths[0]}}  {name:<{widths[1]}}  {impl}" for room, name, impl in rows]
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""Time GPU calls inside a CUDA graph, and the floors no implementation gets below."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn import workspace
+
+GRAPH_US = 600.0  # length of one replay, so that what starts and ends it does not count
+
+
+class Ceiling(NamedTuple):
+    """What a GPU was measured to do: bytes/s of a large copy, FLOP/s of a large matmul."""
+
+    copy: float
+    bf16: float
+    fp8: float
+
+
+CEILINGS = {"NVIDIA H200": Ceiling(4.26e12, 805e12, 1531e12)}
+
+
+def time_graph(
+    calls: Sequence[Callable[[], object]], *, target_ms: float = 40.0, rest_s: float = 0.0, min_replays: int = 5
+) -> float:
+    """Median microseconds per call.
+
+    calls: one per rotating input set (see ``rotations``), all doing the same work. They are captured in order, repeated
+    until a replay is long enough, and replayed for about ``target_ms`` after a pause of ``rest_s``. Ops take scratch from a
+    workspace that the warm-up sizes, so nothing is allocated or cleared inside the graph but what they return.
+    """
+    if not calls:
+        raise ValueError("calls: got none, allowed: at least one")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), workspace.use(workspace.Workspace((0, 0), "cuda")):
+        for call in calls:
+            call()
+        stream.synchronize()
+        estimate = _elapsed_us(lambda: [call() for call in calls])
+        rounds = max(1, min(64, math.ceil(GRAPH_US / max(estimate, 1e-3))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        graph.replay()
+        one = _elapsed_us(graph.replay)
+        time.sleep(rest_s)
+        replays = max(min_replays, min(200, int(target_ms * 1e3 / one)))
+        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+        for begin, end in pairs:
+            begin.record()
+            graph.replay()
+            end.record()
+        stream.synchronize()
+        median = statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+        del graph
+    return median * 1e3 / (rounds * len(calls))
+
+
+def _elapsed_us(work: Callable[[], object]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return max(begin.elapsed_time(end) * 1e3, 1e-3)
+
+
+def rotations(footprint: int, *, most: int = 64) -> int:
+    """How many input sets of ``footprint`` bytes make three times the L2, so that none is found there."""
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return max(1, min(most, math.ceil(3 * cache / max(footprint, 1))))
+
+
+def floor_us(*, nbytes: float = 0.0, flops: float = 0.0, fp8: bool = False) -> float | None:
+    """Microseconds below which no implementation gets on this GPU; None for a GPU that was not measured."""
+    ceiling = CEILINGS.get(torch.cuda.get_device_name())
+    if ceiling is None:
+        return None
+    return 1e6 * max(nbytes / ceiling.copy, flops / (ceiling.fp8 if fp8 else ceiling.bf16))

@@ -1,0 +1,233 @@
+"""The command line end to end on a CPU: generate, info, plan."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparse_attn.models.params import param_shapes
+from sparse_attn.runtime import text
+from sparse_attn.runtime.cli import main
+from sparse_attn.spec import preset
+
+ROOT = Path(__file__).parent.parent
+PROMPT = text.shipped_text()[:150]  # more tokens than the tiny models' top-k of 64
+
+
+def generate(tmp_path, *arguments, logits=False):
+    """Run `generate` on the CPU; (JSON, logits or None)."""
+    out, dump = tmp_path / "out.json", tmp_path / "logits.safetensors"
+    dumping = ["--dump-logits", str(dump)] if logits else []
+    assert main(["generate", "--device", "cpu", "--json", str(out), *dumping, *map(str, arguments)]) == 0
+    return json.loads(out.read_text()), load_file(str(dump))["logits"] if logits else None
+
+
+@pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
+@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5"))
+def test_generate(tmp_path, capsys, name, cache):
+    found, logits = generate(
+        tmp_path, "--preset", name, "--prompt", PROMPT, "--max-new-tokens", 5, "--cache", cache, "--ignore-eos", logits=True
+    )
+    assert found["prompt_tokens"] == len(PROMPT.encode())
+    assert len(found["tokens"]) == 5
+    assert set(found["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
+    assert all(value > 0 for value in found["timing"].values())
+    assert [found[key] for key in ("graph_captures", "graph_replays", "graph_breaks")] == [0, 0, 0]
+    assert found["device"] == "cpu" and found["versions"]["torch"] == torch.__version__
+    assert isinstance(found["compilations"], int)
+    assert logits.shape == (len(PROMPT.encode()) + 4, preset(name).vocab_size) and logits.dtype == torch.float32
+    assert logits.isfinite().all()
+    assert logits[-5:].argmax(1).tolist() == found["tokens"]
+    captured = capsys.readouterr()
+    assert "prefill" in captured.err and "decode" in captured.err and captured.out.strip()
+
+
+@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5"))
+def test_chunks_and_blocks_do_not_change_the_result(tmp_path, name):
+    common = ("--preset", name, "--prompt", PROMPT, "--max-new-tokens", 6, "--cache", "fp32")
+    whole, logits = generate(tmp_path, *common, logits=True)
+    pieces, chunked = generate(tmp_path, *common, "--prefill-tokens", 37, "--block-size", 5, logits=True)
+    assert pieces["tokens"] == whole["tokens"]
+    torch.testing.assert_close(chunked, logits, atol=1e-4, rtol=0)
+
+
+def test_prompt_sources_agree(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("h\u00e9llo")
+    ids = list("h\u00e9llo".encode())
+    found = [
+        generate(tmp_path, *given, "--max-new-tokens", 2)[0]
+        for given in (("--prompt", "h\u00e9llo"), ("--prompt-file", file), ("--prompt-ids", ",".join(map(str, ids))))
+    ]
+    assert [each["prompt_tokens"] for each in found] == [6, 6, 6]
+    assert found[0]["tokens"] == found[1]["tokens"] == found[2]["tokens"]
+
+
+def test_temperature_is_seeded(tmp_path):
+    def tokens(*given):
+        return generate(tmp_path, "--prompt", "abc", "--max-new-tokens", 12, "--ignore-eos", *given)[0]["tokens"]
+
+    first = tokens("--temperature", 5, "--seed", 1)
+    assert first == tokens("--temperature", 5, "--seed", 1)
+    assert first != tokens("--temperature", 5, "--seed", 2)
+
+
+def test_eos_ends_a_text_unless_ignored(tmp_path, monkeypatch):
+    common = ("--prompt", "abc", "--max-new-tokens", 6)
+    whole = generate(tmp_path, *common, "--ignore-eos")[0]["tokens"]
+    place = next(n for n, token in enumerate(whole) if token != whole[0]) if len(set(whole)) > 1 else 0
+    from dataclasses import replace
+
+    from sparse_attn.runtime import cli
+
+    monkeypatch.setattr(cli, "preset", lambda name: replace(preset(name), eos_token_ids=(whole[place],)))
+    found, logits = generate(tmp_path, *common, logits=True)
+    assert found["tokens"] == whole[: place + 1]
+    assert logits.shape[0] == 3 + place
+    assert generate(tmp_path, *common, "--ignore-eos")[0]["tokens"] == whole
+
+
+def test_bf16_weights(tmp_path):
+    found, logits = generate(tmp_path, "--prompt", PROMPT, "--max-new-tokens", 3, "--dtype", "bf16", logits=True)
+    assert found["dtype"] == "bfloat16" and logits.dtype == torch.float32 and logits.isfinite().all()
+
+
+def write_checkpoint(folder, tokenizer):
+    """A tiny checkpoint of transformers' making, with a word tokenizer where asked for."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.DeepseekV32Config(
+        vocab_size=13, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, kv_lora_rank=16, q_lora_rank=16,
+        qk_rope_head_dim=8, v_head_dim=8, qk_nope_head_dim=8, n_group=1, topk_group=1, num_experts_per_tok=2,
+        max_position_embeddings=64, index_topk=4, index_head_dim=16, index_n_heads=2, first_k_dense_replace=1,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4), eos_token_id=12,
+    )  # fmt: skip
+    transformers.DeepseekV32ForCausalLM(config).save_pretrained(folder)
+    if tokenizer:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(13)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.save(str(folder / "tokenizer.json"))
+
+
+def test_checkpoint_folder(tmp_path, capsys):
+    write_checkpoint(tmp_path, tokenizer=True)
+    common = ("--model", tmp_path, "--cache", "fp32", "--max-new-tokens", 4, "--ignore-eos")
+    named = generate(tmp_path, *common, "--prompt", "w1 w5 w2 w9 w3 w7")[0]
+    assert named["prompt_tokens"] == 6 and len(named["tokens"]) == 4
+    assert named["text"].split() == [f"w{token}" for token in named["tokens"]]
+    assert generate(tmp_path, *common, "--prompt-ids", "1,5,2,9,3,7")[0]["tokens"] == named["tokens"]
+    capsys.readouterr()
+    assert main(["plan", "--model", str(tmp_path)]) == 0
+    assert "deepseek_v32" in capsys.readouterr().out
+
+
+def test_checkpoint_without_tokenizer(tmp_path, capsys):
+    write_checkpoint(tmp_path, tokenizer=False)
+    assert generate(tmp_path, "--model", tmp_path, "--prompt-ids", "1,2", "--max-new-tokens", 2, "--cache", "bf16")[0]["tokens"]
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "hello"]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+    weights = load_file(str(tmp_path / "model.safetensors"))
+    del weights["lm_head.weight"]
+    save_file(weights, str(tmp_path / "model.safetensors"))
+    assert main(["generate", "--model", str(tmp_path), "--prompt-ids", "1,2"]) == 2
+    assert "lm_head.weight" in capsys.readouterr().err
+
+
+ERRORS = {
+    "argument --preset": ["--preset", "tiny-v99"],
+    "not allowed with": ["--preset", "tiny-v32", "--model", "x"],
+    "not allowed with argument --prompt": ["--prompt", "a", "--prompt-ids", "1"],
+    "--compile: not available yet": ["--compile"],
+    "--graph: not available yet": ["--graph"],
+    "--max-new-tokens: got '0'": ["--max-new-tokens", "0"],
+    "--prompt-ids: got '1,x'": ["--prompt-ids", "1,x"],
+    "got id 257, allowed: 0 to 256": ["--prompt-ids", "1,257"],
+    "got id -1": ["--prompt-ids=-1"],
+    "--prompt: got an empty text": ["--prompt", ""],
+    "No such file": ["--prompt-file", "/nonexistent/prompt"],
+    "8193 in all": ["--prompt", "a" * 8192, "--max-new-tokens", "2"],
+    "--temperature: got '-1'": ["--temperature", "-1"],
+    "'triton' needs a CUDA": ["--impl", "triton", "--device", "cpu"],
+    "holds no config.json": ["--model", "/nonexistent", "--prompt-ids", "1"],
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_name_what_is_wrong(capsys, message):
+    try:
+        code = main(["generate", *ERRORS[message]])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and "Traceback" not in captured.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu(capsys):
+    assert main(["generate", "--device", "cuda"]) == 2
+    assert "--device: got 'cuda'" in capsys.readouterr().err
+
+
+def test_module_runs_as_a_program(tmp_path):
+    command = [sys.executable, "-m", "sparse_attn", "generate", "--prompt", "abc", "--max-new-tokens", "2", "--no-compile",
+               "--no-graph", "--device", "cpu", "--impl", "reference", "--json", str(tmp_path / "out.json")]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["prompt_tokens"] == 3 and found["compilations"] == 0 and len(found["tokens"]) <= 2
+
+
+def test_info(capsys):
+    assert main(["info", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("torch", "sparse_attn_prefill", "index_topk_decode", "reference", "sampling"):
+        assert name in shown
+
+
+def test_plan_counts_every_byte(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--preset", "deepseek_v32", "--max-batched-tokens", "8192", "--max-model-len", "163840",
+                 "--max-batch", "2", "--json", str(out)]) == 0  # fmt: skip
+    numbers = json.loads(out.read_text())
+    tokens = 2 * 163840
+    assert numbers["caches"]["kv"]["bytes"] == 656 * 61 * tokens
+    assert numbers["caches"]["index"]["bytes"] == 132 * 61 * tokens
+    assert numbers["cache_bytes"] == (656 + 132) * 61 * tokens
+    assert numbers["workspace"]["bytes"] == numbers["workspace"]["scratch_bytes"] + numbers["workspace"]["counter_bytes"]
+    assert numbers["bytes"] == numbers["cache_bytes"] + numbers["workspace"]["bytes"]
+    shown = capsys.readouterr().out
+    assert "kv cache" in shown and "index cache" in shown and "workspace" in shown
+
+
+@pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "tiny_v32", "tiny-glm5"))
+@pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
+def test_plan_knows_every_preset(name, cache, capsys):
+    assert main(["plan", "--preset", name, "--cache", cache]) == 0
+    assert f"{preset(name).num_layers} " in capsys.readouterr().out
+
+
+def test_plan_errors(capsys):
+    assert main(["plan", "--preset", "tiny-v32", "--max-model-len", "8193"]) == 2
+    assert "--max-model-len: got 8193" in capsys.readouterr().err
+
+
+def test_shipped_text_is_longer_than_top_k():
+    length = len(text.byte_tokenizer().encode(text.shipped_text()))
+    for name in ("tiny-v32", "tiny-glm5"):
+        assert preset(name).index.top_k * 4 < length < preset(name).max_positions
+        assert param_shapes(preset(name))["embed"][0] == 257
+
+
+def test_byte_tokenizer_and_printable():
+    tokenizer = text.byte_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("na\u00efve")) == "na\u00efve"
+    assert tokenizer.decode([72, 256, 105, 0xFF]) == "Hi\ufffd"
+    assert text.printable("a\x1b\n") == "a\\x1b\n"

@@ -1,0 +1,132 @@
+"""What importing costs, and that imports go down the floors of the house only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sparse_attn
+
+PACKAGE = Path(sparse_attn.__file__).parent
+ROOMS = sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__init__.py").exists())
+
+FLOORS = {
+    "types": 0, "layout": 0, "target": 0, "spec": 0, "checks": 0, "version": 0, "data": 0, "ops": 0,
+    "workspace": 1, "device": 1, "registration": 1,
+    "pipeline": 4, "models": 5, "runtime": 5, "testing": 6, "": 7, "__main__": 7,
+}  # fmt: skip
+# A room's files; a file that is not named here (hopper, table, ...) stands with kernels and reference.
+ROOM_FLOORS = {"config": 2, "fake": 2, "launch": 2, "op": 2, "": 3}
+SHARED = 1.5  # above the device helpers, below what is a room's own
+# What a fused op takes from another room: its kernels, how they are launched, and its oracle.
+FUSED = ("kernels", "config", "reference")
+
+
+def module_name(path):
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def split(name):
+    """(room or None, file): where in the house a module is."""
+    parts = name.split(".")
+    if parts[0] == "ops" and len(parts) > 1:
+        return parts[1], ".".join(parts[2:])
+    return None, name
+
+
+def floor(name):
+    room, file = split(name)
+    return ROOM_FLOORS.get(file, SHARED) if room else FLOORS[name.split(".")[0]]
+
+
+def imports(name, top_level_only=False):
+    """Modules of this package that ``name`` imports, relative to it; of others the whole name."""
+    tree = ast.parse(MODULES[name].read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                inner = whole.removeprefix("sparse_attn.")
+                yield whole if whole.startswith("sparse_attn.") and inner in MODULES else node.module
+
+
+def inner_imports(name):
+    for whole in imports(name):
+        if whole == "sparse_attn" or whole.startswith("sparse_attn."):
+            yield whole.removeprefix("sparse_attn").removeprefix(".")
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+
+
+@pytest.mark.parametrize("module", ("sparse_attn", "sparse_attn.models.deepseek_v32", "sparse_attn.runtime.cli"))
+def test_import_loads_no_triton_and_no_gpu_runtime(module):
+    done = run(
+        f"import {module}, sys, torch; assert 'triton' not in sys.modules; assert not torch.cuda.is_initialized(); "
+        "assert not [m for m in sys.modules if m.startswith('sparse_attn.') and m.endswith(('.launch', '.kernels'))]"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names():
+    """Every public function of every room is a name of the package, and __all__ tells the truth."""
+    for name in sparse_attn.__all__:
+        assert hasattr(sparse_attn, name), name
+    for room in ROOMS:
+        tree = ast.parse((PACKAGE / "ops" / room / "__init__.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                assert node.name in sparse_attn.__all__, f"ops.{room}.{node.name} is not exported"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down_only(name):
+    for other in inner_imports(name):
+        if name in ("", "__main__"):
+            continue
+        beside = floor(other) == floor(name) and (
+            name.split(".")[0] == other.split(".")[0] and (split(name)[0] == split(other)[0] or split(other)[1] in FUSED)
+        )
+        runs_models = name.startswith("runtime") and other.startswith("models")
+        assert floor(other) < floor(name) or beside or runs_models, (
+            f"{name} (floor {floor(name)}) imports {other} (floor {floor(other)})"
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if split(name)[0]])
+def test_rooms_keep_to_themselves(name):
+    room, file = split(name)
+    for other in inner_imports(name):
+        other_room, other_file = split(other)
+        if other_room and other_room != room:
+            assert other_file in FUSED, f"{name} imports {other}: rooms share {', '.join(FUSED)} only"
+        if other_room == room:
+            assert {file, other_file} != {"reference", "launch"}, f"{name} imports {other}"
+    if file == "fake":
+        allowed = {"torch", "__future__", f"sparse_attn.ops.{room}.shapes"}
+        assert set(imports(name)) <= allowed, f"{name} imports {set(imports(name)) - allowed}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("testing")])
+def test_nothing_shipped_imports_testing(name):
+    assert not [other for other in inner_imports(name) if other.startswith("testing")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_triton_stays_behind_the_kernels(name):
+    """Only kernels, launchers and device helpers import Triton when they are loaded."""
+    room, file = split(name)
+    if name.startswith("device") or (room and file not in ("", "op", "fake", "shapes", "config", "reference")):
+        return
+    assert not [other for other in imports(name, top_level_only=True) if other.split(".")[0] == "triton"], name

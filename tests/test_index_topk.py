@@ -1,0 +1,264 @@
+"""Score and select: the same as top_k_per_row of the whole logits, whatever the byte budget."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sparse_attn import workspace
+from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.ops import index_logits
+from sparse_attn.ops.index_topk import config, index_topk_decode, index_topk_prefill, shapes
+from sparse_attn.ops.topk import config as selection
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.target import H200, target_of
+from sparse_attn.testing.ops import opcheck, schema
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+HEADS, DIM = 3, 32
+LAYOUTS = {
+    "fp8": IndexFp8Layout(DIM),
+    "fnuz": IndexFp8Layout(DIM, "e4m3fnuz"),
+    "bf16": PlainLayout("bf16", DIM),
+    "fp32": PlainLayout("fp32", DIM),
+}
+
+
+def codes(shape, generator):
+    """fp8 codes without NaN or the largest exponents."""
+    return torch.randint(0, 0x60, shape, generator=generator, dtype=torch.uint8) | (
+        torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
+    )
+
+
+def prefill_case(rows, keys, flavour="e4m3fn", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    if flavour == "none":
+        q = torch.randn(rows, HEADS, DIM, generator=generator).bfloat16()
+        k, scale = torch.randn(keys, DIM, generator=generator).bfloat16(), None
+    else:
+        q, k = codes((rows, HEADS, DIM), generator).clamp_min(1), codes((keys, DIM), generator).clamp_min(1)
+        scale = torch.rand(keys, generator=generator)
+    weights = torch.randn(rows, HEADS, generator=generator)
+    start = torch.randint(-2, keys // 3 + 1, (rows,), generator=generator, dtype=torch.int32)
+    end = torch.randint(0, keys + 5, (rows,), generator=generator, dtype=torch.int32)
+    odd = [(0, keys), (3, 3), (INT_MIN, INT_MAX), (INT_MAX, INT_MIN)]
+    for row, (first, last) in enumerate(odd[:rows]):
+        start[row], end[row] = first, last
+    return q, weights, k, scale, start, end
+
+
+def decode_case(layout, requests, next_n, context, block=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    columns = -(-context // block)
+    blocks = requests * columns + 2
+    cache = allocate_cache(layout, blocks, block, "cpu")
+    shape = (requests, next_n, HEADS, DIM)
+    if isinstance(layout, IndexFp8Layout):
+        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, DIM, generator=generator))
+        q = codes(shape, generator).clamp_min(1)
+    else:
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+        q = torch.randn(shape, generator=generator).to(layout.dtype)
+    weights = torch.randn(requests * next_n, HEADS, generator=generator)
+    lens = torch.randint(0, context + 3, (requests, next_n), generator=generator, dtype=torch.int32)
+    for row, value in enumerate((context, 0, INT_MIN, INT_MAX)[: lens.numel()]):
+        lens.view(-1)[row] = value
+    table = torch.randperm(blocks, generator=generator)[: requests * columns].view(requests, columns).int()
+    wild = torch.tensor([-1, INT_MIN, INT_MAX, blocks], dtype=torch.int32)
+    table[-1, -1] = wild[seed % 4]
+    return q, weights, cache, lens, table
+
+
+def full_logits(case, layout=None, context=None, flavour="e4m3fn", impl="auto"):
+    if layout is not None:
+        q, weights, cache, lens, table = case
+        quantised = isinstance(layout, IndexFp8Layout)
+        scores = index_logits.fp8_paged_mqa_logits if quantised else index_logits.bf16_paged_mqa_logits
+        return scores(q, cache, weights, lens, table, context, layout, impl=impl)
+    q, weights, k, scale, start, end = case
+    if scale is None:
+        return index_logits.bf16_mqa_logits(q, k, weights, start, end, impl=impl)
+    return index_logits.fp8_mqa_logits(q, k, scale, weights, start, end, flavour=flavour, impl=impl)
+
+
+# --- reference
+
+
+@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz", "none"])
+@pytest.mark.parametrize("logits_bytes", [0, 700, 1 << 20])
+def test_prefill_is_topk_of_the_logits(flavour, logits_bytes):
+    case = prefill_case(9, 41, flavour)
+    want = top_k_per_row(full_logits(case, flavour=flavour), 6, case[4], case[5])
+    scale = {} if flavour == "none" else {"flavour": flavour}
+    assert torch.equal(index_topk_prefill(*case, 6, **scale, logits_bytes=logits_bytes), want)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("logits_bytes", [0, 700, 1 << 20])
+def test_decode_is_topk_of_the_logits(layout, logits_bytes):
+    layout = LAYOUTS[layout]
+    for next_n in (1, 2):
+        case = decode_case(layout, 4, next_n, 23)
+        want = top_k_per_row(full_logits(case, layout, 23), 6, row_ends=case[3].reshape(-1))
+        got = index_topk_decode(*case, 6, 23, layout, logits_bytes=logits_bytes)
+        assert torch.equal(got, want)
+
+
+def test_zero_sizes():
+    assert index_topk_prefill(*prefill_case(0, 5), 3).shape == (0, 3)
+    assert index_topk_prefill(*prefill_case(2, 0), 3).tolist() == [[-1] * 3] * 2
+    layout = LAYOUTS["fp8"]
+    q, weights, cache, lens, table = decode_case(layout, 2, 1, 8)
+    assert index_topk_decode(q[:0], weights[:0], cache, lens[:0], table[:0], 3, 8, layout).shape == (0, 3)
+    assert index_topk_decode(q, weights, cache, lens, table, 3, 0, layout).tolist() == [[-1] * 3] * 2
+
+
+def test_budget():
+    assert shapes.rows_at_once(100, 64, 256 * 7) == 7
+    assert shapes.rows_at_once(100, 65, 512 * 7 + 511) == 7
+    assert shapes.rows_at_once(100, 64, 0) == 1
+    assert shapes.rows_at_once(100, 64, 256 * 7, group=2) == 6
+    assert shapes.rows_at_once(4, 64, 1 << 30, group=2) == 4
+    for rows, width in ((4096, 131072), (64, 131072), (1, 5000)):
+        size = workspace.size_of(config.scratch(rows, width, 2048, 512 << 20, H200))
+        assert size.nbytes <= (512 << 20) + (16 << 20)
+
+
+# --- contract
+
+
+def test_schema_and_opcheck():
+    assert schema("index_topk_prefill") == (
+        "sparse_attn::index_topk_prefill(Tensor q, Tensor weights, Tensor k, Tensor? k_scale, Tensor kv_start, "
+        "Tensor kv_end, int top_k, str flavour, int logits_bytes, str impl) -> Tensor"
+    )
+    assert schema("index_topk_decode") == (
+        "sparse_attn::index_topk_decode(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, "
+        "Tensor block_table, int top_k, SymInt max_context_len, str layout, int logits_bytes, str impl) -> Tensor"
+    )
+    opcheck("index_topk_prefill", *prefill_case(3, 9), 4, "e4m3fn", 200, "auto")
+    opcheck("index_topk_prefill", *prefill_case(3, 9, "none"), 4, "none", 200, "auto")
+    opcheck("index_topk_decode", *decode_case(LAYOUTS["fp8"], 2, 2, 9), 4, 9, LAYOUTS["fp8"].name, 200, "auto")
+
+
+def broken(case, place, value):
+    return (*case[:place], value, *case[place + 1 :])
+
+
+def test_errors_name_the_argument():
+    case = prefill_case(3, 9)
+    for error, name, place, value in (
+        (ValueError, "q", 0, case[0][0]),
+        (TypeError, "q", 0, case[0].float()),
+        (ValueError, "weights", 1, case[1][:, :2]),
+        (TypeError, "weights", 1, case[1].double()),
+        (ValueError, "k", 2, case[2][:, :-1]),
+        (TypeError, "k", 2, case[2].int()),
+        (ValueError, "k_scale", 3, case[3][:-1]),
+        (TypeError, "k_scale", 3, case[3].half()),
+        (TypeError, "kv_start", 4, case[4].long()),
+        (ValueError, "kv_end", 5, case[5][:-1]),
+    ):
+        with pytest.raises(error, match=f"^{name}: got .*allowed"):
+            index_topk_prefill(*broken(case, place, value), 3)
+    with pytest.raises(ValueError, match="^top_k: "):
+        index_topk_prefill(*case, 0)
+    with pytest.raises(ValueError, match="^flavour: "):
+        index_topk_prefill(*case, 3, flavour="e5m2")
+    with pytest.raises(ValueError, match="^logits_bytes: "):
+        index_topk_prefill(*case, 3, logits_bytes=-1)
+
+    layout = LAYOUTS["fp8"]
+    case = decode_case(layout, 2, 2, 9)
+    for error, name, place, value in (
+        (ValueError, "q", 0, case[0][0]),
+        (TypeError, "q", 0, case[0].float()),
+        (ValueError, "weights", 1, case[1][:-1]),
+        (TypeError, "cache", 2, case[2].int()),
+        (ValueError, "cache", 2, case[2][:, :, :-1]),
+        (ValueError, "context_lens", 3, case[3][:, :1]),
+        (TypeError, "context_lens", 3, case[3].long()),
+        (ValueError, "block_table", 4, case[4][:1]),
+        (TypeError, "block_table", 4, case[4].long()),
+    ):
+        with pytest.raises(error, match=f"^{name}: got .*allowed"):
+            index_topk_decode(*broken(case, place, value), 3, 9, layout)
+    with pytest.raises(ValueError, match="^max_context_len: "):
+        index_topk_decode(*case, 3, -1, layout)
+    with pytest.raises(ValueError, match="^layout: "):
+        index_topk_decode(*case, 3, 9, "fp8")
+
+
+# --- kernels
+
+LONG = selection.TopkConfig(False, 32, 2, sampled=True, groups=2, chunk=32, keep=16, samples=32, run=4)
+
+
+def select_configs(rows):
+    return None, LONG, dataclasses.replace(LONG, programs=2, groups=rows)
+
+
+def to(device, case):
+    return [None if value is None else value.to(device) for value in case]
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("flavour", ["e4m3fn", "none"])
+def test_prefill_kernel(flavour, device, dirty_workspace):
+    from sparse_attn.ops.index_topk import launch
+
+    case = to(device, prefill_case(5, 70, flavour))
+    want = top_k_per_row(full_logits(case, flavour=flavour, impl="triton").cpu(), 9, case[4].cpu(), case[5].cpu())
+    step = shapes.rows_at_once(5, 70, 1024)
+    assert step == 2
+    for select in select_configs(step):
+        got = launch.index_topk_prefill(*case, 9, flavour, 1024, select)
+        assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", ["fp8", "bf16"])
+def test_decode_kernel(layout, device, dirty_workspace):
+    from sparse_attn.ops.index_topk import launch
+
+    layout = LAYOUTS[layout]
+    case = to(device, decode_case(layout, 3, 2, 70))
+    want = top_k_per_row(full_logits(case, layout, 70, impl="triton").cpu(), 9, row_ends=case[3].cpu().reshape(-1))
+    step = shapes.rows_at_once(6, 70, 2048, 2)
+    assert step == 4
+    for select in select_configs(step):
+        got = launch.index_topk_decode(*case, 9, 70, layout.name, 2048, select)
+        assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.kernel
+def test_scratch_is_exact(device):
+    case = to(device, prefill_case(3, 40))
+    owner = workspace.Workspace((1 << 16, 8), device)
+    with workspace.use(owner):
+        index_topk_prefill(*case, 4, logits_bytes=600, impl="triton")
+    assert owner.high_water == workspace.size_of(config.scratch(3, 40, 4, 600, target_of(device)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gpu_decode(layout, device):
+    layout = LAYOUTS[layout]
+    for requests, next_n, context in ((1, 1, 60000), (5, 2, 20000), (8, 1, 4000)):
+        case = to(device, decode_case(layout, requests, next_n, context, block=64))
+        want = top_k_per_row(full_logits(case, layout, context, impl="triton"), 2048, row_ends=case[3].reshape(-1))
+        for logits_bytes in (1 << 20, 1 << 29):
+            got = index_topk_decode(*case, 2048, context, layout, logits_bytes=logits_bytes)
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz", "none"])
+def test_gpu_prefill(flavour, device):
+    scale = {} if flavour == "none" else {"flavour": flavour}
+    for rows, keys in ((400, 20001), (33, 3000), (3, 70000)):
+        case = to(device, prefill_case(rows, keys, flavour))
+        want = top_k_per_row(full_logits(case, flavour=flavour, impl="triton"), 2048, case[4], case[5])
+        for logits_bytes in (1 << 22, 1 << 29):
+            assert torch.equal(index_topk_prefill(*case, 2048, **scale, logits_bytes=logits_bytes), want)

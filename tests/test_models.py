@@ -1,0 +1,259 @@
+"""Parity of the functional forward with transformers 5.17, and with itself over every way to split the work.
+
+relu makes exact ties at the top-k threshold, among which torch.topk picks arbitrarily; here transformers gets a stable
+top-k, lowest index first.
+"""
+
+import functools
+import tempfile
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+from model_harness import Requests
+
+from sparse_attn.models.loading import load
+from sparse_attn.models.moe import experts_dense, experts_grouped
+from sparse_attn.models.params import random_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.spec import tiny_glm5, tiny_v32
+
+TOLERANCE = 2e-4
+DECODE_STEPS = 32
+PROMPTS = (45, 23, 9)
+TopK = namedtuple("TopK", "values indices")
+
+V32 = dict(
+    vocab_size=61, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, kv_lora_rank=32, q_lora_rank=48,
+    qk_rope_head_dim=16, v_head_dim=24, qk_nope_head_dim=20, n_group=4, topk_group=2, num_experts_per_tok=3,
+    max_position_embeddings=256, index_topk=16, index_head_dim=32, index_n_heads=4, first_k_dense_replace=1,
+    rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, mscale=1.0,
+                         mscale_all_dim=1.0, beta_fast=32, beta_slow=1),
+)  # fmt: skip
+GLM = V32 | dict(
+    num_hidden_layers=5, num_attention_heads=3, num_key_value_heads=3, n_group=1, topk_group=1, num_experts_per_tok=2,
+    qk_nope_head_dim=24, v_head_dim=32, index_n_heads=2, rms_norm_eps=1e-5, index_topk_freq=2, index_skip_topk_offset=2,
+    rope_parameters=dict(rope_type="default", rope_theta=1e6),
+)  # fmt: skip
+CONFIGS = {
+    "v32": ("v32", V32),
+    "v32 odd heads, all routed, tied, no renormalisation": (
+        "v32",
+        V32
+        | dict(
+            num_attention_heads=5, num_key_value_heads=5, index_n_heads=3, index_head_dim=16, index_topk=11, n_group=2,
+            topk_group=1, first_k_dense_replace=0, num_hidden_layers=2, tie_word_embeddings=True, norm_topk_prob=False,
+            rope_parameters=dict(rope_type="default", rope_theta=5e3),
+        ),
+    ),
+    "glm shared": ("glm", GLM),
+    "glm pattern, two shared experts, yarn on cos and sin": (
+        "glm",
+        GLM
+        | dict(
+            num_hidden_layers=4, index_topk_pattern="FSFS", n_shared_experts=2, index_topk=5,
+            mlp_layer_types=["sparse", "dense", "sparse", "dense"],
+            rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64),
+        ),
+    ),
+}  # fmt: skip
+
+
+def stable_topk(scores, k, dim=-1, largest=True, sorted=True):
+    values, indices = torch.sort(scores + 0.0, dim=dim, descending=largest, stable=True)
+    return TopK(values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
+
+
+@functools.cache
+def theirs(name):
+    """(model folder, prompts, tokens and logits of each prompt followed by greedy decode steps), all from
+    transformers."""
+    import transformers
+
+    kind, keys = CONFIGS[name]
+    config_class, model_class = {
+        "v32": (transformers.DeepseekV32Config, transformers.DeepseekV32ForCausalLM),
+        "glm": (transformers.GlmMoeDsaConfig, transformers.GlmMoeDsaForCausalLM),
+    }[kind]
+    torch.manual_seed(len(name))
+    model = model_class(config_class(**keys, initializer_range=0.15, attn_implementation="eager")).eval()
+    for parameter in (*model.parameters(), *model.buffers()):
+        is_rope = parameter.shape[0] == keys["qk_rope_head_dim"] // 2
+        if parameter.dim() == 1 and parameter.is_floating_point() and not is_rope:
+            parameter.data += 0.2 * torch.randn(parameter.shape)
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    results = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "topk", stable_topk)
+        for length in PROMPTS:
+            prompt = torch.randint(keys["vocab_size"], (1, length))
+            output = model(prompt, use_cache=True)
+            tokens, logits = [prompt], [output.logits]
+            for _ in range(DECODE_STEPS):
+                tokens.append(logits[-1][:, -1:].argmax(-1))
+                output = model(tokens[-1], past_key_values=output.past_key_values, use_cache=True)
+                logits.append(output.logits)
+            results.append((torch.cat(tokens, 1)[0], torch.cat(logits, 1)[0]))
+    return folder, results
+
+
+@functools.cache
+def ours(name):
+    return load(theirs(name)[0], dtype=torch.float32)
+
+
+def requests_of(name, kind="fp32", **options):
+    spec, params = ours(name)
+    return Requests(spec, params, cache_layouts(spec, kind), len(PROMPTS), max(PROMPTS) + DECODE_STEPS + 2, **options)
+
+
+def difference(results, logits):
+    """Largest distance between their logits and ours, over all requests and positions."""
+    return max((want - torch.cat(got)).abs().max().item() for (_, want), got in zip(results, logits))
+
+
+def run(name, chunk, **options):
+    """Prefill all requests, ``chunk`` tokens of each a step (None: at once), then decode them together."""
+    results = theirs(name)[1]
+    requests, logits = requests_of(name, **options), [[] for _ in PROMPTS]
+    while any(requests.lengths[r] < length for r, length in enumerate(PROMPTS)):
+        part = [
+            (r, results[r][0][requests.lengths[r] : min(length, requests.lengths[r] + (chunk or length))])
+            for r, length in enumerate(PROMPTS)
+            if requests.lengths[r] < length
+        ]
+        for (r, _), rows in zip(part, requests.step(prefill=part)):
+            logits[r].append(rows)
+    for step in range(DECODE_STEPS):
+        part = [(r, results[r][0][length + step : length + step + 1]) for r, length in enumerate(PROMPTS)]
+        for (r, _), rows in zip(part, requests.step(decode=part)):
+            logits[r].append(rows)
+    return logits
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parity_with_transformers(name, chunk):
+    assert difference(theirs(name)[1], run(name, chunk)) < TOLERANCE
+
+
+def test_selection_matters():
+    """The parity above would be hollow if the top-k kept everything."""
+    spec, _ = ours("v32")
+    assert max(PROMPTS) > 2 * spec.index.top_k
+
+
+@pytest.mark.parametrize("name", ["v32", "glm shared"])
+def test_mixed_steps(name):
+    """While the first request decodes, the second prefills in chunks beside it, with padded rows behind."""
+    results = theirs(name)[1]
+    requests, logits = requests_of(name), [[], []]
+    logits[0] += requests.step(prefill=[(0, results[0][0][: PROMPTS[0]])], padding=2)
+    for step in range(6):
+        at = PROMPTS[0] + step
+        first, second = requests.step(
+            decode=[(0, results[0][0][at : at + 1])], prefill=[(1, results[1][0][9 * step : 9 * step + 9])], padding=3
+        )
+        logits[0].append(first)
+        logits[1].append(second)
+    for r in (0, 1):
+        got = torch.cat(logits[r])
+        assert (results[r][1][: len(got)] - got).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["v32", "glm shared"])
+def test_two_tokens_per_decode_step(name):
+    """next_n 2: both rows of a request see their own number of keys."""
+    results = theirs(name)[1]
+    requests = requests_of(name)
+    requests.step(prefill=[(r, results[r][0][:length]) for r, length in enumerate(PROMPTS)])
+    for step in range(0, 6, 2):
+        part = [(r, results[r][0][length + step : length + step + 2]) for r, length in enumerate(PROMPTS)]
+        for (r, _), got in zip(part, requests.step(decode=part)):
+            want = results[r][1][PROMPTS[r] + step : PROMPTS[r] + step + 2]
+            assert (want - got).abs().max() < TOLERANCE
+
+
+def test_padded_decode_requests_change_nothing():
+    results = theirs("v32")[1]
+    alone, padded = requests_of("v32"), requests_of("v32")
+    for requests in (alone, padded):
+        requests.step(prefill=[(0, results[0][0][: PROMPTS[0]])])
+    before = [cache.clone() for cache in padded.caches.kv]
+    token = results[0][0][PROMPTS[0] : PROMPTS[0] + 1]
+    want = alone.step(decode=[(0, token)])[0]
+    padded.lengths[1] = -1  # step makes it 0: a padded request
+    padded.block_table[1] = 2**31 - 1
+    got = padded.step(decode=[(0, token), (1, token)])[0]
+    torch.testing.assert_close(want, got, rtol=1e-5, atol=1e-5)
+    changed = sum((a.view(torch.int32) != b.view(torch.int32)).any(-1).sum() for a, b in zip(before, padded.caches.kv))
+    assert changed == len(before)  # one row per layer
+
+
+def test_grouped_experts_equal_dense_ones():
+    generator = torch.Generator().manual_seed(3)
+    x, gate_up, down = (torch.randn(shape, generator=generator) for shape in ((37, 32), (5, 48, 32), (5, 32, 24)))
+    ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(37)]).int()
+    ids[ids == 3] = 4  # an expert without tokens; duplicates count twice
+    weights = torch.rand(37, 2, generator=generator)
+    arguments = x, weights, ids, gate_up, down
+    torch.testing.assert_close(experts_grouped(*arguments), experts_dense(*arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_grouped_experts_on_gpu(tokens):
+    """bf16, captured: the same answer as the dense form in fp32, for ids that change between replays."""
+    experts, top_k, hidden, inner = 32, 4, 256, 128
+    generator = torch.Generator().manual_seed(3)
+
+    def draw():
+        ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]).int()
+        return ids.cuda(), torch.rand(tokens, top_k, generator=generator).cuda()
+
+    x, gate_up, down = (
+        (torch.randn(shape, generator=generator) * 0.1).cuda().bfloat16()
+        for shape in ((tokens, hidden), (experts, 2 * inner, hidden), (experts, hidden, inner))
+    )
+    ids, weights = draw()
+    experts_grouped(x, weights, ids, gate_up, down)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = experts_grouped(x, weights, ids, gate_up, down)
+    for _ in range(3):
+        new_ids, new_weights = draw()
+        ids.copy_(new_ids), weights.copy_(new_weights)
+        graph.replay()
+        want = experts_dense(x.float(), weights, ids, gate_up.float(), down.float())
+        torch.testing.assert_close(got.float(), want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [tiny_v32, tiny_glm5])
+def test_gpu_equals_cpu(make):
+    spec = make()
+    tokens = torch.randint(256, (200,), generator=torch.Generator().manual_seed(2))
+    logits = []
+    for device in ("cpu", "cuda"):
+        requests = Requests(spec, random_params(spec, 1, device), cache_layouts(spec, "fp32"), 2, 256)
+        rows = requests.step(prefill=[(0, tokens[:190]), (1, tokens[:70])])
+        for at in range(190, 200):
+            rows += requests.step(decode=[(0, tokens[at : at + 1]), (1, tokens[at - 120 : at - 119])])
+        logits.append(torch.cat(rows).cpu())
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("make", [tiny_v32, tiny_glm5])
+def test_hadamard_changes_no_score_but_by_rounding(make):
+    spec = make()
+    params = random_params(spec, seed=1)
+    tokens = torch.randint(256, (90,), generator=torch.Generator().manual_seed(2))
+    logits = []
+    for flag in (False, True):
+        rotated = replace(spec, index=replace(spec.index, hadamard=flag))
+        requests = Requests(rotated, params, cache_layouts(rotated, "fp32"), 1, 96)
+        logits += requests.step(prefill=[(0, tokens)])
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)

@@ -1,0 +1,137 @@
+"""Specs: presets, config.json in both spellings, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from sparse_attn.spec import (
+    PRESETS,
+    MoeSpec,
+    deepseek_v32,
+    from_hf_config,
+    glm5,
+    preset,
+    shared_index_layers,
+    tiny_glm5,
+    tiny_v32,
+)
+
+# The keys of the published files that the forward depends on.
+PUBLISHED_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "intermediate_size": 18432, "kv_lora_rank": 512,
+    "max_position_embeddings": 163840, "model_type": "deepseek_v32", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
+                            "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+PUBLISHED_GLM = {
+    "architectures": ["GlmMoeDsaForCausalLM"], "attention_bias": False, "eos_token_id": [154820, 154827, 154829],
+    "first_k_dense_replace": 3, "head_dim": 64, "hidden_act": "silu", "hidden_size": 6144, "index_head_dim": 128,
+    "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True, "intermediate_size": 12288,
+    "kv_lora_rank": 512, "max_position_embeddings": 202752, "model_type": "glm_moe_dsa", "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 78, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 2048, "qk_head_dim": 256, "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid", "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc",
+    "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, make", [(PUBLISHED_V32, deepseek_v32), (PUBLISHED_GLM, glm5)])
+def test_presets_are_the_published_models(config, make):
+    spec = from_hf_config(config)
+    assert dataclasses.replace(spec, name=make().name) == make()
+
+
+@pytest.mark.parametrize("kind", ["v32", "glm"])
+def test_transformers_default_configs_are_the_presets(kind):
+    import transformers
+
+    if kind == "v32":
+        config = transformers.DeepseekV32Config(rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
+        wanted = dataclasses.replace(deepseek_v32(), yarn=None, softmax_scale=192**-0.5, name="deepseek_v32")
+    else:
+        rope = {"rope_theta": 1e6, "rope_type": "default"}
+        config = transformers.GlmMoeDsaConfig(rope_parameters=rope, eos_token_id=7)
+        wanted = dataclasses.replace(glm5(), name="glm_moe_dsa", eos_token_ids=(7,))
+    assert from_hf_config(config.to_dict()) == wanted
+
+
+def test_softmax_scales():
+    assert deepseek_v32().softmax_scale == pytest.approx(0.135234, rel=1e-5)
+    assert glm5().softmax_scale == 0.0625
+    assert deepseek_v32().index.weight_scale == pytest.approx(0.125 * 0.0883883, rel=1e-5)
+
+
+def test_shared_index_layers():
+    assert [i for i, own in enumerate(shared_index_layers(16, 4, 2)) if own] == [0, 1, 5, 9, 13]
+    assert [i for i, own in enumerate(shared_index_layers(16, 4, 3)) if own] == [0, 1, 2, 6, 10, 14]
+    assert all(shared_index_layers(5))
+    from_pattern = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 4, "index_topk_pattern": "FSSF"})
+    assert from_pattern.index_layers == (True, False, False, True)
+    listed = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]})
+    assert listed.index_layers == (True, False)
+    assert listed.num_index_layers == 1
+
+
+def test_presets_by_name():
+    assert preset("tiny-v32") == tiny_v32() and preset("tiny_glm5") == tiny_glm5()
+    assert set(PRESETS) == {"deepseek_v32", "glm5", "tiny_v32", "tiny_glm5"}
+    assert not all(tiny_glm5().index_layers)
+    for make in PRESETS.values():
+        hash(make())
+    with pytest.raises(ValueError, match="preset: got 'gpt'"):
+        preset("gpt")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model_type": "llama"}, "model_type: got 'llama', allowed: deepseek_v32, glm_moe_dsa"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', allowed: 'silu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"kv_lora_rank": None}, "kv_lora_rank: missing"),
+        ({"q_lora_rank": None}, "q_lora_rank: missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type: got 'linear'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings: missing"),
+        ({"rope_scaling": PUBLISHED_V32["rope_scaling"] | {"truncate": False}}, "truncate"),
+        ({"rope_theta": None}, "rope_theta: missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ({"layer_types": ["full_attention"] * 61}, "layer_types"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace: missing"),
+        ({"indexer_types": ["shared"] * 61}, "index_layers: the first layer"),
+        ({"index_topk_pattern": "FX"}, "indexer_types: got 'FX'"),
+        ({"n_group": 3}, "num_groups: got 3 for 256 experts"),
+        ({"topk_group": 9}, "top_groups: got 9"),
+        ({"num_experts_per_tok": 129}, "experts_per_token: got 129, allowed: 1 to 128"),
+        ({"index_head_dim": 32}, "rope_dim: got 64"),
+    ],
+)
+def test_refused_configs(change, message):
+    config = {key: value for key, value in (PUBLISHED_V32 | change).items()}
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(config)
+
+
+def test_layer_lists_must_fit():
+    with pytest.raises(ValueError, match="moe_layers: got 3 entries, allowed: num_layers = 4"):
+        dataclasses.replace(tiny_v32(), moe_layers=(False, True, True))
+
+
+def test_moe_spec_is_static():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        tiny_v32().moe.num_experts = 3
+    assert isinstance(tiny_v32().moe, MoeSpec)
