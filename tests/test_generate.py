@@ -1,5 +1,7 @@
 """The generation loop as a function: batches, stopping, errors."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,19 @@ def test_one_token_needs_no_decode_step(model):
 def test_errors(model, prompts, count, message):
     with pytest.raises(ValueError, match=message):
         generate(model, prompts, max_new_tokens=count)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("cache", ("fp8", "fp32"))
+def test_kernels_generate_what_the_reference_does(device, cache):
+    """Prefill in chunks and decode within the planned, locked workspace; selection drops two thirds of the keys."""
+    spec = preset("tiny_glm5")
+    spec = replace(spec, num_layers=2, moe_layers=(False, True), index_layers=(True, False), index=replace(spec.index, top_k=8))
+    layouts = cache_layouts(spec, cache)
+    common = dict(max_new_tokens=3, prefill_tokens=13, block_size=4)
+    host = generate(Model(spec, random_params(spec, 0), layouts, "reference"), [TEXT[:24], TEXT[50:53]], **common)
+    found = generate(Model(spec, random_params(spec, 0, device), layouts, "triton"), [TEXT[:24], TEXT[50:53]], **common)
+    assert found.tokens == host.tokens
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ LAYOUTS = [
     IndexFp8Layout(24, "e4m3fnuz"),
     PlainLayout("bf16", 32),
     PlainLayout("fp32", 20),
+    PlainLayout("fp16", 24),
 ]
 
 
@@ -83,7 +84,7 @@ def test_opcheck_reference():
         (dict(k=torch.zeros(128, 3).t()), "k", ValueError),
         (dict(cache=torch.zeros(2, 4, 128, dtype=torch.uint8)), "cache", ValueError),
         (dict(slot_mapping=torch.zeros(4, dtype=torch.int64)), "slot_mapping", ValueError),
-        (dict(slot_mapping=torch.zeros(2, dtype=torch.int32)), "slot_mapping", TypeError),
+        (dict(slot_mapping=torch.zeros(2, dtype=torch.int16)), "slot_mapping", TypeError),
         (dict(layout=LatentFp8Layout(512, 64)), "layout", ValueError),
     ],
 )
@@ -130,8 +131,12 @@ def test_insert_kernel_writes_the_same_bytes(device, layout):
         blocks, block_size = tokens // 4, 7
         slots = torch.randperm(blocks * block_size)[: tokens - 3]
         slots[:3] = torch.tensor([-1, INT_MIN, blocks * block_size])
-        (cache, memory), (want, want_memory) = (poisoned_cache(layout, blocks, block_size, d, 12) for d in (device, "cpu"))
-        indexer_k_quant_and_cache(k.to(device), cache, slots.to(device), layout, impl="triton")
+        cache, memory = poisoned_cache(layout, blocks, block_size, device, 12)
+        want, want_memory = poisoned_cache(layout, blocks, block_size, "cpu", 12)
+        if dtype == torch.float16:
+            slots = slots.clamp_min(-7).int()
+        strided = torch.stack([slots, torch.zeros_like(slots)], 1).to(device)[:, 0]
+        indexer_k_quant_and_cache(k.to(device), cache, strided, layout, impl="triton")
         indexer_k_quant_and_cache(k, want, slots, layout, impl="reference")
         assert same(memory, want_memory)
 
@@ -152,6 +157,58 @@ def test_gather_kernel_equals_reference(device, layout):
                 cache.to(device), table.to(device), indptr.to(device), capacity, layout.name, "triton"
             )
             assert same(got[0], want[0]) and same(got[1], want[1])
+
+
+def check_empty(impl, device):
+    for layout in LAYOUTS:
+        cache, memory = poisoned_cache(layout, 2, 3, device)
+        nothing = torch.zeros(0, layout.dim, device=device)
+        some = torch.zeros(2, layout.dim, device=device)
+        no_slots, slots = torch.zeros(0, dtype=torch.int64, device=device), torch.tensor([0, 1], device=device)
+        before = memory.clone()
+        indexer_k_quant_and_cache(nothing, cache, no_slots, layout, impl=impl)
+        indexer_k_quant_and_cache(some, cache, no_slots, layout, impl=impl)
+        indexer_k_quant_and_cache(some, cache[:0], slots, layout, impl=impl)
+        assert same(memory, before)
+        for blocks, requests, width in ((2, 0, 3), (2, 1, 0), (0, 1, 3)):
+            table = torch.zeros(requests, width, dtype=torch.int32, device=device)
+            indptr = torch.tensor([0] + [4] * requests, dtype=torch.int32, device=device)
+            for capacity in (0, 5):
+                got = gather_indexer_k(cache[:blocks], table, indptr, capacity, layout, impl=impl)
+                assert got.keys.shape == (capacity, layout.dim) and not got.keys.any()
+                if isinstance(layout, IndexFp8Layout):
+                    assert got.scales.shape == (capacity,) and not got.scales.any()
+                else:
+                    assert got.scales is None
+
+
+def test_empty_reference():
+    check_empty("reference", "cpu")
+
+
+@pytest.mark.kernel
+def test_empty_kernel(device):
+    check_empty("triton", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [64, 17_000_000])
+def test_offsets_beyond_int32(block_size):
+    layout = IndexFp8Layout(128)
+    blocks = 17_000_000 // block_size
+    cache = torch.empty(blocks, block_size, layout.row, dtype=torch.uint8, device="cuda")
+    slots = torch.arange(blocks * block_size - 7, blocks * block_size, device="cuda")
+    k = torch.randn(7, 128, device="cuda")
+    indexer_k_quant_and_cache(k, cache, slots, layout)
+    codes, scales = layout.decode_parts(cache, slots)
+    want, _ = poisoned_cache(layout, 1, 7, "cuda")
+    layout.encode(want, torch.arange(7, device="cuda"), k)
+    assert torch.equal(codes, want.flatten()[: 7 * 128].unflatten(0, (7, 128)))
+    length = block_size if blocks == 1 else 64
+    table = torch.tensor([[blocks - 1]], dtype=torch.int32, device="cuda")
+    indptr = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    got = gather_indexer_k(cache, table, indptr, length, layout)
+    assert torch.equal(got.keys[-7:], codes) and torch.equal(got.scales[-7:], scales)
 
 
 @pytest.mark.kernel

@@ -17,6 +17,7 @@ LAYOUTS = [
     LatentFp8Layout(96, 8, 32, flavour="e4m3fnuz"),
     PlainLayout("bf16", 64, 16),
     PlainLayout("fp32", 48, 0),
+    PlainLayout("fp16", 40, 8),
 ]
 
 
@@ -60,7 +61,8 @@ def check_opcheck(impl, device):
         cache = torch.zeros(3, 4, layout.row, dtype=layout.dtype, device=device)
         values = torch.randn(4, layout.dim, device=device).bfloat16()
         slots = torch.tensor([1, -1, 7], device=device)
-        opcheck("write_kv_cache", values[:, : layout.latent], values[:, layout.latent :], cache, slots, layout.name, impl)
+        latent, rope = values.split([layout.latent, layout.rope], 1)
+        opcheck("write_kv_cache", latent, rope, cache, slots, layout.name, impl)
         table = torch.tensor([[2, 0], [1, 9]], dtype=torch.int32, device=device)
         indptr = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
         opcheck("gather_kv_cache", cache, table, indptr, 10, layout.name, torch.bfloat16, impl)
@@ -79,6 +81,7 @@ def test_opcheck_reference():
         (dict(rope=torch.zeros(3, 64, dtype=torch.bfloat16)), "rope", TypeError),
         (dict(cache=torch.zeros(2, 4, 128, dtype=torch.uint8)), "cache", ValueError),
         (dict(slot_mapping=torch.zeros(4, dtype=torch.int64)), "slot_mapping", ValueError),
+        (dict(slot_mapping=torch.zeros(2, dtype=torch.int16)), "slot_mapping", TypeError),
         (dict(layout=IndexFp8Layout(512)), "layout", ValueError),
     ],
 )
@@ -126,11 +129,12 @@ def test_write_kernel_writes_the_same_bytes(device, layout):
         blocks, block_size = tokens // 4, 7
         slots = torch.randperm(blocks * block_size)[: tokens - 3]
         slots[:3] = torch.tensor([-1, INT_MIN, blocks * block_size])
-        (cache, memory), (want, want_memory) = (poisoned_cache(layout, blocks, block_size, d, 12) for d in (device, "cpu"))
-        moved = values.to(device)
-        write_kv_cache(
-            moved[:, : layout.latent], moved[:, layout.latent :], cache, slots.to(device), layout, impl="triton"
-        )
+        cache, memory = poisoned_cache(layout, blocks, block_size, device, 12)
+        want, want_memory = poisoned_cache(layout, blocks, block_size, "cpu", 12)
+        if dtype == torch.float16:
+            slots = slots.clamp_min(-7).int()
+        moved, strided = values.to(device), torch.stack([slots, torch.zeros_like(slots)], 1).to(device)[:, 0]
+        write_kv_cache(moved[:, : layout.latent], moved[:, layout.latent :], cache, strided, layout, impl="triton")
         write_kv_cache(values[:, : layout.latent], values[:, layout.latent :], want, slots, layout, impl="reference")
         assert same(memory, want_memory)
 
@@ -145,12 +149,58 @@ def test_gather_kernel_equals_reference(device, layout):
     table[0, 1], table[3, 0], table[3, 1] = -1, INT_MAX, INT_MIN
     for indptr in ([0, 12, 12, 12, 25, 44], [0, 0, 0, 0, 0, 0], [0, 3, 30, 31, 32, 70]):
         indptr = torch.tensor(indptr, dtype=torch.int32)
-        for capacity, dtype in ((0, torch.float32), (1, torch.bfloat16), (50, torch.float32), (75, torch.bfloat16)):
+        for capacity, dtype in ((1, torch.float16), (50, torch.float32), (75, torch.bfloat16)):
             want = reference.gather_kv_cache(cache, table, indptr, capacity, layout.name, dtype)
             got = torch.ops.sparse_attn.gather_kv_cache(
                 cache.to(device), table.to(device), indptr.to(device), capacity, layout.name, dtype, "triton"
             )
             assert same(got, want)
+
+
+def check_empty(impl, device):
+    for layout in LAYOUTS:
+        cache, memory = poisoned_cache(layout, 2, 3, device)
+        latent, rope = torch.zeros(2, layout.dim, device=device).split([layout.latent, layout.rope], 1)
+        no_slots, slots = torch.zeros(0, dtype=torch.int64, device=device), torch.tensor([0, 1], device=device)
+        before = memory.clone()
+        write_kv_cache(latent[:0], rope[:0], cache, no_slots, layout, impl=impl)
+        write_kv_cache(latent, rope, cache, no_slots, layout, impl=impl)
+        write_kv_cache(latent, rope, cache[:0], slots, layout, impl=impl)
+        assert same(memory, before)
+        for blocks, requests, width in ((2, 0, 3), (2, 1, 0), (0, 1, 3)):
+            table = torch.zeros(requests, width, dtype=torch.int32, device=device)
+            indptr = torch.tensor([0] + [4] * requests, dtype=torch.int32, device=device)
+            for capacity in (0, 5):
+                rows = gather_kv_cache(cache[:blocks], table, indptr, capacity, layout, impl=impl)
+                assert rows.shape == (capacity, layout.dim) and not rows.any()
+
+
+def test_empty_reference():
+    check_empty("reference", "cpu")
+
+
+@pytest.mark.kernel
+def test_empty_kernel(device):
+    check_empty("triton", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [64, 3_400_000])
+def test_offsets_beyond_int32(block_size):
+    layout = LatentFp8Layout(512, 64)
+    blocks = 3_400_000 // block_size
+    cache = torch.empty(blocks, block_size, layout.row, dtype=torch.uint8, device="cuda")
+    slots = torch.arange(blocks * block_size - 7, blocks * block_size, device="cuda")
+    values = torch.randn(7, 576, device="cuda")
+    write_kv_cache(values[:, :512], values[:, 512:], cache, slots, layout)
+    want = torch.zeros(1, 7, layout.row, dtype=torch.uint8, device="cuda")
+    layout.encode(want, torch.arange(7, device="cuda"), values)
+    assert torch.equal(cache[-1, -7:], want[0])
+    length = block_size if blocks == 1 else 64
+    table = torch.tensor([[blocks - 1]], dtype=torch.int32, device="cuda")
+    indptr = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    rows = gather_kv_cache(cache, table, indptr, length, layout, dtype=torch.float32)
+    assert torch.equal(rows[-7:], layout.decode(cache, slots))
 
 
 @pytest.mark.kernel

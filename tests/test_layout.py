@@ -101,6 +101,37 @@ rope [128, 63, 0, 192]""",
     )
 
 
+def test_small_index_block_golden():
+    lines = []
+    for flavour, rule in (("e4m3fn", "pow2"), ("e4m3fnuz", "raw")):
+        layout = IndexFp8Layout(4, flavour, rule)
+        cache, memory = padded_cache(layout, 1, 2, 4)
+        layout.encode(cache, torch.tensor([1, 0]), torch.tensor([[448.0, -1.0, 0.0, 3.0], [0.0, 0.0, -0.0, 0.0]]))
+        block = memory[0].tolist()
+        lines.append(f"{flavour} codes {[block[:4], block[4:8]]}")
+        lines.append(f"scales {[block[8:12], block[12:16]]} behind {block[16:]}")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+e4m3fn codes [[0, 0, 128, 0], [126, 184, 0, 68]]
+scales [[0, 0, 128, 52], [0, 0, 128, 63]] behind [238, 238, 238, 238]
+e4m3fnuz codes [[0, 0, 0, 0], [126, 184, 0, 68]]
+scales [[173, 172, 239, 52], [0, 0, 0, 64]] behind [238, 238, 238, 238]""",
+    )
+
+
+def test_planar_blocks_hold_every_token():
+    layout = IndexFp8Layout(32, "e4m3fnuz", "raw")
+    for block_size in (1, 2, 64, 69):
+        cache, _ = padded_cache(layout, 2, block_size, 4 * block_size)
+        values = torch.randn(2 * block_size, 32)
+        slots = torch.randperm(2 * block_size)
+        layout.encode(cache, slots, values)
+        codes, scales = fp8_quantise(values, "e4m3fnuz", "raw", 1e-4)
+        got = layout.decode_parts(cache, slots)
+        assert torch.equal(got[0], codes) and torch.equal(got[1], scales)
+
+
 @pytest.mark.parametrize("flavour", list(FP8_MAX))
 def test_every_code_round_trips(flavour):
     codes = torch.arange(256, dtype=torch.uint8)
@@ -123,6 +154,11 @@ def test_fnuz_bytes_are_those_of_fn_and_the_scale_doubles():
 def test_zero_vectors_have_the_floor_as_their_scale():
     codes, scales = fp8_quantise(torch.zeros(1, 128), "e4m3fn", "pow2", 1e-4)
     assert codes.abs().max() == 0 and scales.item() == 2.0**-22
+    layout = LatentFp8Layout(8, 2, group=4)
+    cache = allocate_cache(layout, 1, 1, "cpu")
+    layout.encode(cache, torch.tensor([0]), torch.zeros(1, 10))
+    assert cache.flatten().tolist() == [0] * 8 + 2 * list(struct.pack("<f", 2.0**-126)) + [0] * 4
+    assert not layout.decode(cache, torch.tensor([0])).any()
 
 
 def test_ceil_pow2():

@@ -103,7 +103,7 @@ def random_params(
     params = {}
     for name, shape in param_shapes(spec).items():
         # torch.rand scales integers, which rounds alike everywhere; a normal distribution goes through libm.
-        noise = 2 * torch.rand(shape, generator=generator) - 1
+        noise = 2 * torch.rand(shape, generator=generator, device="cpu") - 1
         if name.endswith("norm"):
             value = 1 + 0.1 * noise
         elif name.endswith("bias"):

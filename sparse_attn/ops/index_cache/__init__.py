@@ -28,8 +28,9 @@ def indexer_k_quant_and_cache(
     """Write index keys into ``cache``, quantised as ``layout`` says.
 
     k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free.
-    slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one beyond the
-    cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
+    slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one
+    beyond the cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot: undefined
+    which wins.
 
     fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2".
     """

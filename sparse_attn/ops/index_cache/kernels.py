@@ -46,14 +46,17 @@ def insert_keys(
             scale = ceil_pow2(scale)
         code = encode_fp8(tl.div_rn(value, tl.broadcast_to(scale[:, None], [TOKENS, PAD_D])), FNUZ)
         tl.store(at, code, mask=inside)
-        tl.store((base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within, scale, mask=written)
+        scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within
+        tl.store(scale_at, scale, mask=written)
     elif value.dtype == cache.dtype.element_ty:
         tl.store(at, value, mask=inside)
     else:
         tl.store(at, cast(value.to(tl.float32), cache.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size"])
+@triton.jit(
+    do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size", "stride_table_request"]
+)
 def gather_keys(
     cache,  # [num_blocks, block_size, row]
     block_table,  # int32 [requests, max_blocks]
@@ -76,11 +79,12 @@ def gather_keys(
     block, within, known = find_slot(
         row, kv_indptr, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
     )
+    within = within.to(tl.int64)
     base = cache + block * stride_cache_block
     column = tl.arange(0, PAD_D)
     real = (row < capacity)[:, None] & (column < D)[None, :]
     value = tl.load(base[:, None] + within[:, None] * D + column[None, :], mask=known[:, None] & real, other=0.0)
     tl.store(keys + row.to(tl.int64)[:, None] * D + column[None, :], value, mask=real)
     if FP8:
-        scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
+        scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within
         tl.store(scales + row, tl.load(scale_at, mask=known, other=0.0), mask=row < capacity)

@@ -67,7 +67,9 @@ def write_rows(
             tl.store(rope_at, convert(rope_value, cache.dtype.element_ty), mask=rope_column < ROPE)
 
 
-@triton.jit(do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size"])
+@triton.jit(
+    do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size", "stride_table_request"]
+)
 def gather_rows(
     cache,  # [num_blocks, block_size, ROW]
     block_table,  # int32 [requests, max_blocks]
@@ -98,6 +100,7 @@ def gather_rows(
     block, within, known = find_slot(
         row, kv_indptr, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
     )
+    within = within.to(tl.int64)
     written = row < capacity
     base = cache + block * stride_cache_block + within * ROW
     out_at = out + row.to(tl.int64) * WIDTH

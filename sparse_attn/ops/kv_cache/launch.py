@@ -81,7 +81,7 @@ def _record(kind: Layout) -> dict[str, int | bool]:
         GROUPS=groups,
         PAD_GROUPS=triton.next_power_of_2(groups),
         GROUP=group,
-        PAD_GROUP=triton.next_power_of_2(group),
+        PAD_GROUP=max(1, triton.next_power_of_2(group)),
         ROPE=kind.rope,
         PAD_ROPE=max(1, triton.next_power_of_2(kind.rope)),
         SCALE_AT=kind.scale_offset if fp8 else 0,

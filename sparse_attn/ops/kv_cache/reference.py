@@ -14,7 +14,8 @@ def write_kv_cache(
     slot_mapping = slot_mapping.long()
     written = (slot_mapping >= 0) & (slot_mapping < cache.shape[0] * cache.shape[1])
     rows = torch.cat([latent, rope], dim=1)[: slot_mapping.shape[0]][written]
-    parse_layout(layout).encode(cache, slot_mapping[written], rows)
+    if len(rows):
+        parse_layout(layout).encode(cache, slot_mapping[written], rows)
 
 
 def gather_kv_cache(

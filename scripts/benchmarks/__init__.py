@@ -1,0 +1,1 @@
+"""Benchmark suites: a module per suite, found by its name."""

@@ -1,0 +1,71 @@
+"""What a suite yields and how it is found.
+
+A suite is a module of this package with a function that yields Records, decorated with ``@suite``:
+
+    @suite("prefill_portable")
+    def prefill_portable():
+        "What it measures, in a line."
+        for case in CASES:
+            yield Record(name, time_graph(calls), peer="FlashMLA sparse_fwd", peer_us=3800.0, floor_us=floor_us(flops=...))
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+
+class Record(NamedTuple):
+    """One measured case. us: microseconds of ours; peer, peer_us: who else does this and how fast; floor_us: the bound."""
+
+    case: str
+    us: float
+    peer: str | None = None
+    peer_us: float | None = None
+    floor_us: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast as the peer."""
+        return None if self.peer_us is None else self.peer_us / self.us
+
+    def as_dict(self, suite_name: str) -> dict[str, object]:
+        return {
+            "suite": suite_name,
+            "case": self.case,
+            "us": round(self.us, 3),
+            "peer": self.peer,
+            "peer_us": _rounded(self.peer_us),
+            "ratio": _rounded(self.ratio),
+            "floor_us": _rounded(self.floor_us),
+        }
+
+
+Suite = Callable[[], Iterator[Record]]
+_suites: dict[str, Suite] = {}
+
+
+def suite(name: str) -> Callable[[Suite], Suite]:
+    """Register a function that yields Records under ``name``."""
+
+    def register(function: Suite) -> Suite:
+        if name in _suites:
+            raise ValueError(f"suite {name!r}: registered twice")
+        _suites[name] = function
+        return function
+
+    return register
+
+
+def all_suites() -> dict[str, Suite]:
+    """Every suite of this package, by name."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return dict(sorted(_suites.items()))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

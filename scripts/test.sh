@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Run the tests: plain, then Triton kernels through the interpreter, then ahead-of-time compilation, each in processes of
+# its own. Arguments go to every pytest; PYTHON=... uses an existing environment instead of a local .venv.
+# A stage that collects no test fails, unless arguments narrowed the run and another stage ran some.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+parallel=()
+if "$python" -c 'import xdist' 2>/dev/null; then
+    workers=$("$python" -c 'import os; print(min(8, os.cpu_count() or 1))')
+    parallel=(-n "$workers")
+fi
+
+failed=()
+empty=()
+ran=0
+stage() { # stage NAME COMMAND...
+    local name=$1 code=0
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" || code=$?
+    case $code in
+    0) ran=$((ran + 1)) ;;
+    5) empty+=("$name") ;;
+    *) failed+=("$name") ;;
+    esac
+}
+
+stage plain "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
+stage interpreted env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= \
+    "$python" -m pytest "${parallel[@]}" -m kernel "$@"
+if grep -rlqs 'mark\.aot' tests; then
+    stage ahead-of-time "$python" -m pytest "${parallel[@]}" -m aot "$@"
+fi
+
+if [ ${#empty[@]} -gt 0 ] && { [ $# -eq 0 ] || [ $ran -eq 0 ]; }; then
+    failed+=("${empty[@]/%/ (no test collected)}")
+fi
+if [ ${#failed[@]} -gt 0 ]; then
+    printf '\nFAILED: %s\n' "$(IFS=';'; echo "${failed[*]}")" >&2
+    exit 1
+fi

@@ -1,0 +1,178 @@
+"""Decode steps captured in CUDA or HIP graphs: after capture, N steps are N replays and nothing on the host.
+
+Next token, position, slot and plan advance on the device. A graph is captured per batch size of a few buckets, with every
+row padding; it then serves any lengths up to ``max_context`` and any block table, because nothing that depends on a value
+is baked in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from sparse_attn import workspace
+from sparse_attn.runtime.generate import Decode, Sampling, advance, decode_plan
+from sparse_attn.types import Caches, StepPlan
+from sparse_attn.workspace import Workspace, WorkspaceSize
+
+Step = Callable[[torch.Tensor, Caches, StepPlan], torch.Tensor]
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+HISTORY = 1024  # steps of drawn tokens the device keeps
+
+
+class TokenStream:
+    """Tokens of some replayed steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive."""
+
+    def __init__(self, tokens: torch.Tensor, arrived: list[torch.cuda.Event]):
+        self._tokens, self._arrived = tokens, arrived
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for row, event in zip(self._tokens, self._arrived):
+            event.synchronize()
+            yield row
+
+    def wait(self) -> torch.Tensor:
+        """All tokens, int64 [steps, rows]; blocks until the last one arrived."""
+        if self._arrived:
+            self._arrived[-1].synchronize()
+        return self._tokens
+
+
+class DecodeGraph:
+    """Captured decode of ``step`` (tokens int64 [B], caches, plan) -> logits [B, vocab], a Model for instance.
+
+    max_context: tokens a row may hold; a row that reaches it becomes padding. max_blocks: width of the block table.
+    buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved and
+    locked; None lets the warm-up find out. The graph owns its stream, its workspace and its state; two of them may run at
+    the same time on caches of their own.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        caches: Caches,
+        *,
+        max_context: int,
+        max_blocks: int,
+        buckets: Sequence[int] = BUCKETS,
+        sampling: Sampling = Sampling(),
+        workspace_size: WorkspaceSize | None = None,
+        impl: str = "auto",
+    ):
+        device = caches.kv[0].device
+        if device.type != "cuda":
+            raise ValueError(f"caches: got device {device}, allowed: a CUDA or HIP device, graphs need one")
+        if not buckets or min(buckets) < 1:
+            raise ValueError(f"buckets: got {list(buckets)}, allowed: one or more batch sizes, each at least 1")
+        self.buckets = tuple(sorted(set(buckets)))
+        self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
+        self.replays = 0
+        self._step, self._caches, self._impl = step, caches, impl
+        rows = self.buckets[-1]
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._block_table = torch.full((rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+        self._history = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._taken = 0  # steps replayed, the host's count of what _place counts on the device
+        self._rows = 0
+        self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.workspace = Workspace(workspace_size or (0, 0), device)
+        if workspace_size is not None:
+            self.workspace.lock()
+        self._graphs = self._capture()
+
+    @property
+    def captures(self) -> int:
+        return len(self._graphs)
+
+    def load(self, tokens: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+        """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for a
+        row that is out; its blocks, int32 [n, at most max_blocks]. Tensors may lie on the host or the device."""
+        rows = tokens.shape[0]
+        if not 1 <= rows <= self.buckets[-1]:
+            raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
+        for name, value in (("seq_lens", seq_lens), ("block_table", block_table)):
+            if value.shape[0] != rows:
+                raise ValueError(f"{name}: got {value.shape[0]} rows, allowed: {rows}, those of tokens")
+        if block_table.shape[1] > self.max_blocks:
+            raise ValueError(f"block_table: got width {block_table.shape[1]}, allowed: at most {self.max_blocks}")
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self._tokens[:rows].copy_(tokens, non_blocking=True)
+            self._seq_lens.zero_()
+            self._seq_lens[:rows].copy_(seq_lens, non_blocking=True)
+            self._block_table.fill_(-1)
+            self._block_table[:rows, : block_table.shape[1]].copy_(block_table, non_blocking=True)
+        self._rows = rows
+
+    def run(self, steps: int) -> TokenStream:
+        """Replay ``steps`` decode steps; returns at once. A row that stopped keeps drawing tokens that mean nothing."""
+        if not self._rows:
+            raise RuntimeError("run: nothing is loaded; call load first")
+        if not 0 <= steps <= HISTORY:
+            raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
+        graph = self._graphs[self._bucket(self._rows)]
+        tokens = torch.empty(steps, self._rows, dtype=torch.int64, pin_memory=True)
+        arrived = []
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._copies)  # the history may not overrun what is still being copied
+        for row in tokens:
+            with torch.cuda.stream(self.stream):
+                graph.replay()
+                done = self.stream.record_event()
+            with torch.cuda.stream(self._copies):
+                self._copies.wait_event(done)
+                row.copy_(self._history[self._taken % HISTORY, : self._rows], non_blocking=True)
+                arrived.append(self._copies.record_event())
+            self._taken += 1
+        self.replays += steps
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return TokenStream(tokens, arrived)
+
+    def _bucket(self, rows: int) -> int:
+        return next(bucket for bucket in self.buckets if bucket >= rows)
+
+    def _state(self, rows: int) -> Decode:
+        return Decode(
+            self._tokens[:rows],
+            self._seq_lens[:rows],
+            self._block_table[:rows],
+            self._query_start_loc[: rows + 1],
+            self._stop_ids,
+        )
+
+    def _decode(self, rows: int) -> None:
+        state = self._state(rows)
+        block_size = self._caches.kv[0].shape[1]
+        plan = decode_plan(state, block_size, self.max_context, self._impl)
+        logits = self._step(state.tokens, self._caches, plan)
+        advance(state, logits, self.sampling, self.max_context)
+        self._history[:, :rows].index_copy_(0, self._place % HISTORY, state.tokens.unsqueeze(0))
+        self._place.add_(1)
+
+    def _capture(self) -> dict[int, torch.cuda.CUDAGraph]:
+        """Capture every bucket, the largest first so that the others find its memory; rows are padding throughout."""
+        graphs, pool = {}, None
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream), workspace.use(self.workspace):
+            for rows in reversed(self.buckets):
+                for _ in range(2):
+                    self._decode(rows)
+            self.stream.synchronize()
+            self.workspace.lock()
+            for rows in reversed(self.buckets):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                    self._decode(rows)
+                pool = pool or graph.pool()
+                graphs[rows] = graph
+            self._place.zero_()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return graphs

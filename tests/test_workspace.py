@@ -1,0 +1,108 @@
+"""Scratch: where it comes from, what it refuses, and that fakes never see it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from sparse_attn import workspace
+from sparse_attn.workspace import Buffer, Scratch, Workspace, WorkspaceSize, largest, size_of
+
+SCRATCH = Scratch((Buffer("a", (3, 5), torch.float32), Buffer("b", (7,), torch.int16)), counters=4)
+
+
+@pytest.fixture
+def no_owner():
+    workspace.release("cpu")
+    yield
+    workspace.release("cpu")
+
+
+def test_sizes_round_each_buffer_and_take_the_largest():
+    assert size_of(SCRATCH) == WorkspaceSize(512, 4)
+    assert size_of(Scratch()) == WorkspaceSize(0, 0)
+    assert largest([WorkspaceSize(5, 1), WorkspaceSize(2, 9)]) == WorkspaceSize(5, 9)
+    assert largest([]) == WorkspaceSize(0, 0)
+    assert WorkspaceSize(512, 4).total == 544
+
+
+def test_without_a_reservation_calls_allocate(no_owner):
+    (a, b), counters = workspace.take("op", SCRATCH, torch.device("cpu"))
+    assert a.shape == (3, 5) and a.dtype == torch.float32 and b.shape == (7,) and b.dtype == torch.int16
+    assert counters.tolist() == [0] * 4
+    assert workspace.current("cpu") is None
+
+
+def test_views_are_packed_from_the_start_and_do_not_overlap(no_owner):
+    owner = workspace.reserve((512, 4), "cpu")
+    (a, b), counters = workspace.take("op", SCRATCH, torch.device("cpu"))
+    again, _ = workspace.take("op", SCRATCH, torch.device("cpu"))
+    assert a.data_ptr() == again[0].data_ptr() and b.data_ptr() - a.data_ptr() == 256
+    assert owner.high_water == WorkspaceSize(512, 4)
+
+
+def test_growth_until_lock(no_owner):
+    owner = workspace.reserve((0, 0), "cpu")
+    workspace.take("op", SCRATCH, torch.device("cpu"))
+    assert owner.size == WorkspaceSize(512, 4)
+    owner.lock()
+    workspace.take("op", SCRATCH, torch.device("cpu"))
+    with pytest.raises(RuntimeError) as error:
+        workspace.take("top_k_per_row", Scratch((Buffer("c", (1000,), torch.float32),)), torch.device("cpu"))
+    assert_expected_inline(
+        str(error.value),
+        """workspace: top_k_per_row needs 4096 bytes and 0 counters, reserved are 512 bytes and 4 counters, and the workspace is locked; reserve workspace_size(spec, bounds, target) with bounds that cover this call (max_batch, max_batched_tokens, max_model_len, next_n, logits_bytes)""",
+    )
+    owner.unlock()
+    workspace.reserve((8192, 8), "cpu")
+    assert owner.size == WorkspaceSize(8192, 8)
+
+
+def test_use_lends_a_workspace_and_gives_the_old_one_back(no_owner):
+    mine, theirs = workspace.reserve((256, 0), "cpu"), Workspace((256, 0), "cpu")
+    with workspace.use(theirs):
+        assert workspace.current("cpu") is theirs
+        with pytest.raises(ZeroDivisionError), workspace.use(mine):
+            1 / 0
+        assert workspace.current("cpu") is theirs
+    assert workspace.current("cpu") is mine
+    workspace.release("cpu")
+    with workspace.use(theirs):
+        pass
+    assert workspace.current("cpu") is None
+
+
+def test_fakes_take_no_scratch(no_owner):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    import sparse_attn
+
+    owner = workspace.reserve((0, 0), "cpu")
+    owner.lock()
+    with FakeTensorMode():
+        sparse_attn.build_ragged_indices_from_dense(torch.zeros(64, 64, dtype=torch.int32))
+        sparse_attn.top_k_per_row(torch.zeros(4, 100000), 2048)
+    assert owner.high_water == WorkspaceSize(0, 0)
+
+
+@pytest.mark.gpu
+def test_streams_have_owners_of_their_own():
+    side = torch.cuda.Stream()
+    one = workspace.reserve((256, 0), "cuda")
+    with torch.cuda.stream(side):
+        assert workspace.current("cuda") is None
+        two = workspace.reserve((256, 0), "cuda")
+    assert workspace.current("cuda") is one and one is not two
+    with torch.cuda.stream(side):
+        workspace.release("cuda")
+    workspace.release("cuda")
+
+
+@pytest.mark.gpu
+def test_growth_while_capturing_is_an_error():
+    owner = Workspace((0, 0), "cuda")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream), workspace.use(owner):
+        with pytest.raises(RuntimeError, match="op needs 512 bytes and 4 counters.*cannot grow while its stream is capturing"):
+            workspace.take("op", SCRATCH, torch.device("cuda"))
