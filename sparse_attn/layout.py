@@ -213,7 +213,7 @@ class LatentFp8Layout:
         grouped = values[:, : self.latent].reshape(rows, self.groups, self.group)
         codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, LATENT_AMAX_FLOOR)
         rope = values[:, self.latent :].to(torch.bfloat16).contiguous()
-        record = torch.cat([codes.reshape(rows, -1), scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
+        record = torch.cat([codes.flatten(1), scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
         block, token = _flat_block_offsets(cache, slots.long())
         cache[block, token] = record
 
@@ -281,9 +281,25 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
         raise ValueError(
             f"{name}: got strides {cache.stride()}, allowed: (at least {cache.shape[1] * layout.row}, {layout.row}, 1)"
         )
+    if isinstance(layout, IndexFp8Layout) and cache.shape[1] * layout.dim % SCALE_BYTES:
+        raise ValueError(
+            f"{name}: got {cache.shape[1]} x {layout.dim} code bytes before a block's fp32 scales, allowed: "
+            f"a multiple of {SCALE_BYTES}"
+        )
+    if isinstance(layout, LatentFp8Layout) and (layout.scale_offset % SCALE_BYTES or layout.row % SCALE_BYTES):
+        raise ValueError(
+            f"{name}: got records of {layout.row} bytes with fp32 scales at byte {layout.scale_offset}, allowed: "
+            f"multiples of {SCALE_BYTES}"
+        )
     if layout.dtype == torch.uint8 and cache.stride(0) % SCALE_BYTES:
         raise ValueError(
             f"{name}: got block stride {cache.stride(0)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
+        )
+    # Dynamo cannot trace storage_offset; a compiled function is handed the caches an eager one would be.
+    if layout.dtype == torch.uint8 and not torch.compiler.is_compiling() and cache.storage_offset() % SCALE_BYTES:
+        raise ValueError(
+            f"{name}: got storage offset {cache.storage_offset()}, allowed: a multiple of {SCALE_BYTES}, "
+            "the scales are fp32"
         )
 
 

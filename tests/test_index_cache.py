@@ -214,3 +214,34 @@ def test_offsets_beyond_int32(block_size):
 @pytest.mark.kernel
 def test_opcheck_kernel(device):
     check_opcheck("triton", device)
+
+
+@pytest.mark.aot
+def test_kernels_on_hopper():
+    from sparse_attn.ops.index_cache import config, kernels
+    from sparse_attn.target import H200
+    from sparse_attn.testing.aot import compile_kernel
+
+    chosen = config.config(H200)
+    scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
+    scalars += ("stride_cache_block", "stride_table_request")
+    gather = compile_kernel(
+        kernels.gather_keys,
+        dict(cache="*u8", block_table="*i32", kv_indptr="*i32", keys="*u8", scales="*fp32")
+        | dict.fromkeys(scalars, "i32"),
+        dict(D=128, PAD_D=128, FP8=True, ROWS=chosen.gather_rows),
+        aligned=("stride_cache_block",),
+        num_warps=chosen.num_warps,
+    )
+    assert gather.spill_bytes == 0 and gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
+    scalars = ("tokens", "num_slots", "block_size", "stride_k_token", "stride_slot_token", "stride_cache_block")
+    insert = compile_kernel(
+        kernels.insert_keys,
+        dict(k="*bf16", cache="*u8", slot_mapping="*i64") | dict.fromkeys(scalars, "i32"),
+        dict(D=128, PAD_D=128, FP8=True, FNUZ=False, POW2=True, FP8_MAX=448.0, AMAX_FLOOR=1e-4)
+        | dict(TOKENS=chosen.write_tokens),
+        num_warps=chosen.num_warps,
+        enable_fp_fusion=False,
+    )
+    assert insert.spill_bytes == 0
+    assert "div.rn.f32" in insert.assembly["ptx"] and "div.full" not in insert.assembly["ptx"]

@@ -62,6 +62,7 @@ LAYOUTS = {
     "fnuz": IndexFp8Layout(32, "e4m3fnuz", "raw"),
     "fp8 odd": IndexFp8Layout(24),
     "bf16": PlainLayout("bf16", 16),
+    "bf16 256": PlainLayout("bf16", 256),
     "fp32": PlainLayout("fp32", 20),
 }
 
@@ -250,12 +251,17 @@ PAGED_CASES = [  # layout, lens, heads, block size, padding
     ("fnuz", [[33, 34, 35], [1, 2, 0]], 16, 64, 64),
     ("bf16", [[130], [5]], 4, 16, 16),
     ("fp32", [[50, 51]], 2, 8, 0),
+    ("fp8", [[9, 70, 33], [0, 0, 66]], 80, 16, 0),  # rows of a request in programs of their own
+    ("bf16", [[5, 9, 0, -3, 40]], 40, 8, 0),  # two rows to a program, the last one alone
+    ("bf16", [[INT_MIN], [-(2**30)]], 4, 16, 0),
 ]
 GPU_PAGED_CASES = [
     ("fp8 128", [[3000]], 64, 64, 0),
     ("fp8 128", [[2999, 3000]] * 9 + [[0, 0], [17, 18]], 64, 64, 576),
     ("fp8 128", [[100, 101, 102], [4096, 4097, 4098]], 32, 1, 4),
     ("fp8 128", [[100], [1500]], 128, 256, 0),
+    ("fp8 128", [[700 + j for j in range(16)], [INT_MIN] * 16], 128, 64, 0),
+    ("bf16 256", [[300, 301, 302, 303]], 128, 64, 0),  # all rows at once would not fit shared memory
 ]
 
 
@@ -284,6 +290,27 @@ def test_a_row_has_the_same_bits_alone(device):
         some = slice(row, row + 1)
         alone = index_logits.fp8_mqa_logits(q[some], k, k_scale, weights[some], start[some], end[some], impl="triton")
         assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.kernel
+def test_a_request_has_the_same_bits_alone(device):
+    torch.manual_seed(0)
+    layout = LAYOUTS["fp8"]
+    q, cache, weights, lens, table = paged_inputs(layout, [[90, 91, 92], [7, 8, 0], [150, 3, 151]], 80, 16, device)
+    whole = run_paged((q, cache, weights, lens, table), 155, layout, "triton").unflatten(0, (3, 3))
+    for b in range(3):
+        some, rows = slice(b, b + 1), slice(3 * b, 3 * b + 3)
+        alone = run_paged((q[some], cache, weights[rows], lens[some], table[some]), 155, layout, "triton")
+        assert torch.equal(alone, whole[b])
+
+
+@pytest.mark.kernel
+def test_a_nan_key_scores_nan_and_so_is_never_selected(device):
+    (q, _), (k, k_scale) = quantised((3, 4, 32), "e4m3fn", device), quantised((9, 32), "e4m3fn", device)
+    k[4, 7] = 0x7F
+    whole = torch.zeros(3, dtype=torch.int32, device=device), torch.full((3,), 9, dtype=torch.int32, device=device)
+    got = index_logits.fp8_mqa_logits(q, k, k_scale, torch.ones(3, 4, device=device), *whole, impl="triton")
+    assert got.isnan().nonzero()[:, 1].tolist() == [4] * 3
 
 
 @pytest.mark.kernel

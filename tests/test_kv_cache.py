@@ -206,3 +206,36 @@ def test_offsets_beyond_int32(block_size):
 @pytest.mark.kernel
 def test_opcheck_kernel(device):
     check_opcheck("triton", device)
+
+
+@pytest.mark.aot
+def test_kernels_on_hopper():
+    from sparse_attn.ops.kv_cache import config, kernels, launch
+    from sparse_attn.target import H200
+    from sparse_attn.testing.aot import compile_kernel
+
+    layout = LatentFp8Layout(512, 64)
+    record = launch._record(layout)
+    chosen = config.config(H200)
+    scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
+    scalars += ("stride_cache_block", "stride_table_request")
+    gather = compile_kernel(
+        kernels.gather_rows,
+        dict(cache="*u8", block_table="*i32", kv_indptr="*i32", out="*bf16") | dict.fromkeys(scalars, "i32"),
+        record | dict(ROWS=chosen.gather_rows),
+        aligned=("stride_cache_block",),
+        num_warps=chosen.num_warps,
+    )
+    assert gather.spill_bytes == 0
+    assert gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128") and not gather.count(r"(LD|ST)G\.E\.U(8|16)\b")
+    strides = ("stride_latent_token", "stride_rope_token", "stride_slot_token", "stride_cache_block")
+    write = compile_kernel(
+        kernels.write_rows,
+        dict(latent="*bf16", rope="*bf16", cache="*u8", slot_mapping="*i64", num_slots="i32", block_size="i32")
+        | dict.fromkeys(strides, "i32"),
+        record | dict(POW2=False, FP8_MAX=448.0, AMAX_FLOOR=1e-30),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    assert write.spill_bytes == 0
+    assert "div.rn.f32" in write.assembly["ptx"] and "div.full" not in write.assembly["ptx"]

@@ -187,3 +187,20 @@ def test_misaligned_fp8_blocks_are_refused():
     memory = torch.zeros(2, 3 * 132 + 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="^cache: got"):
         check_cache("cache", memory[:, :396].unflatten(1, (3, 132)), IndexFp8Layout(128))
+
+
+@pytest.mark.parametrize(
+    "layout,block_size,padding,shift",
+    [
+        (IndexFp8Layout(30), 1, 2, 0),  # scales at byte 30
+        (IndexFp8Layout(128), 3, 0, 1),
+        (LatentFp8Layout(6, 2, 2), 2, 0, 0),  # scales at byte 6
+        (LatentFp8Layout(8, 1, 4), 2, 0, 0),  # records of 18 bytes
+        (LatentFp8Layout(8, 2, 4), 2, 0, 2),
+    ],
+)
+def test_misaligned_scales_are_refused(layout, block_size, padding, shift):
+    size = block_size * layout.row
+    memory = torch.zeros(4 * (size + padding) + shift, dtype=torch.uint8)[shift:].view(4, size + padding)
+    with pytest.raises(ValueError, match="^cache: got"):
+        check_cache("cache", memory[:, :size].unflatten(1, (block_size, layout.row)), layout)

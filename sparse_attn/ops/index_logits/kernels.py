@@ -11,6 +11,8 @@ import triton.language as tl
 from sparse_attn.device.cast import INTERPRETED, dot
 from sparse_attn.device.fp8 import decode_fp8, decode_fp8_bf16
 
+LANES = 128  # (row, head) columns of a paged product: what its accumulator holds in registers
+
 
 @triton.jit
 def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr):
@@ -27,11 +29,11 @@ def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr)
 @triton.jit
 def _weighed(products, weights, ROWS: tl.constexpr, PAD_H: tl.constexpr, KEYS: tl.constexpr):
     """relu(products) [KEYS, ROWS * PAD_H] weighed and summed over heads -> [KEYS, ROWS]."""
-    weighed = tl.maximum(products, 0.0) * weights[None, :]
+    weighed = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
     return tl.sum(tl.reshape(weighed, [KEYS, ROWS, PAD_H]), 2)
 
 
-@triton.jit(do_not_specialize=["rows", "keys"])
+@triton.jit(do_not_specialize=["rows", "keys", "stride_out_row"])
 def mqa_logits(
     q,  # [rows, heads, D]
     k,  # [keys, D]
@@ -107,14 +109,16 @@ def mqa_logits(
         start = tl.load(kv_start + m64 * stride_start_row)
         end = tl.load(kv_end + m64 * stride_end_row)
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_H], tl.float32))
-        score = tl.sum(tl.maximum(products, 0.0) * weight[None, :], 1)
+        score = tl.sum(tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], 1)
         if k_scale is not None:
             score = score * scale
         score = tl.where((key >= start) & (key < end), score, float("-inf"))
         tl.store(out + m64 * stride_out_row + key, score, mask=real_key)
 
 
-@triton.jit(do_not_specialize=["max_context", "max_blocks", "num_blocks", "block_size"])
+@triton.jit(
+    do_not_specialize=["max_context", "max_blocks", "num_blocks", "block_size", "stride_table_request", "stride_out_row"]
+)
 def paged_mqa_logits(
     q,  # [requests, next_n, heads, D]
     cache,  # [num_blocks, block_size, row]
@@ -141,7 +145,7 @@ def paged_mqa_logits(
     PAD_D: tl.constexpr,
     PAD_H: tl.constexpr,
     NEXT_N: tl.constexpr,
-    PAD_N: tl.constexpr,
+    PAD_N: tl.constexpr,  # rows a program takes; a request has cdiv(NEXT_N, PAD_N) programs to a key tile
     FP8: tl.constexpr,  # codes, then the block's fp32 scales; otherwise plain rows of D
     FP8_DOT: tl.constexpr,
     FNUZ: tl.constexpr,
@@ -149,18 +153,21 @@ def paged_mqa_logits(
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    request = tl.program_id(0).to(tl.int64)
+    GROUPS: tl.constexpr = (NEXT_N + PAD_N - 1) // PAD_N
+    request = (tl.program_id(0) // GROUPS).to(tl.int64)
+    first_row = tl.program_id(0) % GROUPS * PAD_N
     step = tl.num_programs(1) * KEYS
-    row = tl.arange(0, PAD_N)
+    row = first_row + tl.arange(0, PAD_N)
     lens_at = context_lens + request * stride_lens_request + row * stride_lens_row
-    limit = tl.minimum(tl.load(lens_at, mask=row < NEXT_N, other=0), max_context)
+    limit = tl.minimum(tl.maximum(tl.load(lens_at, mask=row < NEXT_N, other=0), 0), max_context)
     longest = tl.max(limit, 0)
 
     column = tl.arange(0, PAD_D)
     lane = tl.arange(0, PAD_N * PAD_H)
-    head, lane_row = lane % PAD_H, lane // PAD_H
+    head, lane_row = lane % PAD_H, first_row + lane // PAD_H
     real_lane = (head < heads) & (lane_row < NEXT_N)
-    q_at = q + request * stride_q_request + (lane_row * stride_q_row + head * stride_q_head)[:, None] + column[None, :]
+    lane_at = lane_row.to(tl.int64) * stride_q_row + head.to(tl.int64) * stride_q_head
+    q_at = q + request * stride_q_request + lane_at[:, None] + column[None, :]
     if FP8_DOT:
         q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
     heads_tile = _operand(
@@ -250,8 +257,9 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
     requests, next_n, heads, dim = q.shape
     if requests * next_n == 0 or max_context_len == 0:
         return
-    pad_n = triton.next_power_of_2(next_n)
-    paged_mqa_logits[(requests, config.splits)](
+    pad_h = triton.next_power_of_2(heads)
+    pad_n = min(triton.next_power_of_2(next_n), max(1, LANES // pad_h))
+    paged_mqa_logits[(requests * triton.cdiv(next_n, pad_n), config.splits)](
         q,
         cache,
         weights,
@@ -271,7 +279,7 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
         out.stride(0),
         D=dim,
         PAD_D=max(32, triton.next_power_of_2(dim)),
-        PAD_H=max(16 // pad_n, triton.next_power_of_2(heads)),
+        PAD_H=max(16 // pad_n, pad_h),
         NEXT_N=next_n,
         PAD_N=pad_n,
         FP8=flavour != "none",
