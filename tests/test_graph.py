@@ -167,6 +167,7 @@ def test_capture_by_hand_with_plain_torch():
     mine, theirs = caches_of(model, 3), caches_of(model, 3)
     tokens, seq_lens = torch.tensor([4, 5, 6]), torch.tensor([1, 0, 50], dtype=torch.int32)
     state = eager_state(tokens, seq_lens, table_of(3))
+    model(state.tokens, theirs, decode_plan(state, BLOCK, MAX_CONTEXT))  # what the warm-up writes
     owner, stream, graph = workspace.Workspace((0, 0), "cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), workspace.use(owner):
