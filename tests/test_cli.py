@@ -1,5 +1,6 @@
 """The command line end to end on a CPU: generate, info, plan."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -34,11 +35,11 @@ def test_generate(tmp_path, capsys, name, cache):
     )
     assert found["prompt_tokens"] == len(PROMPT.encode())
     assert len(found["tokens"]) == 5
-    assert set(found["timing"]) == {"prefill_s", "decode_s", "tokens_per_s"}
+    assert set(found["timing"]) == {"prefill_s", "setup_s", "decode_s", "tokens_per_s"}
     assert all(value > 0 for value in found["timing"].values())
     assert [found[key] for key in ("graph_captures", "graph_replays", "graph_breaks")] == [0, 0, 0]
     assert found["device"] == "cpu" and found["versions"]["torch"] == torch.__version__
-    assert isinstance(found["compilations"], int)
+    assert found["compilations"] == 0
     assert logits.shape == (len(PROMPT.encode()) + 4, preset(name).vocab_size) and logits.dtype == torch.float32
     assert logits.isfinite().all()
     assert logits[-5:].argmax(1).tolist() == found["tokens"]
@@ -96,6 +97,33 @@ def test_bf16_weights(tmp_path):
     assert found["dtype"] == "bfloat16" and logits.dtype == torch.float32 and logits.isfinite().all()
 
 
+def test_compile(tmp_path, monkeypatch):
+    """Dynamo alone, so that no C++ compiler is needed."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    common = ("--preset", "tiny-glm5", "--prompt", PROMPT, "--max-new-tokens", 5, "--cache", "fp32", "--ignore-eos")
+    plain, compiled = generate(tmp_path, *common), generate(tmp_path, *common, "--compile")
+    torch._dynamo.reset()
+    assert compiled[0]["tokens"] == plain[0]["tokens"]
+    assert [compiled[0][key] for key in ("compilations", "graph_breaks", "graph_captures", "graph_replays")] == [2, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5"))
+def test_compiled_and_captured_tokens_equal_the_reference_on_the_cpu(tmp_path, name):
+    torch._dynamo.reset()
+    common = ("--preset", name, "--prompt", PROMPT, "--max-new-tokens", 40, "--cache", "fp32", "--ignore-eos")
+    want = generate(tmp_path, *common, "--impl", "reference")[0]
+    found, logits = generate(tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64, logits=True)
+    assert found["tokens"] == want["tokens"]
+    assert [found[key] for key in ("graph_captures", "graph_replays", "graph_breaks")] == [1, 39, 0]
+    assert 2 <= found["compilations"] <= 4
+    assert logits[-40:].argmax(1).tolist() == found["tokens"]
+    again = generate(tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64)[0]
+    assert again["tokens"] == want["tokens"]
+    assert [again[key] for key in ("graph_captures", "graph_replays", "compilations")] == [1, 39, 0]
+
+
 def write_checkpoint(folder, tokenizer):
     """A tiny checkpoint of transformers' making, with a word tokenizer where asked for."""
     transformers = pytest.importorskip("transformers")
@@ -144,8 +172,7 @@ ERRORS = {
     "argument --preset": ["--preset", "tiny-v99"],
     "not allowed with": ["--preset", "tiny-v32", "--model", "x"],
     "not allowed with argument --prompt": ["--prompt", "a", "--prompt-ids", "1"],
-    "--compile: not available yet": ["--compile"],
-    "--graph: not available yet": ["--graph"],
+    "graph: got device cpu, needs a CUDA or HIP device": ["--graph", "--device", "cpu"],
     "--max-new-tokens: got '0'": ["--max-new-tokens", "0"],
     "--prompt-ids: got '1,x'": ["--prompt-ids", "1,x"],
     "got id 257, allowed: 0 to 256": ["--prompt-ids", "1,257"],

@@ -1,5 +1,6 @@
 """The generation loop as a function: batches, stopping, errors."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Model, Sampling, generate
+from sparse_attn.runtime.report import dynamo_counts
 from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
 
@@ -62,6 +64,47 @@ def test_errors(model, prompts, count, message):
         generate(model, prompts, max_new_tokens=count)
 
 
+@pytest.fixture
+def dynamo(monkeypatch):
+    """torch.compile without a C++ compiler, from a fresh start."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+def shallow(name):
+    """Two layers of a preset, a dense and a sparse one."""
+    spec = preset(name)
+    index_layers = (True, spec.index_layers[-1])
+    return replace(spec, num_layers=2, moe_layers=(False, True), index_layers=index_layers)
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5"))
+def test_compiled_once_for_batches_of_any_size(dynamo, name):
+    """One compilation for prefill and one for decode, though the first batch equals the block size."""
+    spec = shallow(name)
+    model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
+    compilations = []
+    for count, length in ((20, 50), (4, 25), (3, 90)):  # the last is longer than top-k
+        prompts = [TEXT[7 * row : 7 * row + length - row] for row in range(count)]
+        common = dict(max_new_tokens=4, block_size=20, sampling=Sampling(stop_ids=(7,)), keep_logits=True)
+        want = generate(model, prompts, **common)
+        before = dynamo_counts()
+        found = generate(model, prompts, compile=True, **common)
+        after = dynamo_counts()
+        assert found.tokens == want.tokens
+        torch.testing.assert_close(found.logits[0], want.logits[0], atol=1e-4, rtol=0)
+        assert (found.graph_captures, found.graph_replays, after[1] - before[1]) == (0, 0, 0)
+        compilations.append(after[0] - before[0])
+    assert compilations == [2, 0, 0]
+
+
+def test_a_graph_needs_a_gpu(model):
+    with pytest.raises(ValueError, match="graph: got device cpu, needs a CUDA or HIP device"):
+        generate(model, PROMPTS, max_new_tokens=2, graph=True)
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("cache", ("fp8", "fp32"))
 def test_kernels_generate_what_the_reference_does(device, cache):
@@ -83,3 +126,38 @@ def test_gpu_generates_what_the_reference_does(name):
     host = generate(Model(spec, random_params(spec, 0), layouts, "reference"), [TEXT[:700]], max_new_tokens=24)
     gpu = generate(Model(spec, random_params(spec, 0, "cuda"), layouts), [TEXT[:700]], max_new_tokens=24, prefill_tokens=300)
     assert gpu.tokens == host.tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", (False, True))
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5"))
+def test_captured_steps_generate_what_the_reference_does(name, compile):
+    """A batch whose rows stop one by one, more steps than one piece of replays; logits come out of single replays."""
+    torch._dynamo.reset()
+    spec = preset(name)
+    layouts = cache_layouts(spec, "fp32")
+    host = Model(spec, random_params(spec, 0), layouts, "reference")
+    gpu = Model(spec, random_params(spec, 0, "cuda"), layouts)
+    whole = generate(host, PROMPTS, max_new_tokens=80, keep_logits=True)
+    stops = (whole.tokens[0][30], whole.tokens[2][71])
+    for sampling in (Sampling(), Sampling(stop_ids=stops)):
+        want = generate(host, PROMPTS, max_new_tokens=80, sampling=sampling).tokens
+        found = generate(gpu, PROMPTS, max_new_tokens=80, sampling=sampling, compile=compile, graph=True)
+        assert found.tokens == want
+        assert found.graph_captures == 1
+        steps = max(map(len, want)) - 1
+        assert steps <= found.graph_replays <= min(steps + 63, 79)
+    found = generate(gpu, PROMPTS, max_new_tokens=80, compile=compile, graph=True, keep_logits=True)
+    assert found.tokens == whole.tokens and found.graph_replays == 79
+    for got, want in zip(found.logits, whole.logits):
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_is_refused():
+    spec = preset("tiny_v32")
+    model = Model(spec, random_params(spec, 0, "cuda"), cache_layouts(spec, "fp32"), "reference")
+    with pytest.raises(ValueError, match="graph: got impl 'reference'"):
+        generate(model, PROMPTS, max_new_tokens=2, graph=True)
+    found = generate(Model(spec, model.params, model.layouts), [[5]], max_new_tokens=1, graph=True)
+    assert (found.graph_captures, found.graph_replays) == (0, 0)  # nothing to decode

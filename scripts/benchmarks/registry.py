@@ -1,12 +1,13 @@
 """What a suite yields and how it is found.
 
-A suite is a module of this package with a function that yields Records, decorated with ``@suite``:
+A suite is a function of a module of this package that yields Records, decorated with ``@suite``:
 
-    @suite("prefill_portable")
-    def prefill_portable():
+    @suite("prefill_v32")
+    def prefill_v32(run: Run) -> Iterator[Record]:
         "What it measures, in a line."
-        for case in CASES:
-            yield Record(name, time_graph(calls), peer="FlashMLA sparse_fwd", peer_us=3800.0, floor_us=floor_us(flops=...))
+        for case in run.pick(CASES, TINY_CASES):
+            ...  # make inputs on run.device, check the result, then
+            yield run.compare(name, [ours], "FlashMLA sparse_fwd", run.peers and [theirs], run.floor(flops=...))
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from benchmarks.run import Run
 
 
 class Record(NamedTuple):
@@ -29,7 +33,7 @@ class Record(NamedTuple):
     @property
     def ratio(self) -> float | None:
         """How many times as fast as the peer."""
-        return None if self.peer_us is None else self.peer_us / self.us
+        return None if self.peer_us is None or not self.us else self.peer_us / self.us
 
     def as_dict(self, suite_name: str) -> dict[str, object]:
         return {
@@ -43,7 +47,7 @@ class Record(NamedTuple):
         }
 
 
-Suite = Callable[[], Iterator[Record]]
+Suite = Callable[["Run"], Iterator[Record]]
 _suites: dict[str, Suite] = {}
 
 

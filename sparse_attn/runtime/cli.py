@@ -13,7 +13,7 @@ import torch
 
 from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts
 from sparse_attn.runtime import report, text
-from sparse_attn.runtime.generate import Generation, Model, Progress, Quiet, Sampling, generate
+from sparse_attn.runtime.generate import Generation, Model, Progress, Quiet, Sampling, check_capturable, generate
 from sparse_attn.runtime.plan import plan
 from sparse_attn.spec import PRESETS, Spec, from_hf_config, preset
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
@@ -94,11 +94,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    for name in ("compile", "graph"):
-        if getattr(options, name):
-            raise ValueError(f"--{name}: not available yet; leave it out or say --no-{name}")
     device = _device(options.device)
     resolve_impl(options.impl, device)
+    if options.graph:
+        check_capturable(device, options.impl)
     dtype = DTYPES[options.dtype or ("bf16" if options.model and device.type == "cuda" else "fp32")]
     tokenizer = text.file_tokenizer(options.model) if options.model else text.byte_tokenizer()
     prompt = _prompt(options, tokenizer)
@@ -114,6 +113,7 @@ def run_generate(options: argparse.Namespace) -> int:
     save_logits = _logits_writer() if options.dump_logits else None
     model = Model(spec, params, cache_layouts(spec, options.cache), options.impl)
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
+    before = report.dynamo_counts()
     result = generate(
         model,
         [prompt],
@@ -122,6 +122,8 @@ def run_generate(options: argparse.Namespace) -> int:
         block_size=options.block_size,
         prefill_tokens=options.prefill_tokens,
         keep_logits=save_logits is not None,
+        compile=options.compile,
+        graph=options.graph,
         progress=_bars(),
     )
     continuation = tokenizer.decode(result.tokens[0]) if tokenizer else None
@@ -132,7 +134,7 @@ def run_generate(options: argparse.Namespace) -> int:
         "impl": resolve_impl(options.impl, device),
         "text": continuation,
     }
-    written = report.generation_report(result, len(prompt), device, **facts)
+    written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if save_logits:
         save_logits({"logits": result.logits[0]}, str(options.dump_logits))
     if options.json:

@@ -1,81 +1,43 @@
 """The generation loop: prefill in chunks, then decode one token per request and step, over paged caches.
 
-A decode step reads and writes tensors of fixed shape on the device and takes nothing from the host, so that it can be
-compiled and captured as it stands; ``generate`` merely calls it, and looks at tokens only to learn that all rows stopped.
+``generate`` looks at tokens only to learn that all rows stopped; runtime.steps and runtime.graph hold what it runs.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.models.deepseek_v32 import allocate_caches, forward
-from sparse_attn.ops.sampling import sample
-from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import LOGITS_BYTES, Bounds, CacheLayouts, workspace_size
-from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks, slots_of
+from sparse_attn.models.deepseek_v32 import allocate_caches
+from sparse_attn.pipeline import Bounds, workspace_size
+from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.paging import BlockPool, BlockTables, blocks_for, prefill_chunks
+from sparse_attn.runtime.steps import Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
+from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
 from sparse_attn.spec import Spec
 from sparse_attn.target import resolve_impl, target_of
-from sparse_attn.types import Caches, StepPlan
+from sparse_attn.types import Caches
 
-
-@dataclass(frozen=True)
-class Model:
-    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device."""
-
-    spec: Spec
-    params: dict[str, torch.Tensor]
-    layouts: CacheLayouts
-    impl: str = "auto"
-    logits_bytes: int = LOGITS_BYTES
-
-    @property
-    def device(self) -> torch.device:
-        return self.params["embed"].device
-
-    def __call__(self, tokens: torch.Tensor, caches: Caches, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [T, vocab]; see models.deepseek_v32.forward."""
-        return forward(
-            self.params, self.spec, tokens, caches, plan,
-            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
-        )  # fmt: skip
-
-
-class Sampling(NamedTuple):
-    """temperature 0 is greedy, the lowest id on ties. stop_ids end a row; they belong to its output."""
-
-    temperature: float = 0.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-
-
-class Decode(NamedTuple):
-    """What a decode step reads and advances, a row per request.
-
-    tokens: int64 [B], to be fed. seq_lens: int32 [B], tokens of the request including that one, 0 once it has stopped.
-    block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S].
-    """
-
-    tokens: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    query_start_loc: torch.Tensor
-    stop_ids: torch.Tensor
+PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
 
 class Generation(NamedTuple):
     """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked for.
-    prefill_s ends with every prompt's first token, decode_s covers the rest."""
+    prefill_s ends with every prompt's first token, setup_s is what compiling or capturing the decode step took, decode_s
+    covers the rest."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
     prefill_s: float
+    setup_s: float
     decode_s: float
+    graph_captures: int = 0
+    graph_replays: int = 0
 
 
 class Quiet:
@@ -100,14 +62,20 @@ def generate(
     block_size: int = 64,
     prefill_tokens: int = 2048,
     keep_logits: bool = False,
+    compile: bool = False,
+    graph: bool = False,
     progress: Progress = lambda what, total: Quiet(),
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
-    prefill_tokens: tokens a prefill step takes at most, counted over requests. ValueError for empty prompts, ids outside
-    the vocabulary, and prompts that with their continuation exceed the model's positions.
+    prefill_tokens: tokens a prefill step takes at most, counted over requests. compile: run the forward under
+    torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step. ValueError for empty
+    prompts, ids outside the vocabulary, prompts that with their continuation exceed the model's positions, and a graph
+    where none can be captured.
     """
     _check(model.spec, prompts, max_new_tokens)
+    if graph:
+        check_capturable(model.device, model.impl)
     device, batch = model.device, len(prompts)
     lengths = [len(prompt) for prompt in prompts]
     reach = [length + max_new_tokens - 1 for length in lengths]  # the last token is never fed
@@ -124,36 +92,64 @@ def generate(
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
         stop_ids=torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device),
     )
+    run = _compiled(model, caches) if compile else model
     chunks = list(prefill_chunks(lengths, prefill_tokens))
+    bounds = Bounds(
+        max_batch=batch,
+        max_batched_tokens=max(sum(span.stop - span.start for span in spans) for spans in chunks),
+        max_model_len=max_context,
+        block_size=block_size,
+        kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
+        logits_bytes=model.logits_bytes,
+        dtype=model.params["embed"].dtype,
+    )
+    captured = None
     kept: list[list[torch.Tensor]] = [[] for _ in prompts]
 
-    with workspace.use(_workspace(model, chunks, batch, block_size, max_context)):
+    with workspace.use(_workspace(model, bounds)):
         begin = _clock(device)
         bar = progress("prefill", len(chunks))
         for spans in chunks:
-            logits = prefill_step(model, prompts, spans, tables, caches, state, sampling, max_context)
+            logits = prefill_step(run, prompts, spans, tables, caches, state, sampling, max_context)
             if keep_logits:
                 parts = logits.cpu().split([span.stop - span.start for span in spans])
                 for span, part in zip(spans, parts):
                     kept[span.request].append(part)
             bar.update()
-        _stop(state)
-        generated = [state.tokens.clone()]
+        stop(state)
+        generated = [state.tokens.cpu() if graph else state.tokens.clone()]
         middle = _clock(device)
         bar.close()
 
+        alive = _alive(generated[0], [True] * batch, sampling.stop_ids)
+        count = max_new_tokens - 1 if any(alive) else 0
+        if graph and count:
+            captured = DecodeGraph(
+                run, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,),
+                sampling=sampling, workspace_size=_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
+                impl=model.impl, keep_logits=keep_logits,
+            )  # fmt: skip
+            captured.load(state.tokens, state.seq_lens, state.block_table)
+            steps = _replayed(captured, count)
+        else:
+            if compile and count:  # a step of padding
+                idle = state._replace(seq_lens=torch.zeros_like(state.seq_lens))
+                run(idle.tokens, caches, decode_plan(idle, block_size, max_context, model.impl))
+            steps = _stepped(run, caches, state, sampling, block_size, max_context, count)
+        ready = _clock(device)
+
         bar = progress("decode", max_new_tokens)
         bar.update()
-        alive = _alive(generated[0], [True] * batch, sampling.stop_ids)
-        while len(generated) < max_new_tokens and any(alive):
-            logits = decode_step(model, caches, state, sampling, block_size, max_context)
+        for tokens, logits in steps:
             if keep_logits:
                 for request, row in enumerate(logits.cpu()):
                     if alive[request]:
                         kept[request].append(row.unsqueeze(0))
-            generated.append(state.tokens.clone())
-            alive = _alive(generated[-1], alive, sampling.stop_ids)
+            generated.append(tokens)
+            alive = _alive(tokens, alive, sampling.stop_ids)
             bar.update()
+            if not any(alive):
+                break
         end = _clock(device)
         bar.close()
 
@@ -162,104 +158,61 @@ def generate(
         [_until_stop(row, sampling.stop_ids) for row in rows],
         [torch.cat(parts) for parts in kept] if keep_logits else None,
         middle - begin,
-        end - middle,
+        ready - middle,
+        end - ready,
+        captured.captures if captured else 0,
+        captured.replays if captured else 0,
     )
 
 
-def _workspace(
-    model: Model, chunks: Sequence[Sequence[Span]], batch: int, block_size: int, max_context: int
-) -> workspace.Workspace:
+def check_capturable(device: torch.device, impl: str) -> None:
+    """ValueError where a decode step cannot be captured."""
+    if device.type != "cuda":
+        raise ValueError(f"graph: got device {device}, needs a CUDA or HIP device")
+    if impl == "reference":
+        raise ValueError("graph: got impl 'reference', which waits for the host, allowed: 'auto', 'triton'")
+
+
+def _compiled(model: Model, caches: Caches) -> Model:
+    """The model under torch.compile. No size of a cache is taken for a batch size that happens to be equal: the number of
+    blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants."""
+    for cache in (*caches.kv, *caches.index):
+        if cache is not None:
+            torch._dynamo.mark_static_address(cache)
+            torch._dynamo.maybe_mark_dynamic(cache, 0)
+            torch._dynamo.mark_static(cache, [1, 2])
+    return torch.compile(model, fullgraph=True, dynamic=True)
+
+
+def _size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
+    if resolve_impl(model.impl, model.device) == "reference":
+        return workspace.WorkspaceSize(0, 0)
+    return workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
+
+
+def _workspace(model: Model, bounds: Bounds) -> workspace.Workspace:
     """Scratch for every step of this generation, computed and locked: a step that wanted more would be an error."""
-    size = workspace.WorkspaceSize(0, 0)
-    if resolve_impl(model.impl, model.device) != "reference":
-        bounds = Bounds(
-            max_batch=batch,
-            max_batched_tokens=max(sum(span.stop - span.start for span in spans) for spans in chunks),
-            max_model_len=max_context,
-            block_size=block_size,
-            kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
-            logits_bytes=model.logits_bytes,
-            dtype=model.params["embed"].dtype,
-        )
-        size = workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
-    owner = workspace.Workspace(size, model.device)
+    owner = workspace.Workspace(_size(model, bounds), model.device)
     owner.lock()
     return owner
 
 
-def prefill_step(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    spans: Sequence[Span],
-    tables: BlockTables,
-    caches: Caches,
-    state: Decode,
-    sampling: Sampling,
-    max_context: int,
-) -> torch.Tensor:
-    """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T, vocab]."""
-    device = model.device
-    counts = torch.tensor([span.stop - span.start for span in spans])
-    requests = torch.tensor([span.request for span in spans])
-    ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
-    positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
-    plan = build_step_plan(
-        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32),
-        torch.tensor([span.stop for span in spans], dtype=torch.int32, device=device),
-        tables.table[requests].to(device),
-        slots_of(tables.table, requests.repeat_interleave(counts), positions, tables.block_size).to(device),
-        kv_capacity=sum(span.stop for span in spans),
-        max_context=max_context,
-        impl=model.impl,
-    )
-    logits = model(torch.tensor(ids, device=device), caches, plan)
-    ends = counts.cumsum(0) - 1
-    last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
-    rows = ends[last].to(device)
-    state.tokens[requests[last].to(device)] = _draw(logits[rows], plan.positions[rows], sampling)
-    return logits
+def _stepped(
+    model: Model, caches: Caches, state: Decode, sampling: Sampling, block_size: int, max_context: int, count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(tokens [B], logits [B, vocab]) of ``count`` decode steps, both on the device."""
+    for _ in range(count):
+        logits = decode_step(model, caches, state, sampling, block_size, max_context)
+        yield state.tokens.clone(), logits
 
 
-def decode_step(
-    model: Model, caches: Caches, state: Decode, sampling: Sampling, block_size: int, max_context: int
-) -> torch.Tensor:
-    """Feed every live row's token, draw the next one and advance ``state`` in place. Returns fp32 logits [B, vocab]."""
-    logits = model(state.tokens, caches, decode_plan(state, block_size, max_context, model.impl))
-    advance(state, logits, sampling, max_context)
-    return logits
-
-
-def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "auto") -> StepPlan:
-    """The plan of the step that feeds ``state``'s tokens."""
-    slots = slots_of(state.block_table, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
-    return build_step_plan(
-        state.query_start_loc,
-        state.seq_lens,
-        state.block_table,
-        slots,
-        num_decodes=state.tokens.shape[0],
-        max_context=max_context,
-        impl=impl,
-    )
-
-
-def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:
-    """Draw every row's next token from the logits of the one it fed. A row that drew a stop id, or that would hold more
-    than ``max_context`` tokens, is padding from now on."""
-    state.tokens.copy_(_draw(logits, state.seq_lens - 1, sampling))
-    state.seq_lens.add_((state.seq_lens > 0).to(torch.int32))
-    state.seq_lens.masked_fill_(state.seq_lens > max_context, 0)
-    _stop(state)
-
-
-def _draw(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    return sample(logits, positions, temperature=sampling.temperature, seed=sampling.seed)
-
-
-def _stop(state: Decode) -> None:
-    """Make padding of the rows whose token is a stop id."""
-    stopped = (state.tokens.unsqueeze(1) == state.stop_ids).any(1)
-    state.seq_lens.masked_fill_(stopped, 0)
+def _replayed(graph: DecodeGraph, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The same from a graph: tokens on the host, as they arrive. The graph may be up to PIECE steps ahead."""
+    while count:
+        stream = graph.run(1 if graph.keep_logits else min(count, PIECE))
+        for tokens in stream:
+            yield tokens, graph.logits
+        count -= len(stream)
 
 
 def _alive(tokens: torch.Tensor, alive: list[bool], stop_ids: tuple[int, ...]) -> list[bool]:

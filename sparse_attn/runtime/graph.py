@@ -7,16 +7,15 @@ is baked in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.runtime.generate import Decode, Sampling, advance, decode_plan
-from sparse_attn.types import Caches, StepPlan
+from sparse_attn.runtime.steps import Decode, Sampling, Step, advance, decode_plan
+from sparse_attn.types import Caches
 from sparse_attn.workspace import Workspace, WorkspaceSize
 
-Step = Callable[[torch.Tensor, Caches, StepPlan], torch.Tensor]
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 HISTORY = 1024  # steps of drawn tokens the device keeps
 
@@ -47,8 +46,9 @@ class DecodeGraph:
 
     max_context: tokens a row may hold; a row that reaches it becomes padding. max_blocks: width of the block table.
     buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved and
-    locked; None lets the warm-up find out. The graph owns its stream, its workspace and its state; two of them may run at
-    the same time on caches of their own.
+    locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the last step,
+    for what the current stream does between two runs. The graph owns its stream, its workspace and its state; two of them
+    may run at the same time on caches of their own.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class DecodeGraph:
         sampling: Sampling = Sampling(),
         workspace_size: WorkspaceSize | None = None,
         impl: str = "auto",
+        keep_logits: bool = False,
     ):
         device = caches.kv[0].device
         if device.type != "cuda":
@@ -71,6 +72,8 @@ class DecodeGraph:
         self.buckets = tuple(sorted(set(buckets)))
         self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
         self.replays = 0
+        self.keep_logits = keep_logits
+        self.logits: torch.Tensor | None = None
         self._step, self._caches, self._impl = step, caches, impl
         rows = self.buckets[-1]
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -153,6 +156,10 @@ class DecodeGraph:
         block_size = self._caches.kv[0].shape[1]
         plan = decode_plan(state, block_size, self.max_context, self._impl)
         logits = self._step(state.tokens, self._caches, plan)
+        if self.keep_logits:
+            if self.logits is None:  # the largest bucket warms up first
+                self.logits = torch.empty_like(logits)
+            self.logits[:rows].copy_(logits)
         advance(state, logits, self.sampling, self.max_context)
         self._history[:, :rows].index_copy_(0, self._place % HISTORY, state.tokens.unsqueeze(0))
         self._place.add_(1)

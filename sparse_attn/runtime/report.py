@@ -49,21 +49,25 @@ def dynamo_counts() -> tuple[int, int]:
 
 
 def generation_report(
-    result: Generation, prompt_tokens: int, device: torch.device, *, captures: int = 0, replays: int = 0, **facts: object
+    result: Generation, prompt_tokens: int, device: torch.device, *, since: tuple[int, int], **facts: object
 ) -> dict[str, object]:
-    """The JSON of one generated continuation. tokens_per_s counts the tokens after the first over the time they took."""
-    compilations, breaks = dynamo_counts()
+    """The JSON of one generated continuation. tokens_per_s counts the tokens after the first over the time they took.
+
+    since: dynamo_counts() before it.
+    """
+    compilations, breaks = (now - before for now, before in zip(dynamo_counts(), since))
     later = len(result.tokens[0]) - 1
     return {
         "prompt_tokens": prompt_tokens,
         "tokens": result.tokens[0],
         "timing": {
             "prefill_s": result.prefill_s,
+            "setup_s": result.setup_s,
             "decode_s": result.decode_s,
             "tokens_per_s": later / result.decode_s if later else 0.0,
         },
-        "graph_captures": captures,
-        "graph_replays": replays,
+        "graph_captures": result.graph_captures,
+        "graph_replays": result.graph_replays,
         "compilations": compilations,
         "graph_breaks": breaks,
         "device": device_name(device),

@@ -33,9 +33,12 @@ def mqa_config(rows: int, keys: int, flavour: str, element: int, target: Target)
     return LogitsConfig(128, per_program, False, 8, 2)
 
 
-def paged_config(requests: int, max_context_len: int, flavour: str, element: int, target: Target) -> LogitsConfig:
+def paged_config(
+    requests: int, lanes: int, max_context_len: int, flavour: str, element: int, target: Target
+) -> LogitsConfig:
+    """lanes: query rows of a request times heads."""
     native = flavour == "e4m3fn" and target.fp8_dot
-    keys = 32 if element == 4 else 128
+    keys = 32 if element == 4 else (128 if lanes <= 64 else 64)  # 64 lanes of 128 fp32 sums fill half the registers
     stages = 1 if element == 4 else (4 if native else 2)
     tiles = -(-max_context_len // keys)
     splits = max(1, min(tiles, 4 * target.num_sms // max(requests, 1)))

@@ -74,7 +74,9 @@ def index_topk_decode(
     kind = parse_layout(layout)
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
     step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
-    score = scoring.paged_config(step // next_n, max_context_len, flavour, q.element_size(), target)
+    score = scoring.paged_config(
+        step // next_n, next_n * q.shape[2], max_context_len, flavour, q.element_size(), target
+    )
     select = select or selection.config(step, max_context_len, top_k, target)
     (buffer, *views), counters = workspace.take(
         "index_topk_decode", config.scratch_of(step, max_context_len, select), q.device

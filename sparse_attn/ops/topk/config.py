@@ -53,25 +53,27 @@ def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many."""
     if width <= SHORT:
         slots = max(256, _power_of_two(width))
-        return TopkConfig(True, slots, max(2, slots // 512))
+        return TopkConfig(True, slots, max(2, slots // 1024))
     resident = 2 * target.num_sms
-    registers = 64 if target.vendor == "nvidia" else None  # two programs of 16 warps on a multiprocessor
     if 5 * k > 4 * SHORT:
+        registers = 64 if target.vendor == "nvidia" else None  # two programs of 16 warps on a multiprocessor
         return TopkConfig(False, SHORT, 16, groups=min(rows, resident), chunk=4096, max_registers=registers)
+    # Half the slots, where a bound from the sample is sharp enough to aim between k and half of SHORT.
+    slots = SHORT // 2 if 8 * k <= SHORT or (4 * k <= SHORT and width <= 1 << 16) else SHORT
     share = _power_of_two(resident // max(rows, 1) + 1) // 2
     programs = max(1, min(share, MOST_PROGRAMS, _power_of_two(-(-width // NARROW))))
     return TopkConfig(
         False,
-        SHORT,
-        16,
+        slots,
+        8,
         sampled=True,
         programs=programs,
         groups=rows if programs > 1 else min(rows, resident),
         chunk=min(max(_power_of_two(-(-width // programs)), NARROW), WIDE),
-        keep=_between(k, SHORT),
+        keep=_between(k, slots),
         samples=4096,
         run=4 if width <= 1 << 18 else 1,
-        max_registers=registers,
+        max_registers=128 if programs == 1 and target.vendor == "nvidia" else None,
         reserve=min(rows * MOST_PROGRAMS, resident),
     )
 

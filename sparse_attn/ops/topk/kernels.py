@@ -26,6 +26,13 @@ def _score(key):
 
 
 @triton.jit
+def _key(score):
+    """Key of a score that is not NaN, as int64."""
+    bits = score.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
 def _tile(SIZE: tl.constexpr):
     """0 .. SIZE - 1 as [SIZE / LANES, LANES]."""
     return tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
@@ -93,10 +100,15 @@ def _search(scores, key2, key3, k, enough):
     high = tl.full([], BEYOND, tl.int64)
     at_low, at2, at3 = _count(scores, low, key2, key3)
     low, high, at_low, at_high = _narrow(low, high, at_low, 0, low, key2, key3, at_low, at2, at3, k)
+    # The k-th score most likely lies within a few octaves of the largest.
+    top = _key(tl.max(tl.max(scores, 1), 0))
+    key1 = tl.minimum(tl.maximum(top - 8 * OCTAVE, low + 1), high)
+    key2 = tl.minimum(tl.maximum(top - 2 * OCTAVE, key1), high)
+    key3 = tl.minimum(tl.maximum(top - OCTAVE // 2, key2), high)
     while (at_low > enough) & (high - low > 1):
-        key1, key2, key3 = _quarters(low, high)
         at1, at2, at3 = _count(scores, key1, key2, key3)
         low, high, at_low, at_high = _narrow(low, high, at_low, at_high, key1, key2, key3, at1, at2, at3, k)
+        key1, key2, key3 = _quarters(low, high)
     return low, at_low, at_high
 
 

@@ -1,0 +1,191 @@
+"""The sparse part of one DeepSeek-V3.2 layer in one CUDA graph, beside the chain vLLM runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.checks import check_attention, check_selection, sampled
+from benchmarks.inputs import (
+    BLOCK, D_QK, D_V, INDEX_DIM, INDEX_LAYOUT, LATENT_LAYOUT, decode_index, filled_cache, normal, packed, prefill_index,
+)  # fmt: skip
+from benchmarks.peers import TOP_K_SCRATCH
+from benchmarks.registry import Record, suite
+from benchmarks.run import Run, total
+from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
+
+PEER = "DeepGEMM+vLLM+FlashMLA"
+SCALE = D_QK**-0.5
+
+
+class Sizes(NamedTuple):
+    index_heads: int
+    heads: int
+    top_k: int
+
+
+FULL, TINY = Sizes(64, 128, 2048), Sizes(4, 4, 128)
+
+
+@suite("layer_v32")
+def layer_v32(run: Run) -> Iterator[Record]:
+    "A decode step's index_topk_decode, ragged slots and sparse_attn_decode; fp8 caches."
+    pool = run.pick(64 * 131072 // BLOCK, 32)
+    index_cache, cache = (filled_cache(layout, pool, run.device) for layout in (INDEX_LAYOUT, LATENT_LAYOUT))
+    full = [(64, 32768), (64, 131072), (1, 32768), (1, 131072), (8, 32768), (8, 131072), (32, 32768)]
+    for requests, context in run.pick(full, [(3, 256)]):
+        yield _layer(run, index_cache, cache, requests, context)
+
+
+def _layer(run: Run, index_cache: torch.Tensor, cache: torch.Tensor, requests: int, context: int) -> Record:
+    index_heads, heads, top_k = run.pick(FULL, TINY)
+    sets = run.sets(requests * context * (INDEX_LAYOUT.row + 4), most=8)
+    inputs = decode_index(sets, requests, 1, context, cache.shape[0], index_heads, run.device)
+    q = normal(sets, requests, heads, D_QK, device=run.device)
+    request_ids = torch.arange(requests, dtype=torch.int32, device=run.device)
+
+    def select(index, some=slice(None), impl="auto"):
+        return index_topk_decode(
+            inputs.q[index].view(torch.uint8)[some], inputs.weights[index][some], index_cache,
+            inputs.context_lens[some], inputs.tables[index][some], top_k, context, INDEX_LAYOUT, impl=impl,
+        )  # fmt: skip
+
+    def attend(index, chosen, q):
+        ragged = compute_global_topk_ragged_indices_and_indptr(chosen, request_ids, inputs.tables[index], BLOCK)
+        return sparse_attn_decode(q, cache, ragged, scale=SCALE, layout=LATENT_LAYOUT)
+
+    def reference(chosen, q, rows):
+        positions = chosen[rows].long()
+        slots = inputs.tables[0][rows].gather(1, positions // BLOCK) * BLOCK + positions % BLOCK
+        ragged = packed(slots.to(torch.int32))
+        return sparse_attn_decode(q[rows], cache, ragged, scale=SCALE, layout=LATENT_LAYOUT, impl="reference")
+
+    few = sampled(requests, 2, run.device)
+    chosen = select(0)
+    check_selection(chosen[few], select(0, few, "reference"), "selection")
+    their_select = their_attend = None
+    if run.peers is not None:
+        shape = (requests, top_k, context)
+        their_select, their_attend = _peer_layer(run, inputs, index_cache, cache, request_ids, *shape)
+        check_selection(chosen, their_select(0), "selection beside the peer's")
+    check_attention(
+        q[0],
+        functools.partial(attend, 0, chosen),
+        functools.partial(reference, chosen),
+        their_attend and (lambda q: (their_attend(0, chosen, q), None)),
+        (DECODE_OUT, DECODE_LSE),
+    )
+    latents = requests * top_k * LATENT_LAYOUT.row + 2 * requests * heads * (D_QK + D_V)
+    floor = total(
+        run.floor(
+            flops=2 * requests * context * index_heads * INDEX_DIM,
+            nbytes=inputs.q[0].numel() + requests * context * INDEX_LAYOUT.row,
+            fp8=True,
+        ),
+        run.floor(flops=2 * requests * top_k * heads * (D_QK + D_V), nbytes=latents),
+    )
+    return run.compare(
+        f"requests {requests}, context {context}",
+        [lambda at=at: attend(at, select(at), q[at]) for at in range(sets)],
+        PEER,
+        their_attend and [lambda at=at: their_attend(at, their_select(at), q[at]) for at in range(sets)],
+        floor,
+        target_ms=60,
+    )
+
+
+def _peer_layer(run, inputs, index_cache, cache, request_ids, requests, top_k, context):
+    """(select(index), attend(index, chosen, q)) as vLLM 0.25 chains them; both plans are made once, outside."""
+    peers = run.peers
+    plan, attention_plan = peers.paged_plan(inputs.context_lens, BLOCK), peers.decode_plan()
+    ends = inputs.context_lens.flatten()
+    out = torch.empty(requests, top_k, dtype=torch.int32, device=run.device)
+    scratch = torch.zeros(TOP_K_SCRATCH, dtype=torch.uint8, device=run.device)
+
+    def select(index):
+        out.fill_(-1)
+        q, weights, table = inputs.q[index], inputs.weights[index], inputs.tables[index]
+        logits = peers.paged_scores(q, index_cache, weights, inputs.context_lens, table, plan, context)
+        return peers.top_k_decode(logits, ends, out, scratch)
+
+    def attend(index, chosen, q):
+        slots = peers.slots(request_ids, inputs.tables[index], chosen, BLOCK)
+        return peers.decode(q.unsqueeze(1), cache, slots.unsqueeze(1), attention_plan, SCALE)
+
+    return select, attend
+
+
+@suite("prefill_chain")
+def prefill_chain(run: Run) -> Iterator[Record]:
+    "A 4096-token chunk's index_topk_prefill, ragged indices and sparse_attn_prefill; gathered fp8 keys, bf16 latents."
+    for tokens, context in run.pick([(4096, 8192), (4096, 32768), (4096, 131072)], [(5, 200)]):
+        yield _chunk(run, tokens, context)
+
+
+def _chunk(run: Run, tokens: int, context: int) -> Record:
+    index_heads, heads, top_k = run.pick(FULL, TINY)
+    inputs = prefill_index(tokens, context, index_heads, run.device)
+    kv = normal(context, D_QK, device=run.device)
+    q = normal(tokens, heads, D_QK, device=run.device)
+    options = {"scale": SCALE, "d_v": D_V}
+
+    def select(some=slice(None), impl="auto"):
+        queries, keys, k_scale, weights, start, end = inputs
+        queries, keys = queries.view(torch.uint8), keys.view(torch.uint8)
+        return index_topk_prefill(queries[some], weights[some], keys, k_scale, start[some], end[some], top_k, impl=impl)
+
+    def attend(chosen, q):
+        ragged = build_ragged_indices_from_dense(chosen, num_rows=context, row_offsets=inputs.kv_start)
+        return sparse_attn_prefill(q, kv, ragged, **options)
+
+    def reference(chosen, q, rows):
+        return sparse_attn_prefill(q[rows], kv, packed(chosen[rows]), **options, impl="reference")
+
+    few = sampled(tokens, 8, run.device)
+    chosen = select()
+    check_selection(chosen[few], select(few, "reference"), "selection")
+    their_select = their_attend = None
+    if run.peers is not None:
+        out = torch.empty(tokens, top_k, dtype=torch.int32, device=run.device)
+
+        def their_select():
+            out.fill_(-1)
+            return run.peers.top_k_prefill(run.peers.scores(*inputs), inputs.kv_start, inputs.kv_end, out)
+
+        def their_attend(chosen, q):
+            return run.peers.sparse_prefill(q, kv, chosen, SCALE)
+
+        check_selection(chosen, their_select(), "selection beside the peer's")
+    check_attention(
+        q,
+        functools.partial(attend, chosen),
+        functools.partial(reference, chosen),
+        their_attend and functools.partial(their_attend, chosen),
+        (PREFILL_OUT, PREFILL_LSE),
+    )
+    pairs = int((inputs.kv_end - inputs.kv_start).sum())
+    floor = total(
+        run.floor(
+            flops=2 * pairs * index_heads * INDEX_DIM,
+            nbytes=inputs.q.numel() + context * (INDEX_DIM + 4),
+            fp8=True,
+        ),
+        run.floor(
+            flops=2 * tokens * top_k * heads * (D_QK + D_V),
+            nbytes=2 * (q.numel() + kv.numel() + tokens * heads * D_V),
+        ),
+    )
+    return run.compare(
+        f"tokens {tokens}, context {context}",
+        [lambda: attend(select(), q)],
+        PEER,
+        their_attend and [lambda: their_attend(their_select(), q)],
+        floor,
+        target_ms=150,
+    )

@@ -1,0 +1,150 @@
+"""The steps of a generation: prefill of some spans of the prompts, decode of one token per request.
+
+A decode step reads and writes tensors of fixed shape on the device and takes nothing from the host, so that it can be
+compiled and captured as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.models.deepseek_v32 import forward
+from sparse_attn.ops.sampling import sample
+from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
+from sparse_attn.runtime.paging import BlockTables, Span, slots_of
+from sparse_attn.spec import Spec
+from sparse_attn.types import Caches, StepPlan
+
+Step = Callable[[torch.Tensor, Caches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
+
+
+class Model(torch.nn.Module):
+    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
+
+    A module, because Dynamo takes the numbers among a module's attributes for constants.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        params: dict[str, torch.Tensor],
+        layouts: CacheLayouts,
+        impl: str = "auto",
+        logits_bytes: int = LOGITS_BYTES,
+    ):
+        super().__init__()
+        self.spec, self.params, self.layouts = spec, params, layouts
+        self.impl, self.logits_bytes = impl, logits_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.params["embed"].device
+
+    def forward(self, tokens: torch.Tensor, caches: Caches, plan: StepPlan) -> torch.Tensor:
+        """fp32 logits [T, vocab]; see models.deepseek_v32.forward."""
+        return forward(
+            self.params, self.spec, tokens, caches, plan,
+            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
+        )  # fmt: skip
+
+
+class Sampling(NamedTuple):
+    """temperature 0 is greedy, the lowest id on ties. stop_ids end a row; they belong to its output."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+
+
+class Decode(NamedTuple):
+    """What a decode step reads and advances, a row per request.
+
+    tokens: int64 [B], to be fed. seq_lens: int32 [B], tokens of the request including that one, 0 once it has stopped.
+    block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S].
+    """
+
+    tokens: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    query_start_loc: torch.Tensor
+    stop_ids: torch.Tensor
+
+
+def prefill_step(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    spans: Sequence[Span],
+    tables: BlockTables,
+    caches: Caches,
+    state: Decode,
+    sampling: Sampling,
+    max_context: int,
+) -> torch.Tensor:
+    """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T, vocab]."""
+    device = model.device
+    counts = torch.tensor([span.stop - span.start for span in spans])
+    requests = torch.tensor([span.request for span in spans])
+    ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
+    positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    plan = build_step_plan(
+        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32),
+        torch.tensor([span.stop for span in spans], dtype=torch.int32, device=device),
+        tables.table[requests].to(device),
+        slots_of(tables.table, requests.repeat_interleave(counts), positions, tables.block_size).to(device),
+        kv_capacity=sum(span.stop for span in spans),
+        max_context=max_context,
+        impl=model.impl,
+    )
+    logits = model(torch.tensor(ids, device=device), caches, plan)
+    ends = counts.cumsum(0) - 1
+    last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
+    rows = ends[last].to(device)
+    state.tokens[requests[last].to(device)] = draw(logits[rows], plan.positions[rows], sampling)
+    return logits
+
+
+def decode_step(
+    model: Model, caches: Caches, state: Decode, sampling: Sampling, block_size: int, max_context: int
+) -> torch.Tensor:
+    """Feed every live row's token, draw the next one and advance ``state`` in place. Returns fp32 logits [B, vocab]."""
+    logits = model(state.tokens, caches, decode_plan(state, block_size, max_context, model.impl))
+    advance(state, logits, sampling, max_context)
+    return logits
+
+
+def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "auto") -> StepPlan:
+    """The plan of the step that feeds ``state``'s tokens."""
+    slots = slots_of(state.block_table, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
+    return build_step_plan(
+        state.query_start_loc,
+        state.seq_lens,
+        state.block_table,
+        slots,
+        num_decodes=state.tokens.shape[0],
+        max_context=max_context,
+        impl=impl,
+    )
+
+
+def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:
+    """Draw every row's next token from the logits of the one it fed. A row that drew a stop id, or that would hold more
+    than ``max_context`` tokens, is padding from now on."""
+    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling))
+    state.seq_lens.add_((state.seq_lens > 0).to(torch.int32))
+    state.seq_lens.masked_fill_(state.seq_lens > max_context, 0)
+    stop(state)
+
+
+def draw(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """The token after each of ``positions``, int64 [B]."""
+    return sample(logits, positions, temperature=sampling.temperature, seed=sampling.seed)
+
+
+def stop(state: Decode) -> None:
+    """Make padding of the rows whose token is a stop id."""
+    stopped = (state.tokens.unsqueeze(1) == state.stop_ids).any(1)
+    state.seq_lens.masked_fill_(stopped, 0)

@@ -1,0 +1,187 @@
+"""Benchmark suites at tiny sizes on the CPU: they run, they fill every record, and a wrong result is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SUITES = (
+    "decode_bf16", "decode_v32", "layer_v32", "paged_scores", "prefill_chain", "prefill_scores", "prefill_v32",
+    "prefill_v4", "topk_decode", "topk_prefill",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    torch.manual_seed(0)
+
+
+class PeersDouble:
+    """The methods of benchmarks.peers.Peers over our references; garbage where the peers leave garbage."""
+
+    def sparse_prefill(self, q, kv, indices, scale, sink=None, lengths=None):
+        from sparse_attn.ops.attention import sparse_attn_prefill
+        from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+
+        ragged = build_ragged_indices_from_dense(indices, lengths)
+        return tuple(sparse_attn_prefill(q, kv, ragged, scale=scale, d_v=512, sink=sink, impl="reference"))
+
+    def decode_plan(self):
+        return object()
+
+    def decode(self, q, cache, indices, plan, scale):
+        from benchmarks.inputs import LATENT_LAYOUT, packed
+        from sparse_attn.ops.attention import sparse_attn_decode
+
+        assert q.shape[:2] == indices.shape[:2]
+        rows = q.flatten(0, 1), cache, packed(indices.flatten(0, 1))
+        return sparse_attn_decode(*rows, scale=scale, layout=LATENT_LAYOUT, impl="reference").out
+
+    def scores(self, *inputs):
+        from sparse_attn.ops.index_logits import fp8_mqa_logits
+
+        logits = fp8_mqa_logits(*inputs, impl="reference")
+        return torch.where(logits.isneginf(), 123.0, logits)
+
+    def paged_plan(self, context_lens, block_size):
+        return object()
+
+    def paged_scores(self, q, cache, weights, context_lens, block_table, plan, max_context_len):
+        from benchmarks.inputs import INDEX_LAYOUT
+        from sparse_attn.ops.index_logits import fp8_paged_mqa_logits
+
+        inputs = q, cache, weights, context_lens, block_table, max_context_len, INDEX_LAYOUT
+        logits = fp8_paged_mqa_logits(*inputs, impl="reference")
+        return torch.where(logits.isneginf(), 123.0, logits)
+
+    def top_k_prefill(self, logits, row_starts, row_ends, out):
+        from sparse_attn.ops.topk import top_k_per_row
+
+        return out.copy_(top_k_per_row(logits, out.shape[1], row_starts, row_ends, impl="reference").flip(1))
+
+    @staticmethod
+    def top_k_decode_name(rows):
+        return "persistent_topk"
+
+    def top_k_decode(self, logits, lengths, out, scratch):
+        return self.top_k_prefill(logits, None, lengths, out)
+
+    def slots(self, request_ids, block_table, positions, block_size):
+        table = block_table[request_ids.long()]
+        slots = table.gather(1, positions.clamp_min(0).long() // block_size) * block_size + positions % block_size
+        return torch.where(positions < 0, positions, slots)
+
+
+def dry_run(name, peers=None):
+    from benchmarks.registry import all_suites
+    from benchmarks.run import Run
+
+    return list(all_suites()[name](Run("cpu", dry=True, peers=peers)))
+
+
+def test_every_suite_is_listed_and_documented():
+    from benchmarks.registry import all_suites
+
+    assert tuple(all_suites()) == SUITES
+    assert all(suite.__doc__ for suite in all_suites().values())
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suite_without_peers(name):
+    records = dry_run(name)
+    assert records and len({record.case for record in records}) == len(records)
+    assert all(record.peer is None and record.peer_us is None for record in records)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suite_beside_peers(name):
+    assert all(record.peer and record.peer_us is not None for record in dry_run(name, PeersDouble()))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("prefill_v32", "sparse_prefill"), ("prefill_v4", "sparse_prefill"), ("decode_bf16", "sparse_prefill"),
+        ("decode_v32", "decode"), ("prefill_scores", "scores"), ("paged_scores", "paged_scores"),
+        ("topk_prefill", "top_k_prefill"), ("topk_decode", "top_k_decode"), ("layer_v32", "slots"),
+        ("layer_v32", "paged_scores"), ("prefill_chain", "scores"), ("prefill_chain", "sparse_prefill"),
+    ],
+)  # fmt: skip
+def test_a_peer_that_disagrees_is_refused(name, method):
+    """The method's queries, keys or scores (or, of slots, its positions) come in another order than ours."""
+
+    def wrong(*inputs, **options):
+        at = {"slots": 2, "sparse_prefill": 0, "decode": 0}.get(method, 0)
+        inputs = list(inputs)
+        inputs[at] = inputs[at].roll(1, 0) if method != "slots" else inputs[at] ^ 1
+        return getattr(PeersDouble, method)(peers, *inputs, **options)
+
+    peers = PeersDouble()
+    setattr(peers, method, wrong)
+    with pytest.raises(AssertionError):
+        dry_run(name, peers)
+
+
+def test_selection_check_allows_near_ties_only():
+    from benchmarks.checks import check_selection
+
+    want = torch.arange(256, dtype=torch.int32).repeat(2, 1)
+    got = want.clone()
+    got[1, -2:] += 2
+    check_selection(got, want.flip(1), "selection")
+    got[1, -3] = 300
+    with pytest.raises(AssertionError, match="a row differs in 3 of 256 keys"):
+        check_selection(got, want, "selection")
+
+
+def test_peers_come_from_the_tree_that_is_named(tmp_path, monkeypatch):
+    import sys
+
+    from benchmarks import peers
+
+    monkeypatch.delenv(peers.VARIABLE, raising=False)
+    assert peers.load() is None
+    monkeypatch.setenv(peers.VARIABLE, str(tmp_path))
+    with pytest.raises(ValueError, match="PEERS_DIR: got"):
+        peers.load()
+
+    package = tmp_path / "vllm" / "third_party" / "flashmla"
+    package.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('vLLM itself is not to be imported')")
+    (package / "flash_mla_interface.py").write_text("def get_mla_metadata():\n    return 'plan', None\n")
+    before = set(sys.modules)
+    try:
+        assert peers.load().decode_plan() == "plan"
+    finally:
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "vllm":
+                del sys.modules[name]
+
+
+def test_dry_bench_writes_records(tmp_path, monkeypatch, capsys):
+    import json
+
+    import bench
+
+    monkeypatch.setattr("sys.argv", ["bench.py", "--dry", "topk_decode", "--json", str(tmp_path / "records.json")])
+    assert bench.main() == 0
+    records = json.loads((tmp_path / "records.json").read_text())
+    assert {record["suite"] for record in records} == {"topk_decode"}
+    assert set(records[0]) == {"suite", "case", "us", "peer", "peer_us", "ratio", "floor_us"}
+
+
+def test_bench_goes_on_after_a_suite_that_fails(monkeypatch, capsys):
+    import bench
+    from benchmarks import registry
+    from benchmarks.run import Run
+
+    def broken(run):
+        yield registry.Record("first", 1.0)
+        raise AssertionError("wrong")
+
+    suites = {"broken": broken, "topk_prefill": registry.all_suites()["topk_prefill"]}
+    monkeypatch.setattr(bench, "all_suites", lambda: suites)
+    records, failed = bench.measure(list(suites), Run("cpu", dry=True))
+    assert failed == ["broken"] and records[0]["case"] == "first" and records[-1]["suite"] == "topk_prefill"

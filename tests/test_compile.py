@@ -1,0 +1,223 @@
+"""torch.compile of the whole forward: one graph, two compilations for decode, two for prefill, eager's numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+from expecttest import assert_expected_inline
+from torch._dynamo.utils import counters
+
+from sparse_attn import workspace
+from sparse_attn.models.deepseek_v32 import allocate_caches
+from sparse_attn.models.params import random_params
+from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
+from sparse_attn.runtime.generate import Decode, Model, decode_plan
+from sparse_attn.runtime.paging import slots_of
+from sparse_attn.spec import preset
+from sparse_attn.target import target_of
+
+BLOCK, WIDTH = 16, 20  # tokens of a block, blocks of a request
+MAX_CONTEXT = BLOCK * WIDTH
+
+
+def small(name: str, layers: int):
+    """A preset cut to its first layers: the dense one, an index layer and, for GLM-5, one that shares a selection."""
+    spec = preset(name)
+    return replace(
+        spec, num_layers=layers, moe_layers=spec.moe_layers[:layers], index_layers=spec.index_layers[:layers]
+    )
+
+
+def model_of(name: str, cache: str, device="cpu", layers: int = 2) -> Model:
+    spec = small(name, layers)
+    return Model(spec, random_params(spec, seed=0, device=device), cache_layouts(spec, cache))
+
+
+def decode_state(batch: int, length: int, device="cpu", seed: int = 0) -> Decode:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, length + 1, (batch,), generator=generator, dtype=torch.int32)
+    if batch > 2:
+        lengths[1] = 0  # a padded row
+    blocks = torch.randperm(batch * WIDTH, generator=generator).int().reshape(batch, WIDTH)
+    return Decode(
+        torch.randint(0, 256, (batch,), generator=generator).to(device),
+        lengths.to(device),
+        blocks.to(device),
+        torch.arange(batch + 1, dtype=torch.int32, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+    )
+
+
+def prefill_plan(model: Model, counts: list[int], starts: list[int], capacity: int):
+    """A prefill step of len(counts) requests that feed counts[i] tokens from position starts[i] on."""
+    device = model.device
+    queries, past = torch.tensor(counts), torch.tensor(starts)
+    requests = torch.arange(len(counts)).repeat_interleave(queries)
+    positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, counts)])
+    table = torch.arange(len(counts) * WIDTH, dtype=torch.int32).reshape(len(counts), WIDTH)
+    return build_step_plan(
+        torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(device, torch.int32),
+        (past + queries).to(device, torch.int32),
+        table.to(device),
+        slots_of(table, requests, positions, BLOCK).to(device),
+        kv_capacity=capacity,
+        max_context=MAX_CONTEXT,
+    )
+
+
+def filled_caches(model: Model, batch: int):
+    """Caches that hold something finite in every slot."""
+    caches = allocate_caches(model.spec, model.layouts, batch * WIDTH, BLOCK, model.device)
+    generator = torch.Generator().manual_seed(5)
+    for cache, layout in ((c, lay) for pair, lay in zip(caches, (model.layouts.kv, model.layouts.index)) for c in pair):
+        if cache is not None:
+            host = cache.cpu()
+            slots = torch.arange(batch * WIDTH * BLOCK)
+            layout.encode(host, slots, torch.randn(slots.numel(), layout.dim, generator=generator))
+            cache.copy_(host)
+    return caches
+
+
+@contextlib.contextmanager
+def no_more_compilations():
+    before = torch._dynamo.config.error_on_recompile
+    torch._dynamo.config.error_on_recompile = True
+    try:
+        yield
+    finally:
+        torch._dynamo.config.error_on_recompile = before
+
+
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def check_step(model, compiled, tokens, plan, batch, exact):
+    eager_caches, caches = filled_caches(model, batch), filled_caches(model, batch)
+    want, got = model(tokens, eager_caches, plan), compiled(tokens, caches, plan)
+    torch.testing.assert_close(got, want, **(dict(rtol=0, atol=0) if exact else dict(rtol=1e-4, atol=1e-4)))
+    if exact:
+        for mine, theirs in zip((*caches.kv, *caches.index), (*eager_caches.kv, *eager_caches.index)):
+            assert mine is None or torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def check_decode(model, compiled, exact):
+    device = model.device
+    for batch, length in ((2, 1), (1, 5)):
+        state = decode_state(batch, length, device)
+        check_step(model, compiled, state.tokens, decode_plan(state, BLOCK, MAX_CONTEXT), batch, exact)
+    assert counters["stats"]["unique_graphs"] == 2
+    with no_more_compilations():
+        for seed, (batch, length) in enumerate([(3, 70), (64, MAX_CONTEXT), (1, MAX_CONTEXT), (2, 200), (7, 1)]):
+            state = decode_state(batch, length, device, seed)
+            check_step(model, compiled, state.tokens, decode_plan(state, BLOCK, MAX_CONTEXT), batch, exact)
+
+
+def check_prefill(model, compiled, exact):
+    before = counters["stats"]["unique_graphs"]
+    device, steps = model.device, 0
+    for counts, starts, capacity in (
+        ([30, 7], [0, 3], 60),
+        ([90], [0], 90),
+        ([5, 80, 11], [100, 0, 9], 300),
+        ([2, 3], [200, 100], 320),
+        ([64], [128], 192),
+    ):
+        tokens = torch.randint(0, 256, (sum(counts),), generator=torch.Generator().manual_seed(steps)).to(device)
+        steps += 1
+        with no_more_compilations() if steps > 2 else contextlib.nullcontext():
+            check_step(model, compiled, tokens, prefill_plan(model, counts, starts, capacity), len(counts), exact)
+    assert counters["stats"]["unique_graphs"] - before <= 2
+
+
+@pytest.mark.parametrize("name,cache", [("tiny_v32", "fp8"), ("tiny_glm5", "fp32")])
+def test_two_compilations_serve_every_batch_and_length(name, cache):
+    fresh()
+    model = model_of(name, cache, layers=3)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    check_decode(model, compiled, exact=True)
+    check_prefill(model, compiled, exact=True)
+    assert not counters["graph_break"]
+
+
+def test_inductor_on_cpu():
+    fresh()
+    model = model_of("tiny_v32", "fp8", layers=2)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    check_decode(model, compiled, exact=False)
+    assert not counters["graph_break"]
+
+
+def test_op_sequence_of_a_decode_layer():
+    """The library's ops in one compiled decode step of a dense layer, an index layer and a layer that shares a selection."""
+    fresh()
+    sequence = []
+
+    def record(graph, _):
+        sequence.extend(node.target.name() for node in graph.graph.nodes if "sparse_attn" in str(node.target))
+        return graph
+
+    spec = preset("tiny_glm5")
+    spec = replace(spec, num_layers=3, moe_layers=(False, True, True), index_layers=(True, True, False))
+    model = Model(spec, random_params(spec, seed=0, device="cpu"), cache_layouts(spec, "fp8"))
+    state = decode_state(2, 9)
+    torch.compile(model, fullgraph=True, dynamic=True, backend=record)(
+        state.tokens, filled_caches(model, 2), decode_plan(state, BLOCK, MAX_CONTEXT)
+    )
+    assert_expected_inline("\n".join(name.removeprefix("sparse_attn::") for name in sequence), """\
+indexer_k_quant_and_cache
+indexer_q_rope_quant
+index_topk_decode
+compute_global_topk_ragged_indices_and_indptr
+write_kv_cache
+sparse_attn_decode
+indexer_k_quant_and_cache
+indexer_q_rope_quant
+index_topk_decode
+compute_global_topk_ragged_indices_and_indptr
+write_kv_cache
+sparse_attn_decode
+biased_grouped_topk
+write_kv_cache
+sparse_attn_decode
+biased_grouped_topk""")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name,cache", [("tiny_v32", "fp8"), ("tiny_glm5", "fp32")])
+def test_inductor_on_gpu(name, cache):
+    fresh()
+    model = model_of(name, cache, "cuda", layers=3)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    check_decode(model, compiled, exact=False)
+    check_prefill(model, compiled, exact=False)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.gpu
+def test_reduce_overhead_skips_no_cudagraph():
+    fresh()
+    model = model_of("tiny_v32", "fp8", "cuda", layers=3)
+    bounds = Bounds(max_batch=8, max_batched_tokens=0, max_model_len=MAX_CONTEXT, block_size=BLOCK, dtype=torch.float32)
+    size = workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), workspace.use(workspace.Workspace(size, "cuda")) as owner:
+        owner.lock()
+        caches, eager_caches = filled_caches(model, 8), filled_caches(model, 8)
+        for cache in (*caches.kv, *caches.index):
+            torch._dynamo.mark_static_address(cache)
+        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+        state = decode_state(8, MAX_CONTEXT, "cuda")
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            plan = decode_plan(state, BLOCK, MAX_CONTEXT)
+            got, want = compiled(state.tokens, caches, plan), model(state.tokens, eager_caches, plan)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            state.seq_lens[0] = 1 + state.seq_lens[0] % MAX_CONTEXT
+    assert counters["inductor"]["cudagraph_skips"] == 0
