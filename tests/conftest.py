@@ -1,4 +1,9 @@
-"""Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1).
+
+SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
+"""
+
+import os
 
 import pytest
 import torch
@@ -24,6 +29,11 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+def big(device):
+    """Whether a `kernel` test runs its large cases: on a GPU, unless SPARSE_ATTN_SMALL is set and not 0."""
+    return device.type == "cuda" and os.environ.get("SPARSE_ATTN_SMALL", "0") in ("", "0")
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ GPU_PREFILL_CASES = [
 
 @pytest.mark.kernel
 def test_prefill_kernel(device, dirty_workspace):
-    cases = PREFILL_CASES + (GPU_PREFILL_CASES if device.type == "cuda" else [])
+    cases = PREFILL_CASES + (GPU_PREFILL_CASES if big(device) else [])
     for case, (heads, d_qk, d_v, rows, lengths, dtype, sink_name) in enumerate(cases):
         torch.manual_seed(case)
         ragged = ragged_rows(lengths, rows, seed=case, device=device)
@@ -299,7 +299,7 @@ GPU_DECODE_CASES = [
 
 @pytest.mark.kernel
 def test_decode_kernel(device, dirty_workspace):
-    cases = DECODE_CASES + (GPU_DECODE_CASES if device.type == "cuda" else [])
+    cases = DECODE_CASES + (GPU_DECODE_CASES if big(device) else [])
     for case, (layout, blocks, block_size, heads, lengths, dtype, padding) in enumerate(cases):
         torch.manual_seed(case)
         layout = LAYOUTS[layout] if isinstance(layout, str) else layout

@@ -229,7 +229,7 @@ GPU_MQA_CASES = [
 
 @pytest.mark.kernel
 def test_mqa_kernel(device):
-    for case, (rows, keys, heads, dim, kind) in enumerate(MQA_CASES + (GPU_MQA_CASES if device.type == "cuda" else [])):
+    for case, (rows, keys, heads, dim, kind) in enumerate(MQA_CASES + (GPU_MQA_CASES if big(device) else [])):
         torch.manual_seed(case)
         start, end = ranges(rows, keys, device)
         weights = torch.randn(heads, rows, device=device).t()
@@ -268,12 +268,12 @@ GPU_PAGED_CASES = [
 @pytest.mark.kernel
 def test_paged_kernel(device):
     for case, (name, lens, heads, block_size, padding) in enumerate(
-        PAGED_CASES + (GPU_PAGED_CASES if device.type == "cuda" else [])
+        PAGED_CASES + (GPU_PAGED_CASES if big(device) else [])
     ):
         torch.manual_seed(case)
         layout = LAYOUTS[name]
         inputs = paged_inputs(layout, lens, heads, block_size, device, padding)
-        for width in (200, 8200) if device.type == "cuda" else (155,):
+        for width in (200, 8200) if big(device) else (155,):
             got = run_paged(inputs, width, layout, "triton")
             want = reference.paged_mqa_logits(*inputs, width, layout.name)
             compare.assert_same_diff(got, want)

@@ -160,7 +160,7 @@ def test_triton_on_cpu_is_refused_when_not_interpreted():
 
 def sizes(device):
     small = [(1, 1), (5, 9), (40, 33)]
-    return small + [(1, 2048), (128, 2048), (4096, 512), (3000, 2500)] if device.type == "cuda" else small
+    return small + [(1, 2048), (128, 2048), (4096, 512), (3000, 2500)] if big(device) else small
 
 
 @pytest.mark.kernel

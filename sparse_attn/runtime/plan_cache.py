@@ -18,10 +18,10 @@ class HostPlanner:
     slots and block table by -1. Its shapes depend on num_decodes and next_n alone, so a captured graph wants those
     fixed, best with a planner of its own; rows of requests that are not there are padding.
 
-    What follows from lengths is cached under all it is computed from: query_start_loc, seq_lens (unclamped), numbers of
-    requests and rows, num_decodes, next_n; the rest is fixed with the planner. Block table and slots live on the device,
-    where the host cannot compare them: they, and the padding that a negative slot makes of its row, are written afresh
-    by every call. Without CPU lengths nothing is cached.
+    What follows from lengths is cached under all it is computed from: query_start_loc, seq_lens (unclamped), how many
+    requests and rows, num_decodes, next_n; the rest is fixed with the planner. Block table and slots live on the
+    device, where the host cannot compare them: they, and the padding that a negative slot makes of its row, are written
+    afresh by every call. Without CPU lengths nothing is cached.
 
     Buffers start as padding (request, position, slot and block -1; limits and ranges 0), not as zeros: request 0 and
     slot 0 are somebody's. When a step is smaller than the last, only the rows between their extents are cleared.
@@ -69,8 +69,8 @@ class HostPlanner:
         query_start_loc: int32 [B + 1], seq_lens_cpu: int32 [B], on the host and exact: no upper bounds. Where the host
         does not know the lengths: None, and seq_lens: int32 [B] on the device. block_table: int32 [B, max_blocks],
         slot_mapping: int64 [T], on the device. num_decodes may exceed B (the size a graph was captured at), and
-        num_decodes * next_n may exceed T. Beyond build_step_plan's checks: ValueError where the host sees lengths beyond
-        max_context or kv_capacity, or a query_start_loc that decreases.
+        num_decodes * next_n may exceed T. Beyond build_step_plan's checks: ValueError where the host sees lengths
+        beyond max_context or kv_capacity, or a query_start_loc that decreases.
         """
         lengths, on_host = (seq_lens, False) if seq_lens_cpu is None else (seq_lens_cpu, True)
         self._check(query_start_loc, lengths, on_host, block_table, slot_mapping, num_decodes, next_n)

@@ -53,7 +53,8 @@ def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many."""
     if width <= SHORT:
         slots = max(256, _power_of_two(width))
-        return TopkConfig(True, slots, max(2, slots // 1024))
+        registers = 64 if slots == SHORT and target.vendor == "nvidia" else None  # four programs on a multiprocessor
+        return TopkConfig(True, slots, max(2, slots // 1024), max_registers=registers)
     resident = 2 * target.num_sms
     if 5 * k > 4 * SHORT:
         registers = 64 if target.vendor == "nvidia" else None  # two programs of 16 warps on a multiprocessor
@@ -61,7 +62,8 @@ def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     # Half the slots, where a bound from the sample is sharp enough to aim between k and half of SHORT.
     slots = SHORT // 2 if 8 * k <= SHORT or (4 * k <= SHORT and width <= 1 << 16) else SHORT
     share = _power_of_two(resident // max(rows, 1) + 1) // 2
-    programs = max(1, min(share, MOST_PROGRAMS, _power_of_two(-(-width // NARROW))))
+    most = MOST_PROGRAMS if rows == 1 else MOST_PROGRAMS // 4
+    programs = max(1, min(share, most, _power_of_two(-(-width // NARROW))))
     return TopkConfig(
         False,
         slots,

@@ -1,0 +1,94 @@
+"""What a decode layer launches, seen by the profiler."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from sparse_attn import workspace
+from sparse_attn.models.deepseek_v32 import allocate_caches
+from sparse_attn.models.params import random_params
+from sparse_attn.ops.index_query import indexer_q_rope_quant
+from sparse_attn.pipeline import attend, cache_layouts, index_select, write_index_keys, write_latents
+from sparse_attn.runtime.generate import Decode, Model, decode_plan
+from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.spec import preset
+
+BLOCK, WIDTH, BATCH = 64, 64, 8
+MAX_CONTEXT = BLOCK * WIDTH
+
+
+def launched(work) -> list[str]:
+    """Names of what ran on the device, kernels and copies, in order."""
+    work()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        work()
+        torch.cuda.synchronize()
+    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+@pytest.mark.gpu
+def test_at_most_six_kernels_from_scores_to_merged_output():
+    spec = preset("deepseek_v32")
+    layouts = cache_layouts(spec, "fp8")
+    index_cache = torch.zeros(BATCH * WIDTH, BLOCK, layouts.index.row, dtype=torch.uint8, device="cuda")
+    kv_cache = torch.zeros(BATCH * WIDTH, BLOCK, layouts.kv.row, dtype=torch.uint8, device="cuda")
+    state = Decode(
+        torch.zeros(BATCH, dtype=torch.int64, device="cuda"),
+        torch.full((BATCH,), 3000, dtype=torch.int32, device="cuda"),
+        torch.arange(BATCH * WIDTH, dtype=torch.int32, device="cuda").view(BATCH, WIDTH),
+        torch.arange(BATCH + 1, dtype=torch.int32, device="cuda"),
+        torch.zeros(0, dtype=torch.int64, device="cuda"),
+    )
+    plan = decode_plan(state, BLOCK, MAX_CONTEXT)
+    index = spec.index
+    keys = torch.randn(BATCH, index.head_dim, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(BATCH, spec.latent_dim, device="cuda", dtype=torch.bfloat16)
+    q_index = torch.randn(BATCH, index.num_heads, index.head_dim, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(BATCH, index.num_heads, device="cuda")
+    rope = torch.randn(MAX_CONTEXT, spec.rope_dim, device="cuda")
+    q = torch.randn(BATCH, spec.num_heads, spec.latent_dim, device="cuda", dtype=torch.bfloat16)
+
+    def prepare():
+        write_index_keys(keys, index_cache, plan, layouts=layouts)
+        write_latents(rows[:, : spec.kv_lora], rows[:, spec.kv_lora :], kv_cache, plan, layouts=layouts)
+        return indexer_q_rope_quant(
+            q_index, weights, plan.positions, rope, start=0, interleaved=False, weight_scale=1.0, layout=layouts.index
+        )
+
+    query = prepare()
+
+    def sparse_part():
+        selection = index_select(query, index_cache, plan, layouts=layouts, top_k=index.top_k)
+        return attend(q, kv_cache, plan, selection, layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), workspace.use(workspace.Workspace((0, 0), "cuda")):
+        names, others = launched(sparse_part), launched(prepare)
+    assert names == [
+        "paged_mqa_logits",
+        "select_short_rows",
+        "pack_rows",
+        "attend",
+        "merge",
+    ], names
+    assert sorted(others) == ["indexer_q_rope_quant", "insert_keys", "write_rows"], others
+
+
+@pytest.mark.gpu
+def test_a_replayed_step_copies_nothing_to_the_host():
+    spec = preset("tiny_v32")
+    model = Model(spec, random_params(spec, seed=0, device="cuda"), cache_layouts(spec, "fp8"))
+    caches = allocate_caches(spec, model.layouts, 2 * WIDTH, BLOCK, "cuda")
+    graph = DecodeGraph(model, caches, max_context=MAX_CONTEXT, max_blocks=WIDTH, buckets=(2,))
+    table = torch.arange(2 * WIDTH, dtype=torch.int32).view(2, WIDTH)
+    graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table)
+    names = collections.Counter(launched(lambda: graph.run(3).wait()))
+    copies = {name: count for name, count in names.items() if "Memcpy DtoH" in name}
+    assert sum(copies.values()) == 3, copies  # the streamed tokens, one row a step, on a stream of their own
+    assert not [name for name in names if "Memcpy HtoD" in name]
