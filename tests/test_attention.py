@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import big
 from expecttest import assert_expected_inline
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import big
 from expecttest import assert_expected_inline
 
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, LatentFp8Layout, PlainLayout, fp8_decode, fp8_quantise

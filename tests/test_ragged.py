@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import big
 from expecttest import assert_expected_inline
 
 import sparse_attn.ops.ragged as ragged
