@@ -39,7 +39,7 @@ def config(
         block_h //= 2
     programs = tokens * -(-heads // block_h)
     row = -(-capacity // max(tokens, 1))
-    most = max(1, row // (2 * block_k))
+    most = max(1, row // block_k)
     splits = max(1, min(most, target.num_sms // max(programs, 1)))
     return AttentionConfig(block_h, block_k, num_warps, num_stages, splits)
 

@@ -206,15 +206,12 @@ def merge(
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if sink is not None:
         factor = factor * sink_factor(tl.load(sink + head), merged)
-    tl.store(lse + token * stride_lse_token + head, merged * 0.6931471805599453)
-    for first in range(0, d_v, BLOCK_D):
-        column = first + tl.arange(0, BLOCK_D)
-        total = tl.zeros([BLOCK_D], tl.float32)
-        at = outs + token * stride_outs_token + head * stride_outs_head
-        for s in range(0, states):
-            w = tl.sum(tl.where(state == s, weight, 0.0), 0)
-            readable = tl.where(w > 0.0, d_v, 0)
-            total += w * tl.load(at + column, mask=column < readable, other=0.0).to(tl.float32)
-            at += stride_outs_state
-        out_at = out + token * stride_out_token + head * stride_out_head + column
-        tl.store(out_at, cast(total * factor, out.dtype.element_ty), mask=column < d_v)
+    if tl.program_id(2) == 0:
+        tl.store(lse + token * stride_lse_token + head, merged * 0.6931471805599453)
+    column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
+    outs_at = outs + state.to(tl.int64) * stride_outs_state + token * stride_outs_token + head * stride_outs_head
+    counted = (weight > 0.0)[:, None] & (column < d_v)[None, :]
+    values = tl.load(outs_at[:, None] + column[None, :], mask=counted, other=0.0).to(tl.float32)
+    total = tl.sum(weight[:, None] * values, 0) * factor
+    out_at = out + token * stride_out_token + head * stride_out_head + column
+    tl.store(out_at, cast(total, out.dtype.element_ty), mask=column < d_v)

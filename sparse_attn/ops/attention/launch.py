@@ -13,6 +13,7 @@ from sparse_attn.ops.attention import config, kernels, shapes
 from sparse_attn.target import target_of
 
 LOG2_E = math.log2(math.e)
+MERGED_ELEMENTS = 8192  # partial values a merging program holds
 
 
 def sparse_attn_prefill(
@@ -114,7 +115,9 @@ def _merge(outs, lses, sink, out, lse, to_log2):
     states, tokens, heads, d_v = outs.shape
     if tokens == 0:
         return
-    kernels.merge[(tokens, heads)](
+    block_s = max(2, triton.next_power_of_2(states))
+    block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
+    kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
         outs,
         lses,
         sink,
@@ -127,7 +130,7 @@ def _merge(outs, lses, sink, out, lse, to_log2):
         *lses.stride(),
         *out.stride()[:2],
         lse.stride(0),
-        BLOCK_S=max(2, triton.next_power_of_2(states)),
-        BLOCK_D=min(512, triton.next_power_of_2(d_v)),
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
         num_warps=4,
     )
