@@ -1,6 +1,13 @@
 """DeepSeek Sparse Attention as pure functions on torch.compile."""
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache, parse_layout
+from sparse_attn.layout import (
+    IndexFp8Layout,
+    LatentFp8Layout,
+    PlainLayout,
+    PlanarFp8Layout,
+    allocate_cache,
+    parse_layout,
+)
 from sparse_attn.ops.attention import (
     lse_to_base2,
     lse_to_flashmla,
@@ -43,7 +50,7 @@ from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, us
 
 __all__ = [
     "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "IndexFp8Layout", "IndexKeys", "IndexSpec",
-    "LatentFp8Layout", "MoeSpec", "PlainLayout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan",
+    "LatentFp8Layout", "MoeSpec", "PlainLayout", "PlanarFp8Layout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan",
     "Target", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope",
     "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_ragged_indices_from_dense",
     "build_step_plan", "cache_layouts", "compute_global_topk_ragged_indices_and_indptr", "fp8_mqa_logits",

@@ -5,7 +5,8 @@ reader and writer addresses a block by ``stride(0)``; the trailing dimension is 
 
 A layout travels through op schemas as its ``name`` (a readable string); ``parse_layout`` turns it back.
 
-Sources: byte positions of the 132-byte and 656-byte formats as vLLM 0.25 writes them and FlashMLA 9241ae3 reads them.
+Sources: byte positions of the 132-byte, 656-byte and 584-byte formats as vLLM 0.25 writes them and FlashMLA 9241ae3 reads
+them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 INDEX_AMAX_FLOOR = 1e-4
 SCALE_BYTES = 4  # an fp32 scale, read as one word
 LATENT_AMAX_FLOOR = FP8_MAX["e4m3fn"] * torch.finfo(torch.float32).tiny
+PLANAR_AMAX_FLOOR = 1e-4
+BF16_BYTES = 2
 
 
 def fp8_encode(values: torch.Tensor, flavour: str) -> torch.Tensor:
@@ -56,6 +59,17 @@ def ceil_pow2(scales: torch.Tensor) -> torch.Tensor:
     """The smallest power of two that is not below each positive normal fp32 value, by its exponent bits."""
     bits = scales.float().view(torch.int32)
     return ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def exponent_of(scales: torch.Tensor) -> torch.Tensor:
+    """ue8m0 byte of each positive power of two, fp32: its exponent plus 127."""
+    return (scales.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def power_of(exponents: torch.Tensor) -> torch.Tensor:
+    """fp32 2^(byte - 127) of each ue8m0 byte; 255 gives inf."""
+    bits = exponents.to(torch.int32) << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2^-127 is subnormal
 
 
 def _flat_block_offsets(cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,6 +117,11 @@ class PlainLayout:
     @property
     def dim(self) -> int:
         return self.latent + self.rope
+
+    @property
+    def value_dim(self) -> int:
+        """Leading values of a row that are its value in attention."""
+        return self.latent
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,6 +206,10 @@ class LatentFp8Layout:
         return self.latent + self.rope
 
     @property
+    def value_dim(self) -> int:
+        return self.latent
+
+    @property
     def dtype(self) -> torch.dtype:
         return torch.uint8
 
@@ -227,7 +250,92 @@ class LatentFp8Layout:
         return torch.cat([latent, rope], dim=1)
 
 
-Layout = PlainLayout | IndexFp8Layout | LatentFp8Layout
+@dataclass(frozen=True)
+class PlanarFp8Layout:
+    """Keys that are values in full, block-planar: per token fp8 ``latent`` and bf16 ``rope`` values, and behind a block's
+    tokens their ue8m0 group scales (584 bytes a token at 448 + 64).
+
+    Token o of a block: codes at o * token_bytes, rope behind them; scale bytes at block_size * token_bytes +
+    o * scale_bytes, one per group, then padding, written 0. Values are rounded to bf16 before a group's amax is taken.
+    """
+
+    latent: int
+    rope: int
+    group: int = 64
+    flavour: str = "e4m3fn"
+
+    scale_rule = "pow2"
+
+    @property
+    def name(self) -> str:
+        return f"planar_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}"
+
+    @property
+    def dim(self) -> int:
+        return self.latent + self.rope
+
+    @property
+    def value_dim(self) -> int:
+        return self.dim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def groups(self) -> int:
+        return self.latent // self.group
+
+    @property
+    def rope_offset(self) -> int:
+        """Byte offset of the bf16 rope part behind the start of a token's codes."""
+        return self.latent
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes from one token's codes to the next one's."""
+        return self.latent + BF16_BYTES * self.rope
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes from one token's scales to the next one's: the groups, rounded up to a multiple of 8."""
+        return -(-self.groups // 8) * 8
+
+    @property
+    def row(self) -> int:
+        return self.token_bytes + self.scale_bytes
+
+    def block_stride(self, block_size: int) -> int:
+        """Bytes from block to block as allocated: rounded up to a multiple of ``token_bytes``."""
+        return -(-block_size * self.row // self.token_bytes) * self.token_bytes
+
+    def _fields(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        plane = cache.shape[1] * self.token_bytes
+        return (
+            _spans(cache, slots, 0, self.token_bytes, self.token_bytes),
+            _spans(cache, slots, plane, self.scale_bytes, self.scale_bytes),
+        )
+
+    def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        rounded = values.to(torch.bfloat16)
+        grouped = rounded[:, : self.latent].reshape(-1, self.groups, self.group)
+        codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, PLANAR_AMAX_FLOOR)
+        rope = rounded[:, self.latent :].contiguous().view(torch.uint8)
+        exponents = torch.nn.functional.pad(exponent_of(scales), (0, self.scale_bytes - self.groups))
+        token_at, scale_at = self._fields(cache, slots)
+        _scatter(cache, token_at, torch.cat([codes.flatten(1), rope], dim=1))
+        _scatter(cache, scale_at, exponents)
+
+    def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        token_at, scale_at = self._fields(cache, slots)
+        token, scales = _collect(cache, token_at), power_of(_collect(cache, scale_at)[:, : self.groups])
+        codes = token[:, : self.latent].reshape(-1, self.groups, self.group)
+        latent = (fp8_decode(codes, self.flavour) * scales.unsqueeze(-1)).flatten(1)
+        rope = token[:, self.rope_offset :].contiguous().view(torch.bfloat16).float()
+        return torch.cat([latent, rope], dim=1)
+
+
+Layout = PlainLayout | IndexFp8Layout | LatentFp8Layout | PlanarFp8Layout
 
 
 @functools.cache
@@ -246,9 +354,13 @@ def parse_layout(name: str) -> Layout:
             dims, group, flavour, rule = rest.split("/")
             latent, rope = map(int, dims.split("+"))
             return _validated(LatentFp8Layout(latent, rope, int(group), flavour, rule))
+        if kind == "planar_fp8":
+            dims, group, flavour = rest.split("/")
+            latent, rope = map(int, dims.split("+"))
+            return _validated(PlanarFp8Layout(latent, rope, int(group), flavour))
     except ValueError as error:
         raise ValueError(f"layout: got {name!r}: {error}") from None
-    raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8")
+    raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8, planar_fp8")
 
 
 def _validated(layout: Layout) -> Layout:
@@ -260,8 +372,10 @@ def _validated(layout: Layout) -> Layout:
         raise ValueError(f"fp8 flavour {layout.flavour!r} is none of {', '.join(FP8_MAX)}")
     if layout.scale_rule not in SCALE_RULES:
         raise ValueError(f"scale rule {layout.scale_rule!r} is none of {', '.join(SCALE_RULES)}")
-    if isinstance(layout, LatentFp8Layout) and layout.latent % layout.group:
+    if isinstance(layout, (LatentFp8Layout, PlanarFp8Layout)) and layout.latent % layout.group:
         raise ValueError(f"latent {layout.latent} is not a multiple of the scale group {layout.group}")
+    if isinstance(layout, PlanarFp8Layout) and layout.latent % BF16_BYTES:
+        raise ValueError(f"latent {layout.latent} is odd, and bf16 values stand behind it")
     return layout
 
 
@@ -304,5 +418,9 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
 
 
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
-    """A zeroed cache [num_blocks, block_size, row] of ``layout``."""
+    """A zeroed cache [num_blocks, block_size, row] of ``layout``; blocks of a planar KV layout stand apart as the field
+    pads them."""
+    if isinstance(layout, PlanarFp8Layout):
+        memory = torch.zeros(num_blocks, layout.block_stride(block_size), dtype=layout.dtype, device=device)
+        return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
     return torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device)

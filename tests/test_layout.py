@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import pytest
@@ -13,13 +14,16 @@ from sparse_attn.layout import (
     IndexFp8Layout,
     LatentFp8Layout,
     PlainLayout,
+    PlanarFp8Layout,
     allocate_cache,
     ceil_pow2,
     check_cache,
+    exponent_of,
     fp8_decode,
     fp8_encode,
     fp8_quantise,
     parse_layout,
+    power_of,
 )
 
 
@@ -31,18 +35,20 @@ def padded_cache(layout, num_blocks, block_size, padding):
 
 def test_names_round_trip():
     layouts = [PlainLayout("fp32", 64, 16), IndexFp8Layout(128, "e4m3fnuz", "raw"), LatentFp8Layout(512, 64)]
+    layouts.append(PlanarFp8Layout(448, 64))
     assert [parse_layout(layout.name) for layout in layouts] == layouts
     assert_expected_inline(
         "\n".join(f"{layout.name}: {layout.row} elements a token" for layout in layouts),
         """\
 plain/fp32/64+16: 80 elements a token
 index_fp8/128/e4m3fnuz/raw: 132 elements a token
-latent_fp8/512+64/128/e4m3fn/raw: 656 elements a token""",
+latent_fp8/512+64/128/e4m3fn/raw: 656 elements a token
+planar_fp8/448+64/64/e4m3fn: 584 elements a token""",
     )
 
 
 @pytest.mark.parametrize(
-    "name", ["planar/3", "plain/fp64/3+0", "plain/bf16/3", "index_fp8/128/e5m2/raw", "latent_fp8/512+64/96/e4m3fn/raw"]
+    "name", ["planar/3", "planar_fp8/448+64/60/e4m3fn", "plain/fp64/3+0", "plain/bf16/3", "index_fp8/128/e5m2/raw", "latent_fp8/512+64/96/e4m3fn/raw"]
 )
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=f"^layout: got '{name.replace('+', '.')}'"):
@@ -204,3 +210,56 @@ def test_misaligned_scales_are_refused(layout, block_size, padding, shift):
     memory = torch.zeros(4 * (size + padding) + shift, dtype=torch.uint8)[shift:].view(4, size + padding)
     with pytest.raises(ValueError, match="^cache: got"):
         check_cache("cache", memory[:, :size].unflatten(1, (block_size, layout.row)), layout)
+
+
+@pytest.mark.parametrize("block_size,padding", [(1, 0), (1, 568), (2, 560), (64, 64), (69, 12)])
+@pytest.mark.parametrize("flavour", FP8_MAX)
+def test_planar_bytes(block_size, padding, flavour):
+    layout = PlanarFp8Layout(448, 64, flavour=flavour)
+    cache, memory = padded_cache(layout, 3, block_size, padding)
+    values = torch.randn(2, 512) * torch.tensor([[3.0], [0.01]])
+    values[0, 64:128] = 0
+    slots = torch.tensor([2 * block_size + block_size - 1, block_size // 2])
+    layout.encode(cache, slots, values)
+    touched = torch.zeros_like(memory, dtype=torch.bool)
+    rounded = values.bfloat16()
+    for slot, row in zip(slots.tolist(), rounded):
+        block, token = divmod(slot, block_size)
+        scales = memory[block, block_size * 576 + token * 8 :][:8].tolist()
+        for group in range(7):
+            part = row[group * 64 : (group + 1) * 64].float()
+            amax = max(float(part.abs().max()), 1e-4)
+            exponent = math.ceil(math.log2(amax / FP8_MAX[flavour]))
+            assert scales[group] == exponent + 127
+            codes = memory[block, token * 576 + group * 64 :][:64]
+            assert torch.equal(codes, fp8_encode(part / 2.0**exponent, flavour))
+        assert scales[7] == 0
+        rope = struct.pack("<64H", *[bits & 0xFFFF for bits in row[448:].view(torch.int16).tolist()])
+        assert bytes(memory[block, token * 576 + 448 :][:128].tolist()) == rope
+        touched[block, token * 576 : (token + 1) * 576] = True
+        touched[block, block_size * 576 + token * 8 :][:8] = True
+    assert (memory[~touched] == 0xEE).all()
+    got = layout.decode(cache, slots)
+    torch.testing.assert_close(got[:, :448], rounded[:, :448].float(), rtol=2**-4, atol=1e-5)
+    assert torch.equal(got[:, 448:], rounded[:, 448:].float())
+
+
+def test_planar_blocks_stand_apart():
+    layout = PlanarFp8Layout(448, 64)
+    assert_expected_inline(
+        "\n".join(f"{size}: {size * layout.row} -> {layout.block_stride(size)}" for size in (1, 2, 64, 69)),
+        """\
+1: 584 -> 1152
+2: 1168 -> 1728
+64: 37376 -> 37440
+69: 40296 -> 40320""",
+    )
+    cache = allocate_cache(layout, 3, 2, "cpu")
+    assert cache.shape == (3, 2, 584) and cache.stride() == (1728, 584, 1)
+    check_cache("cache", cache, layout)
+
+
+def test_every_exponent_byte_is_its_power_of_two():
+    powers = power_of(torch.arange(256, dtype=torch.int64).to(torch.uint8)).double()
+    assert torch.equal(powers[:255], 2.0 ** (torch.arange(255).double() - 127)) and powers[255] == math.inf
+    assert torch.equal(exponent_of(powers[1:255].float()), torch.arange(1, 255).to(torch.uint8))
