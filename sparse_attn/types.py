@@ -72,3 +72,45 @@ class Caches(NamedTuple):
 
     kv: tuple[torch.Tensor, ...]
     index: tuple[torch.Tensor | None, ...]
+
+
+class CompressedPlan(NamedTuple):
+    """What a step needs of entries that each stand for ``ratio`` tokens, beside its StepPlan; counted in entries.
+
+    limits: int32 [tokens], entries each row may see. context_lens: int32 [num_decodes, next_n], those of the decode rows.
+    slot_mapping: int64 [tokens], where the entry that a row completes goes, -1 for rows that complete none.
+    kv_indptr: int32 [prefill requests + 1] (cumulative entries of the prefill requests), kv_start, kv_end: int32 [prefill
+    tokens] (each prefill row's range in the entries gathered by kv_indptr). kv_capacity, max_context: the host's bounds.
+    """
+
+    limits: torch.Tensor
+    context_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_start: torch.Tensor
+    kv_end: torch.Tensor
+    kv_capacity: int
+    max_context: int
+
+
+class WindowPlan(NamedTuple):
+    """The raw keys that a step's prefill rows see in their window, gathered request by request.
+
+    kv_indptr: int32 [prefill requests + 1], cumulative rows. starts: int32 [prefill requests], position of each request's
+    first row. offsets: int32 [prefill tokens], what a position is shifted by to give its row, 0 for padding. capacity: the
+    host's bound on kv_indptr[-1].
+    """
+
+    kv_indptr: torch.Tensor
+    starts: torch.Tensor
+    offsets: torch.Tensor
+    capacity: int
+
+
+class HyperMix(NamedTuple):
+    """collapsed: [tokens, hidden], what the sublayer takes. post: fp32 [tokens, streams], where its output goes. comb:
+    fp32 [tokens, streams, streams], how the streams mix: new[k] = post[k] * output + sum_j comb[j, k] * old[j]."""
+
+    collapsed: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
