@@ -42,14 +42,14 @@ from sparse_attn.pipeline import (
     write_index_keys,
     write_latents,
 )
-from sparse_attn.spec import IndexSpec, MoeSpec, Spec, YarnSpec, from_hf_config, preset
+from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec, YarnSpec, from_hf_config, preset
 from sparse_attn.target import Target, target_of
 from sparse_attn.types import AttentionOutput, Caches, IndexKeys, QuantisedQuery, Ragged, StepPlan
 from sparse_attn.version import __version__
 from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, use
 
 __all__ = [
-    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "IndexFp8Layout", "IndexKeys", "IndexSpec",
+    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedSpec", "IndexFp8Layout", "IndexKeys", "IndexSpec",
     "LatentFp8Layout", "MoeSpec", "PlainLayout", "PlanarFp8Layout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan",
     "Target", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope",
     "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_ragged_indices_from_dense",

@@ -87,7 +87,8 @@ def test_shared_index_layers():
 
 def test_presets_by_name():
     assert preset("tiny-v32") == tiny_v32() and preset("tiny_glm5") == tiny_glm5()
-    assert set(PRESETS) == {"deepseek_v32", "glm5", "tiny_v32", "tiny_glm5"}
+    published = {"deepseek_v32", "glm5", "deepseek_v4_flash", "deepseek_v4_pro"}
+    assert set(PRESETS) == published | {"tiny_v32", "tiny_glm5", "tiny_v4"}
     assert not all(tiny_glm5().index_layers)
     for make in PRESETS.values():
         hash(make())
@@ -98,7 +99,7 @@ def test_presets_by_name():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "llama"}, "model_type: got 'llama', allowed: deepseek_v32, glm_moe_dsa"),
+        ({"model_type": "llama"}, "model_type: got 'llama', allowed: deepseek_v32, glm_moe_dsa, deepseek_v4"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', allowed: 'silu'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"scoring_func": "softmax"}, "scoring_func"),

@@ -1,0 +1,36 @@
+"""Model facts as frozen dataclasses: what a forward needs to know.
+
+Nothing below the models reads a model's name; a spec's ``name`` is for messages.
+"""
+
+from sparse_attn.spec.compressed import CompressedSpec, deepseek_v4_flash, deepseek_v4_pro, tiny_v4
+from sparse_attn.spec.hf import from_hf_config
+from sparse_attn.spec.latent import (
+    Spec,
+    deepseek_v32,
+    glm5,
+    leading_dense,
+    shared_index_layers,
+    tiny_glm5,
+    tiny_v32,
+)
+from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
+
+PRESETS = {
+    "deepseek_v32": deepseek_v32, "glm5": glm5, "deepseek_v4_flash": deepseek_v4_flash,
+    "deepseek_v4_pro": deepseek_v4_pro, "tiny_v32": tiny_v32, "tiny_glm5": tiny_glm5, "tiny_v4": tiny_v4,
+}  # fmt: skip
+
+
+def preset(name: str) -> Spec | CompressedSpec:
+    """The preset called ``name``; a dash counts as an underscore."""
+    if name.replace("-", "_") not in PRESETS:
+        raise ValueError(f"preset: got {name!r}, allowed: {', '.join(PRESETS)}")
+    return PRESETS[name.replace("-", "_")]()
+
+
+__all__ = [
+    "PRESETS", "CompressedSpec", "IndexSpec", "MoeSpec", "Spec", "YarnSpec", "deepseek_v32", "deepseek_v4_flash",
+    "deepseek_v4_pro", "from_hf_config", "glm5", "leading_dense", "preset", "shared_index_layers", "softmax_scale",
+    "tiny_glm5", "tiny_v32", "tiny_v4",
+]  # fmt: skip

@@ -1,0 +1,24 @@
+"""The spec of a Hugging Face config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparse_attn.spec import hf_compressed, hf_latent
+from sparse_attn.spec.compressed import CompressedSpec
+from sparse_attn.spec.latent import Spec
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Spec | CompressedSpec:
+    """The spec of a Hugging Face config.json, as its maker publishes it or as save_pretrained writes it.
+
+    ValueError where a key is missing or asks for something the forward does not compute.
+    """
+    model_type = config.get("model_type")
+    if model_type in hf_latent.MODEL_TYPES:
+        return hf_latent.latent_spec(config)
+    if model_type == hf_compressed.MODEL_TYPE:
+        return hf_compressed.compressed_spec(config)
+    allowed = ", ".join((*hf_latent.MODEL_TYPES, hf_compressed.MODEL_TYPE))
+    raise ValueError(f"config model_type: got {model_type!r}, allowed: {allowed}")

@@ -1,0 +1,69 @@
+"""The spec of DeepSeek-V4: presets, config.json in both spellings, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from sparse_attn.spec import deepseek_v4_flash, deepseek_v4_pro, from_hf_config, tiny_v4
+
+# The keys of the published files that the forward depends on.
+PUBLISHED_FLASH = {
+    "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43,
+    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024,
+    "sliding_window": 128, "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0], "index_n_heads": 64,
+    "index_head_dim": 128, "index_topk": 512, "o_groups": 8, "o_lora_rank": 1024, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6, "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1, "num_hash_layers": 3,
+    "moe_intermediate_size": 2048, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True,
+    "swiglu_limit": 10.0, "rms_norm_eps": 1e-6, "rope_theta": 10000, "compress_rope_theta": 160000, "hidden_act": "silu",
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32,
+                     "beta_slow": 1},
+    "max_position_embeddings": 1048576, "attention_bias": False, "eos_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+PUBLISHED_PRO = PUBLISHED_FLASH | {
+    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "index_topk": 1024,
+    "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0], "o_groups": 16, "n_routed_experts": 384,
+    "moe_intermediate_size": 3072, "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config, make", [(PUBLISHED_FLASH, deepseek_v4_flash), (PUBLISHED_PRO, deepseek_v4_pro)])
+def test_presets_are_the_published_models(config, make):
+    assert dataclasses.replace(from_hf_config(config), name=make().name) == make()
+
+
+@pytest.mark.parametrize("config, make", [(PUBLISHED_FLASH, deepseek_v4_flash), (PUBLISHED_PRO, deepseek_v4_pro)])
+def test_transformers_reads_the_same(config, make):
+    import transformers
+
+    theirs = transformers.DeepseekV4Config(**{key: value for key, value in config.items() if key != "model_type"})
+    assert dataclasses.replace(from_hf_config(theirs.to_dict()), name=make().name) == make()
+
+
+def test_ratios():
+    spec = tiny_v4()
+    assert [spec.ratio(layer) for layer in range(spec.num_layers)] == [0, 4, 128, 4, 128] and spec.ratios == (4, 128)
+    assert dataclasses.replace(spec, layer_kinds=("window",) * 5).ratios == ()
+    assert deepseek_v4_flash().layer_kinds.count("indexed") == 21
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func: got 'sigmoid', allowed: 'sqrtsoftplus'"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads: got 8"),
+        ({"compress_ratios": None}, "compress_ratios: missing"),
+        ({"compress_ratios": [0] * 40}, "compress_ratios: got 40 entries, allowed: at least 43"),
+        ({"compress_ratios": [0] * 42 + [16]}, r"compress_ratios: got \[16\], allowed: 0, 4, 128"),
+        ({"layer_types": ["full_attention"] * 43}, "layer_types"),
+        ({"num_hash_layers": None}, "num_hash_layers: missing"),
+        ({"mlp_layer_types": ["dense"] * 43}, "mlp_layer_types"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type: got 'linear'"),
+        ({"compress_rope_theta": None}, "compress_rope_theta: missing"),
+        ({"o_groups": 3}, "o_groups: got 3, allowed: a divisor of num_heads = 64"),
+        ({"qk_rope_head_dim": 63}, "rope_dim: got 63"),
+        ({"sliding_window": 0}, "window: got 0"),
+    ],
+)
+def test_refused_configs(change, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(PUBLISHED_FLASH | change)
