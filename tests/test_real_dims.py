@@ -25,6 +25,7 @@ import torch
 from model_harness import Requests
 
 from sparse_attn import pipeline
+from sparse_attn.pipeline import choose, latent
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models import mla, moe
 from sparse_attn.models.params import hold, model_rope_table, param_dtype, param_shapes
@@ -146,17 +147,17 @@ def check_routing(name, got, want, *_):
 
 CHECKED = {
     (model_harness, "build_step_plan"): check_equal,
-    (pipeline, "indexer_k_quant_and_cache"): check_equal,
-    (pipeline, "write_kv_cache"): check_equal,
+    (latent, "indexer_k_quant_and_cache"): check_equal,
+    (latent, "write_kv_cache"): check_equal,
     (mla, "indexer_q_rope_quant"): check_equal,
-    (pipeline, "gather_indexer_k"): check_equal,
-    (pipeline, "gather_kv_cache"): check_equal,
-    (pipeline, "index_topk_prefill"): check_prefill_topk,
-    (pipeline, "index_topk_decode"): check_decode_topk,
-    (pipeline, "build_ragged_indices_from_dense"): check_equal,
-    (pipeline, "compute_global_topk_ragged_indices_and_indptr"): check_equal,
-    (pipeline, "sparse_attn_prefill"): check_attention,
-    (pipeline, "sparse_attn_decode"): check_attention,
+    (choose, "gather_indexer_k"): check_equal,
+    (latent, "gather_kv_cache"): check_equal,
+    (choose, "index_topk_prefill"): check_prefill_topk,
+    (choose, "index_topk_decode"): check_decode_topk,
+    (latent, "build_ragged_indices_from_dense"): check_equal,
+    (latent, "compute_global_topk_ragged_indices_and_indptr"): check_equal,
+    (latent, "sparse_attn_prefill"): check_attention,
+    (latent, "sparse_attn_decode"): check_attention,
     (moe, "biased_grouped_topk"): check_routing,
 }
 WRITERS = {"indexer_k_quant_and_cache": 1, "write_kv_cache": 2}  # which argument they write
@@ -265,15 +266,15 @@ def test_tiny_layer(make, routed, kind, device):
 def test_harness_sees_faults(device, monkeypatch):
     """A selection of the worst keys instead of the best, and a tenth more weight on what was attended to."""
     spec = one_layer(tiny_glm5(), False, num_heads=2, index=replace(tiny_glm5().index, top_k=7))
-    prefill, attend = pipeline.index_topk_prefill, pipeline.attend
+    prefill, attend = choose.index_topk_prefill, pipeline.attend
 
     def worst(q, weights, *arguments, impl, **keywords):
         return prefill(q, -weights if impl != "reference" else weights, *arguments, impl=impl, **keywords)
 
-    monkeypatch.setattr(pipeline, "index_topk_prefill", worst)
+    monkeypatch.setattr(choose, "index_topk_prefill", worst)
     with pytest.raises(AssertionError, match="index_topk_prefill"):
         check_layer(spec, device, (11,), decode_steps=1)
-    monkeypatch.setattr(pipeline, "index_topk_prefill", prefill)
+    monkeypatch.setattr(choose, "index_topk_prefill", prefill)
 
     def louder(*arguments, impl, **keywords):
         got = attend(*arguments, impl=impl, **keywords)

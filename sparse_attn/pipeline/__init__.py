@@ -1,0 +1,20 @@
+"""The composition of a layer's sparse attention out of operators.
+
+A step holds decode rows first, then prefill rows; either part may be empty. Each part computes into tensors of its own,
+which are concatenated at the end, so no row is ever written by both. Nothing here looks at a value on the device: which
+part is empty is known from shapes.
+
+``latent``: models that cache a latent per token. ``windowed``: models that cache a window of raw keys and compressed
+entries.
+"""
+
+from sparse_attn.ops.index_topk import LOGITS_BYTES
+from sparse_attn.pipeline.bounds import Bounds, cache_bytes, workspace_size
+from sparse_attn.pipeline.choose import num_decode_rows
+from sparse_attn.pipeline.latent import Selection, attend, index_select, write_index_keys, write_latents
+from sparse_attn.pipeline.layouts import CACHE_KINDS, CacheLayouts, cache_layouts
+
+__all__ = [
+    "CACHE_KINDS", "LOGITS_BYTES", "Bounds", "CacheLayouts", "Selection", "attend", "cache_bytes", "cache_layouts",
+    "index_select", "num_decode_rows", "workspace_size", "write_index_keys", "write_latents",
+]  # fmt: skip

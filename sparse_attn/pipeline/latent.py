@@ -1,0 +1,127 @@
+"""Attention over MLA latents: write caches -> index -> select -> ragged -> attend.
+
+Decode rows read the paged caches in place; prefill rows read keys gathered from them, because many rows of one request
+share those.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.index_cache import indexer_k_quant_and_cache
+from sparse_attn.ops.index_topk import LOGITS_BYTES
+from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.pipeline.choose import choose, num_decode_rows
+from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
+
+
+class Selection(NamedTuple):
+    """What an index layer chose; layers without an indexer attend by it too.
+
+    decode: slots of the paged cache, a row per decode row. prefill: rows of the gathered keys, a row per prefill row.
+    None where the step has no such rows.
+    """
+
+    decode: Ragged | None
+    prefill: Ragged | None
+
+
+def write_index_keys(
+    keys: torch.Tensor, cache: torch.Tensor, plan: StepPlan, *, layouts: CacheLayouts, impl: str = "auto"
+) -> None:
+    """Put the step's rotated index keys [tokens, dim] into a layer's index cache."""
+    indexer_k_quant_and_cache(keys, cache, plan.slot_mapping, layouts.index, impl=impl)
+
+
+def write_latents(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    *,
+    layouts: CacheLayouts,
+    impl: str = "auto",
+) -> None:
+    """Put the step's latents [tokens, kv_lora] and rotated keys [tokens, rope_dim] into a layer's KV cache."""
+    write_kv_cache(latent, rope, cache, plan.slot_mapping, layouts.kv, impl=impl)
+
+
+def index_select(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    *,
+    layouts: CacheLayouts,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> Selection:
+    """Score every row's visible index keys, keep the ``top_k`` best, and say where they lie.
+
+    query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
+    into which this step's keys have been written. logits_bytes: bound on the scores held at a time.
+    """
+    rows = num_decode_rows(plan)
+    chosen = choose(
+        query, cache, plan.block_table, plan,
+        layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl,
+    )  # fmt: skip
+    decode = prefill = None
+    if chosen.decode is not None:
+        decode = compute_global_topk_ragged_indices_and_indptr(
+            chosen.decode, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl
+        )
+    if chosen.prefill is not None:
+        prefill = build_ragged_indices_from_dense(
+            chosen.prefill, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl
+        )
+    return Selection(decode, prefill)
+
+
+def attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    selection: Selection,
+    *,
+    layouts: CacheLayouts,
+    scale: float,
+    d_v: int,
+    sink: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Attend from absorbed queries [tokens, heads, kv_lora + rope_dim] to the selected rows of a layer's KV cache.
+
+    ``selection`` may stem from an earlier layer: all layers' caches share the block table. Returns out [tokens, heads,
+    d_v] and lse fp32 [tokens, heads].
+    """
+    rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
+    parts = []
+    if selection.decode is not None:
+        parts.append(
+            sparse_attn_decode(
+                q[:rows], cache, selection.decode, scale=scale, layout=layouts.kv, sink=sink, impl=impl
+            )
+        )
+    if selection.prefill is not None:
+        kv = gather_kv_cache(
+            cache, plan.block_table[requests:], plan.kv_indptr, plan.kv_capacity, layouts.kv, dtype=q.dtype, impl=impl
+        )
+        parts.append(
+            sparse_attn_prefill(q[rows:], kv, selection.prefill, scale=scale, d_v=d_v, sink=sink, impl=impl)
+        )
+    return join(parts, q, d_v)
+
+
+def join(parts: list[AttentionOutput], q: torch.Tensor, d_v: int) -> AttentionOutput:
+    """The outputs of a step's parts one after the other; of no rows where there is no part."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return AttentionOutput(q.new_empty(0, q.shape[1], d_v), q.new_empty(0, q.shape[1], dtype=torch.float32))
+    return AttentionOutput(*(torch.cat(pieces) for pieces in zip(*parts)))

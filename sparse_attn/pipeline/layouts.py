@@ -1,0 +1,41 @@
+"""Which layouts a model's caches take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.spec import CompressedSpec, Spec
+
+CACHE_KINDS = ("fp8", "bf16", "fp32")
+PLANAR_GROUP = 64  # values under one scale, where the width allows
+
+
+@dataclass(frozen=True)
+class CacheLayouts:
+    """What the bytes of a model's two kinds of cache mean: keys and values, and index keys."""
+
+    kv: LatentFp8Layout | PlanarFp8Layout | PlainLayout
+    index: IndexFp8Layout | PlainLayout
+
+
+def cache_layouts(spec: Spec | CompressedSpec, kind: str) -> CacheLayouts:
+    """The layouts of ``spec``'s caches: "fp8" (the field's quantised formats), "bf16" or "fp32" (unquantised)."""
+    if kind not in CACHE_KINDS:
+        raise ValueError(f"kind: got {kind!r}, allowed: {', '.join(CACHE_KINDS)}")
+    if kind == "fp8":
+        return CacheLayouts(_fp8(spec), IndexFp8Layout(spec.index.head_dim))
+    index = PlainLayout(kind, spec.index.head_dim)
+    if isinstance(spec, CompressedSpec):
+        return CacheLayouts(PlainLayout(kind, spec.head_dim), index)
+    return CacheLayouts(PlainLayout(kind, spec.kv_lora, spec.rope_dim), index)
+
+
+def _fp8(spec: Spec | CompressedSpec) -> LatentFp8Layout | PlanarFp8Layout:
+    if isinstance(spec, CompressedSpec):
+        group = PLANAR_GROUP
+        while spec.nope_dim % group:
+            group //= 2
+        return PlanarFp8Layout(spec.nope_dim, spec.rope_dim, group)
+    group = 128 if spec.kv_lora % 128 == 0 else spec.kv_lora
+    return LatentFp8Layout(spec.kv_lora, spec.rope_dim, group=group)
