@@ -51,7 +51,8 @@ class StepPlan(NamedTuple):
     kv_indptr: int32 [prefill requests + 1] (cumulative sequence lengths of the prefill requests),
     kv_start, kv_end: int32 [prefill tokens] (each prefill row's range in the keys gathered by kv_indptr),
     kv_capacity: rows the gathered keys may take; the host's bound on kv_indptr[-1]. max_context: the host's bound on
-    every decode length.
+    every length. ring_table: int32 [requests, ring blocks] or None, the blocks of each request's rings (window keys,
+    compressor state): position p lies in column (p // block_size) % ring blocks; slot_mapping then points into the rings.
     """
 
     request_ids: torch.Tensor
@@ -65,6 +66,7 @@ class StepPlan(NamedTuple):
     kv_end: torch.Tensor
     kv_capacity: int
     max_context: int
+    ring_table: torch.Tensor | None = None
 
 
 class Caches(NamedTuple):
@@ -72,6 +74,20 @@ class Caches(NamedTuple):
 
     kv: tuple[torch.Tensor, ...]
     index: tuple[torch.Tensor | None, ...]
+
+
+class WindowCaches(NamedTuple):
+    """One tensor per layer, None where the layer has no such cache.
+
+    kv: rings of raw keys. compressed: entries, paged. index: the entries' index keys, paged. state, index_state: fp32
+    rings of what the compressors of entries and of index keys have yet to pool.
+    """
+
+    kv: tuple[torch.Tensor, ...]
+    compressed: tuple[torch.Tensor | None, ...]
+    index: tuple[torch.Tensor | None, ...]
+    state: tuple[torch.Tensor | None, ...]
+    index_state: tuple[torch.Tensor | None, ...]
 
 
 class CompressedPlan(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_attn.models.params import param_shapes
+from sparse_attn.models.shapes import param_shapes
 from sparse_attn.runtime import text
 from sparse_attn.runtime.cli import main
 from sparse_attn.spec import preset

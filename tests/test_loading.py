@@ -8,8 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_spec import PUBLISHED_GLM
 
-from sparse_attn.models.loading import dequantise, load
-from sparse_attn.models.params import param_shapes, random_params
+from sparse_attn.models.checkpoint import dequantise
+from sparse_attn.models.loading import load
+from sparse_attn.models.params import random_params
+from sparse_attn.models.shapes import param_shapes
 from sparse_attn.spec import deepseek_v32, from_hf_config, tiny_glm5, tiny_v32
 
 CONFIG = PUBLISHED_GLM | dict(

@@ -28,7 +28,8 @@ from sparse_attn import pipeline
 from sparse_attn.pipeline import choose, latent
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models import mla, moe
-from sparse_attn.models.params import hold, model_rope_table, param_dtype, param_shapes
+from sparse_attn.models.params import hold, model_rope_tables, param_dtype
+from sparse_attn.models.shapes import param_shapes
 from sparse_attn.ops.index_logits import reference as scores_of
 from sparse_attn.spec import deepseek_v32, glm5, tiny_glm5, tiny_v32
 from sparse_attn.testing import compare
@@ -62,7 +63,7 @@ def weights_of(spec, device, seed=0):
         elif name != "embed":
             low, high = -((3 / fan_in) ** 0.5), (3 / fan_in) ** 0.5
         params[name] = hold(value.uniform_(low, high, generator=generator))
-    params["rope"] = hold(model_rope_table(spec, device))
+    params |= model_rope_tables(spec, device)
     return params
 
 

@@ -14,7 +14,8 @@ from benchmarks.registry import Record, suite
 from benchmarks.run import Run
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention
-from sparse_attn.models.params import FP32_NAMES, model_rope_table, param_shapes
+from sparse_attn.models.params import FP32_NAMES, model_rope_tables
+from sparse_attn.models.shapes import param_shapes
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.pipeline import cache_layouts
@@ -33,7 +34,7 @@ def model_of(spec: Spec, device: str) -> Model:
         dtype = torch.float32 if name.endswith(FP32_NAMES) else torch.bfloat16
         value = torch.randn(shape, device=device, dtype=dtype) * 0.02
         params[name] = torch.nn.Parameter(value, requires_grad=False)
-    params["rope"] = model_rope_table(spec, device)
+    params |= model_rope_tables(spec, device)
     return Model(spec, params, cache_layouts(spec, "fp8"))
 
 

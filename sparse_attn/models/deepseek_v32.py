@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.layout import allocate_cache
+from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
@@ -37,7 +38,9 @@ def forward(
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
     indexer. logits_bytes: bound on the index scores held at a time. impl: as every op takes it.
     """
-    _check(spec, tokens, caches, plan)
+    check_tokens(tokens, plan)
+    check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
+    check_caches("caches.index", caches.index, spec.index_layers)
     hidden = F.embedding(tokens, params["embed"])
     selection = None
     for layer in range(spec.num_layers):
@@ -67,20 +70,3 @@ def allocate_caches(
             allocate_cache(layouts.index, num_blocks, block_size, device) if own else None for own in spec.index_layers
         ),
     )
-
-
-def _check(spec: Spec, tokens: torch.Tensor, caches: Caches, plan: StepPlan) -> None:
-    if tokens.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"tokens: got dtype {tokens.dtype}, allowed: torch.int64, torch.int32")
-    if tokens.dim() != 1 or tokens.shape[0] != plan.positions.shape[0]:
-        rows = plan.positions.shape[0]
-        raise ValueError(f"tokens: got shape {list(tokens.shape)}, allowed: [{rows}], a row per row of the plan")
-    for name, given in (("caches.kv", caches.kv), ("caches.index", caches.index)):
-        if len(given) != spec.num_layers:
-            raise ValueError(f"{name}: got {len(given)} entries, allowed: num_layers = {spec.num_layers}")
-    for layer, own in enumerate(spec.index_layers):
-        if own != (caches.index[layer] is not None):
-            raise ValueError(
-                f"caches.index[{layer}]: got {'a tensor' if caches.index[layer] is not None else 'None'}, allowed: "
-                f"{'a tensor, the layer runs an indexer' if own else 'None, the layer shares a selection'}"
-            )

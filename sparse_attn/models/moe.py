@@ -14,31 +14,50 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparse_attn.ops.router import biased_grouped_topk
+from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.spec import MoeSpec
 
 DENSE_MAX_EXPERTS = 16
 
 
-def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
+    """silu(gate) * up of [..., 2I] (gate first). clamp: gate is bounded from above, up both ways; None: unbounded."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return F.silu(gate) * up
+
+
+def gated_mlp(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, clamp: float | None = None
+) -> torch.Tensor:
     """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+    return F.linear(gated(F.linear(x, gate_up), clamp), down)
 
 
 def experts_dense(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    clamp: float | None = None,
 ) -> torch.Tensor:
     """x [T, D], weights fp32 and ids int32 [T, K], gate_up [E, 2I, D], down [E, D, I] -> [T, D] in x's dtype."""
     experts = torch.arange(gate_up.shape[0], device=ids.device, dtype=ids.dtype)
     share = (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == experts)).sum(1)  # [T, E]
-    gate, up = torch.matmul(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)  # [E, T, I] each
-    out = torch.bmm(F.silu(gate) * up, down.transpose(1, 2))  # [E, T, D]
+    inner = gated(torch.matmul(x, gate_up.transpose(1, 2)), clamp)  # [E, T, I]
+    out = torch.bmm(inner, down.transpose(1, 2))  # [E, T, D]
     return (out.float() * share.t().unsqueeze(-1)).sum(0).to(x.dtype)
 
 
 def experts_grouped(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    clamp: float | None = None,
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order."""
     top_k = ids.shape[1]
@@ -46,29 +65,47 @@ def experts_grouped(
     experts = torch.arange(gate_up.shape[0], device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
     rows = x[order // top_k]
-    gate, up = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    out = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    inner = gated(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), clamp)
+    out = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     picked = out[place].unflatten(0, (ids.shape[0], top_k))  # [T, K, D]
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def moe(x: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: MoeSpec, *, impl: str) -> torch.Tensor:
-    """Routed experts by fp32 gate logits plus shared experts: x [T, D] -> [T, D]."""
+def route(
+    x: torch.Tensor,
+    params: dict[str, torch.Tensor],
+    prefix: str,
+    spec: MoeSpec,
+    tokens: torch.Tensor | None,
+    *,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table row."""
     logits = F.linear(x.float(), params[prefix + "gate"])
-    weights, ids = biased_grouped_topk(
-        logits,
-        params[prefix + "bias"],
-        top_k=spec.experts_per_token,
-        num_groups=spec.num_groups,
-        top_groups=spec.top_groups,
-        renormalise=spec.renormalise,
-        routed_scale=spec.routed_scale,
-        impl=impl,
-    )
+    common = dict(score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl)
+    if tokens is not None:
+        return hash_routed_experts(logits, tokens, params[prefix + "table"], **common)
+    return biased_grouped_topk(
+        logits, params[prefix + "bias"],
+        top_k=spec.experts_per_token, num_groups=spec.num_groups, top_groups=spec.top_groups, **common,
+    )  # fmt: skip
+
+
+def moe(
+    x: torch.Tensor,
+    params: dict[str, torch.Tensor],
+    prefix: str,
+    spec: MoeSpec,
+    tokens: torch.Tensor | None = None,
+    *,
+    impl: str,
+) -> torch.Tensor:
+    """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id."""
+    weights, ids = route(x, params, prefix, spec, tokens, impl=impl)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
     grouped = x.is_cuda and x.dtype == torch.bfloat16 and spec.num_experts > DENSE_MAX_EXPERTS
-    out = (experts_grouped if grouped else experts_dense)(x, weights, ids, gate_up, down)
+    out = (experts_grouped if grouped else experts_dense)(x, weights, ids, gate_up, down, spec.clamp)
     if spec.num_shared:
-        out = out + gated_mlp(x, params[prefix + "shared_gate_up"], params[prefix + "shared_down"])
+        out = out + gated_mlp(x, params[prefix + "shared_gate_up"], params[prefix + "shared_down"], spec.clamp)
     return out

@@ -1,4 +1,4 @@
-"""Norms, computed in fp32 and rounded back to the input's dtype."""
+"""Norms, computed in fp32 and rounded back to the input's dtype, and a product that is not rounded."""
 
 from __future__ import annotations
 
@@ -16,3 +16,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """LayerNorm with weight and bias [d] over the last dimension of x."""
     return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., d] over the root of its mean square, which is rounded to x's dtype first, as transformers rounds it."""
+    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps).to(x.dtype)
+
+
+def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, d] times weight [n, d], accumulated and kept in fp32."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.bfloat16:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())

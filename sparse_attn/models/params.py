@@ -1,7 +1,7 @@
-"""Which tensors the forward needs, under which names, in which shapes; and seeded random ones.
+"""The forward's weights as values: dtypes, rope tables, and seeded random ones.
 
-Names of layer i start with "layers.{i}."; the forward takes them as one flat dict. Beside the weights the dict holds
-"rope", the fp32 cos and sin table.
+The forward takes one flat dict: the weights of models.shapes, and beside them "rope" (and "rope_compressed"), the fp32
+cos and sin tables.
 
 Values are torch.nn.Parameter without gradient: torch.compile takes a parameter's shape as fixed, whereas the sizes of a
 plain tensor become symbols under dynamic=True and can be taken for a batch size that happens to be equal.
@@ -13,73 +13,20 @@ from dataclasses import asdict
 
 import torch
 
+from sparse_attn.models.shapes import param_shapes
 from sparse_attn.ops.rope import Yarn, rope_table
-from sparse_attn.spec import Spec
+from sparse_attn.spec import CompressedSpec, Spec
 
-# Kept in fp32 whatever the model's dtype: a rounding there changes which keys or experts are selected.
-FP32_NAMES = ("index.weights", "moe.gate", "moe.bias")
-
-
-def param_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Shape of every weight of the forward, by name, in a fixed order."""
-    hidden, heads = spec.hidden_size, spec.num_heads
-    shapes: dict[str, tuple[int, ...]] = {"embed": (spec.vocab_size, hidden), "norm": (hidden,)}
-    if not spec.tie_embeddings:
-        shapes["lm_head"] = (spec.vocab_size, hidden)
-    for layer in range(spec.num_layers):
-        own = {
-            "input_norm": (hidden,),
-            "post_norm": (hidden,),
-            "attn.q_a": (spec.q_lora, hidden),
-            "attn.q_a_norm": (spec.q_lora,),
-            "attn.q_b": (heads * spec.qk_dim, spec.q_lora),
-            "attn.kv_a": (spec.latent_dim, hidden),
-            "attn.kv_a_norm": (spec.kv_lora,),
-            "attn.w_uk": (heads, spec.nope_dim, spec.kv_lora),
-            "attn.w_uv": (heads, spec.kv_lora, spec.v_dim),
-            "attn.o": (hidden, heads * spec.v_dim),
-        }
-        if spec.index_layers[layer]:
-            own |= _index_shapes(spec)
-        own |= _moe_shapes(spec) if spec.moe_layers[layer] else _dense_shapes(spec)
-        shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
-    return shapes
-
-
-def _index_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    index = spec.index
-    return {
-        "index.q_b": (index.num_heads * index.head_dim, spec.q_lora),
-        "index.k": (index.head_dim, spec.hidden_size),
-        "index.k_norm": (index.head_dim,),
-        "index.k_norm_bias": (index.head_dim,),
-        "index.weights": (index.num_heads, spec.hidden_size),
-    }
-
-
-def _dense_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    return {
-        "mlp.gate_up": (2 * spec.dense_intermediate_size, spec.hidden_size),
-        "mlp.down": (spec.hidden_size, spec.dense_intermediate_size),
-    }
-
-
-def _moe_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    moe, hidden = spec.moe, spec.hidden_size
-    shapes = {
-        "moe.gate": (moe.num_experts, hidden),
-        "moe.bias": (moe.num_experts,),
-        "moe.gate_up": (moe.num_experts, 2 * moe.intermediate_size, hidden),
-        "moe.down": (moe.num_experts, hidden, moe.intermediate_size),
-    }
-    if moe.num_shared:
-        shapes["moe.shared_gate_up"] = (2 * moe.num_shared * moe.intermediate_size, hidden)
-        shapes["moe.shared_down"] = (hidden, moe.num_shared * moe.intermediate_size)
-    return shapes
+# Kept in fp32 whatever the model's dtype: a rounding there changes which keys or experts are selected, or is multiplied
+# through every layer.
+FP32_NAMES = ("index.weights", "moe.gate", "moe.bias", ".sink", ".position_bias", ".fn", ".base", ".scale")
+INTEGER_NAMES = ("moe.table",)
 
 
 def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype a weight is held in, in a model of ``dtype``."""
+    if name.endswith(INTEGER_NAMES):
+        return torch.int32
     return torch.float32 if name.endswith(FP32_NAMES) else dtype
 
 
@@ -88,32 +35,47 @@ def hold(value: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(value, requires_grad=False)
 
 
-def model_rope_table(spec: Spec, device: torch.device | str, positions: int | None = None) -> torch.Tensor:
-    """cos and sin of ``spec`` for positions [0, positions), fp32; None: all the model knows."""
+def model_rope_tables(
+    spec: Spec | CompressedSpec, device: torch.device | str, positions: int | None = None
+) -> dict[str, torch.nn.Parameter]:
+    """cos and sin of ``spec`` for positions [0, positions), fp32, by name; None: all the model knows."""
     count = spec.max_positions if positions is None else positions
     yarn = spec.yarn and Yarn(**asdict(spec.yarn))
-    return rope_table(count, spec.rope_dim, spec.rope_theta, yarn=yarn, device=device)
+    if isinstance(spec, CompressedSpec):
+        tables = {"rope": (spec.rope_theta, None), "rope_compressed": (spec.compressed_rope_theta, yarn)}
+    else:
+        tables = {"rope": (spec.rope_theta, yarn)}
+    return {
+        name: hold(rope_table(count, spec.rope_dim, theta, yarn=ramp, device=device))
+        for name, (theta, ramp) in tables.items()
+    }
 
 
 def random_params(
-    spec: Spec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU."""
     generator = torch.Generator("cpu").manual_seed(seed)
     params = {}
     for name, shape in param_shapes(spec).items():
-        # torch.rand scales integers, which rounds alike everywhere; a normal distribution goes through libm.
-        noise = 2 * torch.rand(shape, generator=generator, device="cpu") - 1
-        if name.endswith("norm"):
-            value = 1 + 0.1 * noise
-        elif name.endswith("bias"):
-            value = 0.1 * noise
-        elif name == "embed":
-            value = noise
+        if name.endswith(INTEGER_NAMES):
+            drawn = torch.rand(shape[0], spec.moe.num_experts, generator=generator, device="cpu")
+            value = drawn.argsort(dim=1, stable=True)[:, : shape[1]]
         else:
-            # w_uv is stored [heads, in, out], every other weight [..., out, in].
-            fan_in = shape[-2] if name.endswith(("w_uv", "w_uk")) else shape[-1]
-            value = noise * (3 / fan_in) ** 0.5
+            # torch.rand scales integers, which rounds alike everywhere; a normal distribution goes through libm.
+            value = _random(name, 2 * torch.rand(shape, generator=generator, device="cpu") - 1)
         params[name] = hold(value.to(device=device, dtype=param_dtype(name, dtype)))
-    params["rope"] = hold(model_rope_table(spec, device))
-    return params
+    return params | model_rope_tables(spec, device)
+
+
+def _random(name: str, noise: torch.Tensor) -> torch.Tensor:
+    """A weight out of uniform ``noise`` in [-1, 1)."""
+    if name.endswith(("norm", ".scale")):
+        return 1 + 0.1 * noise
+    if name.endswith(("bias", ".base")):
+        return 0.1 * noise
+    if name == "embed" or name.endswith(".sink"):
+        return noise
+    # w_uv is stored [heads, in, out], every other weight [..., out, in].
+    fan_in = noise.shape[-2] if name.endswith(("w_uv", "w_uk")) else noise.shape[-1]
+    return noise * (3 / fan_in) ** 0.5

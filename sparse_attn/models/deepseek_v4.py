@@ -1,0 +1,153 @@
+"""The forward of DeepSeek-V4 as a pure function of weights, tokens, caches and a step plan.
+
+Under torch.compile let ``spec`` and ``layouts`` be attributes of an nn.Module (runtime.steps.Model) or globals of the
+compiled function, as models.deepseek_v32 says.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn.layout import allocate_cache
+from sparse_attn.models.checks import check_caches, check_tokens
+from sparse_attn.models.moe import moe
+from sparse_attn.models.norms import rms_norm
+from sparse_attn.models.windowed import attention
+from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
+from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
+from sparse_attn.pipeline.layouts import state_ring, window_ring
+from sparse_attn.pipeline.windowed import Entries, WindowStep
+from sparse_attn.spec import CompressedSpec
+from sparse_attn.types import HyperMix, StepPlan, WindowCaches
+
+
+def forward(
+    params: dict[str, torch.Tensor],
+    spec: CompressedSpec,
+    tokens: torch.Tensor,
+    caches: WindowCaches,
+    plan: StepPlan,
+    *,
+    layouts: CacheLayouts,
+    impl: str = "auto",
+    logits_bytes: int = LOGITS_BYTES,
+    prefill_in_place: bool = False,
+) -> torch.Tensor:
+    """Run one step and return fp32 logits [T, vocab]; the step's keys and entries are written into ``caches``.
+
+    params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
+    [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
+    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. impl: as every op takes it.
+    """
+    _check(spec, tokens, caches, plan)
+    step = windowed.plan_windows(
+        plan, window=spec.window, ring=caches.kv[0].shape[1], entries_per_block=_entries_per_block(spec, caches),
+        prefill_in_place=prefill_in_place, impl=impl,
+    )  # fmt: skip
+    shared = _shared_entries(spec, caches, plan, step, impl)
+    streams = F.embedding(tokens, params["embed"]).unsqueeze(1).repeat(1, spec.streams, 1)
+    for layer in range(spec.num_layers):
+        prefix = f"layers.{layer}."
+        mix = _mix(streams, params, prefix + "attn_hyper.", spec, impl)
+        normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
+        out = attention(
+            normed, params, prefix, spec, layer, caches, plan, step, shared,
+            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+        )  # fmt: skip
+        streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
+        mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)
+        normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
+        out = moe(
+            normed, params, prefix + "moe.", spec.moe, tokens if spec.hash_layers[layer] else None, impl=impl
+        )
+        streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
+    hidden = hyper_head(
+        streams, params["head.fn"], params["head.base"], params["head.scale"],
+        eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
+    )  # fmt: skip
+    hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
+    return F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
+
+
+def allocate_caches(
+    spec: CompressedSpec,
+    layouts: CacheLayouts,
+    num_blocks: int,
+    block_size: int,
+    device: torch.device | str,
+    *,
+    requests: int,
+    step_rows: int,
+    next_n: int = 1,
+) -> WindowCaches:
+    """Zeroed caches for every layer.
+
+    num_blocks, block_size: the paged caches of entries; a block covers block_size tokens, a multiple of every ratio.
+    requests: how many rings there are. step_rows: most rows of one request in a step. next_n: most decode rows of one.
+    """
+    for ratio in spec.ratios:
+        if block_size % ratio:
+            raise ValueError(f"block_size: got {block_size}, allowed: multiples of the compression ratio {ratio}")
+    ring = window_ring(spec, step_rows)
+
+    def paged(kinds: tuple[str, ...], layout) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            allocate_cache(layout, num_blocks, block_size // spec.ratio(layer), device) if kind in kinds else None
+            for layer, kind in enumerate(spec.layer_kinds)
+        )
+
+    def states(kinds: tuple[str, ...], dim: int) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            torch.zeros(requests, *state_ring(spec, layer, dim, next_n), device=device) if kind in kinds else None
+            for layer, kind in enumerate(spec.layer_kinds)
+        )
+
+    return WindowCaches(
+        kv=tuple(allocate_cache(layouts.kv, requests, ring, device) for _ in spec.layer_kinds),
+        compressed=paged(("indexed", "full"), layouts.kv),
+        index=paged(("indexed",), layouts.index),
+        state=states(("indexed", "full"), spec.head_dim),
+        index_state=states(("indexed",), spec.index.head_dim),
+    )
+
+
+def _mix(
+    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, impl: str
+) -> HyperMix:
+    return hyper_mix(
+        streams, params[prefix + "fn"], params[prefix + "base"], params[prefix + "scale"],
+        iterations=spec.sinkhorn_iterations, eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
+    )  # fmt: skip
+
+
+def _entries_per_block(spec: CompressedSpec, caches: WindowCaches) -> dict[int, int]:
+    return {
+        spec.ratio(layer): cache.shape[1] for layer, cache in enumerate(caches.compressed) if cache is not None
+    }
+
+
+def _shared_entries(
+    spec: CompressedSpec, caches: WindowCaches, plan: StepPlan, step: WindowStep, impl: str
+) -> dict[str, Entries]:
+    """What layers without an indexer attend to, by kind of layer."""
+    shared = {}
+    if "window" in spec.layer_kinds:
+        shared["window"] = windowed.no_entries(plan, step, window=spec.window, impl=impl)
+    if "full" in spec.layer_kinds:
+        block_size = caches.compressed[spec.layer_kinds.index("full")].shape[1]
+        shared["full"] = windowed.all_entries(
+            plan, step, ratio=spec.full_ratio, window=spec.window, block_size=block_size, impl=impl
+        )
+    return shared
+
+
+def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, plan: StepPlan) -> None:
+    check_tokens(tokens, plan)
+    if plan.ring_table is None:
+        raise ValueError("plan.ring_table: got None, allowed: int32 [requests, ring blocks]")
+    kinds = spec.layer_kinds
+    compressed, indexed = [kind != "window" for kind in kinds], [kind == "indexed" for kind in kinds]
+    for name, present in (("kv", [True] * len(kinds)), ("compressed", compressed), ("state", compressed),
+                          ("index", indexed), ("index_state", indexed)):  # fmt: skip
+        check_caches(f"caches.{name}", getattr(caches, name), present)

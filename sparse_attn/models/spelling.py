@@ -1,0 +1,204 @@
+"""Which weights of a checkpoint make up which weights of the forward."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from sparse_attn.models.checkpoint import Checkpoint
+from sparse_attn.spec import CompressedSpec, Spec
+
+_FUSED_GATE_UP, _FUSED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+class Spelling:
+    """Names of a checkpoint's weights, relative to their layer where they belong to one.
+
+    direct: read as they are, but for the shape. stacked: one after the other along the first dimension.
+    """
+
+    direct: dict[str, str] = {}
+    stacked: dict[str, tuple[str, ...]] = {}
+
+    def __init__(self, spec: Spec | CompressedSpec):
+        self.spec = spec
+
+    def rename(self, stored: str) -> str:
+        """The name that a weight called ``stored`` in the files is read by."""
+        return stored
+
+    def ignores(self, name: str) -> bool:
+        """Whether ``name`` is left out on purpose."""
+        match = re.match(r"model\.layers\.(\d+)\.", name)
+        beyond = match is not None and int(match[1]) >= self.spec.num_layers
+        return beyond or name.endswith("rotary_emb.inv_freq")
+
+    def sources(self, name: str, checkpoint: Checkpoint) -> list[str]:
+        """The checkpoint's weights that a weight of the forward is read from."""
+        prefix, kind = _place(name)
+        if kind in self.direct:
+            return [prefix + self.direct[kind]]
+        if kind in self.stacked:
+            return [prefix + part for part in self.stacked[kind]]
+        fused, parts = (_FUSED_GATE_UP, ("gate", "up")) if kind == "moe.gate_up" else (_FUSED_DOWN, ("down",))
+        if prefix + fused in checkpoint:
+            return [prefix + fused]
+        experts = range(self.spec.moe.num_experts)
+        return [f"{prefix}mlp.experts.{expert}.{part}_proj.weight" for expert in experts for part in parts]
+
+    def fill(self, target: torch.Tensor, name: str, checkpoint: Checkpoint) -> None:
+        """Copy a weight's values from the checkpoint into ``target``."""
+        sources = self.sources(name, checkpoint)
+        kind = _place(name)[1]
+        if kind not in ("moe.gate_up", "moe.down"):
+            _fill_rows(target, sources, checkpoint)
+        elif sources[0].endswith((_FUSED_GATE_UP, _FUSED_DOWN)):
+            target.copy_(checkpoint.read(sources[0], tuple(target.shape)))
+        else:
+            parts = len(sources) // target.shape[0]
+            for expert, rows in enumerate(target):
+                _fill_rows(rows, sources[expert * parts : (expert + 1) * parts], checkpoint)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """(checkpoint prefix, name inside its layer) of a weight of the forward."""
+    match = re.match(r"layers\.(\d+)\.(.*)", name)
+    return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
+
+
+def _fill_rows(target: torch.Tensor, sources: list[str], checkpoint: Checkpoint) -> None:
+    """Fill ``target`` with equal shares of rows from each source."""
+    rows = target.flatten(0, 1) if target.dim() == 3 else target
+    share = rows.shape[0] // len(sources)
+    for part, source in zip(rows.split(share), sources):
+        part.copy_(checkpoint.read(source, tuple(part.shape)))
+
+
+class LatentSpelling(Spelling):
+    """DeepSeek-V3.2 and GLM-5."""
+
+    direct = {
+        "embed": "model.embed_tokens.weight",
+        "norm": "model.norm.weight",
+        "lm_head": "lm_head.weight",
+        "input_norm": "input_layernorm.weight",
+        "post_norm": "post_attention_layernorm.weight",
+        "attn.q_a": "self_attn.q_a_proj.weight",
+        "attn.q_a_norm": "self_attn.q_a_layernorm.weight",
+        "attn.q_b": "self_attn.q_b_proj.weight",
+        "attn.kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+        "attn.kv_a_norm": "self_attn.kv_a_layernorm.weight",
+        "attn.w_uk": "self_attn.kv_b_proj.weight",
+        "attn.w_uv": "self_attn.kv_b_proj.weight",
+        "attn.o": "self_attn.o_proj.weight",
+        "index.q_b": "self_attn.indexer.wq_b.weight",
+        "index.k": "self_attn.indexer.wk.weight",
+        "index.k_norm": "self_attn.indexer.k_norm.weight",
+        "index.k_norm_bias": "self_attn.indexer.k_norm.bias",
+        "index.weights": "self_attn.indexer.weights_proj.weight",
+        "mlp.down": "mlp.down_proj.weight",
+        "moe.gate": "mlp.gate.weight",
+        "moe.bias": "mlp.gate.e_score_correction_bias",
+        "moe.shared_down": "mlp.shared_experts.down_proj.weight",
+    }
+    stacked = {
+        "mlp.gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "moe.shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    }
+
+    def fill(self, target: torch.Tensor, name: str, checkpoint: Checkpoint) -> None:
+        kind = _place(name)[1]
+        if kind not in ("attn.w_uk", "attn.w_uv"):
+            return super().fill(target, name, checkpoint)
+        spec, (source,) = self.spec, self.sources(name, checkpoint)
+        heads, both = spec.num_heads, spec.nope_dim + spec.v_dim
+        kv_b = checkpoint.read(source, (heads * both, spec.kv_lora)).unflatten(0, (heads, both))
+        target.copy_(kv_b[:, : spec.nope_dim] if kind == "attn.w_uk" else kv_b[:, spec.nope_dim :].transpose(1, 2))
+
+
+_ATTENTION, _INDEXER = "self_attn.", "self_attn.compressor.indexer."
+# DeepSeek's names -> transformers'. Applied in this order, to a name with "model." in front.
+_RENAMES = (
+    (r"^(layers|embed|norm|hc_head)(?=[._])", r"model.\1"),
+    (r"^head\.", "lm_head."),
+    (r"^model\.embed\.", "model.embed_tokens."),
+    (r"^model\.hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.hc_(attn|ffn)_(fn|base|scale)$", r".\1_hc.\2"),
+    (r"\.attn_sink$", ".sinks"),
+    (r"\.indexer\.compressor\.", ".compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"(?<=\.self_attn)\.norm\.", ".kv_norm."),
+    (r"(?<=compressor)\.norm\.", ".kv_norm."),
+    (r"(?<=indexer)\.norm\.", ".kv_norm."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.w(q_a|q_b|kv|o_a|o_b)\.", r".\1_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"\.w1\.", ".gate_proj."),
+    (r"\.w2\.", ".down_proj."),
+    (r"\.w3\.", ".up_proj."),
+    (r"_proj\.scale$", "_proj.weight_scale_inv"),
+)
+
+
+class CompressedSpelling(Spelling):
+    """DeepSeek-V4, by transformers' names; DeepSeek's own are renamed to them."""
+
+    direct = {
+        "embed": "model.embed_tokens.weight",
+        "norm": "model.norm.weight",
+        "lm_head": "lm_head.weight",
+        "head.fn": "model.hc_head.hc_fn",
+        "head.base": "model.hc_head.hc_base",
+        "head.scale": "model.hc_head.hc_scale",
+        "input_norm": "input_layernorm.weight",
+        "post_norm": "post_attention_layernorm.weight",
+        "attn.q_a": _ATTENTION + "q_a_proj.weight",
+        "attn.q_a_norm": _ATTENTION + "q_a_norm.weight",
+        "attn.q_b": _ATTENTION + "q_b_proj.weight",
+        "attn.kv": _ATTENTION + "kv_proj.weight",
+        "attn.kv_norm": _ATTENTION + "kv_norm.weight",
+        "attn.sink": _ATTENTION + "sinks",
+        "attn.o_a": _ATTENTION + "o_a_proj.weight",
+        "attn.o_b": _ATTENTION + "o_b_proj.weight",
+        "entry.position_bias": _ATTENTION + "compressor.position_bias",
+        "entry.norm": _ATTENTION + "compressor.kv_norm.weight",
+        "index.position_bias": _INDEXER + "position_bias",
+        "index.norm": _INDEXER + "kv_norm.weight",
+        "index.q_b": _INDEXER + "q_b_proj.weight",
+        "index.weights": _INDEXER + "scorer.weights_proj.weight",
+        "moe.gate": "mlp.gate.weight",
+        "moe.bias": "mlp.gate.e_score_correction_bias",
+        "moe.table": "mlp.gate.tid2eid",
+        "moe.shared_down": "mlp.shared_experts.down_proj.weight",
+    } | {
+        f"{ours}.{part}": f"{theirs}.{part}"
+        for ours, theirs in (("attn_hyper", "attn_hc"), ("moe_hyper", "ffn_hc"))
+        for part in ("fn", "base", "scale")
+    }  # fmt: skip
+    stacked = {
+        "entry.kv_gate": (_ATTENTION + "compressor.kv_proj.weight", _ATTENTION + "compressor.gate_proj.weight"),
+        "index.kv_gate": (_INDEXER + "kv_proj.weight", _INDEXER + "gate_proj.weight"),
+        "moe.shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    }
+
+    def rename(self, stored: str) -> str:
+        name = stored
+        for pattern, replacement in _RENAMES:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def ignores(self, name: str) -> bool:
+        return super().ignores(name) or name.startswith("mtp.")
+
+
+def spelling_of(spec: Spec | CompressedSpec) -> Spelling:
+    """How checkpoints of ``spec``'s architecture name their weights."""
+    return (CompressedSpelling if isinstance(spec, CompressedSpec) else LatentSpelling)(spec)

@@ -1,0 +1,133 @@
+"""Attention over a window of raw keys and compressed entries, with what writes them.
+
+A head's key is its value: one vector of head_dim per token (or entry), its last rope_dim values rotated. What was
+rotated into the values is rotated back out of the output, at the query's position.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
+from sparse_attn.ops.compressor import compress_and_cache
+from sparse_attn.ops.index_query import indexer_q_rope_quant
+from sparse_attn.ops.rope import apply_rope
+from sparse_attn.pipeline import CacheLayouts, windowed
+from sparse_attn.pipeline.windowed import Entries, WindowStep
+from sparse_attn.spec import CompressedSpec
+from sparse_attn.types import StepPlan, WindowCaches
+
+Params = dict[str, torch.Tensor]
+
+
+def compress(
+    hidden: torch.Tensor,
+    params: Params,
+    prefix: str,
+    spec: CompressedSpec,
+    layer: int,
+    state: torch.Tensor,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    step: WindowStep,
+    *,
+    layout,
+    hadamard: bool,
+    impl: str,
+) -> None:
+    """Pool the step's tokens into entries of one of a layer's compressed caches: hidden [T, D]."""
+    ratio, dim = spec.ratio(layer), params[prefix + "norm"].shape[0]
+    kv, gate = linear_fp32(hidden, params[prefix + "kv_gate"]).chunk(2, dim=-1)
+    compress_and_cache(
+        kv, gate, params[prefix + "position_bias"], params[prefix + "norm"], plan.positions, plan.request_ids,
+        state, plan.ring_table, cache, step.compressed[ratio].slot_mapping, params["rope_compressed"],
+        ratio=ratio, overlap=spec.layer_kinds[layer] == "indexed", eps=spec.rms_eps, rope_start=dim - spec.rope_dim,
+        interleaved=True, hadamard=hadamard, layout=layout, impl=impl,
+    )  # fmt: skip
+
+
+def select(
+    hidden: torch.Tensor,
+    q_latent: torch.Tensor,
+    params: Params,
+    prefix: str,
+    spec: CompressedSpec,
+    layer: int,
+    caches: WindowCaches,
+    plan: StepPlan,
+    step: WindowStep,
+    *,
+    layouts: CacheLayouts,
+    logits_bytes: int,
+    impl: str,
+) -> Entries:
+    """Run a layer's indexer: pool this step's index keys, score, select."""
+    index, cache = spec.index, caches.index[layer]
+    compress(
+        hidden, params, prefix, spec, layer, caches.index_state[layer], cache, plan, step,
+        layout=layouts.index, hadamard=index.hadamard, impl=impl,
+    )  # fmt: skip
+    query = indexer_q_rope_quant(
+        F.linear(q_latent, params[prefix + "q_b"]).unflatten(-1, (index.num_heads, index.head_dim)),
+        F.linear(hidden.float(), params[prefix + "weights"]),
+        plan.positions,
+        params["rope_compressed"],
+        start=index.rope_start,
+        interleaved=index.rope_interleaved,
+        hadamard=index.hadamard,
+        weight_scale=index.weight_scale,
+        layout=layouts.index,
+        impl=impl,
+    )
+    return windowed.select_entries(
+        query, cache, plan, step, ratio=spec.indexed_ratio, window=spec.window, layouts=layouts, top_k=index.top_k,
+        logits_bytes=logits_bytes, impl=impl,
+    )  # fmt: skip
+
+
+def attention(
+    hidden: torch.Tensor,
+    params: Params,
+    prefix: str,
+    spec: CompressedSpec,
+    layer: int,
+    caches: WindowCaches,
+    plan: StepPlan,
+    step: WindowStep,
+    shared: dict[str, Entries],
+    *,
+    layouts: CacheLayouts,
+    logits_bytes: int,
+    impl: str,
+) -> torch.Tensor:
+    """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind."""
+    attn, kind = prefix + "attn.", spec.layer_kinds[layer]
+    rope = params["rope" if kind == "window" else "rope_compressed"]
+    q_latent = rms_norm(F.linear(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.rms_eps)
+    keys = rms_norm(F.linear(hidden, params[attn + "kv"]), params[attn + "kv_norm"], spec.rms_eps)
+    keys = apply_rope(keys, plan.positions, rope, start=spec.nope_dim, interleaved=True)
+    windowed.write_window_keys(keys, caches.kv[layer], plan, layouts=layouts, impl=impl)
+    if kind != "window":
+        compress(
+            hidden, params, prefix + "entry.", spec, layer, caches.state[layer], caches.compressed[layer], plan, step,
+            layout=layouts.kv, hadamard=False, impl=impl,
+        )  # fmt: skip
+    if kind == "indexed":
+        entries = select(
+            hidden, q_latent, params, prefix + "index.", spec, layer, caches, plan, step,
+            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+        )  # fmt: skip
+    else:
+        entries = shared[kind]
+
+    q = F.linear(q_latent, params[attn + "q_b"]).unflatten(-1, (spec.num_heads, spec.head_dim))
+    q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
+    out = windowed.attend(
+        q, caches.kv[layer], caches.compressed[layer], plan, step, entries,
+        ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"], impl=impl,
+    ).out  # fmt: skip
+    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)
+    grouped = out.reshape(out.shape[0], spec.o_groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
+    mixed = torch.bmm(grouped, params[attn + "o_a"].transpose(1, 2)).transpose(0, 1)  # [T, groups, o_lora]
+    return F.linear(mixed.flatten(1), params[attn + "o_b"])

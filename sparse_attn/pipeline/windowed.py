@@ -1,0 +1,223 @@
+"""Attention over a window of raw keys and over compressed entries: write -> choose -> indices -> attend.
+
+Rows that attend in place read both caches where they lie, in one pass (always the decode rows). The others read keys
+gathered into one matrix, entries first, because many rows of one request share those.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.layout import PlainLayout, PlanarFp8Layout
+from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.index_topk import LOGITS_BYTES
+from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.ragged import (
+    combine_topk_swa_indices_ragged,
+    compute_global_topk_ragged_indices_and_indptr,
+    entry_indices,
+    window_indices,
+)
+from sparse_attn.ops.step_plan import build_compressed_plan, build_window_plan
+from sparse_attn.pipeline.choose import choose, num_decode_rows
+from sparse_attn.pipeline.latent import join
+from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged, StepPlan, WindowPlan
+
+
+class Entries(NamedTuple):
+    """Entries that rows attend to beside their window; None where there are no such rows, or no entries.
+
+    in_place: slots of the compressed cache, a row per row that attends in place. gathered: rows of the gathered matrix,
+    the window's included, a row per other row.
+    """
+
+    in_place: Ragged | None
+    gathered: Ragged | None
+
+
+class WindowStep(NamedTuple):
+    """What a step's rows see, the same in every layer.
+
+    in_place: rows at the front that attend in place. window: slots of their window keys. gather: how the other rows'
+    window keys are gathered. compressed: by ratio.
+    """
+
+    in_place: int
+    window: Ragged | None
+    gather: WindowPlan | None
+    compressed: dict[int, CompressedPlan]
+
+
+def plan_windows(
+    plan: StepPlan,
+    *,
+    window: int,
+    ring: int,
+    entries_per_block: dict[int, int],
+    prefill_in_place: bool = False,
+    impl: str = "auto",
+) -> WindowStep:
+    """Find the window of every row of ``plan``, and the entries it may see.
+
+    ring: tokens a ring block holds. entries_per_block: by ratio, entries a block of that compressed cache holds.
+    prefill_in_place: let prefill rows attend in place too; cheaper where few rows would gather many keys.
+    """
+    in_place = plan.positions.shape[0] if prefill_in_place else num_decode_rows(plan)
+    seen = gather = None
+    if in_place:
+        seen = window_indices(
+            plan.positions[:in_place], plan.request_ids[:in_place], plan.ring_table, ring, window, impl=impl
+        )
+    if plan.positions.shape[0] - in_place:
+        gather = build_window_plan(plan, window=window, impl=impl)
+    compressed = {
+        ratio: build_compressed_plan(plan, ratio=ratio, block_size=block_size, impl=impl)
+        for ratio, block_size in entries_per_block.items()
+    }
+    return WindowStep(in_place, seen, gather, compressed)
+
+
+def write_window_keys(
+    keys: torch.Tensor, cache: torch.Tensor, plan: StepPlan, *, layouts: CacheLayouts, impl: str = "auto"
+) -> None:
+    """Put the step's rotated keys [tokens, dim] into a layer's rings."""
+    latent, rope = keys.split([layouts.kv.latent, layouts.kv.rope], dim=-1)
+    write_kv_cache(latent, rope, cache, plan.slot_mapping, layouts.kv, impl=impl)
+
+
+def no_entries(plan: StepPlan, step: WindowStep, *, window: int, impl: str = "auto") -> Entries:
+    """For layers that attend to their window alone."""
+    return Entries(None, _gathered(None, plan, step, None, window, impl))
+
+
+def all_entries(
+    plan: StepPlan, step: WindowStep, *, ratio: int, window: int, block_size: int, impl: str = "auto"
+) -> Entries:
+    """Every entry of ``ratio`` that a row may see. block_size: entries a block holds."""
+    entries, rows = step.compressed[ratio], step.in_place
+    in_place = None
+    if rows:
+        in_place = entry_indices(
+            entries.limits[:rows], plan.request_ids[:rows], plan.block_table, block_size, entries.max_context, impl=impl
+        )
+    return Entries(in_place, _gathered(None, plan, step, entries, window, impl))
+
+
+def select_entries(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    plan: StepPlan,
+    step: WindowStep,
+    *,
+    ratio: int,
+    window: int,
+    layouts: CacheLayouts,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> Entries:
+    """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``."""
+    entries = step.compressed[ratio]
+    chosen = choose(
+        query, cache, plan.block_table, entries,
+        layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl,
+    )  # fmt: skip
+    decode, prefill = chosen
+    if prefill is not None and step.gather is None:
+        decode = prefill if decode is None else torch.cat([decode, prefill])
+    in_place = None
+    if decode is not None:
+        in_place = compute_global_topk_ragged_indices_and_indptr(
+            decode, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl
+        )
+    return Entries(in_place, _gathered(prefill, plan, step, entries, window, impl))
+
+
+def attend(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    compressed: torch.Tensor | None,
+    plan: StepPlan,
+    step: WindowStep,
+    entries: Entries,
+    *,
+    ratio: int,
+    layouts: CacheLayouts,
+    scale: float,
+    sink: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> AttentionOutput:
+    """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
+
+    ratio: that of ``compressed``; not looked at where it is None. Returns out [tokens, heads, dim] and lse fp32 [tokens,
+    heads].
+    """
+    rows, parts, layout = step.in_place, [], layouts.kv
+    if rows:
+        parts.append(
+            sparse_attn_decode(
+                q[:rows], cache, step.window, scale=scale, layout=layout, extra_cache=compressed,
+                extra_ragged=entries.in_place, extra_layout=None if compressed is None else layout, sink=sink, impl=impl,
+            )
+        )  # fmt: skip
+    if step.gather is not None:
+        kv = _gather(cache, compressed, plan, step, ratio, layout, q.dtype, impl)
+        parts.append(
+            sparse_attn_prefill(
+                q[rows:], kv, entries.gathered, scale=scale, d_v=layout.value_dim, sink=sink, impl=impl
+            )
+        )
+    return join(parts, q, layout.value_dim)
+
+
+def _gathered(
+    chosen: torch.Tensor | None,
+    plan: StepPlan,
+    step: WindowStep,
+    entries: CompressedPlan | None,
+    window: int,
+    impl: str,
+) -> Ragged | None:
+    """Rows of the gathered matrix (entries, then window keys) that the gathered rows see."""
+    if step.gather is None:
+        return None
+    rows, gather = step.in_place, step.gather
+    if entries is None:
+        zero = torch.zeros_like(gather.offsets)
+        limits, entry_offsets, window_offsets = zero, zero, gather.offsets
+        most, num_rows = 0, gather.capacity
+    else:
+        limits, entry_offsets = entries.limits[rows:], entries.kv_start
+        window_offsets = gather.offsets + entries.kv_capacity
+        most, num_rows = entries.max_context, entries.kv_capacity + gather.capacity
+    return combine_topk_swa_indices_ragged(
+        chosen, limits, plan.positions[rows:], entry_offsets, window_offsets,
+        window=window, max_entries=most, num_rows=num_rows, impl=impl,
+    )  # fmt: skip
+
+
+def _gather(
+    cache: torch.Tensor,
+    compressed: torch.Tensor | None,
+    plan: StepPlan,
+    step: WindowStep,
+    ratio: int,
+    layout: PlanarFp8Layout | PlainLayout,
+    dtype: torch.dtype,
+    impl: str,
+) -> torch.Tensor:
+    requests, gather = plan.context_lens.shape[0], step.gather
+    raw = gather_kv_cache(
+        cache, plan.ring_table[requests:], gather.kv_indptr, gather.capacity, layout,
+        starts=gather.starts, dtype=dtype, impl=impl,
+    )  # fmt: skip
+    if compressed is None:
+        return raw
+    entries = step.compressed[ratio]
+    pooled = gather_kv_cache(
+        compressed, plan.block_table[requests:], entries.kv_indptr, entries.kv_capacity, layout, dtype=dtype, impl=impl
+    )
+    return torch.cat([pooled, raw])
