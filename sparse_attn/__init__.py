@@ -27,7 +27,7 @@ from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
 from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
-from sparse_attn.ops.router import biased_grouped_topk
+from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.ops.sampling import sample
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.ops.topk import top_k_per_row
@@ -55,6 +55,7 @@ __all__ = [
     "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_ragged_indices_from_dense",
     "build_step_plan", "cache_layouts", "compute_global_topk_ragged_indices_and_indptr", "fp8_mqa_logits",
     "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform",
+    "hash_routed_experts",
     "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache", "indexer_q_rope_quant",
     "lse_to_base2", "lse_to_flashmla", "merge_attn_states", "parse_layout", "preset", "release", "reserve",
     "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill", "target_of", "top_k_per_row", "use",

@@ -61,7 +61,7 @@ def inputs(tokens, experts, *, ties=False, seed=0, dtype=torch.float32, device="
 
 
 def check_against_python(logits, bias, *rest):
-    weights, ids = reference.biased_grouped_topk(logits, bias, *rest)
+    weights, ids = reference.biased_grouped_topk(logits, bias, *rest, "sigmoid")
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     for t, row in enumerate(logits.float().tolist()):
         want_weights, want_ids = slow_route(row, bias.tolist(), *rest)
@@ -154,6 +154,7 @@ int num_groups,
 int top_groups,
 bool renormalise,
 float routed_scale,
+str score,
 str impl) -> (Tensor,
 Tensor)""")
 
@@ -161,8 +162,8 @@ Tensor)""")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype):
     logits, bias = inputs(5, 16, dtype=dtype)
-    opcheck("biased_grouped_topk", logits, bias, 3, 4, 2, True, 2.5, "auto")
-    opcheck("biased_grouped_topk", logits[:0], bias, 3, 1, 1, False, 1.0, "reference")
+    opcheck("biased_grouped_topk", logits, bias, 3, 4, 2, True, 2.5, "sigmoid", "auto")
+    opcheck("biased_grouped_topk", logits[:0], bias, 3, 1, 1, False, 1.0, "sqrtsoftplus", "reference")
 
 
 def test_empty():
@@ -203,6 +204,7 @@ L, B = torch.zeros(3, 12), torch.zeros(12)
         (dict(top_groups=5), ValueError, "top_groups: got 5, allowed: 1 to 4"),
         (dict(top_k=0), ValueError, "top_k: got 0"),
         (dict(top_k=7), ValueError, "top_k: got 7, allowed: 1 to 6"),
+        (dict(score="softmax"), ValueError, "score: got 'softmax', allowed: 'sigmoid', 'sqrtsoftplus'"),
         (dict(impl="cuda"), ValueError, "impl: got 'cuda'"),
     ],
 )

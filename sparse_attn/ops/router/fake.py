@@ -3,5 +3,5 @@
 from sparse_attn.ops.router.shapes import allocate_routes
 
 
-def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale):
+def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):
     return allocate_routes(logits, top_k)

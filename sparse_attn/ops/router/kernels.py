@@ -23,6 +23,18 @@ def _index_of(candidate):
     return 0x7FFFFFFF - (candidate & 0x7FFFFFFF).to(tl.int32)
 
 
+@triton.jit
+def _score(logit, SOFTPLUS: tl.constexpr):
+    if SOFTPLUS:
+        small = tl.exp(-tl.abs(logit))
+        one_more = 1.0 + small
+        # log(1 + small) without losing a small that vanishes beside 1
+        tail = tl.where(one_more == 1.0, small, tl.log(one_more) * (small / tl.where(one_more == 1.0, 1.0, one_more - 1.0)))
+        return tl.sqrt(tl.where(logit > 0.0, logit, 0.0) + tail)
+    else:
+        return tl.sigmoid(logit)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def biased_grouped_topk(
     logits,  # fp32 or bf16 [tokens, experts]
@@ -39,6 +51,7 @@ def biased_grouped_topk(
     TOP_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS_PADDED: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
@@ -54,7 +67,7 @@ def biased_grouped_topk(
     source = logits + row.to(tl.int64)[:, None, None] * stride_logits_token
     logit = tl.load(source + expert[None, :, :] * stride_logits_expert, mask=inside, other=0.0)
     expert_bias = tl.load(bias + expert * stride_bias_expert, mask=real, other=0.0)
-    score = tl.sigmoid(logit.to(tl.float32))
+    score = _score(logit.to(tl.float32), SOFTPLUS)
     biased = score + expert_bias[None, :, :]
     candidate = tl.where(real[None, :, :], _candidates(biased, expert[None, :, :]), TAKEN)
 

@@ -16,6 +16,7 @@ def biased_grouped_topk(
     top_groups: int,
     renormalise: bool,
     routed_scale: float,
+    score: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, experts = logits.shape
     weights, ids = shapes.allocate_routes(logits, top_k)
@@ -37,6 +38,7 @@ def biased_grouped_topk(
         TOP_GROUPS=top_groups,
         TOP_K=top_k,
         RENORMALISE=renormalise,
+        SOFTPLUS=score == "sqrtsoftplus",
         ROWS=launch.rows,
         GROUPS_PADDED=launch.groups,
         SIZE_PADDED=launch.group_size,

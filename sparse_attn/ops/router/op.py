@@ -7,6 +7,6 @@ biased_grouped_topk = define_op(
     __package__,
     "biased_grouped_topk",
     "(Tensor logits, Tensor bias, int top_k, int num_groups, int top_groups, bool renormalise, float routed_scale, "
-    "str impl) -> (Tensor, Tensor)",
+    "str score, str impl) -> (Tensor, Tensor)",
     fake.biased_grouped_topk,
 )

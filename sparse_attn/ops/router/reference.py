@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 NEVER = float("-inf")
+SCORES = ("sigmoid", "sqrtsoftplus")
 
 
 def biased_grouped_topk(
@@ -15,8 +16,9 @@ def biased_grouped_topk(
     top_groups: int,
     renormalise: bool,
     routed_scale: float,
+    score: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = torch.sigmoid(logits.float())
+    scores = score_of(logits, score)
     biased = scores + bias
     biased = torch.where(torch.isnan(biased), NEVER, biased)
     if top_groups < num_groups:
@@ -28,11 +30,38 @@ def biased_grouped_topk(
         biased = torch.where(kept.unsqueeze(2), groups, NEVER).flatten(1)
     ids = descending(biased)[:, :top_k]
     selectable = biased.gather(1, ids) > NEVER
-    weights = torch.where(selectable, scores.gather(1, ids), 0.0)
+    return weigh(torch.where(selectable, scores.gather(1, ids), 0.0), renormalise, routed_scale), ids.to(torch.int32)
+
+
+def hash_route(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    table: torch.Tensor,
+    renormalise: bool,
+    routed_scale: float,
+    score: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    vocabulary, experts = table.shape[0], logits.shape[1]
+    known = (tokens >= 0) & (tokens < vocabulary)
+    ids = table[tokens.clamp(0, vocabulary - 1).long()].long()
+    valid = known.unsqueeze(1) & (ids >= 0) & (ids < experts)
+    ids = torch.where(valid, ids, 0)
+    chosen = torch.where(valid, score_of(logits, score).gather(1, ids), 0.0)
+    return weigh(chosen, renormalise, routed_scale), ids.to(torch.int32)
+
+
+def score_of(logits: torch.Tensor, score: str) -> torch.Tensor:
+    """fp32 scores of gate logits."""
+    logits = logits.float()
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+
+
+def weigh(scores: torch.Tensor, renormalise: bool, routed_scale: float) -> torch.Tensor:
+    """The weights of chosen experts' scores [tokens, top_k]."""
     if renormalise:
-        total = weights.sum(1, keepdim=True)
-        weights = weights / torch.where(total == 0, 1.0, total)
-    return weights * routed_scale, ids.to(torch.int32)
+        total = scores.sum(1, keepdim=True)
+        scores = scores / torch.where(total == 0, 1.0, total)
+    return scores * routed_scale
 
 
 def descending(values: torch.Tensor) -> torch.Tensor:
