@@ -15,6 +15,7 @@ from sparse_attn.ops.attention import (
     sparse_attn_decode,
     sparse_attn_prefill,
 )
+from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
 from sparse_attn.ops.index_logits import (
     bf16_mqa_logits,
@@ -44,18 +45,18 @@ from sparse_attn.pipeline import (
 )
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec, YarnSpec, from_hf_config, preset
 from sparse_attn.target import Target, target_of
-from sparse_attn.types import AttentionOutput, Caches, IndexKeys, QuantisedQuery, Ragged, StepPlan
+from sparse_attn.types import AttentionOutput, Caches, HyperMix, IndexKeys, QuantisedQuery, Ragged, StepPlan
 from sparse_attn.version import __version__
 from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, use
 
 __all__ = [
-    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedSpec", "IndexFp8Layout", "IndexKeys", "IndexSpec",
+    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedSpec", "HyperMix", "IndexFp8Layout", "IndexKeys", "IndexSpec",
     "LatentFp8Layout", "MoeSpec", "PlainLayout", "PlanarFp8Layout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan",
     "Target", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope",
     "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_ragged_indices_from_dense",
     "build_step_plan", "cache_layouts", "compute_global_topk_ragged_indices_and_indptr", "fp8_mqa_logits",
     "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform",
-    "hash_routed_experts",
+    "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix",
     "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache", "indexer_q_rope_quant",
     "lse_to_base2", "lse_to_flashmla", "merge_attn_states", "parse_layout", "preset", "release", "reserve",
     "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill", "target_of", "top_k_per_row", "use",

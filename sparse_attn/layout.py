@@ -417,6 +417,13 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
         )
 
 
+def block_bytes(layout: Layout, block_size: int) -> int:
+    """Bytes from block to block of a cache that allocate_cache made."""
+    if isinstance(layout, PlanarFp8Layout):
+        return layout.block_stride(block_size)
+    return block_size * layout.row * layout.dtype.itemsize
+
+
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
     """A zeroed cache [num_blocks, block_size, row] of ``layout``; blocks of a planar KV layout stand apart as the field
     pads them."""

@@ -2,22 +2,31 @@
 
 import torch
 
-from sparse_attn.models import deepseek_v32
 from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.pipeline import default_block_size
+from sparse_attn.runtime.steps import Model
+from sparse_attn.spec import CompressedSpec
 
 
 class Requests:
     """Requests of one model. ``step`` runs any mix of decodes (one token each) and prefill chunks."""
 
-    def __init__(self, spec, params, layouts, count, max_len, block_size=8, impl="auto", logits_bytes=1 << 20):
-        self.spec, self.params, self.layouts, self.block_size = spec, params, layouts, block_size
-        self.impl, self.logits_bytes, self.max_len = impl, logits_bytes, max_len
-        self.device = params["embed"].device
-        per_request = -(-max_len // block_size)
+    def __init__(
+        self, spec, params, layouts, count, max_len, block_size=None, impl="auto", logits_bytes=1 << 20, step_rows=None,
+        next_n=1,
+    ):  # fmt: skip
+        self.model = Model(spec, params, layouts, impl, logits_bytes)
+        self.spec, self.impl, self.max_len, self.device = spec, impl, max_len, self.model.device
+        self.windowed = isinstance(spec, CompressedSpec)
+        self.block_size = block_size or (default_block_size(spec) if self.windowed else 8)
+        per_request = -(-max_len // self.block_size)
         blocks = torch.randperm(count * per_request + 3, generator=torch.Generator().manual_seed(5))
         self.block_table = blocks[: count * per_request].int().view(count, per_request)
-        self.caches = deepseek_v32.allocate_caches(spec, layouts, len(blocks), block_size, self.device)
-        for cache in (*self.caches.kv, *self.caches.index):
+        self.rings = torch.randperm(count + 1, generator=torch.Generator().manual_seed(6))[:count].int().unsqueeze(1)
+        self.caches = self.model.allocate_caches(
+            len(blocks), self.block_size, requests=count + 1, step_rows=step_rows or max_len, next_n=next_n
+        )
+        for cache in (cache for layers in self.caches for cache in layers):
             if cache is not None:  # NaN, in every layout
                 cache.fill_(0xFF if cache.dtype == torch.uint8 else float("nan"))
         self.lengths = [0] * count
@@ -26,11 +35,14 @@ class Requests:
         """decode, prefill: (request, token ids) pairs. Returns fp32 logits per pair, decode first."""
         pairs = [*decode, *prefill]
         ids, slots, starts = [], [], [0]
+        table, size = self.block_table, self.block_size
+        if self.windowed:
+            table, size = self.rings, self.caches.kv[0].shape[1]
         for request, tokens in pairs:
             positions = torch.arange(len(tokens)) + self.lengths[request]
-            block = self.block_table[request].long()[positions // self.block_size]
+            block = table[request].long()[positions // size % table.shape[1]]
             ids.append(torch.as_tensor(tokens))
-            slots.append(block * self.block_size + positions % self.block_size)
+            slots.append(block * size + positions % size)
             self.lengths[request] += len(tokens)
             if self.lengths[request] <= 0:  # a padded request
                 slots[-1].fill_(-1)
@@ -50,8 +62,7 @@ class Requests:
             max_context=self.max_len,
             impl=self.impl,
         )
-        logits = deepseek_v32.forward(
-            self.params, self.spec, torch.cat(ids).to(self.device), self.caches, plan,
-            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
-        )  # fmt: skip
+        if self.windowed:
+            plan = plan._replace(ring_table=self.rings[rows].to(self.device))
+        logits = self.model(torch.cat(ids).to(self.device), self.caches, plan)
         return [logits[low:high] for low, high in zip(starts, starts[1:])]

@@ -56,7 +56,7 @@ def graph_of(model, caches, buckets, sampling=Sampling()) -> DecodeGraph:
 def eager_tokens(model, caches, state, steps, sampling=Sampling()):
     drawn = []
     for _ in range(steps):
-        decode_step(model, caches, state, sampling, BLOCK, MAX_CONTEXT)
+        decode_step(model, caches, state, sampling, MAX_CONTEXT)
         drawn.append(state.tokens.cpu())
     return torch.stack(drawn)
 

@@ -9,7 +9,8 @@ from sparse_attn import pipeline, workspace
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, Selection, cache_layouts, workspace_size
-from sparse_attn.spec import IndexSpec, deepseek_v32, glm5, tiny_glm5, tiny_v32
+from sparse_attn.runtime.steps import Model
+from sparse_attn.spec import IndexSpec, deepseek_v32, glm5, tiny_glm5, tiny_v4, tiny_v32
 from sparse_attn.target import CPU, H200, target_of
 from sparse_attn.types import QuantisedQuery
 
@@ -191,14 +192,25 @@ def test_cache_layouts():
 
 
 def test_cache_bytes():
-    spec = deepseek_v32()
-    assert pipeline.cache_bytes(spec, cache_layouts(spec, "fp8"), 1, 64) == 61 * (656 + 132) * 64
-    assert pipeline.cache_bytes(spec, cache_layouts(spec, "bf16"), 10, 64) == 61 * (576 + 128) * 2 * 640
-    spec = tiny_glm5()
-    layouts = cache_layouts(spec, "fp32")
-    assert pipeline.cache_bytes(spec, layouts, 3, 16) == (6 * 80 + 3 * 32) * 4 * 48
+    def nbytes(spec, kind, num_blocks, block_size):
+        bounds = Bounds(num_blocks, 0, block_size, block_size=block_size)
+        return pipeline.cache_bytes(spec, cache_layouts(spec, kind), bounds)
+
+    assert nbytes(deepseek_v32(), "fp8", 1, 64) == 61 * (656 + 132) * 64
+    assert nbytes(deepseek_v32(), "bf16", 10, 64) == 61 * (576 + 128) * 2 * 640
+    assert nbytes(tiny_glm5(), "fp32", 3, 16) == (6 * 80 + 3 * 32) * 4 * 48
     spec = glm5(4, 3)
-    assert pipeline.cache_bytes(spec, cache_layouts(spec, "fp8"), 1, 1) == 78 * 656 + spec.num_index_layers * 132
+    assert nbytes(spec, "fp8", 1, 1) == 78 * 656 + spec.num_index_layers * 132
+
+
+def test_cache_bytes_are_those_of_the_tensors():
+    spec, bounds = tiny_v4(), Bounds(3, 50, 700, next_n=2, block_size=256)
+    for kind in ("fp8", "bf16"):
+        model = Model(spec, {"embed": torch.empty(0)}, cache_layouts(spec, kind))
+        caches = model.allocate_caches(bounds.num_blocks, 256, requests=3, step_rows=50, next_n=2)
+        tensors = [cache for layers in caches for cache in layers if cache is not None]
+        held = sum(cache.untyped_storage().nbytes() for cache in tensors)
+        assert held == pipeline.cache_bytes(spec, model.layouts, bounds)
 
 
 WIDE = 70  # top-k that attention splits over programs when rows are few

@@ -80,7 +80,7 @@ def decode_loop(run: Run) -> Iterator[Record]:
         caches = allocate_caches(spec, model.layouts, batch * width, BLOCK, run.device)
         state = state_of(batch, context // 2, width, run.device)
         if run.dry:
-            decode_step(model, caches, state, Sampling(), BLOCK, context)
+            decode_step(model, caches, state, Sampling(), context)
             yield Record(f"requests {batch}", 0.0)
             continue
         torch._dynamo.reset()
@@ -88,7 +88,7 @@ def decode_loop(run: Run) -> Iterator[Record]:
 
         def without(compiled=compiled, caches=caches, state=state):
             for _ in range(steps):
-                decode_step(compiled, caches, state, Sampling(), BLOCK, context)
+                decode_step(compiled, caches, state, Sampling(), context)
 
         slow = wall_us(without, steps)
         graph = DecodeGraph(compiled, caches, max_context=context, max_blocks=width, buckets=(batch,))

@@ -86,10 +86,3 @@ def _attention_scratch(spec: Spec, rows: int, dtype: torch.dtype, fp8: bool, tar
         rows, spec.num_heads, spec.latent_dim, rows * spec.index.top_k, dtype.itemsize, fp8, target
     )
     return attention_config.scratch(rows, spec.num_heads, spec.kv_lora, launch.splits)
-
-
-def cache_bytes(spec: Spec, layouts: CacheLayouts, num_blocks: int, block_size: int) -> int:
-    """Bytes of all layers' caches together."""
-    kv = layouts.kv.row * layouts.kv.dtype.itemsize * spec.num_layers
-    index = layouts.index.row * layouts.index.dtype.itemsize * spec.num_index_layers
-    return (kv + index) * num_blocks * block_size

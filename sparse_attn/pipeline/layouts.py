@@ -8,6 +8,7 @@ from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, Pla
 from sparse_attn.spec import CompressedSpec, Spec
 
 CACHE_KINDS = ("fp8", "bf16", "fp32")
+ROWS_PER_BLOCK = 64
 PLANAR_GROUP = 64  # values under one scale, where the width allows
 
 
@@ -39,6 +40,11 @@ def _fp8(spec: Spec | CompressedSpec) -> LatentFp8Layout | PlanarFp8Layout:
         return PlanarFp8Layout(spec.nope_dim, spec.rope_dim, group)
     group = 128 if spec.kv_lora % 128 == 0 else spec.kv_lora
     return LatentFp8Layout(spec.kv_lora, spec.rope_dim, group=group)
+
+
+def default_block_size(spec: Spec | CompressedSpec) -> int:
+    """Tokens a block of the paged caches covers, where nobody says: 64 rows of the most detailed cache."""
+    return ROWS_PER_BLOCK * min(spec.ratios, default=1) if isinstance(spec, CompressedSpec) else ROWS_PER_BLOCK
 
 
 def window_ring(spec: CompressedSpec, step_rows: int) -> int:

@@ -11,16 +11,17 @@ from typing import NoReturn
 
 import torch
 
-from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts
+from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.runtime import report, text
 from sparse_attn.runtime.generate import Generation, Model, Progress, Quiet, Sampling, check_capturable, generate
 from sparse_attn.runtime.plan import plan
-from sparse_attn.spec import PRESETS, Spec, from_hf_config, preset
+from sparse_attn.spec import PRESETS, CompressedSpec, Spec, from_hf_config, preset
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
 WEIGHTS_SEED = 0
+BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +67,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     parser.add_argument("--prefill-tokens", type=_positive, default=1024, metavar="N",
                         help="tokens per prefill step (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--block-size", type=_positive, default=64, metavar="N", help="of the caches (default: %(default)s)")
+    parser.add_argument("--block-size", type=_positive, metavar="N", help=BLOCK_SIZE_HELP)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
                         help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors")  # fmt: skip
@@ -85,7 +86,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-rows", type=_positive, metavar="N",
                         help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the model (default: %(default)s)")
-    parser.add_argument("--block-size", type=_positive, default=64, metavar="N", help="of the caches (default: %(default)s)")
+    parser.add_argument("--block-size", type=_positive, metavar="N", help=BLOCK_SIZE_HELP)
     parser.add_argument("--logits-bytes", type=_positive, default=LOGITS_BYTES, metavar="N",
                         help="of index scores held at a time (default: %(default)s)")  # fmt: skip
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
@@ -143,7 +144,7 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_generation(written: dict, result: Generation, spec: Spec) -> None:
+def _print_generation(written: dict, result: Generation, spec: Spec | CompressedSpec) -> None:
     shown = written["text"] if written["text"] is not None else " ".join(map(str, result.tokens[0]))
     print(text.printable(shown))
     timing = written["timing"]
@@ -170,7 +171,7 @@ def run_plan(options: argparse.Namespace) -> int:
         max_batched_tokens=options.max_batched_tokens,
         max_model_len=length,
         next_n=options.next_n,
-        block_size=options.block_size,
+        block_size=options.block_size or default_block_size(spec),
         kv_rows=options.kv_rows,
         logits_bytes=options.logits_bytes,
         dtype=DTYPES[options.dtype],
@@ -187,11 +188,12 @@ def _print_plan(numbers: dict) -> None:
     bounds, target, workspace = numbers["bounds"], numbers["target"], numbers["workspace"]
     print(f"{numbers['model']} on {target['vendor']} {target['arch']}")
     print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None))
-    print(f"\n{'':<11} {'layout':<36} {'B/token/layer':>13} {'layers':>6} {'B/token':>8} {'bytes':>19}")
+    wide = max(11, *(len(kind) + len(" cache") for kind in numbers["caches"]))
+    print(f"\n{'':<{wide}} {'layout':<36} {'B/token/layer':>13} {'layers':>6} {'B/token':>8} {'bytes':>19}")
     for kind, cache in numbers["caches"].items():
         print(
-            f"{kind + ' cache':<11} {cache['layout']:<36} {cache['bytes_per_token_and_layer']:>13} {cache['layers']:>6} "
-            f"{cache['bytes_per_token']:>8} {cache['bytes']:>19,}"
+            f"{kind + ' cache':<{wide}} {cache['layout']:<36} {cache['bytes_per_token_and_layer']:>13} "
+            f"{cache['layers']:>6} {cache['bytes_per_token']:>8} {cache['bytes']:>19,}"
         )
     totals = (
         ("caches", f"{numbers['blocks']} blocks of {bounds['block_size']} tokens", numbers["cache_bytes"]),
@@ -199,7 +201,7 @@ def _print_plan(numbers: dict) -> None:
         ("in all", "", numbers["bytes"]),
     )
     for what, of, nbytes in totals:
-        print(f"{what:<11} {of:<66} {nbytes:>19,}")
+        print(f"{what:<{wide}} {of:<66} {nbytes:>19,}")
 
 
 def _prompt(options: argparse.Namespace, tokenizer: text.Tokenizer | None) -> list[int]:
@@ -254,14 +256,14 @@ def _over(what: str):
     return lambda items: tqdm(items, desc=what, file=sys.stderr)
 
 
-def _spec_of_preset(name: str) -> Spec:
+def _spec_of_preset(name: str) -> Spec | CompressedSpec:
     try:
         return preset(name)
     except ValueError as error:
         _refuse(str(error))
 
 
-def _spec_of_folder(folder: str) -> Spec:
+def _spec_of_folder(folder: str) -> Spec | CompressedSpec:
     path = Path(folder) / "config.json"
     if not path.is_file():
         _refuse(f"{folder} holds no config.json")

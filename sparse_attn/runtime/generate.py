@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.models.deepseek_v32 import allocate_caches
-from sparse_attn.pipeline import Bounds, workspace_size
+from sparse_attn.pipeline import Bounds, default_block_size, workspace_size
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.paging import BlockPool, BlockTables, blocks_for, prefill_chunks
-from sparse_attn.runtime.steps import Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
+from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
-from sparse_attn.spec import Spec
+from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import resolve_impl, target_of
-from sparse_attn.types import Caches
 
 PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
@@ -59,7 +57,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
-    block_size: int = 64,
+    block_size: int | None = None,
     prefill_tokens: int = 2048,
     keep_logits: bool = False,
     compile: bool = False,
@@ -68,7 +66,8 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
-    prefill_tokens: tokens a prefill step takes at most, counted over requests. compile: run the forward under
+    block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
+    step takes at most, counted over requests. compile: run the forward under
     torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step. ValueError for empty
     prompts, ids outside the vocabulary, prompts that with their continuation exceed the model's positions, and a graph
     where none can be captured.
@@ -77,6 +76,7 @@ def generate(
     if graph:
         check_capturable(model.device, model.impl)
     device, batch = model.device, len(prompts)
+    block_size = default_block_size(model.spec) if block_size is None else block_size
     lengths = [len(prompt) for prompt in prompts]
     reach = [length + max_new_tokens - 1 for length in lengths]  # the last token is never fed
     max_context = max(reach)
@@ -84,13 +84,16 @@ def generate(
     tables = BlockTables(pool, batch, blocks_for(max_context, block_size), block_size)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
-    caches = allocate_caches(model.spec, model.layouts, pool.num_blocks, block_size, device)
+    caches = model.allocate_caches(
+        pool.num_blocks, block_size, requests=batch, step_rows=min(prefill_tokens, max(lengths))
+    )
     state = Decode(
         tokens=torch.zeros(batch, dtype=torch.int64, device=device),
         seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
         block_table=tables.table.to(device),
         query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
         stop_ids=torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device),
+        ring_table=torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
     )
     run = _compiled(model, caches) if compile else model
     chunks = list(prefill_chunks(lengths, prefill_tokens))
@@ -129,13 +132,13 @@ def generate(
                 sampling=sampling, workspace_size=_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
                 impl=model.impl, keep_logits=keep_logits,
             )  # fmt: skip
-            captured.load(state.tokens, state.seq_lens, state.block_table)
+            captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
             steps = _replayed(captured, count)
         else:
             if compile and count:  # a step of padding
                 idle = state._replace(seq_lens=torch.zeros_like(state.seq_lens))
-                run(idle.tokens, caches, decode_plan(idle, block_size, max_context, model.impl))
-            steps = _stepped(run, caches, state, sampling, block_size, max_context, count)
+                run(idle.tokens, caches, decode_plan(idle, caches.kv[0].shape[1], max_context, model.impl))
+            steps = _stepped(run, caches, state, sampling, max_context, count)
         ready = _clock(device)
 
         bar = progress("decode", max_new_tokens)
@@ -173,10 +176,10 @@ def check_capturable(device: torch.device, impl: str) -> None:
         raise ValueError("graph: got impl 'reference', which waits for the host, allowed: 'auto', 'triton'")
 
 
-def _compiled(model: Model, caches: Caches) -> Model:
+def _compiled(model: Model, caches: AnyCaches) -> Model:
     """The model under torch.compile. No size of a cache is taken for a batch size that happens to be equal: the number of
     blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants."""
-    for cache in (*caches.kv, *caches.index):
+    for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             torch._dynamo.mark_static_address(cache)
             torch._dynamo.maybe_mark_dynamic(cache, 0)
@@ -198,11 +201,11 @@ def _workspace(model: Model, bounds: Bounds) -> workspace.Workspace:
 
 
 def _stepped(
-    model: Model, caches: Caches, state: Decode, sampling: Sampling, block_size: int, max_context: int, count: int
+    model: Model, caches: AnyCaches, state: Decode, sampling: Sampling, max_context: int, count: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(tokens [B], logits [B, vocab]) of ``count`` decode steps, both on the device."""
     for _ in range(count):
-        logits = decode_step(model, caches, state, sampling, block_size, max_context)
+        logits = decode_step(model, caches, state, sampling, max_context)
         yield state.tokens.clone(), logits
 
 
@@ -235,7 +238,7 @@ def _clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _check(spec: Spec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(spec: Spec | CompressedSpec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens: got {max_new_tokens}, allowed: at least 1")
     if not prompts:

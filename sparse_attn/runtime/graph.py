@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.runtime.steps import Decode, Sampling, Step, advance, decode_plan
-from sparse_attn.types import Caches
+from sparse_attn.runtime.steps import AnyCaches, Decode, Sampling, Step, advance, decode_plan
+from sparse_attn.types import WindowCaches
 from sparse_attn.workspace import Workspace, WorkspaceSize
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -45,6 +45,7 @@ class DecodeGraph:
     """Captured decode of ``step`` (tokens int64 [B], caches, plan) -> logits [B, vocab], a Model for instance.
 
     max_context: tokens a row may hold; a row that reaches it becomes padding. max_blocks: width of the block table.
+    ring_blocks: width of the ring table, for caches that have rings.
     buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved and
     locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the last step,
     for what the current stream does between two runs. The graph owns its stream, its workspace and its state; two of them
@@ -54,10 +55,11 @@ class DecodeGraph:
     def __init__(
         self,
         step: Step,
-        caches: Caches,
+        caches: AnyCaches,
         *,
         max_context: int,
         max_blocks: int,
+        ring_blocks: int = 1,
         buckets: Sequence[int] = BUCKETS,
         sampling: Sampling = Sampling(),
         workspace_size: WorkspaceSize | None = None,
@@ -79,6 +81,9 @@ class DecodeGraph:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._block_table = torch.full((rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._ring_table = None
+        if isinstance(caches, WindowCaches):
+            self._ring_table = torch.full((rows, ring_blocks), -1, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self._history = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
@@ -95,9 +100,16 @@ class DecodeGraph:
     def captures(self) -> int:
         return len(self._graphs)
 
-    def load(self, tokens: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor) -> None:
+    def load(
+        self,
+        tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        ring_table: torch.Tensor | None = None,
+    ) -> None:
         """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for a
-        row that is out; its blocks, int32 [n, at most max_blocks]. Tensors may lie on the host or the device."""
+        row that is out; its blocks, int32 [n, at most max_blocks]; where the caches have rings its ring blocks, int32 [n,
+        ring_blocks]. Tensors may lie on the host or the device."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
@@ -106,8 +118,17 @@ class DecodeGraph:
                 raise ValueError(f"{name}: got {value.shape[0]} rows, allowed: {rows}, those of tokens")
         if block_table.shape[1] > self.max_blocks:
             raise ValueError(f"block_table: got width {block_table.shape[1]}, allowed: at most {self.max_blocks}")
+        if (ring_table is None) != (self._ring_table is None):
+            allowed = "None, the caches have no rings" if self._ring_table is None else "a tensor, the caches have rings"
+            raise ValueError(f"ring_table: got {'None' if ring_table is None else 'a tensor'}, allowed: {allowed}")
+        if ring_table is not None and tuple(ring_table.shape) != (rows, self._ring_table.shape[1]):
+            width = self._ring_table.shape[1]
+            raise ValueError(f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {width}]")
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
+            if ring_table is not None:
+                self._ring_table.fill_(-1)
+                self._ring_table[:rows].copy_(ring_table, non_blocking=True)
             self._tokens[:rows].copy_(tokens, non_blocking=True)
             self._seq_lens.zero_()
             self._seq_lens[:rows].copy_(seq_lens, non_blocking=True)
@@ -149,6 +170,7 @@ class DecodeGraph:
             self._block_table[:rows],
             self._query_start_loc[: rows + 1],
             self._stop_ids,
+            None if self._ring_table is None else self._ring_table[:rows],
         )
 
     def _decode(self, rows: int) -> None:

@@ -18,10 +18,11 @@ def slots_of(
 ) -> torch.Tensor:
     """int64 cache slots of ``positions`` [n] of ``requests`` [n], -1 where a position is negative.
 
-    Works on the host and on the device, without a sync. Positions must lie inside the table's width.
+    Works on the host and on the device, without a sync. A table narrower than a request is a ring: the block behind its
+    last column is its first one again.
     """
     inside = positions.long().clamp(min=0)
-    block = block_table[requests.long(), inside // block_size].long()
+    block = block_table[requests.long(), inside // block_size % block_table.shape[1]].long()
     return torch.where((positions >= 0) & (block >= 0), block * block_size + inside % block_size, -1)
 
 

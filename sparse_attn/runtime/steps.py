@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.models.deepseek_v32 import forward
+from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.ops.sampling import sample
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
-from sparse_attn.spec import Spec
-from sparse_attn.types import Caches, StepPlan
+from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.types import Caches, StepPlan, WindowCaches
 
-Step = Callable[[torch.Tensor, Caches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
+AnyCaches = Caches | WindowCaches
+Step = Callable[[torch.Tensor, AnyCaches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
 
 
 class Model(torch.nn.Module):
@@ -30,7 +31,7 @@ class Model(torch.nn.Module):
 
     def __init__(
         self,
-        spec: Spec,
+        spec: Spec | CompressedSpec,
         params: dict[str, torch.Tensor],
         layouts: CacheLayouts,
         impl: str = "auto",
@@ -44,8 +45,26 @@ class Model(torch.nn.Module):
     def device(self) -> torch.device:
         return self.params["embed"].device
 
-    def forward(self, tokens: torch.Tensor, caches: Caches, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [T, vocab]; see models.deepseek_v32.forward."""
+    @property
+    def has_rings(self) -> bool:
+        """Whether requests own rings beside blocks: window keys and compressor state."""
+        return isinstance(self.spec, CompressedSpec)
+
+    def allocate_caches(
+        self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
+    ) -> AnyCaches:
+        """Zeroed caches. num_blocks, block_size: of what is paged. requests, step_rows, next_n: see
+        models.deepseek_v4.allocate_caches; without meaning for a model without rings."""
+        if self.has_rings:
+            return deepseek_v4.allocate_caches(
+                self.spec, self.layouts, num_blocks, block_size, self.device,
+                requests=requests, step_rows=step_rows, next_n=next_n,
+            )  # fmt: skip
+        return deepseek_v32.allocate_caches(self.spec, self.layouts, num_blocks, block_size, self.device)
+
+    def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
+        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward."""
+        forward = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
         return forward(
             self.params, self.spec, tokens, caches, plan,
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
@@ -64,7 +83,8 @@ class Decode(NamedTuple):
     """What a decode step reads and advances, a row per request.
 
     tokens: int64 [B], to be fed. seq_lens: int32 [B], tokens of the request including that one, 0 once it has stopped.
-    block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S].
+    block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S]. ring_table:
+    int32 [B, ring blocks], for models with rings.
     """
 
     tokens: torch.Tensor
@@ -72,6 +92,7 @@ class Decode(NamedTuple):
     block_table: torch.Tensor
     query_start_loc: torch.Tensor
     stop_ids: torch.Tensor
+    ring_table: torch.Tensor | None = None
 
 
 def prefill_step(
@@ -79,7 +100,7 @@ def prefill_step(
     prompts: Sequence[Sequence[int]],
     spans: Sequence[Span],
     tables: BlockTables,
-    caches: Caches,
+    caches: AnyCaches,
     state: Decode,
     sampling: Sampling,
     max_context: int,
@@ -90,15 +111,17 @@ def prefill_step(
     requests = torch.tensor([span.request for span in spans])
     ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
     positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    rings = None if state.ring_table is None else state.ring_table.cpu()
+    written, block_size = (tables.table if rings is None else rings), caches.kv[0].shape[1]
     plan = build_step_plan(
         torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32),
         torch.tensor([span.stop for span in spans], dtype=torch.int32, device=device),
         tables.table[requests].to(device),
-        slots_of(tables.table, requests.repeat_interleave(counts), positions, tables.block_size).to(device),
+        slots_of(written, requests.repeat_interleave(counts), positions, block_size).to(device),
         kv_capacity=sum(span.stop for span in spans),
         max_context=max_context,
         impl=model.impl,
-    )
+    )._replace(ring_table=None if rings is None else rings[requests].to(device))
     logits = model(torch.tensor(ids, device=device), caches, plan)
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
@@ -108,17 +131,19 @@ def prefill_step(
 
 
 def decode_step(
-    model: Model, caches: Caches, state: Decode, sampling: Sampling, block_size: int, max_context: int
+    model: Model, caches: AnyCaches, state: Decode, sampling: Sampling, max_context: int
 ) -> torch.Tensor:
     """Feed every live row's token, draw the next one and advance ``state`` in place. Returns fp32 logits [B, vocab]."""
-    logits = model(state.tokens, caches, decode_plan(state, block_size, max_context, model.impl))
+    logits = model(state.tokens, caches, decode_plan(state, caches.kv[0].shape[1], max_context, model.impl))
     advance(state, logits, sampling, max_context)
     return logits
 
 
 def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "auto") -> StepPlan:
-    """The plan of the step that feeds ``state``'s tokens."""
-    slots = slots_of(state.block_table, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
+    """The plan of the step that feeds ``state``'s tokens. block_size: of the KV caches, or of the rings where there are
+    rings."""
+    written = state.block_table if state.ring_table is None else state.ring_table
+    slots = slots_of(written, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
     return build_step_plan(
         state.query_start_loc,
         state.seq_lens,
@@ -127,7 +152,7 @@ def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "a
         num_decodes=state.tokens.shape[0],
         max_context=max_context,
         impl=impl,
-    )
+    )._replace(ring_table=state.ring_table)
 
 
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:
