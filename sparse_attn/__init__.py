@@ -26,11 +26,17 @@ from sparse_attn.ops.index_logits import (
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.ops.ragged import (
+    build_ragged_indices_from_dense,
+    combine_topk_swa_indices_ragged,
+    compute_global_topk_ragged_indices_and_indptr,
+    entry_indices,
+    window_indices,
+)
 from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.ops.sampling import sample
-from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.step_plan import build_compressed_plan, build_step_plan, build_window_plan
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.pipeline import (
     Bounds,
@@ -45,20 +51,32 @@ from sparse_attn.pipeline import (
 )
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec, YarnSpec, from_hf_config, preset
 from sparse_attn.target import Target, target_of
-from sparse_attn.types import AttentionOutput, Caches, HyperMix, IndexKeys, QuantisedQuery, Ragged, StepPlan
+from sparse_attn.types import (
+    AttentionOutput,
+    Caches,
+    CompressedPlan,
+    HyperMix,
+    IndexKeys,
+    QuantisedQuery,
+    Ragged,
+    StepPlan,
+    WindowCaches,
+    WindowPlan,
+)
 from sparse_attn.version import __version__
 from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, use
 
 __all__ = [
-    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedSpec", "HyperMix", "IndexFp8Layout", "IndexKeys", "IndexSpec",
-    "LatentFp8Layout", "MoeSpec", "PlainLayout", "PlanarFp8Layout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan",
-    "Target", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope",
-    "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_ragged_indices_from_dense",
-    "build_step_plan", "cache_layouts", "compute_global_topk_ragged_indices_and_indptr", "fp8_mqa_logits",
-    "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform",
-    "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix",
-    "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache", "indexer_q_rope_quant",
-    "lse_to_base2", "lse_to_flashmla", "merge_attn_states", "parse_layout", "preset", "release", "reserve",
-    "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill", "target_of", "top_k_per_row", "use",
-    "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",
+    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedPlan", "CompressedSpec", "HyperMix",
+    "IndexFp8Layout", "IndexKeys", "IndexSpec", "LatentFp8Layout", "MoeSpec", "PlainLayout", "PlanarFp8Layout",
+    "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan", "Target", "WindowCaches", "WindowPlan", "Workspace",
+    "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope", "attend", "bf16_mqa_logits",
+    "bf16_paged_mqa_logits", "biased_grouped_topk", "build_compressed_plan", "build_ragged_indices_from_dense",
+    "build_step_plan", "build_window_plan", "cache_layouts", "combine_topk_swa_indices_ragged",
+    "compute_global_topk_ragged_indices_and_indptr", "entry_indices", "fp8_mqa_logits", "fp8_paged_mqa_logits",
+    "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform", "hash_routed_experts", "hyper_head",
+    "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache",
+    "indexer_q_rope_quant", "lse_to_base2", "lse_to_flashmla", "merge_attn_states", "parse_layout", "preset", "release",
+    "reserve", "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill", "target_of", "top_k_per_row", "use",
+    "window_indices", "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",
 ]  # fmt: skip

@@ -69,15 +69,123 @@ def compute_global_topk_ragged_indices_and_indptr(
     checks.check_rank("topk", topk, 2)
     checks.check_dtype("request_ids", request_ids, INDEX_DTYPES)
     checks.check_shape("request_ids", request_ids, (topk.shape[0],), "[tokens]")
-    checks.check_dtype("block_table", block_table, INDEX_DTYPES)
-    checks.check_rank("block_table", block_table, 2)
-    checks.check_unit_stride("block_table", block_table)
-    checks.check_at_least("block_size", block_size, 1)
+    _check_table(block_table, block_size)
     checks.check_same_device(topk=topk, request_ids=request_ids, block_table=block_table)
     _check_capacity("topk", topk)
     return Ragged(
         *op.compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size, impl)
     )
+
+
+def window_indices(
+    positions: torch.Tensor,
+    request_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    window: int,
+    *,
+    impl: str = "auto",
+) -> Ragged:
+    """Slots of the last ``window`` keys up to each row's own position, ascending, in a ring or an ordinary paged cache.
+
+    positions, request_ids: int32 [tokens]; a row with a negative position or a request outside [0, requests) comes out
+    empty. block_table: int32 [requests, max_blocks]; position p lies in column (p // block_size) % max_blocks, so that a
+    table as wide as the request is the ordinary rule and a narrower one a ring. Negative blocks are dropped.
+
+    Returns Ragged(slots int32 [tokens * window], indptr int32 [tokens + 1]).
+    """
+    _check_rows(positions=positions, request_ids=request_ids)
+    _check_table(block_table, block_size)
+    checks.check_at_least("window", window, 1)
+    checks.check_same_device(positions=positions, request_ids=request_ids, block_table=block_table)
+    _check_room("window", positions.shape[0], window)
+    return Ragged(*op.window_indices(positions, request_ids, block_table, block_size, window, impl))
+
+
+def entry_indices(
+    limits: torch.Tensor,
+    request_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    max_entries: int,
+    *,
+    impl: str = "auto",
+) -> Ragged:
+    """Slots of the first entries of each row's request: as many as ``limits`` says, at most ``max_entries``.
+
+    limits, request_ids: int32 [tokens]; a limit <= 0 or a request outside [0, requests) gives an empty row. block_table:
+    int32 [requests, max_blocks], of blocks of ``block_size`` entries; entries beyond it or in a negative block are dropped.
+
+    Returns Ragged(slots int32 [tokens * max_entries], indptr int32 [tokens + 1]).
+    """
+    _check_rows(limits=limits, request_ids=request_ids)
+    _check_table(block_table, block_size)
+    checks.check_at_least("max_entries", max_entries, 0)
+    checks.check_same_device(limits=limits, request_ids=request_ids, block_table=block_table)
+    _check_room("max_entries", limits.shape[0], max_entries)
+    return Ragged(*op.entry_indices(limits, request_ids, block_table, block_size, max_entries, impl))
+
+
+def combine_topk_swa_indices_ragged(
+    topk: torch.Tensor | None,
+    limits: torch.Tensor,
+    positions: torch.Tensor,
+    entry_offsets: torch.Tensor,
+    window_offsets: torch.Tensor,
+    *,
+    window: int,
+    max_entries: int,
+    num_rows: int,
+    impl: str = "auto",
+) -> Ragged:
+    """Rows of a gathered matrix that each token sees: chosen entries first, then its window of raw keys.
+
+    topk: int32 [tokens, k], entries within the request, -1 for none; None: entries 0 to max_entries - 1. limits: int32
+    [tokens], entries at or beyond are dropped. positions: int32 [tokens]; negative: an empty row. Entry e stands in row
+    e + entry_offsets[t]; position p in row p + window_offsets[t] (which may be negative), for the last ``window`` positions
+    up to the token's own. Rows outside [0, num_rows) are dropped; what is negative before the shift is never shifted.
+
+    Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
+    combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.
+    """
+    if topk is not None:
+        checks.check_dtype("topk", topk, INDEX_DTYPES)
+        checks.check_shape("topk", topk, (positions.shape[0], None), "[tokens, k]")
+    _check_rows(positions=positions, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets)
+    checks.check_at_least("window", window, 1)
+    checks.check_at_least("max_entries", max_entries, 0)
+    checks.check_at_least("num_rows", num_rows, 0)
+    checks.check_same_device(
+        positions=positions, topk=topk, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets
+    )
+    width = max_entries if topk is None else topk.shape[1]
+    _check_room("window", positions.shape[0], width + window)
+    return Ragged(
+        *op.combine_topk_swa_indices_ragged(
+            topk, limits, positions, entry_offsets, window_offsets, window, max_entries, num_rows, impl
+        )
+    )
+
+
+def _check_rows(**values: torch.Tensor) -> None:
+    """int32 [tokens] each; the first one sets tokens."""
+    tokens = None
+    for name, value in values.items():
+        checks.check_dtype(name, value, INDEX_DTYPES)
+        checks.check_shape(name, value, (tokens,), "[tokens]")
+        tokens = value.shape[0]
+
+
+def _check_table(block_table: torch.Tensor, block_size: int) -> None:
+    checks.check_dtype("block_table", block_table, INDEX_DTYPES)
+    checks.check_rank("block_table", block_table, 2)
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_at_least("block_size", block_size, 1)
+
+
+def _check_room(name: str, tokens: int, width: int) -> None:
+    if tokens * width > MAX_CAPACITY:
+        raise ValueError(f"{name}: got {tokens} rows of up to {width} indices, allowed: fewer than 2**31 in all")
 
 
 def _check_capacity(name: str, dense: torch.Tensor) -> None:

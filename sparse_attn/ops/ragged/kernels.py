@@ -14,23 +14,57 @@ TOTAL = tl.constexpr(2 << 32)
 
 @triton.jit
 def _entries(
-    dense, length, offset, request_known, table_row, columns, num_rows, max_blocks, block_size, stride_column,
-    HAS_TABLE: tl.constexpr,
+    dense, first, length, limit, offset, known, table_row, columns, num_rows, max_blocks, block_size, stride_column,
+    HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """(values int64, keep) of one block of a row."""
+    """(values int64, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``."""
     inside = columns < length
-    local = tl.load(dense + columns.to(tl.int64) * stride_column, mask=inside, other=-1)
-    keep = inside & (local >= 0)
+    if HAS_DENSE:
+        local = tl.load(dense + columns.to(tl.int64) * stride_column, mask=inside, other=-1)
+    else:
+        local = first + columns
+    keep = inside & (local >= 0) & (local < limit)
     if HAS_TABLE:
         block = tl.where(keep, local, 0) // block_size
-        keep = keep & request_known & (block < max_blocks)
-        block_id = tl.load(table_row + block, mask=keep, other=-1)
+        column = block % max_blocks if RING else block
+        keep = keep & known & (column < max_blocks)
+        block_id = tl.load(table_row + column, mask=keep, other=-1)
         keep = keep & (block_id >= 0)
         value = block_id.to(tl.int64) * block_size + (local - block * block_size)
     else:
         value = local.to(tl.int64) + offset
         keep = keep & (value >= 0) & (value < num_rows)
     return value, keep
+
+
+@triton.jit
+def _count(
+    count, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, block_size, stride_column,
+    HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, length, BLOCK):
+        value, keep = _entries(
+            dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks,
+            block_size, stride_column, HAS_DENSE, HAS_TABLE, RING,
+        )  # fmt: skip
+        count += tl.sum(keep.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _write(
+    indices, place, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, block_size,
+    stride_column, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, length, BLOCK):
+        value, keep = _entries(
+            dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks,
+            block_size, stride_column, HAS_DENSE, HAS_TABLE, RING,
+        )  # fmt: skip
+        rank = tl.cumsum(keep.to(tl.int32), 0)
+        tl.store(indices + place + rank - 1, value.to(tl.int32), mask=keep)
+        place += tl.max(rank, 0)
+    return place
 
 
 @triton.jit
@@ -55,18 +89,22 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "width", "num_rows", "requests", "max_blocks"])
+@triton.jit(do_not_specialize=["tokens", "width", "window", "num_rows", "requests", "max_blocks"])
 def pack_rows(
-    dense,  # int32 [tokens, width]
+    dense,  # int32 [tokens, width] or None: 0, 1, 2, ...
     lengths,  # int32 [tokens] or None
+    limits,  # int32 [tokens] or None; entries at or beyond are dropped
     row_offsets,  # int32 [tokens] or None
+    positions,  # int32 [tokens] or None; behind the entries, positions of a window that ends here
+    window_offsets,  # int32 [tokens] or None
     request_ids,  # int32 [tokens] or None
     block_table,  # int32 [requests, max_blocks] or None
-    indices,  # int32 [tokens * width]
+    indices,  # int32 [tokens * (width + window)]
     indptr,  # int32 [tokens + 1]
     counters,  # int64 [2 + tokens], zero before and after
     tokens,
     width,
+    window,
     num_rows,
     requests,
     max_blocks,
@@ -74,22 +112,42 @@ def pack_rows(
     stride_dense_token,
     stride_dense_column,
     stride_lengths_token,
+    stride_limits_token,
     stride_offsets_token,
+    stride_positions_token,
+    stride_window_offsets_token,
     stride_requests_token,
     stride_table_request,
     BLOCK: tl.constexpr,
     LOOKBACK: tl.constexpr,
 ):
+    HAS_DENSE: tl.constexpr = dense is not None
+    HAS_TABLE: tl.constexpr = block_table is not None
     row = tl.atomic_add(counters, 1, sem="relaxed").to(tl.int32)
     states = counters + 2
     row64 = row.to(tl.int64)
 
     length = width
+    limit = tl.full([], 2147483647, tl.int32)
     if lengths is not None:
         length = tl.minimum(tl.load(lengths + row64 * stride_lengths_token), width)
+    if limits is not None:
+        limit = tl.load(limits + row64 * stride_limits_token)
+        if dense is None:
+            length = tl.minimum(limit, width)
     offset = tl.full([], 0, tl.int64)
     if row_offsets is not None:
         offset = tl.load(row_offsets + row64 * stride_offsets_token).to(tl.int64)
+    first = tl.full([], 0, tl.int32)
+    seen = tl.full([], 0, tl.int32)
+    window_offset = tl.full([], 0, tl.int64)
+    if positions is not None:
+        position = tl.load(positions + row64 * stride_positions_token)
+        first = tl.maximum(position - window + 1, 0)
+        seen = tl.where(position >= 0, position - first + 1, 0)
+        length = tl.where(position >= 0, length, 0)
+    if window_offsets is not None:
+        window_offset = tl.load(window_offsets + row64 * stride_window_offsets_token).to(tl.int64)
     known = True
     table_row = block_table
     if block_table is not None:
@@ -97,15 +155,21 @@ def pack_rows(
         known = (request >= 0) & (request < requests)
         table_row = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table_request
         length = tl.where(known, length, 0)
-    source = dense + row64 * stride_dense_token
+        seen = tl.where(known, seen, 0)
+    source = dense
+    if dense is not None:
+        source = dense + row64 * stride_dense_token
 
     count = tl.full([], 0, tl.int32)
-    for start in range(0, length, BLOCK):
-        value, keep = _entries(
-            source, length, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks, block_size,
-            stride_dense_column, block_table is not None,
+    count = _count(
+        count, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks, block_size,
+        stride_dense_column, HAS_DENSE, HAS_TABLE, False, BLOCK,
+    )  # fmt: skip
+    if positions is not None:
+        count = _count(
+            count, None, first, seen, 2147483647, window_offset, known, table_row, num_rows, max_blocks, block_size, 0,
+            False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
-        count += tl.sum(keep.to(tl.int32), 0)
 
     tl.atomic_xchg(states + row, count.to(tl.int64) + COUNT, sem="release")
     before = _rows_before(states, row, LOOKBACK)
@@ -115,21 +179,22 @@ def pack_rows(
     if row == tokens - 1:
         tl.store(indptr + tokens, after.to(tl.int32))
 
-    place = before
-    for start in range(0, length, BLOCK):
-        value, keep = _entries(
-            source, length, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks, block_size,
-            stride_dense_column, block_table is not None,
+    place = _write(
+        indices, before, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks, block_size,
+        stride_dense_column, HAS_DENSE, HAS_TABLE, False, BLOCK,
+    )  # fmt: skip
+    if positions is not None:
+        _write(
+            indices, place, None, first, seen, 2147483647, window_offset, known, table_row, num_rows, max_blocks,
+            block_size, 0, False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
-        rank = tl.cumsum(keep.to(tl.int32), 0)
-        tl.store(indices + place + rank - 1, value.to(tl.int32), mask=keep)
-        place += tl.max(rank, 0)
 
     # The rows leave capacity - indptr[-1] places; row t clears as many as it left unused, counted from the end.
-    end = (tokens.to(tl.int64) * width) - (row64 * width - before)
-    for start in range(0, width - count, BLOCK):
+    whole = width + window
+    end = (tokens.to(tl.int64) * whole) - (row64 * whole - before)
+    for start in range(0, whole - count, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        tl.store(indices + end - 1 - column, tl.full([BLOCK], -1, tl.int32), mask=column < width - count)
+        tl.store(indices + end - 1 - column, tl.full([BLOCK], -1, tl.int32), mask=column < whole - count)
 
     finished = tl.atomic_add(counters + 1, 1, sem="acq_rel")
     if finished == tokens - 1:

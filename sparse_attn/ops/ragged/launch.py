@@ -8,33 +8,94 @@ from sparse_attn import workspace
 from sparse_attn.ops.ragged import config, kernels, shapes
 from sparse_attn.target import target_of
 
+NO_LIMIT = 2**31 - 1
+
 
 def build_ragged_indices_from_dense(
     indices: torch.Tensor, lengths: torch.Tensor | None, row_offsets: torch.Tensor | None, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _build("build_ragged_indices_from_dense", indices, lengths, row_offsets, None, None, 1, num_rows)
+    return _pack(
+        "build_ragged_indices_from_dense", indices, indices.shape[1], 0,
+        dense=indices, lengths=lengths, row_offsets=row_offsets, num_rows=num_rows,
+    )  # fmt: skip
 
 
 def compute_global_topk_ragged_indices_and_indptr(
     topk: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _build(
-        "compute_global_topk_ragged_indices_and_indptr", topk, None, None, request_ids, block_table, block_size, 0
-    )
+    return _pack(
+        "compute_global_topk_ragged_indices_and_indptr", topk, topk.shape[1], 0,
+        dense=topk, request_ids=request_ids, block_table=block_table, block_size=block_size,
+    )  # fmt: skip
 
 
-def _build(who, dense, lengths, row_offsets, request_ids, block_table, block_size, num_rows):
-    tokens, width = dense.shape
-    indices, indptr = shapes.allocate_ragged(dense)
-    if tokens == 0 or width == 0:
-        return indices, indptr.zero_()
-    target = target_of(dense.device)
-    launch = config.config(width, target)
-    _, counters = workspace.take(who, config.scratch(tokens, target), dense.device)
+def window_indices(
+    positions: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _pack(
+        "window_indices", positions, 0, window,
+        positions=positions, request_ids=request_ids, block_table=block_table, block_size=block_size,
+    )  # fmt: skip
+
+
+def entry_indices(
+    limits: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, block_size: int, max_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _pack(
+        "entry_indices", limits, max_entries, 0,
+        limits=limits, request_ids=request_ids, block_table=block_table, block_size=block_size,
+    )  # fmt: skip
+
+
+def combine_topk_swa_indices_ragged(
+    topk: torch.Tensor | None,
+    limits: torch.Tensor,
+    positions: torch.Tensor,
+    entry_offsets: torch.Tensor,
+    window_offsets: torch.Tensor,
+    window: int,
+    max_entries: int,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _pack(
+        "combine_topk_swa_indices_ragged", positions, max_entries if topk is None else topk.shape[1], window,
+        dense=topk, limits=limits, row_offsets=entry_offsets, positions=positions, window_offsets=window_offsets,
+        num_rows=num_rows,
+    )  # fmt: skip
+
+
+def _pack(
+    who: str,
+    rows: torch.Tensor,
+    width: int,
+    window: int,
+    *,
+    dense: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
+    row_offsets: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    window_offsets: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    block_size: int = 1,
+    num_rows: int = NO_LIMIT,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row per row of ``rows``: ``width`` entries at most, then a window of positions."""
+    tokens = rows.shape[0]
+    indices, indptr = shapes.allocate_ragged(rows, width + window)
+    if tokens == 0 or width + window == 0 or (block_table is not None and block_table.numel() == 0):
+        return indices.fill_(-1), indptr.zero_()
+    target = target_of(rows.device)
+    launch = config.config(max(width, window), target)
+    _, counters = workspace.take(who, config.scratch(tokens, target), rows.device)
     kernels.pack_rows[(tokens,)](
         dense,
         lengths,
+        limits,
         row_offsets,
+        positions,
+        window_offsets,
         request_ids,
         block_table,
         indices,
@@ -42,18 +103,18 @@ def _build(who, dense, lengths, row_offsets, request_ids, block_table, block_siz
         counters,
         tokens,
         width,
+        window,
         num_rows,
         0 if block_table is None else block_table.shape[0],
         0 if block_table is None else block_table.shape[1],
         block_size,
-        dense.stride(0),
-        dense.stride(1),
-        0 if lengths is None else lengths.stride(0),
-        0 if row_offsets is None else row_offsets.stride(0),
-        0 if request_ids is None else request_ids.stride(0),
-        0 if block_table is None else block_table.stride(0),
+        0 if dense is None else dense.stride(0),
+        0 if dense is None else dense.stride(1),
+        *(0 if value is None else value.stride(0) for value in (
+            lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table
+        )),
         BLOCK=launch.block,
         LOOKBACK=32,
         num_warps=launch.num_warps,
-    )
+    )  # fmt: skip
     return indices, indptr

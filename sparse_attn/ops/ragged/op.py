@@ -15,3 +15,24 @@ compute_global_topk_ragged_indices_and_indptr = define_op(
     "(Tensor topk, Tensor request_ids, Tensor block_table, int block_size, str impl) -> (Tensor, Tensor)",
     fake.compute_global_topk_ragged_indices_and_indptr,
 )
+window_indices = define_op(
+    __package__,
+    "window_indices",
+    "(Tensor positions, Tensor request_ids, Tensor block_table, int block_size, int window, str impl)"
+    " -> (Tensor, Tensor)",
+    fake.window_indices,
+)
+entry_indices = define_op(
+    __package__,
+    "entry_indices",
+    "(Tensor limits, Tensor request_ids, Tensor block_table, int block_size, SymInt max_entries, str impl)"
+    " -> (Tensor, Tensor)",
+    fake.entry_indices,
+)
+combine_topk_swa_indices_ragged = define_op(
+    __package__,
+    "combine_topk_swa_indices_ragged",
+    "(Tensor? topk, Tensor limits, Tensor positions, Tensor entry_offsets, Tensor window_offsets, int window,"
+    " SymInt max_entries, SymInt num_rows, str impl) -> (Tensor, Tensor)",
+    fake.combine_topk_swa_indices_ragged,
+)

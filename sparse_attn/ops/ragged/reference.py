@@ -22,16 +22,67 @@ def build_ragged_indices_from_dense(
 def compute_global_topk_ragged_indices_and_indptr(
     topk: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    return pack(*slots_of(topk.long(), topk >= 0, request_ids, block_table, block_size, ring=False))
+
+
+def window_indices(
+    positions: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, block_size: int, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return pack(*slots_of(*windows(positions, window), request_ids, block_table, block_size, ring=True))
+
+
+def entry_indices(
+    limits: torch.Tensor, request_ids: torch.Tensor, block_table: torch.Tensor, block_size: int, max_entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    entries = torch.arange(max_entries, device=limits.device).expand(limits.shape[0], -1)
+    return pack(*slots_of(entries, entries < limits.unsqueeze(1), request_ids, block_table, block_size, ring=False))
+
+
+def combine_topk_swa_indices_ragged(
+    topk: torch.Tensor | None,
+    limits: torch.Tensor,
+    positions: torch.Tensor,
+    entry_offsets: torch.Tensor,
+    window_offsets: torch.Tensor,
+    window: int,
+    max_entries: int,
+    num_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if topk is None:
+        topk = torch.arange(max_entries, device=limits.device).expand(limits.shape[0], -1)
+    visible = (topk >= 0) & (topk < limits.unsqueeze(1)) & (positions >= 0).unsqueeze(1)
+    seen, inside = windows(positions, window)
+    rows = torch.cat([topk.long() + entry_offsets.long().unsqueeze(1), seen + window_offsets.long().unsqueeze(1)], dim=1)
+    return pack(rows, torch.cat([visible, inside], dim=1) & (rows >= 0) & (rows < num_rows))
+
+
+def windows(positions: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions [tokens, window] that each row sees, ascending, front-packed; which of them there are)."""
+    first = (positions.long() - window + 1).clamp_min(0).unsqueeze(1)
+    seen = first + torch.arange(window, device=positions.device)
+    return seen, seen <= positions.unsqueeze(1)
+
+
+def slots_of(
+    local: torch.Tensor,
+    keep: torch.Tensor,
+    request_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    *,
+    ring: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cache slots, which of them are valid) of request-local places [tokens, width]; a ring's blocks come round."""
     requests, max_blocks = block_table.shape
-    known = (request_ids >= 0) & (request_ids < requests)
-    block = torch.div(topk.long(), block_size, rounding_mode="floor")
-    keep = known.unsqueeze(1) & (topk >= 0) & (block < max_blocks)
     if requests == 0 or max_blocks == 0:
-        return pack(topk.long(), torch.zeros_like(keep))
+        return local, torch.zeros_like(keep)
+    known = (request_ids >= 0) & (request_ids < requests)
+    block = torch.div(local, block_size, rounding_mode="floor")
+    column = block % max_blocks if ring else block
+    keep = keep & known.unsqueeze(1) & (column < max_blocks)
     row = request_ids.long().clamp(0, requests - 1).unsqueeze(1)
-    block_id = block_table[row, block.clamp(0, max_blocks - 1)].long()
-    keep = keep & (block_id >= 0)
-    return pack(block_id * block_size + topk.long() % block_size, keep)
+    block_id = block_table[row, column.clamp(0, max_blocks - 1)].long()
+    return block_id * block_size + local - block * block_size, keep & (block_id >= 0)
 
 
 def pack(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

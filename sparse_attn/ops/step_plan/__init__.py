@@ -1,4 +1,4 @@
-"""Step metadata on the device: from request lengths to what every row needs, in one op and without a host sync."""
+"""Step metadata on the device: from request lengths to what every row needs, without a host sync."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.step_plan import op
-from sparse_attn.types import StepPlan
+from sparse_attn.ops.step_plan.reference import window_plan
+from sparse_attn.target import IMPLEMENTATIONS
+from sparse_attn.types import CompressedPlan, StepPlan, WindowPlan
 
 
 def build_step_plan(
@@ -73,3 +75,46 @@ def build_step_plan(
         kv_capacity=kv_capacity,
         max_context=max_context,
     )
+
+
+def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: str = "auto") -> CompressedPlan:
+    """What the step described by ``plan`` needs of entries that each stand for ``ratio`` tokens.
+
+    block_size: entries a block of the compressed caches holds; they share ``plan.block_table``. A row sees the entries
+    that are complete at its position, (position + 1) // ratio, its own included. The row that completes entry e writes
+    block_table[request, e // block_size] * block_size + e % block_size; a block that is negative or beyond the table: -1.
+    """
+    checks.check_at_least("ratio", ratio, 1)
+    checks.check_at_least("block_size", block_size, 1)
+    checks.check_unit_stride("plan.block_table", plan.block_table)
+    num_decodes, next_n = plan.context_lens.shape
+    decode_rows = num_decodes * next_n
+    limits, slots, kv_indptr, kv_start, kv_end = op.compressed_plan(
+        plan.request_ids, plan.positions, plan.block_table, plan.kv_indptr, decode_rows, ratio, block_size, impl
+    )
+    return CompressedPlan(
+        limits=limits,
+        context_lens=limits[:decode_rows].view(num_decodes, next_n),
+        slot_mapping=slots,
+        kv_indptr=kv_indptr,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        kv_capacity=plan.kv_capacity // ratio,
+        max_context=plan.max_context // ratio,
+    )
+
+
+def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> WindowPlan:
+    """The gather of raw keys for the step's prefill rows: of each request, from ``window`` - 1 keys before its first row.
+
+    Plain torch on every device: it runs once per step, for prefill alone.
+    """
+    checks.check_at_least("window", window, 1)
+    checks.check_choice("impl", impl, IMPLEMENTATIONS)
+    num_decodes, next_n = plan.context_lens.shape
+    rows = num_decodes * next_n
+    kv_indptr, starts, offsets = window_plan(
+        plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes, window
+    )
+    requests = plan.block_table.shape[0] - num_decodes
+    return WindowPlan(kv_indptr, starts, offsets, plan.positions.shape[0] - rows + requests * (window - 1))

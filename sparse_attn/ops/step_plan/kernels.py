@@ -1,4 +1,4 @@
-"""Every program walks all requests in blocks and matches its token rows against them; program 0 writes kv_indptr."""
+"""Every program walks all prefill requests in blocks and matches its token rows against them; program 0 writes kv_indptr."""
 
 import triton
 import triton.language as tl
@@ -70,3 +70,67 @@ def plan_rows(
     is_prefill = live & (rows >= decode_rows)
     tl.store(kv_start + rows - decode_rows, first_key, mask=is_prefill)
     tl.store(kv_end + rows - decode_rows, first_key + position + 1, mask=is_prefill)
+
+
+@triton.jit(do_not_specialize=["tokens", "decode_rows", "requests", "prefills", "max_blocks"])
+def compressed_rows(
+    request_ids,  # int32 [tokens]
+    positions,  # int32 [tokens]
+    block_table,  # int32 [requests, max_blocks]
+    kv_indptr,  # int32 [prefills + 1], of tokens
+    limits,  # int32 [tokens]
+    slots,  # int64 [tokens]
+    entry_indptr,  # int32 [prefills + 1]
+    kv_start,  # int32 [tokens - decode_rows]
+    kv_end,  # int32 [tokens - decode_rows]
+    tokens,
+    decode_rows,
+    requests,
+    prefills,
+    max_blocks,
+    stride_requests_token,
+    stride_positions_token,
+    stride_table_request,
+    stride_indptr,
+    RATIO: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,  # entries of a block
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = rows < tokens
+    request = tl.load(request_ids + rows * stride_requests_token, mask=live, other=-1)
+    position = tl.load(positions + rows * stride_positions_token, mask=live, other=-1)
+    valid = (request >= 0) & (request < requests) & (position >= 0)
+    done = tl.where(valid, position, -1) + 1
+    limit = done // RATIO
+    entry = tl.maximum(limit - 1, 0)
+    column = entry // BLOCK_SIZE
+    complete = valid & (done % RATIO == 0) & (column < max_blocks)
+    table_row = tl.where(valid, request, 0).to(tl.int64) * stride_table_request
+    block = tl.load(block_table + table_row + column, mask=complete, other=-1)
+    slot = block.to(tl.int64) * BLOCK_SIZE + (entry - column * BLOCK_SIZE)
+    tl.store(limits + rows, limit, mask=live)
+    tl.store(slots + rows, tl.where(complete & (block >= 0), slot, -1), mask=live)
+
+    place = request - (requests - prefills)
+    start = tl.zeros([BLOCK_T], tl.int32)
+    before = tl.full([], 0, tl.int32)
+    for first in range(0, prefills, BLOCK_R):
+        candidates = first + tl.arange(0, BLOCK_R)
+        real = candidates < prefills
+        low = tl.load(kv_indptr + candidates * stride_indptr, mask=real, other=0)
+        high = tl.load(kv_indptr + (candidates + 1) * stride_indptr, mask=real, other=0)
+        entries = (high - low) // RATIO
+        up_to = before + tl.cumsum(entries, 0)
+        if tl.program_id(0) == 0:
+            tl.store(entry_indptr + 1 + candidates, up_to, mask=real)
+        owns = (place[:, None] == candidates[None, :]) & real[None, :] & valid[:, None]
+        start += tl.sum(tl.where(owns, (up_to - entries)[None, :], 0), 1)
+        before += tl.sum(entries, 0)
+    if tl.program_id(0) == 0:
+        tl.store(entry_indptr, 0)
+    is_prefill = live & (rows >= decode_rows)
+    seen = tl.where(valid & (place >= 0), limit, 0)
+    tl.store(kv_start + rows - decode_rows, start, mask=is_prefill)
+    tl.store(kv_end + rows - decode_rows, start + seen, mask=is_prefill)

@@ -1,4 +1,4 @@
-"""The GPU implementation: one launch."""
+"""The GPU implementation: one launch each."""
 
 from __future__ import annotations
 
@@ -27,6 +27,42 @@ def step_plan(
         query_start_loc.stride(0),
         seq_lens.stride(0),
         slot_mapping.stride(0),
+        BLOCK_T=launch.block_tokens,
+        BLOCK_R=launch.block_requests,
+        num_warps=launch.num_warps,
+    )
+    return plan
+
+
+def compressed_plan(
+    request_ids: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    decode_rows: int,
+    ratio: int,
+    block_size: int,
+) -> tuple[torch.Tensor, ...]:
+    plan = shapes.allocate_compressed(positions, kv_indptr, decode_rows)
+    launch = config.config(target_of(positions.device))
+    tokens, prefills = positions.shape[0], kv_indptr.shape[0] - 1
+    kernels.compressed_rows[(max(1, triton.cdiv(tokens, launch.block_tokens)),)](
+        request_ids,
+        positions,
+        block_table,
+        kv_indptr,
+        *plan,
+        tokens,
+        decode_rows,
+        block_table.shape[0],
+        prefills,
+        block_table.shape[1],
+        request_ids.stride(0),
+        positions.stride(0),
+        block_table.stride(0),
+        kv_indptr.stride(0),
+        RATIO=ratio,
+        BLOCK_SIZE=block_size,
         BLOCK_T=launch.block_tokens,
         BLOCK_R=launch.block_requests,
         num_warps=launch.num_warps,

@@ -1,4 +1,4 @@
-"""Schema of the step plan."""
+"""Schemas of step plans."""
 
 from sparse_attn.ops.step_plan import fake
 from sparse_attn.registration import define_op
@@ -10,4 +10,11 @@ step_plan = define_op(
     " -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, "
     "Tensor kv_end)",
     fake.step_plan,
+)
+compressed_plan = define_op(
+    __package__,
+    "compressed_plan",
+    "(Tensor request_ids, Tensor positions, Tensor block_table, Tensor kv_indptr, SymInt decode_rows, int ratio,"
+    " int block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)",
+    fake.compressed_plan,
 )

@@ -1,4 +1,4 @@
-"""Shapes of a step plan's tensors."""
+"""Shapes of step plans' tensors."""
 
 import torch
 
@@ -12,3 +12,12 @@ def allocate_plan(seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decode
     sizes = (tokens, tokens, tokens, tokens, prefills + 1, prefill_tokens, prefill_tokens)
     dtypes = (torch.int32,) * 3 + (torch.int64,) + (torch.int32,) * 3
     return tuple(torch.empty(size, dtype=dtype, device=slot_mapping.device) for size, dtype in zip(sizes, dtypes))
+
+
+def allocate_compressed(positions: torch.Tensor, kv_indptr: torch.Tensor, decode_rows: int):
+    """Uninitialised (limits int32 [T], slots int64 [T], kv_indptr int32 [prefills + 1], kv_start and kv_end int32 [prefill
+    rows])."""
+    tokens = positions.shape[0]
+    sizes = (tokens, tokens, kv_indptr.shape[0], tokens - decode_rows, tokens - decode_rows)
+    dtypes = (torch.int32, torch.int64, torch.int32, torch.int32, torch.int32)
+    return tuple(torch.empty(size, dtype=dtype, device=positions.device) for size, dtype in zip(sizes, dtypes))
