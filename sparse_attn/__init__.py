@@ -15,6 +15,7 @@ from sparse_attn.ops.attention import (
     sparse_attn_decode,
     sparse_attn_prefill,
 )
+from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
 from sparse_attn.ops.index_logits import (
@@ -72,7 +73,7 @@ __all__ = [
     "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan", "Target", "WindowCaches", "WindowPlan", "Workspace",
     "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope", "attend", "bf16_mqa_logits",
     "bf16_paged_mqa_logits", "biased_grouped_topk", "build_compressed_plan", "build_ragged_indices_from_dense",
-    "build_step_plan", "build_window_plan", "cache_layouts", "combine_topk_swa_indices_ragged",
+    "build_step_plan", "build_window_plan", "cache_layouts", "combine_topk_swa_indices_ragged", "compress_and_cache",
     "compute_global_topk_ragged_indices_and_indptr", "entry_indices", "fp8_mqa_logits", "fp8_paged_mqa_logits",
     "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform", "hash_routed_experts", "hyper_head",
     "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache",

@@ -52,7 +52,7 @@ def test_schemas():
         "\n".join(schema(name) for name in ("write_kv_cache", "gather_kv_cache")),
         """\
 sparse_attn::write_kv_cache(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl) -> ()
-sparse_attn::gather_kv_cache(Tensor cache, Tensor block_table, Tensor kv_indptr, SymInt capacity, str layout, ScalarType dtype, str impl) -> Tensor""",
+sparse_attn::gather_kv_cache(Tensor cache, Tensor block_table, Tensor kv_indptr, Tensor? starts, SymInt capacity, str layout, ScalarType dtype, str impl) -> Tensor""",
     )
 
 
@@ -65,7 +65,7 @@ def check_opcheck(impl, device):
         opcheck("write_kv_cache", latent, rope, cache, slots, layout.name, impl)
         table = torch.tensor([[2, 0], [1, 9]], dtype=torch.int32, device=device)
         indptr = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
-        opcheck("gather_kv_cache", cache, table, indptr, 10, layout.name, torch.bfloat16, impl)
+        opcheck("gather_kv_cache", cache, table, indptr, None, 10, layout.name, torch.bfloat16, impl)
 
 
 def test_opcheck_reference():
@@ -150,9 +150,9 @@ def test_gather_kernel_equals_reference(device, layout):
     for indptr in ([0, 12, 12, 12, 25, 44], [0, 0, 0, 0, 0, 0], [0, 3, 30, 31, 32, 70]):
         indptr = torch.tensor(indptr, dtype=torch.int32)
         for capacity, dtype in ((1, torch.float16), (50, torch.float32), (75, torch.bfloat16)):
-            want = reference.gather_kv_cache(cache, table, indptr, capacity, layout.name, dtype)
+            want = reference.gather_kv_cache(cache, table, indptr, None, capacity, layout.name, dtype)
             got = torch.ops.sparse_attn.gather_kv_cache(
-                cache.to(device), table.to(device), indptr.to(device), capacity, layout.name, dtype, "triton"
+                cache.to(device), table.to(device), indptr.to(device), None, capacity, layout.name, dtype, "triton"
             )
             assert same(got, want)
 
@@ -222,7 +222,7 @@ def test_kernels_on_hopper():
     gather = compile_kernel(
         kernels.gather_rows,
         dict(cache="*u8", block_table="*i32", kv_indptr="*i32", out="*bf16") | dict.fromkeys(scalars, "i32"),
-        record | dict(ROWS=chosen.gather_rows),
+        record | dict(ROWS=chosen.gather_rows, starts=None),
         aligned=("stride_cache_block",),
         num_warps=chosen.num_warps,
     )

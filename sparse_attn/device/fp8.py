@@ -50,3 +50,10 @@ def ceil_pow2(values):
     """The smallest power of two not below each positive normal fp32 value."""
     bits = values.to(tl.int32, bitcast=True)
     return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_exponent(codes):
+    """ue8m0 bytes -> fp32 2^(byte - 127); 255 gives inf."""
+    bits = codes.to(tl.int32) << 23
+    return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)  # 2^-127 is subnormal

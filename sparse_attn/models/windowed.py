@@ -43,7 +43,7 @@ def compress(
         kv, gate, params[prefix + "position_bias"], params[prefix + "norm"], plan.positions, plan.request_ids,
         state, plan.ring_table, cache, step.compressed[ratio].slot_mapping, params["rope_compressed"],
         ratio=ratio, overlap=spec.layer_kinds[layer] == "indexed", eps=spec.rms_eps, rope_start=dim - spec.rope_dim,
-        interleaved=True, hadamard=hadamard, layout=layout, impl=impl,
+        hadamard=hadamard, layout=layout, impl=impl,
     )  # fmt: skip
 
 

@@ -28,9 +28,13 @@ def gather_indexer_k(
 
 
 def gathered_slots(
-    cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, capacity: int
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    capacity: int,
+    starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots int64 [capacity], known [capacity]) of the rows that kv_indptr lays out."""
+    """(slots int64 [capacity], known [capacity]) of the rows that kv_indptr lays out; with ``starts`` out of rings."""
     requests, max_blocks = block_table.shape
     num_blocks, block_size, _ = cache.shape
     row = torch.arange(capacity, device=cache.device)
@@ -40,7 +44,12 @@ def gathered_slots(
     known = request < requests
     request = request.clamp(max=requests - 1)
     position = row - kv_indptr[request].long()
-    column = position // block_size
+    known = known & (position >= 0)
+    if starts is not None:
+        position = position + starts[request].long()
+    column = torch.div(position, block_size, rounding_mode="floor")
+    if starts is not None:
+        column = column % max_blocks
     known = known & (position >= 0) & (column < max_blocks)
     block = block_table[request, column.clamp(0, max_blocks - 1)].long()
     known = known & (block >= 0) & (block < num_blocks)

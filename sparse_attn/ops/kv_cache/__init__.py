@@ -1,7 +1,8 @@
-"""The paged cache of MLA latents: write, and gather for prefill.
+"""The paged cache of keys and values: write, and gather for prefill.
 
-Layouts: LatentFp8Layout (per token fp8 latent, fp32 group scales, bf16 rope; 656 bytes at 512 + 64) and PlainLayout.
-Byte positions are in sparse_attn.layout.
+Layouts: LatentFp8Layout (fp8 latent, fp32 group scales and bf16 rope side by side; 656 bytes at 512 + 64), PlanarFp8Layout
+(fp8 and bf16 values side by side, a block's ue8m0 scales behind them; 584 bytes at 448 + 64) and PlainLayout. Byte
+positions are in sparse_attn.layout.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import LatentFp8Layout, PlainLayout, check_cache
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, check_cache
 from sparse_attn.ops.kv_cache import op
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,7 +22,7 @@ def write_kv_cache(
     rope: torch.Tensor,
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: LatentFp8Layout | PlainLayout,
+    layout: LatentFp8Layout | PlanarFp8Layout | PlainLayout,
     *,
     impl: str = "auto",
 ) -> None:
@@ -33,7 +34,7 @@ def write_kv_cache(
     undefined which wins.
 
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
-    ("pow2"); the rope part is stored as bf16.
+    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16.
     """
     _check_layout(layout)
     checks.check_dtype("latent", latent, FLOATS)
@@ -58,15 +59,17 @@ def gather_kv_cache(
     block_table: torch.Tensor,
     kv_indptr: torch.Tensor,
     capacity: int,
-    layout: LatentFp8Layout | PlainLayout,
+    layout: LatentFp8Layout | PlanarFp8Layout | PlainLayout,
     *,
+    starts: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Collect and dequantise the rows of some requests into one matrix.
 
     block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], request b's first tokens become rows
-    [kv_indptr[b], kv_indptr[b + 1]). capacity: rows of the result, the host's bound on kv_indptr[-1]. Rows beyond
+    [kv_indptr[b], kv_indptr[b + 1]). starts: int32 [requests] or None; given, they are its tokens from position starts[b]
+    on, and the table is that of a ring: position p lies in column (p // block_size) % max_blocks. capacity: rows of the result, the host's bound on kv_indptr[-1]. Rows beyond
     kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
 
     Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
@@ -79,12 +82,16 @@ def gather_kv_cache(
     checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
     checks.check_shape("kv_indptr", kv_indptr, (block_table.shape[0] + 1,), "[requests + 1]")
     checks.check_unit_stride("kv_indptr", kv_indptr)
+    if starts is not None:
+        checks.check_dtype("starts", starts, (torch.int32,))
+        checks.check_shape("starts", starts, (block_table.shape[0],), "[requests]")
+        checks.check_unit_stride("starts", starts)
     checks.check_at_least("capacity", capacity, 0)
     checks.check_choice("dtype", dtype, FLOATS)
-    checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr)
-    return op.gather_kv_cache(cache, block_table, kv_indptr, capacity, layout.name, dtype, impl)
+    checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr, starts=starts)
+    return op.gather_kv_cache(cache, block_table, kv_indptr, starts, capacity, layout.name, dtype, impl)
 
 
 def _check_layout(layout: object) -> None:
-    if not isinstance(layout, (LatentFp8Layout, PlainLayout)):
-        raise ValueError(f"layout: got {layout!r}, allowed: LatentFp8Layout, PlainLayout")
+    if not isinstance(layout, (LatentFp8Layout, PlanarFp8Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: LatentFp8Layout, PlanarFp8Layout, PlainLayout")

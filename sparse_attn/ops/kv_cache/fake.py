@@ -7,5 +7,5 @@ def write_kv_cache(latent, rope, cache, slot_mapping, layout):
     return None
 
 
-def gather_kv_cache(cache, block_table, kv_indptr, capacity, layout, dtype):
+def gather_kv_cache(cache, block_table, kv_indptr, starts, capacity, layout, dtype):
     return allocate_rows(cache, capacity, layout, dtype)

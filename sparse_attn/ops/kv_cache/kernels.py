@@ -1,4 +1,4 @@
-"""Write and gather of MLA latents, seen as [groups, group] values with one scale per group, and a rope part.
+"""Write and gather of keys, seen as [groups, group] values with one scale per group, and a rope part.
 
 A plain layout is one group without a scale. Bytes: every row once in, once out; nothing else.
 """
@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device.cast import cast, convert, round_to_bf16
-from sparse_attn.device.fp8 import ceil_pow2, decode_fp8, encode_fp8
+from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 from sparse_attn.device.paging import find_slot
+from sparse_attn.device.record import store_quantised
 
 
 @triton.jit(do_not_specialize=["num_slots", "block_size"])
 def write_rows(
     latent,  # [tokens, GROUPS * GROUP]
     rope,  # [tokens, ROPE]
-    cache,  # [num_blocks, block_size, ROW]
+    cache,  # blocks of records
     slot_mapping,  # int64 or int32 [tokens]
     num_slots,
     block_size,
@@ -23,7 +24,7 @@ def write_rows(
     stride_rope_token,
     stride_slot_token,
     stride_cache_block,
-    ROW: tl.constexpr,
+    RECORD: tl.constexpr,
     GROUPS: tl.constexpr,
     PAD_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -31,8 +32,10 @@ def write_rows(
     ROPE: tl.constexpr,
     PAD_ROPE: tl.constexpr,
     SCALE_AT: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr,
     FP8: tl.constexpr,
+    PLANAR: tl.constexpr,
     FNUZ: tl.constexpr,
     POW2: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -49,16 +52,17 @@ def write_rows(
         rope_column = tl.arange(0, PAD_ROPE)
         rope_value = tl.load(rope + token * stride_rope_token + rope_column, mask=rope_column < ROPE, other=0.0)
         block = slot // block_size
-        base = cache + block * stride_cache_block + (slot - block * block_size) * ROW
+        within = slot - block * block_size
+        block_at = cache + block * stride_cache_block
+        base = block_at + within * RECORD
         if FP8:
             value = value.to(tl.float32)
-            amax = tl.maximum(tl.max(tl.abs(value), 1), AMAX_FLOOR)
-            scale = tl.div_rn(amax, tl.full([PAD_GROUPS], FP8_MAX, tl.float32))
-            if POW2:
-                scale = ceil_pow2(scale)
-            code = encode_fp8(tl.div_rn(value, tl.broadcast_to(scale[:, None], [PAD_GROUPS, PAD_GROUP])), FNUZ)
-            tl.store(base + place, code, mask=real)
-            tl.store((base + SCALE_AT).to(tl.pointer_type(tl.float32)) + group, scale, mask=group < GROUPS)
+            if PLANAR:
+                value = round_to_bf16(value).to(tl.float32)
+            store_quantised(
+                value, place, real, block_at, within, block_size, GROUPS, RECORD, SCALE_AT, SCALE_BYTES, PLANAR, PLANAR,
+                FNUZ, POW2, FP8_MAX, AMAX_FLOOR,
+            )  # fmt: skip
             rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16)) + rope_column
             tl.store(rope_at, round_to_bf16(rope_value.to(tl.float32)), mask=rope_column < ROPE)
         else:
@@ -71,9 +75,10 @@ def write_rows(
     do_not_specialize=["capacity", "requests", "max_blocks", "num_blocks", "block_size", "stride_table_request"]
 )
 def gather_rows(
-    cache,  # [num_blocks, block_size, ROW]
+    cache,  # blocks of records
     block_table,  # int32 [requests, max_blocks]
     kv_indptr,  # int32 [requests + 1]
+    starts,  # int32 [requests] or None
     out,  # [capacity, GROUPS * GROUP + ROPE]
     capacity,
     requests,
@@ -82,7 +87,7 @@ def gather_rows(
     block_size,
     stride_cache_block,
     stride_table_request,
-    ROW: tl.constexpr,
+    RECORD: tl.constexpr,
     GROUPS: tl.constexpr,
     PAD_GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -90,19 +95,23 @@ def gather_rows(
     ROPE: tl.constexpr,
     PAD_ROPE: tl.constexpr,
     SCALE_AT: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     ROPE_AT: tl.constexpr,
     FP8: tl.constexpr,
+    PLANAR: tl.constexpr,
     FNUZ: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     WIDTH: tl.constexpr = GROUPS * GROUP + ROPE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(
-        row, kv_indptr, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
-    )
+        row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request,
+        starts is not None,
+    )  # fmt: skip
     within = within.to(tl.int64)
     written = row < capacity
-    base = cache + block * stride_cache_block + within * ROW
+    block_at = cache + block * stride_cache_block
+    base = block_at + within * RECORD
     out_at = out + row.to(tl.int64) * WIDTH
     group = tl.arange(0, PAD_GROUPS)
     column = tl.arange(0, PAD_GROUP)
@@ -112,8 +121,13 @@ def gather_rows(
     rope_column = tl.arange(0, PAD_ROPE)
     rope_real = written[:, None] & (rope_column < ROPE)[None, :]
     if FP8:
-        scale_at = (base + SCALE_AT).to(tl.pointer_type(tl.float32))[:, None] + group[None, :]
-        scale = tl.load(scale_at, mask=known[:, None] & (group < GROUPS)[None, :], other=0.0)
+        scaled = known[:, None] & (group < GROUPS)[None, :]
+        if PLANAR:
+            plane = block_at + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES
+            scale = decode_exponent(tl.load(plane[:, None] + group[None, :], mask=scaled, other=0))
+        else:
+            scale_at = (base + SCALE_AT).to(tl.pointer_type(tl.float32))[:, None] + group[None, :]
+            scale = tl.load(scale_at, mask=scaled, other=0.0)
         value = cast(decode_fp8(value, FNUZ) * scale[:, :, None], out.dtype.element_ty)
         rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16))[:, None] + rope_column[None, :]
     else:

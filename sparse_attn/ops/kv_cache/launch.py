@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.layout import FP8_MAX, LATENT_AMAX_FLOOR, LatentFp8Layout, Layout, parse_layout
+from sparse_attn.layout import FP8_MAX, LATENT_AMAX_FLOOR, PLANAR_AMAX_FLOOR, Layout, PlainLayout, PlanarFp8Layout, parse_layout
 from sparse_attn.ops.kv_cache import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -14,7 +14,7 @@ def write_kv_cache(
     latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str
 ) -> None:
     kind = parse_layout(layout)
-    fp8 = isinstance(kind, LatentFp8Layout)
+    fp8 = not isinstance(kind, PlainLayout)
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.shape[0] == 0:
         return
@@ -32,7 +32,7 @@ def write_kv_cache(
         **_record(kind),
         POW2=fp8 and kind.scale_rule == "pow2",
         FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
-        AMAX_FLOOR=LATENT_AMAX_FLOOR,
+        AMAX_FLOOR=PLANAR_AMAX_FLOOR if isinstance(kind, PlanarFp8Layout) else LATENT_AMAX_FLOOR,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -42,6 +42,7 @@ def gather_kv_cache(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     kv_indptr: torch.Tensor,
+    starts: torch.Tensor | None,
     capacity: int,
     layout: str,
     dtype: torch.dtype,
@@ -50,13 +51,14 @@ def gather_kv_cache(
     rows = shapes.allocate_rows(cache, capacity, layout, dtype)
     if capacity == 0:
         return rows
-    if block_table.shape[0] == 0:
+    if block_table.numel() == 0:
         return rows.zero_()
     launch = config.config(target_of(cache.device))
     kernels.gather_rows[(triton.cdiv(capacity, launch.gather_rows),)](
         cache,
         block_table,
         kv_indptr,
+        starts,
         rows,
         capacity,
         block_table.shape[0],
@@ -74,18 +76,20 @@ def gather_kv_cache(
 
 def _record(kind: Layout) -> dict[str, int | bool]:
     """How a token's record is laid out, as the kernels take it."""
-    fp8 = isinstance(kind, LatentFp8Layout)
+    planar, fp8 = isinstance(kind, PlanarFp8Layout), not isinstance(kind, PlainLayout)
     groups, group = (kind.groups, kind.group) if fp8 else (1, kind.latent)
     return dict(
-        ROW=kind.row,
+        RECORD=kind.token_bytes if planar else kind.row,
         GROUPS=groups,
         PAD_GROUPS=triton.next_power_of_2(groups),
         GROUP=group,
         PAD_GROUP=max(1, triton.next_power_of_2(group)),
         ROPE=kind.rope,
         PAD_ROPE=max(1, triton.next_power_of_2(kind.rope)),
-        SCALE_AT=kind.scale_offset if fp8 else 0,
+        SCALE_AT=kind.scale_offset if fp8 and not planar else 0,
+        SCALE_BYTES=kind.scale_bytes if planar else 0,
         ROPE_AT=kind.rope_offset if fp8 else kind.latent,
         FP8=fp8,
+        PLANAR=planar,
         FNUZ=fp8 and kind.flavour == "e4m3fnuz",
     )

@@ -12,7 +12,7 @@ write_kv_cache = define_op(
 gather_kv_cache = define_op(
     __package__,
     "gather_kv_cache",
-    "(Tensor cache, Tensor block_table, Tensor kv_indptr, SymInt capacity, str layout, ScalarType dtype, str impl)"
-    " -> Tensor",
+    "(Tensor cache, Tensor block_table, Tensor kv_indptr, Tensor? starts, SymInt capacity, str layout,"
+    " ScalarType dtype, str impl) -> Tensor",
     fake.gather_kv_cache,
 )

@@ -22,12 +22,13 @@ def gather_kv_cache(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     kv_indptr: torch.Tensor,
+    starts: torch.Tensor | None,
     capacity: int,
     layout: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     kind = parse_layout(layout)
-    slots, known = gathered_slots(cache, block_table, kv_indptr, capacity)
+    slots, known = gathered_slots(cache, block_table, kv_indptr, capacity, starts)
     rows = torch.zeros(capacity, kind.dim, dtype=dtype, device=cache.device)
     rows[known] = kind.decode(cache, slots[known]).to(dtype)
     return rows

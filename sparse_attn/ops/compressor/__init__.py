@@ -1,0 +1,120 @@
+"""The compressor: tokens are pooled into entries, each standing for ``ratio`` of them, and entries are cached.
+
+Source: DeepSeek-V4 as transformers 5.17 computes it; the state's form is vLLM 0.25's, keyed by position.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.layout import IndexFp8Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.ops.compressor import op
+
+NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.int32,)
+
+
+def compress_and_cache(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    position_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    request_ids: torch.Tensor,
+    state: torch.Tensor,
+    state_table: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    rope_start: int,
+    hadamard: bool = False,
+    layout: PlanarFp8Layout | IndexFp8Layout | PlainLayout,
+    impl: str = "auto",
+) -> None:
+    """Pool the step's tokens into entries, write those that are complete into ``cache``, and keep the rest in ``state``.
+
+    kv, gate: fp32 [tokens, parts * dim], parts 2 with ``overlap``, else 1; dim as ``layout`` says. position_bias:
+    fp32 [ratio, parts * dim], added to the gate at row position % ratio. norm_weight: [dim], any float. positions, request_ids: int32 [tokens]; the rows of a request stand together, in the order of their positions; a row
+    with a negative position or a request outside the table is padding and touches nothing.
+
+    The token at position p completes entry p // ratio where (p + 1) % ratio == 0. The entry pools the ``ratio`` tokens up
+    to p; with ``overlap`` by the second halves of their values, and with them the ``ratio`` tokens before, by their first
+    halves. Per channel: y = sum of softmax(gate) * kv over what is pooled; tokens before position 0 do not count. Then
+    RMSNorm with norm_weight and ``eps``, rotation at position p + 1 - ratio of the neighbouring pairs in
+    [rope_start, rope_start + R) by cos_sin fp32 [P, R], and with ``hadamard`` the orthonormal transform, all in fp32.
+
+    cache: blocks of ``layout``; slot_mapping: int64 [tokens], where the entry that a row completes goes, outside the cache
+    for nowhere. fp8 layouts take the entry rounded to bf16.
+
+    state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies in
+    block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size: a ring, which
+    holds at least what an entry pools. Rows of this step are taken from kv and gate, earlier ones from the state, so that a
+    position that is fed again (a rejected token) simply replaces what was there; a ring that is to survive n rejected
+    tokens is n longer.
+
+    Mutates ``state`` and ``cache``.
+    """
+    parts = 2 if overlap else 1
+    checks.check_dtype("kv", kv, (torch.float32,))
+    checks.check_rank("kv", kv, 2)
+    tokens, width = kv.shape
+    checks.check_at_least("ratio", ratio, 1)
+    if not isinstance(layout, (PlanarFp8Layout, IndexFp8Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: PlanarFp8Layout, IndexFp8Layout, PlainLayout")
+    if isinstance(layout, PlanarFp8Layout) and layout.group & (layout.group - 1):
+        raise ValueError(f"layout: got scale groups of {layout.group}, allowed: powers of two")
+    check_cache("cache", cache, layout)
+    if width != parts * layout.dim:
+        raise ValueError(f"kv: got width {width}, allowed: {parts} * {layout.dim}, the parts of a row of the cache")
+    for name, value, shape, meaning in (
+        ("gate", gate, (tokens, width), "[tokens, parts * dim]"),
+        ("position_bias", position_bias, (ratio, width), "[ratio, parts * dim]"),
+        ("cos_sin", cos_sin, (None, None), "[positions, rotated width]"),
+    ):
+        checks.check_dtype(name, value, (torch.float32,))
+        checks.check_shape(name, value, shape, meaning)
+        checks.check_unit_stride(name, value)
+    checks.check_unit_stride("kv", kv)
+    checks.check_dtype("norm_weight", norm_weight, NORM_DTYPES)
+    checks.check_shape("norm_weight", norm_weight, (layout.dim,), "[dim]")
+    checks.check_unit_stride("norm_weight", norm_weight)
+    for name, value, dtypes in (
+        ("positions", positions, INDEX_DTYPES),
+        ("request_ids", request_ids, INDEX_DTYPES),
+        ("slot_mapping", slot_mapping, (torch.int64,)),
+    ):
+        checks.check_dtype(name, value, dtypes)
+        checks.check_shape(name, value, (tokens,), "[tokens]")
+    checks.check_dtype("state", state, (torch.float32,))
+    checks.check_shape("state", state, (None, None, 2 * width), "[num_blocks, block_size, 2 * parts * dim]")
+    if state.shape[1] < 1 or state.stride(2) != 1 or state.stride(1) != state.shape[2]:
+        raise ValueError(f"state: got strides {state.stride()}, allowed: contiguous blocks of at least one row")
+    checks.check_dtype("state_table", state_table, INDEX_DTYPES)
+    checks.check_rank("state_table", state_table, 2)
+    checks.check_unit_stride("state_table", state_table)
+    if state_table.shape[1] * state.shape[1] < parts * ratio:
+        raise ValueError(
+            f"state_table: got rings of {state_table.shape[1]} * {state.shape[1]} rows, allowed: at least the "
+            f"{parts * ratio} that an entry pools"
+        )
+    rotated = cos_sin.shape[1]
+    if rotated % 2 or rope_start < 0 or rope_start % 2 or rope_start + rotated > layout.dim:
+        raise ValueError(
+            f"rope_start: got {rope_start} for {rotated} rotated values, allowed: even, inside the {layout.dim} of an entry"
+        )
+    if hadamard and layout.dim & (layout.dim - 1):
+        raise ValueError(f"hadamard: got an entry of {layout.dim} values, allowed: powers of two")
+    checks.check_same_device(
+        kv=kv, gate=gate, position_bias=position_bias, norm_weight=norm_weight, positions=positions,
+        request_ids=request_ids, state=state, state_table=state_table, cache=cache, slot_mapping=slot_mapping,
+        cos_sin=cos_sin,
+    )  # fmt: skip
+    op.compress_and_cache(
+        kv, gate, position_bias, norm_weight, positions, request_ids, state, state_table, cache, slot_mapping, cos_sin,
+        ratio, overlap, eps, rope_start, hadamard, layout.name, impl,
+    )  # fmt: skip

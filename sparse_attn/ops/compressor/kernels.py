@@ -1,0 +1,209 @@
+"""The compressor: a program per token pools the entry that the token completes; another keeps the token's row.
+
+Floors, bytes: an entry reads 8 * SPAN * DIM bytes and writes its row; every token writes its state row. Most programs of
+``pool`` end after three loads.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device.cast import cast, round_to_bf16
+from sparse_attn.device.record import store_quantised
+from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
+
+
+@triton.jit
+def _state_rows(table_row, position, max_blocks, num_blocks, block_size, stride_block, ROW: tl.constexpr, mask):
+    """(offset int64, known) of positions in a request's ring."""
+    column = position // block_size
+    block = tl.load(table_row + column % max_blocks, mask=mask, other=-1)
+    known = mask & (block >= 0) & (block < num_blocks)
+    return block.to(tl.int64) * stride_block + (position - column * block_size) * ROW, known
+
+
+@triton.jit
+def _store_entry(
+    entry, base, within, block_size, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, CODES: tl.constexpr,
+    GROUP: tl.constexpr, RECORD: tl.constexpr, SCALE_BYTES: tl.constexpr, EXPONENT: tl.constexpr, FNUZ: tl.constexpr,
+    POW2: tl.constexpr, FP8_MAX: tl.constexpr, AMAX_FLOOR: tl.constexpr,
+):  # fmt: skip
+    """Write fp32 [PADDED], zero beyond DIM, as the record ``within`` the block at ``base``: CODES of it as fp8 in groups of
+    GROUP, the rest as bf16; or all of it unquantised."""
+    column = tl.arange(0, PADDED)
+    if FP8:
+        rounded = round_to_bf16(entry)
+        value = tl.reshape(rounded.to(tl.float32), [PADDED // GROUP, GROUP])
+        place = tl.reshape(column, [PADDED // GROUP, GROUP])
+        GROUPS: tl.constexpr = (CODES + GROUP - 1) // GROUP
+        store_quantised(
+            value, place, place < CODES, base, within, block_size, GROUPS, RECORD, 0, SCALE_BYTES, True, EXPONENT, FNUZ,
+            POW2, FP8_MAX, AMAX_FLOOR,
+        )  # fmt: skip
+        if CODES < DIM:
+            rest = (base + within * RECORD + CODES).to(tl.pointer_type(tl.bfloat16)) + column - CODES
+            tl.store(rest, rounded, mask=(column >= CODES) & (column < DIM))
+    else:
+        tl.store(base + within * RECORD + column, cast(entry, base.dtype.element_ty), mask=column < DIM)
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "max_blocks", "num_blocks", "num_slots", "table_rows"])
+def pool(
+    kv,  # fp32 [tokens, parts * DIM]
+    gate,  # fp32 [tokens, parts * DIM]
+    position_bias,  # fp32 [RATIO, parts * DIM]
+    positions,  # int32 [tokens]
+    request_ids,  # int32 [tokens]
+    state,  # fp32 [num_blocks, block_size, 2 * parts * DIM]
+    state_table,  # int32 [requests, max_blocks]
+    norm_weight,  # [DIM]
+    cos_sin,  # fp32 [table_rows, ROPE_WIDTH]
+    cache,  # blocks of entries
+    slot_mapping,  # int64 [tokens]
+    tokens,
+    requests,
+    max_blocks,
+    num_blocks,
+    block_size,
+    num_slots,
+    cache_block_size,
+    table_rows,
+    eps,
+    stride_kv_token,
+    stride_gate_token,
+    stride_bias_row,
+    stride_positions_token,
+    stride_requests_token,
+    stride_state_block,
+    stride_table_request,
+    stride_slot_token,
+    stride_cache_block,
+    stride_rope_row,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    RATIO: tl.constexpr,
+    SPAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    ROPE_START: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    STAGES: tl.constexpr,
+    FP8: tl.constexpr,
+    CODES: tl.constexpr,
+    GROUP: tl.constexpr,
+    RECORD: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    FNUZ: tl.constexpr,
+    POW2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    AMAX_FLOOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    WIDTH: tl.constexpr = 2 * DIM if OVERLAP else DIM
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token * stride_positions_token)
+    request = tl.load(request_ids + token * stride_requests_token)
+    slot = tl.load(slot_mapping + token * stride_slot_token)
+    valid = (position >= 0) & (request >= 0) & (request < requests) & (slot >= 0) & (slot < num_slots)
+    if valid & ((position + 1) % RATIO == 0):
+        column = tl.arange(0, PADDED)
+        real = column < DIM
+        table_row = state_table + request.to(tl.int64) * stride_table_request
+        m = tl.full([PADDED], float("-inf"), tl.float32)
+        l = tl.zeros([PADDED], tl.float32)
+        total = tl.zeros([PADDED], tl.float32)
+        for start in range(0, SPAN, ROWS):
+            place = start + tl.arange(0, ROWS)
+            p = position - (SPAN - 1) + place
+            row = token - (SPAN - 1) + place
+            there = (place < SPAN) & (p >= 0)
+            near = there & (row >= 0)
+            same = tl.load(request_ids + row * stride_requests_token, mask=near, other=-1) == request
+            here = near & same & (tl.load(positions + row * stride_positions_token, mask=near, other=-1) == p)
+            offset, known = _state_rows(
+                table_row, tl.maximum(p, 0), max_blocks, num_blocks, block_size, stride_state_block, 2 * WIDTH,
+                there & ~here,
+            )  # fmt: skip
+            part = tl.where(place < RATIO, 0, DIM) if OVERLAP else tl.zeros([ROWS], tl.int32)
+            source = part[:, None] + column[None, :]
+            in_step, in_state = here[:, None] & real[None, :], known[:, None] & real[None, :]
+            value = tl.load(kv + row[:, None] * stride_kv_token + source, mask=in_step, other=0.0)
+            value += tl.load(state + offset[:, None] + source, mask=in_state, other=0.0)
+            weight = tl.load(gate + row[:, None] * stride_gate_token + source, mask=in_step, other=0.0)
+            bias_at = position_bias + (tl.maximum(p, 0) % RATIO)[:, None] * stride_bias_row + source
+            weight += tl.load(bias_at, mask=in_step, other=0.0)
+            old = tl.load(state + offset[:, None] + WIDTH + source, mask=in_state, other=float("-inf"))
+            weight = tl.where(in_step, weight, old)
+            top = tl.maximum(m, tl.max(weight, 0))
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            e = tl.exp(weight - shift[None, :])
+            rescale = tl.exp(m - shift)
+            l = l * rescale + tl.sum(e, 0)
+            total = total * rescale + tl.sum(e * value, 0)
+            m = top
+        entry = tl.where(real, total / tl.where(l == 0.0, 1.0, l), 0.0)
+        rms = 1.0 / tl.sqrt_rn(tl.sum(entry * entry, 0) / DIM + eps)
+        entry = entry * rms * tl.load(norm_weight + column, mask=real, other=0.0).to(tl.float32)
+
+        first = position + 1 - RATIO
+        rotated, _, frequency, is_first = pair_of(column, ROPE_START, ROPE_WIDTH, True)
+        turns = rotated & (first < table_rows)
+        angle = cos_sin + first.to(tl.int64) * stride_rope_row + frequency
+        cos = tl.load(angle, mask=turns, other=0.0)
+        sin = tl.load(angle + ROPE_WIDTH // 2, mask=turns, other=0.0)
+        partners = tl.reshape(swap_neighbours(tl.reshape(entry, [1, PADDED]), 1, PADDED), [PADDED])
+        entry = rotate(entry, partners, cos, sin, rotated, is_first)
+        if HADAMARD:
+            entry = tl.reshape(hadamard(tl.reshape(entry, [1, PADDED]), 1, PADDED, STAGES), [PADDED])
+
+        block = slot // cache_block_size
+        _store_entry(
+            entry, cache + block * stride_cache_block, slot - block * cache_block_size, cache_block_size, DIM, PADDED,
+            FP8, CODES, GROUP, RECORD, SCALE_BYTES, EXPONENT, FNUZ, POW2, FP8_MAX, AMAX_FLOOR,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens", "requests", "max_blocks", "num_blocks"])
+def keep(
+    kv,  # fp32 [tokens, WIDTH]
+    gate,  # fp32 [tokens, WIDTH]
+    position_bias,  # fp32 [RATIO, WIDTH]
+    positions,  # int32 [tokens]
+    request_ids,  # int32 [tokens]
+    state,  # fp32 [num_blocks, block_size, 2 * WIDTH]
+    state_table,  # int32 [requests, max_blocks]
+    tokens,
+    requests,
+    max_blocks,
+    num_blocks,
+    block_size,
+    stride_kv_token,
+    stride_gate_token,
+    stride_bias_row,
+    stride_positions_token,
+    stride_requests_token,
+    stride_state_block,
+    stride_table_request,
+    WIDTH: tl.constexpr,
+    RATIO: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + token * stride_positions_token)
+    request = tl.load(request_ids + token * stride_requests_token)
+    valid = (position >= 0) & (request >= 0) & (request < requests)
+    later = token + max_blocks * block_size
+    replaced = tl.load(request_ids + later * stride_requests_token, mask=valid & (later < tokens), other=-1) == request
+    table_row = state_table + tl.where(valid, request, 0).to(tl.int64) * stride_table_request
+    offset, known = _state_rows(
+        table_row, tl.maximum(position, 0), max_blocks, num_blocks, block_size, stride_state_block, 2 * WIDTH,
+        valid & ~replaced,
+    )  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    written = known & (column < WIDTH)
+    value = tl.load(kv + token * stride_kv_token + column, mask=written, other=0.0)
+    weight = tl.load(gate + token * stride_gate_token + column, mask=written, other=0.0)
+    bias_at = position_bias + (tl.maximum(position, 0) % RATIO) * stride_bias_row + column
+    weight += tl.load(bias_at, mask=written, other=0.0)
+    tl.store(state + offset + column, value, mask=written)
+    tl.store(state + offset + WIDTH + column, weight, mask=written)

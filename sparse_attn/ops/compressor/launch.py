@@ -1,0 +1,113 @@
+"""The GPU implementation: pool, then keep. Two launches, because entries are pooled from rows that keeping overwrites."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from sparse_attn.layout import (
+    FP8_MAX,
+    INDEX_AMAX_FLOOR,
+    PLANAR_AMAX_FLOOR,
+    SCALE_BYTES,
+    IndexFp8Layout,
+    PlanarFp8Layout,
+    parse_layout,
+)
+from sparse_attn.ops.compressor import config, kernels
+from sparse_attn.target import target_of
+
+
+def compress_and_cache(
+    kv: torch.Tensor,
+    gate: torch.Tensor,
+    position_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    request_ids: torch.Tensor,
+    state: torch.Tensor,
+    state_table: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    cos_sin: torch.Tensor,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    rope_start: int,
+    hadamard: bool,
+    layout: str,
+) -> None:
+    kind, (tokens, width) = parse_layout(layout), kv.shape
+    if tokens == 0 or state_table.shape[0] == 0:
+        return
+    span = 2 * ratio if overlap else ratio
+    launch = config.config(kind.dim, span, target_of(kv.device))
+    row_strides = kv.stride(0), gate.stride(0), position_bias.stride(0)
+    common = positions, request_ids, state, state_table
+    sizes = tokens, state_table.shape[0], state_table.shape[1], state.shape[0], state.shape[1]
+    strides = positions.stride(0), request_ids.stride(0), state.stride(0), state_table.stride(0)
+    if cache.shape[0]:
+        padded = max(16, triton.next_power_of_2(kind.dim))
+        kernels.pool[(tokens,)](
+            kv,
+            gate,
+            position_bias,
+            *common,
+            norm_weight,
+            cos_sin,
+            cache,
+            slot_mapping,
+            *sizes,
+            cache.shape[0] * cache.shape[1],
+            cache.shape[1],
+            cos_sin.shape[0],
+            eps,
+            *row_strides,
+            *strides,
+            slot_mapping.stride(0),
+            cache.stride(0),
+            cos_sin.stride(0),
+            DIM=kind.dim,
+            PADDED=padded,
+            RATIO=ratio,
+            SPAN=span,
+            OVERLAP=overlap,
+            ROPE_START=rope_start,
+            ROPE_WIDTH=cos_sin.shape[1],
+            HADAMARD=hadamard,
+            STAGES=padded.bit_length() - 1,
+            **_record(kind, padded),
+            ROWS=launch.rows,
+            num_warps=launch.num_warps,
+        )
+    kernels.keep[(tokens, triton.cdiv(width, launch.keep_columns))](
+        kv,
+        gate,
+        position_bias,
+        *common,
+        *sizes,
+        *row_strides,
+        *strides,
+        WIDTH=width,
+        RATIO=ratio,
+        COLUMNS=launch.keep_columns,
+        num_warps=4,
+    )
+
+
+def _record(kind, padded: int) -> dict[str, int | float | bool]:
+    """How an entry is stored."""
+    planar, index = isinstance(kind, PlanarFp8Layout), isinstance(kind, IndexFp8Layout)
+    fp8 = planar or index
+    return dict(
+        FP8=fp8,
+        CODES=kind.latent if planar else kind.dim,
+        GROUP=min(kind.group, padded) if planar else padded,
+        RECORD=kind.token_bytes if planar else kind.dim,
+        SCALE_BYTES=kind.scale_bytes if planar else SCALE_BYTES,
+        EXPONENT=planar,
+        FNUZ=fp8 and kind.flavour == "e4m3fnuz",
+        POW2=fp8 and kind.scale_rule == "pow2",
+        FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
+        AMAX_FLOOR=PLANAR_AMAX_FLOOR if planar else INDEX_AMAX_FLOOR,
+    )
