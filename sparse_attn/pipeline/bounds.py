@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from sparse_attn import checks, workspace
-from sparse_attn.layout import LatentFp8Layout
+from sparse_attn.layout import PlainLayout
 from sparse_attn.ops.attention import config as attention_config
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
-from sparse_attn.spec import Spec
+from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
 from sparse_attn.workspace import Scratch, WorkspaceSize
 
@@ -49,7 +49,9 @@ class Bounds:
         return self.max_batch * -(-self.max_model_len // self.block_size)
 
 
-def workspace_size(spec: Spec, bounds: Bounds, target: Target, layouts: CacheLayouts | None = None) -> WorkspaceSize:
+def workspace_size(
+    spec: Spec | CompressedSpec, bounds: Bounds, target: Target, layouts: CacheLayouts | None = None
+) -> WorkspaceSize:
     """The scratch that any step within ``bounds`` takes on ``target``, exactly: what the largest op takes at its
     largest.
 
@@ -58,31 +60,64 @@ def workspace_size(spec: Spec, bounds: Bounds, target: Target, layouts: CacheLay
     if target.vendor == "cpu" and not target.interpreted:
         return WorkspaceSize(0, 0)
     layouts = layouts or cache_layouts(spec, "fp8")
-    return workspace.largest(workspace.size_of(scratch) for scratch in _scratches(spec, bounds, target, layouts))
+    kind = _windowed if isinstance(spec, CompressedSpec) else _latent
+    return workspace.largest(
+        workspace.size_of(scratch)
+        for part in kind(spec, bounds, not isinstance(layouts.kv, PlainLayout))
+        for scratch in _scratches(part, bounds, target)
+    )
 
 
-def _scratches(spec: Spec, bounds: Bounds, target: Target, layouts: CacheLayouts) -> Iterator[Scratch]:
+@dataclass(frozen=True)
+class _Part:
+    """Decode rows or prefill rows. most: rows at most, in groups of ``group``. keys: index keys a row is scored against.
+    attended: indices a row holds, for each kind of layer. fp8: whether attention reads fp8."""
+
+    most: int
+    group: int
+    keys: int
+    top_k: int
+    heads: int
+    d_qk: int
+    d_v: int
+    attended: tuple[int, ...]
+    fp8: bool
+
+
+def _latent(spec: Spec, bounds: Bounds, fp8: bool) -> Iterator[_Part]:
+    kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
+    shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
+    yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, fp8)
+    yield _Part(bounds.max_batched_tokens, 1, kv_rows, *shape, False)
+
+
+def _windowed(spec: CompressedSpec, bounds: Bounds, fp8: bool) -> Iterator[_Part]:
+    kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
+    entries = {"window": 0, "indexed": spec.index.top_k, "full": bounds.max_model_len // spec.full_ratio}
+    attended = tuple(spec.window + entries[kind] for kind in sorted(set(spec.layer_kinds)))
+    shape = (spec.index.top_k, spec.num_heads, spec.head_dim, spec.head_dim, attended)
+    decode_keys, prefill_keys = (
+        tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
+        for tokens in (bounds.max_model_len, kv_rows)
+    )
+    yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, decode_keys, *shape, fp8)
+    yield _Part(bounds.max_batched_tokens, 1, prefill_keys, *shape, False)
+
+
+def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
     """What the ops ask for, at every row count: few rows are split over more programs, so the most rows need not be
     most."""
-    kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
-    fp8 = isinstance(layouts.kv, LatentFp8Layout)
-    for most, group, width, decode in (
-        (bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, True),
-        (bounds.max_batched_tokens, 1, kv_rows, False),
-    ):
-        for rows in range(group, most + 1, group):
-            yield ragged_config.scratch(rows, target)
-            yield _attention_scratch(spec, rows, bounds.dtype, fp8 and decode, target)
-            yield index_topk_config.scratch(rows, width, spec.index.top_k, bounds.logits_bytes, target, group)
-        # A narrower call fits more rows into the budget, and so may leave less of it unused.
-        for rows in range(group, most + 1, group):
-            narrow = bounds.logits_bytes // (4 * rows) // 64 * 64
-            if 0 < narrow < width:
-                yield index_topk_config.scratch(most, narrow, spec.index.top_k, bounds.logits_bytes, target, group)
-
-
-def _attention_scratch(spec: Spec, rows: int, dtype: torch.dtype, fp8: bool, target: Target) -> Scratch:
-    launch = attention_config.config(
-        rows, spec.num_heads, spec.latent_dim, rows * spec.index.top_k, dtype.itemsize, fp8, target
-    )
-    return attention_config.scratch(rows, spec.num_heads, spec.kv_lora, launch.splits)
+    for rows in range(part.group, part.most + 1, part.group):
+        yield ragged_config.scratch(rows, target)
+        for attended in part.attended:
+            launch = attention_config.config(
+                rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8, target
+            )
+            yield attention_config.scratch(rows, part.heads, part.d_v, launch.splits)
+        if part.keys:
+            yield index_topk_config.scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
+    # A narrower call fits more rows into the budget, and so may leave less of it unused.
+    for rows in range(part.group, part.most + 1, part.group):
+        narrow = bounds.logits_bytes // (4 * rows) // 64 * 64
+        if 0 < narrow < part.keys:
+            yield index_topk_config.scratch(part.most, narrow, part.top_k, bounds.logits_bytes, target, part.group)
