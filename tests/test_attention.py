@@ -162,7 +162,7 @@ def test_schemas():
         "\n".join(schema(name) for name in ("sparse_attn_prefill", "sparse_attn_decode", "merge_attn_states")),
         """\
 sparse_attn::sparse_attn_prefill(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
-sparse_attn::sparse_attn_decode(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
+sparse_attn::sparse_attn_decode(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
 sparse_attn::merge_attn_states(Tensor outs, Tensor lses, Tensor? sink, str impl) -> (Tensor out, Tensor lse)""",
     )
 
@@ -174,7 +174,7 @@ def check_opcheck(impl, device):
     opcheck("sparse_attn_prefill", q, kv, *ragged, 0.3, 16, sink, impl)
     layout = LAYOUTS["fp8 raw"]
     cache = filled_cache(layout, 4, 5, ragged, device)
-    opcheck("sparse_attn_decode", torch.randn(3, 2, 80, device=device), cache, *ragged, 0.3, layout.name, None, impl)
+    opcheck("sparse_attn_decode", torch.randn(3, 2, 80, device=device), cache, *ragged, 0.3, layout.name, None, None, None, "", None, impl)
     outs, lses = torch.randn(2, 3, 2, 8, device=device), torch.randn(2, 3, 2, device=device)
     opcheck("merge_attn_states", outs, lses, sink, impl)
 
@@ -312,7 +312,7 @@ def test_decode_kernel(device, dirty_workspace):
         got = attention.sparse_attn_decode(
             q, cache, ragged, scale=scale, layout=layout, sink=sink, impl="triton"
         )
-        want = reference.sparse_attn_decode(q, cache, *ragged, scale, layout.name, sink)
+        want = reference.sparse_attn_decode(q, cache, *ragged, scale, layout.name, None, None, None, "", sink)
         compare.assert_close(got.out, want[0], compare.DECODE_OUT, f"out of case {case}")
         compare.assert_close(got.lse, want[1], compare.DECODE_LSE, f"lse of case {case}")
 

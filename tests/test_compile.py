@@ -12,22 +12,31 @@ from expecttest import assert_expected_inline
 from torch._dynamo.utils import counters
 
 from sparse_attn import workspace
-from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
+from sparse_attn.pipeline.layouts import window_ring
 from sparse_attn.runtime.generate import Decode, Model, decode_plan
 from sparse_attn.runtime.paging import slots_of
-from sparse_attn.spec import preset
+from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import target_of
 
 BLOCK, WIDTH = 16, 20  # tokens of a block, blocks of a request
 MAX_CONTEXT = BLOCK * WIDTH
+STEP_ROWS = 96  # most rows of a request in a step
+
+CASES = [("tiny_v32", "fp8"), ("tiny_glm5", "fp32"), ("tiny_v4", "fp8"), ("tiny_v4", "fp32")]
 
 
 def small(name: str, layers: int):
-    """A preset cut to its first layers: the dense one, an index layer and, for GLM-5, one that shares a selection."""
+    """A preset cut to its first layers: the dense one, an index layer and, for GLM-5, one that shares a selection; for
+    DeepSeek-V4 one of each kind, with windows and top-k far below the context."""
     spec = preset(name)
+    if isinstance(spec, CompressedSpec):
+        return replace(
+            spec, num_layers=layers, layer_kinds=("window", "indexed", "full")[:layers], window=8, full_ratio=BLOCK,
+            hash_layers=spec.hash_layers[:layers], index=replace(spec.index, top_k=8),
+        )  # fmt: skip
     return replace(
         spec, num_layers=layers, moe_layers=spec.moe_layers[:layers], index_layers=spec.index_layers[:layers]
     )
@@ -38,7 +47,7 @@ def model_of(name: str, cache: str, device="cpu", layers: int = 2) -> Model:
     return Model(spec, random_params(spec, seed=0, device=device), cache_layouts(spec, cache))
 
 
-def decode_state(batch: int, length: int, device="cpu", seed: int = 0) -> Decode:
+def decode_state(batch: int, length: int, device="cpu", seed: int = 0, rings: bool = False) -> Decode:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length + 1, (batch,), generator=generator, dtype=torch.int32)
     if batch > 2:
@@ -50,7 +59,14 @@ def decode_state(batch: int, length: int, device="cpu", seed: int = 0) -> Decode
         blocks.to(device),
         torch.arange(batch + 1, dtype=torch.int32, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),
+        torch.randperm(batch, generator=generator).int().unsqueeze(1).to(device) if rings else None,
     )
+
+
+def plan_of(model: Model, state: Decode):
+    """The plan of a decode step."""
+    block_size = window_ring(model.spec, STEP_ROWS) if model.has_rings else BLOCK
+    return decode_plan(state, block_size, MAX_CONTEXT)
 
 
 def prefill_plan(model: Model, counts: list[int], starts: list[int], capacity: int):
@@ -60,27 +76,40 @@ def prefill_plan(model: Model, counts: list[int], starts: list[int], capacity: i
     requests = torch.arange(len(counts)).repeat_interleave(queries)
     positions = torch.cat([torch.arange(a, a + n) for a, n in zip(starts, counts)])
     table = torch.arange(len(counts) * WIDTH, dtype=torch.int32).reshape(len(counts), WIDTH)
-    return build_step_plan(
+    rings = torch.arange(len(counts), dtype=torch.int32).unsqueeze(1) if model.has_rings else None
+    written = (table, BLOCK) if rings is None else (rings, window_ring(model.spec, STEP_ROWS))
+    plan = build_step_plan(
         torch.nn.functional.pad(queries.cumsum(0), (1, 0)).to(device, torch.int32),
         (past + queries).to(device, torch.int32),
         table.to(device),
-        slots_of(table, requests, positions, BLOCK).to(device),
+        slots_of(written[0], requests, positions, written[1]).to(device),
         kv_capacity=capacity,
         max_context=MAX_CONTEXT,
     )
+    return plan._replace(ring_table=None if rings is None else rings.to(device))
 
 
 def filled_caches(model: Model, batch: int):
     """Caches that hold something finite in every slot."""
-    caches = allocate_caches(model.spec, model.layouts, batch * WIDTH, BLOCK, model.device)
+    caches = model.allocate_caches(batch * WIDTH, BLOCK, requests=batch, step_rows=STEP_ROWS)
     generator = torch.Generator().manual_seed(5)
-    for cache, layout in ((c, lay) for pair, lay in zip(caches, (model.layouts.kv, model.layouts.index)) for c in pair):
-        if cache is not None:
+    for kind, layers in caches._asdict().items():
+        layout = model.layouts.index if kind == "index" else model.layouts.kv
+        for cache in layers:
+            if cache is None:
+                continue
             host = cache.cpu()
-            slots = torch.arange(batch * WIDTH * BLOCK)
-            layout.encode(host, slots, torch.randn(slots.numel(), layout.dim, generator=generator))
+            if "state" in kind:
+                host.copy_(torch.randn(host.shape, generator=generator))
+            else:
+                slots = torch.arange(host.shape[0] * host.shape[1])
+                layout.encode(host, slots, torch.randn(slots.numel(), layout.dim, generator=generator))
             cache.copy_(host)
     return caches
+
+
+def tensors_of(caches):
+    return [cache for layers in caches for cache in layers if cache is not None]
 
 
 @contextlib.contextmanager
@@ -103,20 +132,20 @@ def check_step(model, compiled, tokens, plan, batch, exact):
     want, got = model(tokens, eager_caches, plan), compiled(tokens, caches, plan)
     torch.testing.assert_close(got, want, **(dict(rtol=0, atol=0) if exact else dict(rtol=1e-4, atol=1e-4)))
     if exact:
-        for mine, theirs in zip((*caches.kv, *caches.index), (*eager_caches.kv, *eager_caches.index)):
-            assert mine is None or torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+        for mine, theirs in zip(tensors_of(caches), tensors_of(eager_caches)):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def check_decode(model, compiled, exact):
     device = model.device
     for batch, length in ((2, 1), (1, 5)):
-        state = decode_state(batch, length, device)
-        check_step(model, compiled, state.tokens, decode_plan(state, BLOCK, MAX_CONTEXT), batch, exact)
+        state = decode_state(batch, length, device, rings=model.has_rings)
+        check_step(model, compiled, state.tokens, plan_of(model, state), batch, exact)
     assert counters["stats"]["unique_graphs"] == 2
     with no_more_compilations():
         for seed, (batch, length) in enumerate([(3, 70), (64, MAX_CONTEXT), (1, MAX_CONTEXT), (2, 200), (7, 1)]):
-            state = decode_state(batch, length, device, seed)
-            check_step(model, compiled, state.tokens, decode_plan(state, BLOCK, MAX_CONTEXT), batch, exact)
+            state = decode_state(batch, length, device, seed, model.has_rings)
+            check_step(model, compiled, state.tokens, plan_of(model, state), batch, exact)
 
 
 def check_prefill(model, compiled, exact):
@@ -136,7 +165,7 @@ def check_prefill(model, compiled, exact):
     assert counters["stats"]["unique_graphs"] - before <= 2
 
 
-@pytest.mark.parametrize("name,cache", [("tiny_v32", "fp8"), ("tiny_glm5", "fp32")])
+@pytest.mark.parametrize("name,cache", CASES)
 def test_two_compilations_serve_every_batch_and_length(name, cache):
     fresh()
     model = model_of(name, cache, layers=3)
@@ -146,16 +175,17 @@ def test_two_compilations_serve_every_batch_and_length(name, cache):
     assert not counters["graph_break"]
 
 
-def test_inductor_on_cpu():
+@pytest.mark.parametrize("name,layers", [("tiny_v32", 2), ("tiny_v4", 3)])
+def test_inductor_on_cpu(name, layers):
     fresh()
-    model = model_of("tiny_v32", "fp8", layers=2)
+    model = model_of(name, "fp8", layers=layers)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     check_decode(model, compiled, exact=False)
     assert not counters["graph_break"]
 
 
-def test_op_sequence_of_a_decode_layer():
-    """The library's ops in one compiled decode step of a dense layer, an index layer and a layer that shares a selection."""
+def op_sequence(model, tokens, plan, batch):
+    """The library's ops in one compiled step."""
     fresh()
     sequence = []
 
@@ -163,14 +193,17 @@ def test_op_sequence_of_a_decode_layer():
         sequence.extend(node.target.name() for node in graph.graph.nodes if "sparse_attn" in str(node.target))
         return graph
 
+    torch.compile(model, fullgraph=True, dynamic=True, backend=record)(tokens, filled_caches(model, batch), plan)
+    return "\n".join(name.removeprefix("sparse_attn::") for name in sequence)
+
+
+def test_op_sequence_of_a_decode_layer():
+    """A dense layer, an index layer and a layer that shares a selection."""
     spec = preset("tiny_glm5")
     spec = replace(spec, num_layers=3, moe_layers=(False, True, True), index_layers=(True, True, False))
     model = Model(spec, random_params(spec, seed=0, device="cpu"), cache_layouts(spec, "fp8"))
     state = decode_state(2, 9)
-    torch.compile(model, fullgraph=True, dynamic=True, backend=record)(
-        state.tokens, filled_caches(model, 2), decode_plan(state, BLOCK, MAX_CONTEXT)
-    )
-    assert_expected_inline("\n".join(name.removeprefix("sparse_attn::") for name in sequence), """\
+    assert_expected_inline(op_sequence(model, state.tokens, plan_of(model, state), 2), """\
 indexer_k_quant_and_cache
 indexer_q_rope_quant
 index_topk_decode
@@ -189,8 +222,82 @@ sparse_attn_decode
 biased_grouped_topk""")
 
 
+def windowed_sequence(kind, prefill=False):
+    spec = replace(small("tiny_v4", 1), layer_kinds=(kind,), hash_layers=(False,))
+    model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp8"))
+    if prefill:
+        return op_sequence(model, torch.zeros(9, dtype=torch.int64), prefill_plan(model, [7, 2], [0, 30], 60), 2)
+    state = decode_state(2, 9, rings=True)
+    return op_sequence(model, state.tokens, plan_of(model, state), 2)
+
+
+def test_op_sequence_of_a_window_layer():
+    assert_expected_inline(windowed_sequence("window"), """\
+window_indices
+hyper_mix
+write_kv_cache
+sparse_attn_decode
+hyper_merge
+hyper_mix
+biased_grouped_topk
+hyper_merge""")
+
+
+def test_op_sequence_of_an_indexed_layer():
+    assert_expected_inline(windowed_sequence("indexed"), """\
+window_indices
+compressed_plan
+hyper_mix
+write_kv_cache
+compress_and_cache
+compress_and_cache
+indexer_q_rope_quant
+index_topk_decode
+compute_global_topk_ragged_indices_and_indptr
+sparse_attn_decode
+hyper_merge
+hyper_mix
+biased_grouped_topk
+hyper_merge""")
+
+
+def test_op_sequence_of_a_full_layer():
+    assert_expected_inline(windowed_sequence("full"), """\
+window_indices
+compressed_plan
+entry_indices
+hyper_mix
+write_kv_cache
+compress_and_cache
+sparse_attn_decode
+hyper_merge
+hyper_mix
+biased_grouped_topk
+hyper_merge""")
+
+
+def test_op_sequence_of_an_indexed_layer_in_prefill():
+    assert_expected_inline(windowed_sequence("indexed", prefill=True), """\
+compressed_plan
+hyper_mix
+write_kv_cache
+compress_and_cache
+compress_and_cache
+indexer_q_rope_quant
+gather_indexer_k
+index_topk_prefill
+combine_topk_swa_indices_ragged
+gather_kv_cache
+gather_kv_cache
+sparse_attn_prefill
+hyper_merge
+hyper_mix
+biased_grouped_topk
+hyper_merge""")
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name,cache", [("tiny_v32", "fp8"), ("tiny_glm5", "fp32")])
+@pytest.mark.parametrize("name,cache", CASES)
 def test_inductor_on_gpu(name, cache):
     fresh()
     model = model_of(name, cache, "cuda", layers=3)
@@ -201,22 +308,23 @@ def test_inductor_on_gpu(name, cache):
 
 
 @pytest.mark.gpu
-def test_reduce_overhead_skips_no_cudagraph():
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_reduce_overhead_skips_no_cudagraph(name):
     fresh()
-    model = model_of("tiny_v32", "fp8", "cuda", layers=3)
+    model = model_of(name, "fp8", "cuda", layers=3)
     bounds = Bounds(max_batch=8, max_batched_tokens=0, max_model_len=MAX_CONTEXT, block_size=BLOCK, dtype=torch.float32)
     size = workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), workspace.use(workspace.Workspace(size, "cuda")) as owner:
         owner.lock()
         caches, eager_caches = filled_caches(model, 8), filled_caches(model, 8)
-        for cache in (*caches.kv, *caches.index):
+        for cache in tensors_of(caches):
             torch._dynamo.mark_static_address(cache)
         compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        state = decode_state(8, MAX_CONTEXT, "cuda")
+        state = decode_state(8, MAX_CONTEXT, "cuda", rings=model.has_rings)
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()
-            plan = decode_plan(state, BLOCK, MAX_CONTEXT)
+            plan = plan_of(model, state)
             got, want = compiled(state.tokens, caches, plan), model(state.tokens, eager_caches, plan)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             state.seq_lens[0] = 1 + state.seq_lens[0] % MAX_CONTEXT

@@ -17,14 +17,14 @@ TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:90], TEXT[200:207], TEXT[300:371]]
 
 
-@pytest.fixture(scope="module", params=("tiny_v32", "tiny_glm5"))
+@pytest.fixture(scope="module", params=("tiny_v32", "tiny_glm5", "tiny_v4"))
 def model(request):
     spec = preset(request.param)
     return Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
 
 
 def test_a_batch_is_its_prompts(model):
-    common = dict(max_new_tokens=7, keep_logits=True, block_size=16)
+    common = dict(max_new_tokens=7, keep_logits=True, block_size=128)
     together = generate(model, PROMPTS, prefill_tokens=50, **common)
     for number, prompt in enumerate(PROMPTS):
         alone = generate(model, [prompt], **common)
@@ -80,7 +80,7 @@ def shallow(name):
     return replace(spec, num_layers=2, moe_layers=(False, True), index_layers=index_layers)
 
 
-@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5"))
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
 def test_compiled_once_for_batches_of_any_size(dynamo, name):
     """One compilation for prefill and one for decode, though the first batch equals the block size."""
     spec = shallow(name)
@@ -119,7 +119,7 @@ def test_kernels_generate_what_the_reference_does(device, cache):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5"))
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
 def test_gpu_generates_what_the_reference_does(name):
     spec = preset(name)
     layouts = cache_layouts(spec, "fp32")
@@ -130,7 +130,7 @@ def test_gpu_generates_what_the_reference_does(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", (False, True))
-@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5"))
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
 def test_captured_steps_generate_what_the_reference_does(name, compile):
     """A batch whose rows stop one by one, more steps than one piece of replays; logits come out of single replays."""
     torch._dynamo.reset()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.runtime.generate import Decode, Model, Sampling, decode_plan, decode_step
 from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.spec import preset
+from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import target_of
 
 BLOCK, WIDTH = 16, 12
@@ -22,24 +22,31 @@ MAX_CONTEXT = BLOCK * WIDTH  # three times the tiny models' top-k
 
 def model_of(name="tiny_v32", cache="fp8") -> Model:
     spec = preset(name)
+    if isinstance(spec, CompressedSpec):  # borders of entries, of the window and of the top-k inside the context
+        spec = replace(spec, full_ratio=BLOCK, index=replace(spec.index, top_k=16))
     return Model(spec, random_params(spec, seed=0, device="cuda"), cache_layouts(spec, cache))
 
 
 def caches_of(model, rows):
-    return allocate_caches(model.spec, model.layouts, rows * WIDTH, BLOCK, model.device)
+    return model.allocate_caches(rows * WIDTH, BLOCK, requests=rows, step_rows=1)
 
 
 def table_of(rows):
     return torch.arange(rows * WIDTH, dtype=torch.int32).reshape(rows, WIDTH)
 
 
-def eager_state(tokens, seq_lens, table):
+def rings_of(model, rows):
+    return torch.arange(rows, dtype=torch.int32).unsqueeze(1) if model.has_rings else None
+
+
+def eager_state(tokens, seq_lens, table, rings=None):
     return Decode(
         tokens.cuda(),
         seq_lens.cuda(),
         table.cuda(),
         torch.arange(tokens.shape[0] + 1, dtype=torch.int32, device="cuda"),
         torch.zeros(0, dtype=torch.int64, device="cuda"),
+        None if rings is None else rings.cuda(),
     )
 
 
@@ -63,13 +70,18 @@ def eager_tokens(model, caches, state, steps, sampling=Sampling()):
 
 def test_graphs_need_a_gpu():
     spec = preset("tiny_v32")
-    caches = allocate_caches(spec, cache_layouts(spec, "fp8"), 1, 16, "cpu")
+    caches = Model(spec, {"embed": torch.empty(0)}, cache_layouts(spec, "fp8")).allocate_caches(
+        1, 16, requests=1, step_rows=1
+    )
     with pytest.raises(ValueError, match="^caches: got device cpu"):
         DecodeGraph(lambda *_: None, caches, max_context=16, max_blocks=1)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name,cache", [("tiny_v32", "fp8"), ("tiny_glm5", "fp32"), ("tiny_v32", "bf16")])
+@pytest.mark.parametrize(
+    "name,cache",
+    [("tiny_v32", "fp8"), ("tiny_glm5", "fp32"), ("tiny_v32", "bf16"), ("tiny_v4", "fp8"), ("tiny_v4", "fp32")],
+)
 def test_captured_at_nothing_replays_to_the_maximum(name, cache):
     """Capture with every row padding; replay from length 1 past top-k to the last position, every step equal to eager."""
     model = model_of(name, cache)
@@ -78,21 +90,22 @@ def test_captured_at_nothing_replays_to_the_maximum(name, cache):
     graph = graph_of(model, mine, (2,), sampling)
     assert all(not cache.view(torch.uint8).any() for cache in mine.kv)  # the capture wrote nothing
     tokens, seq_lens = torch.tensor([5, 77]), torch.tensor([1, 40], dtype=torch.int32)
-    graph.load(tokens, seq_lens, table_of(2))
+    graph.load(tokens, seq_lens, table_of(2), rings_of(model, 2))
     got = graph.run(MAX_CONTEXT - 1).wait()
-    state = eager_state(tokens, seq_lens, table_of(2))
+    state = eager_state(tokens, seq_lens, table_of(2), rings_of(model, 2))
     want = eager_tokens(model, theirs, state, MAX_CONTEXT - 1, sampling)
     live = torch.arange(MAX_CONTEXT - 1).unsqueeze(1) + seq_lens <= MAX_CONTEXT
     assert torch.equal(got[live], want[live])
     torch.cuda.synchronize()
-    for a, b in zip((*mine.kv, *mine.index), (*theirs.kv, *theirs.index)):
+    for a, b in zip((c for layers in mine for c in layers), (c for layers in theirs for c in layers)):
         assert a is None or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     assert graph.captures == 1 and graph.replays == MAX_CONTEXT - 1
 
 
 @pytest.mark.gpu
-def test_batches_shrink_and_grow_between_replays():
-    model = model_of()
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_batches_shrink_and_grow_between_replays(name):
+    model = model_of(name)
     mine, theirs = caches_of(model, 5), caches_of(model, 5)
     graph = graph_of(model, mine, (1, 2, 4, 8))
     for rows, steps, start in ((5, 7, 1), (1, 3, 9), (3, 20, 60), (4, 2, 1), (5, 4, 100)):
@@ -100,27 +113,44 @@ def test_batches_shrink_and_grow_between_replays():
         seq_lens = torch.full((rows,), start, dtype=torch.int32)
         if rows > 2:
             seq_lens[1] = 0
-        graph.load(tokens, seq_lens, table_of(rows))
+        rings = rings_of(model, rows)
+        graph.load(tokens, seq_lens, table_of(rows), rings)
         got = graph.run(steps).wait()
-        want = eager_tokens(model, theirs, eager_state(tokens, seq_lens, table_of(rows)), steps)
+        want = eager_tokens(model, theirs, eager_state(tokens, seq_lens, table_of(rows), rings), steps)
         live = seq_lens > 0
         assert torch.equal(got[:, live], want[:, live])
     for name, rows in (("tokens", 0), ("tokens", 9)):
         with pytest.raises(ValueError, match=f"^{name}: got {rows} rows"):
-            graph.load(torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int32), table_of(rows))
+            zeros = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.int32)
+            graph.load(*zeros, table_of(rows), rings_of(model, rows))
 
 
 @pytest.mark.gpu
-def test_two_graphs_on_two_streams():
-    model = model_of()
+def test_rings_are_checked():
+    lengths = torch.ones(2, dtype=torch.int32)
+    latent, windowed = model_of(), model_of("tiny_v4")
+    with pytest.raises(ValueError, match="^ring_table: got a tensor, allowed: None"):
+        graph_of(latent, caches_of(latent, 2), (2,)).load(lengths.long(), lengths, table_of(2), rings_of(windowed, 2))
+    graph = graph_of(windowed, caches_of(windowed, 2), (2,))
+    with pytest.raises(ValueError, match="^ring_table: got None, allowed: a tensor"):
+        graph.load(lengths.long(), lengths, table_of(2))
+    with pytest.raises(ValueError, match=r"^ring_table: got shape \[1, 1\], allowed: \[2, ring_blocks = 1\]"):
+        graph.load(lengths.long(), lengths, table_of(2), rings_of(windowed, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_two_graphs_on_two_streams(name):
+    model = model_of(name)
     caches = [caches_of(model, 2) for _ in range(3)]
     graphs = [graph_of(model, pair, (2,)) for pair in caches[:2]]
     assert graphs[0].stream != graphs[1].stream and graphs[0].workspace is not graphs[1].workspace
     tokens, seq_lens = torch.tensor([9, 8]), torch.tensor([1, 2], dtype=torch.int32)
+    rings = rings_of(model, 2)
     for graph in graphs:
-        graph.load(tokens, seq_lens, table_of(2))
+        graph.load(tokens, seq_lens, table_of(2), rings)
     streams = [graph.run(100) for graph in graphs]  # both in flight
-    want = eager_tokens(model, caches[2], eager_state(tokens, seq_lens, table_of(2)), 100)
+    want = eager_tokens(model, caches[2], eager_state(tokens, seq_lens, table_of(2), rings), 100)
     for stream in streams:
         assert torch.equal(stream.wait(), want)
         assert torch.equal(torch.stack(list(stream)), want)
@@ -145,15 +175,16 @@ def test_stop_ids_end_a_row_on_the_device():
 
 
 @pytest.mark.gpu
-def test_memory_is_stable_over_a_thousand_replays():
-    model = model_of()
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_memory_is_stable_over_a_thousand_replays(name):
+    model = model_of(name)
     graph = graph_of(model, caches_of(model, 2), (2,))
-    graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table_of(2))
+    graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table_of(2), rings_of(model, 2))
     graph.run(10).wait()
     gc.collect()
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(10):
-        graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table_of(2))
+        graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table_of(2), rings_of(model, 2))
         graph.run(100).wait()
     gc.collect()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before

@@ -1,6 +1,7 @@
 """Sparse multi-query attention over ragged indices.
 
-For every row t and head h, with S = the valid indices of row t (duplicates count as often as they stand there):
+For every row t and head h, with S = the valid indices of row t (duplicates count as often as they stand there; where
+two caches are given, the indices into both):
 z_i = scale * (q . k_i), out = sum_i softmax(z)_i v_i, v_i = the first d_v values of k_i. With a sink (fp32 [heads],
 natural log units, not scaled) the denominator gains exp(sink). lse = log sum_i exp(z_i) leaves the sink out. A row
 without a valid index gives out 0 and lse -inf; sink -inf changes nothing, sink +inf gives out 0.
@@ -15,7 +16,7 @@ import math
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, Layout, LatentFp8Layout, PlainLayout, check_cache
+from sparse_attn.layout import Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, check_cache
 from sparse_attn.ops.attention import op
 from sparse_attn.types import AttentionOutput, Ragged
 
@@ -50,7 +51,7 @@ def sparse_attn_prefill(
     checks.check_unit_stride("kv", kv)
     if not 1 <= d_v <= q.shape[2]:
         raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
-    checks.check_same_device(q=q, kv=kv, indices=ragged.indices, sink=sink)
+    checks.check_same_device(q=q, kv=kv)
     return AttentionOutput(*op.sparse_attn_prefill(q, kv, *ragged, scale, d_v, sink, impl))
 
 
@@ -61,24 +62,42 @@ def sparse_attn_decode(
     *,
     scale: float,
     layout: Layout,
+    extra_cache: torch.Tensor | None = None,
+    extra_ragged: Ragged | None = None,
+    extra_layout: Layout | None = None,
     sink: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> AttentionOutput:
-    """Attend to slots of a paged cache.
+    """Attend to slots of a paged cache, or to slots of two caches under one softmax.
 
-    q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads, d_qk = layout.latent + layout.rope. cache: blocks of
-    ``layout`` [num_blocks, block_size, row], block stride free; keys are converted to q's dtype. ragged: slots (block *
-    block_size + offset) per token. sink: fp32 [>= heads] or None.
+    q: [tokens, heads, layout.dim] bf16, fp16 or fp32, 1 to 128 heads. cache: blocks of ``layout`` (plain, latent fp8 or
+    planar fp8) [num_blocks, block_size, row], block stride free; keys are converted to q's dtype. ragged: slots (block
+    * block_size + offset) per token. sink: fp32 [>= heads] or None.
 
-    Returns AttentionOutput(out [tokens, heads, layout.latent] dtype of q, lse fp32 [tokens, heads]).
+    extra_cache, extra_ragged, extra_layout: all three or none. The second cache, the slots in it per token, and its
+    layout, which agrees with ``layout`` in dim and value_dim; kind, fp8 flavour, block size and block stride are its
+    own. A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
+
+    Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
     """
     _check_queries(q, ragged, sink)
-    if isinstance(layout, IndexFp8Layout) or not isinstance(layout, (PlainLayout, LatentFp8Layout)):
-        raise ValueError(f"layout: got {layout!r}, allowed: PlainLayout, LatentFp8Layout")
-    check_cache("cache", cache, layout)
-    checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.latent + layout.rope]")
-    checks.check_same_device(q=q, cache=cache, indices=ragged.indices, sink=sink)
-    return AttentionOutput(*op.sparse_attn_decode(q, cache, *ragged, scale, layout.name, sink, impl))
+    _check_keys(q, cache, layout, "")
+    checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
+    if extra_cache is None and extra_ragged is None and extra_layout is None:
+        extra = (None, None, None, "")
+        return AttentionOutput(*op.sparse_attn_decode(q, cache, *ragged, scale, layout.name, *extra, sink, impl))
+    for name, value in (("extra_cache", extra_cache), ("extra_ragged", extra_ragged), ("extra_layout", extra_layout)):
+        if value is None:
+            raise ValueError(f"{name}: got None, allowed: all of extra_cache, extra_ragged and extra_layout, or none")
+    _check_ragged("extra_ragged", extra_ragged, q)
+    _check_keys(q, extra_cache, extra_layout, "extra_")
+    if (extra_layout.dim, extra_layout.value_dim) != (layout.dim, layout.value_dim):
+        raise ValueError(
+            f"extra_layout: got {extra_layout.name} with dim {extra_layout.dim} and value_dim {extra_layout.value_dim}, "
+            f"allowed: {layout.dim} and {layout.value_dim} as in {layout.name}"
+        )
+    extra = (extra_cache, *extra_ragged, extra_layout.name)
+    return AttentionOutput(*op.sparse_attn_decode(q, cache, *ragged, scale, layout.name, *extra, sink, impl))
 
 
 def merge_attn_states(
@@ -118,14 +137,29 @@ def _check_queries(q: torch.Tensor, ragged: Ragged, sink: torch.Tensor | None) -
     if not 1 <= q.shape[1] <= MAX_HEADS:
         raise ValueError(f"q: got {q.shape[1]} heads, allowed: 1 to {MAX_HEADS}")
     checks.check_unit_stride("q", q)
-    checks.check_dtype("ragged.indices", ragged.indices, (torch.int32,))
-    checks.check_rank("ragged.indices", ragged.indices, 1)
-    checks.check_unit_stride("ragged.indices", ragged.indices)
-    checks.check_dtype("ragged.indptr", ragged.indptr, (torch.int32,))
-    checks.check_shape("ragged.indptr", ragged.indptr, (q.shape[0] + 1,), "[tokens + 1]")
-    checks.check_unit_stride("ragged.indptr", ragged.indptr)
-    checks.check_same_device(q=q, **{"ragged.indices": ragged.indices, "ragged.indptr": ragged.indptr})
+    _check_ragged("ragged", ragged, q)
     _check_sink(sink, q.shape[1])
+    checks.check_same_device(q=q, sink=sink)
+
+
+def _check_ragged(name: str, ragged: Ragged, q: torch.Tensor) -> None:
+    if not isinstance(ragged, Ragged):
+        raise TypeError(f"{name}: got {type(ragged).__name__}, allowed is a Ragged")
+    indices, indptr = f"{name}.indices", f"{name}.indptr"
+    checks.check_dtype(indices, ragged.indices, (torch.int32,))
+    checks.check_rank(indices, ragged.indices, 1)
+    checks.check_unit_stride(indices, ragged.indices)
+    checks.check_dtype(indptr, ragged.indptr, (torch.int32,))
+    checks.check_shape(indptr, ragged.indptr, (q.shape[0] + 1,), "[tokens + 1]")
+    checks.check_unit_stride(indptr, ragged.indptr)
+    checks.check_same_device(**{"q": q, indices: ragged.indices, indptr: ragged.indptr})
+
+
+def _check_keys(q: torch.Tensor, cache: torch.Tensor, layout: Layout, prefix: str) -> None:
+    if not isinstance(layout, (PlainLayout, LatentFp8Layout, PlanarFp8Layout)):
+        raise ValueError(f"{prefix}layout: got {layout!r}, allowed: PlainLayout, LatentFp8Layout, PlanarFp8Layout")
+    check_cache(f"{prefix}cache", cache, layout)
+    checks.check_same_device(**{"q": q, f"{prefix}cache": cache})
 
 
 def _check_sink(sink: torch.Tensor | None, heads: int) -> None:

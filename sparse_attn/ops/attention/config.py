@@ -24,7 +24,8 @@ class AttentionConfig:
 def config(
     tokens: int, heads: int, d_qk: int, capacity: int, query_bytes: int, fp8: bool, target: Target
 ) -> AttentionConfig:
-    """capacity: how many indices the rows may hold in all; query_bytes: bytes of one q element."""
+    """capacity: how many indices the rows may hold in all, of two caches together; query_bytes: bytes of one q element;
+    fp8: whether every cache is."""
     tile_heads = min(64, max(16, 1 << (heads - 1).bit_length()))
     if query_bytes == 4:
         tile = (min(tile_heads, 16), 16, 4, 1)
@@ -45,9 +46,13 @@ def config(
 
 
 def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int, fp8: bool) -> int:
-    """What the compiler takes, within a few percent: queries, key tiles in flight, and for fp8 one dequantised tile."""
+    """At least about what the compiler takes: queries, key tiles in flight, and for fp8 one dequantised tile.
+
+    An fp8 record is an eighth longer than one byte per value: its scales and its bf16 values. Two caches are read one
+    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger.
+    """
     keys = block_k * d_qk
-    tiles = keys * element + (num_stages - 1) * keys if fp8 else num_stages * keys * element
+    tiles = keys * element + (num_stages - 1) * keys * 9 // 8 if fp8 else num_stages * keys * element
     return block_h * d_qk * element + tiles + 1024
 
 

@@ -7,7 +7,9 @@ def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink):
     return allocate_output(q.shape[0], q.shape[1], d_v, q)
 
 
-def sparse_attn_decode(q, cache, indices, indptr, scale, layout, sink):
+def sparse_attn_decode(
+    q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, sink
+):
     return allocate_output(q.shape[0], q.shape[1], value_dim(layout), q)
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention: one program per (row, block of heads, share of the row's keys).
+"""Sparse attention: one program per (row, block of heads, share of the row's keys), over one cache or two.
 
 A key tile is gathered once and serves both products. Bytes: every named row once per block of heads. Operations:
 2 * heads * keys * (d_qk + d_v) per row.
@@ -8,53 +8,31 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device.cast import cast, convert, dot
-from sparse_attn.device.fp8 import decode_fp8
 from sparse_attn.device.softmax import log2_sum, sink_factor, softmax_step
+from sparse_attn.ops.attention.keys import interleaved_values, load_columns, planar_values
 
 
 @triton.jit
-def _columns(base, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, row_mask):
-    """Load base[row] + columns, zero where the row is masked or the column lies beyond WIDTH."""
-    pointers = base[:, None] + columns[None, :]
-    if WIDTH == PADDED:
-        return tl.load(pointers, mask=row_mask[:, None], other=0)
-    else:
-        return tl.load(pointers, mask=row_mask[:, None] & (columns < WIDTH)[None, :], other=0)
-
-
-@triton.jit
-def _fp8_values(
-    base, columns, valid, D_V: tl.constexpr, PAD_V: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr,
-    FNUZ: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Dequantised fp32 [BLOCK_K, PAD_V] of interleaved records that start at byte pointers ``base``."""
-    codes = decode_fp8(_columns(base, columns, D_V, PAD_V, valid), FNUZ)
-    scale_base = (base + SCALE_AT).to(tl.pointer_type(tl.float32))
-    GROUPS: tl.constexpr = D_V // GROUP
-    if GROUPS * GROUP == PAD_V and (GROUPS & (GROUPS - 1)) == 0:
-        scales = tl.load(scale_base[:, None] + tl.arange(0, GROUPS)[None, :], mask=valid[:, None], other=0.0)
-        grouped = tl.reshape(codes, [BLOCK_K, GROUPS, GROUP]) * scales[:, :, None]
-        return tl.reshape(grouped, [BLOCK_K, PAD_V])
-    else:
-        known = valid[:, None] & (columns < D_V)[None, :]
-        return codes * tl.load(scale_base[:, None] + (columns // GROUP)[None, :], mask=known, other=0.0)
+def _row_range(indptr, token, capacity):
+    """[begin, end) of a row's indices, inside [0, capacity]."""
+    begin = tl.maximum(tl.load(indptr + token), 0)
+    return begin, tl.maximum(tl.minimum(tl.load(indptr + token + 1), capacity), begin)
 
 
 @triton.jit
 def _attend_keys(
-    q_value, q_rest, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2, stride_cache_block,
-    stride_cache_slot, value_column, rest_column, D_V: tl.constexpr, D_REST: tl.constexpr, PAD_V: tl.constexpr,
-    PAD_REST: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr, REST_AT: tl.constexpr, FNUZ: tl.constexpr,
-    PAGED: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SHORT: tl.constexpr,
+    q_value, q_rest, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
+    stride_cache_block, stride_cache_slot, value_column, rest_column, D_V: tl.constexpr, D_REST: tl.constexpr,
+    PAD_V: tl.constexpr, PAD_REST: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr, REST_AT: tl.constexpr,
+    TOKEN_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, FNUZ: tl.constexpr, PAGED: tl.constexpr, SHORT: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax state (m, l, acc) over the keys indices[begin:end]."""
+    """Take the keys indices[begin:end] of a cache into the softmax state (m, l, acc)."""
     dtype = q_value.dtype
     BLOCK_H: tl.constexpr = q_value.shape[0]
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, PAD_V], tl.float32)
     key = tl.arange(0, BLOCK_K)
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+    # Hoisted addresses of a planar tile's matrix operands would not fit in registers beside acc and the tile.
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES, disable_licm=SCALE_BYTES > 0):
         # Unsigned comparisons serve both ends of a range. A masked index load would cost a seventh of the time, so the
         # tile moves back where it would leave the buffer, and the keys before its row's share are left out.
         if SHORT:
@@ -66,23 +44,32 @@ def _attend_keys(
             inside = (key - (start - at)).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
             bound = tl.where(inside, num_slots, 0)
         valid = slot.to(tl.uint32, bitcast=True) < bound.to(tl.uint32)
-        if PAGED:
+        if SCALE_BYTES > 0:
             block = slot // block_size
-            offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
+            place = (slot - block * block_size).to(tl.int64)
+            base = cache + block.to(tl.int64) * stride_cache_block
+            scale_base = base + block_size.to(tl.int64) * TOKEN_BYTES + place * SCALE_BYTES
+            base = base + place * TOKEN_BYTES
+            value = planar_values(base, scale_base, value_column, valid, D_V, PAD_V, GROUP, REST_AT, FNUZ, dtype)
         else:
-            offset = slot.to(tl.int64) * stride_cache_slot
-        base = cache + offset
-        if GROUP > 0:
-            value = cast(_fp8_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_AT, FNUZ, BLOCK_K), dtype)
-        else:
-            value = convert(_columns(base, value_column, D_V, PAD_V, valid), dtype)
+            if PAGED:
+                block = slot // block_size
+                offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
+            else:
+                offset = slot.to(tl.int64) * stride_cache_slot
+            base = cache + offset
+            if GROUP > 0:
+                value = interleaved_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_AT, FNUZ, BLOCK_K)
+                value = cast(value, dtype)
+            else:
+                value = convert(load_columns(base, value_column, D_V, PAD_V, valid), dtype)
         scores = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
         if D_REST > 0:
             if GROUP > 0:
                 rest_base = (base + REST_AT).to(tl.pointer_type(tl.bfloat16))
-                rest = _columns(rest_base, rest_column, D_REST, PAD_REST, valid)
+                rest = load_columns(rest_base, rest_column, D_REST, PAD_REST, valid)
             else:
-                rest = _columns(base + D_V, rest_column, D_REST, PAD_REST, valid)
+                rest = load_columns(base + D_V, rest_column, D_REST, PAD_REST, valid)
             scores = dot(q_rest, tl.trans(convert(rest, dtype)), scores)
         scores = dot(q_value, tl.trans(value), scores)
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
@@ -91,12 +78,19 @@ def _attend_keys(
     return m, l, acc
 
 
-@triton.jit(do_not_specialize=["num_slots", "capacity", "block_size"])
+@triton.jit(
+    do_not_specialize=[
+        "num_slots", "capacity", "block_size", "extra_num_slots", "extra_capacity", "extra_block_size",
+    ]
+)  # fmt: skip
 def attend(
     q,  # [tokens, heads, D_V + D_REST]
     cache,  # [num_blocks, block_size, row], or rows of one block
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
+    extra_cache,  # the second cache or None, with its own indices and format
+    extra_indices,  # int32 [extra_capacity] or None
+    extra_indptr,  # int32 [tokens + 1] or None
     sink,  # fp32 [heads] or None
     out,  # [splits, tokens, heads, D_V]
     lse,  # fp32 [splits, tokens, heads]; base 2 when SPLIT, natural otherwise
@@ -104,11 +98,16 @@ def attend(
     num_slots,
     block_size,
     capacity,
+    extra_num_slots,
+    extra_block_size,
+    extra_capacity,
     scale_log2,
     stride_q_token,
     stride_q_head,
     stride_cache_block,
-    stride_cache_slot,
+    stride_cache_slot,  # planar caches: not looked at
+    stride_extra_block,
+    stride_extra_slot,
     stride_out_split,
     stride_out_token,
     stride_out_head,
@@ -119,17 +118,26 @@ def attend(
     PAD_V: tl.constexpr,  # powers of two, at least 16
     PAD_REST: tl.constexpr,
     GROUP: tl.constexpr,  # 0: plain cache; else values per fp8 scale
-    SCALE_AT: tl.constexpr,
-    REST_AT: tl.constexpr,
+    SCALE_AT: tl.constexpr,  # byte of a record where its fp32 scales start
+    REST_AT: tl.constexpr,  # byte of a record where its bf16 values start
+    TOKEN_BYTES: tl.constexpr,  # planar: from one token's record to the next one's
+    SCALE_BYTES: tl.constexpr,  # 0: not a planar cache; else ue8m0 bytes per token behind a block's records
     FNUZ: tl.constexpr,
-    PAGED: tl.constexpr,
+    PAGED: tl.constexpr,  # slots do not follow each other through the whole cache; planar caches: not looked at
+    SHORT: tl.constexpr,  # capacity < BLOCK_K
+    EXTRA_GROUP: tl.constexpr,
+    EXTRA_SCALE_AT: tl.constexpr,
+    EXTRA_REST_AT: tl.constexpr,
+    EXTRA_TOKEN_BYTES: tl.constexpr,
+    EXTRA_SCALE_BYTES: tl.constexpr,
+    EXTRA_FNUZ: tl.constexpr,
+    EXTRA_PAGED: tl.constexpr,
+    EXTRA_SHORT: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    SHORT: tl.constexpr,  # capacity < BLOCK_K
 ):
-    dtype = q.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     known_head = head < heads
@@ -137,24 +145,43 @@ def attend(
     rest_column = tl.arange(0, PAD_REST)
 
     q_base = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
-    q_value = _columns(q_base, value_column, D_V, PAD_V, known_head)
+    q_value = load_columns(q_base, value_column, D_V, PAD_V, known_head)
     q_rest = q_value
     if D_REST > 0:
-        q_rest = _columns(q_base + D_V, rest_column, D_REST, PAD_REST, known_head)
+        q_rest = load_columns(q_base + D_V, rest_column, D_REST, PAD_REST, known_head)
 
-    begin = tl.maximum(tl.load(indptr + token), 0)
-    end = tl.maximum(tl.minimum(tl.load(indptr + token + 1), capacity), begin)
-    if SPLIT:
+    begin, end = _row_range(indptr, token, capacity)
+    if extra_cache is not None:
+        extra_begin, extra_end = _row_range(extra_indptr, token, extra_capacity)
+    if SPLIT:  # the tiles of both rows count as one range
         tiles = tl.cdiv(end - begin, BLOCK_K)
-        share = tl.cdiv(tiles, tl.num_programs(2)) * BLOCK_K
-        begin = tl.minimum(begin + tl.program_id(2) * share, end)
+        all_tiles = tiles
+        if extra_cache is not None:
+            all_tiles += tl.cdiv(extra_end - extra_begin, BLOCK_K)
+        share = tl.cdiv(all_tiles, tl.num_programs(2)) * BLOCK_K
+        first = tl.program_id(2) * share
+        begin = tl.minimum(begin + first, end)
         end = tl.minimum(end, begin + share)
+        if extra_cache is not None:
+            extra_first = first - tiles * BLOCK_K
+            extra_end = tl.minimum(extra_end, extra_begin + tl.maximum(extra_first + share, 0))
+            extra_begin = tl.minimum(extra_begin + tl.maximum(extra_first, 0), extra_end)
 
+    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, PAD_V], tl.float32)
     m, l, acc = _attend_keys(
-        q_value, q_rest, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2, stride_cache_block,
-        stride_cache_slot, value_column, rest_column, D_V, D_REST, PAD_V, PAD_REST, GROUP, SCALE_AT, REST_AT, FNUZ,
-        PAGED, BLOCK_K, STAGES, SHORT,
+        q_value, q_rest, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
+        stride_cache_block, stride_cache_slot, value_column, rest_column, D_V, D_REST, PAD_V, PAD_REST, GROUP, SCALE_AT,
+        REST_AT, TOKEN_BYTES, SCALE_BYTES, FNUZ, PAGED, SHORT, BLOCK_K, STAGES,
     )  # fmt: skip
+    if extra_cache is not None:
+        m, l, acc = _attend_keys(
+            q_value, q_rest, m, l, acc, extra_cache, extra_indices, extra_begin, extra_end, extra_capacity,
+            extra_num_slots, extra_block_size, scale_log2, stride_extra_block, stride_extra_slot, value_column,
+            rest_column, D_V, D_REST, PAD_V, PAD_REST, EXTRA_GROUP, EXTRA_SCALE_AT, EXTRA_REST_AT, EXTRA_TOKEN_BYTES,
+            EXTRA_SCALE_BYTES, EXTRA_FNUZ, EXTRA_PAGED, EXTRA_SHORT, BLOCK_K, STAGES,
+        )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     lse2 = log2_sum(m, l)
     split = tl.program_id(2).to(tl.int64)

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 
 from sparse_attn import workspace
-from sparse_attn.layout import LatentFp8Layout, parse_layout
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 from sparse_attn.ops.attention import config, kernels, shapes
 from sparse_attn.target import target_of
 
 LOG2_E = math.log2(math.e)
 MERGED_ELEMENTS = 8192  # partial values a merging program holds
+
+
+class Keys(NamedTuple):
+    """A cache (or the rows of one block), its format, None for plain rows, and the indices into it."""
+
+    cache: torch.Tensor
+    layout: LatentFp8Layout | PlanarFp8Layout | None
+    indices: torch.Tensor
+    indptr: torch.Tensor
+
+
+class Arguments(NamedTuple):
+    """What the kernel is told of one cache: run-time arguments in the order of its parameters, constants by name."""
+
+    pointers: tuple[torch.Tensor | None, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    constants: dict[str, int | bool]
 
 
 def sparse_attn_prefill(
@@ -26,7 +45,7 @@ def sparse_attn_prefill(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = kv.unsqueeze(0)  # one block that holds every row
-    return _attend("sparse_attn_prefill", q, rows, indices, indptr, scale, d_v, sink, None)
+    return _attend("sparse_attn_prefill", q, Keys(rows, None, indices, indptr), None, scale, d_v, sink)
 
 
 def sparse_attn_decode(
@@ -36,11 +55,17 @@ def sparse_attn_decode(
     indptr: torch.Tensor,
     scale: float,
     layout: str,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_indptr: torch.Tensor | None,
+    extra_layout: str,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = parse_layout(layout)
-    fp8 = kind if isinstance(kind, LatentFp8Layout) else None
-    return _attend("sparse_attn_decode", q, cache, indices, indptr, scale, kind.latent, sink, fp8)
+    keys = Keys(cache, _fp8(layout), indices, indptr)
+    extra = None
+    if extra_cache is not None:
+        extra = Keys(extra_cache, _fp8(extra_layout), extra_indices, extra_indptr)
+    return _attend("sparse_attn_decode", q, keys, extra, scale, shapes.value_dim(layout), sink)
 
 
 def merge_attn_states(
@@ -52,35 +77,34 @@ def merge_attn_states(
     return out, lse
 
 
-def _attend(who, q, cache, indices, indptr, scale, d_v, sink, fp8):
+def _attend(who, q, keys, extra, scale, d_v, sink):
     tokens, heads, d_qk = q.shape
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
     if tokens == 0:
         return out, lse
-    target = target_of(q.device)
-    launch = config.config(tokens, heads, d_qk, indices.numel(), q.element_size(), fp8 is not None, target)
+    parts = [keys] if extra is None else [keys, extra]
+    capacity = sum(part.indices.numel() for part in parts)
+    fp8 = all(part.layout is not None for part in parts)
+    launch = config.config(tokens, heads, d_qk, capacity, q.element_size(), fp8, target_of(q.device))
     split = launch.splits > 1
     views, _ = workspace.take(who, config.scratch(tokens, heads, d_v, launch.splits), q.device)
     to, to_lse = views if split else (out.unsqueeze(0), lse.unsqueeze(0))
-    num_blocks, block_size, row = cache.shape
-    paged = num_blocks > 1 and cache.stride(0) != block_size * cache.stride(1)
+    first, second = _arguments(keys, launch.block_k), _arguments(extra, launch.block_k)
     kernels.attend[(tokens, triton.cdiv(heads, launch.block_h), launch.splits)](
         q,
-        cache,
-        indices,
-        indptr,
+        *first.pointers,
+        *second.pointers,
         sink,
         to,
         to_lse,
         heads,
-        num_blocks * block_size,
-        block_size,
-        indices.numel(),
+        *first.sizes,
+        *second.sizes,
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
-        cache.stride(0),
-        cache.stride(1),
+        *first.strides,
+        *second.strides,
         to.stride(0),
         to.stride(1),
         to.stride(2),
@@ -90,21 +114,43 @@ def _attend(who, q, cache, indices, indptr, scale, d_v, sink, fp8):
         D_REST=d_qk - d_v,
         PAD_V=_padded(d_v),
         PAD_REST=_padded(d_qk - d_v),
-        GROUP=fp8.group if fp8 else 0,
-        SCALE_AT=fp8.scale_offset if fp8 else 0,
-        REST_AT=fp8.rope_offset if fp8 else 0,
-        FNUZ=fp8 is not None and fp8.flavour == "e4m3fnuz",
-        PAGED=paged,
         SPLIT=split,
         BLOCK_H=launch.block_h,
         BLOCK_K=launch.block_k,
         STAGES=launch.num_stages,
-        SHORT=indices.numel() < launch.block_k,
+        **first.constants,
+        **{f"EXTRA_{name}": value for name, value in second.constants.items()},
         num_warps=launch.num_warps,
     )
     if split:
         _merge(to, to_lse, sink, out, lse, 1.0)
     return out, lse
+
+
+def _fp8(layout: str) -> LatentFp8Layout | PlanarFp8Layout | None:
+    kind = parse_layout(layout)
+    return None if isinstance(kind, PlainLayout) else kind
+
+
+def _arguments(keys: Keys | None, block_k: int) -> Arguments:
+    form = dict(
+        GROUP=0, SCALE_AT=0, REST_AT=0, TOKEN_BYTES=0, SCALE_BYTES=0, FNUZ=False, PAGED=False, SHORT=False
+    )  # fmt: skip
+    if keys is None:
+        return Arguments((None, None, None), (0, 0, 0), (0, 0), form)
+    cache, layout, indices, indptr = keys
+    num_blocks, block_size, _ = cache.shape
+    if layout is not None:
+        form |= dict(GROUP=layout.group, REST_AT=layout.rope_offset, FNUZ=layout.flavour == "e4m3fnuz")
+    if isinstance(layout, PlanarFp8Layout):
+        form |= dict(TOKEN_BYTES=layout.token_bytes, SCALE_BYTES=layout.scale_bytes)
+    else:
+        form["PAGED"] = num_blocks > 1 and cache.stride(0) != block_size * cache.stride(1)
+    if isinstance(layout, LatentFp8Layout):
+        form["SCALE_AT"] = layout.scale_offset
+    form["SHORT"] = indices.numel() < block_k
+    sizes = (num_blocks * block_size, block_size, indices.numel())
+    return Arguments((cache, indices, indptr), sizes, cache.stride()[:2], form)
 
 
 def _padded(size: int) -> int:

@@ -13,7 +13,8 @@ sparse_attn_prefill = define_op(
 sparse_attn_decode = define_op(
     __package__,
     "sparse_attn_decode",
-    "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? sink, str impl)"
+    "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? extra_cache,"
+    " Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, str impl)"
     " -> (Tensor out, Tensor lse)",
     fake.sparse_attn_decode,
 )

@@ -6,12 +6,22 @@ Rows are handled a few at a time so that the gathered keys stay small.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from sparse_attn.layout import parse_layout
 
 GATHERED_ELEMENTS = 1 << 24
+
+
+class Keys(NamedTuple):
+    """Rows to attend to: fetch(row ids, all valid) -> fp32 [n, d_qk], how many rows there are, and each token's ids."""
+
+    fetch: Callable[[torch.Tensor], torch.Tensor]
+    rows: int
+    indices: torch.Tensor
+    indptr: torch.Tensor
 
 
 def sparse_attn_prefill(
@@ -23,7 +33,7 @@ def sparse_attn_prefill(
     d_v: int,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(q, lambda rows: kv[rows].float(), kv.shape[0], indices, indptr, scale, d_v, sink)
+    return _attend(q, [Keys(lambda rows: kv[rows].float(), kv.shape[0], indices, indptr)], scale, d_v, sink)
 
 
 def sparse_attn_decode(
@@ -33,11 +43,16 @@ def sparse_attn_decode(
     indptr: torch.Tensor,
     scale: float,
     layout: str,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_indptr: torch.Tensor | None,
+    extra_layout: str,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kind = parse_layout(layout)
-    slots = cache.shape[0] * cache.shape[1]
-    return _attend(q, lambda rows: kind.decode(cache, rows).to(q.dtype).float(), slots, indices, indptr, scale, kind.latent, sink)
+    keys = [_cached_keys(cache, indices, indptr, layout, q.dtype)]
+    if extra_cache is not None:
+        keys.append(_cached_keys(extra_cache, extra_indices, extra_indptr, extra_layout, q.dtype))
+    return _attend(q, keys, scale, parse_layout(layout).value_dim, sink)
 
 
 def merge_attn_states(
@@ -57,37 +72,54 @@ def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) 
     return torch.where(lse.isneginf(), 0.0, kept).unsqueeze(-1) * out
 
 
+def _cached_keys(
+    cache: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, layout: str, dtype: torch.dtype
+) -> Keys:
+    kind = parse_layout(layout)
+    slots = cache.shape[0] * cache.shape[1]
+    return Keys(lambda rows: kind.decode(cache, rows).to(dtype).float(), slots, indices, indptr)
+
+
 def _attend(
-    q: torch.Tensor,
-    fetch: Callable[[torch.Tensor], torch.Tensor],
-    rows: int,
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    scale: float,
-    d_v: int,
-    sink: torch.Tensor | None,
+    q: torch.Tensor, keys: list[Keys], scale: float, d_v: int, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, d_qk = q.shape
     out = torch.zeros(tokens, heads, d_v, dtype=torch.float32, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, device=q.device)
-    starts = indptr[:-1].long()
-    lengths = (indptr[1:].long() - starts).clamp_min(0)
-    width = int(lengths.max()) if tokens else 0
-    if width == 0 or rows == 0:
+    widths = [_width(part) for part in keys]
+    if sum(widths) == 0:
         return out.to(q.dtype), lse
-    step = max(1, GATHERED_ELEMENTS // (width * d_qk))
+    step = max(1, GATHERED_ELEMENTS // (sum(widths) * d_qk))
     for first in range(0, tokens, step):
         chunk = slice(first, first + step)
-        column = torch.arange(width, device=q.device)
-        inside = column < lengths[chunk].unsqueeze(1)
-        at = (starts[chunk].unsqueeze(1) + column).clamp(0, indices.numel() - 1)
-        row = indices[at].long()
-        valid = inside & (row >= 0) & (row < rows)
-        keys = torch.zeros(*row.shape, d_qk, device=q.device)
-        keys[valid] = fetch(row[valid])
-        scores = torch.einsum("thd,tkd->thk", q[chunk].float(), keys) * scale
+        gathered = [_gather(part, chunk, width, d_qk) for part, width in zip(keys, widths) if width]
+        rows = torch.cat([row for row, _ in gathered], 1)
+        valid = torch.cat([known for _, known in gathered], 1)
+        scores = torch.einsum("thd,tkd->thk", q[chunk].float(), rows) * scale
         scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
         lse[chunk] = torch.logsumexp(scores, 2)
         shift = torch.where(lse[chunk].isneginf(), 0.0, lse[chunk]).unsqueeze(2)
-        out[chunk] = torch.einsum("thk,tkd->thd", torch.exp(scores - shift), keys[..., :d_v])
+        out[chunk] = torch.einsum("thk,tkd->thd", torch.exp(scores - shift), rows[..., :d_v])
     return apply_sink(out, lse, sink).to(q.dtype), lse
+
+
+def _width(keys: Keys) -> int:
+    """The most indices of a token."""
+    if keys.indptr.numel() == 1 or keys.rows == 0:
+        return 0
+    return min(max(int(keys.indptr.long().diff().max()), 0), keys.indices.numel())
+
+
+def _gather(keys: Keys, chunk: slice, width: int, d_qk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ``width`` rows that each token of a chunk names: (fp32 [tokens, width, d_qk], valid [tokens, width]).
+
+    Rows that are not valid are 0.
+    """
+    capacity = keys.indices.numel()
+    starts, ends = keys.indptr[:-1][chunk].long(), keys.indptr[1:][chunk].long().clamp_max(capacity)
+    at = starts.clamp_min(0).unsqueeze(1) + torch.arange(width, device=starts.device)
+    row = keys.indices[at.clamp_max(capacity - 1)].long()
+    valid = (at < ends.unsqueeze(1)) & (row >= 0) & (row < keys.rows)
+    rows = torch.zeros(*row.shape, d_qk, device=row.device)
+    rows[valid] = keys.fetch(row[valid])
+    return rows, valid

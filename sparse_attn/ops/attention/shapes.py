@@ -15,4 +15,4 @@ def allocate_output(tokens, heads, d_v: int, like: torch.Tensor) -> tuple[torch.
 
 def value_dim(layout: str) -> int:
     """Values of a cached row that are its value."""
-    return parse_layout(layout).latent
+    return parse_layout(layout).value_dim
