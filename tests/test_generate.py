@@ -11,7 +11,7 @@ from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Model, Sampling, generate
 from sparse_attn.runtime.report import dynamo_counts
 from sparse_attn.runtime.text import shipped_text
-from sparse_attn.spec import preset
+from sparse_attn.spec import CompressedSpec, preset
 
 TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:90], TEXT[200:207], TEXT[300:371]]
@@ -74,8 +74,10 @@ def dynamo(monkeypatch):
 
 
 def shallow(name):
-    """Two layers of a preset, a dense and a sparse one."""
+    """Two layers of a preset, a dense and a sparse one, or one of either kind of entries."""
     spec = preset(name)
+    if isinstance(spec, CompressedSpec):
+        return replace(spec, num_layers=2, layer_kinds=("indexed", "full"), full_ratio=20, hash_layers=(True, False))
     index_layers = (True, spec.index_layers[-1])
     return replace(spec, num_layers=2, moe_layers=(False, True), index_layers=index_layers)
 

@@ -84,9 +84,7 @@ def generate(
     tables = BlockTables(pool, batch, blocks_for(max_context, block_size), block_size)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
-    caches = model.allocate_caches(
-        pool.num_blocks, block_size, requests=batch, step_rows=min(prefill_tokens, max(lengths))
-    )
+    caches = model.allocate_caches(pool.num_blocks, block_size, requests=batch, step_rows=prefill_tokens)
     state = Decode(
         tokens=torch.zeros(batch, dtype=torch.int64, device=device),
         seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
