@@ -355,7 +355,7 @@ def test_offsets_beyond_2_31_bytes(block_size):
     blocks = max(2, 3_800_000 // block_size) if block_size < 100_000 else 1
     cache = allocate_cache(V4, blocks, block_size, "cuda")
     slots = torch.tensor([blocks * block_size - 1 - 3 * at for at in range(5)], device="cuda")
-    V4.encode(cache, slots, torch.randn(5, 512, device="cuda"))
+    V4.encode(cache, slots, torch.randn(5, 512, device="cuda") / 10)
     ragged = Ragged(slots.int(), torch.tensor([0, 5], dtype=torch.int32, device="cuda"))
     q = torch.randn(1, 64, 512, device="cuda", dtype=torch.bfloat16)
     got = attention.sparse_attn_decode(

@@ -7,10 +7,10 @@ import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SUITES = (
-    "decode_bf16", "decode_v32", "layer_v32", "paged_scores", "prefill_chain", "prefill_scores", "prefill_v32",
-    "prefill_v4", "topk_decode", "topk_prefill",
+    "decode_bf16", "decode_v32", "decode_v4", "layer_v32", "layer_v4", "paged_scores", "prefill_chain",
+    "prefill_scores", "prefill_v32", "prefill_v4", "topk_decode", "topk_prefill",
 )  # fmt: skip
-ALONE = ("decode_loop", "hf_layer", "plan_cache")  # measured against something other than the peers
+ALONE = ("decode_loop", "hf_layer", "plan_cache", "prefill_forms")  # measured against something other than the peers
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +32,18 @@ class PeersDouble:
     def decode_plan(self):
         return object()
 
-    def decode(self, q, cache, indices, plan, scale):
+    def decode(self, q, cache, indices, plan, scale, sink=None, extra_cache=None, extra_indices=None):
         from benchmarks.inputs import LATENT_LAYOUT, packed
+        from benchmarks.windowed import LAYOUT
         from sparse_attn.ops.attention import sparse_attn_decode
 
         assert q.shape[:2] == indices.shape[:2]
         rows = q.flatten(0, 1), cache, packed(indices.flatten(0, 1))
-        return sparse_attn_decode(*rows, scale=scale, layout=LATENT_LAYOUT, impl="reference").out
+        more = dict(layout=LATENT_LAYOUT)
+        if extra_cache is not None:
+            extra = packed(extra_indices.flatten(0, 1))
+            more = dict(layout=LAYOUT, extra_cache=extra_cache, extra_ragged=extra, extra_layout=LAYOUT)
+        return sparse_attn_decode(*rows, scale=scale, sink=sink, impl="reference", **more).out
 
     def scores(self, *inputs):
         from sparse_attn.ops.index_logits import fp8_mqa_logits

@@ -54,17 +54,31 @@ class Peers:
 
     def decode(
         self,
-        q: torch.Tensor,  # bf16 [requests, s_q, 64 or 128, 576]
-        cache: torch.Tensor,  # uint8 [blocks, block_size, 656]
+        q: torch.Tensor,  # bf16 [requests, s_q, 64 or 128, 576 or 512]
+        cache: torch.Tensor,  # uint8 [blocks, block_size, 656 or 584]
         indices: torch.Tensor,  # int32 [requests, s_q, top_k]
         plan: object,
         scale: float,
+        sink: torch.Tensor | None = None,
+        extra_cache: torch.Tensor | None = None,  # uint8 [blocks, block_size, 584]
+        extra_indices: torch.Tensor | None = None,  # int32 [requests, s_q, extra top_k]
     ) -> torch.Tensor:
-        """out [requests * s_q, heads, 512]."""
+        """out [requests * s_q, heads, 512]; with two caches also given each list's length, as vLLM does."""
+        lengths, extra = (None, None), None
+        if extra_cache is not None:
+            extra = extra_cache.unsqueeze(2)
+            lengths = tuple(self._lengths(q.shape[0], rows.shape[2]) for rows in (indices, extra_indices))
         out, _ = self._flash_mla.flash_mla_with_kvcache(
-            q, cache.unsqueeze(2), None, None, D_V, plan, softmax_scale=scale, is_fp8_kvcache=True, indices=indices
-        )
+            q, cache.unsqueeze(2), None, None, D_V, plan, softmax_scale=scale, is_fp8_kvcache=True, indices=indices,
+            attn_sink=sink, extra_k_cache=extra, extra_indices_in_kvcache=extra_indices, topk_length=lengths[0],
+            extra_topk_length=lengths[1],
+        )  # fmt: skip
         return out.flatten(0, 1)
+
+    @staticmethod
+    @functools.cache
+    def _lengths(requests: int, length: int) -> torch.Tensor:
+        return torch.full((requests,), length, dtype=torch.int32, device="cuda")
 
     def scores(self, q, k, k_scale, weights, kv_start, kv_end) -> torch.Tensor:
         """fp32 [rows, keys] of float8 q and k; what lies outside a row's range is undefined."""
