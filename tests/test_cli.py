@@ -28,7 +28,7 @@ def generate(tmp_path, *arguments, logits=False):
 
 
 @pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
-@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5"))
+@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5", "tiny-v4"))
 def test_generate(tmp_path, capsys, name, cache):
     found, logits = generate(
         tmp_path, "--preset", name, "--prompt", PROMPT, "--max-new-tokens", 5, "--cache", cache, "--ignore-eos", logits=True
@@ -47,7 +47,7 @@ def test_generate(tmp_path, capsys, name, cache):
     assert "prefill" in captured.err and "decode" in captured.err and captured.out.strip()
 
 
-@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5"))
+@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5", "tiny-v4"))
 def test_chunks_and_blocks_do_not_change_the_result(tmp_path, name):
     common = ("--preset", name, "--prompt", PROMPT, "--max-new-tokens", 6, "--cache", "fp32")
     whole, logits = generate(tmp_path, *common, logits=True)
@@ -109,7 +109,7 @@ def test_compile(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5"))
+@pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5", "tiny-v4"))
 def test_compiled_and_captured_tokens_equal_the_reference_on_the_cpu(tmp_path, name):
     torch._dynamo.reset()
     common = ("--preset", name, "--prompt", PROMPT, "--max-new-tokens", 40, "--cache", "fp32", "--ignore-eos")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import collections
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from sparse_attn import workspace
-from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.pipeline import attend, cache_layouts, index_select, write_index_keys, write_latents
@@ -18,6 +18,11 @@ from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.spec import preset
 
 BLOCK, WIDTH, BATCH = 64, 64, 8
+OURS = (
+    "attend", "biased_grouped_topk", "compressed_rows", "entry_indices", "indexer_q_rope_quant", "insert_keys", "keep",
+    "merge", "mix", "pack_rows", "paged_mqa_logits", "plan_rows", "pool", "select_long_rows", "select_short_rows",
+    "write_rows",
+)  # fmt: skip
 MAX_CONTEXT = BLOCK * WIDTH
 
 
@@ -81,13 +86,49 @@ def test_at_most_six_kernels_from_scores_to_merged_output():
 
 
 @pytest.mark.gpu
-def test_a_replayed_step_copies_nothing_to_the_host():
-    spec = preset("tiny_v32")
+def test_kernels_of_an_indexed_layer():
+    """Two caches at once, from scores to merged output as many as with one; the window's slots serve all layers."""
+    spec = preset("deepseek_v4_flash")
+    spec = replace(
+        spec, num_layers=1, layer_kinds=("indexed",), hash_layers=(False,), vocab_size=64, max_positions=MAX_CONTEXT,
+        moe=replace(spec.moe, num_experts=8),
+    )  # fmt: skip
+    model = Model(spec, random_params(spec, seed=0, device="cuda", dtype=torch.bfloat16), cache_layouts(spec, "fp8"))
+    block_size = 4 * BLOCK
+    width = MAX_CONTEXT // block_size
+    caches = model.allocate_caches(BATCH * width, block_size, requests=BATCH, step_rows=1)
+    state = Decode(
+        torch.zeros(BATCH, dtype=torch.int64, device="cuda"),
+        torch.full((BATCH,), 3000, dtype=torch.int32, device="cuda"),
+        torch.arange(BATCH * width, dtype=torch.int32, device="cuda").view(BATCH, width),
+        torch.arange(BATCH + 1, dtype=torch.int32, device="cuda"),
+        torch.zeros(0, dtype=torch.int64, device="cuda"),
+        torch.arange(BATCH, dtype=torch.int32, device="cuda").unsqueeze(1),
+    )
+    plan = decode_plan(state, caches.kv[0].shape[1], MAX_CONTEXT)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), workspace.use(workspace.Workspace((0, 0), "cuda")):
+        names = launched(lambda: model(state.tokens, caches, plan))
+    ours = [name for name in names if name in OURS]
+    assert ours == [
+        "pack_rows", "compressed_rows",  # once a step: the window's slots, the entries' plan
+        "mix", "write_rows", "pool", "keep", "pool", "keep", "indexer_q_rope_quant",
+        "paged_mqa_logits", "select_short_rows", "pack_rows", "attend", "merge",
+        "merge", "mix", "biased_grouped_topk", "merge",
+    ], ours  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_a_replayed_step_copies_nothing_to_the_host(name):
+    spec = preset(name)
     model = Model(spec, random_params(spec, seed=0, device="cuda"), cache_layouts(spec, "fp8"))
-    caches = allocate_caches(spec, model.layouts, 2 * WIDTH, BLOCK, "cuda")
-    graph = DecodeGraph(model, caches, max_context=MAX_CONTEXT, max_blocks=WIDTH, buckets=(2,))
-    table = torch.arange(2 * WIDTH, dtype=torch.int32).view(2, WIDTH)
-    graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table)
+    block = 2 * BLOCK
+    caches = model.allocate_caches(WIDTH, block, requests=2, step_rows=1)
+    graph = DecodeGraph(model, caches, max_context=MAX_CONTEXT, max_blocks=WIDTH // 2, buckets=(2,))
+    table = torch.arange(WIDTH, dtype=torch.int32).view(2, WIDTH // 2)
+    rings = torch.arange(2, dtype=torch.int32).unsqueeze(1) if model.has_rings else None
+    graph.load(torch.tensor([1, 2]), torch.tensor([1, 1], dtype=torch.int32), table, rings)
     names = collections.Counter(launched(lambda: graph.run(3).wait()))
     copies = {name: count for name, count in names.items() if "Memcpy DtoH" in name}
     assert sum(copies.values()) == 3, copies  # the streamed tokens, one row a step, on a stream of their own

@@ -25,13 +25,13 @@ import torch
 from model_harness import Requests
 
 from sparse_attn import pipeline
-from sparse_attn.pipeline import choose, latent
-from sparse_attn.layout import PlainLayout
+from sparse_attn.layout import PlainLayout, storage_extent
 from sparse_attn.models import mla, moe
 from sparse_attn.models.params import hold, model_rope_tables, param_dtype
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.ops.index_logits import reference as scores_of
-from sparse_attn.spec import deepseek_v32, glm5, tiny_glm5, tiny_v32
+from sparse_attn.pipeline import choose, latent
+from sparse_attn.spec import Spec, deepseek_v32, glm5, tiny_glm5, tiny_v32
 from sparse_attn.testing import compare
 
 U = 2.0**-8
@@ -60,7 +60,13 @@ def weights_of(spec, device, seed=0):
             low, high = 0.9, 1.1
         elif name.endswith("bias"):
             low, high = -0.1, 0.1
-        elif name != "embed":
+        elif name.endswith(".scale"):
+            low, high = 0.9, 1.1
+        elif name.endswith("table"):
+            value = torch.rand(shape[0], spec.moe.num_experts, generator=generator, device=device)
+            params[name] = hold(value.argsort(1)[:, : shape[1]].int())
+            continue
+        elif name != "embed" and not name.endswith((".base", ".sink")):
             low, high = -((3 / fan_in) ** 0.5), (3 / fan_in) ** 0.5
         params[name] = hold(value.uniform_(low, high, generator=generator))
     params |= model_rope_tables(spec, device)
@@ -76,7 +82,7 @@ def bits(value):
 
 def check_equal(name, got, want, *_):
     """Bit for bit, in any nesting of tuples."""
-    if isinstance(got, tuple):
+    if isinstance(got, (tuple, list)):
         for one, other in zip(got, want, strict=True):
             check_equal(name, one, other)
     elif isinstance(got, torch.Tensor):
@@ -89,7 +95,12 @@ def check_attention(name, got, want, arguments, keywords):
     if "layout" in keywords:  # values of a paged cache: nothing is larger than what its codes and scales say
         layout, cache = keywords["layout"], arguments[1]
         read = arguments[2].indices[: int(arguments[2].indptr[-1])].long()
-        largest = layout.decode(cache, read)[:, : layout.latent].abs().max()
+        largest = layout.decode(cache, read)[:, : layout.value_dim].abs().max()
+        if keywords.get("extra_cache") is not None:
+            entries = keywords["extra_ragged"]
+            read = entries.indices[: int(entries.indptr[-1])].long()
+            rows = keywords["extra_layout"].decode(keywords["extra_cache"], read)
+            largest = max(largest, rows.abs().max()) if len(rows) else largest
     else:
         largest = arguments[1][..., : keywords["d_v"]].abs().max()
     assert got.out.dtype == want.out.dtype and got.out.isfinite().all() and want.out.isfinite().all(), name
@@ -161,24 +172,23 @@ CHECKED = {
     (latent, "sparse_attn_decode"): check_attention,
     (moe, "biased_grouped_topk"): check_routing,
 }
-WRITERS = {"indexer_k_quant_and_cache": 1, "write_kv_cache": 2}  # which argument they write
+WRITERS = {"indexer_k_quant_and_cache": (1,), "write_kv_cache": (2,), "compress_and_cache": (6, 8)}  # what they write
 CHOICES = ("index_topk_prefill", "index_topk_decode", "biased_grouped_topk")
 
 
-def shadow(patch, choices, ran):
-    """Every op runs as its reference too; the ``choices`` that ops made are kept in order."""
+def shadow(patch, choices, ran, checked):
+    """Every op of ``checked`` runs as its reference too; the ``choices`` that ops made are kept in order."""
 
     def shadowed(name, function, check):
         def call(*arguments, impl, **keywords):
             others = list(arguments)
-            if name in WRITERS:
-                others[WRITERS[name]] = arguments[WRITERS[name]].clone()
+            for place in WRITERS.get(name, ()):
+                others[place] = twin(arguments[place])
             got = function(*arguments, impl=impl, **keywords)
             want = function(*others, impl="reference", **keywords)
             if name in WRITERS:
-                check_equal(name, arguments[WRITERS[name]], others[WRITERS[name]])
-            else:
-                check(name, got, want, arguments, keywords)
+                got, want = ([given[place] for place in WRITERS[name]] for given in (arguments, others))
+            check(name, got, want, arguments, keywords)
             if name in CHOICES:
                 choices.append(got)
             ran.add(name)
@@ -186,14 +196,20 @@ def shadow(patch, choices, ran):
 
         return call
 
-    for (module, name), check in CHECKED.items():
+    for (module, name), check in checked.items():
         patch.setattr(module, name, shadowed(name, getattr(module, name), check))
 
 
-def replay(patch, choices):
+def twin(cache):
+    """A copy with the same strides, and the bytes between blocks."""
+    held = torch.as_strided(cache, (storage_extent(cache),), (1,)).clone()
+    return torch.as_strided(held, cache.shape, cache.stride())
+
+
+def replay(patch, choices, checked):
     """Ops that choose give the ``choices`` of an earlier run, in its order."""
     given = iter(choices)
-    for module, name in CHECKED:
+    for module, name in checked:
         if name in CHOICES:
             patch.setattr(module, name, lambda *_, **__: next(given))
 
@@ -210,7 +226,7 @@ def run(requests, prompts, later):
     return torch.cat([torch.cat(some) for some in rows])
 
 
-def check_layer(spec, device, prompt_lengths, impl="triton", kind="fp8", decode_steps=4):
+def check_layer(spec, device, prompt_lengths, impl="triton", kind="fp8", decode_steps=4, checked=CHECKED, block_size=0):
     """The two runs of this file's first paragraph."""
     assert min(prompt_lengths) > spec.index.top_k
     generator = torch.Generator().manual_seed(1)
@@ -218,14 +234,15 @@ def check_layer(spec, device, prompt_lengths, impl="triton", kind="fp8", decode_
     later = [torch.randint(spec.vocab_size, (decode_steps,), generator=generator) for _ in prompts]
     params, layouts = weights_of(spec, device), pipeline.cache_layouts(spec, kind)
     options = (spec, params, layouts, len(prompts), max(prompt_lengths) + decode_steps)
-    block_size = 64 if spec.index.top_k >= 64 else 8
+    block_size = block_size or (64 if spec.index.top_k >= 64 else 8)
     choices, ran = [], set()
     with pytest.MonkeyPatch.context() as patch:
-        shadow(patch, choices, ran)
+        shadow(patch, choices, ran, checked)
         got = run(Requests(*options, block_size=block_size, impl=impl, logits_bytes=16 << 20), prompts, later)
-    assert ran == {name for _, name in CHECKED} - (set() if spec.moe_layers[0] else {"biased_grouped_topk"})
+    dense = isinstance(spec, Spec) and not spec.moe_layers[0]
+    assert ran == {name for _, name in checked} - ({"biased_grouped_topk"} if dense else set())
     with pytest.MonkeyPatch.context() as patch:
-        replay(patch, choices)
+        replay(patch, choices, checked)
         want = run(Requests(*options, block_size=block_size, impl="reference"), prompts, later)
     assert got.shape == want.shape == (sum(prompt_lengths) + len(prompts) * decode_steps, spec.vocab_size)
     error = (got - want).pow(2).mean(1).sqrt() / want.pow(2).mean(1).sqrt()
