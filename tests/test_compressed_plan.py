@@ -7,6 +7,8 @@ from expecttest import assert_expected_inline
 from sparse_attn.ops.step_plan import build_compressed_plan, build_step_plan, build_window_plan
 from sparse_attn.testing.ops import opcheck, schema
 
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
 
 def plan_of(lengths, fed, num_decodes, next_n=1, blocks=6, dead=(), extra=0, hole=True):
     """lengths: of requests; fed: rows of each; dead: rows whose slot is -1; extra: rows behind the last request."""
@@ -131,6 +133,65 @@ def test_schema():
     )
 
 
+def check_wild(impl, device):
+    """Ids that point nowhere, blocks that are none, non-contiguous views; slots are int64 and may be beyond int32."""
+    requests, positions = [0, 1, INT_MAX, INT_MIN, -1, 2, 1, 0, 2, 3], [3, 7, 3, 3, 3, INT_MIN, 1199, 7, 11, 0]
+    table = torch.tensor([[3, INT_MIN, 9], [INT_MAX, 2, 9], [4, 1, 9]], dtype=torch.int32, device=device)[:, :2]
+    views = [torch.tensor(values, dtype=torch.int32, device=device).repeat_interleave(2)[::2]
+             for values in (requests, positions, [0, 8, 20])]  # fmt: skip
+    got = torch.ops.sparse_attn.compressed_plan(views[0], views[1], table, views[2], 4, 4, 1, impl)
+    assert got[0].tolist() == [1, 2, 0, 0, 0, 0, 300, 2, 3, 0]
+    assert got[1].tolist() == [3, 2, -1, -1, -1, -1, -1, -1, -1, -1]
+    assert got[2].tolist() == [0, 2, 5]
+    # Request 0 decodes: its row among the prefill rows has no range.
+    assert got[3].tolist() == [0, 0, 0, 0, 2, 0] and got[4].tolist() == [0, 0, 300, 0, 5, 0]
+    far = torch.ops.sparse_attn.compressed_plan(views[0], views[1], table, views[2], 4, 4, 64, impl)[1]
+    assert far.tolist()[:2] == [3 * 64, INT_MAX * 64 + 1]
+    for empty in (table[:0], table[:, :0]):
+        got = torch.ops.sparse_attn.compressed_plan(views[0], views[1], empty, views[2][:1], 4, 4, 1, impl)
+        assert got[1].tolist() == [-1] * 10
+
+
+def test_wild_reference():
+    check_wild("reference", "cpu")
+
+
+@pytest.mark.kernel
+def test_wild_kernel(device):
+    check_wild("triton", device)
+
+
+def test_traces_without_breaks_or_recompiles():
+    def step(plan):
+        return *build_compressed_plan(plan, ratio=4, block_size=2), *build_window_plan(plan, window=3)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count, prefills in enumerate((2, 3, 5, 9)):
+        fed = [2] * (prefills + 1) + [4 + n for n in range(prefills)]
+        plan = plan_of([9 + n for n in range(len(fed))], fed, prefills + 1, 2)
+        with torch.compiler.set_stance("default" if count < 2 else "fail_on_recompile"):
+            got = compiled(plan)
+        for mine, want in zip(got, step(plan), strict=True):
+            assert torch.equal(mine, want) if isinstance(want, torch.Tensor) else mine == want
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
+def test_kernel_compiles(arch):
+    from sparse_attn.ops.step_plan import config, kernels
+    from sparse_attn.target import H200
+    from sparse_attn.testing.aot import compile_kernel
+
+    chosen = config.config(H200)
+    constants = dict(RATIO=4, BLOCK_SIZE=64, BLOCK_T=chosen.block_tokens, BLOCK_R=chosen.block_requests)
+    pointers = "request_ids positions block_table kv_indptr limits entry_indptr kv_start kv_end".split()
+    signature = dict.fromkeys(pointers, "*i32") | dict(slots="*i64")
+    names = kernels.compressed_rows.arg_names
+    signature |= {name: "i32" for name in names if name not in signature and name not in constants}
+    compiled = compile_kernel(kernels.compressed_rows, signature, constants, arch=arch, num_warps=chosen.num_warps)
+    assert arch != 90 or compiled.spill_bytes == 0
+
+
 def check_opcheck(impl, device):
     for name in ("mixed", "decode", "nothing"):
         plan = moved(CASES[name], device)
@@ -155,9 +216,20 @@ def test_opcheck_kernel(device):
         (build_compressed_plan, dict(ratio=4, block_size=0), "block_size: got 0"),
         (build_compressed_plan, dict(ratio=4, block_size=2, impl="cuda"), "impl: got 'cuda'"),
         (build_window_plan, dict(window=0), "window: got 0"),
+        (build_window_plan, dict(window=4, plan=CASES["mixed"]._replace(kv_indptr=CASES["mixed"].kv_indptr[1:])),
+         r"plan.kv_indptr: got shape \[3\]"),
+        (build_compressed_plan, dict(ratio=4, block_size=2, plan=CASES["mixed"]._replace(
+            block_table=CASES["mixed"].block_table.T.contiguous().T)), "plan.block_table: got stride"),
         (build_window_plan, dict(window=4, impl="cuda"), "impl: got 'cuda'"),
     ],
-)
+)  # fmt: skip
 def test_errors(function, change, message):
     with pytest.raises(ValueError, match=message):
-        function(CASES["mixed"], **change)
+        function(**dict(plan=CASES["mixed"]) | change)
+
+
+def test_wrong_dtypes_are_named():
+    wrong = CASES["mixed"]._replace(positions=CASES["mixed"].positions.long())
+    for function, sizes in ((build_compressed_plan, dict(ratio=4, block_size=2)), (build_window_plan, dict(window=4))):
+        with pytest.raises(TypeError, match="plan.positions: got dtype int64"):
+            function(wrong, **sizes)

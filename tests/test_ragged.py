@@ -170,7 +170,8 @@ def test_kernel_build_equals_reference(device, dirty_workspace):
         indices = dense_rows(tokens, width, 1000, device, seed=tokens)
         lengths = torch.randint(-2, width + 3, (tokens,), dtype=torch.int32).to(device)
         offsets = torch.randint(-500, 500, (tokens,), dtype=torch.int32).to(device)
-        for chosen in ((None, None, INT_MAX), (lengths, None, INT_MAX), (lengths, offsets, 900)):
+        unbounded = (None, None, INT_MAX), (lengths, None, INT_MAX), (None, offsets, INT_MAX)
+        for chosen in (*unbounded, (lengths, offsets, 900)):
             got = torch.ops.sparse_attn.build_ragged_indices_from_dense(indices, *chosen, "triton")
             want = reference.build_ragged_indices_from_dense(indices, *chosen)
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])

@@ -1,4 +1,4 @@
-"""Window, entry and combined indices: plain Python, the reference, the kernel; and the field's formula table."""
+"""Window, entry and combined indices: plain Python, the reference, the kernel, and the field's formulas."""
 
 import pytest
 import torch
@@ -23,6 +23,11 @@ def rows_of(ragged):
     return [ragged.indices[a:b].tolist() for a, b in zip(starts, starts[1:])]
 
 
+def named(slots):
+    """Those that int32 can name."""
+    return [slot for slot in slots if 0 <= slot < INT_MAX]
+
+
 def slow_window(positions, requests, table, block_size, window):
     out = []
     for p, b in zip(positions, requests):
@@ -31,7 +36,7 @@ def slow_window(positions, requests, table, block_size, window):
             for q in range(max(p - window + 1, 0), p + 1):
                 block = table[b][q // block_size % len(table[b])]
                 row += [block * block_size + q % block_size] * (block >= 0)
-        out.append(row)
+        out.append(named(row))
     return out
 
 
@@ -43,7 +48,7 @@ def slow_entries(limits, requests, table, block_size, most):
             for e in range(min(limit, most)):
                 if e // block_size < len(table[b]) and table[b][e // block_size] >= 0:
                     row.append(table[b][e // block_size] * block_size + e % block_size)
-        out.append(row)
+        out.append(named(row))
     return out
 
 
@@ -59,16 +64,28 @@ def slow_combine(topk, limits, positions, entry_offsets, window_offsets, window,
     return out
 
 
-POSITIONS = [0, 3, 4, 17, 40, -1, INT_MIN, 9, 11]
-REQUESTS = [0, 1, 1, 0, 1, 0, 1, 2, INT_MIN]
-LIMITS = [0, 1, 5, 100, -3, INT_MIN, 6, 2, INT_MAX]
-RING = [[4, 2], [0, 5]]
-PAGED = [[4, -1, 7], [0, 5, 3]]
+def slow_formulas(fed, topk, ratio, top_k, window, n, m):
+    """vLLM's combine_topk_swa, term by term. fed: (length, new tokens) of the requests of a chunk."""
+    out = []
+    for b, (length, q) in enumerate(fed):
+        gather_start = length - (q + min(length - q, window - 1))
+        for pos in range(length - q, length):
+            topk_len, swa_len = min((pos + 1) // ratio, top_k), min(pos + 1, window)
+            row = [e + m * b for e in topk[len(out)][:topk_len] if e >= 0]
+            out.append(row + [m * b + n + (pos - swa_len + 1 + s) - gather_start for s in range(swa_len)])
+    return out
+
+
+POSITIONS = [0, 3, 4, 17, 40, -1, INT_MIN, 9, 11, INT_MAX, 30, 30, 30]
+REQUESTS = [0, 1, 1, 0, 1, 0, 1, -1, INT_MIN, 1, 2, INT_MAX, 4]
+LIMITS = [0, 1, 5, 100, -3, INT_MIN, 6, 2, INT_MAX, 4, 8, 5, 9]
+RING = [[4, 2], [0, 5], [-1, 3], [INT_MIN, INT_MAX]]
+PAGED = [[4, -1, 7], [0, 5, 3], [2**29, INT_MAX, 6], [INT_MIN, 1, 2]]  # 2**29 blocks of 8 are 2**32 slots
 
 
 def check_windows(impl, device):
     table = torch.tensor([row + [INT_MAX] for row in RING], dtype=torch.int32, device=device)[:, :2]
-    for block_size, window in ((8, 5), (8, 16), (3, 1), (2, 4)):
+    for block_size, window in ((8, 5), (8, 16), (3, 1), (2, 4), (16, 20)):
         got = window_indices(ints(POSITIONS, device), ints(REQUESTS, device), table, block_size, window, impl=impl)
         assert got.indices.shape == (len(POSITIONS) * window,)
         assert rows_of(got) == slow_window(POSITIONS, REQUESTS, RING, block_size, window)
@@ -80,17 +97,22 @@ def check_windows(impl, device):
 
 def check_entries(impl, device):
     table = torch.tensor(PAGED, dtype=torch.int32, device=device)
-    for block_size, most in ((2, 6), (2, 3), (4, 40), (1, 0)):
+    for block_size, most in ((2, 6), (2, 3), (4, 40), (8, 20), (1, 0)):
         got = entry_indices(ints(LIMITS, device), ints(REQUESTS, device), table, block_size, most, impl=impl)
         assert got.indices.shape == (len(LIMITS) * most,)
         assert rows_of(got) == slow_entries(LIMITS, REQUESTS, PAGED, block_size, most)
+    assert rows_of(entry_indices(ints([], device), ints([], device), table, 8, 5, impl=impl)) == []
+    assert rows_of(entry_indices(ints([3], device), ints([0], device), table[:, :0], 8, 5, impl=impl)) == [[]]
 
 
 def check_combined(impl, device):
     generator = torch.Generator().manual_seed(1)
-    topk = torch.randint(-2, 12, (9, 7), generator=generator, dtype=torch.int32)
+    rows = len(POSITIONS)
+    topk = torch.randint(-2, 12, (rows, 7), generator=generator, dtype=torch.int32)
     topk[3] = torch.tensor([INT_MIN, INT_MAX, 0, -1, 11, 1, 2])
-    entry_offsets, window_offsets = [0, 0, 50, 50, -5, 3, 3, INT_MAX, 7], [20, -2, 30, -8, -30, 0, 0, 5, INT_MIN]
+    topk[8, :3] = torch.tensor([INT_MAX, INT_MAX - 1, 3])
+    entry_offsets = [0, 0, 50, 50, -5, 3, 3, INT_MAX, 5 - INT_MAX, 0, INT_MIN, 9, 1]
+    window_offsets = [20, -2, 30, -8, -30, 0, 0, 5, INT_MIN, 9 - INT_MAX, 0, INT_MAX, -27]
     arguments = LIMITS, POSITIONS, entry_offsets, window_offsets
     for dense in (topk, None):
         for window, most, num_rows in ((5, 4, 60), (1, 0, 60), (16, 9, 25), (3, 2, 0)):
@@ -98,18 +120,47 @@ def check_combined(impl, device):
                 None if dense is None else dense.T.contiguous().T.to(device), *(ints(a, device) for a in arguments),
                 window=window, max_entries=most, num_rows=num_rows, impl=impl,
             )  # fmt: skip
-            assert got.indices.shape == (9 * ((7 if dense is not None else most) + window),)
+            assert got.indices.shape == (rows * ((7 if dense is not None else most) + window),)
             listed = None if dense is None else dense.tolist()
             assert rows_of(got) == slow_combine(listed, *arguments, window, most, num_rows)
+    none = ints([], device)
+    for dense in (topk[:0].to(device), None):
+        got = combine_topk_swa_indices_ragged(
+            dense, none, none, none, none, window=3, max_entries=2, num_rows=9, impl=impl
+        )  # fmt: skip
+        assert rows_of(got) == []
 
 
-@pytest.mark.parametrize("check", [check_windows, check_entries, check_combined])
+def check_formulas(impl, device):
+    """A chunk of requests whose gathered keys lie in one matrix [requests, n entries + window + tokens]."""
+    generator = torch.Generator().manual_seed(3)
+    for fed in ([(9, 2), (6, 6)], [(1, 1), (23, 4), (40, 1), (8, 7)]):
+        for ratio, top_k, window, listed in ((4, 5, 4, True), (4, 2, 6, True), (16, 3, 5, False), (1, 0, 8, False)):
+            n = -(-48 // ratio) if top_k else 0  # the longest request that may come has 48 tokens
+            m = n + window + sum(q for _, q in fed)
+            place = [(b, p, length, q) for b, (length, q) in enumerate(fed) for p in range(length - q, length)]
+            limits = [(p + 1) // ratio for _, p, _, _ in place]
+            topk = [torch.randperm(limit, generator=generator).tolist()[:top_k] for limit in limits]
+            topk = [row + [-1] * (top_k - len(row)) for row in topk] if listed else [list(range(top_k))] * len(place)
+            if listed:
+                topk[-1][0] = -1  # the indexer found one fewer
+            got = combine_topk_swa_indices_ragged(
+                torch.tensor(topk, dtype=torch.int32, device=device) if listed else None,
+                ints(limits, device), ints([p for _, p, _, _ in place], device),
+                ints([m * b for b, _, _, _ in place], device),
+                ints([m * b + n - (length - q - min(length - q, window - 1)) for b, _, length, q in place], device),
+                window=window, max_entries=top_k, num_rows=m * len(fed), impl=impl,
+            )  # fmt: skip
+            assert rows_of(got) == slow_formulas(fed, topk, ratio, top_k, window, n, m)
+
+
+@pytest.mark.parametrize("check", [check_windows, check_entries, check_combined, check_formulas])
 def test_reference(check):
     check("reference", "cpu")
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("check", [check_windows, check_entries, check_combined])
+@pytest.mark.parametrize("check", [check_windows, check_entries, check_combined, check_formulas])
 def test_kernel(check, device, dirty_workspace):
     check("triton", device)
 
@@ -135,8 +186,8 @@ def test_kernel_at_size():
 
 
 def test_combined_table():
-    """Two requests of a chunk, ratio 4, window 4, gathered into one matrix: N = 4 rows of entries and 6 window keys each
-    (M = 10). The first has 9 tokens of which this step feeds 2; the second has 6 and feeds all."""
+    """Two requests of a chunk, ratio 4, window 4, gathered into one matrix: N = 4 rows of entries and 6 of window keys
+    each (M = 10). The first has 9 tokens of which this step feeds 2; the second has 6 and feeds all."""
     ratio, window, n, m = 4, 4, 4, 10
     shown, topk, limits, positions, entry_offsets, window_offsets = [], [], [], [], [], []
     for b, (length, fed) in enumerate(((9, 2), (6, 6))):
@@ -214,6 +265,34 @@ def test_traces_without_breaks_or_recompiles():
         with torch.compiler.set_stance("default" if tokens < 9 else "fail_on_recompile"):
             got = compiled(*arguments)
         assert all(map(torch.equal, got, step(*arguments)))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
+@pytest.mark.parametrize(
+    "width, given",
+    [
+        (128, "positions request_ids block_table"),
+        (2048, "limits request_ids block_table"),
+        (512, "dense request_ids block_table"),
+        (1024, "dense limits row_offsets positions window_offsets"),
+        (1024, "limits row_offsets positions window_offsets"),
+        (128, "limits row_offsets positions window_offsets"),
+    ],
+)
+def test_kernel_compiles(arch, width, given):
+    from sparse_attn.ops.ragged import config, kernels
+    from sparse_attn.target import H200
+    from sparse_attn.testing.aot import compile_kernel
+
+    chosen = config.config(width, H200)
+    optional = "dense lengths limits row_offsets positions window_offsets request_ids block_table".split()
+    constants = {name: None for name in optional if name not in given.split()} | dict(BLOCK=chosen.block, LOOKBACK=32)
+    signature = dict.fromkeys([*given.split(), "indices", "indptr"], "*i32") | dict(counters="*i64")
+    signature |= {n: "i32" for n in kernels.pack_rows.arg_names if n not in signature and n not in constants}
+    compiled = compile_kernel(kernels.pack_rows, signature, constants, arch=arch, num_warps=chosen.num_warps)
+    # To fit more programs on an SM, ptxas may park a scalar or two of the row; a spilled block would be far more.
+    assert arch != 90 or compiled.spill_bytes <= 8
 
 
 FIVE, TABLE = torch.zeros(5, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)

@@ -89,8 +89,9 @@ def window_indices(
     """Slots of the last ``window`` keys up to each row's own position, ascending, in a ring or an ordinary paged cache.
 
     positions, request_ids: int32 [tokens]; a row with a negative position or a request outside [0, requests) comes out
-    empty. block_table: int32 [requests, max_blocks]; position p lies in column (p // block_size) % max_blocks, so that a
-    table as wide as the request is the ordinary rule and a narrower one a ring. Negative blocks are dropped.
+    empty. block_table: int32 [requests, max_blocks]; position p lies in column (p // block_size) % max_blocks, so that
+    a table as wide as the request is the ordinary rule and a narrower one a ring. Keys in a negative block, or in a
+    slot beyond int32, are dropped.
 
     Returns Ragged(slots int32 [tokens * window], indptr int32 [tokens + 1]).
     """
@@ -113,8 +114,9 @@ def entry_indices(
 ) -> Ragged:
     """Slots of the first entries of each row's request: as many as ``limits`` says, at most ``max_entries``.
 
-    limits, request_ids: int32 [tokens]; a limit <= 0 or a request outside [0, requests) gives an empty row. block_table:
-    int32 [requests, max_blocks], of blocks of ``block_size`` entries; entries beyond it or in a negative block are dropped.
+    limits, request_ids: int32 [tokens]; a limit <= 0 or a request outside [0, requests) gives an empty row.
+    block_table: int32 [requests, max_blocks], of blocks of ``block_size`` entries; entries beyond it, in a negative
+    block, or in a slot beyond int32 are dropped.
 
     Returns Ragged(slots int32 [tokens * max_entries], indptr int32 [tokens + 1]).
     """
@@ -142,8 +144,9 @@ def combine_topk_swa_indices_ragged(
 
     topk: int32 [tokens, k], entries within the request, -1 for none; None: entries 0 to max_entries - 1. limits: int32
     [tokens], entries at or beyond are dropped. positions: int32 [tokens]; negative: an empty row. Entry e stands in row
-    e + entry_offsets[t]; position p in row p + window_offsets[t] (which may be negative), for the last ``window`` positions
-    up to the token's own. Rows outside [0, num_rows) are dropped; what is negative before the shift is never shifted.
+    e + entry_offsets[t]; position p in row p + window_offsets[t] (which may be negative), for the last ``window``
+    positions up to the token's own. Rows outside [0, num_rows) are dropped; what is negative before the shift is never
+    shifted.
 
     Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
     combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.

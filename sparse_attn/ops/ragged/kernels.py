@@ -10,6 +10,7 @@ import triton.language as tl
 
 COUNT = tl.constexpr(1 << 32)
 TOTAL = tl.constexpr(2 << 32)
+NO_LIMIT = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -17,13 +18,18 @@ def _entries(
     dense, first, length, limit, offset, known, table_row, columns, num_rows, max_blocks, block_size, stride_column,
     HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """(values int64, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``."""
-    inside = columns < length
+    """(values int64, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``.
+
+    limit: None, or what listed entries stay below; a run that counts is as long as it may be.
+    """
+    keep = columns < length
     if HAS_DENSE:
-        local = tl.load(dense + columns.to(tl.int64) * stride_column, mask=inside, other=-1)
+        local = tl.load(dense + columns.to(tl.int64) * stride_column, mask=keep, other=-1)
+        keep = keep & (local >= 0)
+        if limit is not None:
+            keep = keep & (local < limit)
     else:
         local = first + columns
-    keep = inside & (local >= 0) & (local < limit)
     if HAS_TABLE:
         block = tl.where(keep, local, 0) // block_size
         column = block % max_blocks if RING else block
@@ -31,6 +37,7 @@ def _entries(
         block_id = tl.load(table_row + column, mask=keep, other=-1)
         keep = keep & (block_id >= 0)
         value = block_id.to(tl.int64) * block_size + (local - block * block_size)
+        keep = keep & (value < NO_LIMIT)
     else:
         value = local.to(tl.int64) + offset
         keep = keep & (value >= 0) & (value < num_rows)
@@ -128,7 +135,7 @@ def pack_rows(
     row64 = row.to(tl.int64)
 
     length = width
-    limit = tl.full([], 2147483647, tl.int32)
+    limit = None
     if lengths is not None:
         length = tl.minimum(tl.load(lengths + row64 * stride_lengths_token), width)
     if limits is not None:
@@ -167,7 +174,7 @@ def pack_rows(
     )  # fmt: skip
     if positions is not None:
         count = _count(
-            count, None, first, seen, 2147483647, window_offset, known, table_row, num_rows, max_blocks, block_size, 0,
+            count, None, first, seen, None, window_offset, known, table_row, num_rows, max_blocks, block_size, 0,
             False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
@@ -185,7 +192,7 @@ def pack_rows(
     )  # fmt: skip
     if positions is not None:
         _write(
-            indices, place, None, first, seen, 2147483647, window_offset, known, table_row, num_rows, max_blocks,
+            indices, place, None, first, seen, None, window_offset, known, table_row, num_rows, max_blocks,
             block_size, 0, False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+NO_LIMIT = 2**31 - 1
+
 
 def build_ragged_indices_from_dense(
     indices: torch.Tensor, lengths: torch.Tensor | None, row_offsets: torch.Tensor | None, num_rows: int
@@ -52,7 +54,8 @@ def combine_topk_swa_indices_ragged(
         topk = torch.arange(max_entries, device=limits.device).expand(limits.shape[0], -1)
     visible = (topk >= 0) & (topk < limits.unsqueeze(1)) & (positions >= 0).unsqueeze(1)
     seen, inside = windows(positions, window)
-    rows = torch.cat([topk.long() + entry_offsets.long().unsqueeze(1), seen + window_offsets.long().unsqueeze(1)], dim=1)
+    entries, keys = topk.long() + entry_offsets.long().unsqueeze(1), seen + window_offsets.long().unsqueeze(1)
+    rows = torch.cat([entries, keys], dim=1)
     return pack(rows, torch.cat([visible, inside], dim=1) & (rows >= 0) & (rows < num_rows))
 
 
@@ -72,7 +75,10 @@ def slots_of(
     *,
     ring: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cache slots, which of them are valid) of request-local places [tokens, width]; a ring's blocks come round."""
+    """(cache slots, which of them are valid) of request-local places [tokens, width]; a ring's blocks come round.
+
+    A slot beyond int32 is none: cut to 32 bits it would name another key's.
+    """
     requests, max_blocks = block_table.shape
     if requests == 0 or max_blocks == 0:
         return local, torch.zeros_like(keep)
@@ -82,7 +88,8 @@ def slots_of(
     keep = keep & known.unsqueeze(1) & (column < max_blocks)
     row = request_ids.long().clamp(0, requests - 1).unsqueeze(1)
     block_id = block_table[row, column.clamp(0, max_blocks - 1)].long()
-    return block_id * block_size + local - block * block_size, keep & (block_id >= 0)
+    slots = block_id * block_size + local - block * block_size
+    return slots, keep & (block_id >= 0) & (slots < NO_LIMIT)
 
 
 def pack(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

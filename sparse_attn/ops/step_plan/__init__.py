@@ -82,11 +82,13 @@ def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: 
 
     block_size: entries a block of the compressed caches holds; they share ``plan.block_table``. A row sees the entries
     that are complete at its position, (position + 1) // ratio, its own included. The row that completes entry e writes
-    block_table[request, e // block_size] * block_size + e % block_size; a block that is negative or beyond the table: -1.
+    block_table[request, e // block_size] * block_size + e % block_size; a block that is negative or beyond the table
+    gives -1.
     """
+    _check_plan(plan)
+    checks.check_unit_stride("plan.block_table", plan.block_table)
     checks.check_at_least("ratio", ratio, 1)
     checks.check_at_least("block_size", block_size, 1)
-    checks.check_unit_stride("plan.block_table", plan.block_table)
     num_decodes, next_n = plan.context_lens.shape
     decode_rows = num_decodes * next_n
     limits, slots, kv_indptr, kv_start, kv_end = op.compressed_plan(
@@ -105,10 +107,12 @@ def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: 
 
 
 def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> WindowPlan:
-    """The gather of raw keys for the step's prefill rows: of each request, from ``window`` - 1 keys before its first row.
+    """The gather of raw keys for the step's prefill rows: of each request, from ``window`` - 1 keys before its first.
 
-    Plain torch on every device: it runs once per step, for prefill alone.
+    window: keys that a row sees, its own included. A request without rows gathers none. Plain torch on every device: it
+    runs once per step, for prefill alone.
     """
+    _check_plan(plan)
     checks.check_at_least("window", window, 1)
     checks.check_choice("impl", impl, IMPLEMENTATIONS)
     num_decodes, next_n = plan.context_lens.shape
@@ -118,3 +122,17 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     )
     requests = plan.block_table.shape[0] - num_decodes
     return WindowPlan(kv_indptr, starts, offsets, plan.positions.shape[0] - rows + requests * (window - 1))
+
+
+def _check_plan(plan: StepPlan) -> None:
+    if not isinstance(plan, StepPlan):
+        raise TypeError(f"plan: got {type(plan).__name__}, allowed: a StepPlan")
+    ranks = dict(request_ids=1, positions=1, block_table=2, context_lens=2, kv_indptr=1)
+    tensors = {f"plan.{name}": (getattr(plan, name), rank) for name, rank in ranks.items()}
+    for name, (value, rank) in tensors.items():
+        checks.check_dtype(name, value, (torch.int32,))
+        checks.check_rank(name, value, rank)
+    checks.check_shape("plan.request_ids", plan.request_ids, plan.positions.shape, "[tokens]")
+    prefills = plan.block_table.shape[0] - plan.context_lens.shape[0]
+    checks.check_shape("plan.kv_indptr", plan.kv_indptr, (prefills + 1,), "[prefill requests + 1]")
+    checks.check_same_device(**{name: value for name, (value, _) in tensors.items()})

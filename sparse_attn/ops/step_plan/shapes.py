@@ -15,8 +15,8 @@ def allocate_plan(seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decode
 
 
 def allocate_compressed(positions: torch.Tensor, kv_indptr: torch.Tensor, decode_rows: int):
-    """Uninitialised (limits int32 [T], slots int64 [T], kv_indptr int32 [prefills + 1], kv_start and kv_end int32 [prefill
-    rows])."""
+    """Uninitialised (limits int32 [T], slots int64 [T], kv_indptr int32 [prefills + 1], kv_start and kv_end int32
+    [prefill rows])."""
     tokens = positions.shape[0]
     sizes = (tokens, tokens, kv_indptr.shape[0], tokens - decode_rows, tokens - decode_rows)
     dtypes = (torch.int32, torch.int64, torch.int32, torch.int32, torch.int32)
