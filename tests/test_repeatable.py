@@ -1,0 +1,93 @@
+"""The same bits: over repeats, over a row's place in the batch, in eager, compiled and replayed form, in another process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from repeatable_ops import ROWS, digest, operators
+
+NAMES = tuple(operators("cpu"))
+EAGER_MATMUL = ("hyper_mix",)  # begins with a matrix product, which is the library's of the machine
+INVARIANT = tuple(name for name in NAMES if name not in EAGER_MATMUL)
+
+
+def same(got, want):
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(got, want, strict=True))
+
+
+def check_repeats(name, device, repeats):
+    function, order = operators(device)[name], torch.arange(ROWS, device=device)
+    want = function(order)
+    assert all(same(function(order), want) for _ in range(repeats))
+
+
+def check_places(name, device):
+    function = operators(device)[name]
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3)).to(device)
+    want = function(torch.arange(ROWS, device=device))
+    assert same([x.contiguous() for x in function(order)], [x[order].contiguous() for x in want])
+
+
+def check_process(device):
+    program = Path(__file__).with_name("repeatable_ops.py")
+    paths = [str(program.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, program, device], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    theirs = dict(line.split("\t") for line in done.stdout.splitlines())
+    order = torch.arange(ROWS, device=device)
+    assert theirs == {name: digest(function(order)) for name, function in operators(device).items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_repeats(name):
+    check_repeats(name, "cpu", 3)
+
+
+@pytest.mark.parametrize("name", ["index_topk_decode", "top_k_per_row", "biased_grouped_topk", "indexer_q_rope_quant"])
+def test_reference_gives_a_row_the_same_wherever_it_stands(name):
+    check_places(name, "cpu")
+
+
+def test_another_process_gives_the_same():
+    check_process("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_repeat(name):
+    check_repeats(name, "cuda", 100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", INVARIANT)
+def test_kernels_give_a_row_the_same_wherever_it_stands(name):
+    check_places(name, "cuda")
+
+
+@pytest.mark.gpu
+def test_another_process_gives_the_same_on_the_gpu():
+    check_process("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_and_replayed_give_the_same(name):
+    function, order = operators("cuda")[name], torch.arange(ROWS, device="cuda")
+    want = function(order)
+    torch._dynamo.reset()
+    if name in INVARIANT:
+        assert same(torch.compile(function, fullgraph=True)(order), want)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function(order)
+        with torch.cuda.graph(graph, stream=stream):
+            got = function(order)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(got, want)
