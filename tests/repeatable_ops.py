@@ -43,7 +43,7 @@ def operators(device):
     latents, planars, keys = (filled(layout, draw, 15, 64, device) for layout in (latent, planar, index))
     q576, q512 = draw(ROWS, HEADS, 576), draw(ROWS, HEADS, 512)
     kv, sink = draw(CONTEXT, 576), draw(HEADS, dtype=torch.float32)
-    dense, more = whole(960, ROWS, 300), whole(960, ROWS, 128)
+    dense, more = whole(960, ROWS, 320), whole(960, ROWS, 128)
     q_index, weights = draw(ROWS, 64, 128), draw(ROWS, 64, dtype=torch.float32)
     table = torch.arange(15, dtype=torch.int32, device=device).expand(ROWS, 15).contiguous()
     lens = (whole(CONTEXT, ROWS, 1) + 1).contiguous()
