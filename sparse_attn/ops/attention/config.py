@@ -10,6 +10,10 @@ from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
 
+# The warp-specialised kernel's shape: columns of a value, columns that only score, heads of a program.
+HOPPER_VALUE, HOPPER_REST, HOPPER_HEADS = 512, 64, 64
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """block_h heads by block_k keys per tile; splits programs share a row's keys, merged afterwards."""
@@ -54,6 +58,25 @@ def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, elemen
     keys = block_k * d_qk
     tiles = keys * element + (num_stages - 1) * keys * 9 // 8 if fp8 else num_stages * keys * element
     return block_h * d_qk * element + tiles + 1024
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Registers a thread of the right-hand consumer and of the producer get; the left-hand one gets the rest."""
+
+    consumer_registers: int = 216
+    producer_registers: int = 72
+    num_warps: int = 4
+
+
+def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
+    """The warp-specialised kernel's configuration where it applies and pays: bf16 rows of its width, whole blocks of
+    heads, and a program for every multiprocessor, since it does not split a row. None: the portable kernel."""
+    if (target.vendor, target.arch) != ("nvidia", 90) or dtype != torch.bfloat16:
+        return None
+    if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
+        return None
+    return HopperConfig() if tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

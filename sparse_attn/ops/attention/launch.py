@@ -44,6 +44,14 @@ def sparse_attn_prefill(
     d_v: int,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = config.hopper(*q.shape, d_v, q.dtype, target_of(q.device))
+    if chosen is not None and _copies_whole_lines(q) and _copies_whole_lines(kv):
+        return _attend_on_hopper(q, kv, indices, indptr, scale, d_v, sink, chosen)
+    return portable_prefill(q, kv, indices, indptr, scale, d_v, sink)
+
+
+def portable_prefill(q, kv, indices, indptr, scale, d_v, sink):
+    """sparse_attn_prefill by the kernel that every GPU has."""
     rows = kv.unsqueeze(0)  # one block that holds every row
     return _attend("sparse_attn_prefill", q, Keys(rows, None, indices, indptr), None, scale, d_v, sink)
 
@@ -125,6 +133,44 @@ def _attend(who, q, keys, extra, scale, d_v, sink):
     if split:
         _merge(to, to_lse, sink, out, lse, 1.0)
     return out, lse
+
+
+def _attend_on_hopper(q, kv, indices, indptr, scale, d_v, sink, chosen):
+    from sparse_attn.ops.attention import hopper  # Gluon is looked for where it is used
+
+    tokens, heads, d_qk = q.shape
+    out, lse = shapes.allocate_output(tokens, heads, d_v, q)
+    blocks = heads // config.HOPPER_HEADS
+    hopper.attend[(tokens * blocks,)](
+        q,
+        kv,
+        indices,
+        indptr,
+        lse if sink is None else sink,
+        out,
+        lse,
+        kv.shape[0],
+        indices.numel(),
+        blocks,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        kv.stride(0),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        HAS_REST=d_qk > d_v,
+        HAS_SINK=sink is not None,
+        CONSUMER_REGISTERS=chosen.consumer_registers,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+        num_warps=chosen.num_warps,
+    )
+    return out, lse
+
+
+def _copies_whole_lines(rows: torch.Tensor) -> bool:
+    """Whether every row starts where a 16-byte copy may start, in terms the compiler is told of: pointers and strides."""
+    return rows.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in rows.stride()[:-1])
 
 
 def _fp8(layout: str) -> LatentFp8Layout | PlanarFp8Layout | None:

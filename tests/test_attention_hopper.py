@@ -1,0 +1,142 @@
+"""The warp-specialised prefill kernel: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time here."""
+
+import math
+
+import pytest
+import torch
+
+from sparse_attn import Ragged, build_ragged_indices_from_dense, sparse_attn_prefill
+from sparse_attn.ops.attention import config, launch
+from sparse_attn.target import H200, Target
+from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INF = math.inf
+
+
+def test_where_it_applies():
+    fits = (200, 64, 576, 512, torch.bfloat16, H200)
+    assert config.hopper(*fits) == config.HopperConfig() == config.hopper(66, 128, 512, 512, torch.bfloat16, H200)
+    for place, value in (
+        (0, 131), (1, 32), (1, 96), (2, 640), (3, 256), (4, torch.float16), (5, Target("nvidia", 100, 132, 232448)),
+        (5, Target("amd", "gfx942", 304, 65536)),
+    ):  # fmt: skip
+        assert config.hopper(*fits[:place], value, *fits[place + 1 :]) is None
+
+
+@pytest.mark.parametrize("rest", [True, False])
+@pytest.mark.parametrize("sink", [True, False])
+def test_compiles_for_hopper_without_spills(rest, sink):
+    from sparse_attn.ops.attention import hopper
+    from sparse_attn.testing.aot import compile_kernel
+
+    pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")
+    chosen = config.HopperConfig()
+    constants = dict(
+        HAS_REST=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+    )  # fmt: skip
+    scalars = {name: "i32" for name in hopper.attend.arg_names if name not in pointers | constants}
+    aligned = [name for name in scalars if name.startswith(("stride_q", "stride_kv", "stride_out"))]
+    compiled = compile_kernel(
+        hopper.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
+        num_warps=chosen.num_warps,
+    )  # fmt: skip
+    assert compiled.spill_bytes == 0 and compiled.shared_memory <= H200.shared_memory
+    assert compiled.count("HGMMA") and compiled.count("LDGSTS") and compiled.count("DEPBAR") <= 16
+
+
+def case(tokens, heads, d_qk, rows, width, *, lengths="full", sink=None, poison=True, seed=0):
+    """q and kv as views of wider tensors full of NaN; unread rows are NaN; wild indices between good ones."""
+    torch.manual_seed(seed)
+    wide_q = torch.full((tokens, heads, d_qk + 16), math.nan, device="cuda", dtype=torch.bfloat16)
+    wide_q[..., :d_qk] = torch.randn(tokens, heads, d_qk, device="cuda") / 10
+    wide_kv = torch.full((rows, d_qk + 32), math.nan, device="cuda", dtype=torch.bfloat16)
+    wide_kv[:, :d_qk] = torch.randn(rows, d_qk, device="cuda") / 10
+    dense = torch.randint(0, rows, (tokens, width), device="cuda", dtype=torch.int32)
+    if lengths == "random":
+        length = torch.randint(0, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+    elif lengths == "none":
+        length = torch.zeros(tokens, device="cuda", dtype=torch.int32)
+    else:
+        length = torch.full((tokens,), width, device="cuda", dtype=torch.int32)
+    indptr = torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0))
+    column = torch.arange(width, device="cuda")
+    if poison:
+        wild = torch.tensor([-1, INT_MIN, INT_MAX, rows, -rows], device="cuda", dtype=torch.int32)
+        dense = torch.where(column % 7 == 3, wild[column % 5], dense)
+    indices = torch.full((tokens * width,), INT_MAX, dtype=torch.int32, device="cuda")
+    packed = dense[column < length.unsqueeze(1)]
+    indices[: packed.numel()] = packed
+    if poison:
+        unread = torch.ones(rows, dtype=torch.bool, device="cuda")
+        unread[packed[(packed >= 0) & (packed < rows)].long()] = False
+        wide_kv[unread] = math.nan
+    given = None
+    if sink is not None:
+        given = torch.full((heads + 5,), math.nan, device="cuda")
+        given[:heads] = torch.randn(heads, device="cuda") if sink == "random" else sink
+    return wide_q[..., :d_qk], wide_kv[:, :d_qk], Ragged(indices, indptr), given
+
+
+def check(q, kv, ragged, sink, some=None):
+    """Against the reference, of all rows or of ``some``."""
+    arguments = (q, kv, *ragged, 0.05, 512, sink)
+    assert config.hopper(*q.shape, 512, q.dtype, launch.target_of(q.device)) is not None
+    out, lse = launch.sparse_attn_prefill(*arguments)
+    again = launch.sparse_attn_prefill(*arguments)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
+    if some is not None:
+        starts, ends = ragged.indptr[some], ragged.indptr[some + 1]
+        width = int((ends - starts).max())
+        at = starts.unsqueeze(1) + torch.arange(width, device=q.device)
+        inside = at < ends.unsqueeze(1)
+        rows = torch.where(inside, ragged.indices[at.clamp_max(len(ragged.indices) - 1).long()], -1)
+        q, ragged, out, lse = q[some], build_ragged_indices_from_dense(rows), out[some], lse[some]
+    want = sparse_attn_prefill(q, kv, ragged, scale=0.05, d_v=512, sink=sink, impl="reference")
+    assert_close(out, want.out, PREFILL_OUT)
+    assert_close(lse, want.lse, PREFILL_LSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [None, "random", INF, -INF])
+@pytest.mark.parametrize("lengths", ["full", "random", "none"])
+@pytest.mark.parametrize("heads, d_qk", [(64, 576), (128, 576), (64, 512), (128, 512)])
+def test_kinds_of_rows(heads, d_qk, lengths, sink):
+    """Odd numbers of rows, widths that are no multiple of a tile, lists longer than the rows there are."""
+    for rows, width in ((1, 3), (1017, 129), (333, 640), (4099, 2048)):
+        check(*case(140, heads, d_qk, rows, width, lengths=lengths, sink=sink, seed=width))
+
+
+@pytest.mark.gpu
+def test_rows_without_a_valid_index():
+    q, kv, ragged, sink = case(150, 64, 576, 50, 200, sink="random")
+    ragged.indices.fill_(50)
+    out, lse = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
+    assert not out.any() and (lse == -INF).all()
+
+
+@pytest.mark.gpu
+def test_seventy_thousand_rows():
+    q, kv, ragged, sink = case(70_000, 64, 576, 9001, 130, lengths="random", sink="random")
+    check(q, kv, ragged, sink, some=torch.randint(0, 70_000, (64,), device="cuda"))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_31():
+    kv = torch.zeros(4_000_000, 576, device="cuda", dtype=torch.bfloat16)
+    kv[-9:] = torch.randn(9, 576, device="cuda") / 10
+    rows = torch.randint(kv.shape[0] - 9, kv.shape[0], (140, 70), device="cuda", dtype=torch.int32)
+    q = torch.randn(140, 64, 576, device="cuda", dtype=torch.bfloat16) / 10
+    check(q, kv, build_ragged_indices_from_dense(rows), None)
+
+
+@pytest.mark.gpu
+def test_what_it_cannot_copy_takes_the_portable_kernel():
+    """Rows that start between two 16-byte lines."""
+    q, kv, ragged, sink = case(140, 64, 576, 500, 128, poison=False)
+    shifted = torch.empty(500, 577, device="cuda", dtype=torch.bfloat16)[:, 1:]
+    shifted.copy_(kv)
+    want = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
+    got = launch.sparse_attn_prefill(q, shifted, *ragged, 0.05, 512, sink)
+    assert_close(got[0], want[0], PREFILL_OUT)
