@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from sparse_attn import Ragged, build_ragged_indices_from_dense, sparse_attn_prefill
+from sparse_attn import (
+    PlainLayout,
+    Ragged,
+    build_ragged_indices_from_dense,
+    sparse_attn_decode,
+    sparse_attn_prefill,
+)
 from sparse_attn.ops.attention import config, launch
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close
@@ -18,7 +24,7 @@ def test_where_it_applies():
     fits = (200, 64, 576, 512, torch.bfloat16, H200)
     assert config.hopper(*fits) == config.HopperConfig() == config.hopper(66, 128, 512, 512, torch.bfloat16, H200)
     for place, value in (
-        (0, 131), (1, 32), (1, 96), (2, 640), (3, 256), (4, torch.float16), (5, Target("nvidia", 100, 132, 232448)),
+        (0, 65), (1, 32), (1, 96), (2, 640), (3, 256), (4, torch.float16), (5, Target("nvidia", 100, 132, 232448)),
         (5, Target("amd", "gfx942", 304, 65536)),
     ):  # fmt: skip
         assert config.hopper(*fits[:place], value, *fits[place + 1 :]) is None
@@ -114,6 +120,21 @@ def test_rows_without_a_valid_index():
     ragged.indices.fill_(50)
     out, lse = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
     assert not out.any() and (lse == -INF).all()
+
+
+@pytest.mark.gpu
+def test_decode_from_contiguous_plain_blocks():
+    """The same rows, as a cache of 64-token blocks; with gaps between its blocks the portable kernel reads it."""
+    q, kv, ragged, sink = case(80, 128, 576, 640, 300, sink="random", poison=False)
+    layout = PlainLayout("bf16", 512, 64)
+    cache = kv.contiguous().view(10, 64, 576)
+    wide = torch.full((10, 65, 576), math.nan, device="cuda", dtype=torch.bfloat16)
+    wide[:, :64] = cache
+    want = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
+    for blocks in (cache, wide[:, :64]):
+        got = sparse_attn_decode(q, blocks, ragged, scale=0.05, layout=layout, sink=sink)
+        assert_close(got.out, want[0], PREFILL_OUT)
+        assert_close(got.lse, want[1], PREFILL_LSE)
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT
 
 TOKENS, TINY_TOKENS = 4096, 9
+PEER_HEADS = 64  # FlashMLA takes no fewer
 
 
 class Case(NamedTuple):
@@ -28,24 +29,70 @@ class Case(NamedTuple):
 
 
 V32 = [Case(576, heads, 2048, rows) for heads in (128, 64) for rows in (8192, 32768, 131072)]
-V32 += [Case(576, 128, 2048, 32768, lengths=True)]
 V4 = [Case(512, heads, k, rows, sink=True) for heads, k in ((64, 640), (128, 1152)) for rows in (8192, 32768, 65536)]
 V4 += [Case(512, heads, k, 32768, sink=True) for heads, k in ((128, 640), (64, 1152), (64, 512), (128, 1024))]
-V4 += [Case(512, heads, k, 32768, sink=True, lengths=True) for heads, k in ((64, 640), (128, 1152))]
+RAGGED = [Case(576, heads, 2048, 32768, lengths=True) for heads in (128, 64)]
+RAGGED += [Case(512, heads, k, 32768, sink=True, lengths=True) for heads, k in ((64, 640), (128, 1152))]
+FEW_HEADS = [Case(576, heads, 2048, 32768) for heads in (16, 32)] + [Case(512, heads, 640, 32768, True) for heads in (16, 32)]
+PORTABLE = [Case(576, 128, 2048, 32768), Case(576, 64, 2048, 32768), Case(512, 128, 1152, 32768), Case(512, 64, 640, 32768)]
 
 
 @suite("prefill_v32")
 def prefill_v32(run: Run) -> Iterator[Record]:
     "bf16 sparse_attn_prefill, 4096 tokens, 576/512, top-k 2048: DeepSeek-V3.2."
-    for case in run.pick(V32, [Case(576, 4, 128, 300), Case(576, 4, 160, 300, lengths=True)]):
+    for case in run.pick(V32, [Case(576, 4, 128, 300)]):
         yield _measure(run, case)
 
 
 @suite("prefill_v4")
 def prefill_v4(run: Run) -> Iterator[Record]:
     "bf16 sparse_attn_prefill, 4096 tokens, 512/512 with a sink: DeepSeek-V4."
-    for case in run.pick(V4, [Case(512, 4, 128, 300, sink=True), Case(512, 4, 160, 300, sink=True, lengths=True)]):
+    for case in run.pick(V4, [Case(512, 4, 128, 300, sink=True)]):
         yield _measure(run, case)
+
+
+@suite("prefill_ragged")
+def prefill_ragged(run: Run) -> Iterator[Record]:
+    "The same with rows of ragged length, uniform in [128, top-k]."
+    tiny = [Case(576, 4, 160, 300, lengths=True), Case(512, 4, 160, 300, sink=True, lengths=True)]
+    for case in run.pick(RAGGED, tiny):
+        yield _measure(run, case)
+
+
+@suite("prefill_few_heads")
+def prefill_few_heads(run: Run) -> Iterator[Record]:
+    "The same with 16 and 32 heads; the peer's queries are padded to the 64 it takes, outside of what is timed."
+    for case in run.pick(FEW_HEADS, [Case(576, 2, 128, 300)]):
+        yield _measure(run, case)
+
+
+@suite("prefill_portable")
+def prefill_portable(run: Run) -> Iterator[Record]:
+    "The portable kernel (us) beside the one that sparse_attn_prefill takes on this GPU (peer_us)."
+    for case in run.pick(PORTABLE, [Case(576, 2, 128, 300)]):
+        tokens, heads, top_k = run.pick(TOKENS, TINY_TOKENS), case.heads, case.top_k
+        q = normal(tokens, heads, case.d_qk, device=run.device)
+        kv = normal(case.rows, case.d_qk, device=run.device)
+        ragged = build_ragged_indices_from_dense(distinct_rows(tokens, case.rows, top_k, run.device))
+        arguments = (q, kv, *ragged, case.d_qk**-0.5, D_V, None)
+        portable, chosen = _implementations(run)
+        for got, want in zip(portable(*arguments), chosen(*arguments)):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-3)
+        floor = run.floor(flops=2 * tokens * top_k * heads * (case.d_qk + D_V))
+        name = f"heads {heads}, d {case.d_qk}, top-k {top_k}, rows {case.rows}"
+        ours, theirs = [lambda: portable(*arguments)], None if run.dry else [lambda: chosen(*arguments)]
+        yield run.compare(name, ours, "this GPU's kernel", theirs, floor, target_ms=20, rest_s=0.4)
+
+
+def _implementations(run: Run):
+    """(portable, what this GPU takes) of sparse_attn_prefill; dry, the reference twice."""
+    from sparse_attn.ops.attention import reference
+
+    if run.dry:
+        return reference.sparse_attn_prefill, reference.sparse_attn_prefill
+    from sparse_attn.ops.attention import launch
+
+    return launch.portable_prefill, launch.sparse_attn_prefill
 
 
 def _measure(run: Run, case: Case) -> Record:
@@ -70,15 +117,27 @@ def _measure(run: Run, case: Case) -> Record:
         some = build_ragged_indices_from_dense(dense[rows], few, impl="reference")
         return sparse_attn_prefill(q[rows], kv, some, **options, impl="reference")
 
-    def theirs(q):
-        return run.peers.sparse_prefill(q, kv, dense, scale, sink, lengths)
+    spare = max(0, PEER_HEADS - heads)
+    their_sink = sink if sink is None else torch.nn.functional.pad(sink, (0, spare))
 
-    check_attention(q, ours, reference, run.peers and theirs, (PREFILL_OUT, PREFILL_LSE))
+    def padded(q):
+        return torch.nn.functional.pad(q, (0, 0, 0, spare)) if spare else q
+
+    def theirs(q):
+        return run.peers.sparse_prefill(q, kv, dense, scale, their_sink, lengths)
+
+    def their_own_heads(q):
+        out, lse = theirs(padded(q))
+        return out[:, :heads], lse[:, :heads]
+
+    check_attention(q, ours, reference, run.peers and their_own_heads, (PREFILL_OUT, PREFILL_LSE))
+    their_q = padded(q)
     pairs = tokens * top_k if lengths is None else int(lengths.sum())
     floor = run.floor(
         flops=2 * pairs * heads * (case.d_qk + D_V),
         nbytes=2 * (q.numel() + kv.numel() + tokens * heads * D_V) + 4 * pairs,
     )
-    name = f"heads {heads}, top-k {top_k}, rows {case.rows}{', lengths' if case.lengths else ''}"
-    calls, peer_calls = [lambda: ours(q)], run.peers and [lambda: theirs(q)]
+    shape = f", d {case.d_qk}, lengths" if case.lengths else ""
+    name = f"heads {heads}, top-k {top_k}, rows {case.rows}{shape}"
+    calls, peer_calls = [lambda: ours(q)], run.peers and [lambda: theirs(their_q)]
     return run.compare(name, calls, "FlashMLA sparse_fwd", peer_calls, floor, target_ms=20, rest_s=0.4)

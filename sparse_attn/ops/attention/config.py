@@ -71,12 +71,12 @@ class HopperConfig:
 
 def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
     """The warp-specialised kernel's configuration where it applies and pays: bf16 rows of its width, whole blocks of
-    heads, and a program for every multiprocessor, since it does not split a row. None: the portable kernel."""
+    heads, and a program for every other multiprocessor, since it does not split a row. None: the portable kernel."""
     if (target.vendor, target.arch) != ("nvidia", 90) or dtype != torch.bfloat16:
         return None
     if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
         return None
-    return HopperConfig() if tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
+    return HopperConfig() if 2 * tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

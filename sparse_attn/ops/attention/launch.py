@@ -44,8 +44,8 @@ def sparse_attn_prefill(
     d_v: int,
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    chosen = config.hopper(*q.shape, d_v, q.dtype, target_of(q.device))
-    if chosen is not None and _copies_whole_lines(q) and _copies_whole_lines(kv):
+    chosen = _hopper(q, kv, d_v)
+    if chosen is not None:
         return _attend_on_hopper(q, kv, indices, indptr, scale, d_v, sink, chosen)
     return portable_prefill(q, kv, indices, indptr, scale, d_v, sink)
 
@@ -70,10 +70,16 @@ def sparse_attn_decode(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys = Keys(cache, _fp8(layout), indices, indptr)
+    d_v = shapes.value_dim(layout)
+    if keys.layout is None and extra_cache is None and cache.is_contiguous() and cache.dtype == q.dtype:
+        rows = cache.flatten(0, 1)
+        chosen = _hopper(q, rows, d_v)
+        if chosen is not None:
+            return _attend_on_hopper(q, rows, indices, indptr, scale, d_v, sink, chosen)
     extra = None
     if extra_cache is not None:
         extra = Keys(extra_cache, _fp8(extra_layout), extra_indices, extra_indptr)
-    return _attend("sparse_attn_decode", q, keys, extra, scale, shapes.value_dim(layout), sink)
+    return _attend("sparse_attn_decode", q, keys, extra, scale, d_v, sink)
 
 
 def merge_attn_states(
@@ -133,6 +139,11 @@ def _attend(who, q, keys, extra, scale, d_v, sink):
     if split:
         _merge(to, to_lse, sink, out, lse, 1.0)
     return out, lse
+
+
+def _hopper(q: torch.Tensor, rows: torch.Tensor, d_v: int) -> config.HopperConfig | None:
+    chosen = config.hopper(*q.shape, d_v, q.dtype, target_of(q.device))
+    return chosen if chosen is not None and _copies_whole_lines(q) and _copies_whole_lines(rows) else None
 
 
 def _attend_on_hopper(q, kv, indices, indptr, scale, d_v, sink, chosen):
