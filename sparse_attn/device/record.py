@@ -12,11 +12,12 @@ def store_quantised(
     SCALE_BYTES: tl.constexpr, BEHIND: tl.constexpr, EXPONENT: tl.constexpr, FNUZ: tl.constexpr, POW2: tl.constexpr,
     FP8_MAX: tl.constexpr, AMAX_FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Quantise fp32 ``value`` [PAD_GROUPS, PAD_GROUP], one scale per row of it, into record ``within`` the block at byte
-    pointer ``base``.
+    """Quantise fp32 ``value`` [PAD_GROUPS, PAD_GROUP], one scale per row of it, into record ``within`` the block at
+    byte pointer ``base``.
 
-    place: byte of each code in its record, where ``real``. RECORD: bytes from record to record. Scales stand at SCALE_AT of
-    the record, or BEHIND all records of the block, SCALE_BYTES each; fp32, or with EXPONENT ue8m0 bytes padded with zeros.
+    place: byte of each code in its record, where ``real``. RECORD: bytes from record to record. Scales stand at
+    SCALE_AT of the record, or BEHIND all records of the block, SCALE_BYTES each; fp32, or with EXPONENT ue8m0 bytes
+    padded with zeros to a multiple of 8.
     """
     PAD_GROUPS: tl.constexpr = value.shape[0]
     value = tl.where(real, value, 0.0)
@@ -35,7 +36,7 @@ def store_quantised(
     if EXPONENT:
         exponent = (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
         tl.store(scales + group, exponent, mask=group < GROUPS)
-        pad = tl.arange(0, SCALE_BYTES)
-        tl.store(scales + pad, tl.zeros([SCALE_BYTES], tl.uint8), mask=pad >= GROUPS)
+        pad = GROUPS + tl.arange(0, 8)
+        tl.store(scales + pad, tl.zeros([8], tl.uint8), mask=pad < SCALE_BYTES)
     else:
         tl.store(scales.to(tl.pointer_type(tl.float32)) + group, scale, mask=group < GROUPS)

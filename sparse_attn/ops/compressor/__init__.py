@@ -36,33 +36,34 @@ def compress_and_cache(
     layout: PlanarFp8Layout | IndexFp8Layout | PlainLayout,
     impl: str = "auto",
 ) -> None:
-    """Pool the step's tokens into entries, write those that are complete into ``cache``, and keep the rest in ``state``.
+    """Pool the step's tokens into entries, write complete ones into ``cache``, and keep the tokens in ``state``.
 
     kv, gate: fp32 [tokens, parts * dim], parts 2 with ``overlap``, else 1; dim as ``layout`` says. position_bias:
-    fp32 [ratio, parts * dim], added to the gate at row position % ratio. norm_weight: [dim], any float. positions, request_ids: int32 [tokens]; the rows of a request stand together, in the order of their positions; a row
-    with a negative position or a request outside the table is padding and touches nothing.
+    fp32 [ratio, parts * dim], added to the gate at row position % ratio. norm_weight: [dim], any float. positions,
+    request_ids: int32 [tokens]; the rows of a request stand together, their positions rising by one; a row with a
+    negative position or a request outside the table is padding and touches nothing.
 
-    The token at position p completes entry p // ratio where (p + 1) % ratio == 0. The entry pools the ``ratio`` tokens up
-    to p; with ``overlap`` by the second halves of their values, and with them the ``ratio`` tokens before, by their first
-    halves. Per channel: y = sum of softmax(gate) * kv over what is pooled; tokens before position 0 do not count. Then
-    RMSNorm with norm_weight and ``eps``, rotation at position p + 1 - ratio of the neighbouring pairs in
-    [rope_start, rope_start + R) by cos_sin fp32 [P, R], and with ``hadamard`` the orthonormal transform, all in fp32.
+    The token at position p completes entry p // ratio where (p + 1) % ratio == 0. The entry pools the ``ratio`` tokens
+    up to p; with ``overlap`` by the second halves of their values, and with them the ``ratio`` tokens before, by their
+    first halves. Per channel: y = sum of softmax(gate) * kv over what is pooled; tokens before position 0 do not count.
+    Then RMSNorm with norm_weight and ``eps``, rotation at position p + 1 - ratio of the neighbouring pairs in
+    [rope_start, rope_start + R) by cos_sin fp32 [P, R] (a position outside it: zeros), and with ``hadamard`` the
+    orthonormal transform, all in fp32.
 
-    cache: blocks of ``layout``; slot_mapping: int64 [tokens], where the entry that a row completes goes, outside the cache
-    for nowhere. fp8 layouts take the entry rounded to bf16.
+    cache: blocks of ``layout``; slot_mapping: int64 [tokens], where the entry that a row completes goes, outside the
+    cache for nowhere. fp8 layouts take the entry rounded to bf16.
 
     state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies in
-    block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size: a ring, which
-    holds at least what an entry pools. Rows of this step are taken from kv and gate, earlier ones from the state, so that a
-    position that is fed again (a rejected token) simply replaces what was there; a ring that is to survive n rejected
-    tokens is n longer.
+    block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size: a ring,
+    which holds at least what an entry pools. Rows of this step are taken from kv and gate, earlier ones from the state,
+    so that a position that is fed again (a rejected token) simply replaces what was there; a ring that is to survive n
+    rejected tokens is n longer. A block outside the state keeps nothing, and what it would have kept does not count.
 
-    Mutates ``state`` and ``cache``.
+    Mutates ``state`` and ``cache``. Raises ValueError or TypeError for anything else than the above.
     """
-    parts = 2 if overlap else 1
     checks.check_dtype("kv", kv, (torch.float32,))
     checks.check_rank("kv", kv, 2)
-    tokens, width = kv.shape
+    (tokens, width), parts = kv.shape, 2 if overlap else 1
     checks.check_at_least("ratio", ratio, 1)
     if not isinstance(layout, (PlanarFp8Layout, IndexFp8Layout, PlainLayout)):
         raise ValueError(f"layout: got {layout!r}, allowed: PlanarFp8Layout, IndexFp8Layout, PlainLayout")
@@ -92,8 +93,12 @@ def compress_and_cache(
         checks.check_shape(name, value, (tokens,), "[tokens]")
     checks.check_dtype("state", state, (torch.float32,))
     checks.check_shape("state", state, (None, None, 2 * width), "[num_blocks, block_size, 2 * parts * dim]")
-    if state.shape[1] < 1 or state.stride(2) != 1 or state.stride(1) != state.shape[2]:
-        raise ValueError(f"state: got strides {state.stride()}, allowed: contiguous blocks of at least one row")
+    block = state.shape[1] * state.shape[2]
+    if block < 1 or state.stride(2) != 1 or state.stride(1) != state.shape[2] or state.stride(0) < block:
+        raise ValueError(
+            f"state: got shape {list(state.shape)} and strides {state.stride()}, allowed: contiguous blocks of at "
+            "least one row, none over another"
+        )
     checks.check_dtype("state_table", state_table, INDEX_DTYPES)
     checks.check_rank("state_table", state_table, 2)
     checks.check_unit_stride("state_table", state_table)
@@ -103,9 +108,12 @@ def compress_and_cache(
             f"{parts * ratio} that an entry pools"
         )
     rotated = cos_sin.shape[1]
+    if cos_sin.shape[0] < 1 or rotated < 2:
+        raise ValueError(f"cos_sin: got shape {list(cos_sin.shape)}, allowed: [at least 1, at least 2]")
     if rotated % 2 or rope_start < 0 or rope_start % 2 or rope_start + rotated > layout.dim:
         raise ValueError(
-            f"rope_start: got {rope_start} for {rotated} rotated values, allowed: even, inside the {layout.dim} of an entry"
+            f"rope_start: got {rope_start} for {rotated} rotated values, allowed: both even, inside the {layout.dim} "
+            "of an entry"
         )
     if hadamard and layout.dim & (layout.dim - 1):
         raise ValueError(f"hadamard: got an entry of {layout.dim} values, allowed: powers of two")

@@ -1,7 +1,10 @@
 """The compressor: a program per token pools the entry that the token completes; another keeps the token's row.
 
-Floors, bytes: an entry reads 8 * SPAN * DIM bytes and writes its row; every token writes its state row. Most programs of
-``pool`` end after three loads.
+Floors, bytes: an entry reads 8 * SPAN * DIM bytes and writes its row; a token that is kept is read once and written
+once. Most programs of ``pool`` end after three loads.
+
+Of equal pooled values ``pool`` stores the reference's bits when launched with enable_fp_fusion=False; the pooling
+itself sums in another order.
 """
 
 import triton
@@ -18,7 +21,7 @@ def _state_rows(table_row, position, max_blocks, num_blocks, block_size, stride_
     column = position // block_size
     block = tl.load(table_row + column % max_blocks, mask=mask, other=-1)
     known = mask & (block >= 0) & (block < num_blocks)
-    return block.to(tl.int64) * stride_block + (position - column * block_size) * ROW, known
+    return block.to(tl.int64) * stride_block + (position - column * block_size).to(tl.int64) * ROW, known
 
 
 @triton.jit
@@ -27,8 +30,8 @@ def _store_entry(
     GROUP: tl.constexpr, RECORD: tl.constexpr, SCALE_BYTES: tl.constexpr, EXPONENT: tl.constexpr, FNUZ: tl.constexpr,
     POW2: tl.constexpr, FP8_MAX: tl.constexpr, AMAX_FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """Write fp32 [PADDED], zero beyond DIM, as the record ``within`` the block at ``base``: CODES of it as fp8 in groups of
-    GROUP, the rest as bf16; or all of it unquantised."""
+    """Write fp32 [PADDED], zero beyond DIM, as the record ``within`` the block at ``base``: CODES of it as fp8 in
+    groups of GROUP, the rest as bf16; or all of it unquantised."""
     column = tl.arange(0, PADDED)
     if FP8:
         rounded = round_to_bf16(entry)
@@ -46,7 +49,11 @@ def _store_entry(
         tl.store(base + within * RECORD + column, cast(entry, base.dtype.element_ty), mask=column < DIM)
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "max_blocks", "num_blocks", "num_slots", "table_rows"])
+@triton.jit(
+    do_not_specialize=[
+        "requests", "max_blocks", "num_blocks", "block_size", "num_slots", "cache_block_size", "table_rows",
+    ]
+)  # fmt: skip
 def pool(
     kv,  # fp32 [tokens, parts * DIM]
     gate,  # fp32 [tokens, parts * DIM]
@@ -59,7 +66,6 @@ def pool(
     cos_sin,  # fp32 [table_rows, ROPE_WIDTH]
     cache,  # blocks of entries
     slot_mapping,  # int64 [tokens]
-    tokens,
     requests,
     max_blocks,
     num_blocks,
@@ -126,14 +132,13 @@ def pool(
             )  # fmt: skip
             part = tl.where(place < RATIO, 0, DIM) if OVERLAP else tl.zeros([ROWS], tl.int32)
             source = part[:, None] + column[None, :]
-            in_step, in_state = here[:, None] & real[None, :], known[:, None] & real[None, :]
-            value = tl.load(kv + row[:, None] * stride_kv_token + source, mask=in_step, other=0.0)
-            value += tl.load(state + offset[:, None] + source, mask=in_state, other=0.0)
-            weight = tl.load(gate + row[:, None] * stride_gate_token + source, mask=in_step, other=0.0)
+            counts = (here | known)[:, None] & real[None, :]
+            value_at = tl.where(here, kv + row * stride_kv_token, state + offset)[:, None] + source
+            value = tl.load(value_at, mask=counts, other=0.0)
+            weight_at = tl.where(here, gate + row * stride_gate_token, state + offset + WIDTH)[:, None] + source
+            weight = tl.load(weight_at, mask=counts, other=float("-inf"))
             bias_at = position_bias + (tl.maximum(p, 0) % RATIO)[:, None] * stride_bias_row + source
-            weight += tl.load(bias_at, mask=in_step, other=0.0)
-            old = tl.load(state + offset[:, None] + WIDTH + source, mask=in_state, other=float("-inf"))
-            weight = tl.where(in_step, weight, old)
+            weight += tl.load(bias_at, mask=here[:, None] & real[None, :], other=0.0)
             top = tl.maximum(m, tl.max(weight, 0))
             shift = tl.where(top == float("-inf"), 0.0, top)
             e = tl.exp(weight - shift[None, :])
@@ -141,9 +146,11 @@ def pool(
             l = l * rescale + tl.sum(e, 0)
             total = total * rescale + tl.sum(e * value, 0)
             m = top
-        entry = tl.where(real, total / tl.where(l == 0.0, 1.0, l), 0.0)
-        rms = 1.0 / tl.sqrt_rn(tl.sum(entry * entry, 0) / DIM + eps)
-        entry = entry * rms * tl.load(norm_weight + column, mask=real, other=0.0).to(tl.float32)
+        entry = tl.where(real, tl.div_rn(total, tl.where(l == 0.0, 1.0, l)), 0.0)
+        square = tl.broadcast_to(tl.sum(entry * entry, 0), [PADDED])
+        root = tl.sqrt_rn(tl.div_rn(square, tl.full([PADDED], DIM, tl.float32)) + eps)
+        entry = entry * tl.div_rn(tl.full([PADDED], 1.0, tl.float32), root)
+        entry *= tl.load(norm_weight + column, mask=real, other=0.0).to(tl.float32)
 
         first = position + 1 - RATIO
         rotated, _, frequency, is_first = pair_of(column, ROPE_START, ROPE_WIDTH, True)
@@ -163,7 +170,7 @@ def pool(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens", "requests", "max_blocks", "num_blocks"])
+@triton.jit(do_not_specialize=["tokens", "requests", "max_blocks", "num_blocks", "block_size"])
 def keep(
     kv,  # fp32 [tokens, WIDTH]
     gate,  # fp32 [tokens, WIDTH]
@@ -192,8 +199,10 @@ def keep(
     position = tl.load(positions + token * stride_positions_token)
     request = tl.load(request_ids + token * stride_requests_token)
     valid = (position >= 0) & (request >= 0) & (request < requests)
-    later = token + max_blocks * block_size
-    replaced = tl.load(request_ids + later * stride_requests_token, mask=valid & (later < tokens), other=-1) == request
+    ring = max_blocks * block_size
+    later, comes = token + ring, valid & (token + ring < tokens)
+    replaced = tl.load(request_ids + later * stride_requests_token, mask=comes, other=-1) == request
+    replaced &= tl.load(positions + later * stride_positions_token, mask=comes, other=-1) == position + ring
     table_row = state_table + tl.where(valid, request, 0).to(tl.int64) * stride_table_request
     offset, known = _state_rows(
         table_row, tl.maximum(position, 0), max_blocks, num_blocks, block_size, stride_state_block, 2 * WIDTH,

@@ -1,4 +1,4 @@
-"""The GPU implementation: pool, then keep. Two launches, because entries are pooled from rows that keeping overwrites."""
+"""The GPU implementation: pool, then keep. Two launches: entries are pooled from rows that keeping overwrites."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def compress_and_cache(
     launch = config.config(kind.dim, span, target_of(kv.device))
     row_strides = kv.stride(0), gate.stride(0), position_bias.stride(0)
     common = positions, request_ids, state, state_table
-    sizes = tokens, state_table.shape[0], state_table.shape[1], state.shape[0], state.shape[1]
+    sizes = state_table.shape[0], state_table.shape[1], state.shape[0], state.shape[1]
     strides = positions.stride(0), request_ids.stride(0), state.stride(0), state_table.stride(0)
     if cache.shape[0]:
-        padded = max(16, triton.next_power_of_2(kind.dim))
+        padded = triton.next_power_of_2(kind.dim)
         kernels.pool[(tokens,)](
             kv,
             gate,
@@ -79,12 +79,14 @@ def compress_and_cache(
             **_record(kind, padded),
             ROWS=launch.rows,
             num_warps=launch.num_warps,
+            enable_fp_fusion=False,
         )
     kernels.keep[(tokens, triton.cdiv(width, launch.keep_columns))](
         kv,
         gate,
         position_bias,
         *common,
+        tokens,
         *sizes,
         *row_strides,
         *strides,

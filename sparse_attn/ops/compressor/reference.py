@@ -39,7 +39,8 @@ def compress_and_cache(
         )
         entries = (torch.softmax(pooled_gate, dim=1) * pooled_kv).sum(1)
         entries = entries * torch.rsqrt(entries.pow(2).mean(1, keepdim=True) + eps) * norm_weight.float()
-        entries = apply_rope(entries, positions[rows] + 1 - ratio, cos_sin, start=rope_start, interleaved=True, inverse=False)
+        first = positions[rows] + 1 - ratio
+        entries = apply_rope(entries, first, cos_sin, start=rope_start, interleaved=True, inverse=False)
         if hadamard:
             entries = hadamard_transform(entries)
         if not isinstance(kind, PlainLayout):
@@ -59,26 +60,26 @@ def _pooled(
     ratio: int,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(kv, gate) [entries, pooled tokens, dim] of the entries that ``rows`` complete; gate -inf for what is not there."""
+    """(kv, gate) [entries, pooled tokens, dim] of the entries that ``rows`` complete; gate -inf for what is missing."""
     span = 2 * ratio if overlap else ratio
     back = torch.arange(span - 1, -1, -1, device=kv.device)
     position, row = positions[rows, None] - back, rows[:, None] - back  # [entries, span]
     request = request_ids[rows, None]
     at = row.clamp_min(0)
-    here = (row >= 0) & (request_ids[at] == request) & (positions[at] == position)
+    here = (row >= 0) & (position >= 0) & (request_ids[at] == request) & (positions[at] == position)
     slot = _state_slots(request, position.clamp_min(0), state, state_table)
     stored = (position >= 0) & ~here & (slot >= 0)
-    width = kv.shape[1]
-    old = state.flatten(0, 1)[slot.clamp_min(0)]
-    there = (here & (position >= 0)).unsqueeze(2)
-    values = torch.where(there, kv[at], torch.where(stored.unsqueeze(2), old[..., :width], 0.0))
-    gates = torch.where(there, biased[at], torch.where(stored.unsqueeze(2), old[..., width:], -torch.inf))
+    values = torch.where(here.unsqueeze(2), kv[at], 0.0)
+    gates = torch.where(here.unsqueeze(2), biased[at], -torch.inf)
+    size = state.shape[1]
+    values[stored], gates[stored] = state[slot[stored] // size, slot[stored] % size].chunk(2, dim=1)
     if not overlap:
         return values, gates
-    first = torch.arange(span, device=kv.device).unsqueeze(1) < ratio
+    before = (torch.arange(span, device=kv.device) < ratio).unsqueeze(1)
+    dim = kv.shape[1] // 2
 
     def half_of(both: torch.Tensor) -> torch.Tensor:
-        return torch.where(first, both[..., : width // 2], both[..., width // 2 :])
+        return torch.where(before, both[..., :dim], both[..., dim:])
 
     return half_of(values), half_of(gates)
 
@@ -94,7 +95,8 @@ def _keep(
     """Write the step's rows into their rings, the last one where several fall on the same place."""
     tokens, ring = kept.shape[0], state_table.shape[1] * state.shape[1]
     later = torch.arange(tokens, device=kept.device) + ring
-    replaced = (later < tokens) & (request_ids[later.clamp_max(max(tokens - 1, 0))] == request_ids) if tokens else valid
+    at = later.clamp_max(tokens - 1)
+    replaced = (later < tokens) & (request_ids[at] == request_ids) & (positions[at] == positions + ring)
     known = valid & ~replaced
     slot = _state_slots(request_ids[known], positions[known], state, state_table)
     written = slot >= 0
