@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparse_attn import checks, workspace
-from sparse_attn.layout import PlainLayout
+from sparse_attn.layout import LatentFp8Layout, PlainLayout
 from sparse_attn.ops.attention import config as attention_config
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
@@ -63,7 +63,7 @@ def workspace_size(
     kind = _windowed if isinstance(spec, CompressedSpec) else _latent
     return workspace.largest(
         workspace.size_of(scratch)
-        for part in kind(spec, bounds, not isinstance(layouts.kv, PlainLayout))
+        for part in kind(spec, bounds, layouts)
         for scratch in _scratches(part, bounds, target)
     )
 
@@ -71,7 +71,8 @@ def workspace_size(
 @dataclass(frozen=True)
 class _Part:
     """Decode rows or prefill rows. most: rows at most, in groups of ``group``. keys: index keys a row is scored against.
-    attended: indices a row holds, for each kind of layer. fp8: whether attention reads fp8."""
+    attended: indices a row holds, for each kind of layer. fp8: whether attention reads fp8; latents: of which layout, if
+    interleaved."""
 
     most: int
     group: int
@@ -82,16 +83,20 @@ class _Part:
     d_v: int
     attended: tuple[int, ...]
     fp8: bool
+    latents: LatentFp8Layout | None = None
 
 
-def _latent(spec: Spec, bounds: Bounds, fp8: bool) -> Iterator[_Part]:
+def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
-    yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, fp8)
+    latents = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
+    yield _Part(
+        bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, latents is not None, latents
+    )
     yield _Part(bounds.max_batched_tokens, 1, kv_rows, *shape, False)
 
 
-def _windowed(spec: CompressedSpec, bounds: Bounds, fp8: bool) -> Iterator[_Part]:
+def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     entries = {"window": 0, "indexed": spec.index.top_k, "full": bounds.max_model_len // spec.full_ratio}
     attended = tuple(spec.window + entries[kind] for kind in sorted(set(spec.layer_kinds)))
@@ -100,6 +105,7 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, fp8: bool) -> Iterator[_Part
         tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
         for tokens in (bounds.max_model_len, kv_rows)
     )
+    fp8 = not isinstance(layouts.kv, PlainLayout)
     yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, decode_keys, *shape, fp8)
     yield _Part(bounds.max_batched_tokens, 1, prefill_keys, *shape, False)
 
@@ -114,6 +120,11 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
                 rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8, target
             )
             yield attention_config.scratch(rows, part.heads, part.d_v, launch.splits)
+            if part.latents is not None:
+                special = attention_config.hopper_latents(
+                    rows, part.heads, rows * attended, part.latents, bounds.dtype, target
+                )
+                yield attention_config.scratch(rows, part.heads, part.d_v, special.splits if special else 1)
         if part.keys:
             yield index_topk_config.scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.

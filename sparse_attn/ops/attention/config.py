@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
 
-# The warp-specialised kernel's shape: columns of a value, columns that only score, heads of a program.
+# The warp-specialised kernels' shape: columns of a value, columns that only score, heads of a program.
 HOPPER_VALUE, HOPPER_REST, HOPPER_HEADS = 512, 64, 64
+HOPPER_PAIR = 128  # keys it takes at a time
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,13 @@ def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, elemen
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Registers a thread of the right-hand consumer and of the producer get; the left-hand one gets the rest."""
+    """Registers a thread of the right-hand consumer and of the producer get; the left-hand one gets the rest. splits:
+    programs that share a row."""
 
     consumer_registers: int = 216
     producer_registers: int = 72
     num_warps: int = 4
+    splits: int = 1
 
 
 def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
@@ -77,6 +81,22 @@ def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, tar
     if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
         return None
     return HopperConfig() if 2 * tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
+
+
+def hopper_latents(
+    tokens: int, heads: int, capacity: int, layout: LatentFp8Layout, dtype: torch.dtype, target: Target
+) -> HopperConfig | None:
+    """The dequantising kernel's configuration where it applies; rows are split so that every multiprocessor has work."""
+    if (target.vendor, target.arch) != ("nvidia", 90) or dtype != torch.bfloat16 or heads % HOPPER_HEADS:
+        return None
+    if (layout.latent, layout.rope, layout.flavour) != (HOPPER_VALUE, HOPPER_REST, "e4m3fn"):
+        return None
+    if HOPPER_VALUE // 2 % layout.group or layout.group % 16 or layout.group & (layout.group - 1):
+        return None
+    programs = max(1, tokens * (heads // HOPPER_HEADS))
+    pairs = -(-capacity // (max(tokens, 1) * HOPPER_PAIR))
+    splits = max(1, min(pairs, target.num_sms // programs))
+    return HopperConfig(consumer_registers=200, producer_registers=104, splits=splits)
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

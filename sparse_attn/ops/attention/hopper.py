@@ -48,14 +48,14 @@ LOWEST = gl.constexpr(-1e30)  # a finite "nothing yet"
 
 
 @gluon.jit
-def _signal(bars, which: gl.constexpr):
+def signal(bars, which: gl.constexpr):
     """Everything this warpgroup did so far is done: say so."""
     barrier()
     mbarrier.arrive(bars.index(which), count=1)
 
 
 @gluon.jit
-def _await_keys(bars, which: gl.constexpr, phase):
+def await_keys(bars, which: gl.constexpr, phase):
     mbarrier.wait(bars.index(FILLED + which), phase)
     fence_async_shared()
 
@@ -78,7 +78,7 @@ def _load_query(query, rest, source, stride_head, bars, half: gl.constexpr, HAS_
     async_copy.commit_group()
     async_copy.wait_group(0)
     fence_async_shared()
-    _signal(bars, QUERY)
+    signal(bars, QUERY)
     mbarrier.wait(bars.index(QUERY), 0)
 
 
@@ -100,8 +100,11 @@ def _masked(scores, indices, first, count, num_rows, scale_log2, place):
 
 
 @gluon.jit
-def _finish(acc, l, m, query, half: gl.constexpr, out, lse, sink, stride_head, HAS_SINK: gl.constexpr):
-    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns."""
+def _finish(
+    acc, l, m, query, half: gl.constexpr, out, lse, sink, stride_head, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr
+):
+    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns; a SPLIT
+    row's share stays fp32, its lse in base 2."""
     ROW_P: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     head = gl.arange(0, HEADS, layout=ROW_P)
@@ -112,22 +115,28 @@ def _finish(acc, l, m, query, half: gl.constexpr, out, lse, sink, stride_head, H
         drained = gl.load(sink + head) * 1.4426950408889634 - gl.where(empty, 0.0, lse2)
         factor = factor / (1.0 + gl.exp2(drained))
     if half == 0:
-        gl.store(lse + head, gl.where(empty, -float("inf"), lse2 * 0.6931471805599453))
-    rows = gl.convert_layout(factor, gl.SliceLayout(1, ACC))
-    values = (acc * gl.expand_dims(rows, 1)).to(gl.bfloat16)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    staged = query.index(0).slice(half * HALF, HALF, dim=1)  # nobody scores any more
-    staged.store(values)
-    barrier()
-    head_o = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)) + half * HALF
-    gl.store(out + gl.expand_dims(head_o * stride_head, 1) + gl.expand_dims(column, 0), staged.load(WIDE))
+        NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
+        gl.store(lse + head, gl.where(empty, -float("inf"), lse2 * NATURAL))
+    values = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
+    if SPLIT:
+        head_a = gl.arange(0, HEADS, layout=gl.SliceLayout(1, ACC))
+        column_a = gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC)) + half * HALF
+        gl.store(out + gl.expand_dims(head_a * stride_head, 1) + gl.expand_dims(column_a, 0), values)
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        staged = query.index(0).slice(half * HALF, HALF, dim=1)  # nobody scores any more
+        staged.store(values.to(gl.bfloat16))
+        barrier()
+        head_o = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
+        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)) + half * HALF
+        gl.store(out + gl.expand_dims(head_o * stride_head, 1) + gl.expand_dims(column, 0), staged.load(WIDE))
 
 
 @gluon.jit
-def _left(
+def left(
     query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, indices, count, num_rows, scale_log2,
     out, lse, sink, stride_q_head, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -142,9 +151,9 @@ def _left(
     l = gl.zeros([HEADS], gl.float32, ROW)
     nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
     phase = 0
-    _await_keys(bars, 0, phase)
+    await_keys(bars, 0, phase)
     pending = _score_half(query.index(0), keys.index(0), nothing, 0, True)
-    _await_keys(bars, 1, phase)
+    await_keys(bars, 1, phase)
     pending = _score_half(query.index(0), keys.index(0), pending, 1, False)
     if HAS_REST:
         pending = warpgroup_mma(query_rest.index(0), keys_rest.index(0).permute((1, 0)), pending, is_async=True)
@@ -158,12 +167,12 @@ def _left(
         l = l * rescale + gl.sum(p, 1)
         m = top
         maxima.store(top)
-        _signal(bars, LEFT_MAX)
+        signal(bars, LEFT_MAX)
         acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
         own = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
         product = warpgroup_mma(own, keys.index(zero).slice(0, HALF, dim=1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(product,))
-        _signal(bars, FREED)
+        signal(bars, FREED)
 
         mbarrier.wait(bars.index(RIGHT_MAX), phase)
         top = maxima.load(ROW)
@@ -172,17 +181,17 @@ def _left(
         l = l * rescale
         left_p.index(zero).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
         fence_async_shared()
-        _signal(bars, LEFT_P)
+        signal(bars, LEFT_P)
         acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
         mbarrier.wait(bars.index(RIGHT_P), phase)
         product = warpgroup_mma(right_p.index(zero), keys.index(zero + 1).slice(0, HALF, dim=1), acc, is_async=True)
         phase = phase ^ 1
         if i + 1 < pairs:
-            _await_keys(bars, 0, phase)
+            await_keys(bars, 0, phase)
             pending = _score_half(query.index(zero), keys.index(zero), nothing, 0, True)
             acc = warpgroup_mma_wait(1, deps=(product,))
-            _signal(bars, FREED + 2)
-            _await_keys(bars, 1, phase)
+            signal(bars, FREED + 2)
+            await_keys(bars, 1, phase)
             pending = _score_half(query.index(zero), keys.index(zero), pending, 1, False)
             if HAS_REST:
                 pending = warpgroup_mma(
@@ -193,16 +202,17 @@ def _left(
             acc = warpgroup_mma_wait(0, deps=(product,))
             scores = nothing
     sums.index(0).store(l)
-    _signal(bars, LEFT_SUM)
+    signal(bars, LEFT_SUM)
     mbarrier.wait(bars.index(RIGHT_SUM), 0)
     l = l + sums.index(1).load(ROW)
-    _finish(acc, l, m, query, 0, out, lse, sink, stride_out_head, HAS_SINK)
+    _finish(acc, l, m, query, 0, out, lse, sink, stride_out_head, HAS_SINK, SPLIT)
 
 
 @gluon.jit
-def _right(
+def right(
     query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, indices, count, num_rows, scale_log2,
     out, lse, sink, stride_q_head, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -219,13 +229,13 @@ def _right(
     phase = 0
     for i in range(pairs):
         zero = i >> 20
-        _await_keys(bars, 3, phase)
+        await_keys(bars, 3, phase)
         pending = _score_half(query.index(zero), keys.index(zero + 1), nothing, 1, True)
         if HAS_REST:
             pending = warpgroup_mma(
                 query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True
             )
-        _await_keys(bars, 2, phase)
+        await_keys(bars, 2, phase)
         pending = _score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
         scores = warpgroup_mma_wait(0, deps=(pending,))
         z = _masked(scores, indices, i * PAIR + TILE, count, num_rows, scale_log2, place)
@@ -233,7 +243,7 @@ def _right(
         mbarrier.wait(bars.index(LEFT_MAX), phase)
         top = gl.maximum(maxima.load(ROW), top)
         maxima.store(top)
-        _signal(bars, RIGHT_MAX)
+        signal(bars, RIGHT_MAX)
         rescale = gl.exp2(m - top)
         m = top
         p = gl.exp2(z - gl.expand_dims(top, 1))
@@ -244,23 +254,23 @@ def _right(
         product = warpgroup_mma(own, keys.index(zero + 1).slice(HALF, HALF, dim=1), acc, is_async=True)
         right_p.index(zero).store(rounded)
         fence_async_shared()
-        _signal(bars, RIGHT_P)
+        signal(bars, RIGHT_P)
         mbarrier.wait(bars.index(LEFT_P), phase)
         product = warpgroup_mma(left_p.index(zero), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True)
         product = warpgroup_mma_wait(1, deps=(product,))
-        _signal(bars, FREED + 3)
+        signal(bars, FREED + 3)
         acc = warpgroup_mma_wait(0, deps=(product,))
-        _signal(bars, FREED + 1)
+        signal(bars, FREED + 1)
         phase = phase ^ 1
     sums.index(1).store(l)
-    _signal(bars, RIGHT_SUM)
+    signal(bars, RIGHT_SUM)
     mbarrier.wait(bars.index(LEFT_SUM), 0)
     l = l + sums.index(0).load(ROW)
-    _finish(acc, l, m, query, 1, out, lse, sink, stride_out_head, HAS_SINK)
+    _finish(acc, l, m, query, 1, out, lse, sink, stride_out_head, HAS_SINK, SPLIT)
 
 
 @gluon.jit
-def _gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.constexpr):
+def gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.constexpr):
     """Columns [first, first + width) of a tile's rows, zero where a row is not valid; not awaited."""
     column = gl.arange(0, width, layout=gl.SliceLayout(0, LAYOUT)) + first
     pointers = gl.expand_dims(rows, 1) + gl.expand_dims(column, 0)
@@ -286,20 +296,20 @@ def _fill(keys, keys_rest, bars, indices, count, kv, num_rows, stride_kv, HAS_RE
         odd = gl.load(indices + TILE + ahead, mask=TILE + ahead < count, other=-1)
 
         mbarrier.wait(bars.index(FREED), phase)
-        _gather(keys.index(0).slice(0, HALF, dim=1), even_rows, even_valid, 0, HALF, LANES)
+        gather(keys.index(0).slice(0, HALF, dim=1), even_rows, even_valid, 0, HALF, LANES)
         async_copy.mbarrier_arrive(bars.index(FILLED), increment_count=False)
         mbarrier.wait(bars.index(FREED + 3), phase)
-        _gather(keys.index(1).slice(HALF, HALF, dim=1), odd_rows, odd_valid, HALF, HALF, LANES)
+        gather(keys.index(1).slice(HALF, HALF, dim=1), odd_rows, odd_valid, HALF, HALF, LANES)
         if HAS_REST:
-            _gather(keys_rest.index(1), odd_rows, odd_valid, VALUE, REST, LANES)
+            gather(keys_rest.index(1), odd_rows, odd_valid, VALUE, REST, LANES)
         async_copy.mbarrier_arrive(bars.index(FILLED + 3), increment_count=False)
         mbarrier.wait(bars.index(FREED + 1), phase)
-        _gather(keys.index(0).slice(HALF, HALF, dim=1), even_rows, even_valid, HALF, HALF, LANES)
+        gather(keys.index(0).slice(HALF, HALF, dim=1), even_rows, even_valid, HALF, HALF, LANES)
         if HAS_REST:
-            _gather(keys_rest.index(0), even_rows, even_valid, VALUE, REST, LANES)
+            gather(keys_rest.index(0), even_rows, even_valid, VALUE, REST, LANES)
         async_copy.mbarrier_arrive(bars.index(FILLED + 1), increment_count=False)
         mbarrier.wait(bars.index(FREED + 2), phase)
-        _gather(keys.index(1).slice(0, HALF, dim=1), odd_rows, odd_valid, 0, HALF, LANES)
+        gather(keys.index(1).slice(0, HALF, dim=1), odd_rows, odd_valid, 0, HALF, LANES)
         async_copy.mbarrier_arrive(bars.index(FILLED + 2), increment_count=False)
         phase = phase ^ 1
 
@@ -364,10 +374,10 @@ def attend(
     drain = sink + first_head
     gl.warp_specialize(
         [
-            (_left, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, row, count, num_rows,
-                     scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK)),
-            (_right, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, row, count, num_rows,
-                      scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK)),
+            (left, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, row, count, num_rows,
+                     scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, False)),
+            (right, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, row, count, num_rows,
+                      scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, False)),
             (_fill, (keys, keys_rest, bars, row, count, kv, num_rows, stride_kv_row, HAS_REST)),
         ],
         [4, 4],

@@ -76,6 +76,10 @@ def sparse_attn_decode(
         chosen = _hopper(q, rows, d_v)
         if chosen is not None:
             return _attend_on_hopper(q, rows, indices, indptr, scale, d_v, sink, chosen)
+    if isinstance(keys.layout, LatentFp8Layout) and extra_cache is None:
+        chosen = _hopper_latents(q, keys)
+        if chosen is not None:
+            return _attend_latents_on_hopper(q, keys, scale, sink, chosen)
     extra = None
     if extra_cache is not None:
         extra = Keys(extra_cache, _fp8(extra_layout), extra_indices, extra_indptr)
@@ -176,6 +180,65 @@ def _attend_on_hopper(q, kv, indices, indptr, scale, d_v, sink, chosen):
         PRODUCER_REGISTERS=chosen.producer_registers,
         num_warps=chosen.num_warps,
     )
+    return out, lse
+
+
+def _hopper_latents(q: torch.Tensor, keys: Keys) -> config.HopperConfig | None:
+    cache, layout, indices, _ = keys
+    if not _copies_whole_lines(q) or cache.data_ptr() % 16 or cache.stride(0) % 64 or layout.row % 16:
+        return None
+    return config.hopper_latents(q.shape[0], q.shape[1], indices.numel(), layout, q.dtype, target_of(q.device))
+
+
+def _attend_latents_on_hopper(q, keys, scale, sink, chosen):
+    from sparse_attn.ops.attention import hopper_latents
+
+    (tokens, heads, _), (cache, layout, indices, indptr) = q.shape, keys
+    out, lse = shapes.allocate_output(tokens, heads, layout.latent, q)
+    if tokens == 0:
+        return out, lse
+    split = chosen.splits > 1
+    views, _ = workspace.take(
+        "sparse_attn_decode", config.scratch(tokens, heads, layout.latent, chosen.splits), q.device
+    )
+    to, to_lse = views if split else (out.unsqueeze(0), lse.unsqueeze(0))
+    num_blocks, block_size, _ = cache.shape
+    blocks = heads // config.HOPPER_HEADS
+    with_sink = sink is not None and not split  # a split row's sink is counted when its shares are merged
+    hopper_latents.attend[(tokens * blocks, chosen.splits)](
+        q,
+        cache,
+        indices,
+        indptr,
+        sink if with_sink else to_lse,
+        to,
+        to_lse,
+        num_blocks * block_size,
+        block_size,
+        indices.numel(),
+        blocks,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        cache.stride(0) // 4,
+        to.stride(0),
+        to.stride(1),
+        to.stride(2),
+        to_lse.stride(0),
+        to_lse.stride(1),
+        LATENT=layout.latent,
+        GROUP=layout.group,
+        RECORD=layout.row,
+        REST_AT=layout.rope_offset,
+        PAGED=num_blocks > 1 and cache.stride(0) != block_size * cache.stride(1),
+        HAS_SINK=with_sink,
+        SPLIT=split,
+        CONSUMER_REGISTERS=chosen.consumer_registers,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+        num_warps=chosen.num_warps,
+    )
+    if split:
+        _merge(to, to_lse, sink, out, lse, 1.0)
     return out, lse
 
 

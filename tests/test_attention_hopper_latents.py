@@ -1,0 +1,136 @@
+"""The dequantising decode kernel: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time here."""
+
+import math
+
+import pytest
+import torch
+
+from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
+from sparse_attn.ops.attention import config, launch
+from sparse_attn.target import H200
+from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INF = math.inf
+LAYOUT = LatentFp8Layout(512, 64)
+
+
+def test_where_it_applies_and_how_it_splits():
+    def splits(tokens, heads, layout=LAYOUT, dtype=torch.bfloat16):
+        chosen = config.hopper_latents(tokens, heads, tokens * 2048, layout, dtype, H200)
+        return chosen and chosen.splits
+
+    assert [splits(tokens, 128) for tokens in (1, 8, 32, 64, 128)] == [16, 8, 2, 1, 1]
+    assert splits(1, 32) is None and splits(1, 64, dtype=torch.float32) is None
+    assert splits(1, 64, LatentFp8Layout(512, 64, flavour="e4m3fnuz")) is None
+    assert splits(1, 64, LatentFp8Layout(256, 64)) is None and splits(1, 64, LatentFp8Layout(512, 64, group=64)) == 16
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_compiles_for_hopper(split):
+    """A few bytes of spills stand outside the loops' products; more of them would serialise the matrix unit."""
+    from sparse_attn.ops.attention import hopper_latents
+    from sparse_attn.testing.aot import compile_kernel
+
+    chosen = config.hopper_latents(64, 128, 64 * 2048, LAYOUT, torch.bfloat16, H200)
+    constants = dict(
+        LATENT=512, GROUP=128, RECORD=LAYOUT.row, REST_AT=LAYOUT.rope_offset, PAGED=True, HAS_SINK=not split, SPLIT=split,
+        CONSUMER_REGISTERS=chosen.consumer_registers, PRODUCER_REGISTERS=chosen.producer_registers,
+    )  # fmt: skip
+    pointers = dict(
+        q="*bf16", cache="*u8", indices="*i32", indptr="*i32", sink="*fp32", out="*fp32" if split else "*bf16", lse="*fp32"
+    )
+    scalars = {name: "i32" for name in hopper_latents.attend.arg_names if name not in pointers | constants}
+    aligned = [name for name in scalars if name.startswith(("stride_q", "stride_cache", "stride_out"))]
+    compiled = compile_kernel(
+        hopper_latents.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
+        num_warps=chosen.num_warps,
+    )  # fmt: skip
+    assert compiled.spill_bytes <= 32 and compiled.shared_memory <= H200.shared_memory
+    assert compiled.count("HGMMA") and compiled.count("DEPBAR") <= 16 and compiled.count(r"LDG\.E\.128") >= 32
+
+
+def case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None, layout=LAYOUT, gap=0, seed=0):
+    """A cache whose unread bytes are 0xFF (NaN codes and scales), wild slots between good ones, q a view full of NaN."""
+    torch.manual_seed(seed)
+    device = "cuda"
+    wide_q = torch.full((tokens, heads, 592), math.nan, device=device, dtype=torch.bfloat16)
+    wide_q[..., :576] = torch.randn(tokens, heads, 576, device=device) / 10
+    memory = torch.full((blocks, block_size * layout.row + gap), 0xFF, dtype=torch.uint8, device=device)
+    cache = memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
+    slots = blocks * block_size
+    dense = torch.randint(0, slots, (tokens, width), device=device, dtype=torch.int32)
+    column = torch.arange(width, device=device)
+    wild = torch.tensor([-1, INT_MIN, INT_MAX, slots], device=device, dtype=torch.int32)
+    dense = torch.where(column % 9 == 4, wild[column % 4], dense)
+    length = torch.full((tokens,), width, device=device, dtype=torch.int32)
+    if lengths == "random":
+        length = torch.randint(0, width + 1, (tokens,), device=device, dtype=torch.int32)
+    elif lengths == "none":
+        length.zero_()
+    packed = dense[column < length.unsqueeze(1)]
+    read = packed[(packed >= 0) & (packed < slots)].long().unique()
+    if len(read):
+        layout.encode(cache, read, torch.randn(len(read), layout.dim, device=device) / 10)
+    indices = torch.full((tokens * width,), 0, dtype=torch.int32, device=device)
+    indices[: packed.numel()] = packed
+    given = None
+    if sink is not None:
+        given = torch.full((heads + 3,), math.nan, device=device)
+        given[:heads] = torch.randn(heads, device=device) if sink == "random" else sink
+    return wide_q[..., :576], cache, Ragged(indices, torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0))), given
+
+
+def check(q, cache, ragged, sink, layout=LAYOUT):
+    keys = launch.Keys(cache, layout, *ragged)
+    assert launch._hopper_latents(q, keys) is not None
+    options = dict(scale=0.05, layout=layout, sink=sink)
+    got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
+    assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
+    want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
+    assert_close(got.out, want.out, DECODE_OUT)
+    assert_close(got.lse, want.lse, DECODE_LSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [None, "random", INF, -INF])
+@pytest.mark.parametrize("lengths", ["full", "random", "none"])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_kinds_of_rows(heads, lengths, sink):
+    for tokens, block_size, blocks, width in ((1, 64, 9, 3), (3, 64, 40, 2048), (70, 256, 7, 129), (140, 64, 33, 640)):
+        check(*case(tokens, heads, block_size, blocks, width, lengths=lengths, sink=sink, gap=64 * (width % 2), seed=width))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [LatentFp8Layout(512, 64, group=64), LatentFp8Layout(512, 64, scale_rule="pow2")])
+def test_other_scales(layout):
+    check(*case(9, 64, 64, 20, 300, layout=layout, gap=(-64 * layout.row) % 64), layout=layout)
+
+
+@pytest.mark.gpu
+def test_every_code_and_large_scales():
+    """All 256 codes, NaN among them, and scales beyond what a product in bf16 would hold."""
+    cache = allocate_cache(LAYOUT, 1, 64, "cuda")
+    for token in range(8):
+        cache[0, token, :512] = torch.arange(512, device="cuda").remainder(256).to(torch.uint8)
+        if token != 5:
+            cache[0, token, :512][cache[0, token, :512] & 0x7F == 0x7F] = 0
+        cache[0, token, 512:528] = torch.tensor([2.0**-9, 1000.0, 0.37, 3e-5], device="cuda").view(torch.uint8)
+    q = torch.zeros(1, 64, 576, device="cuda", dtype=torch.bfloat16)
+    for tokens in ([0, 1, 2], [5]):
+        slots = torch.tensor(tokens, dtype=torch.int32, device="cuda")
+        ragged = Ragged(slots, torch.tensor([0, len(tokens)], dtype=torch.int32, device="cuda"))
+        got = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LAYOUT)
+        want = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LAYOUT, impl="reference")
+        assert torch.equal(got.out.isnan(), want.out.isnan())
+        torch.testing.assert_close(got.out.nan_to_num(), want.out.nan_to_num(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_31():
+    cache = allocate_cache(LAYOUT, 52_000, 64, "cuda")
+    slots = torch.arange(52_000 * 64 - 9, 52_000 * 64, device="cuda")
+    LAYOUT.encode(cache, slots, torch.randn(9, 576, device="cuda") / 10)
+    chosen = slots[torch.randint(0, 9, (40, 70), device="cuda")].int()
+    ragged = Ragged(chosen.flatten(), torch.arange(41, dtype=torch.int32, device="cuda") * 70)
+    check(torch.randn(40, 64, 576, device="cuda", dtype=torch.bfloat16) / 10, cache, ragged, None)
