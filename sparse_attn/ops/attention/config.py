@@ -86,14 +86,17 @@ def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, tar
 def hopper_latents(
     tokens: int, heads: int, capacity: int, layout: LatentFp8Layout, dtype: torch.dtype, target: Target
 ) -> HopperConfig | None:
-    """The dequantising kernel's configuration where it applies; rows are split so that every multiprocessor has work."""
+    """The dequantising kernel's configuration where it applies and pays; rows are split so that every multiprocessor has
+    work, but its start is long: shares of a few hundred keys are left to the portable kernel."""
     if (target.vendor, target.arch) != ("nvidia", 90) or dtype != torch.bfloat16 or heads % HOPPER_HEADS:
         return None
     if (layout.latent, layout.rope, layout.flavour) != (HOPPER_VALUE, HOPPER_REST, "e4m3fn"):
         return None
     if HOPPER_VALUE // 2 % layout.group or layout.group % 16 or layout.group & (layout.group - 1):
         return None
-    programs = max(1, tokens * (heads // HOPPER_HEADS))
+    programs = tokens * (heads // HOPPER_HEADS)
+    if 5 * programs < target.num_sms:
+        return None
     pairs = -(-capacity // (max(tokens, 1) * HOPPER_PAIR))
     splits = max(1, min(pairs, target.num_sms // programs))
     return HopperConfig(consumer_registers=200, producer_registers=104, splits=splits)
