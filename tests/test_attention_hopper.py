@@ -30,6 +30,7 @@ def test_where_it_applies():
         assert config.hopper(*fits[:place], value, *fits[place + 1 :]) is None
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("rest", [True, False])
 @pytest.mark.parametrize("sink", [True, False])
 def test_compiles_for_hopper_without_spills(rest, sink):

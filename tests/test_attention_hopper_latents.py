@@ -26,6 +26,7 @@ def test_where_it_applies_and_how_it_splits():
     assert splits(99, 64, LatentFp8Layout(256, 64)) is None and splits(99, 64, LatentFp8Layout(512, 64, group=64)) == 1
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("split", [True, False])
 def test_compiles_for_hopper(split):
     """A few bytes of spills stand outside the loops' products; more of them would serialise the matrix unit."""
