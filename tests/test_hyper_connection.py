@@ -9,6 +9,7 @@ from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.testing.ops import opcheck, schema
 
 SETTINGS = dict(eps=1e-6, norm_eps=1e-5)
+BOTH = ("triton", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -56,6 +57,58 @@ def test_transformers_modules(count, hidden, iterations):
     torch.testing.assert_close(got, head(streams.unsqueeze(0))[0], rtol=1e-5, atol=1e-5)
 
 
+def test_transformers_decoder_layer():
+    """Both sites of their layer, with its attention and experts replaced by something cheap."""
+    import transformers
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modules
+
+    class Attention(torch.nn.Module):
+        def forward(self, x, **_):
+            return x.roll(1, -1).tanh(), None
+
+    class Experts(torch.nn.Module):
+        def forward(self, x, **_):
+            return x.flip(-1).sin()
+
+    config = transformers.DeepseekV4Config(
+        hc_mult=4, hidden_size=16, hc_sinkhorn_iters=5, hc_eps=1e-6, rms_norm_eps=1e-5, num_hidden_layers=1,
+        layer_types=["sliding_attention"], mlp_layer_types=["moe"], num_attention_heads=1, head_dim=16, q_lora_rank=8,
+        o_lora_rank=8, o_groups=1, n_routed_experts=2, moe_intermediate_size=8, num_experts_per_tok=1, vocab_size=4,
+    )  # fmt: skip
+    layer = modules.DeepseekV4DecoderLayer(config, 0).requires_grad_(False)
+    layer.self_attn, layer.mlp = Attention(), Experts()
+    for seed, site in enumerate((layer.attn_hc, layer.ffn_hc)):
+        site.fn.data, site.base.data, site.scale.data = inputs(0, 4, 16, seed=seed)[2:]
+
+    streams = inputs(7, 4, 16)[0]
+    want = layer(streams.unsqueeze(0))[0]
+    for site in ("attention", "experts"):
+        hyper = layer.attn_hc if site == "attention" else layer.ffn_hc
+        mix = hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, iterations=5, **SETTINGS)
+        if site == "attention":
+            out = layer.self_attn(layer.input_layernorm(mix.collapsed))[0]
+        else:
+            out = layer.mlp(layer.post_attention_layernorm(mix.collapsed))
+        streams = hyper_merge(out, streams, mix.post, mix.comb)
+    torch.testing.assert_close(streams, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, half_ulp", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_rounds_once(dtype, half_ulp):
+    """Nearer to the exact sum than transformers, who round post, comb and every product to the streams' dtype."""
+    streams, out, fn, base, scale = inputs(32, 4, 48, dtype=dtype)
+    mix = hyper_mix(streams, fn, base, scale, iterations=20, **SETTINGS)
+    exact = mix.post.double().unsqueeze(2) * out.double().unsqueeze(1) + mix.comb.double().mT @ streams.double()
+    error = (hyper_merge(out, streams, mix.post, mix.comb).double() - exact).abs()
+    assert (error <= exact.abs() * half_ulp + 1e-5).all()
+    rounded = mix.post.to(dtype).unsqueeze(2) * out.unsqueeze(1) + mix.comb.to(dtype).mT @ streams
+    assert error.mean() < (rounded.double() - exact).abs().mean()
+    connection, _ = theirs(4, 48, 20)
+    connection.fn.data, connection.base.data, connection.scale.data = fn, base, scale
+    collapsed = connection(streams.unsqueeze(0))[2][0]
+    torch.testing.assert_close(mix.collapsed, collapsed, rtol=2 * half_ulp, atol=1e-5)
+
+
 def test_many_iterations_make_it_doubly_stochastic():
     streams, _, fn, base, scale = inputs(5, 4, 32)
     comb = hyper_mix(streams, fn, base, scale, iterations=200, **SETTINGS).comb
@@ -82,12 +135,23 @@ def test_schemas():
     )
 
 
+def check_opcheck(impl, device, tokens, dtype):
+    streams, out, _, base, scale = inputs(tokens, 3, 8, dtype=dtype, device=device)
+    raw, post, comb = (torch.rand(tokens, *shape, device=device) for shape in ((15,), (3,), (3, 3)))
+    opcheck("hyper_mix", streams, raw, base, scale, 4, 1e-6, 1e-5, impl)
+    opcheck("hyper_merge", out, streams, post, comb, impl)
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(tokens, dtype):
-    streams, out, _, base, scale = inputs(tokens, 3, 8, dtype=dtype)
-    opcheck("hyper_mix", streams, torch.randn(tokens, 15), base, scale, 4, 1e-6, 1e-5, "auto")
-    opcheck("hyper_merge", out, streams, torch.rand(tokens, 3), torch.rand(tokens, 3, 3), "auto")
+    check_opcheck("auto", "cpu", tokens, dtype)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_opcheck_kernel(device, tokens):
+    check_opcheck("triton", device, tokens, torch.bfloat16)
 
 
 def test_traces_without_breaks_or_recompiles():
@@ -145,7 +209,7 @@ def check_kernels(tokens, count, hidden, iterations, dtype, device):
     torch.testing.assert_close(got[0], want[0], rtol=ulp, atol=1e-5)
     for x, y in zip(got[1:], want[1:]):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-6)
-    merged = [hyper_merge(out, streams, *want[1:], impl=impl) for impl in ("triton", "reference")]
+    merged = [hyper_merge(out, streams, *want[1:], impl=impl) for impl in BOTH]
     torch.testing.assert_close(*merged, rtol=ulp, atol=1e-5)
 
 
@@ -162,4 +226,72 @@ def test_kernels_match_reference(device, count, hidden, iterations, dtype):
 def test_kernels_take_no_tokens(device):
     streams, out, fn, base, scale = inputs(0, 4, 8, device=device)
     mix = hyper_mix(streams, fn, base, scale, iterations=2, impl="triton", **SETTINGS)
-    assert mix.collapsed.shape == (0, 8) and hyper_merge(out, streams, mix.post, mix.comb, impl="triton").shape == (0, 4, 8)
+    merged = hyper_merge(out, streams, mix.post, mix.comb, impl="triton")
+    assert mix.collapsed.shape == (0, 8) and merged.shape == (0, 4, 8)
+
+
+@pytest.mark.kernel
+def test_kernels_keep_to_their_tokens(device):
+    """Streams that lie transposed, gates that lie strided, and a token of NaN and infinities."""
+    streams, out, fn, base, scale = inputs(5, 4, 12, device=device)
+    streams = streams.transpose(0, 1).contiguous().transpose(0, 1)
+    streams[1], streams[3, 0, 0], out[2] = float("nan"), float("inf"), float("nan")
+    mixes = [hyper_mix(streams, fn, base, scale, iterations=3, impl=impl, **SETTINGS) for impl in BOTH]
+    for got, want in zip(*mixes):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=1e-5, equal_nan=True)
+        assert got[[0, 2, 4]].isfinite().all()
+    post, comb = (torch.stack([value, value * float("nan")], -1)[..., 0] for value in mixes[1][1:])
+    merged = [hyper_merge(out, streams, post, comb, impl=impl) for impl in BOTH]
+    torch.testing.assert_close(*merged, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert merged[0][[0, 4]].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_streams_far_apart():
+    """A stream's offset beyond int32."""
+    memory = torch.empty(2**31 + 16, dtype=torch.bfloat16, device="cuda")
+    far = memory.as_strided((1, 3, 16), (16, 2**30, 1))
+    near, out, fn, base, scale = inputs(1, 3, 16, dtype=torch.bfloat16, device="cuda")
+    far.copy_(near)
+    mixes = [hyper_mix(streams, fn, base, scale, iterations=3, **SETTINGS) for streams in (far, near)]
+    assert all(map(torch.equal, *mixes))
+    merged = [hyper_merge(out, streams, *mixes[0][1:]) for streams in (far, near)]
+    assert torch.equal(*merged)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("count, hidden", [(4, 4096), (4, 7168), (3, 7168), (16, 7168)])
+@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
+def test_compiles_ahead_of_time(count, hidden, arch):
+    from sparse_attn.ops.hyper_connection import config, kernels
+    from sparse_attn.target import H200
+    from sparse_attn.testing.aot import compile_kernel
+
+    launch = config.config(count, hidden, H200)
+    sizes = dict(COUNT=count, PADDED=1 << (count - 1).bit_length())
+    strides = dict.fromkeys(("hidden", "stride_streams_token", "stride_streams_stream"), "i32")
+    mix = compile_kernel(
+        kernels.mix,
+        strides
+        | dict.fromkeys(("streams", "collapsed"), "*bf16")
+        | dict.fromkeys(("raw", "base", "scale", "post", "comb"), "*fp32")
+        | dict(iterations="i32", eps="fp32", norm_eps="fp32", stride_raw_token="i32"),
+        sizes | dict(COLUMNS=launch.mix_columns),
+        arch=arch,
+        aligned=tuple(strides),
+        num_warps=launch.num_warps,
+    )
+    merge = compile_kernel(
+        kernels.merge,
+        strides
+        | dict.fromkeys(("out", "streams", "merged"), "*bf16")
+        | dict(post="*fp32", comb="*fp32", stride_out_token="i32"),
+        sizes | dict(COLUMNS=launch.merge_columns),
+        arch=arch,
+        aligned=(*strides, "stride_out_token"),
+        num_warps=launch.num_warps,
+    )
+    if arch == 90:
+        assert mix.spill_bytes == merge.spill_bytes == 0
+        if count == 4:
+            assert mix.count(r"LDG\.E\.(64|128)") and merge.count(r"STG\.E\.(64|128)")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.kv_cache import gather_kv_cache, reference, write_kv_cache
 from sparse_attn.testing.ops import opcheck, schema
 
@@ -18,6 +18,8 @@ LAYOUTS = [
     PlainLayout("bf16", 64, 16),
     PlainLayout("fp32", 48, 0),
     PlainLayout("fp16", 40, 8),
+    PlanarFp8Layout(48, 16, 16),
+    PlanarFp8Layout(36, 4, 4, "e4m3fnuz"),
 ]
 
 
@@ -57,7 +59,7 @@ sparse_attn::gather_kv_cache(Tensor cache, Tensor block_table, Tensor kv_indptr,
 
 
 def check_opcheck(impl, device):
-    for layout in (LAYOUTS[1], LAYOUTS[3]):
+    for layout in (LAYOUTS[1], LAYOUTS[3], LAYOUTS[4], LAYOUTS[6]):
         cache = torch.zeros(3, 4, layout.row, dtype=layout.dtype, device=device)
         values = torch.randn(4, layout.dim, device=device).bfloat16()
         slots = torch.tensor([1, -1, 7], device=device)
@@ -65,7 +67,8 @@ def check_opcheck(impl, device):
         opcheck("write_kv_cache", latent, rope, cache, slots, layout.name, impl)
         table = torch.tensor([[2, 0], [1, 9]], dtype=torch.int32, device=device)
         indptr = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
-        opcheck("gather_kv_cache", cache, table, indptr, None, 10, layout.name, torch.bfloat16, impl)
+        for starts in (None, torch.tensor([6, -1], dtype=torch.int32, device=device)):
+            opcheck("gather_kv_cache", cache, table, indptr, starts, 10, layout.name, torch.bfloat16, impl)
 
 
 def test_opcheck_reference():
@@ -184,6 +187,29 @@ def test_empty_kernel(device):
     check_empty("triton", device)
 
 
+TRACED = PlanarFp8Layout(32, 8, 16)
+
+
+def test_traces_without_breaks_or_recompiles():
+    def step(latent, rope, cache, slots, table, indptr, starts):
+        write_kv_cache(latent, rope, cache, slots, TRACED)
+        capacity = 3 * latent.shape[0]
+        pages = gather_kv_cache(cache, table, indptr, capacity, TRACED)
+        return pages, gather_kv_cache(cache, table, indptr, capacity, TRACED, starts=starts)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 5, 9):
+        latent, rope = torch.randn(tokens, 32), torch.randn(tokens, 8)
+        slots = torch.arange(tokens) * 2
+        table = torch.arange(2 * tokens, dtype=torch.int32).reshape(2, tokens)
+        indptr, starts = torch.tensor([0, 4, 2 * tokens]).int(), torch.tensor([1, 3 * tokens]).int()
+        caches = [torch.zeros(2 * tokens, 4, TRACED.row, dtype=torch.uint8) for _ in range(2)]
+        with torch.compiler.set_stance("default" if tokens < 9 else "fail_on_recompile"):
+            got = compiled(latent, rope, caches[0], slots, table, indptr, starts)
+        want = step(latent, rope, caches[1], slots, table, indptr, starts)
+        assert torch.equal(*caches) and all(map(torch.equal, got, want))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [64, 3_400_000])
 def test_offsets_beyond_int32(block_size):
@@ -209,33 +235,44 @@ def test_opcheck_kernel(device):
 
 
 @pytest.mark.aot
-def test_kernels_on_hopper():
+@pytest.mark.parametrize(
+    "layout", [LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64), PlainLayout("bf16", 512)], ids=lambda x: x.name
+)
+@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
+def test_compiles_ahead_of_time(layout, arch):
     from sparse_attn.ops.kv_cache import config, kernels, launch
     from sparse_attn.target import H200
     from sparse_attn.testing.aot import compile_kernel
 
-    layout = LatentFp8Layout(512, 64)
+    fp8, planar = layout.dtype == torch.uint8, isinstance(layout, PlanarFp8Layout)
+    pointer = "*u8" if fp8 else "*bf16"
     record = launch._record(layout)
     chosen = config.config(H200)
     scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
     scalars += ("stride_cache_block", "stride_table_request")
     gather = compile_kernel(
         kernels.gather_rows,
-        dict(cache="*u8", block_table="*i32", kv_indptr="*i32", out="*bf16") | dict.fromkeys(scalars, "i32"),
-        record | dict(ROWS=chosen.gather_rows, starts=None),
+        dict(cache=pointer, block_table="*i32", kv_indptr="*i32", out="*bf16")
+        | dict.fromkeys(scalars, "i32")
+        | (dict(starts="*i32") if planar else {}),
+        record | dict(ROWS=chosen.gather_rows) | ({} if planar else dict(starts=None)),
+        arch=arch,
         aligned=("stride_cache_block",),
         num_warps=chosen.num_warps,
     )
-    assert gather.spill_bytes == 0
-    assert gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128") and not gather.count(r"(LD|ST)G\.E\.U(8|16)\b")
     strides = ("stride_latent_token", "stride_rope_token", "stride_slot_token", "stride_cache_block")
     write = compile_kernel(
         kernels.write_rows,
-        dict(latent="*bf16", rope="*bf16", cache="*u8", slot_mapping="*i64", num_slots="i32", block_size="i32")
+        dict(latent="*bf16", rope="*bf16", cache=pointer, slot_mapping="*i64", num_slots="i32", block_size="i32")
         | dict.fromkeys(strides, "i32"),
-        record | dict(POW2=False, FP8_MAX=448.0, AMAX_FLOOR=1e-30),
+        record | dict(POW2=planar, FP8_MAX=448.0 if fp8 else 0.0, AMAX_FLOOR=1e-30),
+        arch=arch,
         num_warps=4,
         enable_fp_fusion=False,
     )
-    assert write.spill_bytes == 0
-    assert "div.rn.f32" in write.assembly["ptx"] and "div.full" not in write.assembly["ptx"]
+    if arch == 90:
+        assert gather.spill_bytes == write.spill_bytes == 0
+        assert gather.count(r"LDG\.E\.128") and gather.count(r"STG\.E\.128")
+        assert planar or not gather.count(r"LDG\.E\.U8\b")  # ue8m0 scales are bytes
+        assert not gather.count(r"LDG\.E\.U16\b|STG\.E\.U(8|16)\b")
+        assert ("div.rn.f32" in write.assembly["ptx"]) == fp8 and "div.full" not in write.assembly["ptx"]

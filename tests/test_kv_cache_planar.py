@@ -29,6 +29,19 @@ def rows(layout, count, dtype=torch.bfloat16, seed=0):
     return values.to(dtype)[:, : layout.latent], values.to(dtype)[:, layout.latent : layout.dim]
 
 
+def nearest_codes(values, flavour):
+    """Codes of fp32 ``values`` by looking at every code: the nearest within the writers' range, the even one of two."""
+    every = fp8_decode(torch.arange(256, dtype=torch.uint8), flavour)
+    far = (every.abs() <= FP8_MAX[flavour]).logical_not()  # NaN codes too
+    distance = (values.unsqueeze(-1) - every.where(~far, 0.0)).abs().masked_fill(far, math.inf)
+    nearest = distance == distance.amin(-1, keepdim=True)
+    wrong_sign = (torch.arange(256) >= 128) != values.signbit().unsqueeze(-1)
+    if flavour == "e4m3fnuz":
+        wrong_sign[..., 0] = False  # there is one zero
+    odd = torch.arange(256) % 2
+    return (nearest * 4 - 2 * wrong_sign.int() - odd).argmax(-1).to(torch.uint8)
+
+
 def check_bytes(device, impl, flavour, block_size, padding):
     layout = PlanarFp8Layout(448, 64, flavour=flavour)
     cache, memory = padded_cache(layout, 3, block_size, padding, device)
@@ -46,8 +59,7 @@ def check_bytes(device, impl, flavour, block_size, padding):
             exponent = math.ceil(math.log2(max(float(part.abs().max()), 1e-4) / FP8_MAX[flavour]))
             assert scales[group] == exponent + 127
             codes = memory[block, 576 * token + 64 * group :][:64]
-            half_step = part.abs().clamp_min(2.0 ** (exponent - 6)) * 2**-4
-            assert ((fp8_decode(codes, flavour) * 2.0**exponent - part).abs() <= half_step).all()
+            assert torch.equal(codes, nearest_codes(part * 2.0**-exponent, flavour))
         stored = struct.unpack("<64H", bytes(memory[block, 576 * token + 448 :][:128].tolist()))
         assert list(stored) == [bits & 0xFFFF for bits in rope[row].view(torch.int16).tolist()]
         touched[block, 576 * token : 576 * token + 576] = True
@@ -88,27 +100,39 @@ def test_kernel_writes_the_reference_bytes(device, layout, dtype):
     assert torch.equal(*both)
 
 
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_every_code_reads_back(flavour):
-    """All 256 codes under three scales, NaN codes included."""
+def check_every_code(device, impl, flavour):
+    """All 256 codes under four scales, NaN codes included."""
     layout = PlanarFp8Layout(256, 0, group=64, flavour=flavour)
-    cache, memory = padded_cache(layout, 1, 1, 0)
+    cache, memory = padded_cache(layout, 1, 1, 0, device)
     memory[0, :256] = torch.arange(256)
     for byte in (0, 105, 127, 254):
         memory[0, 256:264] = byte
-        indptr = torch.tensor([0, 1], dtype=torch.int32)
-        table = torch.zeros(1, 1, dtype=torch.int32)
-        got = gather_kv_cache(cache, table, indptr, 1, layout, dtype=torch.float32)[0]
-        exact = torch.arange(256).to(torch.uint8).view(getattr(torch, f"float8_{flavour}")).float() * 2.0 ** (byte - 127)
+        indptr = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        got = gather_kv_cache(cache, table, indptr, 1, layout, dtype=torch.float32, impl=impl)[0].cpu()
+        codes = torch.arange(256).to(torch.uint8).view(getattr(torch, f"float8_{flavour}"))
+        exact = codes.float() * 2.0 ** (byte - 127)
         assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.nan_to_num(0.5), exact.nan_to_num(0.5))
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_every_code_reads_back(flavour):
+    check_every_code("cpu", "reference", flavour)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_every_code_reads_back_kernel(device, flavour):
+    check_every_code(device, "triton", flavour)
 
 
 def check_gather(device, impl, layout, block_size):
     """Ordinary tables and rings against slot arithmetic; rows that are not asked for hold NaN."""
     blocks = 7
-    cache, _ = padded_cache(layout, blocks, block_size, 36, "cpu") if layout.dtype == torch.uint8 else (
-        torch.full((blocks, block_size, layout.row), math.nan, dtype=layout.dtype), None)  # fmt: skip
-    cache.fill_(0xFF if layout.dtype == torch.uint8 else math.nan)
+    if layout.dtype == torch.uint8:
+        cache = padded_cache(layout, blocks, block_size, 36)[0].fill_(0xFF)
+    else:
+        cache = torch.full((blocks, block_size, layout.row), math.nan, dtype=layout.dtype)
     generator = torch.Generator().manual_seed(block_size)
     values = torch.randn(blocks * block_size, layout.dim, generator=generator)
     table = torch.tensor([[4, 2], [0, -1], [6, 5]], dtype=torch.int32)
@@ -152,6 +176,26 @@ def test_gather(layout, block_size):
 @pytest.mark.parametrize("layout", GATHERED, ids=lambda layout: layout.name)
 def test_gather_kernel(device, layout, block_size):
     check_gather(device, "triton", layout, block_size)
+
+
+def check_extreme_starts(device, impl):
+    """Positions below 0 or beyond int32 are none, whatever the ring would make of them."""
+    layout = PlainLayout("fp32", 1)
+    cache = torch.arange(1.0, 9.0, device=device).reshape(2, 4, 1)
+    table = torch.tensor([[1, 0]] * 4, dtype=torch.int32, device=device)
+    indptr = torch.tensor([0, 3, 6, 9, 12], dtype=torch.int32, device=device)
+    starts = torch.tensor([INT_MAX - 1, INT_MAX, -2, INT_MIN], dtype=torch.int32, device=device)
+    got = gather_kv_cache(cache, table, indptr, 13, layout, starts=starts, dtype=torch.float32, impl=impl)
+    assert got.flatten().tolist() == [3, 4, 0, 4, 0, 0, 0, 0, 5, 0, 0, 0, 0]
+
+
+def test_extreme_starts():
+    check_extreme_starts("cpu", "reference")
+
+
+@pytest.mark.kernel
+def test_extreme_starts_kernel(device):
+    check_extreme_starts(device, "triton")
 
 
 def test_starts_are_checked():

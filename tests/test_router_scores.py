@@ -9,6 +9,7 @@ from expecttest import assert_expected_inline
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.ops.router.reference import score_of
 
+SHAPES = [(256, 1, 1, 6, "sqrtsoftplus"), (384, 1, 1, 6, "sqrtsoftplus"), (256, 8, 4, 8, "sigmoid")]  # as shipped
 ARGUMENTS = dict(score="sqrtsoftplus", routed_scale=1.5)
 EXTREMES = torch.tensor([-300.0, -90.0, -30.0, -17.0, -16.5, -9.0, -1e-30, 0.0, 1e-3, 3.0, 19.0, 21.0, 80.0, 1e30])
 
@@ -96,6 +97,68 @@ def test_hash_errors(change, error, message):
     arguments = dict(logits=LOGITS, tokens=TOKENS, table=TABLE) | change
     with pytest.raises(error, match=message):
         hash_routed_experts(arguments.pop("logits"), arguments.pop("tokens"), arguments.pop("table"), **arguments)
+
+
+def test_traces_without_breaks_or_recompiles():
+    def step(logits, bias, tokens, table):
+        chosen = biased_grouped_topk(logits, bias, top_k=3, num_groups=1, top_groups=1, **ARGUMENTS)
+        return *chosen, *hash_routed_experts(logits, tokens, table, **ARGUMENTS)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for count in (3, 5, 9):
+        given = torch.randn(count, 6), torch.randn(6), torch.arange(count), torch.arange(14).reshape(7, 2) % 6
+        with torch.compiler.set_stance("default" if count < 9 else "fail_on_recompile"):
+            got = compiled(*given)
+        assert all(map(torch.equal, got, step(*given)))
+
+
+def test_other_experts_and_other_tokens_do_not_matter():
+    """NaN where the table does not look, and in a row whose id is no token; views of any strides."""
+    logits = torch.randn(6, 4).mT.repeat(2, 1)[::2]  # [4, 6]
+    table = torch.stack([torch.tensor([[0, 3], [5, 0]]), torch.full((2, 2), 2**40)], 2)[..., 0]
+    tokens = torch.stack([torch.tensor([0, 1, 2, -(2**63)]), torch.full((4,), -1)], 1)[:, 0]
+    want = hash_routed_experts(logits.contiguous(), tokens.contiguous(), table.contiguous(), **ARGUMENTS)
+    poisoned = torch.full_like(logits, math.nan)
+    for row in (0, 1):
+        poisoned[row, table[row]] = logits[row, table[row]]
+    got = hash_routed_experts(poisoned, tokens, table, **ARGUMENTS)
+    assert all(map(torch.equal, got, want)) and not got[0][2:].any()
+
+
+@pytest.mark.kernel
+def test_kernel_nan_and_infinities(device):
+    logits, bias = torch.randn(6, 8), torch.zeros(8)
+    logits[0, ::2], logits[1], logits[2], logits[3, 2] = math.nan, math.nan, -math.inf, -math.inf
+    bias[1], bias[7] = math.nan, -math.inf
+    for renormalise in (True, False):
+        arguments = dict(top_k=5, num_groups=1, top_groups=1, renormalise=renormalise, **ARGUMENTS)
+        want, want_ids = biased_grouped_topk(logits, bias, impl="reference", **arguments)
+        got, ids = biased_grouped_topk(logits.to(device), bias.to(device), impl="triton", **arguments)
+        assert torch.equal(ids.cpu(), want_ids) and want.isfinite().all() and not want[1:3].any()
+        torch.testing.assert_close(got.cpu(), want, atol=1e-7, rtol=3e-6)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("experts, groups, kept, top_k, score", SHAPES)
+@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
+def test_compiles_ahead_of_time(experts, groups, kept, top_k, score, arch):
+    from sparse_attn.ops.router import config, kernels
+    from sparse_attn.target import H200
+    from sparse_attn.testing.aot import compile_kernel
+
+    launch = config.config(experts, groups, H200)
+    compiled = compile_kernel(
+        kernels.biased_grouped_topk,
+        dict(logits="*fp32", bias="*fp32", weights="*fp32", ids="*i32")
+        | dict(tokens="i32", routed_scale="fp32", stride_logits_token="i32"),
+        dict(stride_logits_expert=1, stride_bias_expert=1, NUM_GROUPS=groups, SIZE=experts // groups)
+        | dict(TOP_GROUPS=kept, TOP_K=top_k, RENORMALISE=True, SOFTPLUS=score == "sqrtsoftplus", ROWS=launch.rows)
+        | dict(GROUPS_PADDED=launch.groups, SIZE_PADDED=launch.group_size, TOP_K_PADDED=config.next_power(top_k)),
+        arch=arch,
+        num_warps=launch.num_warps,
+    )
+    if arch == 90:
+        assert compiled.spill_bytes == 0
 
 
 @pytest.mark.kernel

@@ -6,12 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def find_slot(
-    row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request,
-    RING: tl.constexpr,
-):  # fmt: skip
+    row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
+):
     """(block int64, place in it, known) of rows [n] of keys gathered by ``kv_indptr`` [requests + 1].
 
-    A request's first row is position 0; in a RING, whose blocks come round, position starts[b]. known is False beyond kv_indptr[-1], beyond the block table, and for a block outside [0, num_blocks).
+    A request's first row is position 0; with ``starts``, position starts[b], in a ring whose blocks come round. known
+    is False beyond kv_indptr[-1], beyond the block table, for a position outside int32, and for a block outside
+    [0, num_blocks).
     """
     low = tl.zeros_like(row)
     span = requests
@@ -23,11 +24,11 @@ def find_slot(
         span = span - half
     position = row - tl.load(kv_indptr + low)
     known = (position >= 0) & (row < tl.load(kv_indptr + requests))
-    if RING:
+    if starts is not None:
         position += tl.load(starts + low)
         known = known & (position >= 0)
     turn = position // block_size
-    column = turn % max_blocks if RING else turn
+    column = turn if starts is None else turn % max_blocks
     known = known & (column < max_blocks)
     block = tl.load(block_table + low.to(tl.int64) * stride_table_request + column, mask=known, other=-1)
     known = known & (block >= 0) & (block < num_blocks)

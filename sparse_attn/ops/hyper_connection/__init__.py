@@ -34,14 +34,15 @@ def hyper_mix(
 
     streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams. fn: fp32 [(2 + N) * N, N * hidden]. base: fp32
     [(2 + N) * N]. scale: fp32 [3]. With x the flattened streams over the root of their mean square plus norm_eps, and
-    (a, b, c) = fn x in parts of N, N and N * N values:
+    (a, b, c) = fn x in parts of N, N and N * N values (an fp32 product of torch: in TF32 if
+    torch.set_float32_matmul_precision allows it):
 
         pre = sigmoid(a * scale[0] + base) + eps,   post = 2 * sigmoid(b * scale[1] + base),
-        comb = softmax of each row of (c * scale[2] + base) + eps, then columns normalised, then ``iterations`` - 1 times
-        rows and columns normalised, each by its sum plus eps.
+        comb = softmax of each row of (c * scale[2] + base) + eps, then columns normalised, then ``iterations`` - 1
+        times rows and columns normalised, each by its sum plus eps.
 
-    Returns HyperMix(collapsed [tokens, hidden] = sum_n pre[n] * streams[n] in the dtype of streams, post fp32 [tokens, N],
-    comb fp32 [tokens, N, N]).
+    Returns HyperMix(collapsed [tokens, hidden] = sum_n pre[n] * streams[n] in the dtype of streams, post fp32
+    [tokens, N], comb fp32 [tokens, N, N]).
     """
     count, hidden = _check_streams(streams)
     mixes = (2 + count) * count
@@ -56,8 +57,8 @@ def hyper_merge(
 ) -> torch.Tensor:
     """The streams behind a sublayer: new[k] = post[k] * out + sum_j comb[j, k] * streams[j].
 
-    out: [tokens, hidden], dtype of streams [tokens, N, hidden]. post: fp32 [tokens, N]. comb: fp32 [tokens, N, N]. Returns
-    [tokens, N, hidden] in that dtype.
+    out: [tokens, hidden], dtype of streams [tokens, N, hidden]. post: fp32 [tokens, N]. comb: fp32 [tokens, N, N].
+    Returns [tokens, N, hidden] in that dtype.
     """
     count, hidden = _check_streams(streams)
     tokens = streams.shape[0]

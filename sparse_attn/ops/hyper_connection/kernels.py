@@ -1,7 +1,7 @@
 """Hyper-connections: a program per token for the mix, per (token, block of columns) for the merge.
 
-Floors, bytes: the mix reads the streams twice, the second time from a cache, and writes one; the merge reads streams and
-output once and writes the streams.
+Floors, bytes: the mix reads the streams twice, the second time from a cache, and writes one; the merge reads streams
+and output once and writes the streams.
 """
 
 import triton
@@ -38,7 +38,7 @@ def mix(
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, PADDED)
     known = stream < COUNT
-    source = streams + token * stride_streams_token + stream[:, None] * stride_streams_stream
+    source = streams + token * stride_streams_token + stream.to(tl.int64)[:, None] * stride_streams_stream
 
     squares = tl.zeros([PADDED, COLUMNS], tl.float32)
     for start in range(0, hidden, COLUMNS):
@@ -100,9 +100,10 @@ def merge(
     known = stream < COUNT
     value = tl.load(out + token * stride_out_token + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.load(post + token * COUNT + stream, mask=known, other=0.0)[:, None] * value[None, :]
+    source = streams + token * stride_streams_token
     for j in tl.static_range(COUNT):
-        old_at = streams + token * stride_streams_token + j * stride_streams_stream + column
-        old = tl.load(old_at, mask=inside, other=0.0).to(tl.float32)
+        old = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+        source += stride_streams_stream
         weight = tl.load(comb + token * COUNT * COUNT + j * COUNT + stream, mask=known, other=0.0)
         total += weight[:, None] * old[None, :]
     target = merged + token * COUNT * hidden + stream[:, None] * hidden + column[None, :]

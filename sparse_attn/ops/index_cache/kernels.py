@@ -77,7 +77,7 @@ def gather_keys(
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(
-        row, kv_indptr, kv_indptr, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request, False
+        row, kv_indptr, None, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
     )
     within = within.to(tl.int64)
     base = cache + block * stride_cache_block

@@ -6,6 +6,8 @@ import torch
 
 from sparse_attn.layout import IndexFp8Layout, parse_layout
 
+INT32_MAX = 2**31 - 1
+
 
 def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str) -> None:
     slot_mapping = slot_mapping.long()
@@ -50,7 +52,7 @@ def gathered_slots(
     column = torch.div(position, block_size, rounding_mode="floor")
     if starts is not None:
         column = column % max_blocks
-    known = known & (position >= 0) & (column < max_blocks)
+    known = known & (position >= 0) & (position <= INT32_MAX) & (column < max_blocks)
     block = block_table[request, column.clamp(0, max_blocks - 1)].long()
     known = known & (block >= 0) & (block < num_blocks)
     return block * block_size + position % block_size, known

@@ -1,8 +1,8 @@
 """The paged cache of keys and values: write, and gather for prefill.
 
-Layouts: LatentFp8Layout (fp8 latent, fp32 group scales and bf16 rope side by side; 656 bytes at 512 + 64), PlanarFp8Layout
-(fp8 and bf16 values side by side, a block's ue8m0 scales behind them; 584 bytes at 448 + 64) and PlainLayout. Byte
-positions are in sparse_attn.layout.
+Layouts: LatentFp8Layout (fp8 latent, fp32 group scales and bf16 rope side by side; 656 bytes at 512 + 64),
+PlanarFp8Layout (fp8 and bf16 values side by side, a block's ue8m0 scales behind them; 584 bytes at 448 + 64) and
+PlainLayout. Byte positions are in sparse_attn.layout.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def gather_kv_cache(
     """Collect and dequantise the rows of some requests into one matrix.
 
     block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], request b's first tokens become rows
-    [kv_indptr[b], kv_indptr[b + 1]). starts: int32 [requests] or None; given, they are its tokens from position starts[b]
-    on, and the table is that of a ring: position p lies in column (p // block_size) % max_blocks. capacity: rows of the result, the host's bound on kv_indptr[-1]. Rows beyond
-    kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
+    [kv_indptr[b], kv_indptr[b + 1]). starts: int32 [requests] or None; given, they are its tokens from position
+    starts[b] on, and the table is that of a ring: position p lies in column (p // block_size) % max_blocks. capacity:
+    rows of the result, the host's bound on kv_indptr[-1]. Rows beyond kv_indptr[-1], tokens whose block is outside the
+    table or the cache, and positions outside int32 come out zero.
 
     Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
     """

@@ -105,9 +105,8 @@ def gather_rows(
     WIDTH: tl.constexpr = GROUPS * GROUP + ROPE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(
-        row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request,
-        starts is not None,
-    )  # fmt: skip
+        row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
+    )
     within = within.to(tl.int64)
     written = row < capacity
     block_at = cache + block * stride_cache_block

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.layout import FP8_MAX, LATENT_AMAX_FLOOR, PLANAR_AMAX_FLOOR, Layout, PlainLayout, PlanarFp8Layout, parse_layout
+from sparse_attn.layout import (
+    FP8_MAX,
+    LATENT_AMAX_FLOOR,
+    PLANAR_AMAX_FLOOR,
+    Layout,
+    PlainLayout,
+    PlanarFp8Layout,
+    parse_layout,
+)
 from sparse_attn.ops.kv_cache import config, kernels, shapes
 from sparse_attn.target import target_of
 

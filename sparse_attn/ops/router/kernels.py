@@ -28,8 +28,9 @@ def _score(logit, SOFTPLUS: tl.constexpr):
     if SOFTPLUS:
         small = tl.exp(-tl.abs(logit))
         one_more = 1.0 + small
+        gone = one_more == 1.0
         # log(1 + small) without losing a small that vanishes beside 1
-        tail = tl.where(one_more == 1.0, small, tl.log(one_more) * (small / tl.where(one_more == 1.0, 1.0, one_more - 1.0)))
+        tail = tl.where(gone, small, tl.log(one_more) * (small / tl.where(gone, 1.0, one_more - 1.0)))
         return tl.sqrt(tl.where(logit > 0.0, logit, 0.0) + tail)
     else:
         return tl.sigmoid(logit)
