@@ -1,7 +1,7 @@
 """One way to define an operator: schema, fake and a real implementation that is imported when it first runs.
 
 Every schema ends with ``str impl``. The reference and the launcher of an op live in its room under the op's own name
-and take the same arguments without ``impl``.
+and take the same arguments without ``impl``; so do its rules of debug mode.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from sparse_attn import debug
 from sparse_attn.target import resolve_impl
 
 NAMESPACE = "sparse_attn"
@@ -25,6 +26,8 @@ def define_op(room: str, name: str, signature: str, fake: Callable) -> torch._op
         *arguments, impl = args
         device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
         module = "reference" if resolve_impl(impl, device) == "reference" else "launch"
+        if debug.on():
+            debug.look(room, name, *arguments)
         return getattr(importlib.import_module(f"{room}.{module}"), name)(*arguments)
 
     torch.library.impl(qualified, ("cpu", "cuda"))(real)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
+from sparse_attn.debug import look
 from sparse_attn.ops.rope import reference
 from sparse_attn.ops.rope.table import Yarn, inverse_frequencies, rope_table
 
@@ -39,4 +40,5 @@ def apply_rope(
     checks.check_dtype("x", x, VALUE_DTYPES)
     checks.check_rank("x", x, 2, 3)
     reference.check_rope("x", x, positions, cos_sin, start)
+    look(__name__, "apply_rope", positions, cos_sin)
     return reference.apply_rope(x, positions, cos_sin, start, interleaved, inverse)

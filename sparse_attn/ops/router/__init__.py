@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
+from sparse_attn.debug import look
 from sparse_attn.ops.router import op
 from sparse_attn.ops.router.reference import SCORES, hash_route
 from sparse_attn.target import IMPLEMENTATIONS
@@ -29,10 +30,10 @@ def biased_grouped_topk(
     """Choose ``top_k`` experts per token by biased score, weigh them by unbiased score.
 
     logits: fp32 or bf16 [tokens, experts], any strides, up-cast to fp32 before anything else. bias: fp32 [experts].
-    score: "sigmoid", or "sqrtsoftplus" for sqrt(log(1 + exp(logit))); biased = score + bias. Experts form ``num_groups`` equal groups of neighbours; a group's
-    score is the sum of its two largest biased scores; the ``top_groups`` best groups are kept, every other expert gets
-    -inf. Weights are the scores of the chosen experts, divided by their sum when ``renormalise`` (a sum of 0 leaves
-    zeros), times ``routed_scale``.
+    score: "sigmoid", or "sqrtsoftplus" for sqrt(log(1 + exp(logit))); biased = score + bias. Experts form
+    ``num_groups`` equal groups of neighbours; a group's score is the sum of its two largest biased scores; the
+    ``top_groups`` best groups are kept, every other expert gets -inf. Weights are the scores of the chosen experts,
+    divided by their sum when ``renormalise`` (a sum of 0 leaves zeros), times ``routed_scale``.
 
     Returns (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), in descending biased score. Ties go to the lowest
     group and the lowest expert. Ids of a row are always distinct and valid: a NaN logit or bias counts as -inf and,
@@ -74,14 +75,16 @@ def hash_routed_experts(
     """Take each token's experts from a table by its id, weigh them by score.
 
     logits: fp32 or bf16 [tokens, experts], up-cast to fp32 first. tokens: int64 or int32 [tokens], ids. table: int64 or
-    int32 [vocabulary, top_k]. Weights as in biased_grouped_topk; an id outside the vocabulary gives experts 0 with weight
-    0, and so does a table entry outside [0, experts).
+    int32 [vocabulary, top_k]. Weights are the scores of the experts so named, renormalised and scaled as in
+    biased_grouped_topk; an id outside the vocabulary gives experts 0 with weight 0, and so does a table entry outside
+    [0, experts).
 
     Returns (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]) in the table's order. Plain torch on every device.
     Source: DeepSeek-V4's hash-routed layers, as in transformers 5.17.
     """
     checks.check_dtype("logits", logits, LOGIT_DTYPES)
     checks.check_rank("logits", logits, 2)
+    checks.check_at_least("logits experts", logits.shape[1], 1)
     checks.check_dtype("tokens", tokens, ID_DTYPES)
     checks.check_shape("tokens", tokens, (logits.shape[0],), "[tokens]")
     checks.check_dtype("table", table, ID_DTYPES)
@@ -90,4 +93,5 @@ def hash_routed_experts(
     checks.check_same_device(logits=logits, tokens=tokens, table=table)
     checks.check_choice("score", score, SCORES)
     checks.check_choice("impl", impl, IMPLEMENTATIONS)
+    look(__name__, "hash_routed_experts", logits, tokens, table)
     return hash_route(logits, tokens, table, renormalise, routed_scale, score)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
+from sparse_attn.debug import look
 from sparse_attn.ops.step_plan import op
 from sparse_attn.ops.step_plan.reference import window_plan
 from sparse_attn.target import IMPLEMENTATIONS
@@ -117,6 +118,7 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     checks.check_choice("impl", impl, IMPLEMENTATIONS)
     num_decodes, next_n = plan.context_lens.shape
     rows = num_decodes * next_n
+    look(__name__, "window_plan", plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes)
     kv_indptr, starts, offsets = window_plan(
         plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes, window
     )
@@ -133,6 +135,11 @@ def _check_plan(plan: StepPlan) -> None:
         checks.check_dtype(name, value, (torch.int32,))
         checks.check_rank(name, value, rank)
     checks.check_shape("plan.request_ids", plan.request_ids, plan.positions.shape, "[tokens]")
+    if plan.context_lens.numel() > plan.positions.shape[0]:
+        raise ValueError(
+            f"plan.context_lens: got shape {list(plan.context_lens.shape)}, "
+            f"allowed: no more rows than the {plan.positions.shape[0]} of plan.positions"
+        )
     prefills = plan.block_table.shape[0] - plan.context_lens.shape[0]
     checks.check_shape("plan.kv_indptr", plan.kv_indptr, (prefills + 1,), "[prefill requests + 1]")
     checks.check_same_device(**{name: value for name, (value, _) in tensors.items()})

@@ -1,0 +1,11 @@
+"""What debug mode asks of values."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import debug
+
+
+def apply_rope(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")

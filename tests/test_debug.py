@@ -1,0 +1,428 @@
+"""Debug mode: every op takes what is legal, names what is not, and leaves compiled and captured calls as they are."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sparse_attn
+from sparse_attn import debug
+from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.ops.rope import apply_rope
+from sparse_attn.ops.router import hash_routed_experts
+from sparse_attn.ops.step_plan import build_step_plan, build_window_plan
+from sparse_attn.ops.topk import top_k_per_row
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INDEX, PLAIN = IndexFp8Layout(16), PlainLayout("fp32", 12, 4)
+
+
+def ints(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def longs(*values):
+    return ints(*values, dtype=torch.int64)
+
+
+# Arguments of every op without impl, with every kind of padding that is legal. Blocks hold 4 tokens unless said.
+TABLE = ints([2, -1, INT_MIN], [INT_MAX, 0, 1])  # neither request names its third block, the second not its first
+PAGED = dict(context_lens=ints([5, 6], [0, -7]), block_table=ints([3, 0, INT_MIN], [INT_MAX] * 3))
+SINK = torch.tensor([0.0, math.inf, -math.inf])
+DENSE = dict(kv_start=ints(0, 3, 9), kv_end=ints(4, -5, 9))
+TWO_REQUESTS = dict(block_table=ints([3, 0, -1, INT_MAX], [1, 2, INT_MIN, 0]), kv_indptr=ints(0, 6, 13))
+GOOD = {
+    "indexer_k_quant_and_cache": lambda: dict(
+        k=torch.ones(4, 16), cache=allocate_cache(INDEX, 3, 4, "cpu"), slot_mapping=longs(-1, 11, -1, 0),
+        layout=INDEX.name,
+    ),
+    "gather_indexer_k": lambda: dict(
+        cache=allocate_cache(INDEX, 4, 4, "cpu"), **TWO_REQUESTS, capacity=13, layout=INDEX.name
+    ) | dict(block_table=ints([3, 0, INT_MAX], [1, 2, -1]), kv_indptr=ints(0, 6, 13)),
+    "write_kv_cache": lambda: dict(
+        latent=torch.ones(4, 12), rope=torch.ones(4, 4), cache=allocate_cache(PLAIN, 3, 4, "cpu"),
+        slot_mapping=ints(-1, 11, -1), layout=PLAIN.name,
+    ),
+    "gather_kv_cache": lambda: dict(
+        cache=allocate_cache(PLAIN, 4, 4, "cpu"), block_table=ints([INT_MIN, 3, 0], [1, 2, 3]), kv_indptr=ints(0, 5, 14),
+        starts=ints(7, 14), capacity=14, layout=PLAIN.name, dtype=torch.float32,
+    ),
+    "indexer_q_rope_quant": lambda: dict(
+        q=torch.ones(3, 2, 16), weights=torch.ones(3, 2), positions=ints(-1, 0, 8), cos_sin=torch.ones(9, 4), start=0,
+        interleaved=True, hadamard=False, weight_scale=1.0, layout=INDEX.name,
+    ),
+    "mqa_logits": lambda: dict(
+        q=torch.ones(3, 2, 16), k=torch.ones(9, 16), k_scale=None, weights=torch.ones(3, 2), **DENSE, flavour="none"
+    ),
+    "paged_mqa_logits": lambda: dict(
+        q=torch.ones(2, 2, 2, 16), cache=allocate_cache(PLAIN, 4, 4, "cpu"), weights=torch.ones(4, 2), **PAGED,
+        max_context_len=11, layout=PLAIN.name,
+    ),
+    "top_k_per_row": lambda: dict(logits=torch.ones(3, 9), row_starts=DENSE["kv_start"], row_ends=DENSE["kv_end"], k=2),
+    "index_topk_prefill": lambda: dict(
+        q=torch.ones(3, 2, 16), weights=torch.ones(3, 2), k=torch.ones(9, 16), k_scale=None, **DENSE, top_k=2,
+        flavour="none", logits_bytes=1 << 20,
+    ),
+    "index_topk_decode": lambda: dict(
+        q=torch.ones(2, 2, 2, 16), weights=torch.ones(4, 2), cache=allocate_cache(PLAIN, 4, 4, "cpu"), **PAGED,
+        top_k=2, max_context_len=11, layout=PLAIN.name, logits_bytes=1 << 20,
+    ),
+    "build_ragged_indices_from_dense": lambda: dict(
+        indices=ints([4, -1, INT_MAX], [0, INT_MIN, 5]), lengths=ints(2, -3), row_offsets=ints(5, INT_MAX), num_rows=10
+    ),
+    "compute_global_topk_ragged_indices_and_indptr": lambda: dict(
+        topk=ints([0, 7], [-1, 4], [INT_MAX, INT_MIN]), request_ids=ints(0, 1, -1), block_table=TABLE, block_size=4
+    ),
+    "window_indices": lambda: dict(
+        positions=ints(5, 11, -1, 8), request_ids=ints(0, 1, 1, -1), block_table=TABLE, block_size=4, window=3
+    ),
+    "entry_indices": lambda: dict(
+        limits=ints(8, 0, -3, INT_MIN, 20), request_ids=ints(0, 1, 1, 1, -1), block_table=TABLE, block_size=4,
+        max_entries=20,
+    ),
+    "combine_topk_swa_indices_ragged": lambda: dict(
+        topk=ints([3, -1, 9], [INT_MAX, 0, 1], [4, 5, 6]), limits=ints(4, 7, 0), positions=ints(6, -1, 1),
+        entry_offsets=ints(2, INT_MAX, INT_MIN), window_offsets=ints(-4, INT_MAX, 8), window=3, max_entries=0, num_rows=10,
+    ),
+    "step_plan": lambda: dict(
+        query_start_loc=ints(INT_MAX, -9, 4, 6, 6, 7), seq_lens=ints(5, -2, 2, 9, 0), slot_mapping=longs(1, 2, -1, 3, 4, 5, -1, 9),
+        num_decodes=2, next_n=2,
+    ),
+    "compressed_plan": lambda: dict(
+        request_ids=ints(0, 1, 1, -1), positions=ints(7, 12, -1, -1), block_table=ints([INT_MAX, -1], [-1, INT_MIN]),
+        kv_indptr=ints(0, 8, 21), decode_rows=0, ratio=4, block_size=1,
+    ) | dict(block_table=ints([INT_MAX, -1, 0, 0], [INT_MIN] * 4)),
+    "sparse_attn_prefill": lambda: dict(
+        q=torch.ones(3, 2, 16), kv=torch.ones(9, 16), indices=ints(INT_MIN, 8, -1, 0, 0, INT_MAX), indptr=ints(1, 3, 3, 5),
+        scale=1.0, d_v=12, sink=SINK,
+    ),
+    "sparse_attn_decode": lambda: dict(
+        q=torch.ones(2, 2, 16), cache=allocate_cache(PLAIN, 3, 4, "cpu"), indices=ints(11, -1, INT_MAX), indptr=ints(0, 1, 2),
+        scale=1.0, layout=PLAIN.name, extra_cache=allocate_cache(PLAIN, 2, 4, "cpu"), extra_indices=ints(7, 0),
+        extra_indptr=ints(0, 2, 2), extra_layout=PLAIN.name, sink=SINK,
+    ),
+    "merge_attn_states": lambda: dict(
+        outs=torch.ones(2, 2, 2, 4), lses=torch.tensor([[[-math.inf, 1.0]] * 2, [[0.0, -math.inf]] * 2]), sink=SINK
+    ),
+    "biased_grouped_topk": lambda: dict(
+        logits=torch.tensor([[0.0, math.inf, 1.0, -math.inf]]), bias=torch.tensor([0.0, 1.0, -math.inf, 2.0]), top_k=2,
+        num_groups=2, top_groups=1, renormalise=True, routed_scale=1.0, score="sigmoid",
+    ),
+    "hyper_mix": lambda: dict(
+        streams=torch.ones(2, 2, 3), raw=torch.ones(2, 8), base=torch.ones(8), scale=torch.ones(3), iterations=2,
+        eps=1e-6, norm_eps=1e-6,
+    ),
+    "hyper_merge": lambda: dict(
+        out=torch.ones(2, 3), streams=torch.ones(2, 2, 3), post=torch.ones(2, 2), comb=torch.ones(2, 2, 2)
+    ),
+    "compress_and_cache": lambda: dict(
+        kv=torch.ones(6, 32), gate=torch.ones(6, 32), position_bias=torch.ones(2, 32), norm_weight=torch.ones(16),
+        positions=ints(2, 3, -1, 0, 1, 5), request_ids=ints(1, 1, 1, 0, 0, -1), state=torch.zeros(2, 4, 64),
+        state_table=ints([1], [0], [INT_MAX]), cache=allocate_cache(PLAIN, 3, 4, "cpu"),
+        slot_mapping=longs(2**40, 11, 11, -9, -1, 11), cos_sin=torch.ones(3, 4), ratio=2, overlap=True, eps=1e-6,
+        rope_start=12, hadamard=False, layout=PLAIN.name,
+    ),
+}  # fmt: skip
+
+PAGED_BAD = [
+    (dict(context_lens=ints([5, 12], [0, 0])), r"context_lens[0, 1]: got 12, allowed: at most 11 (max_context_len)"),
+    (dict(block_table=ints([3, 4, 0], [0] * 3)), "block_table[0, 1]: got 4, allowed: -1, or 0 to 3 (blocks of the cache)"),
+    (dict(block_table=ints([INT_MIN, 1, 0], [0] * 3)), f"block_table[0, 0]: got {INT_MIN}"),
+    (dict(block_table=ints([3], [0])), "context_lens[0, 0]: got 5, allowed: at most 4 (what block_table has room for)"),
+]  # fmt: skip
+DENSE_BAD = [
+    (dict(kv_start=ints(0, -1, 9)), "kv_start[1]: got -1, allowed: 0 to 9 (keys)"),
+    (dict(kv_end=ints(4, 0, 10)), "kv_end[2]: got 10, allowed: at most 9 (keys)"),
+]
+SLOTS_BAD = [
+    (dict(slot_mapping=longs(-1, 12, 0)), "slot_mapping[1]: got 12, allowed: -1, or 0 to 11 (slots of the cache)"),
+    (dict(slot_mapping=ints(-1, 3, INT_MIN)), f"slot_mapping[2]: got {INT_MIN}"),
+    (dict(slot_mapping=longs(3, -1, 3)), "slot_mapping[2]: got 3, allowed: slots that no other row writes"),
+]
+BAD = {
+    "indexer_k_quant_and_cache": SLOTS_BAD,
+    "write_kv_cache": SLOTS_BAD,
+    "gather_indexer_k": [
+        (dict(kv_indptr=ints(0, 7, 6)), "kv_indptr[2]: got 6, allowed: at least 7 (the value before it)"),
+        (dict(kv_indptr=ints(0, 7, 14)), "kv_indptr[2]: got 14, allowed: 0 to 13 (capacity)"),
+        (dict(kv_indptr=ints(0, 0, 13)), "kv_indptr[1]: got 13, allowed: at most 12 (what the row of block_table"),
+        (dict(block_table=ints([3, 4, 0], [1, 2, 0])), "block_table[0, 1]: got 4, allowed: -1, or 0 to 3"),
+    ],
+    "gather_kv_cache": [
+        (dict(starts=ints(-1, 14)), "starts[0]: got -1, allowed: at least 0"),
+        (dict(kv_indptr=ints(0, 14, 13)), "kv_indptr[2]: got 13"),
+        (dict(block_table=ints([0, 3, 0], [9, 2, 3])), "block_table[1, 0]: got 9"),
+        (dict(starts=None), f"block_table[0, 0]: got {INT_MIN}, allowed: -1, or 0 to 3 (blocks of the cache)"),
+    ],
+    "indexer_q_rope_quant": [
+        (dict(positions=ints(0, 9, 0)), "positions[1]: got 9, allowed: -1, or 0 to 8 (rows of cos_sin)"),
+        (dict(positions=longs(0, 0, -2)), "positions[2]: got -2"),
+    ],
+    "mqa_logits": DENSE_BAD,
+    "index_topk_prefill": DENSE_BAD,
+    "paged_mqa_logits": PAGED_BAD,
+    "index_topk_decode": PAGED_BAD,
+    "top_k_per_row": [
+        (dict(row_starts=ints(0, INT_MIN, 0)), f"row_starts[1]: got {INT_MIN}, allowed: 0 to 9 (the width of logits)"),
+        (dict(row_starts=None, row_ends=ints(9, 9, INT_MAX)), f"row_ends[2]: got {INT_MAX}, allowed: at most 9"),
+    ],
+    "build_ragged_indices_from_dense": [
+        (dict(indices=ints([4, -2, 0], [0, 0, 0])), "indices[0, 1]: got -2, allowed: -1, or -5 and the 9 rows behind it"),
+        (dict(indices=ints([5, 0, 0], [0, 0, 0])), "indices[0, 0]: got 5"),
+        (dict(lengths=ints(2, 4)), "lengths[1]: got 4, allowed: at most 3 (the width of indices)"),
+        (dict(row_offsets=None, indices=ints([10, 0, 0], [0, 0, 0])), "indices[0, 0]: got 10"),
+    ],
+    "compute_global_topk_ragged_indices_and_indptr": [
+        (dict(topk=ints([0, 12], [0, 0], [0, 0])), "topk[0, 1]: got 12, allowed: -1, or 0 to 11 (tokens that block_table"),
+        (dict(topk=ints([0, 0], [0, -2], [0, 0])), "topk[1, 1]: got -2"),
+        (dict(request_ids=ints(0, 2, 0)), "request_ids[1]: got 2, allowed: -1, or 0 to 1 (requests)"),
+        (dict(topk=ints([8, 0], [4, 4], [0, 0])), f"block_table[0, 2]: got {INT_MIN}, allowed: -1, or 0 to"),
+        (dict(topk=ints([0, 0], [4, 3], [0, 0])), f"block_table[1, 0]: got {INT_MAX}"),
+    ],
+    "window_indices": [
+        (dict(positions=ints(5, 11, -2, 8)), "positions[2]: got -2, allowed: at least -1"),
+        (dict(request_ids=ints(0, 1, INT_MAX, -1)), f"request_ids[2]: got {INT_MAX}"),
+        (dict(positions=ints(5, 13, -1, 8)), f"block_table[1, 0]: got {INT_MAX}"),
+    ],
+    "entry_indices": [
+        (dict(limits=ints(8, 0, 0, 0, 21)), "limits[4]: got 21, allowed: at most 20 (max_entries)"),
+        (dict(limits=ints(13, 0, 0, 0, 0)), "limits[0]: got 13, allowed: at most 12 (entries that block_table has room for"),
+        (dict(request_ids=ints(0, 1, 1, -2, -1)), "request_ids[3]: got -2"),
+        (dict(limits=ints(9, 0, 0, 0, 0)), f"block_table[0, 2]: got {INT_MIN}"),
+    ],
+    "combine_topk_swa_indices_ragged": [
+        (dict(topk=ints([3, -2, 9], [0, 0, 1], [4, 5, 6])), "topk[0, 1]: got -2"),
+        (dict(entry_offsets=ints(7, 0, 0)), "topk[0, 0]: got 3, allowed: -1, or -7 and the 9 rows behind it"),
+        (dict(window_offsets=ints(4, 0, 8)), "position[0, 0]: got 6"),
+        (dict(window_offsets=ints(-5, 0, 8)), "position[0, 2]: got 4"),
+        (dict(positions=ints(6, INT_MIN, 1)), f"positions[1]: got {INT_MIN}"),
+        (dict(topk=None, max_entries=3), "limits[0]: got 4, allowed: at most 3 (max_entries)"),
+    ],
+    "step_plan": [
+        (dict(slot_mapping=longs(1, 2, -1, 3, 4, 5, -2, 9)), "slot_mapping[6]: got -2"),
+        (dict(query_start_loc=ints(0, 2, 4, 6, 5, 7)), "query_start_loc[4]: got 5, allowed: at least 6"),
+        (dict(query_start_loc=ints(0, 2, 4, 6, 6, 9)), "query_start_loc[5]: got 9, allowed: 0 to 8 (rows of the step)"),
+        (dict(query_start_loc=ints(0, 2, 3, 6, 6, 7)), "query_start_loc[2]: got 3, allowed: at least 4 (behind the decode"),
+        (dict(seq_lens=ints(5, -2, 1, 9, 0)), "seq_lens[2]: got 1, allowed: at least 2 (the rows of this step"),
+    ],
+    "compressed_plan": [
+        (dict(request_ids=ints(0, 1, 2, -1)), "request_ids[2]: got 2"),
+        (dict(positions=ints(7, 12, -2, -1)), "positions[2]: got -2"),
+        (dict(positions=ints(16, 12, -1, -1)), "positions[0]: got 16, allowed: -1, or 0 to 15 (tokens whose entries"),
+        (dict(kv_indptr=ints(0, 8, 7)), "kv_indptr[2]: got 7"),
+        (dict(positions=ints(7, 11, -1, -1)), f"block_table[1, 2]: got {INT_MIN}, allowed: at least -1"),
+    ],
+    "sparse_attn_prefill": [
+        (dict(indptr=ints(1, 3, 2, 5)), "ragged.indptr[2]: got 2, allowed: at least 3"),
+        (dict(indptr=ints(-1, 3, 3, 5)), "ragged.indptr[0]: got -1, allowed: 0 to 6 (the capacity of indices)"),
+        (dict(indices=ints(0, 8, -1, 0, 9, 0)), "ragged.indices[4] of row 2: got 9, allowed: -1, or 0 to 8 (rows of kv)"),
+        (dict(indptr=ints(0, 3, 3, 5)), f"ragged.indices[0] of row 0: got {INT_MIN}"),
+        (dict(sink=torch.tensor([0.0, math.nan])), "sink[1]: got nan"),
+    ],
+    "sparse_attn_decode": [
+        (dict(indices=ints(11, 12, 0)), "ragged.indices[1] of row 1: got 12, allowed: -1, or 0 to 11 (slots of the cache)"),
+        (dict(extra_indices=ints(7, 8)), "extra_ragged.indices[1] of row 0: got 8"),
+        (dict(extra_indptr=ints(0, 3, 3)), "extra_ragged.indptr[1]: got 3"),
+    ],
+    "merge_attn_states": [
+        (dict(lses=torch.tensor([[[0.0, 1.0]] * 2, [[0.0, math.inf]] * 2])), "lses[1, 0, 1]: got inf, allowed: numbers, and -inf"),
+        (dict(sink=torch.tensor([math.nan, 0.0])), "sink[0]: got nan"),
+    ],
+    "biased_grouped_topk": [
+        (dict(logits=torch.tensor([[0.0, 0.0, math.nan, 0.0]])), "logits[0, 2]: got nan"),
+        (dict(bias=torch.tensor([0.0, math.nan, 0.0, 0.0])), "bias[1]: got nan"),
+    ],
+    "hyper_mix": [
+        (dict(streams=torch.full((2, 2, 3), math.nan)), "streams[0, 0, 0]: got nan"),
+        (dict(raw=torch.full((2, 8), math.inf)), "fn times streams[0, 0]: got inf"),
+        (dict(scale=torch.tensor([1.0, 1.0, -math.inf])), "scale[2]: got -inf"),
+    ],
+    "hyper_merge": [(dict(comb=torch.full((2, 2, 2), math.nan)), "comb[0, 0, 0]: got nan")],
+    "compress_and_cache": [
+        (dict(positions=ints(2, 4, -1, 0, 1, 5)), "positions[1]: got 4, allowed: one more than in the row before"),
+        (dict(request_ids=ints(1, 1, 1, 0, 1, -1)), "positions[4]: got 1, allowed: one more"),
+        (dict(positions=ints(2, 3, -2, 0, 1, 5)), "positions[2]: got -2"),
+        (dict(request_ids=ints(1, 1, 3, 0, 0, -1)), "request_ids[2]: got 3, allowed: -1, or 0 to 2 (requests)"),
+        (dict(slot_mapping=longs(0, 12, 0, 0, -1, 0)), "slot_mapping[1]: got 12"),
+        (dict(slot_mapping=longs(0, 3, 0, 0, 3, 0)), "slot_mapping[4]: got 3, allowed: slots that no other row writes"),
+        (dict(cos_sin=torch.ones(2, 4)), "positions[1]: got 3, allowed: -1, or 0 to 2 (entries begin within"),
+        (dict(state_table=ints([2], [0], [0])), "state_table[0, 0]: got 2, allowed: -1, or 0 to 1"),
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture
+def debugging(monkeypatch):
+    monkeypatch.setattr(debug, "on", lambda: True)
+
+
+def run(name, arguments, impl="auto"):
+    return getattr(torch.ops.sparse_attn, name)(*arguments.values(), impl)
+
+
+def ops():
+    every = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("sparse_attn::") for name in every if name.startswith("sparse_attn::")}
+
+
+def rules(name):
+    for room in sparse_attn.ops.__path__:
+        for place in os.scandir(room):
+            if os.path.exists(f"{place.path}/debug.py"):
+                module = importlib.import_module(f"sparse_attn.ops.{place.name}.debug")
+                if hasattr(module, name):
+                    return getattr(module, name)
+    raise AssertionError(f"{name} has no rules")
+
+
+def test_every_op_has_rules_and_cases():
+    assert ops() == GOOD.keys() == BAD.keys()
+    for name in ops():
+        schema = getattr(torch.ops.sparse_attn, name).default._schema
+        expected = [argument.name for argument in schema.arguments][:-1]
+        assert list(inspect.signature(rules(name)).parameters) == expected == list(GOOD[name]()), name
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_legal_values_pass(name, debugging):
+    got = run(name, GOOD[name]())
+    debug.on = lambda: False  # the fixture puts it back
+    torch.testing.assert_close(got, run(name, GOOD[name]()), rtol=0, atol=0, equal_nan=True)
+
+
+CASES = [(name, change, message) for name, cases in BAD.items() for change, message in cases]
+
+
+@pytest.mark.parametrize("name, change, message", CASES, ids=[f"{name}-{n}" for n, (name, *_) in enumerate(CASES)])
+def test_wild_values_are_named(name, change, message, debugging):
+    with pytest.raises(ValueError, match="^" + re.escape(f"{name}: {message}")):
+        run(name, GOOD[name]() | change)
+    debug.on = lambda: False
+    run(name, GOOD[name]() | change)  # and otherwise they count as none
+
+
+WHOLE = "cache extra_cache state cos_sin position_bias norm_weight base scale bias sink".split()
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_nothing_is_there(name, debugging):
+    """No rows, no requests, no blocks in a table: the rules meet empty tensors."""
+    empty = GOOD[name]()
+    for key, value in empty.items():
+        if isinstance(value, torch.Tensor) and key not in WHOLE:
+            empty[key] = value[:0]
+            if "indptr" in key or key == "query_start_loc":
+                empty[key] = torch.zeros(1, dtype=torch.int32)
+    if name == "step_plan":
+        empty["num_decodes"] = 0
+    rules(name)(**empty)
+
+
+def test_composites_have_rules(debugging):
+    x, table = torch.ones(2, 8), torch.ones(5, 8)
+    apply_rope(x, ints(-1, 4), table, start=0, interleaved=True)
+    with pytest.raises(ValueError, match=r"^apply_rope: positions\[1\]: got 5, allowed: -1, or 0 to 4"):
+        apply_rope(x, ints(0, 5), table, start=0, interleaved=True)
+    logits, experts = torch.ones(2, 4), ints([0, 3], [-1, 4])
+    hash_routed_experts(logits, ints(0, -1), experts)
+    with pytest.raises(ValueError, match=r"^hash_routed_experts: tokens\[0\]: got 2"):
+        hash_routed_experts(logits, ints(2, 0), experts)
+    with pytest.raises(ValueError, match=r"^hash_routed_experts: table\[1, 1\]: got 4, allowed: -1, or 0 to 3 \(experts\)"):
+        hash_routed_experts(logits, ints(0, 1), experts)
+    plan = build_step_plan(ints(0, 1, 4), ints(3, 3), ints([0], [1]), longs(2, 4, 5, 6), num_decodes=1, max_context=4)
+    build_window_plan(plan, window=2)
+    for change, message in (
+        (dict(request_ids=ints(0, 1, 0, 1)), r"request_ids\[1\]: got 0, allowed: -1, or 1 to 1 \(prefill requests\)"),
+        (dict(positions=ints(2, 0, -2, 2)), r"positions\[1\]: got -2"),
+        (dict(kv_indptr=ints(0, -3)), r"kv_indptr\[1\]: got -3"),
+    ):
+        with pytest.raises(ValueError, match="^window_plan: " + message):
+            build_window_plan(plan._replace(**change), window=2)
+
+
+CODE = """
+import os, torch
+from sparse_attn import top_k_per_row
+scores, ends = torch.zeros(2, 4), torch.tensor([4, 5], dtype=torch.int32)
+os.environ.pop("SPARSE_ATTN_DEBUG", None)
+{before}
+os.environ["SPARSE_ATTN_DEBUG"] = "1"
+try:
+    top_k_per_row(scores, 1, None, ends)
+    print("silent")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("before, said", [
+    ("", "top_k_per_row: row_ends[1]: got 5, allowed: at most 4 (the width of logits)"),
+    ("top_k_per_row(scores, 1, None, ends)", "silent"),
+])  # fmt: skip
+def test_the_variable_is_read_when_an_op_first_runs(before, said):
+    done = subprocess.run([sys.executable, "-c", CODE.format(before=before)], capture_output=True, text=True)
+    assert done.stdout.strip() == said, done.stderr
+
+
+def test_off_nothing_is_looked_at(monkeypatch):
+    monkeypatch.setattr(debug, "on", lambda: False)
+    monkeypatch.setattr(debug, "refuse", None)
+    monkeypatch.setattr(debug, "importlib", None)
+    top_k_per_row(torch.zeros(1, 4), 1, None, ints(5))
+    apply_rope(torch.ones(1, 8), ints(9), torch.ones(5, 8), start=0, interleaved=True)
+
+
+def test_graphs_are_the_same(monkeypatch):
+    """Dynamo sees nothing of it, and the ops of a compiled call look when they run."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph.forward
+
+    def step(logits, ends, x, positions, table):
+        chosen = top_k_per_row(apply_rope(logits, positions, table, start=0, interleaved=True), 2, None, ends)
+        return chosen, hash_routed_experts(x, positions, chosen)
+
+    arguments = torch.ones(2, 4), ints(4, 3), torch.ones(2, 6), ints(1, 0), torch.ones(5, 4)
+    for flag in (False, True):
+        monkeypatch.setattr(debug, "on", lambda flag=flag: flag)
+        torch._dynamo.reset()
+        compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
+        torch.testing.assert_close(compiled(*arguments), step(*arguments))
+    assert len(graphs) == 2 and graphs[0] == graphs[1]
+    with pytest.raises(ValueError, match=r"^top_k_per_row: row_ends\[0\]: got 5"):
+        compiled(arguments[0], ints(5, 3), *arguments[2:])
+
+
+@pytest.mark.gpu
+def test_captured_calls_are_let_through(debugging):
+    logits, ends = torch.rand(2, 64, device="cuda"), ints(64, 10).cuda()
+    want = top_k_per_row(logits, 4, None, ends)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = top_k_per_row(logits, 4, None, ends)
+    graph.replay()
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match=r"^top_k_per_row: row_ends\[1\]: got 65"):
+        top_k_per_row(logits, 4, None, ends.add_(torch.tensor([0, 55], device="cuda", dtype=torch.int32)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GOOD)
+def test_on_the_gpu(name, debugging):
+    def there(arguments):
+        return {key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+
+    run(name, there(GOOD[name]()))
+    for change, message in BAD[name]:
+        with pytest.raises(ValueError, match="^" + re.escape(f"{name}: {message}")):
+            run(name, there(GOOD[name]() | change))
