@@ -113,6 +113,7 @@ def merge_attn_states(
     checks.check_dtype("outs", outs, FLOATS)
     checks.check_rank("outs", outs, 4)
     checks.check_at_least("outs states", outs.shape[0], 1)
+    checks.check_at_least("outs d_v", outs.shape[3], 1)
     checks.check_unit_stride("outs", outs)
     checks.check_dtype("lses", lses, (torch.float32,))
     checks.check_shape("lses", lses, outs.shape[:3], "[states, tokens, heads]")

@@ -279,7 +279,7 @@ def _padded(size: int) -> int:
 
 def _merge(outs, lses, sink, out, lse, to_log2):
     states, tokens, heads, d_v = outs.shape
-    if tokens == 0:
+    if tokens * heads == 0:
         return
     block_s = max(2, triton.next_power_of_2(states))
     block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))

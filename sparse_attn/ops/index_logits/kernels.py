@@ -27,10 +27,12 @@ def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr)
 
 
 @triton.jit
-def _weighed(products, weights, ROWS: tl.constexpr, PAD_H: tl.constexpr, KEYS: tl.constexpr):
-    """relu(products) [KEYS, ROWS * PAD_H] weighed and summed over heads -> [KEYS, ROWS]."""
+def _weighed(products, weights, real, WHOLE_H: tl.constexpr):
+    """relu(products) [KEYS, lanes] times ``weights``, 0 where a lane is no ``real`` head."""
     weighed = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
-    return tl.sum(tl.reshape(weighed, [KEYS, ROWS, PAD_H]), 2)
+    if not WHOLE_H:
+        weighed = tl.where(real[None, :], weighed, 0.0)  # an infinite key times the zeros of padding is NaN
+    return weighed
 
 
 @triton.jit(do_not_specialize=["rows", "keys", "stride_out_row"])
@@ -57,6 +59,7 @@ def mqa_logits(
     D: tl.constexpr,
     PAD_D: tl.constexpr,
     PAD_H: tl.constexpr,
+    WHOLE_H: tl.constexpr,  # PAD_H == heads
     FP8: tl.constexpr,
     FP8_DOT: tl.constexpr,
     FNUZ: tl.constexpr,
@@ -109,7 +112,7 @@ def mqa_logits(
         start = tl.load(kv_start + m64 * stride_start_row)
         end = tl.load(kv_end + m64 * stride_end_row)
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_H], tl.float32))
-        score = tl.sum(tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :], 1)
+        score = tl.sum(_weighed(products, weight, real_head, WHOLE_H), 1)
         if k_scale is not None:
             score = score * scale
         score = tl.where((key >= start) & (key < end), score, float("-inf"))
@@ -144,6 +147,7 @@ def paged_mqa_logits(
     D: tl.constexpr,
     PAD_D: tl.constexpr,
     PAD_H: tl.constexpr,
+    WHOLE_H: tl.constexpr,  # PAD_H == heads
     NEXT_N: tl.constexpr,
     PAD_N: tl.constexpr,  # rows a program takes; a request has cdiv(NEXT_N, PAD_N) programs to a key tile
     FP8: tl.constexpr,  # codes, then the block's fp32 scales; otherwise plain rows of D
@@ -197,7 +201,8 @@ def paged_mqa_logits(
                 tl.load(k_at, mask=known[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
             )
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_N * PAD_H], tl.float32))
-        score = _weighed(products, weight, PAD_N, PAD_H, KEYS)
+        weighed = _weighed(products, weight, real_lane, WHOLE_H)
+        score = tl.sum(tl.reshape(weighed, [KEYS, PAD_N, PAD_H]), 2)
         if FP8:
             scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
             score = score * tl.load(scale_at, mask=known, other=0.0)[:, None]
@@ -220,6 +225,7 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
     keys = k.shape[0]
     if rows == 0 or keys == 0:
         return
+    pad_h = max(16, triton.next_power_of_2(heads))
     mqa_logits[(triton.cdiv(keys, config.keys), triton.cdiv(rows, config.rows))](
         q,
         k,
@@ -240,7 +246,8 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
         out.stride(0),
         D=dim,
         PAD_D=max(32, triton.next_power_of_2(dim)),
-        PAD_H=max(16, triton.next_power_of_2(heads)),
+        PAD_H=pad_h,
+        WHOLE_H=pad_h == heads,
         FP8=k_scale is not None,
         FP8_DOT=config.fp8_dot,
         FNUZ=flavour == "e4m3fnuz",
@@ -259,6 +266,7 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
         return
     pad_h = triton.next_power_of_2(heads)
     pad_n = min(triton.next_power_of_2(next_n), max(1, LANES // pad_h))
+    pad_h = max(16 // pad_n, pad_h)
     paged_mqa_logits[(requests * triton.cdiv(next_n, pad_n), config.splits)](
         q,
         cache,
@@ -279,7 +287,8 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
         out.stride(0),
         D=dim,
         PAD_D=max(32, triton.next_power_of_2(dim)),
-        PAD_H=max(16 // pad_n, pad_h),
+        PAD_H=pad_h,
+        WHOLE_H=pad_h == heads,
         NEXT_N=next_n,
         PAD_N=pad_n,
         FP8=flavour != "none",

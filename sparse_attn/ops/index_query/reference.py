@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn import checks
 from sparse_attn.layout import INDEX_AMAX_FLOOR, PlainLayout, fp8_quantise, parse_layout
 from sparse_attn.ops.rope.reference import apply_rope
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def indexer_q_rope_quant(
@@ -36,9 +39,10 @@ def indexer_q_rope_quant(
 
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     """Orthonormal Hadamard transform of the last dimension (a power of two), in fp32, cast back. Its own inverse."""
-    dim = x.shape[-1]
+    checks.check_dtype("x", x, FLOATS)
+    dim = x.shape[-1] if x.dim() else 0
     if dim < 1 or dim & (dim - 1):
-        raise ValueError(f"x: got last dimension {dim}, allowed: powers of two")
+        raise ValueError(f"x: got shape {list(x.shape)}, allowed: a last dimension that is a power of two")
     values = x.float()
     half = 1
     while half < dim:

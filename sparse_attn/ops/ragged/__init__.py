@@ -151,10 +151,10 @@ def combine_topk_swa_indices_ragged(
     Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
     combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.
     """
+    _check_rows(positions=positions, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets)
     if topk is not None:
         checks.check_dtype("topk", topk, INDEX_DTYPES)
         checks.check_shape("topk", topk, (positions.shape[0], None), "[tokens, k]")
-    _check_rows(positions=positions, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets)
     checks.check_at_least("window", window, 1)
     checks.check_at_least("max_entries", max_entries, 0)
     checks.check_at_least("num_rows", num_rows, 0)

@@ -1,0 +1,556 @@
+"""Calls of every public function with hostile values in legal shapes, and what they should give."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import torch
+from hostile import INF, INT_MAX, INT_MIN, Call, amid, blocks, codes, flag, floats, ints, monotone, some
+from hypothesis import strategies as st
+
+import hostile_oracles as oracles
+import sparse_attn
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.types import Ragged, StepPlan
+
+NAN = math.nan
+WILD64 = (-(2**63), -(2**40), -1, 2**31, 2**40, 2**63 - 1)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_LAYOUTS = (
+    IndexFp8Layout(32), IndexFp8Layout(20, "e4m3fnuz", "raw"), PlainLayout("fp32", 16), PlainLayout("bf16", 24)
+)  # fmt: skip
+KEY_LAYOUTS = (
+    LatentFp8Layout(32, 8, 16), LatentFp8Layout(48, 4, 16, "e4m3fnuz", "pow2"), PlanarFp8Layout(24, 8, group=8),
+    PlanarFp8Layout(48, 16, 16, "e4m3fnuz"), PlainLayout("bf16", 12, 4), PlainLayout("fp32", 16),
+)  # fmt: skip
+ROUNDED = {torch.bfloat16: (1e-3, 2**-7), torch.float16: (1e-4, 2**-10), torch.float32: (1e-5, 1e-5)}
+
+
+def pick(draw, choices):
+    return draw(st.sampled_from(choices))
+
+
+def maybe(draw, value):
+    return value if flag(draw) else None
+
+
+def free(draw, tensor):
+    return amid(draw, tensor, free=True)
+
+
+def table(draw, requests, columns, blocks_there):
+    """A block table: blocks that are there, and some that are not."""
+    return amid(draw, ints(draw, (requests, columns), 0, max(blocks_there - 1, 0)))
+
+
+def slot_mapping(draw, tokens, cache, dtype):
+    """Distinct slots, -1, and wild ones."""
+    count = cache.shape[0] * cache.shape[1]
+    chosen = draw(st.permutations(range(count)))[:tokens]
+    chosen = torch.tensor([*chosen, *[-1] * (tokens - len(chosen))], dtype=dtype)
+    wild = ints(draw, (tokens,), 0, 0, dtype, WILD64 if dtype == torch.int64 else (INT_MIN, -1, INT_MAX, count))
+    return free(draw, torch.where(wild == 0, chosen, wild))
+
+
+# Caches.
+
+
+def indexer_k_quant_and_cache(draw):
+    layout, tokens = pick(draw, INDEX_LAYOUTS), some(draw, 0, 6)
+    cache = blocks(draw, layout, some(draw, 0, 3), pick(draw, (1, 3, 4)), fill=flag(draw))
+    slots = slot_mapping(draw, some(draw, 0, tokens), cache, pick(draw, (torch.int64, torch.int32)))
+    k = floats(draw, (tokens, layout.dim), pick(draw, FLOATS), scale=pick(draw, (1e-6, 1.0, 300.0)))
+    count = cache.shape[0] * cache.shape[1]
+    for row in range(tokens):
+        if row >= len(slots) or not 0 <= slots[row] < count:
+            k[row] = NAN
+    return dict(k=amid(draw, k), cache=cache, slot_mapping=slots, layout=layout), dict(writes=("cache",))
+
+
+def write_kv_cache(draw):
+    layout, tokens = pick(draw, KEY_LAYOUTS), some(draw, 0, 6)
+    cache = blocks(draw, layout, some(draw, 0, 3), pick(draw, (1, 3, 4)), fill=flag(draw))
+    slots = slot_mapping(draw, some(draw, 0, tokens), cache, pick(draw, (torch.int64, torch.int32)))
+    dtype, count = pick(draw, FLOATS), cache.shape[0] * cache.shape[1]
+    values = floats(draw, (tokens, layout.dim), dtype, scale=pick(draw, (1e-6, 1.0, 300.0)))
+    for row in range(tokens):
+        if row >= len(slots) or not 0 <= slots[row] < count:
+            values[row] = NAN
+    if flag(draw):  # two views of one tensor, as models make them
+        latent, rope = values.split([layout.latent, layout.rope], 1)
+    else:
+        latent, rope = amid(draw, values[:, : layout.latent].clone()), amid(draw, values[:, layout.latent :].clone())
+    return dict(latent=latent, rope=rope, cache=cache, slot_mapping=slots, layout=layout), dict(writes=("cache",))
+
+
+def gather_indexer_k(draw):
+    layout, requests, columns, size = pick(draw, INDEX_LAYOUTS), some(draw, 0, 4), some(draw, 0, 3), pick(draw, (1, 3, 4))
+    cache = blocks(draw, layout, some(draw, 0, 3), size)
+    kv_indptr = monotone(draw, requests, columns * size + 2)
+    capacity = max(int(kv_indptr[-1]) + some(draw, -3, 5), 0)
+    return dict(cache=cache, block_table=table(draw, requests, columns, len(cache)), kv_indptr=amid(draw, kv_indptr),
+                capacity=capacity, layout=layout), {}  # fmt: skip
+
+
+def gather_kv_cache(draw):
+    layout, requests, columns, size = pick(draw, KEY_LAYOUTS), some(draw, 0, 4), some(draw, 0, 3), pick(draw, (1, 3, 4))
+    cache = blocks(draw, layout, some(draw, 0, 3), size)
+    kv_indptr = monotone(draw, requests, columns * size + 2)
+    capacity = max(int(kv_indptr[-1]) + some(draw, -3, 5), 0)
+    starts = maybe(draw, amid(draw, ints(draw, (requests,), 0, 9, wild=(-1, -7, INT_MIN))))
+    dtype = pick(draw, FLOATS)
+    level = None if isinstance(layout, PlainLayout) and layout.dtype == dtype else ROUNDED[dtype]
+    return dict(cache=cache, block_table=table(draw, requests, columns, len(cache)), kv_indptr=amid(draw, kv_indptr),
+                capacity=capacity, layout=layout, starts=starts, dtype=dtype), dict(level=level)  # fmt: skip
+
+
+# Queries and rotation.
+
+
+def turns(draw, tokens, dim):
+    """(positions, cos_sin, start, interleaved) for vectors of ``dim``."""
+    width, rows = 2 * some(draw, 1, dim // 2), some(draw, 1, 6)
+    cos_sin = amid(draw, sparse_attn.rope_table(rows, width, 100.0, device="cpu"))
+    dtype = pick(draw, (torch.int32, torch.int64))
+    positions = free(draw, ints(draw, (tokens,), 0, rows, dtype))
+    return dict(positions=positions, cos_sin=cos_sin, start=some(draw, 0, dim - width), interleaved=flag(draw))
+
+
+def apply_rope(draw):
+    dtype = pick(draw, FLOATS)
+    shape = (some(draw, 0, 4), some(draw, 0, 3), 8) if flag(draw) else (some(draw, 0, 4), 10)
+    x = free(draw, floats(draw, shape, dtype))
+    turned = turns(draw, shape[0], shape[-1])
+    for row, position in enumerate(turned["positions"].tolist()):
+        if not 0 <= position < turned["cos_sin"].shape[0]:
+            x[row, ..., turned["start"] : turned["start"] + turned["cos_sin"].shape[1]] = NAN
+    return dict(x=x, **turned, inverse=flag(draw)), dict(level=ROUNDED[dtype])
+
+
+def hadamard_transform(draw):
+    dtype = pick(draw, FLOATS)
+    return dict(x=free(draw, floats(draw, (some(draw, 0, 3), 2 ** some(draw, 0, 4)), dtype))), dict(level=ROUNDED[dtype])
+
+
+def indexer_q_rope_quant(draw):
+    layout, dtype, tokens, heads = pick(draw, INDEX_LAYOUTS), pick(draw, FLOATS), some(draw, 0, 4), some(draw, 0, 3)
+    dim = layout.dim
+    q = free(draw, floats(draw, (tokens, heads, dim), dtype))
+    weights = free(draw, floats(draw, (tokens, heads), pick(draw, FLOATS)))
+    turned = turns(draw, tokens, dim)
+    for row, position in enumerate(turned["positions"].tolist()):
+        if not 0 <= position < turned["cos_sin"].shape[0]:
+            q[row], weights[row] = NAN, NAN
+    coarse = ROUNDED[dtype] if dtype != torch.float32 else ROUNDED[getattr(layout, "dtype", dtype)] \
+        if isinstance(layout, PlainLayout) else ROUNDED[dtype]  # fmt: skip
+    return dict(q=q, weights=weights, **turned, hadamard=flag(draw) and dim & (dim - 1) == 0, weight_scale=0.7,
+                layout=layout), dict(level=tuple(4 * bound for bound in coarse))  # fmt: skip
+
+
+# Scores.
+
+
+def mqa(draw, fp8: bool):
+    rows, keys, heads, dim = some(draw, 0, 4), some(draw, 0, 9), some(draw, 1, 5), pick(draw, (8, 20, 32))
+    spoilt = (NAN, INF, -INF) if flag(draw) else ()
+    if fp8:
+        nan = bool(spoilt)
+        q, k = codes(draw, (rows, heads, dim), nan), codes(draw, (keys, dim), nan)
+        flavour = pick(draw, ("e4m3fn", "e4m3fnuz"))
+        k_scale = free(draw, floats(draw, (keys,)).abs().exp2() * 1e-3)
+        given = dict(k_scale=k_scale, flavour=flavour)
+    else:
+        dtype = pick(draw, FLOATS)
+        q, k = floats(draw, (rows, heads, dim), dtype, spoilt=spoilt), floats(draw, (keys, dim), dtype, spoilt=spoilt)
+        given = {}
+    bounds = dict(kv_start=free(draw, ints(draw, (rows,), 0, keys)), kv_end=free(draw, ints(draw, (rows,), 0, keys + 1)))
+    named = {n for a, b in zip(*map(torch.Tensor.tolist, bounds.values())) for n in range(max(a, 0), min(b, keys))}
+    for key in range(keys):
+        if key not in named:  # poison in what no row scores
+            k[key] = 0x7F if fp8 else NAN
+            if fp8:
+                given["k_scale"][key] = NAN
+    weights = free(draw, floats(draw, (rows, heads)))
+    return dict(q=amid(draw, q), k=amid(draw, k), weights=weights, **bounds, **given)
+
+
+LOGITS = dict(level=(1e-4, 1e-4), loose=(2e-2, 1e-3))
+
+
+def fp8_mqa_logits(draw):
+    return mqa(draw, True), LOGITS
+
+
+def bf16_mqa_logits(draw):
+    return mqa(draw, False), LOGITS
+
+
+def paged(draw, layouts):
+    layout = pick(draw, layouts)
+    requests, next_n, heads, size = some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 5), pick(draw, (1, 4))
+    cache = blocks(draw, layout, some(draw, 0, 4), size)
+    columns, dim = some(draw, 0, 3), layout.dim
+    fp8 = isinstance(layout, IndexFp8Layout)
+    q = codes(draw, (requests, next_n, heads, dim)) if fp8 else floats(draw, (requests, next_n, heads, dim), layout.dtype)
+    most = some(draw, 0, 12)
+    return dict(
+        q=amid(draw, q), cache=cache, weights=free(draw, floats(draw, (requests * next_n, heads))),
+        context_lens=free(draw, ints(draw, (requests, next_n), 0, most)),
+        block_table=table(draw, requests, columns, len(cache)), max_context_len=most, layout=layout,
+    )  # fmt: skip
+
+
+def fp8_paged_mqa_logits(draw):
+    return paged(draw, INDEX_LAYOUTS[:2]), LOGITS
+
+
+def bf16_paged_mqa_logits(draw):
+    return paged(draw, INDEX_LAYOUTS[2:]), LOGITS
+
+
+# Selection.
+
+
+def top_k_per_row(draw):
+    rows, width = some(draw, 0, 4), some(draw, 0, 40)
+    spoilt = (NAN, INF, -INF, 0.0, -0.0, 1e-45, -3.4e38)
+    logits = amid(draw, floats(draw, (rows, width), spoilt=spoilt))
+    starts, ends = ints(draw, (rows,), 0, width), ints(draw, (rows,), 0, width)
+    return dict(logits=logits, k=some(draw, 1, width + 3), row_starts=maybe(draw, free(draw, starts)),
+                row_ends=maybe(draw, free(draw, ends))), {}  # fmt: skip
+
+
+def whole(values: torch.Tensor) -> torch.Tensor:
+    """Small integers: sums of products are exact in any order, with many ties."""
+    return (values.float() * 2).round().clamp(-3, 3).to(values.dtype)
+
+
+def index_topk_prefill(draw):
+    given = mqa(draw, False)
+    dtype = given["q"].dtype
+    given["q"], given["weights"] = whole(given["q"].nan_to_num(0, 1, 1)), whole(given["weights"])
+    given["k"] = whole(given["k"].nan_to_num(0, 1, 1)).to(dtype)
+    return given | dict(k_scale=None, top_k=some(draw, 1, 12), logits_bytes=some(draw, 0, 2000)), {}
+
+
+def index_topk_decode(draw):
+    given = paged(draw, INDEX_LAYOUTS[2:])
+    given["q"], given["weights"] = whole(given["q"]), whole(given["weights"])
+    given["cache"].copy_(whole(given["cache"]))
+    return given | dict(top_k=some(draw, 1, 12), logits_bytes=some(draw, 0, 2000)), {}
+
+
+# Ragged indices.
+
+
+def build_ragged_indices_from_dense(draw):
+    tokens, width = some(draw, 0, 5), some(draw, 0, 9)
+    lengths, offsets = ints(draw, (tokens,), 0, width), ints(draw, (tokens,), -3, 20)
+    return dict(
+        indices=free(draw, ints(draw, (tokens, width), -1, 20)), lengths=maybe(draw, free(draw, lengths)),
+        num_rows=maybe(draw, some(draw, 0, 25)), row_offsets=maybe(draw, free(draw, offsets)),
+    ), {}  # fmt: skip
+
+
+def mapped(draw, tokens):
+    requests, columns = some(draw, 0, 3), some(draw, 0, 3)
+    return dict(
+        request_ids=free(draw, ints(draw, (tokens,), -1, requests)), block_table=table(draw, requests, columns, 9),
+        block_size=pick(draw, (1, 3, 4)),
+    )  # fmt: skip
+
+
+def compute_global_topk_ragged_indices_and_indptr(draw):
+    tokens, k = some(draw, 0, 5), some(draw, 0, 6)
+    return dict(topk=free(draw, ints(draw, (tokens, k), -1, 12)), **mapped(draw, tokens)), {}
+
+
+def window_indices(draw):
+    tokens = some(draw, 0, 5)
+    positions = free(draw, ints(draw, (tokens,), -1, 15, wild=(INT_MIN, -1, INT_MAX - 9)))
+    return dict(positions=positions, **mapped(draw, tokens), window=some(draw, 1, 6)), {}
+
+
+def entry_indices(draw):
+    tokens, most = some(draw, 0, 5), some(draw, 0, 12)
+    return dict(limits=free(draw, ints(draw, (tokens,), 0, most)), **mapped(draw, tokens), max_entries=most), {}
+
+
+def combine_topk_swa_indices_ragged(draw):
+    tokens, k = some(draw, 0, 5), some(draw, 0, 6)
+    return dict(
+        topk=maybe(draw, free(draw, ints(draw, (tokens, k), -1, 12))), limits=free(draw, ints(draw, (tokens,), 0, 9)),
+        positions=free(draw, ints(draw, (tokens,), -1, 12, wild=(INT_MIN, -1, INT_MAX - 9))),
+        entry_offsets=free(draw, ints(draw, (tokens,), -3, 9)), window_offsets=free(draw, ints(draw, (tokens,), -9, 9)),
+        window=some(draw, 1, 5), max_entries=some(draw, 0, 7), num_rows=some(draw, 0, 30),
+    ), {}  # fmt: skip
+
+
+# Plans.
+
+
+def build_step_plan(draw):
+    decodes, prefills, next_n = some(draw, 0, 3), some(draw, 0, 3), some(draw, 1, 3)
+    rows = draw(st.lists(st.integers(0, 4), min_size=prefills, max_size=prefills))
+    tokens = decodes * next_n + sum(rows) + some(draw, 0, 3)
+    starts = [0, *torch.tensor([next_n] * decodes + rows).cumsum(0).tolist()] if decodes + prefills else [0]
+    lengths = ints(draw, (decodes + prefills,), 0, 9, wild=(INT_MIN, -1, 0))
+    slots = ints(draw, (tokens,), 0, 50, torch.int64, (-(2**63), -1, 2**63 - 1))
+    return dict(
+        query_start_loc=free(draw, torch.tensor(starts, dtype=torch.int32)), seq_lens=free(draw, lengths),
+        block_table=table(draw, decodes + prefills, 2, 9), slot_mapping=free(draw, slots), max_context=9,
+        num_decodes=decodes, next_n=next_n, kv_capacity=30,
+    ), {}  # fmt: skip
+
+
+def plan(draw):
+    decodes, prefills, next_n = some(draw, 0, 2), some(draw, 0, 3), some(draw, 1, 3)
+    tokens, requests = decodes * next_n + some(draw, 0, 6), decodes + prefills
+    kv_indptr = monotone(draw, prefills, 9)
+    zero = torch.zeros(tokens - decodes * next_n, dtype=torch.int32)
+    positions = free(draw, ints(draw, (tokens,), -1, 20, wild=(INT_MIN, -1, INT_MAX - 40)))
+    return StepPlan(
+        request_ids=free(draw, ints(draw, (tokens,), -1, requests)), positions=positions, limits=positions + 1,
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64), block_table=table(draw, requests, some(draw, 0, 3), 9),
+        context_lens=torch.zeros(decodes, next_n, dtype=torch.int32), kv_indptr=free(draw, kv_indptr), kv_start=zero,
+        kv_end=zero, kv_capacity=30, max_context=30,
+    )  # fmt: skip
+
+
+def build_compressed_plan(draw):
+    return dict(plan=plan(draw), ratio=some(draw, 1, 4), block_size=some(draw, 1, 3)), {}
+
+
+def build_window_plan(draw):
+    """Of steps as build_step_plan makes them: the plan is plain torch, and no reader of wild values."""
+    given, _ = build_step_plan(draw)
+    given["seq_lens"] = torch.where(given["seq_lens"] > 0, given["seq_lens"] + 4, given["seq_lens"])
+    return dict(plan=sparse_attn.build_step_plan(**given), window=some(draw, 1, 6)), {}
+
+
+# Attention.
+
+
+def rows_of(draw, tokens, count):
+    """Ragged rows of wild indices; sometimes of wild bounds too. What no row names is INT_MAX or a real index."""
+    capacity = some(draw, 0, 40)
+    if flag(draw):
+        bounds = sorted(draw(st.lists(st.integers(0, capacity), min_size=tokens + 1, max_size=tokens + 1)))
+    else:
+        wild = st.one_of(st.integers(-2, capacity + 2), st.sampled_from((INT_MIN, INT_MAX)))
+        bounds = draw(st.lists(wild, min_size=tokens + 1, max_size=tokens + 1))
+    indices = ints(draw, (capacity,), 0, max(count - 1, 0))
+    return Ragged(amid(draw, indices), amid(draw, torch.tensor(bounds, dtype=torch.int32)))
+
+
+def named_by(ragged, count):
+    return {i for i in ragged.indices.tolist() if 0 <= i < count}
+
+
+def sink_of(draw, heads):
+    return maybe(draw, amid(draw, floats(draw, (heads + some(draw, 0, 2),), spoilt=(INF, -INF))))
+
+
+ATTENTION = {
+    torch.float32: dict(level=(1e-5, 1e-4), loose=(1e-4, 1e-3)),
+    torch.bfloat16: dict(level=(4e-3, 2**-7), loose=(8e-3, 2**-6)),
+    torch.float16: dict(level=(1e-3, 2**-9), loose=(2e-3, 2**-8)),
+}
+
+
+def sparse_attn_prefill(draw):
+    dtype, tokens, heads, d_qk, count = pick(draw, FLOATS), some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 24), some(draw, 0, 9)
+    ragged = rows_of(draw, tokens, count)
+    kv = amid(draw, floats(draw, (count, d_qk), dtype))
+    for row in set(range(count)) - named_by(ragged, count):
+        kv[row] = NAN
+    if flag(draw):
+        kv = kv.unsqueeze(1)
+    return dict(
+        q=amid(draw, floats(draw, (tokens, heads, d_qk), dtype)), kv=kv, ragged=ragged, scale=pick(draw, (0.3, -0.3, 0.0)),
+        d_v=some(draw, 1, d_qk), sink=sink_of(draw, heads),
+    ), ATTENTION[dtype]  # fmt: skip
+
+
+def sparse_attn_decode(draw):
+    layout, dtype, tokens, heads = pick(draw, KEY_LAYOUTS), pick(draw, FLOATS), some(draw, 0, 3), some(draw, 1, 3)
+
+    def source(layout):
+        cache = blocks(draw, layout, some(draw, 0, 3), pick(draw, (1, 3, 4)))
+        count = cache.shape[0] * cache.shape[1]
+        ragged = rows_of(draw, tokens, count)
+        for slot in set(range(count)) - named_by(ragged, count):
+            for place in oracles.fields(cache, layout, slot):
+                oracles.flat(cache)[place] = 0xFF if cache.dtype == torch.uint8 else NAN
+        return cache, ragged, layout
+
+    cache, ragged, layout = source(layout)
+    extra = None, None, None
+    if flag(draw):
+        alike = [other for other in (layout, PlainLayout("bf16", layout.value_dim, layout.dim - layout.value_dim))]
+        extra = source(pick(draw, alike))
+    return dict(
+        q=amid(draw, floats(draw, (tokens, heads, layout.dim), dtype, scale=0.3)), cache=cache, ragged=ragged, scale=0.3,
+        layout=layout, extra_cache=extra[0], extra_ragged=extra[1], extra_layout=extra[2], sink=sink_of(draw, heads),
+    ), dict(level=tuple(30 * x for x in ATTENTION[dtype]["level"]), loose=tuple(30 * x for x in ATTENTION[dtype]["loose"]))
+
+
+def merge_attn_states(draw):
+    dtype, shape = pick(draw, FLOATS), (some(draw, 1, 4), some(draw, 0, 3), some(draw, 0, 3), some(draw, 1, 20))
+    lses = free(draw, floats(draw, shape[:3], scale=3.0, spoilt=(-INF, -INF)))
+    outs = floats(draw, shape, dtype)
+    outs[lses.isneginf()] = NAN
+    return dict(outs=amid(draw, outs), lses=lses, sink=sink_of(draw, shape[2])), ATTENTION[dtype]
+
+
+# The compressor, experts, streams, sampling.
+
+
+def compress_and_cache(draw):
+    ratio, overlap, layout = pick(draw, ((2, True, PlainLayout("fp32", 8)), (3, False, PlainLayout("fp32", 12)),
+                                         (4, True, PlainLayout("fp32", 8))))  # fmt: skip
+    width, requests = layout.dim * (1 + overlap), some(draw, 1, 3)
+    size = some(draw, 1, 4)
+    columns = -(-ratio * (1 + overlap) // size) + some(draw, 0, 1)
+    memory = torch.full((requests * columns + 2, size * 2 * width + 3), NAN)
+    state = memory[1:-1, : size * 2 * width].unflatten(1, (size, 2 * width))
+    state.copy_(floats(draw, state.shape))
+    rings = torch.tensor(draw(st.permutations(range(requests * columns))), dtype=torch.int32).reshape(requests, columns)
+    wild = ints(draw, rings.shape, 0, 0)
+    cache = blocks(draw, layout, some(draw, 0, 3), pick(draw, (1, 3)), fill=False)
+    positions, ids = [], []
+    for request in draw(st.permutations(range(requests))):
+        for _ in range(some(draw, 0, 2)):  # padding
+            wild_position = flag(draw)
+            positions.append(pick(draw, (-1, INT_MIN)) if wild_position else some(draw, 0, 9))
+            ids.append(request if wild_position else pick(draw, (-1, INT_MIN, requests, INT_MAX)))
+        first, rows = some(draw, 0, 9), some(draw, 0, 12)
+        positions += range(first, first + rows)
+        ids += [request] * rows
+    tokens = len(ids)
+    kv, gate = floats(draw, (tokens, width)), floats(draw, (tokens, width))
+    for row, (position, request) in enumerate(zip(positions, ids)):
+        if position < 0 or not 0 <= request < requests:
+            kv[row], gate[row] = NAN, NAN
+    rotated = 2 * some(draw, 1, 4)
+    return dict(
+        kv=amid(draw, kv), gate=amid(draw, gate), position_bias=amid(draw, floats(draw, (ratio, width))),
+        norm_weight=floats(draw, (layout.dim,), pick(draw, FLOATS)),
+        positions=free(draw, torch.tensor(positions, dtype=torch.int32)),
+        request_ids=free(draw, torch.tensor(ids, dtype=torch.int32)), state=state,
+        state_table=amid(draw, torch.where(wild == 0, rings, wild)), cache=cache,
+        slot_mapping=slot_mapping(draw, tokens, cache, torch.int64),
+        cos_sin=amid(draw, sparse_attn.rope_table(some(draw, 1, 20), rotated, 100.0, device="cpu")), ratio=ratio,
+        overlap=overlap, eps=1e-5, rope_start=2 * some(draw, 0, (layout.dim - rotated) // 2),
+        hadamard=flag(draw) and layout.dim == 8, layout=layout,
+    ), dict(writes=("state", "cache"), level=(1e-4, 1e-4))  # fmt: skip
+
+
+GATES = (0.0, 0.3, 0.7, 1.1, 1.9, 2.7, -INF, NAN)  # scores far apart, or equal
+
+
+def biased_grouped_topk(draw):
+    groups, size = pick(draw, ((1, 1), (1, 5), (2, 3), (4, 2), (3, 4)))
+    tokens, experts, kept = some(draw, 0, 4), groups * size, some(draw, 1, groups)
+    def of(shape, values):
+        return torch.tensor(draw(st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape)))
+                            ).float().reshape(shape)  # fmt: skip
+
+    logits = of((tokens, experts), GATES).to(pick(draw, (torch.float32, torch.bfloat16)))
+    return dict(
+        logits=free(draw, logits), bias=free(draw, of((experts,), (0.0, 0.0, 4.0, -4.0, -INF, NAN))),
+        top_k=some(draw, 1, size * kept), num_groups=groups, top_groups=kept, renormalise=flag(draw), routed_scale=2.5,
+        score=pick(draw, ("sigmoid", "sqrtsoftplus")),
+    ), dict(level=(1e-6, 1e-5))  # fmt: skip
+
+
+def hash_routed_experts(draw):
+    tokens, experts, rows, k = some(draw, 0, 4), some(draw, 1, 5), some(draw, 1, 4), some(draw, 0, 3)
+    dtype = pick(draw, (torch.int32, torch.int64))
+    return dict(
+        logits=free(draw, floats(draw, (tokens, experts), pick(draw, (torch.float32, torch.bfloat16)))),
+        tokens=free(draw, ints(draw, (tokens,), 0, rows - 1, dtype)),
+        table=free(draw, ints(draw, (rows, k), 0, experts - 1, dtype)), renormalise=flag(draw), routed_scale=1.5,
+        score=pick(draw, ("sigmoid", "sqrtsoftplus")),
+    ), dict(level=(1e-6, 1e-5))  # fmt: skip
+
+
+def streams_of(draw, mixes):
+    dtype, tokens, count, hidden = pick(draw, FLOATS), some(draw, 0, 3), some(draw, 1, 4), some(draw, 1, 12)
+    streams = amid(draw, floats(draw, (tokens, count, hidden), dtype))
+    return dtype, streams, dict(
+        fn=amid(draw, floats(draw, (mixes(count), count * hidden))), base=amid(draw, floats(draw, (mixes(count),)))
+    )
+
+
+def hyper_mix(draw):
+    dtype, streams, weights = streams_of(draw, lambda count: (2 + count) * count)
+    return dict(streams=streams, **weights, scale=floats(draw, (3,)), iterations=some(draw, 1, 4), eps=1e-6,
+                norm_eps=1e-5), dict(level=tuple(10 * x for x in ROUNDED[dtype]))  # fmt: skip
+
+
+def hyper_head(draw):
+    dtype, streams, weights = streams_of(draw, lambda count: count)
+    return dict(streams=streams, **weights, scale=floats(draw, (1,)), eps=1e-6, norm_eps=1e-5), dict(
+        level=tuple(10 * x for x in ROUNDED[dtype])
+    )
+
+
+def hyper_merge(draw):
+    dtype, streams, _ = streams_of(draw, lambda count: count)
+    tokens, count, hidden = streams.shape
+    return dict(
+        out=amid(draw, floats(draw, (tokens, hidden), dtype)), streams=streams,
+        post=free(draw, floats(draw, (tokens, count))), comb=free(draw, floats(draw, (tokens, count, count))),
+    ), dict(level=tuple(10 * x for x in ROUNDED[dtype]))  # fmt: skip
+
+
+CASES = {
+    name: value for name, value in list(globals().items())
+    if inspect.isfunction(value) and getattr(sparse_attn, name, None) is not None and name in sparse_attn.__all__
+}  # fmt: skip
+
+
+@st.composite
+def calls(draw, name):
+    arguments, rest = CASES[name](draw)
+    return Call(getattr(sparse_attn, name), arguments, **rest)
+
+
+def defaults(function, arguments):
+    given = {
+        name: parameter.default for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not inspect.Parameter.empty and name != "impl"
+    }  # fmt: skip
+    return given | arguments
+
+
+def expected(call: Call):
+    """What the oracle makes of a call; it writes into the call's memory."""
+    name = call.function.__name__
+    given = defaults(call.function, call.arguments)
+    if name == "build_step_plan":
+        keep = ("query_start_loc", "seq_lens", "slot_mapping", "num_decodes", "next_n")
+        ids, positions, limits, slots, kv_indptr, start, end = oracles.step_plan(**{key: given[key] for key in keep})
+        decodes, next_n = given["num_decodes"], given["next_n"]
+        lens = limits[: decodes * next_n].view(decodes, next_n)
+        return ids, positions, limits, slots, given["block_table"], lens, kv_indptr, start, end
+    if name == "build_compressed_plan":
+        limits, slots, kv_indptr, start, end = oracles.compressed_plan(**given)
+        lens = given["plan"].context_lens
+        return limits, limits[: lens.numel()].view(lens.shape), slots, kv_indptr, start, end
+    if name == "build_window_plan":
+        return oracles.window_plan(**given)
+    if name in ("fp8_paged_mqa_logits", "bf16_paged_mqa_logits"):
+        return oracles.paged_mqa_logits(**given)
+    if name == "index_topk_prefill":
+        logits = oracles.bf16_mqa_logits(*(given[key] for key in ("q", "k", "weights", "kv_start", "kv_end")))
+        return oracles.top_k_per_row(logits, given["top_k"], given["kv_start"], given["kv_end"])
+    if name == "index_topk_decode":
+        keep = ("q", "cache", "weights", "context_lens", "block_table", "max_context_len", "layout")
+        logits = oracles.paged_mqa_logits(**{key: given[key] for key in keep})
+        return oracles.top_k_per_row(logits, given["top_k"])
+    if name == "indexer_q_rope_quant" and isinstance(given["layout"], IndexFp8Layout):
+        return None
+    return getattr(oracles, name)(**given)

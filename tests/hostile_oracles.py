@@ -1,0 +1,580 @@
+"""Operators once more, in plain Python and float64, one row at a time: what references are held against."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import torch
+
+from sparse_attn.layout import FP8_DTYPE, FP8_MAX, IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+
+INF = math.inf
+NO_LIMIT = 2**31 - 1
+F = numpy.float32
+
+
+def decoded(codes: torch.Tensor, flavour: str) -> torch.Tensor:
+    table = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE[flavour]).double()
+    return table[codes.view(torch.uint8).long()]
+
+
+# Caches: where the bytes of a token lie, and what they say.
+
+
+def flat(cache: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
+
+
+def fields(cache: torch.Tensor, layout, slot: int) -> list[slice]:
+    """Elements of the cache's memory that hold a token: [values], or [codes, scales] or [codes, scales, rope]."""
+    size = cache.shape[1]
+    block, within = divmod(slot, size)
+    base = cache.storage_offset() + block * cache.stride(0)
+    if isinstance(layout, PlainLayout):
+        return [slice(base + within * layout.dim, base + (within + 1) * layout.dim)]
+    if isinstance(layout, IndexFp8Layout):
+        at, scale = base + within * layout.dim, base + size * layout.dim + 4 * within
+        return [slice(at, at + layout.dim), slice(scale, scale + 4)]
+    if isinstance(layout, LatentFp8Layout):
+        at = base + within * layout.row
+        scale = at + layout.latent
+        rope = scale + 4 * (layout.latent // layout.group)
+        return [slice(at, scale), slice(scale, rope), slice(rope, rope + 2 * layout.rope)]
+    record, scales = layout.latent + 2 * layout.rope, -(-(layout.latent // layout.group) // 8) * 8
+    at, scale = base + within * record, base + size * record + within * scales
+    return [slice(at, at + layout.latent), slice(scale, scale + scales), slice(at + layout.latent, at + record)]
+
+
+def put(cache: torch.Tensor, layout, slot: int, values: torch.Tensor) -> None:
+    memory, places = flat(cache), fields(cache, layout, slot)
+    if isinstance(layout, PlainLayout):
+        memory[places[0]] = values.to(layout.dtype)
+        return
+    values = values.float()
+    if isinstance(layout, PlanarFp8Layout):
+        values = values.bfloat16().float()
+    group = layout.dim if isinstance(layout, IndexFp8Layout) else layout.group
+    latent = layout.dim if isinstance(layout, IndexFp8Layout) else layout.latent
+    floor = F(448.0) * F(2.0**-126) if isinstance(layout, LatentFp8Layout) else F(1e-4)
+    codes, scales = [], []
+    for first in range(0, latent, group):
+        part = values[first : first + group].numpy()
+        scale = F(max(abs(part).max(), floor)) / F(FP8_MAX[layout.flavour])
+        if layout.scale_rule == "pow2":
+            mantissa, exponent = math.frexp(float(scale))
+            scale = F(math.ldexp(1.0, exponent - (mantissa == 0.5)))
+        limit = F(FP8_MAX[layout.flavour])
+        codes.append(torch.from_numpy((part / scale).clip(-limit, limit)).to(FP8_DTYPE[layout.flavour]).view(torch.uint8))
+        scales.append(float(scale))
+    memory[places[0]] = torch.cat(codes)
+    if isinstance(layout, PlanarFp8Layout):
+        exponents = [int(math.log2(scale)) + 127 for scale in scales]
+        written = torch.tensor(exponents + [0] * (8 * math.ceil(len(exponents) / 8) - len(exponents)), dtype=torch.uint8)
+        memory[places[1]] = written
+    else:
+        memory[places[1]] = torch.tensor(scales, dtype=torch.float32).view(torch.uint8)
+    if len(places) == 3:
+        memory[places[2]] = values[latent:].bfloat16().contiguous().view(torch.uint8)
+
+
+def parts(cache: torch.Tensor, layout, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes or values, fp32 scales) of a token."""
+    memory, places = flat(cache), fields(cache, layout, slot)
+    if isinstance(layout, PlainLayout):
+        return memory[places[0]], torch.ones(1)
+    scales = memory[places[1]]
+    if isinstance(layout, PlanarFp8Layout):
+        scales = 2.0 ** (scales[: layout.latent // layout.group].double() - 127)
+    else:
+        scales = scales.clone().view(torch.float32)
+    return memory[places[0]], scales
+
+
+def value(cache: torch.Tensor, layout, slot: int) -> torch.Tensor:
+    """float64 of a token."""
+    codes, scales = parts(cache, layout, slot)
+    if isinstance(layout, PlainLayout):
+        return codes.double()
+    values = (decoded(codes, layout.flavour).unflatten(0, (len(scales), -1)) * scales.double().unsqueeze(1)).flatten()
+    places = fields(cache, layout, slot)
+    if len(places) == 3:
+        values = torch.cat([values, flat(cache)[places[2]].clone().view(torch.bfloat16).double()])
+    return values
+
+
+def slot_of(cache_or_size, table, request: int, position: int, *, ring: bool = False, blocks: int | None = None):
+    """The slot of a request's position, None for nowhere. blocks: how many the cache has."""
+    size = cache_or_size if isinstance(cache_or_size, int) else cache_or_size.shape[1]
+    if not 0 <= request < table.shape[0] or position < 0 or not table.shape[1]:
+        return None
+    column = position // size
+    if ring:
+        column %= table.shape[1]
+    if column >= table.shape[1]:
+        return None
+    block = int(table[request, column])
+    if block < 0 or (blocks is not None and block >= blocks):
+        return None
+    return block * size + position % size
+
+
+def write(rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout) -> None:
+    for row, slot in zip(rows, slot_mapping.tolist()):
+        if 0 <= slot < cache.shape[0] * cache.shape[1]:
+            put(cache, layout, slot, row)
+
+
+def indexer_k_quant_and_cache(k, cache, slot_mapping, layout):
+    write(k, cache, slot_mapping, layout)
+
+
+def write_kv_cache(latent, rope, cache, slot_mapping, layout):
+    write(torch.cat([latent, rope], 1), cache, slot_mapping, layout)
+
+
+def gathered(cache, block_table, kv_indptr, capacity, starts=None):
+    """The slot of each row, None for nowhere."""
+    found = [None] * capacity
+    bounds = kv_indptr.tolist()
+    for request in range(len(bounds) - 1):
+        for row in range(max(bounds[request], 0), min(bounds[request + 1], capacity)):
+            position = row - bounds[request] + (0 if starts is None else int(starts[request]))
+            found[row] = slot_of(
+                cache, block_table, request, position, ring=starts is not None, blocks=cache.shape[0]
+            )
+    return found
+
+
+def gather_indexer_k(cache, block_table, kv_indptr, capacity, layout):
+    found = gathered(cache, block_table, kv_indptr, capacity)
+    keys = torch.zeros(capacity, layout.dim, dtype=cache.dtype)
+    scales = torch.zeros(capacity)
+    for row, slot in enumerate(found):
+        if slot is not None:
+            keys[row], scales[row] = parts(cache, layout, slot)
+    return (keys, scales) if isinstance(layout, IndexFp8Layout) else (keys,)
+
+
+def gather_kv_cache(cache, block_table, kv_indptr, capacity, layout, starts, dtype):
+    out = torch.zeros(capacity, layout.dim, dtype=dtype)
+    for row, slot in enumerate(gathered(cache, block_table, kv_indptr, capacity, starts)):
+        if slot is not None:
+            out[row] = value(cache, layout, slot).float().to(dtype)
+    return out
+
+
+# Rotation and queries.
+
+
+def rotated(vector, position, cos_sin, start, interleaved, inverse=False):
+    """float64 of a vector, its slice turned; zeros there for a position outside the table."""
+    vector, width = vector.double().clone(), cos_sin.shape[1]
+    if not 0 <= position < cos_sin.shape[0]:
+        vector[start : start + width] = 0
+        return vector
+    for i in range(width // 2):
+        a, b = (start + 2 * i, start + 2 * i + 1) if interleaved else (start + i, start + width // 2 + i)
+        turn = complex(cos_sin[position, i], cos_sin[position, width // 2 + i])
+        turned = complex(vector[a], vector[b]) * (turn.conjugate() if inverse else turn)
+        vector[a], vector[b] = turned.real, turned.imag
+    return vector
+
+
+def apply_rope(x, positions, cos_sin, start, interleaved, inverse):
+    out = torch.empty(x.shape, dtype=torch.float64)
+    for t, position in enumerate(positions.tolist()):
+        for at in ([()] if x.dim() == 2 else [(h,) for h in range(x.shape[1])]):
+            out[(t, *at)] = rotated(x[(t, *at)], position, cos_sin, start, interleaved, inverse)
+    return out
+
+
+def transformed(vector):
+    """Hadamard's matrix, entry by entry."""
+    dim = len(vector)
+    sign = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)], dtype=torch.float64)
+    return sign @ vector.double() / math.sqrt(dim)
+
+
+def hadamard_transform(x):
+    return torch.stack([transformed(row) for row in x]) if len(x) else x.double()
+
+
+def indexer_q_rope_quant(q, weights, positions, cos_sin, start, interleaved, hadamard, weight_scale, layout):
+    """Of a plain layout."""
+    query, folded = torch.zeros(q.shape, dtype=torch.float64), torch.zeros(weights.shape, dtype=torch.float64)
+    for t, position in enumerate(positions.tolist()):
+        if 0 <= position < cos_sin.shape[0]:
+            folded[t] = weights[t].double() * weight_scale
+            for h in range(q.shape[1]):
+                vector = rotated(q[t, h], position, cos_sin, start, interleaved)
+                query[t, h] = transformed(vector) if hadamard else vector
+    return query, folded
+
+
+# Scores and selection.
+
+
+def score(q, key, weights, scale):
+    """One logit from q [heads, dim]."""
+    return ((q @ key).relu() * weights.double()).sum() * scale
+
+
+def rows_of(q, k, k_scale, flavour):
+    q, k = (q.double(), k.double()) if k_scale is None else (decoded(q, flavour), decoded(k, flavour))
+    return q, k, torch.ones(k.shape[0]).double() if k_scale is None else k_scale.double()
+
+
+def fp8_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour="none"):
+    q, k, scale = rows_of(q, k, k_scale, flavour)
+    out = torch.full((q.shape[0], k.shape[0]), -INF, dtype=torch.float64)
+    for m in range(q.shape[0]):
+        for n in range(max(int(kv_start[m]), 0), min(int(kv_end[m]), k.shape[0])):
+            out[m, n] = score(q[m], k[n], weights[m], scale[n])
+    return out
+
+
+def bf16_mqa_logits(q, k, weights, kv_start, kv_end):
+    return fp8_mqa_logits(q, k, None, weights, kv_start, kv_end)
+
+
+def paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout):
+    requests, next_n = q.shape[:2]
+    q = decoded(q, layout.flavour) if isinstance(layout, IndexFp8Layout) else q.double()
+    out = torch.full((requests * next_n, max_context_len), -INF, dtype=torch.float64)
+    for b in range(requests):
+        for j in range(next_n):
+            for position in range(min(int(context_lens[b, j]), max_context_len)):
+                slot = slot_of(cache, block_table, b, position, blocks=cache.shape[0])
+                if slot is not None:
+                    codes, scale = parts(cache, layout, slot)
+                    key = decoded(codes, layout.flavour) if isinstance(layout, IndexFp8Layout) else codes.double()
+                    out[b * next_n + j, position] = score(q[b, j], key, weights[b * next_n + j], scale.double())
+    return out
+
+
+def top_k_per_row(logits, k, row_starts=None, row_ends=None):
+    rows, width = logits.shape
+    out = torch.full((rows, k), -1, dtype=torch.int32)
+    for r in range(rows):
+        start = 0 if row_starts is None else min(max(int(row_starts[r]), 0), width)
+        end = width if row_ends is None else min(max(int(row_ends[r]), 0), width)
+        line = logits[r].tolist()
+        chosen = sorted((-line[c], c) for c in range(start, end) if line[c] > -INF)[:k]
+        columns = sorted(c - start for _, c in chosen)
+        out[r, : len(columns)] = torch.tensor(columns, dtype=torch.int32)
+    return out
+
+
+# Ragged indices.
+
+
+def ragged(rows: list[list[int]], capacity: int):
+    """(indices, indptr) of rows."""
+    packed = [index for row in rows for index in row]
+    indptr = [0]
+    for row in rows:
+        indptr.append(indptr[-1] + len(row))
+    packed += [-1] * (capacity - len(packed))
+    return torch.tensor(packed, dtype=torch.int32), torch.tensor(indptr, dtype=torch.int32)
+
+
+def build_ragged_indices_from_dense(indices, lengths, num_rows, row_offsets):
+    rows = []
+    for t, line in enumerate(indices.tolist()):
+        line = line[: max(int(lengths[t]), 0)] if lengths is not None else line
+        shift = 0 if row_offsets is None else int(row_offsets[t])
+        limit = NO_LIMIT if num_rows is None else num_rows
+        rows.append([i + shift for i in line if i >= 0 and 0 <= i + shift < limit])
+    return ragged(rows, indices.numel())
+
+
+def slots(local, request, table, size, ring=False):
+    found = [slot_of(size, table, request, position, ring=ring) for position in local]
+    return [slot for slot in found if slot is not None and slot < NO_LIMIT]
+
+
+def compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size):
+    rows = [slots(line, r, block_table, block_size) for line, r in zip(topk.tolist(), request_ids.tolist())]
+    return ragged(rows, topk.numel())
+
+
+def window_of(position, window):
+    return range(max(position - window + 1, 0), position + 1)
+
+
+def window_indices(positions, request_ids, block_table, block_size, window):
+    each = zip(positions.tolist(), request_ids.tolist())
+    rows = [slots(window_of(p, window), r, block_table, block_size, ring=True) for p, r in each]
+    return ragged(rows, len(positions) * window)
+
+
+def entry_indices(limits, request_ids, block_table, block_size, max_entries):
+    each = zip(limits.tolist(), request_ids.tolist())
+    rows = [slots(range(min(limit, max_entries)), r, block_table, block_size) for limit, r in each]
+    return ragged(rows, len(limits) * max_entries)
+
+
+def combine_topk_swa_indices_ragged(
+    topk, limits, positions, entry_offsets, window_offsets, window, max_entries, num_rows
+):
+    rows = []
+    for t, position in enumerate(positions.tolist()):
+        line = list(range(max_entries)) if topk is None else topk[t].tolist()
+        entries = [e + int(entry_offsets[t]) for e in line if position >= 0 and 0 <= e < int(limits[t])]
+        seen = [p + int(window_offsets[t]) for p in window_of(position, window)]
+        rows.append([row for row in entries + seen if 0 <= row < num_rows])
+    return ragged(rows, len(positions) * ((max_entries if topk is None else topk.shape[1]) + window))
+
+
+# Plans.
+
+
+def step_plan(query_start_loc, seq_lens, slot_mapping, num_decodes, next_n):
+    """(request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end)."""
+    starts, lengths, decode_rows = query_start_loc.tolist(), seq_lens.tolist(), num_decodes * next_n
+    kv_indptr = [0]
+    for b in range(num_decodes, len(lengths)):
+        kv_indptr.append(kv_indptr[-1] + (max(lengths[b], 0) if starts[b + 1] > starts[b] else 0))
+    ids, positions, kv = [], [], []
+    for row, slot in enumerate(slot_mapping.tolist()):
+        request, position = -1, -1
+        if row < decode_rows:
+            request = row // next_n
+            position = lengths[request] - next_n + row % next_n
+        else:
+            for b in range(num_decodes, len(lengths)):
+                if starts[b] <= row < starts[b + 1] and lengths[b] > 0:
+                    request = b
+                    position = lengths[b] - (starts[b + 1] - starts[b]) + row - starts[b]
+        if request < 0 or position < 0 or slot < 0:
+            request = position = slot = -1
+        ids.append((request, position, position + 1, slot if request >= 0 else -1))
+        if row >= decode_rows:
+            first = kv_indptr[request - num_decodes] if request >= 0 else 0
+            kv.append((first, first + position + 1))
+    columns = list(zip(*ids)) or [()] * 4
+    ranges = list(zip(*kv)) or [()] * 2
+    tensors = [torch.tensor(column, dtype=torch.int32) for column in (*columns[:3], kv_indptr, *ranges)]
+    return *tensors[:3], torch.tensor(columns[3], dtype=torch.int64), *tensors[3:]
+
+
+def compressed_plan(plan, ratio, block_size):
+    """(limits, slots, kv_indptr, kv_start, kv_end)."""
+    requests, decode_rows = plan.block_table.shape[0], plan.context_lens.numel()
+    prefills = plan.kv_indptr.shape[0] - 1
+    bounds, entries = plan.kv_indptr.tolist(), [0]
+    for low, high in zip(bounds, bounds[1:]):
+        entries.append(entries[-1] + (high - low) // ratio)
+    limits, slot, kv = [], [], []
+    for row, (request, position) in enumerate(zip(plan.request_ids.tolist(), plan.positions.tolist())):
+        valid = 0 <= request < requests and position >= 0
+        limits.append((position + 1) // ratio if valid else 0)
+        found = None
+        if valid and (position + 1) % ratio == 0:
+            found = slot_of(block_size, plan.block_table, request, position // ratio)
+        slot.append(-1 if found is None else found)
+        if row >= decode_rows:
+            place = request - (requests - prefills)
+            inside = valid and 0 <= place < prefills
+            first = entries[place] if inside else 0
+            kv.append((first, first + (limits[-1] if inside else 0)))
+    ranges = list(zip(*kv)) or [()] * 2
+    limits, entries, start, end = (torch.tensor(x, dtype=torch.int32) for x in (limits, entries, *ranges))
+    return limits, torch.tensor(slot, dtype=torch.int64), entries, start, end
+
+
+def window_plan(plan, window):
+    """(kv_indptr, starts, offsets)."""
+    decodes, decode_rows = plan.context_lens.shape[0], plan.context_lens.numel()
+    each = list(zip(plan.request_ids.tolist(), plan.positions.tolist()))[decode_rows:]
+    bounds, indptr, starts, shift = plan.kv_indptr.tolist(), [0], [], {}
+    for place in range(len(bounds) - 1):
+        length, request = bounds[place + 1] - bounds[place], decodes + place
+        mine = [position for owner, position in each if owner == request and position >= 0]
+        starts.append(max(min(mine) - window + 1, 0) if mine and min(mine) < length else length)
+        shift[request] = indptr[-1] - starts[-1]
+        indptr.append(indptr[-1] + length - starts[-1])
+    offsets = [shift[request] if request >= 0 and position >= 0 else 0 for request, position in each]
+    return tuple(torch.tensor(values, dtype=torch.int32) for values in (indptr, starts, offsets))
+
+
+# Attention.
+
+
+def attend(q, sources, scale, d_v, sink):
+    """sources: (fetch a row's float64, how many rows, indices, indptr) of each cache."""
+    tokens, heads, _ = q.shape
+    out, lse = torch.zeros(tokens, heads, d_v, dtype=torch.float64), torch.full((tokens, heads), -INF, dtype=torch.float64)
+    for t in range(tokens):
+        keys = []
+        for fetch, count, indices, indptr in sources:
+            row = indices[max(int(indptr[t]), 0) : max(int(indptr[t + 1]), 0)].tolist()
+            keys += [fetch(i) for i in row if 0 <= i < count]
+        if not keys:
+            continue
+        keys = torch.stack(keys)
+        for h in range(heads):
+            z = keys @ q[t, h].double() * scale
+            lse[t, h] = z.logsumexp(0)
+            weight = (z - lse[t, h]).exp()
+            if sink is not None:
+                weight = weight * torch.sigmoid(lse[t, h] - sink[h].double())
+            out[t, h] = weight @ keys[:, :d_v]
+    return out, lse
+
+
+def sparse_attn_prefill(q, kv, ragged, scale, d_v, sink):
+    rows = kv.reshape(kv.shape[0], q.shape[2]).double()
+    return attend(q, [(rows.__getitem__, len(rows), *ragged)], scale, d_v, sink)
+
+
+def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragged, extra_layout, sink):
+    sources = []
+    for memory, rows, kind in ((cache, ragged, layout), (extra_cache, extra_ragged, extra_layout)):
+        if memory is not None:
+            def fetch(i, memory=memory, kind=kind):
+                return value(memory, kind, i).float().to(q.dtype).double()
+
+            sources.append((fetch, memory.shape[0] * memory.shape[1], *rows))
+    return attend(q, sources, scale, layout.value_dim, sink)
+
+
+def merge_attn_states(outs, lses, sink):
+    states, tokens, heads, d_v = outs.shape
+    out, lse = torch.zeros(tokens, heads, d_v, dtype=torch.float64), torch.full((tokens, heads), -INF, dtype=torch.float64)
+    for t in range(tokens):
+        for h in range(heads):
+            there = [s for s in range(states) if lses[s, t, h] > -INF]
+            if not there:
+                continue
+            lse[t, h] = lses[there, t, h].double().logsumexp(0)
+            kept = 1.0 if sink is None else torch.sigmoid(lse[t, h] - sink[h].double())
+            for s in there:
+                out[t, h] += outs[s, t, h].double() * (lses[s, t, h].double() - lse[t, h]).exp() * kept
+    return out, lse
+
+
+# The compressor.
+
+
+def compress_and_cache(
+    kv, gate, position_bias, norm_weight, positions, request_ids, state, state_table, cache, slot_mapping, cos_sin, *,
+    ratio, overlap, eps, rope_start, hadamard, layout,
+):  # fmt: skip
+    """Mutates both; entries of a plain layout."""
+    dim, width = layout.dim, kv.shape[1]
+    span = ratio * (1 + overlap)
+    here, size = {}, state.shape[1]
+
+    def ring(request, position):
+        slot = slot_of(size, state_table, request, position, ring=True, blocks=state.shape[0])
+        return None if slot is None else state[slot // size, slot % size]
+
+    before = state.clone()
+    for t, (request, position) in enumerate(zip(request_ids.tolist(), positions.tolist())):
+        if position < 0 or not 0 <= request < state_table.shape[0]:
+            continue
+        here[request, position] = torch.cat([kv[t], gate[t] + position_bias[position % ratio]])
+        slot = int(slot_mapping[t])
+        if (position + 1) % ratio or not 0 <= slot < cache.shape[0] * cache.shape[1]:
+            continue
+        rows, halves = [], []
+        for p in range(max(position - span + 1, 0), position + 1):
+            row = here.get((request, p))
+            if row is None:
+                found = slot_of(size, state_table, request, p, ring=True, blocks=state.shape[0])
+                row = None if found is None else before[found // size, found % size]
+            if row is not None:
+                rows.append(row)
+                halves.append(dim if overlap and p > position - ratio else 0)
+        pooled = []
+        for d in range(dim):
+            weights = torch.stack([row[width + half + d] for row, half in zip(rows, halves)]).double()
+            values = torch.stack([row[half + d] for row, half in zip(rows, halves)]).double()
+            pooled.append((weights.softmax(0) * values).sum())
+        entry = torch.stack(pooled)
+        entry = entry / (entry.pow(2).mean() + eps).sqrt() * norm_weight.double()
+        entry = rotated(entry, position + 1 - ratio, cos_sin, rope_start, True)
+        put(cache, layout, slot, transformed(entry) if hadamard else entry)
+    for (request, position), row in here.items():
+        target = ring(request, position)
+        if target is not None:
+            target.copy_(row)
+
+
+# Experts and streams.
+
+
+def weighed(scores, renormalise, routed_scale):
+    total = scores.sum(1, keepdim=True)
+    return scores / torch.where(total == 0, 1.0, total) * routed_scale if renormalise else scores * routed_scale
+
+
+def gate_scores(logits, score):
+    logits = logits.float().double()
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+
+
+def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):
+    scores = gate_scores(logits, score)
+    chosen, ids = torch.zeros(len(logits), top_k, dtype=torch.float64), torch.zeros(len(logits), top_k, dtype=torch.int32)
+    size = logits.shape[1] // num_groups
+    for t in range(len(logits)):
+        biased = [-INF if math.isnan(b) else b for b in (scores[t] + bias.double()).tolist()]
+        if top_groups < num_groups:
+            def worth(g):
+                first, second = sorted(biased[g * size : (g + 1) * size], reverse=True)[:2]
+                return -INF if -INF in (first, second) else first + second
+
+            kept = sorted(range(num_groups), key=lambda g: (-worth(g), g))[:top_groups]
+            biased = [b if e // size in kept else -INF for e, b in enumerate(biased)]
+        order = sorted(range(len(biased)), key=lambda e: (-biased[e], e))[:top_k]
+        ids[t] = torch.tensor(order)
+        chosen[t] = torch.stack([scores[t, e] if biased[e] > -INF else torch.zeros(()).double() for e in order])
+    return weighed(chosen, renormalise, routed_scale), ids
+
+
+def hash_routed_experts(logits, tokens, table, renormalise, routed_scale, score):
+    scores = gate_scores(logits, score)
+    ids = torch.zeros(len(tokens), table.shape[1], dtype=torch.int32)
+    chosen = torch.zeros(ids.shape, dtype=torch.float64)
+    for t, token in enumerate(tokens.tolist()):
+        for j in range(table.shape[1]):
+            expert = int(table[token, j]) if 0 <= token < len(table) else -1
+            if 0 <= expert < logits.shape[1]:
+                ids[t, j], chosen[t, j] = expert, scores[t, expert]
+    return weighed(chosen, renormalise, routed_scale), ids
+
+
+def stream_mixes(streams, fn, norm_eps):
+    x = streams.double().flatten(1)
+    return x / (x.pow(2).mean(1, keepdim=True) + norm_eps).sqrt() @ fn.double().T
+
+
+def hyper_mix(streams, fn, base, scale, iterations, eps, norm_eps):
+    tokens, count, _ = streams.shape
+    mixes, base, scale = stream_mixes(streams, fn, norm_eps), base.double(), scale.double()
+    pre = torch.sigmoid(mixes[:, :count] * scale[0] + base[:count]) + eps
+    post = 2 * torch.sigmoid(mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count])
+    comb = torch.zeros(tokens, count, count, dtype=torch.float64)
+    for t in range(tokens):
+        cell = (mixes[t, 2 * count :] * scale[2] + base[2 * count :]).reshape(count, count).softmax(1) + eps
+        for number in range(2 * iterations - 1):
+            cell = cell / (cell.sum(number % 2, keepdim=True) + eps)
+        comb[t] = cell
+    return torch.einsum("tn,tnd->td", pre, streams.double()), post, comb
+
+
+def hyper_merge(out, streams, post, comb):
+    merged = torch.zeros(streams.shape, dtype=torch.float64)
+    for k in range(streams.shape[1]):
+        merged[:, k] = post[:, k, None].double() * out.double()
+        for j in range(streams.shape[1]):
+            merged[:, k] += comb[:, j, k, None].double() * streams[:, j].double()
+    return merged
+
+
+def hyper_head(streams, fn, base, scale, eps, norm_eps):
+    pre = torch.sigmoid(stream_mixes(streams, fn, norm_eps) * scale.double() + base.double()) + eps
+    return torch.einsum("tn,tnd->td", pre, streams.double())
