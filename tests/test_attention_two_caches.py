@@ -290,10 +290,15 @@ def test_kernel(case, device, dirty_workspace):
     check_case(case, CASES.index(case), device)
 
 
+PARTS = 12  # for that many processes
+
+
 @pytest.mark.gpu
-def test_kernel_at_flashmla_sizes(device):
+@pytest.mark.parametrize("part", range(PARTS))
+def test_kernel_at_flashmla_sizes(part, device):
     for at, case in enumerate(flashmla_cases() if big(device) else ()):
-        check_case(case, at, device)
+        if at % PARTS == part:
+            check_case(case, at, device)
 
 
 @pytest.mark.kernel
