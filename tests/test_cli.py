@@ -1,11 +1,13 @@
-"""The command line end to end on a CPU: generate, info, plan."""
+"""The command line end to end on a CPU: generate, info, plan, quality."""
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.runtime import text
 from sparse_attn.runtime.cli import main
+from sparse_attn.runtime.documents import question
+from sparse_attn.runtime.shipped import shipped_models
 from sparse_attn.spec import preset
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +72,21 @@ def test_prompt_sources_agree(tmp_path):
     assert found[0]["tokens"] == found[1]["tokens"] == found[2]["tokens"]
 
 
+def test_the_model_that_ships_answers_and_draws(tmp_path, capsys):
+    """Without arguments: a text with records in it, and the value of the key it ends with."""
+    picture = tmp_path / "picture.png"
+    found, _ = generate(tmp_path, "--max-new-tokens", 8, "--plot", picture)
+    read, value = question()
+    assert found["text"].startswith(value + "]") and found["prompt_tokens"] == len(read)
+    assert found["model"] == next(iter(shipped_models())).replace("-", "_")
+    said = capsys.readouterr().err
+    assert f"recorded {value}, answered {value}" in said and read[-100:] in said
+    assert re.search(r"each query attended to \d+\.\d of \d+\.\d keys in the mean; \d+\.\d tokens a second", said)
+    assert re.search(r"\d+ tokens read, 8 written: reading \d+\.\d\d s \(\d+%\)", said)
+    image = PIL.Image.open(picture)
+    assert image.format == "PNG" and min(image.size) > 300 and len(image.convert("RGB").getcolors(1 << 24)) > 20
+
+
 def test_temperature_is_seeded(tmp_path):
     def tokens(*given):
         return generate(tmp_path, "--prompt", "abc", "--max-new-tokens", 12, "--ignore-eos", *given)[0]["tokens"]
@@ -78,7 +97,7 @@ def test_temperature_is_seeded(tmp_path):
 
 
 def test_eos_ends_a_text_unless_ignored(tmp_path, monkeypatch):
-    common = ("--prompt", "abc", "--max-new-tokens", 6)
+    common = ("--preset", "tiny-v32", "--prompt", "abc", "--max-new-tokens", 6)
     whole = generate(tmp_path, *common, "--ignore-eos")[0]["tokens"]
     place = next(n for n, token in enumerate(whole) if token != whole[0]) if len(set(whole)) > 1 else 0
     from dataclasses import replace
@@ -169,6 +188,7 @@ def test_checkpoint_without_tokenizer(tmp_path, capsys):
 
 
 ERRORS = {
+    "--plot: got it with --compile": ["--plot", "x.png", "--compile"],
     "argument --preset": ["--preset", "tiny-v99"],
     "not allowed with": ["--preset", "tiny-v32", "--model", "x"],
     "not allowed with argument --prompt": ["--prompt", "a", "--prompt-ids", "1"],
@@ -182,7 +202,7 @@ ERRORS = {
     "8193 in all": ["--prompt", "a" * 8192, "--max-new-tokens", "2"],
     "--temperature: got '-1'": ["--temperature", "-1"],
     "'triton' needs a CUDA": ["--impl", "triton", "--device", "cpu"],
-    "holds no config.json": ["--model", "/nonexistent", "--prompt-ids", "1"],
+    "--model: got '/nonexistent', allowed: a folder with a config.json": ["--model", "/nonexistent", "--prompt-ids", "1"],
 }
 
 
@@ -258,3 +278,25 @@ def test_byte_tokenizer_and_printable():
     assert tokenizer.decode(tokenizer.encode("na\u00efve")) == "na\u00efve"
     assert tokenizer.decode([72, 256, 105, 0xFF]) == "Hi\ufffd"
     assert text.printable("a\x1b\n") == "a\\x1b\n"
+
+
+def test_quality(tmp_path, capsys):
+    written = tmp_path / "quality.json"
+    common = ["quality", "--device", "cpu", "--documents", "1", "--context", "320", "--ways", "sparse,chunked"]
+    assert main([*common, "--json", str(written)]) == 0
+    found = json.loads(written.read_text())
+    table = capsys.readouterr().out
+    for name, row in found["ways"].items():
+        assert re.search(rf"^{name} +{row['bits_per_byte']:.4f} .*{row['right']}/{row['asked']}", table, re.MULTILINE)
+        assert row["asked"] >= 4 and 0.5 < row["bits_per_byte"] < 4
+    for wrong, message in (
+        (["--ways", "sparse,dear"], "--ways: got 'dear'"),
+        (["--ways", "replayed"], "--ways: got 'replayed' on cpu, needs a GPU"),
+        (["--context", "9000"], "--context: got 9000 bytes"),
+        (["--model", "/nonexistent"], "--model: got '/nonexistent'"),
+    ):
+        try:
+            code = main([*common, *wrong])
+        except SystemExit as exit:
+            code = exit.code
+        assert code == 2 and message in capsys.readouterr().err

@@ -143,7 +143,7 @@ def outcome(call: Call, impl: str | None):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_does_not_fit_is_refused_by_name(name):
-    @hostile(40)
+    @hostile(25)
     @given(spoilt(name))
     def check(case):
         which, call = case

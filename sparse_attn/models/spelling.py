@@ -36,7 +36,7 @@ class Spelling:
 
     def sources(self, name: str, checkpoint: Checkpoint) -> list[str]:
         """The checkpoint's weights that a weight of the forward is read from."""
-        prefix, kind = _place(name)
+        prefix, kind = layer_of(name)
         if kind in self.direct:
             return [prefix + self.direct[kind]]
         if kind in self.stacked:
@@ -50,7 +50,7 @@ class Spelling:
     def fill(self, target: torch.Tensor, name: str, checkpoint: Checkpoint) -> None:
         """Copy a weight's values from the checkpoint into ``target``."""
         sources = self.sources(name, checkpoint)
-        kind = _place(name)[1]
+        kind = layer_of(name)[1]
         if kind not in ("moe.gate_up", "moe.down"):
             _fill_rows(target, sources, checkpoint)
         elif sources[0].endswith((_FUSED_GATE_UP, _FUSED_DOWN)):
@@ -61,7 +61,7 @@ class Spelling:
                 _fill_rows(rows, sources[expert * parts : (expert + 1) * parts], checkpoint)
 
 
-def _place(name: str) -> tuple[str, str]:
+def layer_of(name: str) -> tuple[str, str]:
     """(checkpoint prefix, name inside its layer) of a weight of the forward."""
     match = re.match(r"layers\.(\d+)\.(.*)", name)
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
@@ -108,7 +108,7 @@ class LatentSpelling(Spelling):
     }
 
     def fill(self, target: torch.Tensor, name: str, checkpoint: Checkpoint) -> None:
-        kind = _place(name)[1]
+        kind = layer_of(name)[1]
         if kind not in ("attn.w_uk", "attn.w_uv"):
             return super().fill(target, name, checkpoint)
         spec, (source,) = self.spec, self.sources(name, checkpoint)

@@ -1,24 +1,27 @@
-"""The command line: generate from a text, describe the machine, plan memory."""
+"""The command line: generate from a text, describe the machine, plan memory, measure a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 
 from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
-from sparse_attn.runtime import report, text
-from sparse_attn.runtime.generate import Generation, Model, Progress, Quiet, Sampling, check_capturable, generate
+from sparse_attn.runtime import quality_report, report, showing, text
+from sparse_attn.runtime.arguments import DTYPES, device_of, positive, refuse
+from sparse_attn.runtime.documents import question
+from sparse_attn.runtime.generate import Model, Progress, Quiet, Sampling, check_capturable, generate
 from sparse_attn.runtime.plan import plan
+from sparse_attn.runtime.selections import Watch
+from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.spec import PRESETS, CompressedSpec, Spec, from_hf_config, preset
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
 WEIGHTS_SEED = 0
 BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
@@ -37,25 +40,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sparse_attn", description=__doc__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,info,plan}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,info,plan,quality}")
     _add_generate(commands.add_parser("generate", help="continue a text", description="Continue a text."))
     shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
     shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     shown.set_defaults(run=run_info)
     _add_plan(commands.add_parser("plan", help="bytes of caches and workspace at given bounds"))
+    quality_report.add(commands.add_parser("quality", help="what a checkpoint is worth, path by path"))
     return parser
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, metavar="DIR", help="a Hugging Face checkpoint folder")
-    model.add_argument("--preset", choices=TINY_PRESETS, default="tiny-v32", type=lambda name: name.replace("_", "-"),
-                       help="a seeded random byte-level model (default: %(default)s)")  # fmt: skip
+    shipped = tuple(shipped_models())
+    model.add_argument("--model", metavar="NAME|DIR",
+                       help=f"a checkpoint folder, or a small model that ships here: {', '.join(shipped)} (default: {shipped[0]})")
+    model.add_argument("--preset", choices=TINY_PRESETS, type=lambda name: name.replace("_", "-"),
+                       help="a seeded random byte-level model")  # fmt: skip
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="default: a text that ships with the package")
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models that "
+                        "ship here, else the opening of a novel")  # fmt: skip
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
-    parser.add_argument("--max-new-tokens", type=_positive, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32")
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
@@ -65,9 +72,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
-    parser.add_argument("--prefill-tokens", type=_positive, default=1024, metavar="N",
+    parser.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
                         help="tokens per prefill step (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--block-size", type=_positive, metavar="N", help=BLOCK_SIZE_HELP)
+    parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png",
+                        help="draw which bytes the indexers selected for the new tokens over the text (needs matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
                         help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors")  # fmt: skip
@@ -78,16 +87,16 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", type=_spec_of_preset, dest="spec", metavar="|".join(PRESETS))
     model.add_argument("--model", type=_spec_of_folder, dest="spec", metavar="DIR", help="a folder with a config.json")
-    parser.add_argument("--max-batch", type=_positive, default=1, metavar="N", help="requests (default: %(default)s)")
-    parser.add_argument("--max-batched-tokens", type=_positive, default=8192, metavar="N",
+    parser.add_argument("--max-batch", type=positive, default=1, metavar="N", help="requests (default: %(default)s)")
+    parser.add_argument("--max-batched-tokens", type=positive, default=8192, metavar="N",
                         help="tokens of a step (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-model-len", type=_positive, metavar="N", help="tokens of a request (default: the model's)")
-    parser.add_argument("--next-n", type=_positive, default=1, metavar="N", help="rows a decode request owns")
-    parser.add_argument("--kv-rows", type=_positive, metavar="N",
+    parser.add_argument("--max-model-len", type=positive, metavar="N", help="tokens of a request (default: the model's)")
+    parser.add_argument("--next-n", type=positive, default=1, metavar="N", help="rows a decode request owns")
+    parser.add_argument("--kv-rows", type=positive, metavar="N",
                         help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the model (default: %(default)s)")
-    parser.add_argument("--block-size", type=_positive, metavar="N", help=BLOCK_SIZE_HELP)
-    parser.add_argument("--logits-bytes", type=_positive, default=LOGITS_BYTES, metavar="N",
+    parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
+    parser.add_argument("--logits-bytes", type=positive, default=LOGITS_BYTES, metavar="N",
                         help="of index scores held at a time (default: %(default)s)")  # fmt: skip
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
@@ -95,69 +104,62 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    device = _device(options.device)
+    device = device_of(options.device)
     resolve_impl(options.impl, device)
     if options.graph:
         check_capturable(device, options.impl)
-    dtype = DTYPES[options.dtype or ("bf16" if options.model and device.type == "cuda" else "fp32")]
-    tokenizer = text.file_tokenizer(options.model) if options.model else text.byte_tokenizer()
-    prompt = _prompt(options, tokenizer)
-    if options.model:
+    if options.plot and (options.compile or options.graph):
+        raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
+    folder = None if options.preset else folder_of(options.model or next(iter(shipped_models())))
+    dtype = DTYPES[options.dtype or ("bf16" if folder and device.type == "cuda" else "fp32")]
+    if folder:
         from sparse_attn.models.loading import load
 
-        spec, params = load(options.model, device=device, dtype=dtype, progress=_over("weights"))
+        spec, params = load(folder, device=device, dtype=dtype, progress=_over("weights"))
+        tokenizer = tokenizer_of(folder, spec)
     else:
         from sparse_attn.models.params import random_params
 
-        spec = preset(options.preset)
+        spec, tokenizer = preset(options.preset), text.byte_tokenizer()
         params = random_params(spec, WEIGHTS_SEED, device, dtype)
+    prompt, expected = _prompt(options, folder, tokenizer)
     save_logits = _logits_writer() if options.dump_logits else None
     model = Model(spec, params, cache_layouts(spec, options.cache), options.impl)
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
     before = report.dynamo_counts()
-    result = generate(
-        model,
-        [prompt],
-        max_new_tokens=options.max_new_tokens,
-        sampling=Sampling(options.temperature, options.seed, stop_ids),
-        block_size=options.block_size,
-        prefill_tokens=options.prefill_tokens,
-        keep_logits=save_logits is not None,
-        compile=options.compile,
-        graph=options.graph,
-        progress=_bars(),
-    )
-    continuation = tokenizer.decode(result.tokens[0]) if tokenizer else None
+    with Watch() if options.plot else contextlib.nullcontext() as seen:
+        result = generate(
+            model,
+            [prompt],
+            max_new_tokens=options.max_new_tokens,
+            sampling=Sampling(options.temperature, options.seed, stop_ids),
+            block_size=options.block_size,
+            prefill_tokens=options.prefill_tokens,
+            keep_logits=save_logits is not None,
+            compile=options.compile,
+            graph=options.graph,
+            progress=_bars(),
+        )
     facts = {
-        "model": str(options.model) if options.model else spec.name,
+        "model": folder.name if folder else spec.name,
         "dtype": str(dtype).removeprefix("torch."),
         "cache": options.cache,
         "impl": resolve_impl(options.impl, device),
-        "text": continuation,
+        "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
     }
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if save_logits:
         save_logits({"logits": result.logits[0]}, str(options.dump_logits))
     if options.json:
         options.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    _print_generation(written, result, spec)
+    showing.show(written, spec, tokenizer.decode(prompt) if expected else None, expected)
+    if options.plot:
+        showing.plot(options.plot, spec, prompt, result.tokens[0], seen.selected, tokenizer, facts["model"])
     return 0
 
 
-def _print_generation(written: dict, result: Generation, spec: Spec | CompressedSpec) -> None:
-    shown = written["text"] if written["text"] is not None else " ".join(map(str, result.tokens[0]))
-    print(text.printable(shown))
-    timing = written["timing"]
-    print(
-        f"{written['model']}: read {written['prompt_tokens']} tokens in {timing['prefill_s']:.2f} s attending to at most "
-        f"{spec.index.top_k} each, decoded {len(result.tokens[0])} at {timing['tokens_per_s']:.1f} a second "
-        f"({written['impl']} on {written['device']}, {written['dtype']}, {written['cache']} cache)",
-        file=sys.stderr,
-    )
-
-
 def run_info(options: argparse.Namespace) -> int:
-    print(report.info(_device(options.device)))
+    print(report.info(device_of(options.device)))
     return 0
 
 
@@ -176,7 +178,7 @@ def run_plan(options: argparse.Namespace) -> int:
         logits_bytes=options.logits_bytes,
         dtype=DTYPES[options.dtype],
     )
-    target = target_of(_device(None))
+    target = target_of(device_of(None))
     numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache)
     _print_plan(numbers)
     if options.json:
@@ -204,30 +206,27 @@ def _print_plan(numbers: dict) -> None:
         print(f"{what:<{wide}} {of:<66} {nbytes:>19,}")
 
 
-def _prompt(options: argparse.Namespace, tokenizer: text.Tokenizer | None) -> list[int]:
+def _prompt(
+    options: argparse.Namespace, folder: Path | None, tokenizer: text.Tokenizer | None
+) -> tuple[list[int], str | None]:
+    """Ids, and how a good reader goes on where that is known."""
     if options.prompt_ids is not None:
-        return options.prompt_ids
+        return options.prompt_ids, None
     if tokenizer is None:
-        raise ValueError(f"--model: {options.model} holds no tokenizer.json; give the prompt as --prompt-ids")
+        raise ValueError(f"--model: {folder} holds no tokenizer.json; give the prompt as --prompt-ids")
+    expected = None
     if options.prompt is not None:
         given = options.prompt
     elif options.prompt_file is not None:
         given = options.prompt_file.read_text(encoding="utf-8")
+    elif folder in shipped_models().values():
+        given, expected = question()
     else:
         given = text.shipped_text()
     ids = tokenizer.encode(given)
     if not ids:
         raise ValueError("--prompt: got an empty text, allowed: at least one token")
-    return ids
-
-
-def _device(name: str | None) -> torch.device:
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ValueError("--device: got 'cuda', which torch finds none of here, allowed: 'cpu'")
-    if name == "cpu" or not available:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return ids, expected
 
 
 def _logits_writer():
@@ -260,31 +259,24 @@ def _spec_of_preset(name: str) -> Spec | CompressedSpec:
     try:
         return preset(name)
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def _spec_of_folder(folder: str) -> Spec | CompressedSpec:
     path = Path(folder) / "config.json"
     if not path.is_file():
-        _refuse(f"{folder} holds no config.json")
+        refuse(f"{folder} holds no config.json")
     try:
         return from_hf_config(json.loads(path.read_text()))
     except ValueError as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
 def _ids(given: str) -> list[int]:
     try:
         return [int(part) for part in given.split(",")]
     except ValueError:
-        _refuse(f"got {given!r}, allowed: integers with commas between them")
-
-
-def _positive(given: str) -> int:
-    value = int(given) if given.isdecimal() else 0
-    if value < 1:
-        _refuse(f"got {given!r}, allowed: an integer of at least 1")
-    return value
+        refuse(f"got {given!r}, allowed: integers with commas between them")
 
 
 def _temperature(given: str) -> float:
@@ -293,9 +285,5 @@ def _temperature(given: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        _refuse(f"got {given!r}, allowed: 0 (greedy) or a positive number")
+        refuse(f"got {given!r}, allowed: 0 (greedy) or a positive number")
     return value
-
-
-def _refuse(message: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(message)

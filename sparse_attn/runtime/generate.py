@@ -13,13 +13,11 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.pipeline import Bounds, default_block_size, workspace_size
+from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.paging import BlockPool, BlockTables, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
 from sparse_attn.spec import CompressedSpec, Spec
-from sparse_attn.target import resolve_impl, target_of
 
 PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
@@ -76,38 +74,16 @@ def generate(
     if graph:
         check_capturable(model.device, model.impl)
     device, batch = model.device, len(prompts)
-    block_size = default_block_size(model.spec) if block_size is None else block_size
     lengths = [len(prompt) for prompt in prompts]
-    reach = [length + max_new_tokens - 1 for length in lengths]  # the last token is never fed
-    max_context = max(reach)
-    pool = BlockPool(sum(blocks_for(tokens, block_size) for tokens in reach))
-    tables = BlockTables(pool, batch, blocks_for(max_context, block_size), block_size)
-    for request, tokens in enumerate(reach):
-        tables.reserve(request, tokens)
-    caches = model.allocate_caches(pool.num_blocks, block_size, requests=batch, step_rows=prefill_tokens)
-    state = Decode(
-        tokens=torch.zeros(batch, dtype=torch.int64, device=device),
-        seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
-        block_table=tables.table.to(device),
-        query_start_loc=torch.arange(batch + 1, dtype=torch.int32, device=device),
-        stop_ids=torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device),
-        ring_table=torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
-    )
-    run = _compiled(model, caches) if compile else model
-    chunks = list(prefill_chunks(lengths, prefill_tokens))
-    bounds = Bounds(
-        max_batch=batch,
-        max_batched_tokens=max(sum(span.stop - span.start for span in spans) for spans in chunks),
-        max_model_len=max_context,
-        block_size=block_size,
-        kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
-        logits_bytes=model.logits_bytes,
-        dtype=model.params["embed"].dtype,
-    )
+    tables, caches, state, chunks, max_context, bounds = prepare(
+        model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
+        block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
+    )  # fmt: skip
+    run = compiled(model, caches) if compile else model
     captured = None
     kept: list[list[torch.Tensor]] = [[] for _ in prompts]
 
-    with workspace.use(_workspace(model, bounds)):
+    with workspace.use(locked_workspace(model, bounds)):
         begin = _clock(device)
         bar = progress("prefill", len(chunks))
         for spans in chunks:
@@ -127,7 +103,7 @@ def generate(
         if graph and count:
             captured = DecodeGraph(
                 run, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,),
-                sampling=sampling, workspace_size=_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
+                sampling=sampling, workspace_size=scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
                 impl=model.impl, keep_logits=keep_logits,
             )  # fmt: skip
             captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
@@ -172,30 +148,6 @@ def check_capturable(device: torch.device, impl: str) -> None:
         raise ValueError(f"graph: got device {device}, needs a CUDA or HIP device")
     if impl == "reference":
         raise ValueError("graph: got impl 'reference', which waits for the host, allowed: 'auto', 'triton'")
-
-
-def _compiled(model: Model, caches: AnyCaches) -> Model:
-    """The model under torch.compile. No size of a cache is taken for a batch size that happens to be equal: the number of
-    blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants."""
-    for cache in (cache for layers in caches for cache in layers):
-        if cache is not None:
-            torch._dynamo.mark_static_address(cache)
-            torch._dynamo.maybe_mark_dynamic(cache, 0)
-            torch._dynamo.mark_static(cache, [1, 2])
-    return torch.compile(model, fullgraph=True, dynamic=True)
-
-
-def _size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
-    if resolve_impl(model.impl, model.device) == "reference":
-        return workspace.WorkspaceSize(0, 0)
-    return workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
-
-
-def _workspace(model: Model, bounds: Bounds) -> workspace.Workspace:
-    """Scratch for every step of this generation, computed and locked: a step that wanted more would be an error."""
-    owner = workspace.Workspace(_size(model, bounds), model.device)
-    owner.lock()
-    return owner
 
 
 def _stepped(

@@ -15,6 +15,7 @@ from sparse_attn.spec.latent import (
     tiny_v32,
 )
 from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
+from sparse_attn.spec.to_hf import to_hf_config
 
 PRESETS = {
     "deepseek_v32": deepseek_v32, "glm5": glm5, "deepseek_v4_flash": deepseek_v4_flash,
@@ -32,5 +33,5 @@ def preset(name: str) -> Spec | CompressedSpec:
 __all__ = [
     "PRESETS", "CompressedSpec", "IndexSpec", "MoeSpec", "Spec", "YarnSpec", "deepseek_v32", "deepseek_v4_flash",
     "deepseek_v4_pro", "from_hf_config", "glm5", "leading_dense", "preset", "shared_index_layers", "softmax_scale",
-    "tiny_glm5", "tiny_v32", "tiny_v4",
+    "tiny_glm5", "tiny_v32", "tiny_v4", "to_hf_config",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ _FIXED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "scoring_func": "sqrtsoftplus",
     "num_key_value_heads": 1, "n_shared_experts": 1, "norm_topk_prob": True,
 }  # fmt: skip
-_KINDS = {
+LAYER_TYPES = {
     "sliding_attention": "window", "compressed_sparse_attention": "indexed", "heavily_compressed_attention": "full",
 }  # fmt: skip
 
@@ -82,9 +82,9 @@ def compressed_spec(config: Mapping[str, Any]) -> CompressedSpec:
 def _kinds_of(config: Mapping[str, Any], layers: int) -> tuple[str, ...]:
     types = config.get("layer_types")
     if types is not None:
-        if len(types) != layers or not set(types) <= set(_KINDS):
-            raise ValueError(f"config layer_types: got {types!r}, allowed: {layers} times one of {', '.join(_KINDS)}")
-        return tuple(_KINDS[kind] for kind in types)
+        if len(types) != layers or not set(types) <= set(LAYER_TYPES):
+            raise ValueError(f"config layer_types: got {types!r}, allowed: {layers} times one of {', '.join(LAYER_TYPES)}")
+        return tuple(LAYER_TYPES[kind] for kind in types)
     ratios = config.get("compress_ratios")
     if ratios is None:
         raise ValueError("config compress_ratios: missing, and so is layer_types; one of them is needed")

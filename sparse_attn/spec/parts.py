@@ -70,3 +70,10 @@ def softmax_scale(qk_dim: int, yarn_factor: float = 1.0, mscale_all_dim: float =
 
 def yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def mscale_of(scale: float, qk_dim: int, yarn_factor: float) -> float:
+    """The mscale_all_dim that softmax_scale makes ``scale`` of."""
+    if yarn_factor <= 1:
+        return 0.0
+    return round((math.sqrt(scale * math.sqrt(qk_dim)) - 1) / (0.1 * math.log(yarn_factor)), 12)

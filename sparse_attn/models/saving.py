@@ -1,0 +1,72 @@
+"""Write a Hugging Face checkpoint folder: the inverse of models.loading, by transformers' names, experts fused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from sparse_attn.models.params import INTEGER_NAMES, param_dtype
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.spelling import layer_of, spelling_of
+from sparse_attn.spec import CompressedSpec, Spec, to_hf_config
+
+
+class _Fused:
+    """A checkpoint of which a spelling may take every name to be there, that of fused experts too."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+
+def save(
+    folder: str | Path,
+    spec: Spec | CompressedSpec,
+    params: Mapping[str, torch.Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+) -> int:
+    """Write config.json and model.safetensors into ``folder``, which is made where it is missing.
+
+    params: the forward's weights; rope tables among them are left out. dtype: of the weights, but for those the forward
+    keeps in fp32. Returns the bytes of the weights. ValueError names a weight that is missing or misshaped, and what of
+    the spec no config.json can say.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("writing a checkpoint needs safetensors: pip install 'sparse_attn[models]'") from error
+    config = to_hf_config(spec)
+    tensors = checkpoint_tensors(spec, params, dtype)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return sum(value.numel() * value.itemsize for value in tensors.values())
+
+
+def checkpoint_tensors(
+    spec: Spec | CompressedSpec, params: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The weights on the CPU, by the names that models.loading reads them by."""
+    spelling, tensors = spelling_of(spec), {}
+    for name, shape in param_shapes(spec).items():
+        if name not in params:
+            raise ValueError(f"weight {name}: missing")
+        if tuple(params[name].shape) != shape:
+            raise ValueError(f"weight {name}: got shape {list(params[name].shape)}, allowed: {list(shape)}")
+        stored = torch.int64 if name.endswith(INTEGER_NAMES) else param_dtype(name, dtype)
+        value = params[name].detach().to("cpu", stored)
+        kind, sources = layer_of(name)[1], spelling.sources(name, _Fused())
+        if kind == "attn.w_uv":  # kv_b holds both and was written with w_uk
+            continue
+        if kind == "attn.w_uk":
+            other = params[name.removesuffix("w_uk") + "w_uv"].detach().to("cpu", stored)
+            value = torch.cat([value, other.transpose(1, 2)], dim=1)
+        if value.dim() == 3 and kind not in ("moe.gate_up", "moe.down"):
+            value = value.flatten(0, 1)
+        for source, part in zip(sources, value.chunk(len(sources))):
+            tensors[source] = part.contiguous().clone()
+    return tensors

@@ -1,0 +1,92 @@
+"""What a batch of requests runs on: blocks, caches, decode state, and the workspace its steps need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn import workspace
+from sparse_attn.pipeline import Bounds, default_block_size, workspace_size
+from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
+from sparse_attn.runtime.steps import AnyCaches, Decode, Model
+from sparse_attn.target import resolve_impl, target_of
+
+
+class Batch(NamedTuple):
+    """chunks: the prefill steps, each a list of spans. max_context: tokens the longest request may hold."""
+
+    tables: BlockTables
+    caches: AnyCaches
+    state: Decode
+    chunks: list[list[Span]]
+    max_context: int
+    bounds: Bounds
+
+
+def prepare(
+    model: Model,
+    lengths: Sequence[int],
+    reach: Sequence[int],
+    *,
+    block_size: int | None,
+    prefill_tokens: int,
+    stop_ids: Sequence[int] = (),
+) -> Batch:
+    """Room for requests of ``lengths`` tokens each, prefilled ``prefill_tokens`` a step, to grow to ``reach``.
+
+    block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects every request's
+    first token behind its prompt.
+    """
+    device, count, max_context = model.device, len(lengths), max(reach)
+    block_size = default_block_size(model.spec) if block_size is None else block_size
+    pool = BlockPool(sum(blocks_for(tokens, block_size) for tokens in reach))
+    tables = BlockTables(pool, count, blocks_for(max_context, block_size), block_size)
+    for request, tokens in enumerate(reach):
+        tables.reserve(request, tokens)
+    caches = model.allocate_caches(pool.num_blocks, block_size, requests=count, step_rows=prefill_tokens)
+    state = Decode(
+        tokens=torch.zeros(count, dtype=torch.int64, device=device),
+        seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
+        block_table=tables.table.to(device),
+        query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
+        stop_ids=torch.tensor(stop_ids, dtype=torch.int64, device=device),
+        ring_table=torch.arange(count, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
+    )
+    chunks = list(prefill_chunks(lengths, prefill_tokens))
+    bounds = Bounds(
+        max_batch=count,
+        max_batched_tokens=max(sum(span.stop - span.start for span in spans) for spans in chunks),
+        max_model_len=max_context,
+        block_size=block_size,
+        kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
+        logits_bytes=model.logits_bytes,
+        dtype=model.params["embed"].dtype,
+    )
+    return Batch(tables, caches, state, chunks, max_context, bounds)
+
+
+def compiled(model: Model, caches: AnyCaches) -> Model:
+    """The model under torch.compile. No size of a cache is taken for a batch size that happens to be equal: the number of
+    blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants."""
+    for cache in (cache for layers in caches for cache in layers):
+        if cache is not None:
+            torch._dynamo.mark_static_address(cache)
+            torch._dynamo.maybe_mark_dynamic(cache, 0)
+            torch._dynamo.mark_static(cache, [1, 2])
+    return torch.compile(model, fullgraph=True, dynamic=True)
+
+
+def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
+    """What the model's steps take of a workspace, computed."""
+    if resolve_impl(model.impl, model.device) == "reference":
+        return workspace.WorkspaceSize(0, 0)
+    return workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
+
+
+def locked_workspace(model: Model, bounds: Bounds) -> workspace.Workspace:
+    """Scratch for every step within ``bounds``, computed and locked: a step that wanted more would be an error."""
+    owner = workspace.Workspace(scratch_size(model, bounds), model.device)
+    owner.lock()
+    return owner

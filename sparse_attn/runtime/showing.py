@@ -1,0 +1,65 @@
+"""What `generate` says of itself in the terminal, and the picture it draws."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sparse_attn.runtime import text
+from sparse_attn.runtime.plot import draw
+from sparse_attn.runtime.selections import attended, by_layer, indexed_layers, shares
+from sparse_attn.spec import CompressedSpec, Spec
+
+PROMPT_TAIL = 300  # characters of a prompt worth showing
+
+
+def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expected: str | None) -> None:
+    """The continuation on stdout; on stderr the ``prompt`` it answers, and what ``written`` (report.generation_report) says.
+
+    expected: what the prompt asks for.
+    """
+    if prompt is not None:
+        print(f"...{text.printable(prompt[-PROMPT_TAIL:])}", file=sys.stderr)
+    shown = written["text"] if written["text"] is not None else " ".join(map(str, written["tokens"]))
+    print(text.printable(shown), flush=True)
+    if expected is not None:
+        found = shown[: len(expected)]
+        answer = f"answered {found}" if found == expected else f"answered {found!r}, which is wrong"
+        print(f"\nrecorded {expected}, {answer}", file=sys.stderr)
+    timing, count = written["timing"], len(written["tokens"])
+    read, there = attended(spec, written["prompt_tokens"] + count - 1)
+    print(
+        f"{written['model']} ({written['impl']} on {written['device']}, {written['dtype']}, {written['cache']} cache): each query "
+        f"attended to {read:.1f} of {there:.1f} keys in the mean; {timing['tokens_per_s']:.1f} tokens a second",
+        file=sys.stderr,
+    )
+    parts = {"reading": timing["prefill_s"], "set-up": timing["setup_s"], "writing": timing["decode_s"]}
+    whole = max(sum(parts.values()), 1e-9)
+    spent = ", ".join(f"{what} {seconds:.2f} s ({seconds / whole:.0%})" for what, seconds in parts.items() if seconds / whole > 5e-3)
+    print(f"{written['prompt_tokens']} tokens read, {count} written: {spent}", file=sys.stderr)
+
+
+def plot(
+    path: Path,
+    spec: Spec | CompressedSpec,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    selected: list[torch.Tensor],
+    tokenizer: text.Tokenizer | None,
+    name: str,
+) -> None:
+    """Draw what the indexers ``selected`` while ``tokens`` were written behind ``prompt``."""
+    read, new = ((ids if tokenizer is None else [tokenizer.decode([token]) for token in ids]) for ids in (prompt, tokens))
+    if tokenizer is None or any(len(character) != 1 for character in read):
+        raise ValueError("--plot: got a vocabulary of more than bytes, allowed: models that read ASCII byte by byte")
+    layers = indexed_layers(spec)
+    ratio = spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1
+    share = shares(by_layer(selected, spec), slice(len(prompt) - 1, None), len(prompt) + len(tokens), ratio)
+    title = (
+        f"{name}: what {len(layers)} indexers selected for the {len(tokens)} bytes behind it (dark: by all, every time), "
+        f"{spec.index.top_k} {'keys' if ratio == 1 else f'entries of {ratio} bytes'} each out of up to {len(share) // ratio}"
+    )
+    draw(path, "".join(read), "".join(character[:1] for character in new), share, title)
