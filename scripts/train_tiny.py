@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bf16", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
     add("--corpus", type=Path, metavar="FILE", help="text collected before (default: DIR/corpus.npz, made where missing)")
     add("--length", type=int, default=1024, help="longest context (default: %(default)s)")
-    add("--top-k", type=int, help="keys the indexers select (default: 64 of tokens, 32 of entries)")
+    add("--top-k", type=int, help="keys the indexers select (default: 128 of tokens, 32 of entries)")
     add("--hidden", type=int, help="hidden size, for toys")
     add("--dense", type=int, default=6000, help="dense steps (default: %(default)s)")
     add("--warmup", type=int, default=500, help="steps of the indexers alone (default: %(default)s)")

@@ -47,7 +47,7 @@ def reader_v4(top_k: int) -> CompressedSpec:
 
 
 MODELS = {"v32": reader_v32, "v4": reader_v4}
-TOP_K = {"v32": 64, "v4": 32}
+TOP_K = {"v32": 128, "v4": 32}
 
 
 def stages(length: int, dense: int, warmup: int, sparse: int) -> list[Stage]:
