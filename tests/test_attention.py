@@ -77,6 +77,16 @@ def test_reference_matches_loop():
         torch.testing.assert_close(got.lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
+def test_reference_in_pieces(monkeypatch):
+    torch.manual_seed(0)
+    q, kv, ragged = torch.randn(5, 3, 24), torch.randn(40, 24), ragged_rows([6, 9, 33, 12, 0], 40)
+    want_out, want_lse = slow_attention(q, kv, ragged, 0.3, 16)
+    monkeypatch.setattr(reference, "GATHERED_ELEMENTS", 2 * 33 * 24)  # two rows at a time
+    got = attention.sparse_attn_prefill(q, kv, ragged, scale=0.3, d_v=16)
+    torch.testing.assert_close(got.out.double(), want_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_empty_rows_and_sinks():
     q, kv = torch.ones(2, 2, 4), torch.ones(3, 1, 4)
     ragged = Ragged(torch.tensor([0, 2, -1], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32))

@@ -150,6 +150,26 @@ def test_attention(device):
 
 
 @pytest.mark.kernel
+def test_attention_over_rows_side_by_side(device):
+    """Blocks that follow each other without a gap: a slot is an offset in rows."""
+    layout = LatentFp8Layout(32, 12, 16)
+    last = 2 * FAR // layout.row
+    cache = far(device, (3, layout.row)).as_strided((last + 1, 1, layout.row), (layout.row, layout.row, 1))
+    values = torch.randn(4, layout.dim, device=device) / 10
+    layout.encode(cache, torch.tensor([last, 0, last - 1, 1], device=device), values)
+    want = torch.zeros(4, 1, layout.row, dtype=torch.uint8, device=device)
+    layout.encode(want, torch.arange(4, device=device), values)
+    indptr = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    there = torch.tensor([last, 0, -1, last - 1, 1, last], dtype=torch.int32, device=device)
+    here = torch.tensor([0, 1, -1, 2, 3, 0], dtype=torch.int32, device=device)
+    q = torch.randn(2, 3, layout.dim, device=device).bfloat16()
+    got = sparse_attn_decode(q, cache, Ragged(there, indptr), scale=0.2, layout=layout, impl="triton")
+    good = sparse_attn_decode(q.float(), want, Ragged(here, indptr), scale=0.2, layout=layout, impl="reference")
+    compare.assert_close(got.out, good.out, compare.DECODE_OUT)
+    compare.assert_close(got.lse, good.lse, LSE)
+
+
+@pytest.mark.kernel
 def test_compressor(device):
     for layout in (INDEX, PlanarFp8Layout(24, 8, group=8)):
         cache = far(device, (3, 4, layout.row))
@@ -168,3 +188,25 @@ def test_compressor(device):
         got, good = (layout.decode(at, slots_on(device)) for at in (near(cache), want))
         torch.testing.assert_close(got, good, rtol=2**-3, atol=1e-2)
         assert got.abs().amax(1).min() > 0.1
+
+
+@pytest.mark.kernel
+def test_compressor_state(device):
+    """The second step pools what the first one left in the far ring."""
+    state = far(device, (3, 4, 64), torch.float32)
+    state.fill_(0)
+    want = near(state)
+    kv, gate, caches = torch.randn(8, 32, device=device), torch.randn(8, 32, device=device), []
+    table = torch.full((1, 1), 2, dtype=torch.int32, device=device)
+    for rings, impl in ((state, "triton"), (want, "reference")):
+        caches.append(torch.zeros(1, 4, 32, device=device))
+        for first, last in ((0, 5), (5, 8)):
+            positions = torch.arange(first, last, dtype=torch.int32, device=device)
+            slots = torch.where(positions % 2 == 1, positions // 2, -1).long()
+            compress_and_cache(
+                kv[first:last], gate[first:last], torch.zeros(2, 32, device=device), torch.ones(32, device=device), positions,
+                positions * 0, rings, table, caches[-1], slots, rope_table(8, 8, 100.0, device=device), ratio=2, overlap=False,
+                eps=1e-5, rope_start=24, layout=PlainLayout("fp32", 32), impl=impl,
+            )  # fmt: skip
+    assert torch.equal(near(state), want) and want[2].any() and not want[:2].any()
+    torch.testing.assert_close(*caches, rtol=1e-5, atol=1e-5)

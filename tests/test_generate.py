@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from sparse_attn.models.params import random_params
+from sparse_attn.ops.sampling import sample
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Model, Sampling, generate
 from sparse_attn.runtime.report import dynamo_counts
+from sparse_attn.runtime.steps import Decode, advance
 from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import CompressedSpec, preset
 
@@ -41,6 +43,27 @@ def test_rows_stop_one_by_one(model):
         ends = [place for place, token in enumerate(row) if token in stops]
         assert stopped == (row[: ends[0] + 1] if ends else row)
         assert logits.shape[0] == len(prompt) + len(stopped) - 1
+
+
+def test_noise_is_that_of_the_position_that_was_fed(model):
+    """What prefill and decode drew is drawn again from the logits, each row's with the noise of its position."""
+    sampling = Sampling(temperature=1.0, seed=7)
+    found = generate(model, PROMPTS, max_new_tokens=8, prefill_tokens=50, sampling=sampling, keep_logits=True)
+    for prompt, tokens, logits in zip(PROMPTS, found.tokens, found.logits):
+        drawn = sample(logits, torch.arange(len(logits)), temperature=1.0, seed=7)
+        assert drawn[len(prompt) - 1 :].tolist() == tokens
+
+
+def test_rows_advance_until_they_stop():
+    """Of six rows: one goes on, one is padding, one reaches the context's end, one goes beyond it, two draw a stop id."""
+    state = Decode(
+        tokens=torch.zeros(6, dtype=torch.int64), seq_lens=torch.tensor([3, 0, 9, 10, 5, 10], dtype=torch.int32),
+        block_table=torch.zeros(6, 1, dtype=torch.int32), query_start_loc=torch.arange(7, dtype=torch.int32),
+        stop_ids=torch.tensor([1, 3]),
+    )  # fmt: skip
+    drawn = torch.tensor([2, 2, 2, 2, 3, 1])
+    advance(state, torch.nn.functional.one_hot(drawn, 4).float(), Sampling(), max_context=10)
+    assert torch.equal(state.tokens, drawn) and state.seq_lens.tolist() == [4, 0, 10, 0, 0, 0]
 
 
 def test_one_token_needs_no_decode_step(model):

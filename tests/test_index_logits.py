@@ -50,6 +50,15 @@ def test_reference_matches_loop(flavour):
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
+def test_reference_in_pieces(monkeypatch):
+    torch.manual_seed(0)
+    q, k, weights, bounds = torch.randn(7, 3, 16), torch.randn(20, 16), torch.randn(7, 3), ranges(7, 20)
+    whole = reference.mqa_logits(q, k, None, weights, *bounds, "none")
+    monkeypatch.setattr(reference, "PRODUCT_ELEMENTS", 2 * 3 * 20)  # two rows at a time
+    pieces = reference.mqa_logits(q, k, None, weights, *bounds, "none")
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+
+
 def test_relu_comes_before_the_weight():
     q, k = torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[2.0], [-3.0]])
     whole = torch.zeros(1, dtype=torch.int32), torch.full((1,), 2, dtype=torch.int32)
@@ -312,6 +321,21 @@ def test_a_nan_key_scores_nan_and_so_is_never_selected(device):
     whole = torch.zeros(3, dtype=torch.int32, device=device), torch.full((3,), 9, dtype=torch.int32, device=device)
     got = index_logits.fp8_mqa_logits(q, k, k_scale, torch.ones(3, 4, device=device), *whole, impl="triton")
     assert got.isnan().nonzero()[:, 1].tolist() == [4] * 3
+
+
+@pytest.mark.kernel
+def test_an_infinite_key_has_a_score_beside_padded_heads(device):
+    """Three heads leave lanes of zeros, and zero times infinity is NaN."""
+    q, weights = torch.ones(2, 3, 16, device=device), torch.tensor([[1.0, 2.0, 3.0]] * 2, device=device)
+    k = torch.ones(4, 16, device=device)
+    k[2] = INF
+    bounds = torch.zeros(2, dtype=torch.int32, device=device), torch.full((2,), 4, dtype=torch.int32, device=device)
+    want = [[96.0, 96.0, INF, 96.0]] * 2
+    assert index_logits.bf16_mqa_logits(q, k, weights, *bounds, impl="triton").tolist() == want
+    lens, table = bounds[1][:, None], torch.zeros(2, 1, dtype=torch.int32, device=device)
+    layout = PlainLayout("fp32", 16)
+    got = index_logits.bf16_paged_mqa_logits(q[:, None], k[None], weights, lens, table, 4, layout, impl="triton")
+    assert got.tolist() == want
 
 
 @pytest.mark.kernel

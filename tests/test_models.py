@@ -14,7 +14,7 @@ import torch
 from model_harness import Requests
 
 from sparse_attn.models.loading import load
-from sparse_attn.models.moe import experts_dense, experts_grouped
+from sparse_attn.models.moe import experts_dense, experts_grouped, route
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import tiny_glm5, tiny_v32
@@ -193,14 +193,27 @@ def test_padded_decode_requests_change_nothing():
     assert changed == len(before)  # one row per layer
 
 
+def test_gate_logits_are_not_rounded():
+    """A bf16 model is routed as the same values in fp32 are."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(50, 48, generator=generator).bfloat16()
+    params = {"gate": torch.randn(8, 48, generator=generator), "bias": torch.randn(8, generator=generator)}
+    spec = tiny_v32().moe
+    spec = replace(spec, num_experts=8, experts_per_token=3, num_groups=4, top_groups=2)
+    got = route(x, params, "", spec, None, impl="reference")
+    want = route(x.float(), params, "", spec, None, impl="reference")
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
 def test_grouped_experts_equal_dense_ones():
     generator = torch.Generator().manual_seed(3)
     x, gate_up, down = (torch.randn(shape, generator=generator) for shape in ((37, 32), (5, 48, 32), (5, 32, 24)))
     ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(37)]).int()
     ids[ids == 3] = 4  # an expert without tokens; duplicates count twice
     weights = torch.rand(37, 2, generator=generator)
-    arguments = x, weights, ids, gate_up, down
-    torch.testing.assert_close(experts_grouped(*arguments), experts_dense(*arguments), rtol=1e-5, atol=1e-5)
+    for clamp in (None, 0.3):
+        arguments = x, weights, ids, gate_up, down, clamp
+        torch.testing.assert_close(experts_grouped(*arguments), experts_dense(*arguments), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -50,6 +50,11 @@ def test_slots_follow_the_table():
     assert slots_of(table, requests, positions, 4).tolist() == [12, 0, 3, 22, -1, -1]
 
 
+def test_slots_of_a_ring_come_round():
+    table, positions = torch.tensor([[3, 0]], dtype=torch.int32), torch.tensor([7, 8, 12, 16, 23])
+    assert slots_of(table, positions * 0, positions, 4).tolist() == [3, 12, 0, 12, 3]
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(1, 50))
 def test_chunks_cover_every_prompt_in_order(lengths, budget):

@@ -189,6 +189,29 @@ def test_kernel_global_equals_reference(device, dirty_workspace):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("known", [98, 67, 40, 0])
+def test_kernel_adds_counts_up_to_the_nearest_total(device, known):
+    """The program of the last row alone; of the rows before, only ``known`` knows its total yet. 32 are seen at a time."""
+    from sparse_attn.ops.ragged import kernels
+
+    tokens, width = 100, 4
+    counts = torch.arange(tokens) % 5
+    states = (1 << 32) + counts
+    states[known] = (2 << 32) + counts[: known + 1].sum()
+    states[-1] = 0
+    counters = torch.cat([torch.tensor([tokens - 1, 0]), states]).to(device)
+    dense = torch.zeros(tokens, width, dtype=torch.int32, device=device)
+    indices, indptr = torch.full((tokens * width,), 7).int().to(device), torch.full((tokens + 1,), -1).int().to(device)
+    kernels.pack_rows[(1,)](
+        dense, None, None, None, None, None, None, None, indices, indptr, counters, tokens, width, 0, INT_MAX, 0, 0, 1,
+        *dense.stride(), 0, 0, 0, 0, 0, 0, 0, BLOCK=16, LOOKBACK=32,
+    )  # fmt: skip
+    before = int(counts[:-1].sum())
+    assert indptr.tolist() == [-1] * (tokens - 1) + [before, before + width]
+    assert (indices == 0).nonzero().flatten().tolist() == list(range(before, before + width))
+
+
+@pytest.mark.kernel
 def test_kernel_empty(device):
     for shape in ((0, 4), (3, 0)):
         got = ragged.build_ragged_indices_from_dense(torch.zeros(shape, dtype=torch.int32, device=device), impl="triton")

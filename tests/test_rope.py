@@ -81,8 +81,8 @@ def hf_table(count, yarn):
     parameters = {"rope_type": "default", "rope_theta": 10000.0}
     if yarn:
         parameters |= dict(
-            rope_type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1, mscale=1.0,
-            mscale_all_dim=1.0,
+            rope_type="yarn", factor=40.0, original_max_position_embeddings=yarn.original_max_position, beta_fast=32,
+            beta_slow=1, mscale=1.0, mscale_all_dim=1.0,
         )  # fmt: skip
     config = DeepseekV32Config(rope_parameters=parameters, max_position_embeddings=163840)
     config.head_dim = config.qk_rope_head_dim = 64
@@ -92,7 +92,7 @@ def hf_table(count, yarn):
     return torch.cat([cos[0, :, :32], sin[0, :, :32]], dim=1)
 
 
-@pytest.mark.parametrize("yarn", [None, DEEPSEEK])
+@pytest.mark.parametrize("yarn", [None, DEEPSEEK, Yarn(40.0, 2**17)])  # the last ramps beyond the slowest dimension
 def test_table_equals_transformers(yarn):
     pytest.importorskip("transformers")
     assert torch.equal(rope_table(5000, 64, 10000.0, yarn=yarn), hf_table(5000, yarn))

@@ -1,4 +1,4 @@
-"""The parts of the gate and of the benchmark frame that need no GPU."""
+"""The parts of the gate and of the benchmark frame that need no GPU, and whether mutations still fit the source."""
 
 from pathlib import Path
 
@@ -47,3 +47,41 @@ def test_bench_row_fits_missing_numbers():
     from benchmarks.registry import Record
 
     assert "case" in _row(Record("case", 1.0).as_dict("s"))
+
+
+def test_mutations_fit_the_source():
+    from mutations import MUTATIONS, ROOT
+
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) == 30
+    for mutation in MUTATIONS:
+        source = (ROOT / mutation.file).read_text()
+        assert mutation.applied(source) != source
+        for test in mutation.tests:
+            path, name = test.split("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), test
+
+
+@pytest.mark.parametrize("source", ["a = 2\n", "a = 1\na = 1\n"])
+def test_a_mutation_must_fit_once(source):
+    from mutations import Mutation
+
+    with pytest.raises(ValueError, match=r"mutation bug: 'a = 1' occurs [02] times in f.py, allowed: once"):
+        Mutation("bug", "", "f.py", "a = 1", "a = 2", ()).applied(source)
+
+
+def test_only_a_test_that_failed_has_caught_a_mutation():
+    from mutate import verdict
+
+    def failed(word, how):
+        lines = f"tests/test_a.py::test_b[0] PASSED [ 50%]\ntests/test_a.py::test_b[x - y] {word} [100%]\n"
+        return f"{lines}=== short test summary info ===\n{word} tests/test_a.py::test_b[x - y] - {how}\n!!! stopping !!!\n"
+
+    for word in ("FAILED", "ERROR"):  # a fixture that looks afterwards is an error
+        assert verdict(1, failed(word, "assert [1] == [2]")) == ("tests/test_a.py::test_b[x - y]", "assert [1] == [2]")
+    crash = "tests/test_a.py::test_b[0] PASSED [ 50%]\ntests/test_a.py::test_c Fatal Python error: Segmentation fault\n"
+    assert verdict(-11, crash) == ("tests/test_a.py::test_c", "SIGSEGV")
+    for code, output in (
+        (0, "1 passed"), (2, "interrupted"), (4, "not found"), (5, "no tests ran"), (124, ""), (-9, crash), (-11, ""), (1, ""),
+        (1, failed("FAILED", "NameError: name 'a' is not defined")),
+    ):  # fmt: skip
+        assert verdict(code, output)[0] is None, (code, output)

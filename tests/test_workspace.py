@@ -59,6 +59,14 @@ def test_growth_until_lock(no_owner):
     assert owner.size == WorkspaceSize(8192, 8)
 
 
+def test_growth_of_one_keeps_the_other(no_owner):
+    owner = workspace.reserve((512, 4), "cpu")
+    workspace.reserve((1024, 0), "cpu")
+    assert owner.size == WorkspaceSize(1024, 4)
+    workspace.reserve((0, 8), "cpu")
+    assert owner.size == WorkspaceSize(1024, 8)
+
+
 def test_use_lends_a_workspace_and_gives_the_old_one_back(no_owner):
     mine, theirs = workspace.reserve((256, 0), "cpu"), Workspace((256, 0), "cpu")
     with workspace.use(theirs):

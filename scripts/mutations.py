@@ -1,0 +1,254 @@
+"""Bugs that the tests must catch: each a snippet that occurs once in its file, and what stands there instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutation(NamedTuple):
+    """what: the bug in words. tests: pytest node ids, one of which must fail. interpreted: kernels, run by Triton's
+    interpreter."""
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    interpreted: bool = False
+
+    def applied(self, source: str) -> str:
+        """``source`` with the bug in it; ValueError unless ``old`` occurs exactly once."""
+        if (count := source.count(self.old)) != 1:
+            raise ValueError(f"mutation {self.name}: {self.old!r} occurs {count} times in {self.file}, allowed: once")
+        return source.replace(self.old, self.new)
+
+
+OPS = "sparse_attn/ops/"
+
+# fmt: off
+KERNELS = [
+    Mutation(
+        "index-scales-behind-padded-keys", "index scales are read from behind keys of a power-of-two width",
+        OPS + "index_cache/kernels.py",
+        "scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within\n        tl.store(scales",
+        "scale_at = (base + block_size.to(tl.int64) * PAD_D).to(tl.pointer_type(tl.float32)) + within\n"
+        "        tl.store(scales",
+        ("tests/test_index_cache.py::test_gather_kernel_equals_reference",),
+    ),
+    Mutation(
+        "half-swapped-frequencies", "halves are rotated by the frequencies of neighbouring pairs",
+        "sparse_attn/device/rope.py",
+        "frequency = tl.where(is_first, place, place - WIDTH // 2)",
+        "frequency = place // 2",
+        ("tests/test_index_query.py::test_kernel_shapes",),
+    ),
+    Mutation(
+        "scores-of-padded-heads", "an infinite key times the zeros of a padded head makes its score NaN",
+        OPS + "index_logits/kernels.py",
+        "    if not WHOLE_H:\n        weighed = tl.where(real[None, :], weighed, 0.0)",
+        "    if False:\n        weighed = tl.where(real[None, :], weighed, 0.0)",
+        ("tests/test_index_logits.py::test_an_infinite_key_has_a_score_beside_padded_heads",),
+    ),
+    Mutation(
+        "topk-end-inclusive", "the score at a row's end can be selected",
+        OPS + "topk/kernels.py",
+        "inside = (columns >= start) & (columns < end)",
+        "inside = (columns >= start) & (columns <= end)",
+        ("tests/test_topk.py::test_kernel_ranges_and_strides[short]",),
+    ),
+    Mutation(
+        "index-topk-rows-by-request", "head weights of later chunks are cut by request, not by row",
+        OPS + "index_topk/launch.py",
+        "q[some], cache, weights[rows], context_lens[some]",
+        "q[some], cache, weights[some], context_lens[some]",
+        ("tests/test_index_topk.py::test_decode_kernel[fp8]",),
+    ),
+    Mutation(
+        "ragged-offset-of-none", "an offset turns -1 into a row",
+        OPS + "ragged/kernels.py",
+        "        keep = keep & (local >= 0)\n",
+        "",
+        ("tests/test_ragged.py::test_kernel_build_equals_reference",),
+    ),
+    Mutation(
+        "window-one-key-too-long", "a window starts a key early",
+        OPS + "ragged/kernels.py",
+        "first = tl.maximum(position - window + 1, 0)",
+        "first = tl.maximum(position - window, 0)",
+        ("tests/test_ragged_windows.py::test_kernel[check_windows]",),
+    ),
+    Mutation(
+        "lookback-passes-over-a-row", "of rows that only know their counts yet, every 33rd is left out",
+        OPS + "ragged/kernels.py",
+        "nearest = tl.where(stop < LOOKBACK, -1, nearest - LOOKBACK)",
+        "nearest = tl.where(stop < LOOKBACK, -1, nearest - LOOKBACK - 1)",
+        ("tests/test_ragged.py::test_kernel_adds_counts_up_to_the_nearest_total",),
+    ),
+    Mutation(
+        "plan-ignores-padding", "a row without a slot is a row of its request",
+        OPS + "step_plan/kernels.py",
+        "valid = (request >= 0) & (position >= 0) & (slot >= 0)",
+        "valid = (request >= 0) & (position >= 0)",
+        ("tests/test_step_plan.py::test_kernel_equals_reference",),
+    ),
+    Mutation(
+        "entry-limit-divided-early", "entry limits are divided before the row itself counts",
+        OPS + "step_plan/kernels.py",
+        "limit = done // RATIO",
+        "limit = (done - 1) // RATIO",
+        ("tests/test_compressed_plan.py::test_compressed_kernel[mixed]",),
+    ),
+    Mutation(
+        "latent-scale-of-previous-group", "656-byte records: a group is scaled as the one before",
+        OPS + "kv_cache/kernels.py",
+        "scale_at = (base + SCALE_AT).to(tl.pointer_type(tl.float32))[:, None] + group[None, :]",
+        "scale_at = (base + SCALE_AT).to(tl.pointer_type(tl.float32))[:, None] + tl.maximum(group - 1, 0)[None, :]",
+        ("tests/test_kv_cache.py::test_gather_kernel_equals_reference[latent_fp8/512+64/128/e4m3fn/raw]",),
+    ),
+    Mutation(
+        "planar-scale-plane-unpadded", "584-byte layout: scales are taken to follow each other without padding",
+        OPS + "kv_cache/kernels.py",
+        "plane = block_at + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES",
+        "plane = block_at + block_size.to(tl.int64) * RECORD + within * GROUPS",
+        ("tests/test_kv_cache_planar.py::test_gather_kernel",),
+    ),
+    Mutation(
+        "exponent-rounded-down", "a power-of-two scale may be smaller than what it must hold",
+        "sparse_attn/device/fp8.py",
+        "return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)",
+        "return (bits & 0x7F800000).to(tl.float32, bitcast=True)",
+        ("tests/test_kv_cache_planar.py::test_kernel_writes_the_reference_bytes",),
+    ),
+    Mutation(
+        "compressor-halves-swapped", "an entry takes its own half from the window before and the other way round",
+        OPS + "compressor/kernels.py",
+        "part = tl.where(place < RATIO, 0, DIM) if OVERLAP",
+        "part = tl.where(place < RATIO, DIM, 0) if OVERLAP",
+        ("tests/test_compressor.py::test_kernels_match_reference[4-True-plain/fp32/32+0]",),
+    ),
+    Mutation(
+        "compressor-rope-at-window-end", "an entry is rotated by its last token's position",
+        OPS + "compressor/kernels.py",
+        "first = position + 1 - RATIO",
+        "first = position",
+        ("tests/test_compressor.py::test_kernels_match_reference[8-False-plain/fp32/32+0]",),
+    ),
+    Mutation(
+        "attention-keys-before-the-share", "where the last tile moves back, it counts keys before its row's share",
+        OPS + "attention/kernels.py",
+        "inside = (key - (start - at)).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)",
+        "inside = (key - (start - at)) < (end - start)",
+        ("tests/test_attention.py::test_prefill_kernel",),
+    ),
+    Mutation(
+        "attention-int32-offset", "the offset of a key is computed in 32 bits",
+        OPS + "attention/kernels.py",
+        "offset = slot.to(tl.int64) * stride_cache_slot",
+        "offset = slot * stride_cache_slot",
+        ("tests/test_far_offsets.py::test_attention_over_rows_side_by_side",),
+    ),
+    Mutation(
+        "sink-in-every-share", "a sink is counted in every share of a row, and once more when they are merged",
+        OPS + "attention/kernels.py",
+        "    if SPLIT:\n        tl.store(lse_at, lse2, mask=known_head)\n    else:\n        if sink is not None:\n"
+        "            acc = acc * sink_factor(tl.load(sink + head, mask=known_head, other=0.0), lse2)[:, None]\n",
+        "    if sink is not None:\n"
+        "        acc = acc * sink_factor(tl.load(sink + head, mask=known_head, other=0.0), lse2)[:, None]\n"
+        "    if SPLIT:\n        tl.store(lse_at, lse2, mask=known_head)\n    else:\n",
+        ("tests/test_attention.py::test_decode_kernel",),
+    ),
+    Mutation(
+        "merge-of-empty-shares", "a row without keys merges to NaN",
+        OPS + "attention/kernels.py",
+        'weight = tl.exp2(lse2 - tl.where(m == float("-inf"), 0.0, m))',
+        "weight = tl.exp2(lse2 - m)",
+        ("tests/test_attention.py::test_merge_kernel",),
+    ),
+    Mutation(
+        "shares-of-two-caches-overlap", "a share that starts in the first cache takes a whole share of the second",
+        OPS + "attention/kernels.py",
+        "tl.maximum(extra_first + share, 0))",
+        "tl.maximum(extra_first, 0) + share)",
+        ("tests/test_attention_two_caches.py::test_kernel",),
+    ),
+    Mutation(
+        "router-weights-biased", "experts are weighted by the scores that chose them",
+        OPS + "router/kernels.py",
+        "score = tl.reshape(score, [ROWS, GROUPS_PADDED * SIZE_PADDED])",
+        "score = tl.reshape(biased, [ROWS, GROUPS_PADDED * SIZE_PADDED])",
+        ("tests/test_router.py::test_kernel_matches_reference",),
+    ),
+    Mutation(
+        "sinkhorn-one-fewer", "Sinkhorn's normalisation ends an iteration early",
+        OPS + "hyper_connection/kernels.py",
+        "for _ in range(iterations - 1):",
+        "for _ in range(iterations - 2):",
+        ("tests/test_hyper_connection.py::test_kernels_match_reference",),
+    ),
+]
+
+PYTHON = [
+    Mutation(
+        "fnuz-maximum", "e4m3fnuz is written up to 240, which readers of e4m3fn bytes do not expect",
+        "sparse_attn/layout.py",
+        '"e4m3fnuz": 224.0',
+        '"e4m3fnuz": 240.0',
+        ("tests/test_layout.py::test_fnuz_bytes_are_those_of_fn_and_the_scale_doubles",),
+    ),
+    Mutation(
+        "output-keeps-its-rope", "V4's output is not rotated back",
+        "sparse_attn/models/windowed.py",
+        "    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)\n",
+        "",
+        ("tests/test_models_v4.py::test_parity_with_transformers[infinite sinks]",),
+    ),
+    Mutation(
+        "gate-in-model-dtype", "experts are chosen by gate logits in bf16",
+        "sparse_attn/models/moe.py",
+        'logits = F.linear(x.float(), params[prefix + "gate"])',
+        'logits = F.linear(x, params[prefix + "gate"].to(x.dtype)).float()',
+        ("tests/test_models.py::test_gate_logits_are_not_rounded",),
+    ),
+    Mutation(
+        "kv-b-heads-interleaved", "W_UK and W_UV of a head are every n-th row of kv_b",
+        "sparse_attn/models/spelling.py",
+        "kv_b = checkpoint.read(source, (heads * both, spec.kv_lora)).unflatten(0, (heads, both))",
+        "kv_b = checkpoint.read(source, (heads * both, spec.kv_lora)).unflatten(0, (both, heads)).transpose(0, 1)",
+        ("tests/test_loading.py::test_published_spelling[1]",),
+    ),
+    Mutation(
+        "plan-key-without-decodes", "a cached plan serves a step with other decodes",
+        "sparse_attn/runtime/plan_cache.py",
+        "shape, cached = (requests, tokens, num_decodes, next_n), self._key",
+        "shape, cached = (requests, tokens, next_n), self._key",
+        ("tests/test_plan_cache.py::test_key_is_complete",),
+    ),
+    Mutation(
+        "decode-draws-a-position-late", "decode draws with the noise of the token drawn, prefill with that of the one fed",
+        "sparse_attn/runtime/steps.py",
+        "state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling))",
+        "state.tokens.copy_(draw(logits, state.seq_lens, sampling))",
+        ("tests/test_generate.py::test_noise_is_that_of_the_position_that_was_fed",),
+    ),
+    Mutation(
+        "workspace-shrinks-counters", "growing for scratch drops counters that were reserved",
+        "sparse_attn/workspace.py",
+        "self._allocate(largest((self.size, size)))",
+        "self._allocate(size)",
+        ("tests/test_workspace.py::test_growth_of_one_keeps_the_other",),
+    ),
+    Mutation(
+        "prefill-reads-the-first-request", "rows of every prefill request attend to keys of the first",
+        "sparse_attn/pipeline/latent.py",
+        "chosen.prefill, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl",
+        "chosen.prefill, num_rows=plan.kv_capacity, impl=impl",
+        ("tests/test_pipeline.py::test_against_dense_oracle",),
+    ),
+]
+# fmt: on
+
+MUTATIONS = [mutation._replace(interpreted=True) for mutation in KERNELS] + PYTHON
