@@ -38,6 +38,11 @@ class Target:
             return isinstance(self.arch, int) and self.arch >= 89
         return self.arch == "gfx950"
 
+    @property
+    def reads_shared_operands(self) -> bool:
+        """Whether the matrix unit takes operands from shared memory (wgmma, tcgen05), not out of registers."""
+        return self.vendor == "nvidia" and isinstance(self.arch, int) and 90 <= self.arch < 120
+
 
 CPU = Target("cpu", "", 1, 1 << 20)
 H200 = Target("nvidia", 90, 132, 232448)

@@ -386,6 +386,7 @@ def test_kernel_on_hopper(heads, two, tokens):
     constants = dict(
         launch._arguments(keys, chosen.block_k).constants, D_V=512, D_REST=0, PAD_V=512, PAD_REST=16,
         SPLIT=chosen.splits > 1, BLOCK_H=chosen.block_h, BLOCK_K=chosen.block_k, STAGES=chosen.num_stages,
+        HOIST=chosen.hoist,
     )  # fmt: skip
     extra = launch._arguments(keys if two else None, chosen.block_k).constants
     constants |= {f"EXTRA_{name}": value for name, value in extra.items()}

@@ -415,39 +415,3 @@ def test_real_dims(device, layout, ratio, overlap, hadamard):
         check_same(whole.cut((1024,)), singly.cut((1,)))
     elif ratio == 4:
         check_kernels(ratio, overlap, layout, device, (6,), lengths=(9,), hadamard=hadamard)
-
-
-@pytest.mark.aot
-@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
-@pytest.mark.parametrize("layout, ratio, overlap, hadamard", REAL)
-def test_kernels_compile_ahead_of_time(layout, ratio, overlap, hadamard, arch):
-    """For sm_90, sm_80 and gfx942; without spills where that is known."""
-    from sparse_attn.ops.compressor import config, kernels, launch
-    from sparse_attn.target import H200
-    from sparse_attn.testing.aot import compile_kernel
-
-    parts = 2 if overlap else 1
-    span, width = parts * ratio, parts * layout.dim
-    chosen = config.config(layout.dim, span, H200)
-    floats = ("kv", "gate", "position_bias", "state", "norm_weight", "cos_sin")
-    integers = ("positions", "request_ids", "state_table")
-    types = dict.fromkeys(floats, "*fp32") | dict.fromkeys(integers, "*i32") | dict(slot_mapping="*i64")
-    types["eps"] = "fp32"
-    types["cache"] = "*bf16" if isinstance(layout, PlainLayout) else "*u8"
-    record = launch._record(layout, layout.dim)
-    pooling = record | dict(
-        DIM=layout.dim, PADDED=layout.dim, RATIO=ratio, SPAN=span, OVERLAP=overlap, ROPE_START=layout.dim - 64,
-        ROPE_WIDTH=64, HADAMARD=hadamard, STAGES=layout.dim.bit_length() - 1, ROWS=chosen.rows,
-    )  # fmt: skip
-    aligned = ("stride_kv_token", "stride_gate_token", "stride_bias_row", "stride_state_block", "stride_cache_block",
-               "stride_rope_row")  # fmt: skip
-    keeping = dict(WIDTH=width, RATIO=ratio, COLUMNS=chosen.keep_columns)
-    for kernel, constants, options in (
-        (kernels.pool, pooling, dict(num_warps=chosen.num_warps, enable_fp_fusion=False)),
-        (kernels.keep, keeping, dict(num_warps=4)),
-    ):
-        signature = {n: types.get(n, "i32") for n in kernel.arg_names if n not in constants}
-        compiled = compile_kernel(kernel, signature, constants, arch=arch, aligned=aligned, **options)
-        assert compiled.shared_memory <= 49152
-        if compiled.registers is not None:
-            assert compiled.spill_bytes == 0 and compiled.registers <= 128

@@ -138,29 +138,6 @@ def test_kernel_nan_and_infinities(device):
         torch.testing.assert_close(got.cpu(), want, atol=1e-7, rtol=3e-6)
 
 
-@pytest.mark.aot
-@pytest.mark.parametrize("experts, groups, kept, top_k, score", SHAPES)
-@pytest.mark.parametrize("arch", [90, 80, "gfx942"])
-def test_compiles_ahead_of_time(experts, groups, kept, top_k, score, arch):
-    from sparse_attn.ops.router import config, kernels
-    from sparse_attn.target import H200
-    from sparse_attn.testing.aot import compile_kernel
-
-    launch = config.config(experts, groups, H200)
-    compiled = compile_kernel(
-        kernels.biased_grouped_topk,
-        dict(logits="*fp32", bias="*fp32", weights="*fp32", ids="*i32")
-        | dict(tokens="i32", routed_scale="fp32", stride_logits_token="i32"),
-        dict(stride_logits_expert=1, stride_bias_expert=1, NUM_GROUPS=groups, SIZE=experts // groups)
-        | dict(TOP_GROUPS=kept, TOP_K=top_k, RENORMALISE=True, SOFTPLUS=score == "sqrtsoftplus", ROWS=launch.rows)
-        | dict(GROUPS_PADDED=launch.groups, SIZE_PADDED=launch.group_size, TOP_K_PADDED=config.next_power(top_k)),
-        arch=arch,
-        num_warps=launch.num_warps,
-    )
-    if arch == 90:
-        assert compiled.spill_bytes == 0
-
-
 @pytest.mark.kernel
 @pytest.mark.parametrize("experts, top_k", [(8, 3), (6, 6), (48, 5)])
 def test_kernel_matches_reference(device, experts, top_k):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -11,13 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ahead-of-time compilation tells. registers, spill_bytes and sass are known for NVIDIA targets only."""
+    """What ahead-of-time compilation tells. registers: of a thread (AMD: of a lane, accumulation registers among them).
+    spill_bytes: of a thread's stack, where what does not fit in registers goes."""
 
     shared_memory: int
-    registers: int | None
-    spill_bytes: int | None
-    sass: str
+    registers: int
+    spill_bytes: int
+    threads: int  # of a program
+    warp_size: int
+    tensor_memory: int  # columns, where the architecture has it
     assembly: dict
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The instructions (NVIDIA)."""
+        return _disassemble(self.assembly["cubin"])
 
     def count(self, instruction: str) -> int:
         """How often ``instruction`` (a regular expression) stands in the SASS."""
@@ -33,7 +42,6 @@ def compile_kernel(
     aligned: scalar arguments known to be multiples of 16 (pointers always are); options: num_warps, num_stages.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
@@ -49,32 +57,53 @@ def compile_kernel(
         if name not in constants and (signature[name].startswith("*") or name in aligned)
     }
     source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = source(fn=kernel, signature=types, constexprs=values, attrs=attributes)
+    program = triton.compile(source, target=gpu_target(arch), options=options)
+    return read(program)
+
+
+def gpu_target(arch: int | str):
+    """Triton's name for an architecture."""
+    from triton.backends.compiler import GPUTarget
+
     if isinstance(arch, str):
-        target = GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-    else:
-        target = GPUTarget("cuda", arch, 32)
-    program = triton.compile(
-        source(fn=kernel, signature=types, constexprs=values, attrs=attributes), target=target, options=options
-    )
-    registers = spills = None
-    sass = ""
-    if "cubin" in program.asm:
-        registers, spills, sass = _read_cubin(program.asm["cubin"])
-    return Compiled(program.metadata.shared, registers, spills, sass, program.asm)
+        return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    return GPUTarget("cuda", arch, 32)
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, str]:
-    import triton
+def read(program) -> Compiled:
+    """What the compiler says of a compiled ``program`` of Triton's."""
+    facts = _read_cubin if "cubin" in program.asm else _read_amdgcn
+    columns = getattr(program.metadata, "tmem_size", None) or 0
+    return Compiled(program.metadata.shared, *facts(program.asm), columns, dict(program.asm))
 
-    tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
+
+def _read_cubin(assembly) -> tuple[int, int, int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(assembly["cubin"])
+        file.flush()
+        usage = _nvidia_tool("cuobjdump", "-res-usage", file.name)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return registers, stack, int(re.search(r"\.(?:reqntid|maxntid) (\d+)", assembly["ptx"])[1]), 32
+
+
+def _read_amdgcn(assembly) -> tuple[int, int, int, int]:
+    def field(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", assembly["amdgcn"])[1])
+
+    names = ("vgpr_count", "private_segment_fixed_size", "max_flat_workgroup_size", "wavefront_size")
+    return tuple(map(field, names))
+
+
+def _disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output(os.path.join(tools, "cuobjdump"), "-res-usage", file.name)
-        sass = _output(os.path.join(tools, "nvdisasm"), "-c", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return registers, stack, sass
+        return _nvidia_tool("nvdisasm", "-c", file.name)
 
 
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def _nvidia_tool(tool: str, *arguments: str) -> str:
+    import triton
+
+    path = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", tool)
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,28 +18,24 @@ HOPPER_PAIR = 128  # keys it takes at a time
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """block_h heads by block_k keys per tile; splits programs share a row's keys, merged afterwards."""
+    """block_h heads by block_k keys per tile; splits programs share a row's keys, merged afterwards. hoist: what does not
+    change from tile to tile may be computed before the first and kept."""
 
     block_h: int
     block_k: int
     num_warps: int
     num_stages: int
-    splits: int
+    splits: int = 1
+    hoist: bool = True
 
 
 def config(
-    tokens: int, heads: int, d_qk: int, capacity: int, query_bytes: int, fp8: bool, target: Target
+    tokens: int, heads: int, d_qk: int, capacity: int, query_bytes: int, fp8: bool, target: Target, mixed: bool = False
 ) -> AttentionConfig:
     """capacity: how many indices the rows may hold in all, of two caches together; query_bytes: bytes of one q element;
-    fp8: whether every cache is."""
-    tile_heads = min(64, max(16, 1 << (heads - 1).bit_length()))
-    if query_bytes == 4:
-        tile = (min(tile_heads, 16), 16, 4, 1)
-    elif tile_heads == 64:
-        tile = (64, 64, 8, 3 if fp8 else 2)
-    else:
-        tile = (tile_heads, 64, 8, 2)
-    block_h, block_k, num_warps, num_stages = tile
+    fp8: whether every cache is; mixed: whether only one of two is."""
+    tile = _tile(min(64, max(16, 1 << (heads - 1).bit_length())), query_bytes, fp8, mixed, target)
+    block_h, block_k, num_stages = tile.block_h, tile.block_k, tile.num_stages
     while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes, fp8) > target.shared_memory and block_k > 16:
         block_k //= 2
     while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes, fp8) > target.shared_memory and block_h > 16:
@@ -48,7 +44,24 @@ def config(
     row = -(-capacity // max(tokens, 1))
     most = max(1, row // block_k)
     splits = max(1, min(most, target.num_sms // max(programs, 1)))
-    return AttentionConfig(block_h, block_k, num_warps, num_stages, splits)
+    return replace(tile, block_h=block_h, block_k=block_k, splits=splits)
+
+
+def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, target: Target) -> AttentionConfig:
+    """What a program takes at a time where shared memory allows."""
+    if query_bytes == 4:
+        return AttentionConfig(min(heads, 16), 16, 4, 1)
+    if target.vendor == "nvidia" and not target.reads_shared_operands and (fp8 or mixed):
+        # Matrix operands are registers here, and keys are decoded where they are multiplied: 32 heads of sums spill.
+        return AttentionConfig(16, 64, 8, 2)
+    if target.arch == "gfx950":  # here too; four waves have 512 registers each
+        return AttentionConfig(heads, 16 if fp8 or mixed else 32, 4, 2)
+    if heads < 64:
+        return AttentionConfig(heads, 64, 8, 2)
+    if target.reads_shared_operands and target.arch != 90:
+        # Plain tiles lie in shared memory twice. Hoisted addresses beside the sums, which pass through registers, spill.
+        return AttentionConfig(64, 64, 8, 3, hoist=False) if fp8 else AttentionConfig(64, 32, 8, 2, hoist=False)
+    return AttentionConfig(64, 64, 8, 3 if fp8 else 2)
 
 
 def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int, fp8: bool) -> int:

@@ -25,14 +25,14 @@ def _attend_keys(
     stride_cache_block, stride_cache_slot, value_column, rest_column, D_V: tl.constexpr, D_REST: tl.constexpr,
     PAD_V: tl.constexpr, PAD_REST: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr, REST_AT: tl.constexpr,
     TOKEN_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, FNUZ: tl.constexpr, PAGED: tl.constexpr, SHORT: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     """Take the keys indices[begin:end] of a cache into the softmax state (m, l, acc)."""
     dtype = q_value.dtype
     BLOCK_H: tl.constexpr = q_value.shape[0]
     key = tl.arange(0, BLOCK_K)
     # Hoisted addresses of a planar tile's matrix operands would not fit in registers beside acc and the tile.
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES, disable_licm=SCALE_BYTES > 0):
+    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES, disable_licm=SCALE_BYTES > 0 or not HOIST):
         # Unsigned comparisons serve both ends of a range. A masked index load would cost a seventh of the time, so the
         # tile moves back where it would leave the buffer, and the keys before its row's share are left out.
         if SHORT:
@@ -137,6 +137,7 @@ def attend(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    HOIST: tl.constexpr,  # whether what all tiles share may be computed before the loop
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -173,14 +174,14 @@ def attend(
     m, l, acc = _attend_keys(
         q_value, q_rest, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
         stride_cache_block, stride_cache_slot, value_column, rest_column, D_V, D_REST, PAD_V, PAD_REST, GROUP, SCALE_AT,
-        REST_AT, TOKEN_BYTES, SCALE_BYTES, FNUZ, PAGED, SHORT, BLOCK_K, STAGES,
+        REST_AT, TOKEN_BYTES, SCALE_BYTES, FNUZ, PAGED, SHORT, BLOCK_K, STAGES, HOIST,
     )  # fmt: skip
     if extra_cache is not None:
         m, l, acc = _attend_keys(
             q_value, q_rest, m, l, acc, extra_cache, extra_indices, extra_begin, extra_end, extra_capacity,
             extra_num_slots, extra_block_size, scale_log2, stride_extra_block, stride_extra_slot, value_column,
             rest_column, D_V, D_REST, PAD_V, PAD_REST, EXTRA_GROUP, EXTRA_SCALE_AT, EXTRA_REST_AT, EXTRA_TOKEN_BYTES,
-            EXTRA_SCALE_BYTES, EXTRA_FNUZ, EXTRA_PAGED, EXTRA_SHORT, BLOCK_K, STAGES,
+            EXTRA_SCALE_BYTES, EXTRA_FNUZ, EXTRA_PAGED, EXTRA_SHORT, BLOCK_K, STAGES, HOIST,
         )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     lse2 = log2_sum(m, l)

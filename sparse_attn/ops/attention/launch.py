@@ -102,8 +102,10 @@ def _attend(who, q, keys, extra, scale, d_v, sink):
         return out, lse
     parts = [keys] if extra is None else [keys, extra]
     capacity = sum(part.indices.numel() for part in parts)
-    fp8 = all(part.layout is not None for part in parts)
-    launch = config.config(tokens, heads, d_qk, capacity, q.element_size(), fp8, target_of(q.device))
+    kinds = {part.layout is not None for part in parts}
+    launch = config.config(
+        tokens, heads, d_qk, capacity, q.element_size(), kinds == {True}, target_of(q.device), mixed=len(kinds) > 1
+    )
     split = launch.splits > 1
     views, _ = workspace.take(who, config.scratch(tokens, heads, d_v, launch.splits), q.device)
     to, to_lse = views if split else (out.unsqueeze(0), lse.unsqueeze(0))
@@ -136,6 +138,7 @@ def _attend(who, q, keys, extra, scale, d_v, sink):
         BLOCK_H=launch.block_h,
         BLOCK_K=launch.block_k,
         STAGES=launch.num_stages,
+        HOIST=launch.hoist,
         **first.constants,
         **{f"EXTRA_{name}": value for name, value in second.constants.items()},
         num_warps=launch.num_warps,

@@ -132,13 +132,15 @@ def pool(
             )  # fmt: skip
             part = tl.where(place < RATIO, 0, DIM) if OVERLAP else tl.zeros([ROWS], tl.int32)
             source = part[:, None] + column[None, :]
-            counts = (here | known)[:, None] & real[None, :]
-            value_at = tl.where(here, kv + row * stride_kv_token, state + offset)[:, None] + source
-            value = tl.load(value_at, mask=counts, other=0.0)
-            weight_at = tl.where(here, gate + row * stride_gate_token, state + offset + WIDTH)[:, None] + source
-            weight = tl.load(weight_at, mask=counts, other=float("-inf"))
+            fresh, kept = here[:, None] & real[None, :], known[:, None] & real[None, :]
+            # Two loads of each: Triton for AMD cannot compile a choice between pointers into two tensors.
+            state_at = (state + offset)[:, None] + source
+            value = tl.load((kv + row * stride_kv_token)[:, None] + source, mask=fresh, other=0.0)
+            value = tl.where(fresh, value, tl.load(state_at, mask=kept, other=0.0))
+            weight = tl.load((gate + row * stride_gate_token)[:, None] + source, mask=fresh, other=float("-inf"))
+            weight = tl.where(fresh, weight, tl.load(state_at + WIDTH, mask=kept, other=float("-inf")))
             bias_at = position_bias + (tl.maximum(p, 0) % RATIO)[:, None] * stride_bias_row + source
-            weight += tl.load(bias_at, mask=here[:, None] & real[None, :], other=0.0)
+            weight += tl.load(bias_at, mask=fresh, other=0.0)
             top = tl.maximum(m, tl.max(weight, 0))
             shift = tl.where(top == float("-inf"), 0.0, top)
             e = tl.exp(weight - shift[None, :])

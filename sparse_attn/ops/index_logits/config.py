@@ -20,17 +20,22 @@ class LogitsConfig:
     splits: int = 1
 
 
-def mqa_config(rows: int, keys: int, flavour: str, element: int, target: Target) -> LogitsConfig:
+WIDE = 64 * 128  # values of a row's heads in the published models; of more, fewer keys fit beside them
+
+
+def mqa_config(rows: int, keys: int, heads: int, dim: int, flavour: str, element: int, target: Target) -> LogitsConfig:
     """element: bytes of one q element."""
     native = flavour == "e4m3fn" and target.fp8_dot
     if element == 4:
-        return LogitsConfig(32, 16, False, 4, 1)
+        return LogitsConfig(32, 16, False, 4 if target.reads_shared_operands else 8, 1)
     if target.interpreted:
         return LogitsConfig(64, 16, False, 4, 1)
     per_program = 64 if rows * keys >= 1 << 22 else 8
     if native:
         return LogitsConfig(128, per_program, True, 4, 3)
-    return LogitsConfig(128, per_program, False, 8, 2)
+    tile = 64 if heads * dim > WIDE and not target.reads_shared_operands else 128
+    stages = 2 if (heads + tile) * dim * 2 + 2048 <= target.shared_memory else 1  # of bf16; 2048 for sums across warps
+    return LogitsConfig(tile, per_program, False, 8, stages)
 
 
 def paged_config(
@@ -38,8 +43,13 @@ def paged_config(
 ) -> LogitsConfig:
     """lanes: query rows of a request times heads."""
     native = flavour == "e4m3fn" and target.fp8_dot
-    keys = 32 if element == 4 else (128 if lanes <= 64 else 64)  # 64 lanes of 128 fp32 sums fill half the registers
+    keys = 128 if lanes <= 64 else 64  # 64 lanes of 128 fp32 sums fill half the registers
+    warps = 4
+    if element == 4:  # multiplied without a matrix unit: few products in a thread, for its operands are many
+        keys, warps = (32 if lanes <= 64 else 16), (4 if lanes <= 32 else 8)
+    elif lanes > 64 and not native and target.vendor == "nvidia" and not target.reads_shared_operands:
+        warps = 8  # keys are decoded in registers, beside the sums
     stages = 1 if element == 4 else (4 if native else 2)
     tiles = -(-max_context_len // keys)
     splits = max(1, min(tiles, 4 * target.num_sms // max(requests, 1)))
-    return LogitsConfig(keys, 1, native, 4, stages, splits)
+    return LogitsConfig(keys, 1, native, warps, stages, splits)

@@ -19,7 +19,9 @@ def mqa_logits(
     flavour: str,
 ) -> torch.Tensor:
     out = shapes.allocate_logits(q.shape[0], k.shape[0], q)
-    launch = config.mqa_config(q.shape[0], k.shape[0], flavour, q.element_size(), target_of(q.device))
+    launch = config.mqa_config(
+        q.shape[0], k.shape[0], *q.shape[1:], flavour, q.element_size(), target_of(q.device)
+    )
     kernels.launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, launch, clean=True)
     return out
 

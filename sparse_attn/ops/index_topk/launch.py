@@ -35,7 +35,7 @@ def index_topk_prefill(
         return out.fill_(-1)
     target = target_of(q.device)
     step = shapes.rows_at_once(rows, keys, logits_bytes)
-    score = scoring.mqa_config(step, keys, flavour, q.element_size(), target)
+    score = scoring.mqa_config(step, keys, *q.shape[1:], flavour, q.element_size(), target)
     select = select or selection.config(step, keys, top_k, target)
     (buffer, *views), counters = workspace.take(
         "index_topk_prefill", config.scratch_of(step, keys, select), q.device

@@ -53,11 +53,11 @@ def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many."""
     if width <= SHORT:
         slots = max(256, _power_of_two(width))
-        registers = 64 if slots == SHORT and target.vendor == "nvidia" else None  # four programs on a multiprocessor
+        registers = _at_most(64, target) if slots == SHORT else None  # four programs on a multiprocessor
         return TopkConfig(True, slots, max(2, slots // 1024), max_registers=registers)
     resident = 2 * target.num_sms
     if 5 * k > 4 * SHORT:
-        registers = 64 if target.vendor == "nvidia" else None  # two programs of 16 warps on a multiprocessor
+        registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor
         return TopkConfig(False, SHORT, 16, groups=min(rows, resident), chunk=4096, max_registers=registers)
     # Half the slots, where a bound from the sample is sharp enough to aim between k and half of SHORT.
     slots = SHORT // 2 if 8 * k <= SHORT or (4 * k <= SHORT and width <= 1 << 16) else SHORT
@@ -75,9 +75,14 @@ def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
         keep=_between(k, slots),
         samples=4096,
         run=4 if width <= 1 << 18 else 1,
-        max_registers=128 if programs == 1 and target.vendor == "nvidia" else None,
+        max_registers=_at_most(128, target) if programs == 1 else None,
         reserve=min(rows * MOST_PROGRAMS, resident),
     )
+
+
+def _at_most(registers: int, target: Target) -> int | None:
+    """Registers of a thread where more programs at once were measured to outweigh the spills."""
+    return registers if (target.vendor, target.arch) == ("nvidia", 90) else None
 
 
 def scratch(rows: int, width: int, k: int, target: Target) -> Scratch:

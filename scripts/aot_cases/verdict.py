@@ -1,0 +1,47 @@
+"""What a compiled kernel must keep to, and the spills that are allowed."""
+
+from __future__ import annotations
+
+import re
+
+from sparse_attn.target import Target
+from sparse_attn.testing.aot import Compiled
+
+MAX_THREADS = 1024  # of a program
+TENSOR_MEMORY = 512  # columns of sm_100
+FP8_INSTRUCTIONS = {"nvidia": ("ptx", r"e4m3|e5m2"), "amd": ("amdgcn", r"v_\w*(?:fp8|bf8)\w*")}
+
+# Bytes of a thread's stack, by kernel and target; "nvidia" stands for those that are not named. Others spill nothing.
+ALLOWED_SPILLS = {
+    # On sm_90 more programs on a multiprocessor were measured to be worth it: ops/topk/config.py.
+    "topk.select_short_rows": {"sm_90": 400},
+    # sm_90 as above; elsewhere a scalar or two of a row.
+    "topk.select_long_rows": {"sm_90": 96, "nvidia": 16},
+    # A scalar or two of a row, parked outside the loop.
+    "ragged.pack_rows": {"nvidia": 8},
+    # Addresses beside the tile of sums; measured at the peers' pace all the same.
+    "attention.attend": {"sm_90": 32},
+    # Barrier and pointer scalars, outside the products.
+    "attention.hopper_latents.attend": {"sm_90": 32},
+}
+
+
+def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list[str]:
+    """What is wrong with ``kernel`` on the target called ``name``."""
+    wrong = []
+    if compiled.shared_memory > target.shared_memory:
+        wrong.append(f"{compiled.shared_memory} bytes of shared memory, allowed: {target.shared_memory}")
+    allowances = ALLOWED_SPILLS.get(kernel, {})
+    allowed = allowances.get(name, allowances.get(target.vendor, 0))
+    if compiled.spill_bytes > allowed:
+        wrong.append(f"{compiled.spill_bytes} bytes of spills, allowed: {allowed}")
+    if compiled.threads > MAX_THREADS:
+        wrong.append(f"{compiled.threads} threads, allowed: {MAX_THREADS}")
+    if compiled.warp_size != target.warp_size:
+        wrong.append(f"waves of {compiled.warp_size}, the target's have {target.warp_size}")
+    if compiled.tensor_memory > TENSOR_MEMORY:
+        wrong.append(f"{compiled.tensor_memory} columns of tensor memory, allowed: {TENSOR_MEMORY}")
+    stage, pattern = FP8_INSTRUCTIONS[target.vendor]
+    if not target.fp8_dot and (found := re.search(pattern, compiled.assembly[stage])):
+        wrong.append(f"an fp8 instruction, {found[0]}, where there is no e4m3fn hardware")
+    return wrong

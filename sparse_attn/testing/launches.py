@@ -1,0 +1,83 @@
+"""What the launchers launch on a GPU this machine does not have: recorded from their own code, compiled ahead of time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest import mock
+
+from sparse_attn import target
+from sparse_attn.target import H200, Target
+from sparse_attn.testing.aot import Compiled, gpu_target, read
+
+# Architectures that kernels are compiled for: multiprocessors of a common card, shared memory of a program, a warp.
+TARGETS = {
+    "sm_80": Target("nvidia", 80, 108, 166912),  # A100
+    "sm_86": Target("nvidia", 86, 84, 101376),  # A40
+    "sm_89": Target("nvidia", 89, 142, 101376),  # L40S
+    "sm_90": H200,
+    "sm_100": Target("nvidia", 100, 148, 232448),  # B200
+    "sm_120": Target("nvidia", 120, 188, 101376),  # RTX PRO 6000
+    "gfx942": Target("amd", "gfx942", 304, 65536, 64),  # MI300X
+    "gfx950": Target("amd", "gfx950", 256, 163840, 64),  # MI355X
+}
+
+
+class Launch(NamedTuple):
+    """A kernel as a launcher asked for it: all that compiling it depends on. specialisation: Triton's own record of
+    signature, constants, alignment and options."""
+
+    target: str
+    module: str
+    kernel: str
+    specialisation: str
+
+
+@contextlib.contextmanager
+def recording(name: str) -> Iterator[list[Launch]]:
+    """Launchers of tensors on the meta device see target ``name``; the kernels they launch are noted and neither compiled
+    nor run."""
+    from triton import knobs
+
+    launches: list[Launch] = []
+
+    def note(*, fn, compile, **_):
+        launches.append(Launch(name, fn.module, fn.name, compile["specialization_data"]))
+        return True  # instead of compiling
+
+    with mock.patch.object(target, "CPU", TARGETS[name]), _active(name), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = note
+        yield launches
+
+
+def compile_launch(launch: Launch) -> Compiled:
+    """Compile what ``recording`` noted."""
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    with _active(launch.target):
+        return read(kernel.preload(launch.specialisation))
+
+
+class _Driver:
+    """What Triton asks a driver before it launches."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def get_current_target(self):
+        return gpu_target(TARGETS[self.name].arch)
+
+    def get_current_device(self) -> str:
+        return self.name  # Triton keeps what it knows of a kernel by device
+
+    def get_current_stream(self, device) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _active(name: str) -> Iterator[None]:
+    from triton.runtime.driver import driver
+
+    with mock.patch.object(driver, "_active", _Driver(name)):
+        yield

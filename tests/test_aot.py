@@ -1,0 +1,81 @@
+"""scripts/aot.py: every target compiles, and what a kernel may not do is reported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparse_attn.testing.launches import TARGETS
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(target):
+    import aot
+
+    assert aot.main(["--target", target, "--jobs", "1"]) == 0
+
+
+@pytest.mark.aot
+def test_failures_are_reported(monkeypatch, capsys):
+    import aot
+
+    small = replace(TARGETS["gfx942"], shared_memory=16, warp_size=32)
+    monkeypatch.setitem(TARGETS, "gfx942", small)
+    assert aot.main(["--target", "gfx942", "--kernel", "router", "--jobs", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "waves of 64, the target's have 32" in said and "1 kernels, 1 compilations, 1 failures" in said
+
+
+def test_verdict():
+    from aot_cases.verdict import failures
+
+    from sparse_attn.testing.aot import Compiled
+
+    ptx = {"ptx": "cvt.rn.f16x2.e4m3x2 %r1, %rs1;"}
+    bad = Compiled(200000, 255, 64, 2048, 64, 0, ptx)
+    wrong = failures("sm_80", "room.kernel", TARGETS["sm_80"], bad)
+    assert len(wrong) == 5 and "an fp8 instruction, e4m3" in wrong[-1]
+    assert not failures("sm_89", "room.kernel", TARGETS["sm_89"], Compiled(0, 255, 0, 128, 32, 0, ptx))
+
+
+def test_every_case_launches_something_on_every_target():
+    from aot_cases import all_cases
+
+    from sparse_attn.testing.launches import recording
+
+    for target in TARGETS:
+        for case in all_cases():
+            with recording(target) as launches:
+                case.launcher(*case.arguments)
+            assert launches, f"{case.op}: {case.name}"
+            assert all(launch.target == target for launch in launches)
+
+
+def test_every_kernel_of_every_room_is_among_the_cases():
+    """A jitted function that some launcher launches: found by its launch in the sources."""
+    import re
+
+    from aot import gather
+
+    import sparse_attn
+
+    rooms = Path(sparse_attn.__file__).parent / "ops"
+    launched = set()
+    for path in rooms.glob("*/*.py"):
+        for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[\(", path.read_text(), re.M):
+            module = match[1] or path.stem
+            launched.add(f"{path.parent.name}.{match[2]}" if module == "kernels" else f"{path.parent.name}.{module}.{match[2]}")
+    work, _ = gather(["sm_90"], [""], False)
+    from aot import kernel_name
+
+    assert launched == {kernel_name(launch) for launch in work}
