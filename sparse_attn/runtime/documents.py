@@ -57,8 +57,9 @@ def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | N
     return [_retrieval(draw, _repeated(text, length), length, queries) for _ in range(count)]
 
 
-def question(length: int = 1024, seed: int = 0) -> tuple[str, str]:
-    """(a text with records in it that ends with the key of one of them, the value a reader should go on with)."""
+def question(length: int = 1024, seed: int = 2) -> tuple[str, str]:
+    """(a text with records in it that ends with the key of one of them, the value a reader should go on with). Behind the
+    default's value, prose follows."""
     (document,) = retrieval_documents(1, length, seed)
     asked = document.scored[0]
     return "".join(document.pieces[:asked]), document.pieces[asked]

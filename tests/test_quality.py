@@ -1,0 +1,164 @@
+"""The quality gate: the models that ship read as well by every path, and no longer do once something is wrong.
+
+On a CPU a small sample, which must come out without a flaw; on a GPU hundreds of values, and the compiled and replayed paths too
+(test_compile and test_generate hold compiled steps to eager ones on a CPU).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparse_attn.layout import LatentFp8Layout
+from sparse_attn.models.loading import load
+from sparse_attn.ops.index_topk import reference
+from sparse_attn.runtime.documents import held_out_text, question, retrieval_documents, tail_of, text_documents
+from sparse_attn.runtime.quality import WAYS, Way, encode, measure, score
+from sparse_attn.runtime.quality_report import DEFAULT_CONTEXT
+from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
+from sparse_attn.runtime.steps import Model
+from sparse_attn.pipeline import cache_layouts
+
+CONTEXT = DEFAULT_CONTEXT
+MODELS = tuple(shipped_models())
+ENOUGH, SPOILT = 0.99, 0.9
+DENSE_SHARE = 1.01  # of dense attention's bits per byte
+NOISE = 0.004  # bits per byte between paths that quantise alike: one fp8 code here or there
+FP8_NOISE = 0.01  # bits per byte that quantised caches cost
+
+
+@functools.cache
+def model(name, device="cpu", dtype=torch.float32):
+    folder = folder_of(name)
+    spec, params = load(folder, device=device, dtype=dtype)
+    return spec, params, tokenizer_of(folder, spec)
+
+
+def sample(name, texts, asked, seed=5):
+    tokenizer = model(name)[2]
+    return (
+        [encode(document, tokenizer) for document in text_documents(texts, CONTEXT)],
+        [encode(document, tokenizer) for document in retrieval_documents(asked, CONTEXT, seed)],
+    )
+
+
+@functools.cache
+def quality(name, way, device="cpu", dtype=torch.float32, texts=1, asked=3):
+    spec, params, _ = model(name, device, dtype)
+    return measure(spec, params, WAYS[way], *sample(name, texts, asked))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_small_enough(name):
+    folder = shipped_models()[name]
+    spec, params, _ = model(name)
+    assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+    assert sum(value.numel() for key, value in params.items() if not key.startswith("rope")) <= 4_000_000
+    assert spec.index.top_k <= CONTEXT // getattr(spec, "indexed_ratio", 1) // 8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_selected_keys_are_worth_all_of_them(name):
+    many = dict(texts=8, asked=0)
+    assert quality(name, "sparse", **many).bits_per_byte <= DENSE_SHARE * quality(name, "dense", **many).bits_per_byte
+
+
+@pytest.mark.parametrize("way", ("dense", "sparse", "fp8", "chunked"))
+@pytest.mark.parametrize("name", MODELS)
+def test_reads_as_well_by_every_path(name, way):
+    mine, plain = quality(name, way), quality(name, "sparse")
+    assert mine.asked > 30 and mine.retrieval >= ENOUGH
+    if way != "dense":
+        assert abs(mine.bits_per_byte - plain.bits_per_byte) < FP8_NOISE
+    if way == "chunked":
+        assert abs(mine.bits_per_byte - quality(name, "fp8").bits_per_byte) < NOISE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_token_by_token(name):
+    """Fed one by one, the answers of a document are the ones of its prefill."""
+    spec, params, _ = model(name)
+    _, asked = sample(name, 0, 1)
+    found = measure(spec, params, WAYS["decoded"], [], asked)
+    assert found.right == found.asked > 10
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", MODELS)
+def test_kernels_predict_what_the_reference_does(name, device):
+    """A short document and few keys to select, so that the interpreter can have it."""
+    spec, params, tokenizer = model(name, str(device))
+    spec = replace(spec, index=replace(spec.index, top_k=12))
+    (document,) = retrieval_documents(1, 60, seed=1, queries=1)
+    layouts = cache_layouts(spec, "fp32")
+    by = {}
+    for impl in ("triton", "reference"):
+        way = Way(impl, "plain", impl)
+        by[impl] = score(Model(spec, params, layouts, impl), [encode(document, tokenizer)], way)[0]
+    torch.testing.assert_close(by["triton"][0], by["reference"][0], atol=2e-3, rtol=2e-3)
+    assert torch.equal(by["triton"][1], by["reference"][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if name != "dense"])
+@pytest.mark.parametrize("name", MODELS)
+def test_reads_as_well_on_a_gpu(name, way):
+    many = dict(device="cuda", dtype=torch.bfloat16, texts=8, asked=16)
+    dense, mine = quality(name, "dense", **many), quality(name, way, **many)
+    assert mine.asked > 200 and dense.retrieval >= ENOUGH and mine.retrieval >= ENOUGH
+    assert mine.bits_per_byte <= DENSE_SHARE * dense.bits_per_byte + FP8_NOISE
+    assert abs(mine.right - dense.right) <= 2
+
+
+def spoilt_rope(spec, monkeypatch):
+    return replace(spec, rope_interleaved=not spec.rope_interleaved)
+
+
+def one_in_eight_lost(spec, monkeypatch):
+    whole = reference.index_topk_prefill
+
+    def lossy(*args):
+        chosen = whole(*args)
+        return torch.where(torch.arange(chosen.shape[1]) % 8 == 7, -1, chosen)
+
+    monkeypatch.setattr(reference, "index_topk_prefill", lossy)
+    return spec
+
+
+def doubled_scales(spec, monkeypatch):
+    decode = LatentFp8Layout.decode
+
+    def doubled(self, *args):
+        values = decode(self, *args)
+        return torch.cat([2 * values[:, : self.latent], values[:, self.latent :]], 1)
+
+    monkeypatch.setattr(LatentFp8Layout, "decode", doubled)
+    return spec
+
+
+@pytest.mark.parametrize("spoil", (spoilt_rope, one_in_eight_lost, doubled_scales), ids=lambda spoil: spoil.__name__)
+def test_falls_once_something_is_wrong(spoil, monkeypatch):
+    spec, params, _ = model("reader-v32")
+    texts, asked = sample("reader-v32", 0, 2)
+    found = measure(spoil(spec, monkeypatch), params, WAYS["fp8"], texts, asked)
+    assert found.asked > 20 and found.retrieval < SPOILT
+
+
+def test_documents():
+    for document in retrieval_documents(3, CONTEXT, seed=9):
+        text = document.text
+        assert len(text) <= CONTEXT and text.isascii()
+        start = 0
+        for place, piece in enumerate(document.pieces):
+            if place in document.scored:
+                key = text[start - 5 : start - 1]
+                assert start >= tail_of(CONTEXT) and text.index(f"[{key}={piece}]") < tail_of(CONTEXT)
+                assert text.count(f"[{key}=") == 2
+            start += len(piece)
+    for document in text_documents(4, CONTEXT):
+        assert document.text in held_out_text() and len(document.pieces[1]) == CONTEXT - tail_of(CONTEXT)
+    read, value = question()
+    assert f"{read[-6:]}{value}]" in read and read.endswith("=")
