@@ -38,7 +38,7 @@ def main() -> int:
         parser.error("no GPU here")
     commit, dirty = revision(options.commit)
     gpu = torch.cuda.get_device_name()
-    tests, code = run_tests(options.pytest or DEFAULT_TESTS)
+    tests, reports, code = run_tests(options.pytest or DEFAULT_TESTS)
     result = {
         "commit": commit,
         "dirty": dirty,
@@ -50,6 +50,7 @@ def main() -> int:
         },
         "gpu": gpu,
         "tests": tests,
+        "reports": reports,
         "records": [],
     }
     good = code == 0 and tests["passed"] > 0 and tests["failed"] == 0 and tests["skipped"] == 0
@@ -83,13 +84,13 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def run_tests(arguments: list[str]) -> tuple[dict[str, int], int]:
-    """pytest in a process of its own: counts, and its exit code."""
+def run_tests(arguments: list[str]) -> tuple[dict[str, int], dict[str, dict[str, str]], int]:
+    """pytest in a process of its own: counts, what tests report, and its exit code."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
         code = subprocess.run(command, cwd=ROOT).returncode
-        return counts(report), code
+        return counts(report), properties(report), code
 
 
 def counts(report: Path) -> dict[str, int]:
@@ -101,6 +102,15 @@ def counts(report: Path) -> dict[str, int]:
         sum(int(suite.get(key, 0)) for suite in suites) for key in ("tests", "failures", "errors", "skipped")
     )
     return {"passed": total - failures - errors - skipped, "failed": failures + errors, "skipped": skipped}
+
+
+def properties(report: Path) -> dict[str, dict[str, str]]:
+    """What tests recorded with pytest's record_property, by test."""
+    if not report.exists():
+        return {}
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    found = {case.get("name"): {item.get("name"): item.get("value") for item in case.iter("property")} for case in cases}
+    return {name: recorded for name, recorded in found.items() if recorded}
 
 
 def run_benchmarks(suites: list[str]) -> tuple[list[dict], int]:

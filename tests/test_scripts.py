@@ -13,12 +13,14 @@ def scripts_on_path(monkeypatch):
 
 
 def test_gate_reads_junit(tmp_path):
-    from gpu_gate import counts, slug
+    from gpu_gate import counts, properties, slug
 
     report = tmp_path / "junit.xml"
     report.write_text(
-        '<testsuites><testsuite name="pytest" tests="7" failures="1" errors="1" skipped="2"></testsuite></testsuites>'
+        '<testsuites><testsuite name="pytest" tests="7" failures="1" errors="1" skipped="2"><testcase name="plain"/>'
+        '<testcase name="soak"><properties><property name="steps" value="9"/></properties></testcase></testsuite></testsuites>'
     )
+    assert properties(report) == {"soak": {"steps": "9"}} and properties(tmp_path / "absent.xml") == {}
     assert counts(report) == {"passed": 3, "failed": 2, "skipped": 2}
     assert counts(tmp_path / "absent.xml") == {"passed": 0, "failed": 0, "skipped": 0}
     assert slug("NVIDIA H200") == "nvidia-h200"

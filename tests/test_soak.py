@@ -140,7 +140,7 @@ def test_short_soak_on_the_cpu(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
-def test_fifteen_thousand_replayed_steps(name):
+def test_fifteen_thousand_replayed_steps(name, record_property):
     """Two servers on two streams, half of the steps each; workspaces locked."""
     model, sampling = model_of(name, "cuda"), Sampling(temperature=0.7, seed=5)
     servers = [Server(model, 8, seed) for seed in (1, 2)]
@@ -182,7 +182,12 @@ def test_fifteen_thousand_replayed_steps(name):
     assert compared > 300 and all(graph.workspace.locked for graph in graphs)
     copies = running = stream = tokens = None
     gc.collect()
-    assert torch.cuda.memory_allocated() <= before
+    after = torch.cuda.memory_allocated()
+    assert after <= before
+    for key, value in dict(
+        steps=steps, compared=compared, requests=sum(len(server.finished) for server in servers), bytes_early=before, bytes_late=after
+    ).items():
+        record_property(key, value)
 
 
 def compare(model, server, copies, tokens, sampling):
