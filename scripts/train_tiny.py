@@ -25,6 +25,8 @@ from training.batches import Source  # noqa: E402
 from training.loop import Settings, Trainer, finish, train  # noqa: E402
 from training.recipe import MODELS, TOP_K, stages  # noqa: E402
 
+from sparse_attn.models.loading import load  # noqa: E402
+
 OUT_OF_TIME = 3
 
 
@@ -53,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     trainer = Trainer(
         spec, settings, Source(corpus, device, options.seed), bf16=options.bf16 if options.bf16 is not None else on_gpu,
         graph=on_gpu and options.graph, fuse=on_gpu and options.compile,
+        start=load(options.start, device=device, dtype=torch.float32)[1] if options.start else None,
     )  # fmt: skip
     count = sum(trainer.weights[name].numel() for name in trainer.names)
     print(f"{spec.name}: {count:,} weights; {trainer.total} steps of {settings.tokens} tokens on {device}", flush=True)
@@ -80,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", choices=tuple(MODELS))
     add("--out", type=Path, required=True, metavar="DIR", help="where the checkpoint, the log and the state go")
     add("--minutes", type=float, default=9.0, help="stop in time, keep the state (default: %(default)s)")
+    add("--start", type=Path, metavar="DIR", help="a checkpoint to start from, of the same sizes; default: random weights")
     add("--fresh", action="store_true", help="start over where a state is found")
     add("--device", help="default: cuda where there is one")
     add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay steps as CUDA graphs")

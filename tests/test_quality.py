@@ -80,10 +80,10 @@ def test_reads_as_well_by_every_path(name, way):
 @pytest.mark.parametrize("name", MODELS)
 def test_token_by_token(name):
     """Fed one by one, the answers of a document are the ones of its prefill."""
-    spec, params, _ = model(name)
-    _, asked = sample(name, 0, 1)
+    spec, params, tokenizer = model(name)
+    asked = [encode(document, tokenizer) for document in retrieval_documents(2, 400, seed=5)]
     found = measure(spec, params, WAYS["decoded"], [], asked)
-    assert found.right == found.asked > 10
+    assert found.right == found.asked == 10
 
 
 @pytest.mark.kernel
@@ -92,7 +92,7 @@ def test_kernels_predict_what_the_reference_does(name, device):
     """A short document and few keys to select, so that the interpreter can have it."""
     spec, params, tokenizer = model(name, str(device))
     spec = replace(spec, index=replace(spec.index, top_k=12))
-    (document,) = retrieval_documents(1, 60, seed=1, queries=1)
+    (document,) = retrieval_documents(1, 40, seed=1, queries=1)
     layouts = cache_layouts(spec, "fp32")
     by = {}
     for impl in ("triton", "reference"):
@@ -106,11 +106,11 @@ def test_kernels_predict_what_the_reference_does(name, device):
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if name != "dense"])
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_as_well_on_a_gpu(name, way):
-    many = dict(device="cuda", dtype=torch.bfloat16, texts=8, asked=16)
+    many = dict(device="cuda", dtype=torch.bfloat16, texts=8, asked=32)
     dense, mine = quality(name, "dense", **many), quality(name, way, **many)
-    assert mine.asked > 200 and dense.retrieval >= ENOUGH and mine.retrieval >= ENOUGH
+    assert mine.asked > 400 and dense.retrieval >= ENOUGH and mine.retrieval >= ENOUGH
     assert mine.bits_per_byte <= DENSE_SHARE * dense.bits_per_byte + FP8_NOISE
-    assert abs(mine.right - dense.right) <= 2
+    assert abs(mine.right - dense.right) <= 4
 
 
 def spoilt_rope(spec, monkeypatch):

@@ -53,7 +53,7 @@ def small(model):
     return replace(spec, hidden_size=32, q_lora=32, moe=replace(spec.moe, intermediate_size=16))
 
 
-def trainer(model, stages, **options):
+def trainer(model, stages, start=None, **options):
     import numpy as np
     from training.batches import Source
     from training.loop import Settings, Trainer
@@ -64,7 +64,7 @@ def trainer(model, stages, **options):
     ids = np.frombuffer(held_out_text().encode(), np.uint8).astype(np.int16)
     settings = Settings(model, stages, 256, 1e-3, 0.5, 1.0, 16, 0.05, 1e-3, 0)._replace(**options)
     source = Source(Corpus(ids, ids), torch.device("cpu"), settings.seed)
-    return Trainer(small(model), settings, source, bf16=False, graph=False, fuse=False)
+    return Trainer(small(model), settings, source, bf16=False, graph=False, fuse=False, start=start)
 
 
 @pytest.mark.parametrize("model", ["v32", "v4"])
@@ -167,3 +167,15 @@ def test_held_out_text_is_what_it_claims(monkeypatch):
     known = text._shingles(held_out_text())
     kept = text._without("Alone here, nothing of it is known to anybody else.\n\n" + held_out_text()[:2000], known)
     assert kept.startswith("Alone") and not text._shingles(kept) & known
+
+
+def test_starts_from_a_checkpoint(tmp_path):
+    from sparse_attn.models.loading import load
+    from sparse_attn.models.saving import save
+
+    spec = small("v32")
+    params = random_params(spec, seed=4)
+    save(tmp_path, spec, params, torch.float32)
+    start = load(tmp_path, dtype=torch.float32)[1]
+    begun = trainer("v32", [("sparse", 64, 1)], start=start)
+    assert all(torch.equal(begun.weights[name], params[name]) for name in begun.names)

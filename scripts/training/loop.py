@@ -45,11 +45,25 @@ class Settings(NamedTuple):
 class Trainer:
     """Weights in fp32, and what moves them."""
 
-    def __init__(self, spec: Spec | CompressedSpec, settings: Settings, source: Source, *, bf16: bool, graph: bool, fuse: bool):
+    def __init__(
+        self,
+        spec: Spec | CompressedSpec,
+        settings: Settings,
+        source: Source,
+        *,
+        bf16: bool,
+        graph: bool,
+        fuse: bool,
+        start: dict[str, torch.Tensor] | None = None,
+    ):
+        """start: weights to start from, as models.loading gives them; None: random ones."""
         self.spec, self.settings, self.source = spec, settings, source
         self.device, self.graph = source.device, graph
         self.dtype = torch.bfloat16 if bf16 else torch.float32
         self.weights = first_weights(spec, settings.seed, self.device)
+        for name, value in (start or {}).items():
+            if not name.startswith("rope"):
+                self.weights[name].copy_(value)
         self.forward = self.plain = windowed.forward if isinstance(spec, CompressedSpec) else latent.forward
         if fuse and self.plain is windowed.forward:
             self.forward = functools.partial(windowed.forward, ops=windowed.fused_stream_ops())

@@ -64,12 +64,13 @@ class _Driver:
 
     def __init__(self, name: str):
         self.name = name
+        self.device = object()  # Triton keeps kernels by device, and would launch one that it has compiled before
 
     def get_current_target(self):
         return gpu_target(TARGETS[self.name].arch)
 
-    def get_current_device(self) -> str:
-        return self.name  # Triton keeps what it knows of a kernel by device
+    def get_current_device(self) -> object:
+        return self.device
 
     def get_current_stream(self, device) -> int:
         return 0
