@@ -215,10 +215,14 @@ def check_case(case, seed, device):
         sink = torch.randn(case.heads + 3, device=device)
         sink[::2] = case.sink
     scale = layout.dim**-0.5
-    got = attention.sparse_attn_decode(
-        q, main, ragged, scale=scale, layout=layout, extra_cache=extra, extra_ragged=extra_ragged,
-        extra_layout=extra_layout, sink=sink, impl="triton",
+    got, *repeats = (
+        attention.sparse_attn_decode(
+            q, main, ragged, scale=scale, layout=layout, extra_cache=extra, extra_ragged=extra_ragged,
+            extra_layout=extra_layout, sink=sink, impl="triton",
+        )
+        for _ in range(1 + big(device))
     )  # fmt: skip
+    assert all(torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse) for again in repeats)
     others = (None, None, None, "") if extra is None else (extra, *extra_ragged, extra_layout.name)
     want = reference.sparse_attn_decode(q, main, *ragged, scale, layout.name, *others, sink)
     compare.assert_close(got.out, want[0], compare.DECODE_OUT, f"out of {case}")

@@ -28,8 +28,9 @@ def _prefill() -> Iterator[Case]:
         spec = preset(name)
         kind = str(dtype).removeprefix("torch.")
         yield _rows(f"{name} {kind}", spec.num_heads, *_dims(spec), MANY, dtype, more=more)
-    yield _rows("deepseek_v32 of 8 devices", 16, 576, 512, MANY, BF16, more=True)
-    yield _rows("deepseek_v4_pro of 4 devices", 32, 512, 512, MANY, BF16, more=True)
+    yield _rows("deepseek_v32 of 8 devices", 16, 576, 512, MANY, BF16)
+    yield _rows("deepseek_v4_pro of 4 devices", 32, 512, 512, MANY, BF16, sink=True)
+    yield _rows("deepseek_v32 of 8 devices, a row", 16, 576, 512, 1, BF16, more=True)
     yield _rows("deepseek_v32, a row", 128, 576, 512, 1, BF16, more=True)
     yield _rows("deepseek_v4_flash, a row and a sink", 64, 512, 512, 1, BF16, sink=True, more=True)
     yield _rows("few keys", 128, 576, 512, 1, BF16, keys=40, more=True)
@@ -37,19 +38,24 @@ def _prefill() -> Iterator[Case]:
 
 def _decode() -> Iterator[Case]:
     latent, planar = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
-    for batch, heads, more in ((1, 128, True), (128, 128, False), (4, 128, True), (128, 16, True)):
+    heads_too = ((1, 128, True), (128, 128, False), (4, 128, False), (128, 16, True), (64, 16, False), (64, 32, False))
+    for batch, heads, more in heads_too:
         yield _paged(f"deepseek_v32 fp8, batch {batch}, {heads} heads", batch, heads, latent, more=more)
     yield _paged("deepseek_v32 fnuz", 4, 128, LatentFp8Layout(512, 64, flavour="e4m3fnuz"))
     yield _paged("deepseek_v32 fp8, blocks apart", 4, 128, latent, gap=64, more=True)
+    yield _paged("deepseek_v32 fp8, 32 heads, blocks apart", 4, 32, latent, gap=64, more=True)
+    yield _paged("deepseek_v32 bf16, 8 heads", 64, 8, PlainLayout("bf16", 512, 64), more=True)
     yield _paged("deepseek_v32 bf16", 4, 128, PlainLayout("bf16", 512, 64), more=True)
     yield _paged("deepseek_v32 bf16, blocks apart", 4, 128, PlainLayout("bf16", 512, 64), gap=64, more=True)
     yield _paged("deepseek_v32 fp32 queries, fp8", 4, 128, latent, dtype=FP32, more=True)
     yield _paged("deepseek_v32 fp32", 4, 128, PlainLayout("fp32", 512, 64), dtype=FP32, more=True)
-    for batch, heads, more in ((1, 64, True), (128, 128, False), (4, 64, True), (128, 16, True)):
+    heads_too = ((1, 64, True), (128, 128, False), (4, 64, False), (128, 16, True), (64, 16, True), (64, 32, False))
+    for batch, heads, more in heads_too:
         yield _paged(f"deepseek_v4, batch {batch}, {heads} heads", batch, heads, planar, extra=planar, sink=True, more=more)
     fnuz = PlanarFp8Layout(448, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v4 fnuz", 4, 128, fnuz, extra=fnuz, sink=True, more=True)
     yield _paged("deepseek_v4, window layer", 128, 64, planar, sink=True, more=True)
+    yield _paged("deepseek_v4, window layer, 32 heads", 128, 32, planar, sink=True, more=True)
     yield _paged("deepseek_v4 bf16", 4, 128, PlainLayout("bf16", 512), extra=PlainLayout("bf16", 512), sink=True, more=True)
     yield _paged("deepseek_v4, bf16 window, fp8 entries", 128, 128, PlainLayout("bf16", 512), extra=planar, more=True)
     for name in ("tiny_v32", "tiny_v4"):

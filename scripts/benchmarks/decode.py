@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.checks import check_attention
 from benchmarks.inputs import BLOCK, D_QK, D_V, LATENT_LAYOUT, distinct_rows, filled_cache, normal, packed
+from benchmarks.peers import own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
 from sparse_attn.layout import Layout, PlainLayout
@@ -19,6 +20,7 @@ from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT
 SCALE = D_QK**-0.5
 BF16_LAYOUT = PlainLayout("bf16", 512, 64)
 REQUESTS = (1, 8, 32, 64, 128)
+FEW_HEADS = (8, 16, 32)
 
 
 class Case(NamedTuple):
@@ -47,9 +49,19 @@ Peer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor |
 @suite("decode_v32")
 def decode_v32(run: Run) -> Iterator[Record]:
     "sparse_attn_decode over the 656-byte fp8 cache, top-k 2048: DeepSeek-V3.2."
-    pool = _pool(run, LATENT_LAYOUT, 128)
     full = [Case(heads, s_q, requests) for heads in (128, 64) for s_q in (1, 2) for requests in REQUESTS]
-    for case in run.pick(full, [Case(4, 1, 3), Case(4, 2, 2)]):
+    yield from latent_cases(run, run.pick(full, [Case(4, 1, 3), Case(4, 2, 2)]))
+
+
+def few_heads(run: Run) -> Iterator[Record]:
+    """The part of decode_few_heads that reads latents."""
+    full = [Case(heads, 1, requests) for heads in FEW_HEADS for requests in REQUESTS] + [Case(16, 2, 32)]
+    yield from latent_cases(run, run.pick(full, [Case(3, 1, 3)]))
+
+
+def latent_cases(run: Run, cases: list[Case]) -> Iterator[Record]:
+    pool = _pool(run, LATENT_LAYOUT, 128)
+    for case in cases:
         peer = None
         if run.peers is not None:
             plan = run.peers.decode_plan()  # filled by the check: vLLM, too, plans once per step
@@ -104,17 +116,18 @@ def _measure(run: Run, pool: Pool, case: Case, peer_name: str, peer: Peer | None
         q[0].flatten(0, 1),
         functools.partial(ours, 0),
         reference,
-        peer and (lambda q: peer(q.view(shape), slots[0])),
+        peer and (lambda q: own_heads(peer(padded_heads(q.view(shape)), slots[0]), heads)),
         (DECODE_OUT, DECODE_LSE),
     )
     floor = run.floor(
         flops=2 * tokens * top_k * heads * (D_QK + D_V),
         nbytes=int(slots[0].unique().numel()) * row_bytes + query_bytes + 4 * tokens * top_k,
     )
+    their_q = peer and padded_heads(q)
     return run.compare(
         f"heads {heads}, requests {requests}, s_q {s_q}",
         [functools.partial(ours, index, q[index].flatten(0, 1)) for index in range(sets)],
         peer_name,
-        peer and [functools.partial(peer, q[index], slots[index]) for index in range(sets)],
+        peer and [functools.partial(peer, their_q[index], slots[index]) for index in range(sets)],
         floor,
     )

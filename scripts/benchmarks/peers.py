@@ -21,6 +21,7 @@ import torch
 
 VARIABLE = "PEERS_DIR"
 D_V = 512
+HEADS = 64  # FlashMLA takes no fewer
 COOPERATIVE_ROWS = 32  # cooperative_topk takes no more; vLLM changes to persistent_topk there
 TOP_K_SCRATCH = 1 << 20
 # Each names a few of DeepGEMM's kernels (see _compile); they are independent, so they compile side by side.
@@ -152,6 +153,23 @@ class Peers:
             triton_utils.triton = importlib.import_module("triton")
             triton_utils.tl = importlib.import_module("triton.language")
         return importlib.import_module(name)
+
+
+def padded_heads(q: torch.Tensor, dim: int = -2) -> torch.Tensor:
+    """q with zeros for the heads that FlashMLA wants more, 64 at least."""
+    spare = max(0, HEADS - q.shape[dim])
+    if not spare:
+        return q
+    after = -1 - range(q.dim())[dim] + q.dim()  # dimensions behind it
+    return torch.nn.functional.pad(q, (0, 0) * after + (0, spare))
+
+
+def own_heads(
+    output: tuple[torch.Tensor, torch.Tensor | None], heads: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out [tokens, heads, d_v], lse [tokens, heads] or None) without what padded_heads added."""
+    out, lse = output
+    return out[:, :heads], None if lse is None else lse[:, :heads]
 
 
 def load() -> Peers | None:

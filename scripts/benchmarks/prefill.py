@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.checks import check_attention
 from benchmarks.inputs import D_V, distinct_rows, normal
+from benchmarks.peers import own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
 from sparse_attn.ops.attention import sparse_attn_prefill
@@ -16,7 +17,6 @@ from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT
 
 TOKENS, TINY_TOKENS = 4096, 9
-PEER_HEADS = 64  # FlashMLA takes no fewer
 
 
 class Case(NamedTuple):
@@ -117,21 +117,16 @@ def _measure(run: Run, case: Case) -> Record:
         some = build_ragged_indices_from_dense(dense[rows], few, impl="reference")
         return sparse_attn_prefill(q[rows], kv, some, **options, impl="reference")
 
-    spare = max(0, PEER_HEADS - heads)
-    their_sink = sink if sink is None else torch.nn.functional.pad(sink, (0, spare))
-
-    def padded(q):
-        return torch.nn.functional.pad(q, (0, 0, 0, spare)) if spare else q
+    their_sink = sink if sink is None else padded_heads(sink, dim=0)
 
     def theirs(q):
         return run.peers.sparse_prefill(q, kv, dense, scale, their_sink, lengths)
 
     def their_own_heads(q):
-        out, lse = theirs(padded(q))
-        return out[:, :heads], lse[:, :heads]
+        return own_heads(theirs(padded_heads(q)), heads)
 
     check_attention(q, ours, reference, run.peers and their_own_heads, (PREFILL_OUT, PREFILL_LSE))
-    their_q = padded(q)
+    their_q = padded_heads(q)
     pairs = tokens * top_k if lengths is None else int(lengths.sum())
     floor = run.floor(
         flops=2 * pairs * heads * (case.d_qk + D_V),

@@ -12,7 +12,8 @@ from benchmarks.checks import check_attention, check_selection, sampled
 from benchmarks.inputs import (
     BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, distinct_rows, filled_cache, normal, packed,
 )  # fmt: skip
-from benchmarks.peers import TOP_K_SCRATCH
+from benchmarks.decode import FEW_HEADS, REQUESTS
+from benchmarks.peers import TOP_K_SCRATCH, own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run, total
 from sparse_attn.layout import PlanarFp8Layout
@@ -68,6 +69,14 @@ def decode_v4(run: Run) -> Iterator[Record]:
         yield _decode(run, caches, case)
 
 
+def few_heads(run: Run) -> Iterator[Record]:
+    """The part of decode_few_heads that reads two caches."""
+    caches = _caches(run)
+    full = [Case(heads, 512, 1, requests) for heads in FEW_HEADS for requests in REQUESTS] + [Case(16, 1024, 1, 64)]
+    for case in run.pick(full, [Case(3, 64, 1, 3)]):
+        yield _decode(run, caches, case)
+
+
 def _decode(run: Run, caches: Caches, case: Case) -> Record:
     heads, top_k, s_q, requests = case
     tokens, window = requests * s_q, caches.window
@@ -92,17 +101,17 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
 
     peer = None
     if run.peers is not None:
-        plan = run.peers.decode_plan()
+        plan, their_sink, their_q = run.peers.decode_plan(), padded_heads(sink, dim=0), padded_heads(q)
 
         def peer(index, q):
-            return run.peers.decode(q, caches.rings, near[index], plan, SCALE, sink, caches.entries, far[index])
+            return run.peers.decode(q, caches.rings, near[index], plan, SCALE, their_sink, caches.entries, far[index])
 
     shape = (requests, s_q, heads, DIM)
     check_attention(
         q[0].flatten(0, 1),
         functools.partial(ours, 0),
         reference,
-        peer and (lambda q: (peer(0, q.view(shape)), None)),
+        peer and (lambda q: own_heads((peer(0, padded_heads(q.view(shape))), None), heads)),
         (DECODE_OUT, DECODE_LSE),
     )
     keys = int(near[0].unique().numel() + far[0].unique().numel())
@@ -114,7 +123,7 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
         f"heads {heads}, top-k {window}+{top_k}, requests {requests}, s_q {s_q}",
         [functools.partial(ours, index, q[index].flatten(0, 1)) for index in range(sets)],
         "FlashMLA decode",
-        peer and [functools.partial(peer, index, q[index]) for index in range(sets)],
+        peer and [functools.partial(peer, index, their_q[index]) for index in range(sets)],
         floor,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from sparse_attn import checks, workspace
-from sparse_attn.layout import LatentFp8Layout, PlainLayout
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import config as attention_config
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
@@ -71,8 +71,7 @@ def workspace_size(
 @dataclass(frozen=True)
 class _Part:
     """Decode rows or prefill rows. most: rows at most, in groups of ``group``. keys: index keys a row is scored against.
-    attended: indices a row holds, for each kind of layer. fp8: whether attention reads fp8; latents: of which layout, if
-    interleaved."""
+    attended: indices a row holds, for each kind of layer. fp8: the layout attention reads, if fp8."""
 
     most: int
     group: int
@@ -82,18 +81,15 @@ class _Part:
     d_qk: int
     d_v: int
     attended: tuple[int, ...]
-    fp8: bool
-    latents: LatentFp8Layout | None = None
+    fp8: LatentFp8Layout | PlanarFp8Layout | None
 
 
 def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
-    latents = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
-    yield _Part(
-        bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, latents is not None, latents
-    )
-    yield _Part(bounds.max_batched_tokens, 1, kv_rows, *shape, False)
+    fp8 = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
+    yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, fp8)
+    yield _Part(bounds.max_batched_tokens, 1, kv_rows, *shape, None)
 
 
 def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
@@ -105,9 +101,9 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
         tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
         for tokens in (bounds.max_model_len, kv_rows)
     )
-    fp8 = not isinstance(layouts.kv, PlainLayout)
+    fp8 = None if isinstance(layouts.kv, PlainLayout) else layouts.kv
     yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, decode_keys, *shape, fp8)
-    yield _Part(bounds.max_batched_tokens, 1, prefill_keys, *shape, False)
+    yield _Part(bounds.max_batched_tokens, 1, prefill_keys, *shape, None)
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
@@ -117,14 +113,13 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
         yield ragged_config.scratch(rows, target)
         for attended in part.attended:
             launch = attention_config.config(
-                rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8, target
+                rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
             )
-            yield attention_config.scratch(rows, part.heads, part.d_v, launch.splits)
-            if part.latents is not None:
-                special = attention_config.hopper_latents(
-                    rows, part.heads, rows * attended, part.latents, bounds.dtype, target
-                )
-                yield attention_config.scratch(rows, part.heads, part.d_v, special.splits if special else 1)
+            special = attention_config.most_special_splits(
+                rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target
+            )
+            for splits in {launch.splits, special}:
+                yield attention_config.scratch(rows, part.heads, part.d_v, splits)
         if part.keys:
             yield index_topk_config.scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.

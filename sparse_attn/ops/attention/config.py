@@ -6,14 +6,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparse_attn.layout import LatentFp8Layout
+from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
+# What the Hopper kernels take: columns of a value, and columns that only score (of planar records: the value's last).
+HOPPER_VALUE, HOPPER_REST = 512, 64
+HOPPER_HEADS = 64  # of a program, but for few heads
+HOPPER_PAIR = 128  # keys at a time
+HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
+HOPPER_WORTH = 3  # pairs that a split has to save a row's longest share
+FEW_HEADS = 32  # the kernel for few heads takes no more
+FEW_TILE = 64  # keys it takes at a time
+FEW_START = 3  # what starting and ending a program costs, and a merge, in such tiles
+FEW_TURNS = 2  # programs of the kernel for few heads that a multiprocessor runs one after the other, where rows are split
 
-# The warp-specialised kernels' shape: columns of a value, columns that only score, heads of a program.
-HOPPER_VALUE, HOPPER_REST, HOPPER_HEADS = 512, 64, 64
-HOPPER_PAIR = 128  # keys it takes at a time
+Fp8Layout = LatentFp8Layout | PlanarFp8Layout
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, elemen
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Registers a thread of the right-hand consumer and of the producer get; the left-hand one gets the rest. splits:
+    """Registers a thread of the right-hand consumer and of a producer get; the left-hand consumer gets the rest. splits:
     programs that share a row."""
 
     consumer_registers: int = 216
@@ -89,30 +97,96 @@ class HopperConfig:
 def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
     """The warp-specialised kernel's configuration where it applies and pays: bf16 rows of its width, whole blocks of
     heads, and a program for every other multiprocessor, since it does not split a row. None: the portable kernel."""
-    if (target.vendor, target.arch) != ("nvidia", 90) or dtype != torch.bfloat16:
-        return None
-    if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
+    if not _is_hopper(target, dtype) or d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
         return None
     return HopperConfig() if 2 * tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
 
 
-def hopper_latents(
-    tokens: int, heads: int, capacity: int, layout: LatentFp8Layout, dtype: torch.dtype, target: Target
+def hopper_fp8(
+    tokens: int, heads: int, capacity: int, layout: Fp8Layout, dtype: torch.dtype, target: Target
 ) -> HopperConfig | None:
-    """The dequantising kernel's configuration where it applies and pays; rows are split so that every multiprocessor has
-    work, but its start is long: shares of a few hundred keys are left to the portable kernel."""
-    if (target.vendor, target.arch) != ("nvidia", 90) or dtype != torch.bfloat16 or heads % HOPPER_HEADS:
-        return None
-    if (layout.latent, layout.rope, layout.flavour) != (HOPPER_VALUE, HOPPER_REST, "e4m3fn"):
-        return None
-    if HOPPER_VALUE // 2 % layout.group or layout.group % 16 or layout.group & (layout.group - 1):
+    """The configuration of the kernel with two producers where it applies: whole blocks of heads over fp8 latents, or one or
+    two planar caches. capacity: as ``config`` has it."""
+    if not _is_hopper(target, dtype) or tokens == 0 or heads % HOPPER_HEADS or not _hopper_reads(layout):
         return None
     programs = tokens * (heads // HOPPER_HEADS)
-    if 5 * programs < target.num_sms:
+    return HopperConfig(192, 64, splits=_hopper_splits(programs, -(-capacity // (tokens * HOPPER_PAIR)), target))
+
+
+def _hopper_splits(programs: int, pairs: int, target: Target) -> int:
+    """Programs for a row of ``pairs``: what runs at once, and no more than make the longest share shorter."""
+    most = max(1, min(pairs, target.num_sms // programs))
+    longest = -(-pairs // most)
+    return -(-pairs // longest) if pairs - longest >= HOPPER_WORTH else 1
+
+
+@dataclass(frozen=True)
+class FewHeadsConfig:
+    """heads: of a program, padded to what the matrix unit takes; producer_registers: of a thread of the two producers, the
+    consumer gets the rest; splits: programs that share a row."""
+
+    heads: int
+    producer_registers: int
+    splits: int = 1
+    num_warps: int = 4
+
+
+def hopper_few_heads(
+    tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
+) -> FewHeadsConfig | None:
+    """The configuration of the kernel for at most 32 heads where it applies: bf16 queries of its width over plain bf16 rows
+    (``layout`` None), fp8 latents or one or two planar caches. capacity: as ``config`` has it."""
+    if not _is_hopper(target, dtype) or tokens == 0 or heads > FEW_HEADS:
         return None
-    pairs = -(-capacity // (max(tokens, 1) * HOPPER_PAIR))
-    splits = max(1, min(pairs, target.num_sms // programs))
-    return HopperConfig(consumer_registers=200, producer_registers=104, splits=splits)
+    if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST):
+        return None
+    if layout is not None and (not _hopper_reads(layout) or d_qk != layout.dim):
+        return None
+    padded = 16 if heads <= 16 else 32
+    registers = 136 if layout is None else 168 if padded == 16 else 152
+    return FewHeadsConfig(padded, registers, splits=_few_heads_splits(tokens, capacity, target))
+
+
+def _few_heads_splits(tokens: int, capacity: int, target: Target) -> int:
+    """Programs for a row: as many as run in one turn or FEW_TURNS, or one, whichever costs fewest tiles in sequence."""
+    tiles = max(1, -(-capacity // (tokens * FEW_TILE)))
+
+    def cost(splits: int) -> int:
+        turns = -(-tokens * splits // target.num_sms)
+        return turns * (-(-tiles // splits) + FEW_START) + (FEW_START if splits > 1 else 0)
+
+    at_once = (min(tiles, max(1, turns * target.num_sms // tokens)) for turns in (1, FEW_TURNS))
+    even = (-(-tiles // -(-tiles // splits)) for splits in at_once)  # none gets nothing
+    return min((1, *even), key=cost)
+
+
+def _is_hopper(target: Target, dtype: torch.dtype) -> bool:
+    return (target.vendor, target.arch) == ("nvidia", 90) and dtype == torch.bfloat16
+
+
+def _hopper_reads(layout: Fp8Layout) -> bool:
+    """Whether the Hopper kernels' producers know these records."""
+    codes, groups = HOPPER_VALUE, (64, 128)
+    if isinstance(layout, PlanarFp8Layout):
+        codes, groups = HOPPER_VALUE - HOPPER_REST, (64,)
+    return (layout.latent, layout.rope, layout.flavour) == (codes, HOPPER_REST, "e4m3fn") and layout.group in groups
+
+
+def most_special_splits(
+    tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
+) -> int:
+    """Programs that share a row in the kernel that Hopper has for this shape, at most: for rows of ``keys`` indices or fewer,
+    since fewer keys may be split more often. 1 where there is none."""
+    if not _is_hopper(target, dtype) or tokens > FEW_TURNS * target.num_sms:
+        return 1
+
+    def splits(row: int) -> int:
+        chosen = hopper_few_heads(tokens, heads, d_qk, d_v, tokens * row, layout, dtype, target)
+        if chosen is None and layout is not None:
+            chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
+        return 1 if chosen is None else chosen.splits
+
+    return max(map(splits, range(keys, 0, -FEW_TILE)), default=1)
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

@@ -29,8 +29,12 @@ HEADS = gl.constexpr(64)  # of a program
 TILE = gl.constexpr(64)  # keys
 PAIR = gl.constexpr(128)
 HALF = gl.constexpr(256)  # columns of half a value
+NARROW = gl.constexpr(128)  # columns of a product beside two producers: four warpgroups have too few registers for HALF
 VALUE = gl.constexpr(512)
 REST = gl.constexpr(64)  # columns behind the value that only score
+
+UNIT = gl.constexpr(16)  # bytes of a load, in which strides of fp8 caches are counted
+WORD = gl.constexpr(4)  # bytes, or codes
 
 # mbarriers. The four halves of a pair, 2 * tile + half: filled by the producer, freed by the consumer that read it last.
 FILLED = gl.constexpr(0)
@@ -91,11 +95,15 @@ def _score_half(query, keys, scores, half: gl.constexpr, first: gl.constexpr):
 
 
 @gluon.jit
-def _masked(scores, indices, first, count, num_rows, scale_log2, place):
-    """Base-2 scores of the tile that starts at ``first`` of the row's list, -inf where an index names no row."""
-    at = first + place
-    slot = gl.load(indices + at, mask=at < count, other=-1)
-    valid = (slot >= 0) & (slot < num_rows)
+def _masked(scores, named, tile: gl.constexpr, first, count, num_rows, scale_log2, place, FLAGS: gl.constexpr):
+    """Base-2 scores of a tile, -inf where an index names no row. named: the row's indices, the tile's from ``first`` on;
+    FLAGS: what the producers say of either tile's keys, in shared memory."""
+    if FLAGS:
+        valid = named.index(tile).load(place.type.layout) != 0
+    else:
+        at = first + place
+        slot = gl.load(named + at, mask=at < count, other=-1)
+        valid = (slot >= 0) & (slot < num_rows)
     return gl.where(gl.expand_dims(valid, 0), scores * scale_log2, -float("inf"))
 
 
@@ -106,7 +114,7 @@ def _finish(
     """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns; a SPLIT
     row's share stays fp32, its lse in base 2."""
     ROW_P: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    ACC: gl.constexpr = acc.type.layout
     head = gl.arange(0, HEADS, layout=ROW_P)
     empty = l == 0.0
     lse2 = m + gl.log2(gl.where(empty, 1.0, l))
@@ -134,11 +142,12 @@ def _finish(
 
 @gluon.jit
 def left(
-    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, indices, count, num_rows, scale_log2,
+    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
     out, lse, sink, stride_q_head, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    COLUMNS: gl.constexpr = NARROW if FLAGS else HALF
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -160,7 +169,7 @@ def left(
     scores = warpgroup_mma_wait(0, deps=(pending,))
     for i in range(pairs):
         zero = i >> 20
-        z = _masked(scores, indices, i * PAIR, count, num_rows, scale_log2, place)
+        z = _masked(scores, named, 0, i * PAIR, count, num_rows, scale_log2, place, FLAGS)
         top = gl.maximum(m, gl.max(z, 1))
         rescale = gl.exp2(m - top)
         p = gl.exp2(z - gl.expand_dims(top, 1))
@@ -210,11 +219,12 @@ def left(
 
 @gluon.jit
 def right(
-    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, indices, count, num_rows, scale_log2,
+    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
     out, lse, sink, stride_q_head, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr, FLAGS: gl.constexpr,
 ):  # fmt: skip
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    COLUMNS: gl.constexpr = NARROW if FLAGS else HALF
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -238,7 +248,7 @@ def right(
         await_keys(bars, 2, phase)
         pending = _score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
         scores = warpgroup_mma_wait(0, deps=(pending,))
-        z = _masked(scores, indices, i * PAIR + TILE, count, num_rows, scale_log2, place)
+        z = _masked(scores, named, 1, i * PAIR + TILE, count, num_rows, scale_log2, place, FLAGS)
         top = gl.max(z, 1)
         mbarrier.wait(bars.index(LEFT_MAX), phase)
         top = gl.maximum(maxima.load(ROW), top)
@@ -267,6 +277,13 @@ def right(
     mbarrier.wait(bars.index(LEFT_SUM), 0)
     l = l + sums.index(0).load(ROW)
     _finish(acc, l, m, query, 1, out, lse, sink, stride_out_head, HAS_SINK, SPLIT)
+
+
+@gluon.jit
+def row_range(indptr, token, capacity):
+    """(begin, count) of a row's indices, inside [0, capacity]."""
+    begin = gl.maximum(gl.load(indptr + token), 0)
+    return begin, gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)
 
 
 @gluon.jit
@@ -364,8 +381,7 @@ def attend(
     fence_async_shared()
     barrier()
 
-    begin = gl.maximum(gl.load(indptr + token), 0)
-    count = gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)
+    begin, count = row_range(indptr, token, capacity)
     wide = token.to(gl.int64)
     row = indices + begin
     source = q + wide * stride_q_token + first_head * stride_q_head
@@ -375,9 +391,9 @@ def attend(
     gl.warp_specialize(
         [
             (left, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, row, count, num_rows,
-                     scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, False)),
+                     scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, False, False)),
             (right, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, row, count, num_rows,
-                      scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, False)),
+                      scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, False, False)),
             (_fill, (keys, keys_rest, bars, row, count, kv, num_rows, stride_kv_row, HAS_REST)),
         ],
         [4, 4],

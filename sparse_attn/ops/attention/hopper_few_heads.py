@@ -1,0 +1,281 @@
+"""Sparse attention with few heads on Hopper: a program serves all heads of a row and a share of its keys, products swapped.
+
+The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
+columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes; two produce, each every
+other tile of 64 keys (hopper_few_keys). Sums over keys stay with the threads that hold them until the end; only the maximum
+crosses warps in every tile.
+
+Floor, bytes: every named record once. What bounds it: the matrix unit reads a key's 2 * (d_qk + d_v) bytes out of shared
+memory whatever the number of heads, about 17 cycles, and the consumer is one chain.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sparse_attn.ops.attention.hopper import LOWEST, REST, TILE, VALUE, barrier, row_range, signal
+from sparse_attn.ops.attention.hopper_few_keys import (
+    BUFFERS,
+    DONE,
+    FULL,
+    SPENT,
+    fill_latents,
+    fill_planar,
+    fill_rows,
+    in_cache,
+    tile_slots,
+)
+
+
+@gluon.jit
+def _load_query(query, query_rest, source, heads, stride_head, N: gl.constexpr, HAS_REST: gl.constexpr):
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    head = gl.arange(0, N, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, VALUE, layout=gl.SliceLayout(0, WIDE))
+    pointers = source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0)
+    async_copy.async_copy_global_to_shared(query.index(0), pointers, mask=gl.expand_dims(head < heads, 1))
+    if HAS_REST:
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        head_r = gl.arange(0, N, layout=gl.SliceLayout(1, NARROW))
+        column_r = gl.arange(0, REST, layout=gl.SliceLayout(0, NARROW)) + VALUE
+        pointers_r = source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0)
+        async_copy.async_copy_global_to_shared(query_rest.index(0), pointers_r, mask=gl.expand_dims(head_r < heads, 1))
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _score(query, query_rest, keys, keys_rest, nothing, zero, buffer, HAS_REST: gl.constexpr):
+    """S^T of the tile in ``buffer``, not awaited."""
+    scores = warpgroup_mma(keys.index(buffer), query.index(zero).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if HAS_REST:
+        scores = warpgroup_mma(keys_rest.index(buffer), query_rest.index(zero).permute((1, 0)), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _await_keys(bars, tile):
+    mbarrier.wait(bars.index(FULL + tile % BUFFERS), tile // BUFFERS & 1)
+    fence_async_shared()
+
+
+@gluon.jit
+def _consume(
+    query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, indices, count, num_slots,
+    extra_indices, extra_count, extra_num_slots, scale_log2, out, lse, sink, stride_q_head, stride_out_head,
+    N: gl.constexpr, HAS_REST: gl.constexpr, TWO: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
+    HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, SUMS))
+    last = gl.maximum(tiles + extra_tiles, 1) - 1
+    slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    _load_query(query, query_rest, source, heads, stride_q_head, N, HAS_REST)
+    acc = gl.zeros([VALUE, N], gl.float32, SUMS)
+    nothing = gl.zeros([TILE, N], gl.float32, SUMS)
+    m = gl.full([N], LOWEST, gl.float32, HEAD)
+    l = gl.zeros([TILE, N], gl.float32, SUMS)
+    _await_keys(bars, 0)
+    pending = _score(query, query_rest, keys, keys_rest, nothing, 0, 0, HAS_REST)
+    scores = warpgroup_mma_wait(0, deps=(pending,))
+    for tile in range(last + 1):
+        zero = tile >> 20
+        buffer = tile % BUFFERS
+        valid = in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO)
+        slots = tile_slots(tile + 1, tiles, indices, count, extra_indices, extra_count, place, TWO)
+        z = gl.where(gl.expand_dims(valid, 1), scores * scale_log2, -float("inf"))
+        top = gl.maximum(m, gl.max(z, 0))
+        rescale = gl.expand_dims(gl.exp2(m - top), 0)
+        p = gl.exp2(z - gl.expand_dims(top, 0))
+        m = top
+        weights.index(zero).store(p.to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        l = l * rescale + p
+        acc = acc * rescale
+        product = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights.index(zero), acc, is_async=True)
+        if tile < last:
+            _await_keys(bars, tile + 1)
+            pending = _score(query, query_rest, keys, keys_rest, nothing, zero, 1 - buffer, HAS_REST)
+            if HAS_REST:
+                acc = warpgroup_mma_wait(2, deps=(product,))
+            else:
+                acc = warpgroup_mma_wait(1, deps=(product,))
+            signal(bars, SPENT + buffer)
+            scores = warpgroup_mma_wait(0, deps=(pending,))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(product,))
+            scores = nothing
+    total = gl.sum(l, 0)
+    empty = total == 0.0
+    lse2 = m + gl.log2(gl.where(empty, 1.0, total))
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
+    head = gl.arange(0, N, layout=HEAD)
+    if HAS_SINK:
+        drained = gl.load(sink + head, mask=head < heads, other=0.0) * 1.4426950408889634
+        factor = factor / (1.0 + gl.exp2(drained - gl.where(empty, 0.0, lse2)))
+    NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
+    gl.store(lse + head, gl.where(empty, -float("inf"), lse2 * NATURAL), mask=head < heads)
+    values = acc * gl.expand_dims(factor, 0)
+    if SPLIT:
+        column = gl.arange(0, VALUE, layout=gl.SliceLayout(1, SUMS))
+        pointers = out + gl.expand_dims(head * stride_out_head, 0) + gl.expand_dims(column, 1)
+        gl.store(pointers, values, mask=gl.expand_dims(head < heads, 0))
+    else:
+        WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        barrier()  # nobody scores any more
+        query.index(0).permute((1, 0)).store(values.to(gl.bfloat16))
+        barrier()
+        head_o = gl.arange(0, N, layout=gl.SliceLayout(1, WIDE))
+        column_o = gl.arange(0, VALUE, layout=gl.SliceLayout(0, WIDE))
+        pointers_o = out + gl.expand_dims(head_o * stride_out_head, 1) + gl.expand_dims(column_o, 0)
+        gl.store(pointers_o, query.index(0).load(WIDE), mask=gl.expand_dims(head_o < heads, 1))
+
+
+@gluon.jit
+def _part(begin, count, first, share):
+    """What tiles [first, first + share) of a row, ``first`` possibly negative, leave of its (begin, count)."""
+    skipped = gl.minimum(gl.maximum(first, 0) * TILE, count)
+    end = gl.minimum(gl.maximum(first + share, 0) * TILE, count)
+    return begin + skipped, gl.maximum(end - skipped, 0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity", "heads",
+        "stride_cache", "stride_extra",
+    ]
+)  # fmt: skip
+def attend(
+    q,  # bf16 [tokens, heads, VALUE (+ REST)], heads at most N
+    cache,  # bf16 [num_slots, VALUE (+ REST)], or uint8 [num_blocks, block_size, row], interleaved or planar
+    indices,  # int32 [capacity]
+    indptr,  # int32 [tokens + 1]
+    extra_cache,  # TWO: a second one of this form, with its own indices; else anything
+    extra_indices,
+    extra_indptr,
+    sink,  # fp32 [heads]; anything without HAS_SINK
+    out,  # bf16 [tokens, heads, VALUE]; SPLIT: fp32 [splits, tokens, heads, VALUE]
+    lse,  # fp32 [tokens, heads], natural log; SPLIT: [splits, tokens, heads], base 2
+    heads,
+    num_slots,
+    block_size,
+    capacity,
+    extra_num_slots,
+    extra_block_size,
+    extra_capacity,
+    scale_log2,
+    stride_q_token,
+    stride_q_head,
+    stride_cache,  # of a row or block, in UNITs
+    stride_extra,
+    stride_out_split,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_split,
+    stride_lse_token,
+    N: gl.constexpr,  # 16 or 32: heads, padded
+    HAS_REST: gl.constexpr,
+    GROUP: gl.constexpr,  # these of fp8 caches, as in hopper_fp8.attend; all 0 for bf16 rows
+    TOKEN: gl.constexpr,
+    SCALES: gl.constexpr,
+    REST_AT: gl.constexpr,
+    PAGED: gl.constexpr,
+    TWO: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * N, element_bitwidth=16, rank=2)
+    FP8: gl.constexpr = TOKEN > 0
+    PLANAR: gl.constexpr = SCALES > 0
+    query = gl.allocate_shared_memory(gl.bfloat16, [1, N, VALUE], TILES)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, VALUE], TILES)
+    weights = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, N], NARROW)
+    bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
+    if HAS_REST:
+        query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
+        keys_rest = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, REST], TILES)
+    else:
+        query_rest = query
+        keys_rest = keys
+    for which in gl.static_range(FULL, SPENT):
+        mbarrier.init(bars.index(which), count=1 if FP8 else 128)
+    for which in gl.static_range(SPENT, DONE):
+        mbarrier.init(bars.index(which), count=1)
+    fence_async_shared()
+    barrier()
+
+    token = gl.program_id(0)
+    begin, count = row_range(indptr, token, capacity)
+    extra_begin = 0
+    extra_count = 0
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
+    split = gl.program_id(1)
+    if SPLIT:  # the tiles of both rows count as one range
+        tiles = (count + TILE - 1) // TILE
+        all_tiles = tiles + (extra_count + TILE - 1) // TILE
+        share = (all_tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
+        begin, count = _part(begin, count, split * share, share)
+        if TWO:
+            extra_begin, extra_count = _part(extra_begin, extra_count, split * share - tiles, share)
+    tiles = (count + TILE - 1) // TILE
+    extra_tiles = (extra_count + TILE - 1) // TILE
+    wide = token.to(gl.int64)
+    row = indices + begin
+    extra_row = extra_indices + extra_begin
+    source = q + wide * stride_q_token
+    target = out + split.to(gl.int64) * stride_out_split + wide * stride_out_token
+    sums_to = lse + split.to(gl.int64) * stride_lse_split + wide * stride_lse_token
+    if PLANAR:
+        gl.warp_specialize(
+            [
+                (_consume, (query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, row, count,
+                            num_slots, extra_row, extra_count, extra_num_slots, scale_log2, target, sums_to, sink,
+                            stride_q_head, stride_out_head, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
+                (fill_planar, (keys, bars, 0, tiles, extra_tiles, row, count, cache, num_slots, block_size, stride_cache,
+                               extra_row, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra, GROUP,
+                               TOKEN, SCALES, TWO)),
+                (fill_planar, (keys, bars, 1, tiles, extra_tiles, row, count, cache, num_slots, block_size, stride_cache,
+                               extra_row, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra, GROUP,
+                               TOKEN, SCALES, TWO)),
+            ],
+            [4, 4],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    elif FP8:
+        gl.warp_specialize(
+            [
+                (_consume, (query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, row, count,
+                            num_slots, extra_row, extra_count, extra_num_slots, scale_log2, target, sums_to, sink,
+                            stride_q_head, stride_out_head, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
+                (fill_latents, (keys, keys_rest, bars, 0, row, count, cache, num_slots, block_size, stride_cache, GROUP,
+                                TOKEN, REST_AT, PAGED)),
+                (fill_latents, (keys, keys_rest, bars, 1, row, count, cache, num_slots, block_size, stride_cache, GROUP,
+                                TOKEN, REST_AT, PAGED)),
+            ],
+            [4, 4],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, row, count,
+                            num_slots, extra_row, extra_count, extra_num_slots, scale_log2, target, sums_to, sink,
+                            stride_q_head, stride_out_head, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
+                (fill_rows, (keys, keys_rest, bars, 0, row, count, cache, num_slots, stride_cache, HAS_REST)),
+                (fill_rows, (keys, keys_rest, bars, 1, row, count, cache, num_slots, stride_cache, HAS_REST)),
+            ],
+            [4, 4],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

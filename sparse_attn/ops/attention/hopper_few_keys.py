@@ -1,0 +1,230 @@
+"""Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16, out of every kind of cache.
+
+A warpgroup fills one buffer, with every other tile. fp8 records pass through registers: all of a tile's words are loaded a
+tile ahead, and its indices another one, so that no load waits for another one; values are code times scale in fp32,
+rounded once to bf16, and NaN codes stay NaN. bf16 rows are copied. Rows that an index does not name are zeros.
+
+A list of tiles is the first cache's indices, then the second one's (TWO); a tile lies in one of them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from sparse_attn.ops.attention.hopper import REST, TILE, UNIT, VALUE, WORD, gather, signal
+from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
+
+BUFFERS = gl.constexpr(2)
+FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer
+SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
+DONE = gl.constexpr(4)  # how many mbarriers there are
+
+
+@gluon.jit
+def tile_slots(tile, tiles, indices, count, extra_indices, extra_count, place, TWO: gl.constexpr):
+    """What the lists say of a tile's keys, -1 behind their ends."""
+    if TWO:
+        later = tile >= tiles
+        indices = gl.where(later, extra_indices, indices)
+        count = gl.where(later, extra_count, count)
+        tile = gl.where(later, tile - tiles, tile)
+    at = tile * TILE + place
+    return gl.load(indices + at, mask=at < count, other=-1)
+
+
+@gluon.jit
+def in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO: gl.constexpr):
+    """Which of a tile's slots exist."""
+    if TWO:
+        num_slots = gl.where(tile >= tiles, extra_num_slots, num_slots)
+    return (slots >= 0) & (slots < num_slots)
+
+
+@gluon.jit
+def _put_codes(into, codes, factors):
+    """Dequantise int32 words of codes [TILE, groups, words] by factors [TILE, groups] into shared memory, seen as words."""
+    factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
+    low, high = gl.inline_asm_elementwise(
+        BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    into.store(gl.reshape(gl.join(low, high), [TILE, codes.shape[1] * codes.shape[2] * 2]))
+
+
+@gluon.jit
+def _load_codes(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+    """int32 words [TILE, GROUPS, GROUP / 4] of records, from group ``first`` on."""
+    WORDS: gl.constexpr = GROUP // 4
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
+    place = gl.expand_dims(offsets, 1) + gl.expand_dims((group + first) * WORDS, 0)
+    pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
+    return gl.load(pointers, mask=gl.expand_dims(gl.expand_dims(valid, 1), 2), other=0)
+
+
+@gluon.jit
+def _load_words(words, offsets, valid, LANES: gl.constexpr):
+    """The bf16 values [TILE, REST] of records, as words."""
+    word = gl.arange(0, REST // 2, layout=gl.SliceLayout(0, LANES))
+    rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
+    known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
+    return gl.load(words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0), mask=gl.expand_dims(known, 1), other=0)
+
+
+@gluon.jit
+def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr, PAGED: gl.constexpr):
+    """int64 offsets of records, in words."""
+    slots = gl.where(valid, slots, 0)
+    if PAGED:
+        block = slots // block_size
+        return block.to(gl.int64) * stride_block * (UNIT // WORD) + (slots - block * block_size) * (TOKEN // WORD)
+    else:
+        return slots.to(gl.int64) * (TOKEN // WORD)
+
+
+@gluon.jit
+def _load_scales(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr):
+    """fp32 scales [TILE, GROUPS] that start at word ``first`` of a record."""
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    at = gl.expand_dims(offsets, 1) + gl.expand_dims(group + first, 0)
+    return gl.load(words.to(gl.pointer_type(gl.float32), bitcast=True) + at, mask=gl.expand_dims(valid, 1), other=0.0)
+
+
+@gluon.jit
+def fill_latents(
+    keys, keys_rest, bars, which: gl.constexpr, indices, count, cache, num_slots, block_size, stride_block,
+    GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
+):  # fmt: skip
+    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    HALF_GROUPS: gl.constexpr = VALUE // GROUP // 2
+    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES).index(which)
+    into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES).index(which)
+    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    tiles = gl.maximum((count + TILE - 1) // TILE, 1)
+    slots = tile_slots(which, tiles, indices, count, indices, count, place, False)
+    ahead = tile_slots(which + BUFFERS, tiles, indices, count, indices, count, place, False)
+    valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
+    record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
+    left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
+    left = _load_codes(words, record, valid, 0, HALF_GROUPS, GROUP, CODES)
+    right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
+    right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
+    rest = _load_words(words + REST_AT // 4, record, valid, LANES)
+    phase = 1
+    for tile in range(which, tiles, BUFFERS):
+        valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
+        record = _latent_offsets(ahead, valid, block_size, stride_block, TOKEN, PAGED)
+        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, indices, count, place, False)
+        mbarrier.wait(bars.index(SPENT + which), phase)
+        _put_codes(into.slice(0, VALUE // 4, dim=1), left, left_scales)
+        left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
+        left = _load_codes(words, record, valid, 0, HALF_GROUPS, GROUP, CODES)
+        _put_codes(into.slice(VALUE // 4, VALUE // 4, dim=1), right, right_scales)
+        right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
+        right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
+        into_rest.store(rest)
+        rest = _load_words(words + REST_AT // 4, record, valid, LANES)
+        fence_async_shared()
+        signal(bars, FULL + which)
+        phase = phase ^ 1
+
+
+@gluon.jit
+def _planar_record(
+    slots, tile, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
+    stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """(words of the tile's cache, int64 offsets of its keys' records and of their scales in words, which keys exist)."""
+    valid = in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO)
+    if TWO:
+        later = tile >= tiles
+        cache = gl.where(later, extra_cache, cache)
+        block_size = gl.where(later, extra_block_size, block_size)
+        stride_block = gl.where(later, stride_extra_block, stride_block)
+    slots = gl.where(valid, slots, 0)
+    block = slots // block_size
+    start = block.to(gl.int64) * stride_block * (UNIT // WORD)
+    inside = slots - block * block_size
+    scales = start + block_size.to(gl.int64) * (TOKEN // WORD) + inside * (SCALES // WORD)
+    return cache.to(gl.pointer_type(gl.int32), bitcast=True), start + inside * (TOKEN // WORD), scales, valid
+
+
+@gluon.jit
+def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr):
+    """fp32 powers of two [TILE, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 * first."""
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    bits = (gl.expand_dims(exponents, 1) >> gl.expand_dims((group + first) * 8, 0) & 0xFF) << 23
+    return gl.where(bits == 0, 1 << 22, bits).to(gl.float32, bitcast=True)  # 2^-127 is subnormal
+
+
+@gluon.jit
+def fill_planar(
+    keys, bars, which: gl.constexpr, tiles, extra_tiles, indices, count, cache, num_slots, block_size, stride_block,
+    extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra_block, GROUP: gl.constexpr,
+    TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """VALUE - REST codes in seven groups and REST bf16 values, and ue8m0 scales behind a block's records."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES).index(which)
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    slots = tile_slots(which, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    ahead = tile_slots(which + BUFFERS, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    words, record, scales, valid = _planar_record(
+        slots, which, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
+        stride_extra_block, TOKEN, SCALES, TWO,
+    )  # fmt: skip
+    low = gl.load(words + scales, mask=valid, other=0)
+    high = gl.load(words + scales + 1, mask=valid, other=0)
+    four = _load_codes(words, record, valid, 0, 4, GROUP, CODES)
+    two = _load_codes(words, record, valid, 4, 2, GROUP, CODES)
+    one = _load_codes(words, record, valid, 6, 1, GROUP, CODES)
+    rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
+    phase = 1
+    for tile in range(which, gl.maximum(tiles + extra_tiles, 1), BUFFERS):
+        words, record, scales, valid = _planar_record(
+            ahead, tile + BUFFERS, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
+            extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
+        )  # fmt: skip
+        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, extra_indices, extra_count, place, TWO)
+        mbarrier.wait(bars.index(SPENT + which), phase)
+        _put_codes(into.slice(0, 2 * GROUP, dim=1), four, _power(low, 0, 4, CODES))
+        low = gl.load(words + scales, mask=valid, other=0)
+        four = _load_codes(words, record, valid, 0, 4, GROUP, CODES)
+        _put_codes(into.slice(2 * GROUP, GROUP, dim=1), two, _power(high, 0, 2, CODES))
+        two = _load_codes(words, record, valid, 4, 2, GROUP, CODES)
+        _put_codes(into.slice(3 * GROUP, GROUP // 2, dim=1), one, _power(high, 2, 1, CODES))
+        high = gl.load(words + scales + 1, mask=valid, other=0)
+        one = _load_codes(words, record, valid, 6, 1, GROUP, CODES)
+        into.slice((VALUE - REST) // 2, REST // 2, dim=1).store(rest)
+        rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
+        fence_async_shared()
+        signal(bars, FULL + which)
+        phase = phase ^ 1
+
+
+@gluon.jit
+def fill_rows(
+    keys, keys_rest, bars, which: gl.constexpr, indices, count, kv, num_rows, stride_row, HAS_REST: gl.constexpr
+):
+    """bf16 rows, copied."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, LANES))
+    tiles = gl.maximum((count + TILE - 1) // TILE, 1)
+    slots = tile_slots(which, tiles, indices, count, indices, count, place, False)
+    phase = 1
+    for tile in range(which, tiles, BUFFERS):
+        valid = in_cache(slots, 0, tiles, num_rows, num_rows, False)
+        rows = kv + slots.to(gl.int64) * stride_row * (UNIT // 2)
+        slots = tile_slots(tile + BUFFERS, tiles, indices, count, indices, count, place, False)
+        mbarrier.wait(bars.index(SPENT + which), phase)
+        gather(keys.index(which), rows, valid, 0, VALUE, LANES)
+        if HAS_REST:
+            gather(keys_rest.index(which), rows, valid, VALUE, REST, LANES)
+        async_copy.mbarrier_arrive(bars.index(FULL + which), increment_count=False)
+        phase = phase ^ 1

@@ -1,0 +1,391 @@
+"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of hopper.attend behind two producers.
+
+Each producer dequantises one tile of every pair, half by half in the order in which the consumers free them, the codes of
+the next half already on their way in registers; rows a pair ahead are fetched into the L2. Codes become bf16 exactly as
+the reference rounds them: NaN codes stay NaN, scales of any size count. Rows that an index does not name are zeros, and
+the producers tell the consumers which. The tiles of a row are those of its first cache, then those of the second.
+
+Keys come in two forms. Interleaved: a record is LATENT codes, an fp32 scale per GROUP of them, and REST bf16 values that
+only score. Planar: VALUE - REST codes and REST bf16 values that are part of the value; power-of-two scales lie behind the
+records of a block, one byte per GROUP, four to a word and to half a tile.
+
+Floor, bytes: a record per named key and block of heads. What bounds it: the consumers' chain of products and exponentials
+(see hopper), then the latency of the producers' loads.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from sparse_attn.ops.attention.hopper import (
+    BARRIERS,
+    FILLED,
+    FREED,
+    HALF,
+    HEADS,
+    QUERY,
+    REST,
+    TILE,
+    UNIT,
+    VALUE,
+    WORD,
+    barrier,
+    gather,
+    left,
+    right,
+    row_range,
+    signal,
+)
+
+LINE = gl.constexpr(128)  # bytes fetched at once
+PART = gl.constexpr(128)  # columns of a part, two to half a tile
+
+# Four e4m3 codes and their fp32 scale -> four bf16 values in two words.
+BY_FLOAT = gl.constexpr("""{
+.reg .b16 low, high, x, y;
+.reg .b32 pair;
+.reg .f32 f, g;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 pair, low;
+mov.b32 {x, y}, pair;
+cvt.f32.f16 f, x;
+cvt.f32.f16 g, y;
+mul.rn.f32 f, f, $3;
+mul.rn.f32 g, g, $3;
+cvt.rn.bf16x2.f32 $0, g, f;
+cvt.rn.f16x2.e4m3x2 pair, high;
+mov.b32 {x, y}, pair;
+cvt.f32.f16 f, x;
+cvt.f32.f16 g, y;
+mul.rn.f32 f, f, $3;
+mul.rn.f32 g, g, $3;
+cvt.rn.bf16x2.f32 $1, g, f;
+}""")
+# The same with a scale that is a bf16 value, twice in its word: codes are bf16 values too, so one product rounds once.
+BY_PAIR = gl.constexpr("""{
+.reg .b16 low, high, x, y;
+.reg .b32 pair;
+.reg .f32 f, g;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 pair, low;
+mov.b32 {x, y}, pair;
+cvt.f32.f16 f, x;
+cvt.f32.f16 g, y;
+cvt.rn.bf16x2.f32 pair, g, f;
+mul.rn.bf16x2 $0, pair, $3;
+cvt.rn.f16x2.e4m3x2 pair, high;
+mov.b32 {x, y}, pair;
+cvt.f32.f16 f, x;
+cvt.f32.f16 g, y;
+cvt.rn.bf16x2.f32 pair, g, f;
+mul.rn.bf16x2 $1, pair, $3;
+}""")
+FETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def _either(first, second, take_first, TWO: gl.constexpr):
+    if TWO:
+        return gl.where(take_first, first, second)
+    else:
+        return first
+
+
+@gluon.jit
+def _slots(tile, end, tiles, indices, count, extra_indices, extra_count, place, TWO: gl.constexpr):
+    """What the indices of a tile say, -1 beyond the row."""
+    near = tile < tiles
+    at = _either(tile, tile - tiles, near, TWO) * TILE + place
+    limit = gl.where(tile < end, _either(count, extra_count, near, TWO), 0)
+    return gl.load(_either(indices, extra_indices, near, TWO) + at, mask=at < limit, other=-1)
+
+
+@gluon.jit
+def _locate(
+    slot, tile, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots, extra_block_size,
+    extra_stride_block, TOKEN: gl.constexpr, SCALES: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """(which slots may be read, pointers to their records, pointers to their scales; planar, as words)."""
+    near = tile < tiles
+    valid = (slot >= 0) & (slot < _either(num_slots, extra_num_slots, near, TWO))
+    slot = gl.where(valid, slot, 0)
+    cache = _either(words, extra_words, near, TWO)
+    if PAGED:
+        size = _either(block_size, extra_block_size, near, TWO)
+        block = (slot.to(gl.uint32) // size.to(gl.uint32)).to(gl.int32)
+        place = (slot - block * size).to(gl.int64)
+        base = cache + block.to(gl.int64) * _either(stride_block, extra_stride_block, near, TWO) * (UNIT // WORD)
+        return valid, base + place * TOKEN, base + (size.to(gl.int64) * TOKEN + place * SCALES)
+    else:
+        record = cache + slot.to(gl.int64) * TOKEN
+        return valid, record, record
+
+
+@gluon.jit
+def _fetch(record, scales, RECORD: gl.constexpr, PLANAR: gl.constexpr, ROWS: gl.constexpr):
+    """Ask the L2 for the records of a tile, and for the scales that lie elsewhere."""
+    LINES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    line = gl.arange(0, 8, layout=gl.SliceLayout(0, LINES))
+    record = gl.convert_layout(record, gl.SliceLayout(1, LINES))
+    pointers = gl.expand_dims(record, 1) + gl.expand_dims(gl.minimum(line * LINE, RECORD - 1) // WORD, 0)
+    if PLANAR:
+        scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, LINES)), 1)
+        pointers = gl.where(gl.expand_dims(line == 7, 0), scales, pointers)
+    gl.inline_asm_elementwise(FETCH, "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _load_codes(record, valid, first: gl.constexpr, columns: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+    """int32 [TILE, groups, words of a group] of the columns [first, first + columns)."""
+    WORDS: gl.constexpr = GROUP // WORD
+    SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
+    group = gl.arange(0, columns // GROUP, layout=gl.SliceLayout(0, SCALES))
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
+    at = gl.expand_dims(record, 1) + gl.expand_dims(group * WORDS + first // WORD, 0)
+    return gl.load(
+        gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0),
+        mask=gl.expand_dims(gl.expand_dims(valid, 1), 2),
+        other=0,
+    )
+
+
+@gluon.jit
+def _load_half(
+    record, scales, valid, half: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, PLANAR: gl.constexpr,
+    CODES: gl.constexpr,
+):  # fmt: skip
+    """(codes of both parts of half a tile, their scales). Planar: a word [TILE] holds the scales of the half, both times;
+    else fp32 [TILE, groups] of either part."""
+    FIRST: gl.constexpr = half * HALF
+    first_part = _load_codes(record, valid, FIRST, PART, GROUP, CODES)
+    second_part = _load_codes(record, valid, FIRST + PART, min(PART, LATENT - FIRST - PART), GROUP, CODES)
+    if PLANAR:
+        word = gl.load(scales + half, mask=valid, other=0)
+        return first_part, second_part, word, word
+    else:
+        group = gl.arange(0, PART // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+        at = record.to(gl.pointer_type(gl.float32), bitcast=True) + LATENT // WORD
+        at = gl.expand_dims(at, 1) + gl.expand_dims(group + FIRST // GROUP, 0)
+        readable = gl.expand_dims(valid, 1)
+        first_scales = gl.load(at, mask=readable, other=0.0)
+        return first_part, second_part, first_scales, gl.load(at + PART // GROUP, mask=readable, other=0.0)
+
+
+@gluon.jit
+def _put_part(into, codes, scales, part: gl.constexpr, GROUP: gl.constexpr, PLANAR: gl.constexpr):
+    """Dequantise a part into shared memory, seen as words."""
+    GROUPS: gl.constexpr = codes.shape[1]
+    if PLANAR:
+        group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, codes.type.layout)))
+        shift = (group + part * (PART // GROUP)) * 8
+        exponents = (gl.expand_dims(scales, 1) >> gl.expand_dims(shift, 0)) & 0xFF
+        factor = gl.where(exponents == 0, 0x00400040, exponents * 0x00800080)  # 2^-127 is subnormal
+        factor, _ = gl.broadcast(gl.expand_dims(factor, 2), codes)
+        low, high = gl.inline_asm_elementwise(
+            BY_PAIR, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        factor, _ = gl.broadcast(gl.expand_dims(scales, 2), codes.to(gl.float32))
+        low, high = gl.inline_asm_elementwise(
+            BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    into.store(gl.reshape(gl.join(low, high), [TILE, GROUPS * GROUP // 2]))
+
+
+@gluon.jit
+def _put_half(
+    words, values, rest, record, valid, first_part, second_part, first_scales, second_scales, bars, tile: gl.constexpr,
+    half: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, REST_AT: gl.constexpr, PLANAR: gl.constexpr,
+):  # fmt: skip
+    """Dequantise half a tile into shared memory and hand it over; the right half brings the bf16 values along."""
+    FIRST: gl.constexpr = half * HALF
+    if half == 1:
+        COPIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+        source = (record + REST_AT // WORD).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+        source = gl.convert_layout(source, gl.SliceLayout(1, COPIES))
+        into = values.slice(VALUE - REST, REST, dim=1) if PLANAR else rest
+        gather(into, source, gl.convert_layout(valid, gl.SliceLayout(1, COPIES)), 0, REST, COPIES)
+        async_copy.mbarrier_arrive(bars.index(FILLED + 2 * tile + half), increment_count=False)
+    _put_part(words.slice(FIRST // 2, PART // 2, dim=1), first_part, first_scales, 0, GROUP, PLANAR)
+    SECOND: gl.constexpr = min(PART, LATENT - FIRST - PART)
+    _put_part(words.slice((FIRST + PART) // 2, SECOND // 2, dim=1), second_part, second_scales, 1, GROUP, PLANAR)
+    fence_async_shared()
+    signal(bars, FILLED + 2 * tile + half)
+
+
+@gluon.jit
+def _dequantise(
+    keys, keys_rest, named, bars, start, end, tiles, cache, indices, count, num_slots, block_size, stride_block,
+    extra_cache, extra_indices, extra_count, extra_num_slots, extra_block_size, extra_stride_block, tile: gl.constexpr,
+    LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr, REST_AT: gl.constexpr,
+    PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """A producer: the even (``tile`` 0) or odd tiles of [start, end). Left takes the halves of an even tile in their
+    order, right those of an odd one in the other. Indices are read two pairs ahead, so that no load waits for another."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
+    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    SOON: gl.constexpr = tile  # the half that is needed first
+    LATER: gl.constexpr = 1 - tile
+    tiles_seen = keys._reinterpret(gl.int32, [2, TILE, VALUE // 2], WORD_TILES)
+    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    extra_words = extra_cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    place = gl.arange(0, TILE, layout=ROWS)
+    pairs = gl.maximum((end - start + 1) // 2, 1)
+    at = start + tile
+    phase = 1
+    slot = _slots(at, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    valid, record, scales_at = _locate(
+        slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots, extra_block_size,
+        extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
+    )  # fmt: skip
+    first_part, second_part, first_scales, second_scales = _load_half(
+        record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
+    )
+    for i in range(pairs):
+        here = (i >> 20) + tile
+        at += 2
+        next_valid, next_record, next_scales_at = _locate(
+            next_slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots,
+            extra_block_size, extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
+        )  # fmt: skip
+        _fetch(next_record, next_scales_at, TOKEN, PLANAR, ROWS)
+        next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
+        mbarrier.wait(bars.index(FREED + 2 * tile + SOON), phase)
+        named.index(here).store(valid.to(gl.int32))
+        _put_half(
+            tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_part, second_part,
+            first_scales, second_scales, bars, tile, SOON, LATENT, GROUP, REST_AT, PLANAR,
+        )  # fmt: skip
+        first_later, second_later, first_later_scales, second_later_scales = _load_half(
+            record, scales_at, valid, LATER, LATENT, GROUP, PLANAR, CODES
+        )
+        mbarrier.wait(bars.index(FREED + 2 * tile + LATER), phase)
+        _put_half(
+            tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_later, second_later,
+            first_later_scales, second_later_scales, bars, tile, LATER, LATENT, GROUP, REST_AT, PLANAR,
+        )  # fmt: skip
+        valid, record, scales_at = next_valid, next_record, next_scales_at
+        first_part, second_part, first_scales, second_scales = _load_half(
+            record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
+        )
+        phase = phase ^ 1
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity",
+        "stride_cache_block", "stride_extra_block", "head_blocks",
+    ]
+)  # fmt: skip
+def attend(
+    q,  # bf16 [tokens, heads, VALUE], interleaved: VALUE + REST; heads a multiple of 64
+    cache,  # uint8 [num_blocks, block_size, row]
+    indices,  # int32 [capacity]
+    indptr,  # int32 [tokens + 1]
+    extra_cache,  # the second cache, of the same layout, and its indices; anything without TWO
+    extra_indices,
+    extra_indptr,
+    sink,  # fp32 [heads]; anything without HAS_SINK
+    out,  # bf16 [tokens, heads, VALUE]; SPLIT: fp32 [splits, tokens, heads, VALUE]
+    lse,  # fp32 [tokens, heads], natural log; SPLIT: [splits, tokens, heads], base 2
+    num_slots,
+    block_size,
+    capacity,
+    extra_num_slots,
+    extra_block_size,
+    extra_capacity,
+    head_blocks,
+    scale_log2,
+    stride_q_token,
+    stride_q_head,
+    stride_cache_block,  # in UNITs
+    stride_extra_block,
+    stride_out_split,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_split,
+    stride_lse_token,
+    LATENT: gl.constexpr,  # codes of a record
+    GROUP: gl.constexpr,
+    TOKEN: gl.constexpr,  # bytes from record to record
+    SCALES: gl.constexpr,  # planar: bytes of a token's scales, behind a block's records; else 0
+    REST_AT: gl.constexpr,  # byte of a record where its bf16 values start
+    PAGED: gl.constexpr,  # slots do not follow each other through the whole cache
+    TWO: gl.constexpr,
+    HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLANAR: gl.constexpr = SCALES > 0
+    HAS_REST: gl.constexpr = not PLANAR
+    token = gl.program_id(0) // head_blocks
+    first_head = gl.program_id(0) % head_blocks * HEADS
+    query = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, VALUE], TILES)
+    keys = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, VALUE], TILES)
+    right_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
+    maxima = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
+    sums = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
+    named = gl.allocate_shared_memory(gl.int32, [2, TILE], FLAT)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    if HAS_REST:
+        query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, REST], TILES)
+        keys_rest = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, REST], TILES)
+        left_p = keys_rest  # the even tile's rest is free once it was scored
+    else:
+        left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
+        query_rest = query
+        keys_rest = keys
+    mbarrier.init(bars.index(FILLED), count=1)
+    mbarrier.init(bars.index(FILLED + 1), count=129)  # with the copies of every thread of a producer
+    mbarrier.init(bars.index(FILLED + 2), count=1)
+    mbarrier.init(bars.index(FILLED + 3), count=129)
+    for which in gl.static_range(FREED, QUERY):
+        mbarrier.init(bars.index(which), count=1)
+    mbarrier.init(bars.index(QUERY), count=2)
+    fence_async_shared()
+    barrier()
+
+    begin, count = row_range(indptr, token, capacity)
+    tiles = (count + TILE - 1) // TILE
+    end = tiles
+    extra_begin = begin
+    extra_count = count
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
+        end += (extra_count + TILE - 1) // TILE
+    split = gl.program_id(1)
+    start = split * 0
+    if SPLIT:  # the tiles of both rows count as one range
+        share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)
+        start = gl.minimum(split * share, end)
+        end = gl.minimum(start + share, end)
+    keys_here = (end - start) * TILE
+    wide = token.to(gl.int64)
+    row = indices + begin
+    extra_row = extra_indices + extra_begin
+    source = q + wide * stride_q_token + first_head * stride_q_head
+    target = out + split.to(gl.int64) * stride_out_split + wide * stride_out_token + first_head * stride_out_head
+    sums_to = lse + split.to(gl.int64) * stride_lse_split + wide * stride_lse_token + first_head
+    drain = sink + first_head
+    gl.warp_specialize(
+        [
+            (left, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, keys_here, 0,
+                    scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, SPLIT, True)),
+            (right, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, keys_here, 0,
+                     scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, SPLIT, True)),
+            (_dequantise, (keys, keys_rest, named, bars, start, end, tiles, cache, row, count, num_slots, block_size,
+                           stride_cache_block, extra_cache, extra_row, extra_count, extra_num_slots, extra_block_size,
+                           stride_extra_block, 0, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO)),
+            (_dequantise, (keys, keys_rest, named, bars, start, end, tiles, cache, row, count, num_slots, block_size,
+                           stride_cache_block, extra_cache, extra_row, extra_count, extra_num_slots, extra_block_size,
+                           stride_extra_block, 1, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO)),
+        ],
+        [4, 4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

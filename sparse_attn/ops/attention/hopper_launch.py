@@ -1,0 +1,183 @@
+"""Launchers of the Hopper kernels; of each also whether it takes a call, and with which configuration.
+
+Gluon is looked for where it is used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.layout import PlanarFp8Layout
+from sparse_attn.ops.attention import config
+from sparse_attn.ops.attention.inputs import Keys, are_apart
+from sparse_attn.ops.attention.output import LOG2_E, Output
+from sparse_attn.target import target_of
+
+
+def choose_rows(q: torch.Tensor, keys: Keys, d_v: int) -> config.HopperConfig | None:
+    """For plain rows [num_rows, d_qk]."""
+    if not (_copies_whole_lines(q) and _copies_whole_lines(keys.cache) and keys.cache.dtype == q.dtype):
+        return None
+    return config.hopper(*q.shape, d_v, q.dtype, target_of(q.device))
+
+
+def attend_rows(who, q, keys, scale, d_v, sink, chosen):
+    from sparse_attn.ops.attention import hopper
+
+    tokens, heads, d_qk = q.shape
+    rows, _, indices, indptr = keys
+    blocks = heads // config.HOPPER_HEADS
+    result = Output(who, q, d_v, 1, sink)
+    hopper.attend[(tokens * blocks,)](
+        q,
+        rows,
+        indices,
+        indptr,
+        *result.pointers,
+        rows.shape[0],
+        indices.numel(),
+        blocks,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        rows.stride(0),
+        *result.out.stride()[:2],
+        result.lse.stride(0),
+        HAS_REST=d_qk > d_v,
+        HAS_SINK=result.has_sink,
+        CONSUMER_REGISTERS=chosen.consumer_registers,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+        num_warps=chosen.num_warps,
+    )
+    return result.merged()
+
+
+def choose_fp8(q: torch.Tensor, keys: Keys, extra: Keys | None) -> config.HopperConfig | None:
+    """For fp8 caches and whole blocks of heads."""
+    if keys.layout is None or not (_copies_whole_lines(q) and _reads(keys, extra)):
+        return None
+    tokens, heads, _ = q.shape
+    return config.hopper_fp8(tokens, heads, _capacity(keys, extra), keys.layout, q.dtype, target_of(q.device))
+
+
+def attend_fp8(who, q, keys, extra, scale, sink, chosen):
+    from sparse_attn.ops.attention import hopper_fp8
+
+    tokens, heads, _ = q.shape
+    caches = _caches(keys, extra)
+    blocks = heads // config.HOPPER_HEADS
+    result = Output(who, q, keys.layout.value_dim, chosen.splits, sink)
+    hopper_fp8.attend[(tokens * blocks, chosen.splits)](
+        q,
+        *caches.pointers,
+        *result.pointers,
+        *caches.sizes,
+        blocks,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        *caches.strides,
+        *result.strides,
+        LATENT=keys.layout.latent,
+        **caches.constants,
+        HAS_SINK=result.has_sink,
+        SPLIT=result.split,
+        CONSUMER_REGISTERS=chosen.consumer_registers,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+        num_warps=chosen.num_warps,
+    )
+    return result.merged()
+
+
+def choose_few_heads(q: torch.Tensor, keys: Keys, extra: Keys | None, d_v: int) -> config.FewHeadsConfig | None:
+    """For at most config.FEW_HEADS heads over plain rows [num_rows, d_qk] or fp8 caches."""
+    if keys.layout is None and keys.cache.dtype != q.dtype or not (_copies_whole_lines(q) and _reads(keys, extra)):
+        return None
+    return config.hopper_few_heads(*q.shape, d_v, _capacity(keys, extra), keys.layout, q.dtype, target_of(q.device))
+
+
+def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
+    from sparse_attn.ops.attention import hopper_few_heads
+
+    tokens, heads, d_qk = q.shape
+    caches = _caches(keys, extra)
+    result = Output(who, q, d_v, chosen.splits, sink)
+    hopper_few_heads.attend[(tokens, chosen.splits)](
+        q,
+        *caches.pointers,
+        *result.pointers,
+        heads,
+        *caches.sizes,
+        scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        *caches.strides,
+        *result.strides,
+        N=chosen.heads,
+        HAS_REST=d_qk > d_v,
+        **caches.constants,
+        HAS_SINK=result.has_sink,
+        SPLIT=result.split,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+        num_warps=chosen.num_warps,
+    )
+    return result.merged()
+
+
+class Caches(NamedTuple):
+    """What a kernel is told of one cache or two: run-time arguments in the order of its parameters, constants by name."""
+
+    pointers: tuple[torch.Tensor, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    constants: dict[str, int | bool]
+
+
+def _caches(keys: Keys, extra: Keys | None) -> Caches:
+    parts = keys, keys if extra is None else extra
+    layout = keys.layout
+    form = dict(GROUP=0, TOKEN=0, SCALES=0, REST_AT=0, PAGED=False, TWO=extra is not None)
+    if layout is not None:
+        form |= dict(GROUP=layout.group, TOKEN=layout.row, REST_AT=layout.rope_offset, PAGED=are_apart(keys.cache))
+    if isinstance(layout, PlanarFp8Layout):
+        form |= dict(TOKEN=layout.token_bytes, SCALES=layout.scale_bytes, PAGED=True)
+    return Caches(
+        tuple(tensor for part in parts for tensor in (part.cache, part.indices, part.indptr)),
+        tuple(size for part in parts for size in _sizes(part)),
+        tuple(_stride_bytes(part.cache) // config.HOPPER_UNIT for part in parts),
+        form,
+    )
+
+
+def _sizes(keys: Keys) -> tuple[int, int, int]:
+    """(slots, slots of a block, indices); a plain row is a block."""
+    num_blocks = keys.cache.shape[0]
+    block_size = 1 if keys.layout is None else keys.cache.shape[1]
+    return num_blocks * block_size, block_size, keys.indices.numel()
+
+
+def _capacity(keys: Keys, extra: Keys | None) -> int:
+    return keys.indices.numel() + (0 if extra is None else extra.indices.numel())
+
+
+def _reads(keys: Keys, extra: Keys | None) -> bool:
+    """Whether the producers can read these caches: two of them planar and alike, and blocks where 16-byte loads may start."""
+    if extra is not None and not (isinstance(keys.layout, PlanarFp8Layout) and extra.layout == keys.layout):
+        return False
+    return all(
+        part.cache.numel() > 0
+        and part.cache.data_ptr() % config.HOPPER_UNIT == 0
+        and _stride_bytes(part.cache) % config.HOPPER_UNIT == 0
+        for part in ((keys,) if extra is None else (keys, extra))
+    )
+
+
+def _stride_bytes(cache: torch.Tensor) -> int:
+    return cache.stride(0) * cache.element_size()
+
+
+def _copies_whole_lines(rows: torch.Tensor) -> bool:
+    """Whether every row starts where a 16-byte copy may start, in terms the compiler is told of: pointers and strides."""
+    return rows.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in rows.stride()[:-1])

@@ -1,0 +1,186 @@
+"""The kernel for few heads on Hopper: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time here."""
+
+import math
+
+import pytest
+import torch
+
+from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.layout import PlanarFp8Layout
+from sparse_attn.ops.attention import config, hopper_launch
+from sparse_attn.ops.attention.inputs import Keys
+from sparse_attn.target import H200, Target
+from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+INF = math.inf
+LATENT, PLANAR = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
+ROWS, NARROW_ROWS = PlainLayout("bf16", 512, 64), PlainLayout("bf16", 512, 0)
+
+
+def chosen(tokens=64, heads=16, d_qk=576, d_v=512, keys=2048, layout=LATENT, dtype=torch.bfloat16, target=H200):
+    return config.hopper_few_heads(tokens, heads, d_qk, d_v, tokens * keys, layout, dtype, target)
+
+
+def test_where_it_applies():
+    assert [chosen(heads=heads).heads for heads in (1, 8, 16, 17, 32)] == [16, 16, 16, 32, 32]
+    assert chosen(d_qk=512, layout=PLANAR) and chosen(layout=None) and chosen(d_qk=512, layout=None)
+    for change in (
+        dict(heads=33), dict(heads=64), dict(tokens=0), dict(d_qk=640), dict(d_v=256), dict(dtype=torch.float16),
+        dict(target=Target("nvidia", 100, 132, 232448)), dict(layout=LatentFp8Layout(512, 64, flavour="e4m3fnuz")),
+        dict(layout=LatentFp8Layout(512, 64, group=256)), dict(d_qk=512), dict(layout=PLANAR),
+        dict(d_qk=512, layout=PlanarFp8Layout(480, 32, group=32)),
+    ):  # fmt: skip
+        assert chosen(**change) is None, change
+
+
+def test_how_it_splits():
+    """Every multiprocessor has work, in one turn or two even ones, and no share is empty."""
+    assert [chosen(tokens).splits for tokens in (1, 8, 32, 64, 70, 100, 128, 4096)] == [32, 16, 4, 2, 3, 1, 1, 1]
+    assert chosen(1, keys=3).splits == chosen(1, keys=0).splits == 1
+    for tokens in range(1, 300, 7):
+        for keys in (1, 640, 2048, 100_000):
+            splits, tiles = chosen(tokens, keys=keys).splits, -(-keys // config.FEW_TILE)
+            share = -(-tiles // splits)
+            assert (splits - 1) * share < tiles <= splits * share
+
+
+def list_of(tokens, width, slots, lengths):
+    """(ragged, slots it names): wild slots between good ones, a tail that must stay unread."""
+    dense = torch.randint(0, slots, (tokens, width), device="cuda", dtype=torch.int32)
+    column = torch.arange(width, device="cuda")
+    wild = torch.tensor([-1, INT_MIN, INT_MAX, slots], device="cuda", dtype=torch.int32)
+    dense = torch.where((column % 9 == 4) | (lengths == "invalid"), wild[column % 4], dense)
+    length = torch.full((tokens,), width, device="cuda", dtype=torch.int32)
+    if lengths == "random":
+        length = torch.randint(0, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+    elif lengths == "none":
+        length.zero_()
+    packed = dense[column < length.unsqueeze(1)]
+    indices = torch.zeros(tokens * width, dtype=torch.int32, device="cuda")
+    indices[: packed.numel()] = packed
+    ragged = Ragged(indices, torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0)))
+    return ragged, packed[(packed >= 0) & (packed < slots)].long().unique()
+
+
+def cache_of(layout, blocks, block_size, read, gap=0):
+    """Only the slots ``read`` are not NaN, as codes, scales or values."""
+    pitch = block_size * layout.row + gap
+    if isinstance(layout, PlanarFp8Layout):
+        pitch = layout.block_stride(block_size) + gap
+    memory = torch.full((blocks, pitch), 0xFF if layout.dtype == torch.uint8 else math.nan, dtype=layout.dtype, device="cuda")
+    cache = memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
+    if len(read):
+        layout.encode(cache, read, torch.randn(len(read), layout.dim, device="cuda") / 10)
+    return cache
+
+
+def check(layout, heads, tokens, width, blocks, block_size, *, lengths="full", sink=None, gap=0, extra=0, seed=0):
+    """Against the reference, twice alike; ``extra`` keys of a second cache."""
+    torch.manual_seed(seed)
+    wide_q = torch.full((tokens, heads, layout.dim + 16), math.nan, device="cuda", dtype=torch.bfloat16)
+    wide_q[..., : layout.dim] = torch.randn(tokens, heads, layout.dim, device="cuda")
+    q = wide_q[..., : layout.dim]
+    ragged, read = list_of(tokens, width, blocks * block_size, lengths)
+    cache = cache_of(layout, blocks, block_size, read, gap)
+    options, second = dict(scale=0.05, layout=layout), None
+    if extra:
+        extra_ragged, read = list_of(tokens, extra, blocks * 7, lengths)
+        extra_cache = cache_of(layout, blocks, 7, read)
+        second = Keys(extra_cache, layout, *extra_ragged)
+        options |= dict(extra_cache=extra_cache, extra_ragged=extra_ragged, extra_layout=layout)
+    if sink is not None:
+        options["sink"] = torch.full((heads + 3,), math.nan, device="cuda")
+        options["sink"][:heads] = torch.randn(heads, device="cuda") if sink == "random" else sink
+    keys = Keys(cache, layout, *ragged)
+    if isinstance(layout, PlainLayout):
+        keys = Keys(cache.flatten(0, 1), None, *ragged)
+    assert hopper_launch.choose_few_heads(q, keys, second, 512) is not None
+    got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
+    assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
+    want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
+    assert_close(got.out, want.out, DECODE_OUT)
+    assert_close(got.lse, want.lse, DECODE_LSE)
+
+
+SHAPES = ((27, 3, 9, 64), (3, 2048, 40, 64), (70, 129, 7, 256), (140, 640, 33, 61))  # tokens, keys, blocks, block size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [None, "random", INF, -INF])
+@pytest.mark.parametrize("lengths", ["full", "random", "none", "invalid"])
+@pytest.mark.parametrize("layout", [LATENT, PLANAR, ROWS, NARROW_ROWS], ids=lambda layout: layout.name)
+def test_kinds_of_rows(layout, lengths, sink):
+    for at, (tokens, width, blocks, block_size) in enumerate(SHAPES):
+        gap = 16 * at if layout is LATENT else 0
+        heads = (1, 8, 16, 24, 32)[(at + len(lengths)) % 5]
+        check(layout, heads, tokens, width, blocks, block_size, lengths=lengths, sink=sink, gap=gap, seed=at)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize("lengths", ["full", "random", "none"])
+def test_two_caches(heads, lengths):
+    for tokens, width, extra in ((3, 128, 512), (64, 128, 1024), (140, 130, 70), (33, 1, 260), (9, 260, 1)):
+        check(PLANAR, heads, tokens, width, 40, 64, lengths=lengths, sink="random", extra=extra, seed=extra)
+
+
+@pytest.mark.gpu
+def test_other_scales():
+    layout = LatentFp8Layout(512, 64, group=64)
+    check(layout, 16, 40, 300, 20, 64)
+    check(LatentFp8Layout(512, 64, scale_rule="pow2"), 16, 40, 300, 20, 64)
+
+
+@pytest.mark.gpu
+def test_every_code_and_large_scales():
+    """All 256 codes, NaN among them, and scales beyond what a product in bf16 would hold."""
+    cache = allocate_cache(LATENT, 1, 64, "cuda")
+    for token in range(8):
+        cache[0, token, :512] = torch.arange(512, device="cuda").remainder(256).to(torch.uint8)
+        if token != 5:
+            cache[0, token, :512][cache[0, token, :512] & 0x7F == 0x7F] = 0
+        cache[0, token, 512:528] = torch.tensor([2.0**-9, 1000.0, 0.37, 3e-5], device="cuda").view(torch.uint8)
+    q = torch.zeros(40, 16, 576, device="cuda", dtype=torch.bfloat16)
+    for tokens in ([0, 1, 2], [5]):
+        slots = torch.tensor(tokens * 40, dtype=torch.int32, device="cuda")
+        ragged = Ragged(slots, torch.arange(41, dtype=torch.int32, device="cuda") * len(tokens))
+        got = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT)
+        want = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT, impl="reference")
+        assert torch.equal(got.out.isnan(), want.out.isnan())
+        torch.testing.assert_close(got.out.nan_to_num(), want.out.nan_to_num(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_2_31():
+    for layout in (LATENT, PLANAR):
+        cache = allocate_cache(layout, 58_000, 64, "cuda")
+        slots = torch.arange(58_000 * 64 - 9, 58_000 * 64, device="cuda")
+        layout.encode(cache, slots, torch.randn(9, layout.dim, device="cuda") / 10)
+        named = slots[torch.randint(0, 9, (40 * 70,), device="cuda")].int()
+        ragged = Ragged(named, torch.arange(41, dtype=torch.int32, device="cuda") * 70)
+        q = torch.randn(40, 16, layout.dim, device="cuda", dtype=torch.bfloat16)
+        got = sparse_attn_decode(q, cache, ragged, scale=0.05, layout=layout)
+        want = sparse_attn_decode(q, cache, ragged, scale=0.05, layout=layout, impl="reference")
+        assert_close(got.out, want.out, DECODE_OUT)
+
+
+@pytest.mark.gpu
+def test_prefill_and_capture():
+    """Many rows of plain keys; a captured call replays at other lengths."""
+    torch.manual_seed(0)
+    q = torch.randn(500, 16, 576, device="cuda", dtype=torch.bfloat16)
+    kv = torch.randn(4000, 576, device="cuda", dtype=torch.bfloat16) / 10
+    ragged, _ = list_of(500, 300, 4000, "random")
+    other, _ = list_of(500, 300, 4000, "random")
+    graph = torch.cuda.CUDAGraph()
+    sparse_attn_prefill(q, kv, ragged, scale=0.05, d_v=512)
+    with torch.cuda.graph(graph):
+        got = sparse_attn_prefill(q, kv, ragged, scale=0.05, d_v=512)
+    for lists in (ragged, other):
+        for into, lengths in zip(ragged, lists):
+            into.copy_(lengths)
+        graph.replay()
+        want = sparse_attn_prefill(q, kv, lists, scale=0.05, d_v=512, impl="reference")
+        assert_close(got.out, want.out, DECODE_OUT)
+        assert_close(got.lse, want.lse, DECODE_LSE)

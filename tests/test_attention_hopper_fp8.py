@@ -1,0 +1,155 @@
+"""The two-producer decode kernel: where it applies, compiled ahead of time, and planar caches, one or two, on a GPU."""
+
+import itertools
+import math
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from test_attention_two_caches import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
+
+from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
+from sparse_attn.ops.attention import config, hopper_launch, launch
+from sparse_attn.target import H200, Target
+
+INF = math.inf
+LATENT = LatentFp8Layout(512, 64)
+
+
+def chosen(tokens=9, heads=64, keys=1152, layout=V4, dtype=torch.bfloat16, target=H200):
+    return config.hopper_fp8(tokens, heads, tokens * keys, layout, dtype, target)
+
+
+def test_where_it_applies():
+    assert chosen() and chosen(layout=LATENT) and chosen(layout=LatentFp8Layout(512, 64, group=64))
+    assert chosen(layout=LatentFp8Layout(512, 64, scale_rule="pow2"))
+    for change in (
+        dict(heads=96), dict(heads=32), dict(tokens=0), dict(dtype=torch.float16), dict(dtype=torch.float32),
+        dict(layout=V4_FNUZ), dict(layout=replace(V4, group=32)), dict(layout=LatentFp8Layout(256, 64)),
+        dict(layout=LatentFp8Layout(512, 64, flavour="e4m3fnuz")), dict(layout=LatentFp8Layout(512, 64, group=256)),
+        dict(target=Target("nvidia", 100, 132, 232448)), dict(target=Target("amd", "gfx942", 304, 65536)),
+    ):  # fmt: skip
+        assert chosen(**change) is None, change
+
+
+def test_how_it_splits():
+    """Where that spares three pairs of a row; no share is empty, and all run at once."""
+    tokens = (1, 8, 32, 64, 128)
+    assert [chosen(n, 128).splits for n in tokens] == [9, 5, 2, 1, 1]
+    assert [chosen(n, 64, 640).splits for n in tokens] == [5, 5, 3, 1, 1]
+    assert [chosen(n, 128, 2048, LATENT).splits for n in tokens] == [16, 8, 2, 1, 1]
+    assert [chosen(1, 64, keys).splits for keys in (0, 1, 384, 385)] == [1, 1, 1, 4]
+    for n in range(1, 200, 7):
+        for keys in (1, 640, 2048, 100_000):
+            splits, pairs = chosen(n, 64, keys).splits, -(-keys // config.HOPPER_PAIR)
+            share = -(-pairs // splits)
+            assert (splits - 1) * share < pairs <= splits * share and splits * n <= max(n, H200.num_sms)
+
+
+def test_splits_that_are_reserved():
+    """Of a row's keys and of any fewer; for few heads as for many."""
+    for tokens in (1, 5, 24, 33, 100, 140, 264, 265, 3000):
+        for heads in (16, 64, 128):
+            for keys in (1, 500, 2200):
+                shorter = [tokens * row for row in range(1, keys + 1)]
+                if heads == 16:
+                    all_chosen = (
+                        config.hopper_few_heads(tokens, 16, 512, 512, n, V4, torch.bfloat16, H200) for n in shorter
+                    )
+                else:
+                    all_chosen = (config.hopper_fp8(tokens, heads, n, V4, torch.bfloat16, H200) for n in shorter)
+                most = config.most_special_splits(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
+                assert most == max(launch.splits for launch in all_chosen)
+    assert config.most_special_splits(1, 48, 512, 512, 500, V4, torch.bfloat16, H200) == 1
+    assert config.most_special_splits(1, 16, 512, 512, 500, V4, torch.bfloat16, replace(H200, arch=80)) == 1
+
+
+FORMS = {
+    "interleaved": dict(
+        LATENT=LATENT.latent, GROUP=LATENT.group, TOKEN=LATENT.row, SCALES=0, REST_AT=LATENT.rope_offset, TWO=False
+    ),
+    "planar": dict(
+        LATENT=V4.latent, GROUP=V4.group, TOKEN=V4.token_bytes, SCALES=V4.scale_bytes, REST_AT=V4.rope_offset, TWO=False
+    ),
+}
+FORMS["two caches"] = FORMS["planar"] | dict(TWO=True)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiles_for_hopper(form, split):
+    """A few scalars of the producers spill; spills of the consumers would serialise the matrix unit."""
+    from sparse_attn.ops.attention import hopper_fp8
+    from sparse_attn.testing.aot import compile_kernel
+
+    launch = chosen(64, 128)
+    constants = FORMS[form] | dict(
+        PAGED=True, HAS_SINK=not split, SPLIT=split, CONSUMER_REGISTERS=launch.consumer_registers,
+        PRODUCER_REGISTERS=launch.producer_registers,
+    )  # fmt: skip
+    pointers = dict(
+        q="*bf16", cache="*u8", indices="*i32", indptr="*i32", extra_cache="*u8", extra_indices="*i32",
+        extra_indptr="*i32", sink="*fp32", out="*fp32" if split else "*bf16", lse="*fp32",
+    )  # fmt: skip
+    scalars = {name: "i32" for name in hopper_fp8.attend.arg_names if name not in pointers | constants}
+    aligned = [name for name in scalars if name.startswith(("stride_q", "stride_out"))]
+    compiled = compile_kernel(
+        hopper_fp8.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
+        num_warps=launch.num_warps,
+    )  # fmt: skip
+    assert compiled.spill_bytes <= 56 and compiled.shared_memory <= H200.shared_memory
+    assert compiled.count("HGMMA") and compiled.count("DEPBAR") <= 16 and compiled.count(r"LDG\.E\.128") >= 42
+
+
+def kinds():
+    for at, (one, other) in enumerate(itertools.product(BLOCK_SIZES, BLOCK_SIZES)):
+        lengths = ([9, 40, 0], [640, 0, 65], [64, 128, 300])[at % 3]
+        more = ([70, 0, 0], [130, 5, 2048], [0, 64, 129])[at // 3 % 3]
+        first, second = (
+            (V4, 1 + keys // size, size, -size * V4.row % 576 + 16 * (at % 4), rows)
+            for keys, size, rows in ((200 + at, one, lengths), (3000, other, more))
+        )
+        yield Case((64, 128)[at % 2], 1 + at % 3, first, None if at % 7 == 3 else second, (None, 0.4, INF, -INF)[at % 4])
+    for lengths, more in (([0, 0], [0, 0]), ([20, 70], [90, 3])):
+        yield Case(64, 3, (V4, 6, 5, 8, lengths), (V4, 9, 7, 24, more), 0.1, invalid=True)
+    for one, other in ((300, 0), (0, 300), (130, 200), (1, 260), (260, 1), (64, 192), (63, 65), (128, 1024)):
+        yield Case(64, 1, (V4, 9, 64, 64, [one]), (V4, 19, 64, 64, [other]), 0.2)
+    yield Case(64, 1, (V4, 40, 64, 64, [128] * 140), (V4, 90, 64, 64, [512, 0, 511, 700, 1, 64, 65] * 20), 0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(kinds()), ids=str)
+def test_kinds_of_rows(case, device):
+    with mock.patch.object(launch, "_attend", side_effect=AssertionError("the portable kernel")):
+        check_case(case, len(str(case)), device)
+
+
+@pytest.mark.gpu
+def test_what_it_cannot_load_takes_the_portable_kernel(device):
+    with mock.patch.object(hopper_launch, "attend_fp8", side_effect=AssertionError("the Hopper kernel")):
+        check_case(Case(64, 1, (V4, 6, 5, 12, [20, 9]), (V4, 9, 7, 8, [90, 3]), 0.0), 0, device)
+        check_case(Case(64, 1, (V4, 6, 5, 8, [20, 9]), (V4_FNUZ, 9, 7, 8, [90, 3]), 0.0), 0, device)
+
+
+@pytest.mark.gpu
+def test_every_code_and_every_scale():
+    """A row's only key comes out as it is stored: NaN codes, scales from 2^-127 to infinity."""
+    cache = allocate_cache(V4, 2, 128, "cuda")
+    plane = 128 * V4.token_bytes
+    codes = torch.arange(256 * 448, device="cuda").mul(37).remainder(256).view(2, 128, 448).to(torch.uint8)
+    codes[:, ::2][(codes[:, ::2] & 0x7F) == 0x7F] = 1
+    rest = torch.randn(2, 128, 64, device="cuda").bfloat16().view(torch.uint8)
+    cache.flatten(1)[:, :plane] = torch.cat([codes, rest], 2).flatten(1)
+    scales = torch.arange(256, device="cuda").view(2, 128, 1) - torch.arange(8, device="cuda")
+    cache.flatten(1)[:, plane : plane + 1024] = scales.clamp_min(0).to(torch.uint8).flatten(1)
+    slots = Ragged(
+        torch.arange(256, dtype=torch.int32, device="cuda"), torch.arange(257, dtype=torch.int32, device="cuda")
+    )
+    q = torch.zeros(256, 64, 512, device="cuda", dtype=torch.bfloat16)
+    got, want = (
+        sparse_attn_decode(q, cache, slots, scale=1.0, layout=V4, impl=impl).out for impl in ("triton", "reference")
+    )
+    assert torch.equal(got.isnan(), want.isnan()) and not want.isnan().all(2).all()
+    torch.testing.assert_close(got.nan_to_num(), want.nan_to_num(), rtol=2**-8, atol=1e-37)
