@@ -12,6 +12,7 @@ from sparse_attn import (
     sparse_attn_decode,
     sparse_attn_prefill,
 )
+from sparse_attn import workspace
 from sparse_attn.ops.attention import config, launch
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close
@@ -38,6 +39,7 @@ def test_compiles_for_hopper_without_spills(rest, sink):
     from sparse_attn.testing.aot import compile_kernel
 
     pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")
+    pointers |= dict(handed_out="*i64")
     chosen = config.HopperConfig()
     constants = dict(
         HAS_REST=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
@@ -151,6 +153,30 @@ def test_offsets_beyond_2_31():
     rows = torch.randint(kv.shape[0] - 9, kv.shape[0], (140, 70), device="cuda", dtype=torch.int32)
     q = torch.randn(140, 64, 576, device="cuda", dtype=torch.bfloat16) / 10
     check(q, kv, build_ragged_indices_from_dense(rows), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [66, 132, 133, 400])
+def test_replays_hand_their_rows_out_anew(tokens):
+    """As many rows as programs, one more, several each; the counter they are drawn from is zero again afterwards."""
+    q, kv, ragged, sink = case(tokens, 128, 576, 700, 300, lengths="random", sink="random", seed=tokens)
+    want = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
+    mine = workspace.Workspace((0, 0), "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with workspace.use(mine):
+        launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
+        mine.lock()
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream), workspace.use(mine), torch.cuda.graph(graph, stream=stream):
+            got = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
+    for _ in range(20):
+        got[0].fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    _, counters = mine.take("the test", config.HANDED_OUT)
+    assert not counters.any()
 
 
 @pytest.mark.gpu

@@ -109,6 +109,7 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
     """What the ops ask for, at every row count: few rows are split over more programs, so the most rows need not be
     most."""
+    yield attention_config.HANDED_OUT
     for rows in range(part.group, part.most + 1, part.group):
         yield ragged_config.scratch(rows, target)
         for attended in part.attended:

@@ -16,6 +16,7 @@ HOPPER_HEADS = 64  # of a program, but for few heads
 HOPPER_PAIR = 128  # keys at a time
 HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
 HOPPER_WORTH = 3  # pairs that a split has to save a row's longest share
+HANDED_OUT = Scratch(counters=1)  # how many of their rows the persistent kernel's programs have taken
 FEW_HEADS = 32  # the kernel for few heads takes no more
 FEW_TILE = 64  # keys it takes at a time
 FEW_START = 3  # what starting and ending a program costs, and a merge, in such tiles

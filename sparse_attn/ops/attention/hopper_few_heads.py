@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.ops.attention.hopper import LOWEST, REST, TILE, VALUE, barrier, row_range, signal
 from sparse_attn.ops.attention.hopper_few_keys import (
     BUFFERS,
     DONE,
@@ -31,6 +30,7 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     in_cache,
     tile_slots,
 )
+from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, barrier, row_range, signal
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def _consume(
                 acc = warpgroup_mma_wait(2, deps=(product,))
             else:
                 acc = warpgroup_mma_wait(1, deps=(product,))
-            signal(bars, SPENT + buffer)
+            signal(bars.index(SPENT + buffer))
             scores = warpgroup_mma_wait(0, deps=(pending,))
         else:
             acc = warpgroup_mma_wait(0, deps=(product,))

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparse_attn.ops.attention.hopper import REST, TILE, UNIT, VALUE, WORD, gather, signal
 from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
+from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather, signal
 
 BUFFERS = gl.constexpr(2)
 FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer
@@ -129,7 +129,7 @@ def fill_latents(
         into_rest.store(rest)
         rest = _load_words(words + REST_AT // 4, record, valid, LANES)
         fence_async_shared()
-        signal(bars, FULL + which)
+        signal(bars.index(FULL + which))
         phase = phase ^ 1
 
 
@@ -204,7 +204,7 @@ def fill_planar(
         into.slice((VALUE - REST) // 2, REST // 2, dim=1).store(rest)
         rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
         fence_async_shared()
-        signal(bars, FULL + which)
+        signal(bars.index(FULL + which))
         phase = phase ^ 1
 
 

@@ -1,4 +1,4 @@
-"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of hopper.attend behind two producers.
+"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of hopper_row behind two producers.
 
 Each producer dequantises one tile of every pair, half by half in the order in which the consumers free them, the codes of
 the next half already on their way in registers; rows a pair ahead are fetched into the L2. Codes become bf16 exactly as
@@ -10,7 +10,7 @@ only score. Planar: VALUE - REST codes and REST bf16 values that are part of the
 records of a block, one byte per GROUP, four to a word and to half a tile.
 
 Floor, bytes: a record per named key and block of heads. What bounds it: the consumers' chain of products and exponentials
-(see hopper), then the latency of the producers' loads.
+(see hopper_pair), then the latency of the producers' loads.
 """
 
 from triton.experimental import gluon
@@ -18,8 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparse_attn.ops.attention.hopper import (
-    BARRIERS,
+from sparse_attn.ops.attention.hopper_pair import (
     FILLED,
     FREED,
     HALF,
@@ -30,13 +29,13 @@ from sparse_attn.ops.attention.hopper import (
     UNIT,
     VALUE,
     WORD,
+    allocate_barriers,
     barrier,
     gather,
-    left,
-    right,
     row_range,
     signal,
 )
+from sparse_attn.ops.attention.hopper_row import left, right
 
 LINE = gl.constexpr(128)  # bytes fetched at once
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
@@ -206,12 +205,12 @@ def _put_half(
         source = gl.convert_layout(source, gl.SliceLayout(1, COPIES))
         into = values.slice(VALUE - REST, REST, dim=1) if PLANAR else rest
         gather(into, source, gl.convert_layout(valid, gl.SliceLayout(1, COPIES)), 0, REST, COPIES)
-        async_copy.mbarrier_arrive(bars.index(FILLED + 2 * tile + half), increment_count=False)
+        async_copy.mbarrier_arrive(bars[FILLED + 2 * tile + half], increment_count=False)
     _put_part(words.slice(FIRST // 2, PART // 2, dim=1), first_part, first_scales, 0, GROUP, PLANAR)
     SECOND: gl.constexpr = min(PART, LATENT - FIRST - PART)
     _put_part(words.slice((FIRST + PART) // 2, SECOND // 2, dim=1), second_part, second_scales, 1, GROUP, PLANAR)
     fence_async_shared()
-    signal(bars, FILLED + 2 * tile + half)
+    signal(bars[FILLED + 2 * tile + half])
 
 
 @gluon.jit
@@ -253,7 +252,7 @@ def _dequantise(
         )  # fmt: skip
         _fetch(next_record, next_scales_at, TOKEN, PLANAR, ROWS)
         next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        mbarrier.wait(bars.index(FREED + 2 * tile + SOON), phase)
+        mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
         named.index(here).store(valid.to(gl.int32))
         _put_half(
             tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_part, second_part,
@@ -262,7 +261,7 @@ def _dequantise(
         first_later, second_later, first_later_scales, second_later_scales = _load_half(
             record, scales_at, valid, LATER, LATENT, GROUP, PLANAR, CODES
         )
-        mbarrier.wait(bars.index(FREED + 2 * tile + LATER), phase)
+        mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
         _put_half(
             tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_later, second_later,
             first_later_scales, second_later_scales, bars, tile, LATER, LATENT, GROUP, REST_AT, PLANAR,
@@ -332,7 +331,7 @@ def attend(
     maxima = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
     sums = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
     named = gl.allocate_shared_memory(gl.int32, [2, TILE], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    bars = allocate_barriers()
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, REST], TILES)
         keys_rest = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, REST], TILES)
@@ -341,13 +340,13 @@ def attend(
         left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
         query_rest = query
         keys_rest = keys
-    mbarrier.init(bars.index(FILLED), count=1)
-    mbarrier.init(bars.index(FILLED + 1), count=129)  # with the copies of every thread of a producer
-    mbarrier.init(bars.index(FILLED + 2), count=1)
-    mbarrier.init(bars.index(FILLED + 3), count=129)
+    mbarrier.init(bars[FILLED], count=1)
+    mbarrier.init(bars[FILLED + 1], count=129)  # with the copies of every thread of a producer
+    mbarrier.init(bars[FILLED + 2], count=1)
+    mbarrier.init(bars[FILLED + 3], count=129)
     for which in gl.static_range(FREED, QUERY):
-        mbarrier.init(bars.index(which), count=1)
-    mbarrier.init(bars.index(QUERY), count=2)
+        mbarrier.init(bars[which], count=1)
+    mbarrier.init(bars[QUERY], count=2)
     fence_async_shared()
     barrier()
 

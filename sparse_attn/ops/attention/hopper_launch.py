@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn import workspace
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config
 from sparse_attn.ops.attention.inputs import Keys, are_apart
@@ -29,15 +30,19 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     tokens, heads, d_qk = q.shape
     rows, _, indices, indptr = keys
     blocks = heads // config.HOPPER_HEADS
+    items = tokens * blocks
     result = Output(who, q, d_v, 1, sink)
-    hopper.attend[(tokens * blocks,)](
+    _, handed_out = workspace.take(who, config.HANDED_OUT, q.device)
+    hopper.attend[(min(items, target_of(q.device).num_sms),)](
         q,
         rows,
         indices,
         indptr,
         *result.pointers,
+        handed_out,
         rows.shape[0],
         indices.numel(),
+        items,
         blocks,
         scale * LOG2_E,
         q.stride(0),

@@ -1,0 +1,261 @@
+"""What two consumer warpgroups on Hopper do with a pair of 64-key tiles.
+
+``left_pair`` takes the even tile's scores and owns the first 256 output columns, ``right_pair`` scores the odd tile and owns
+the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the two agree
+on a running maximum per pair. Producers bring the tiles half by half, in the order in which the consumers free the halves.
+Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials, rescaling.
+
+Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of it
+and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # triton 3.6, and later
+
+HEADS = gl.constexpr(64)  # of a program
+TILE = gl.constexpr(64)  # keys
+PAIR = gl.constexpr(128)
+HALF = gl.constexpr(256)  # columns of half a value
+NARROW = gl.constexpr(128)  # columns of a product beside two producers: four warpgroups have too few registers for HALF
+VALUE = gl.constexpr(512)
+REST = gl.constexpr(64)  # columns behind the value that only score
+
+UNIT = gl.constexpr(16)  # bytes of a load, in which strides of fp8 caches are counted
+WORD = gl.constexpr(4)  # bytes, or codes
+
+# mbarriers. The four halves of a pair, 2 * tile + half: filled by the producer, freed by the consumer that read it last.
+FILLED = gl.constexpr(0)
+FREED = gl.constexpr(4)
+LEFT_MAX = gl.constexpr(8)
+RIGHT_MAX = gl.constexpr(9)
+LEFT_P = gl.constexpr(10)
+RIGHT_P = gl.constexpr(11)
+QUERY = gl.constexpr(12)
+QUERY_FREED = gl.constexpr(13)  # where a program attends more than one row
+BARRIERS = gl.constexpr(14)
+
+# [HEADS, HALF] in the threads that hold it as sums, 8 bytes of a row each: only the four threads of a row exchange columns.
+LINES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+
+LOWEST = gl.constexpr(-1e30)  # a finite "nothing yet"
+
+
+@gluon.jit
+def allocate_barriers():
+    """One by one: between uses of one piece of shared memory the compiler would put a barrier of the warpgroup."""
+    bars = ()
+    for _ in gl.static_range(BARRIERS):
+        bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+    return bars
+
+
+@gluon.jit
+def signal(bar):
+    """Everything this warpgroup did so far is done: say so."""
+    barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def release(bar, EACH: gl.constexpr):
+    """This warpgroup has read what it was given: each thread says so for itself, which takes no barrier, or one for all.
+    (Nothing is handed over that a thread wrote: that needs ``signal``.)"""
+    if EACH:
+        async_copy.mbarrier_arrive(bar, increment_count=False)
+    else:
+        signal(bar)
+
+
+@gluon.jit
+def await_keys(bars, which: gl.constexpr, phase):
+    mbarrier.wait(bars[FILLED + which], phase)
+    fence_async_shared()
+
+
+@gluon.jit
+def score_half(query, keys, scores, half: gl.constexpr, first: gl.constexpr):
+    """scores (+)= queries times one half of a tile, not awaited."""
+    a = query.slice(half * HALF, HALF, dim=1)
+    b = keys.slice(half * HALF, HALF, dim=1).permute((1, 0))
+    return warpgroup_mma(a, b, scores, use_acc=not first, is_async=True)
+
+
+@gluon.jit
+def name_keys(named, tile: gl.constexpr, first, left_over, place, FLAGS: gl.constexpr):
+    """What a tile's keys are called: the indices ``named`` from ``first`` on, of which ``left_over`` are the row's; with FLAGS
+    what the producer says in shared memory of the tiles' keys, once they are there."""
+    if FLAGS:
+        return named.index(tile).load(place.type.layout)
+    else:
+        return gl.load(named + (first + place), mask=place < left_over, other=-1)
+
+
+@gluon.jit
+def masked(scores, slot, num_rows, scale_log2, FLAGS: gl.constexpr):
+    """Base-2 scores of a tile, -inf where ``slot`` names no row."""
+    if FLAGS:
+        valid = slot != 0
+    else:
+        valid = (slot >= 0) & (slot < num_rows)
+    return gl.where(gl.expand_dims(valid, 0), scores * scale_log2, -float("inf"))
+
+
+@gluon.jit
+def finish(
+    acc, l, m, half: gl.constexpr, out, lse, sink, stride_head, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
+    ACC: gl.constexpr,
+):  # fmt: skip
+    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns; a SPLIT
+    row's share stays fp32, its lse in base 2."""
+    ROW_P: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+    head = gl.arange(0, HEADS, layout=ROW_P)
+    empty = l == 0.0
+    lse2 = m + gl.log2(gl.where(empty, 1.0, l))
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    if HAS_SINK:
+        drained = gl.load(sink + head) * 1.4426950408889634 - gl.where(empty, 0.0, lse2)
+        factor = factor / (1.0 + gl.exp2(drained))
+    if half == 0:
+        NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
+        gl.store(lse + head, gl.where(empty, -float("inf"), lse2 * NATURAL))
+    values = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
+    if SPLIT:
+        head_a = gl.arange(0, HEADS, layout=gl.SliceLayout(1, ACC))
+        column_a = gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC)) + half * HALF
+        gl.store(out + gl.expand_dims(head_a * stride_head, 1) + gl.expand_dims(column_a, 0), values)
+    else:
+        values = gl.convert_layout(values.to(gl.bfloat16), LINES)
+        head_o = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINES))
+        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES)) + half * HALF
+        gl.store(out + gl.expand_dims(head_o * stride_head, 1) + gl.expand_dims(column, 0), values)
+
+
+@gluon.jit
+def score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, half: gl.constexpr, HAS_REST: gl.constexpr):
+    """One half of an even tile's share of its scores, not awaited. nothing: what the left half starts from, whose result the
+    right half starts from."""
+    await_keys(bars, half, phase)
+    pending = score_half(query.index(zero), keys.index(zero), nothing, half, half == 0)
+    if HAS_REST and half == 1:
+        pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero).permute((1, 0)), pending, is_async=True)
+    return pending
+
+
+@gluon.jit
+def left_pair(
+    scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, last,
+    FLAGS: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """From an even tile's scores to (the product of the odd one, not awaited, m, l). PERSISTENT: after the
+    ``last`` pair of a row the queries' memory is wanted."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    ROW_ACC: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    z = masked(scores, slot, num_rows, scale_log2, FLAGS)
+    top = gl.maximum(m, gl.max(z, 1))
+    rescale = gl.exp2(m - top)
+    p = gl.exp2(z - gl.expand_dims(top, 1))
+    l = l * rescale + gl.sum(p, 1)
+    m = top
+    maxima.store(top)
+    signal(bars[LEFT_MAX])
+    if PERSISTENT:
+        if last:
+            release(bars[QUERY_FREED], True)
+    acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
+    own = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
+    product = warpgroup_mma(own, keys.index(zero).slice(0, HALF, dim=1), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    release(bars[FREED], PERSISTENT)
+    mbarrier.wait(bars[RIGHT_MAX], phase)
+    top = maxima.load(ROW)
+    rescale = gl.exp2(m - top)
+    l = l * rescale
+    sums.index(0).store(l)
+    left_p.index(zero).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
+    fence_async_shared()
+    signal(bars[LEFT_P])
+    acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
+    mbarrier.wait(bars[RIGHT_P], phase)
+    product = warpgroup_mma(right_p.index(zero), keys.index(zero + 1).slice(0, HALF, dim=1), acc, is_async=True)
+    return product, top, l
+
+
+@gluon.jit
+def right_pair(
+    named, first, left_over, place, acc, m, l, query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars,
+    num_rows, scale_log2, zero, phase, last, HAS_REST: gl.constexpr, FLAGS: gl.constexpr, PERSISTENT: gl.constexpr,
+):  # fmt: skip
+    """All of a pair: (acc, m, l). named, first, left_over: as in name_keys of the odd tile; PERSISTENT as in left_pair."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ROW_ACC: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
+    await_keys(bars, 3, phase)
+    pending = score_half(query.index(zero), keys.index(zero + 1), nothing, 1, True)
+    if HAS_REST:
+        pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True)
+    await_keys(bars, 2, phase)
+    pending = score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
+    slot = name_keys(named, 1, first, left_over, place, FLAGS)
+    scores = warpgroup_mma_wait(0, deps=(pending,))
+    z = masked(scores, slot, num_rows, scale_log2, FLAGS)
+    top = gl.max(z, 1)
+    mbarrier.wait(bars[LEFT_MAX], phase)
+    top = gl.maximum(maxima.load(ROW), top)
+    maxima.store(top)
+    signal(bars[RIGHT_MAX])
+    if PERSISTENT:
+        if last:
+            release(bars[QUERY_FREED], True)
+    rescale = gl.exp2(m - top)
+    p = gl.exp2(z - gl.expand_dims(top, 1))
+    l = l * rescale + gl.sum(p, 1)
+    acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
+    rounded = p.to(gl.bfloat16)
+    own = gl.convert_layout(rounded, OPERAND)
+    product = warpgroup_mma(own, keys.index(zero + 1).slice(HALF, HALF, dim=1), acc, is_async=True)
+    sums.index(1).store(l)
+    right_p.index(zero).store(rounded)
+    fence_async_shared()
+    signal(bars[RIGHT_P])
+    mbarrier.wait(bars[LEFT_P], phase)
+    product = warpgroup_mma(left_p.index(zero), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True)
+    product = warpgroup_mma_wait(1, deps=(product,))
+    release(bars[FREED + 3], PERSISTENT)
+    acc = warpgroup_mma_wait(0, deps=(product,))
+    release(bars[FREED + 1], PERSISTENT)
+    return acc, top, l
+
+
+@gluon.jit
+def gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.constexpr):
+    """Columns [first, first + width) of a tile's rows, zero where a row is not valid; not awaited."""
+    column = gl.arange(0, width, layout=gl.SliceLayout(0, LAYOUT)) + first
+    pointers = gl.expand_dims(rows, 1) + gl.expand_dims(column, 0)
+    async_copy.async_copy_global_to_shared(into, pointers, mask=gl.expand_dims(valid, 1))
+
+
+@gluon.jit
+def row_range(indptr, token, capacity):
+    """(begin, count) of a row's indices, inside [0, capacity]."""
+    begin = gl.maximum(gl.load(indptr + token), 0)
+    return begin, gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)

@@ -1,0 +1,119 @@
+"""The two consumers of hopper_pair over the pairs of one row, whose queries they fetch."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from sparse_attn.ops.attention.hopper_pair import (
+    FREED,
+    HALF,
+    HEADS,
+    LOWEST,
+    NARROW,
+    PAIR,
+    QUERY,
+    REST,
+    TILE,
+    VALUE,
+    finish,
+    left_pair,
+    name_keys,
+    release,
+    right_pair,
+    score_even,
+    signal,
+)
+
+
+@gluon.jit
+def _load_query(query, rest, source, stride_head, bars, half: gl.constexpr, HAS_REST: gl.constexpr):
+    """This warpgroup's half of the queries, then wait for the other half."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)) + half * HALF
+    part = query.index(0).slice(half * HALF, HALF, dim=1)
+    async_copy.async_copy_global_to_shared(part, source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0))
+    if HAS_REST and half == 0:
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        head_r = gl.arange(0, HEADS, layout=gl.SliceLayout(1, NARROW))
+        column_r = gl.arange(0, REST, layout=gl.SliceLayout(0, NARROW)) + VALUE
+        async_copy.async_copy_global_to_shared(
+            rest.index(0), source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0)
+        )
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    fence_async_shared()
+    signal(bars[QUERY])
+    mbarrier.wait(bars[QUERY], 0)
+
+
+@gluon.jit
+def left(
+    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
+    out, lse, sink, stride_q_head, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """The left-hand consumer of one row."""
+    COLUMNS: gl.constexpr = NARROW if FLAGS else HALF
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    _load_query(query, query_rest, source, stride_q_head, bars, 0, HAS_REST)
+    pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
+    acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
+    m = gl.full([HEADS], LOWEST, gl.float32, ROW)
+    l = gl.zeros([HEADS], gl.float32, ROW)
+    nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
+    phase = 0
+    pending = score_even(query, query_rest, keys, keys_rest, bars, 0, phase, nothing, 0, HAS_REST)
+    pending = score_even(query, query_rest, keys, keys_rest, bars, 0, phase, pending, 1, HAS_REST)
+    scores = warpgroup_mma_wait(0, deps=(pending,))
+    for i in range(pairs):
+        zero = i >> 20
+        slot = name_keys(named, 0, i * PAIR, count - i * PAIR, place, FLAGS)
+        product, m, l = left_pair(
+            scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, False,
+            FLAGS, False,
+        )  # fmt: skip
+        phase = phase ^ 1
+        if i + 1 < pairs:
+            pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, 0, HAS_REST)
+            acc = warpgroup_mma_wait(1, deps=(product,))
+            release(bars[FREED + 2], False)
+            pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
+            scores = warpgroup_mma_wait(0, deps=(pending,))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(product,))
+            scores = nothing
+    l = l + sums.index(1).load(ROW)
+    finish(acc, l, m, 0, out, lse, sink, stride_out_head, HAS_SINK, SPLIT, ACC)
+
+
+@gluon.jit
+def right(
+    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
+    out, lse, sink, stride_q_head, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr, FLAGS: gl.constexpr,
+):  # fmt: skip
+    """The right-hand consumer of one row."""
+    COLUMNS: gl.constexpr = NARROW if FLAGS else HALF
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    _load_query(query, query_rest, source, stride_q_head, bars, 1, HAS_REST)
+    pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
+    acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
+    m = gl.full([HEADS], LOWEST, gl.float32, ROW)
+    l = gl.zeros([HEADS], gl.float32, ROW)
+    phase = 0
+    for i in range(pairs):
+        acc, m, l = right_pair(
+            named, i * PAIR + TILE, count - i * PAIR - TILE, place, acc, m, l, query, query_rest, keys, keys_rest, right_p,
+            left_p, maxima, sums, bars, num_rows, scale_log2, i >> 20, phase, False, HAS_REST, FLAGS, False,
+        )  # fmt: skip
+        phase = phase ^ 1
+    l = l + sums.index(0).load(ROW)
+    finish(acc, l, m, 1, out, lse, sink, stride_out_head, HAS_SINK, SPLIT, ACC)
