@@ -55,9 +55,9 @@ KERNELS = [
     ),
     Mutation(
         "topk-end-inclusive", "the score at a row's end can be selected",
-        OPS + "topk/kernels.py",
-        "inside = (columns >= start) & (columns < end)",
-        "inside = (columns >= start) & (columns <= end)",
+        OPS + "topk/tiles.py",
+        "inside = (columns - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)",
+        "inside = (columns - start).to(tl.uint32, bitcast=True) <= (end - start).to(tl.uint32)",
         ("tests/test_topk.py::test_kernel_ranges_and_strides[short]",),
     ),
     Mutation(

@@ -192,7 +192,7 @@ def test_errors_name_the_argument():
 
 # --- kernels
 
-LONG = selection.TopkConfig(False, 32, 2, sampled=True, groups=2, chunk=32, keep=16, samples=32, run=4)
+LONG = selection.TopkConfig(False, 32, 2, sampled=True, groups=2, chunk=32, span=32, keep=16, samples=32, run=4)
 
 
 def select_configs(rows):

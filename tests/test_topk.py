@@ -8,12 +8,15 @@ import torch
 import torch._dynamo.testing
 
 from sparse_attn.ops.topk import config, reference, top_k_per_row
-from sparse_attn.target import H200
+from sparse_attn.target import H200, Target
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.workspace import size_of
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 INF, NAN = math.inf, math.nan
+
+
+MI300 = Target("amd", "gfx942", 304, 65536, 64)
 
 
 def brute_force(logits, starts, ends, k):
@@ -162,25 +165,33 @@ def test_compiles_once_for_all_row_counts():
     assert counter.frame_count == 1
 
 
-def test_config_stays_within_its_means():
+@pytest.mark.parametrize("target", [H200, MI300])
+def test_config_stays_within_its_means(target):
     for rows in (1, 2, 8, 32, 64, 128, 512, 4096):
         for width in (1, 100, 4096, 8192, 8193, 32768, 131072, 1 << 20):
             for k in (1, 512, 2048, 4096, 20000):
-                launch = config.config(rows, width, k, H200)
-                assert launch.slots & (launch.slots - 1) == 0 and launch.slots < 1 << 15
+                launch = config.config(rows, width, k, target)
+                assert launch.slots & (launch.slots - 1) == 0 and launch.slots <= 1 << 15
+                assert launch.digits == (target.vendor == "nvidia")
+                if launch.digits:  # every thread counts
+                    counted = {launch.slots, launch.chunk, launch.samples} - {0}
+                    assert min(counted) >= 32 * launch.num_warps
+                if launch.sampled:
+                    assert launch.span % launch.chunk == 0 and launch.span <= (1 << 16 if launch.digits else launch.chunk)
                 assert width <= launch.slots if launch.short else launch.groups <= rows
                 assert launch.programs == 1 or launch.groups == rows
-                size = sum(buffer.nbytes for buffer in config.scratch(rows, width, k, H200).buffers)
+                size = sum(buffer.nbytes for buffer in config.scratch(rows, width, k, target).buffers)
                 assert size <= 40 << 20
 
 
-def test_scratch_never_shrinks():
+@pytest.mark.parametrize("target", [H200, MI300])
+def test_scratch_never_shrinks(target):
     for k in (1, 2048, 4096):
-        for width in (1, 8192, 8193, 20000, 131072, 1 << 20):
-            sizes = [size_of(config.scratch(rows, width, k, H200)) for rows in range(1, 600)]
+        for width in (1, 8192, 8193, 20000, 32768, 32769, 131072, 1 << 20):
+            sizes = [size_of(config.scratch(rows, width, k, target)) for rows in range(1, 600)]
             assert all(a.nbytes <= b.nbytes and a.counters <= b.counters for a, b in zip(sizes, sizes[1:]))
         for rows in (1, 5, 64, 300):
-            sizes = [size_of(config.scratch(rows, width, k, H200)) for width in range(1, 200000, 777)]
+            sizes = [size_of(config.scratch(rows, width, k, target)) for width in range(1, 200000, 777)]
             assert all(a.nbytes <= b.nbytes and a.counters <= b.counters for a, b in zip(sizes, sizes[1:]))
 
 
@@ -188,11 +199,14 @@ def test_scratch_never_shrinks():
 
 SHORT = config.TopkConfig(True, 256, 2)
 LONG = config.TopkConfig(
-    False, 64, 2, sampled=True, programs=1, groups=2, chunk=64, keep=40, samples=32, run=4
+    False, 64, 2, sampled=True, programs=1, groups=2, chunk=64, span=64, keep=40, samples=32, run=4
 )  # fmt: skip
-SHARED = dataclasses.replace(LONG, programs=4)
+SHARED = dataclasses.replace(LONG, programs=4, slots=128)
 SEARCHED = config.TopkConfig(False, 64, 2, groups=2, chunk=64)
 SIZES = {"short": (SHORT, 250), "long": (LONG, 150), "shared": (SHARED, 260), "searched": (SEARCHED, 110)}
+SIZES |= {f"{path} by digits": (dataclasses.replace(launch, digits=True), width) for path, (launch, width) in SIZES.items()}
+DIGITS = [dataclasses.replace(launch, digits=True) for launch in (LONG, SHARED)]
+SIZES["spans by digits"] = (dataclasses.replace(LONG, digits=True, span=128), 420)
 
 
 def run(x, starts, ends, k, launch, device):
@@ -253,10 +267,20 @@ def test_kernel_wrong_bound(kind, device, dirty_workspace):
     """Sampled positions that say nothing about the rest: too few candidates, and too many."""
     x = scores(kind, 1, 200)
     for keep in (1, 2000):
-        for launch in (LONG, SHARED):
+        for launch in (LONG, SHARED, *DIGITS):
             launch = dataclasses.replace(launch, keep=keep)
             want = reference.top_k_per_row(x, None, None, 50)
             assert torch.equal(run(x, None, None, 50, launch, device), want)
+
+
+@pytest.mark.kernel
+def test_kernel_far_shorter_rows(device, dirty_workspace):
+    """Rows of which a quarter of the slots, and rows of which more, hold what competes; some fetch a later row."""
+    launch = config.TopkConfig(True, 16384, 16, digits=True, ahead=2)
+    x = scores("normal", 4, 9001)
+    starts, ends = (torch.tensor(limit, dtype=torch.int32) for limit in ([0, 4003, 17, 5], [9001, 8098, 4114, 5]))
+    want = reference.top_k_per_row(x, starts, ends, 300)
+    assert torch.equal(run(x, starts, ends, 300, launch, device), want)
 
 
 @pytest.mark.kernel
@@ -270,7 +294,8 @@ def test_kernel_chosen_config(device, dirty_workspace):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_all_shapes(kind, device):
-    for rows, width in ((1, 4096), (5, 8191), (1, 131072), (3, 131071), (64, 20001), (700, 9999), (2, 1 << 20)):
+    short = (1, 4096), (5, 8191), (140, 16001), (64, 20001), (700, 9999), (3, 32768)
+    for rows, width in (*short, (1, 131072), (3, 131071), (64, 131072), (2, 1 << 20)):
         x = scores(kind, rows, width).to(device)
         limits = [limit.to(device) for limit in ranges(rows, width)]
         for k in (1, 512, 2048, 4096, 10000):
@@ -281,7 +306,7 @@ def test_gpu_all_shapes(kind, device):
 
 @pytest.mark.gpu
 def test_gpu_same_bits_every_time(device):
-    for rows, width in ((2, 131072), (64, 32768), (600, 16384)):
+    for rows, width in ((2, 131072), (64, 32768), (600, 16384), (128, 131072)):
         x = scores("relu", rows, width).to(device)
         first = top_k_per_row(x, 2048)
         assert all(torch.equal(top_k_per_row(x, 2048), first) for _ in range(20))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ahead-of-time compilation tells. registers: of a thread (AMD: of a lane, accumulation registers among them).
-    spill_bytes: of a thread's stack, where what does not fit in registers goes."""
+    """What ahead-of-time compilation tells. shared_memory: Triton's, and what inline PTX claims beside it. registers: of a
+    thread (AMD: of a lane, accumulation registers among them). spill_bytes: of a thread's stack, where what does not fit in
+    registers goes."""
 
     shared_memory: int
     registers: int
@@ -75,24 +76,25 @@ def read(program) -> Compiled:
     """What the compiler says of a compiled ``program`` of Triton's."""
     facts = _read_cubin if "cubin" in program.asm else _read_amdgcn
     columns = getattr(program.metadata, "tmem_size", None) or 0
-    return Compiled(program.metadata.shared, *facts(program.asm), columns, dict(program.asm))
+    claimed, *rest = facts(program.asm)
+    return Compiled(program.metadata.shared + claimed, *rest, columns, dict(program.asm))
 
 
-def _read_cubin(assembly) -> tuple[int, int, int, int]:
+def _read_cubin(assembly) -> tuple[int, int, int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(assembly["cubin"])
         file.flush()
         usage = _nvidia_tool("cuobjdump", "-res-usage", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    return registers, stack, int(re.search(r"\.(?:reqntid|maxntid) (\d+)", assembly["ptx"])[1]), 32
+    registers, stack, claimed = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
+    return claimed, registers, stack, int(re.search(r"\.(?:reqntid|maxntid) (\d+)", assembly["ptx"])[1]), 32
 
 
-def _read_amdgcn(assembly) -> tuple[int, int, int, int]:
+def _read_amdgcn(assembly) -> tuple[int, int, int, int, int]:
     def field(name: str) -> int:
         return int(re.search(rf"\.{name}:\s+(\d+)", assembly["amdgcn"])[1])
 
     names = ("vgpr_count", "private_segment_fixed_size", "max_flat_workgroup_size", "wavefront_size")
-    return tuple(map(field, names))
+    return 0, *map(field, names)
 
 
 def _disassemble(cubin: bytes) -> str:

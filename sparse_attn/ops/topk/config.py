@@ -9,9 +9,17 @@ import torch
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
+MOST_PROGRAMS = 64  # that share a row
+
+# Search by thresholds.
 SHORT = 8192  # widest row that one program holds in registers
 NARROW, WIDE = 2048, 8192  # columns of a chunk
-MOST_PROGRAMS = 64  # that share a row
+
+# Search by digits.
+HELD = 32768  # widest row that one program holds in registers
+CANDIDATES = 8192  # most that are searched of a wider one
+SHARE = 8192  # columns below which no program's part of a row should fall
+SPAN = 65536  # columns whose bits fill the table
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,8 @@ class TopkConfig:
     slots: scores a program holds at once: a whole short row, or the candidates of a long one. sampled: whether long
     rows are cut down to candidates first; without it (k near or above ``slots``) they are searched where they lie.
     programs: programs that share one row, a power of two; groups: rows in flight, each group takes every groups-th row.
-    chunk: columns a program reads at once. keep: candidates aimed at. samples, run: scores that estimate the bound, and
-    how many of them lie side by side.
+    chunk: columns a program reads at once; span: columns it collects the candidates of at once, without digits a chunk.
+    keep: candidates aimed at. samples, run: scores that estimate the bound, and how many of them lie side by side.
     """
 
     short: bool
@@ -32,10 +40,12 @@ class TopkConfig:
     programs: int = 1
     groups: int = 1
     chunk: int = 0
+    span: int = 0
     keep: int = 0
     samples: int = 0
     run: int = 1
-
+    digits: bool = False  # search by digits counted in shared memory
+    ahead: int = 0  # rows from a program's to the one it fetches into the L2
     max_registers: int | None = None
     reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
 
@@ -51,19 +61,58 @@ class TopkConfig:
 
 def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many."""
+    chosen = _by_digits if target.vendor == "nvidia" else _by_thresholds
+    return chosen(rows, width, k, target)
+
+
+def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
+    if width <= HELD:
+        slots = max(256, _power_of_two(width))
+        if slots <= 4096:
+            return TopkConfig(True, slots, max(2, slots // 512), digits=True)
+        if slots == 8192:  # three programs on a multiprocessor
+            return TopkConfig(True, slots, 8, digits=True, max_registers=_at_most(80, target))
+        # The registers of a multiprocessor hold one such row: nothing but the L2 can have the next one ready.
+        return TopkConfig(True, slots, 16, digits=True, ahead=target.num_sms if rows > target.num_sms else 0)
+    if 5 * k > 4 * CANDIDATES:
+        groups = min(rows, 2 * target.num_sms)
+        registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor
+        return TopkConfig(False, CANDIDATES, 16, groups=groups, chunk=4096, digits=True, max_registers=registers)
+    slots = _slots(width, k, CANDIDATES)
+    share = _power_of_two(target.num_sms // max(rows, 1) + 1) // 2
+    programs = max(1, min(share, MOST_PROGRAMS, _power_of_two(-(-width // SHARE))))
+    alone = rows * programs <= target.num_sms  # on a multiprocessor
+    each = max(_power_of_two(-(-width // programs)), SHARE)
+    return TopkConfig(
+        False,
+        slots,
+        16,
+        sampled=True,
+        programs=programs,
+        groups=rows if alone else min(rows, 2 * target.num_sms),
+        chunk=min(each, 16384 if alone else 8192),
+        span=min(each, SPAN),
+        keep=_between(k, slots),
+        samples=4096,
+        run=_run(width),
+        digits=True,
+        max_registers=None if alone else _at_most(64, target),
+        reserve=min(rows * MOST_PROGRAMS, 2 * target.num_sms),
+    )
+
+
+def _by_thresholds(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     if width <= SHORT:
         slots = max(256, _power_of_two(width))
-        registers = _at_most(64, target) if slots == SHORT else None  # four programs on a multiprocessor
-        return TopkConfig(True, slots, max(2, slots // 1024), max_registers=registers)
+        return TopkConfig(True, slots, max(2, slots // 1024))
     resident = 2 * target.num_sms
     if 5 * k > 4 * SHORT:
-        registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor
-        return TopkConfig(False, SHORT, 16, groups=min(rows, resident), chunk=4096, max_registers=registers)
-    # Half the slots, where a bound from the sample is sharp enough to aim between k and half of SHORT.
-    slots = SHORT // 2 if 8 * k <= SHORT or (4 * k <= SHORT and width <= 1 << 16) else SHORT
+        return TopkConfig(False, SHORT, 16, groups=min(rows, resident), chunk=4096)
+    slots = _slots(width, k, SHORT)
     share = _power_of_two(resident // max(rows, 1) + 1) // 2
     most = MOST_PROGRAMS if rows == 1 else MOST_PROGRAMS // 4
     programs = max(1, min(share, most, _power_of_two(-(-width // NARROW))))
+    chunk = min(max(_power_of_two(-(-width // programs)), NARROW), WIDE)
     return TopkConfig(
         False,
         slots,
@@ -71,11 +120,11 @@ def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
         sampled=True,
         programs=programs,
         groups=rows if programs > 1 else min(rows, resident),
-        chunk=min(max(_power_of_two(-(-width // programs)), NARROW), WIDE),
+        chunk=chunk,
+        span=chunk,
         keep=_between(k, slots),
         samples=4096,
-        run=4 if width <= 1 << 18 else 1,
-        max_registers=_at_most(128, target) if programs == 1 else None,
+        run=_run(width),
         reserve=min(rows * MOST_PROGRAMS, resident),
     )
 
@@ -104,6 +153,15 @@ def scratch_of(launch: TopkConfig, width: int) -> Scratch:
         ),
         launch.groups,
     )
+
+
+def _slots(width: int, k: int, most: int) -> int:
+    """Half of ``most``, where a bound from the sample is sharp enough to aim between k and that."""
+    return most // 2 if 8 * k <= most or (4 * k <= most and width <= 1 << 16) else most
+
+
+def _run(width: int) -> int:
+    return 4 if width <= 1 << 18 else 1
 
 
 def _power_of_two(value: int) -> int:

@@ -1,0 +1,120 @@
+"""The candidates of a long row: columns whose scores exceed a bound that a sample gives, in order."""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.ops.topk import radix, store, thresholds, tiles
+from sparse_attn.ops.topk import table as tables
+from sparse_attn.ops.topk.tiles import LANES
+
+
+@triton.jit
+def sampled_bound(source, length, keep, table, SAMPLES: tl.constexpr, RUN: tl.constexpr, THREADS: tl.constexpr):
+    """What about ``keep`` scores of the row exceed, as far as a sample tells, as a key of thresholds.py (where the search
+    goes by those) and as a score, and whether that is all there are."""
+    sample = tiles.of(SAMPLES)
+    run = sample // RUN
+    stride = length // (SAMPLES // RUN)
+    jitter = (((run * 1103515245 + 12345) >> 16) & 0x7FFF) % (stride - RUN + 1)
+    scores = tl.load(source + run * stride + jitter + sample % RUN)
+    share = (SAMPLES * keep.to(tl.int64) // length).to(tl.int32)
+    share = tl.maximum(share, 4)
+    zero = tl.full([], 0, tl.int64)
+    if THREADS > 0:
+        edge, at_key, below = radix.search(table, radix.falling_keys(scores, True), share, share + share // 4, THREADS)
+        limit = radix.falling_score(edge + (at_key <= share + share // 4).to(tl.int32))
+        limit = tl.where(edge == radix.LAST, float("-inf"), limit)
+        return zero, limit, edge == radix.LAST
+    else:
+        key, at_key, at_next = thresholds.search(scores, zero, zero + 1, share, share + share // 4)
+        key = tl.where(key == -1, 0, key)  # -1 is the key of -0.0, which compares as 0.0
+        key = tl.where(at_key <= share, tl.where(key == thresholds.LOWEST, thresholds.LOWEST - 1, key), key)
+        return key, thresholds.score_of(key), key < thresholds.LOWEST
+
+
+@triton.jit
+def _words(line, base, start, end, limit, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """uint32 [CHUNK / 32]: a bit for each column from ``base`` on, set where its score exceeds ``limit``."""
+    lane = tl.arange(0, LANES)
+    zero = tl.full([1, LANES], 0, tl.uint32)
+    column = tl.multiple_of(base, LANES) + tiles.of(CHUNK)
+    if (base >= start) & (base + CHUNK <= end):
+        scores = tl.load(line + column)
+    else:
+        scores, inside = tiles.load(line, column, start, end, ALIGNED)
+        scores = tl.where(inside, scores, float("-inf"))
+    return tl.sum(tl.where(scores > limit, (zero + 1) << lane[None, :].to(tl.uint32), zero), 1)
+
+
+@triton.jit
+def _sum_and_last(sum_left, last_left, sum_right, last_right):
+    return sum_left + sum_right, last_right
+
+
+@triton.jit
+def _unpack(candidates, words, left, found, capacity):
+    """Store the column of every bit that is set, words[i] starting with column left[i]; returns ``found`` and theirs."""
+    ones = store.ones_of(words)
+    rounds = tl.max(ones, 0)
+    total = tl.sum(ones, 0)
+    # The words pass through the scan unchanged, which leaves them one to a thread: the loop then moves no data.
+    ones, words = tl.associative_scan((ones, words), 0, _sum_and_last)
+    place = found + ones - store.ones_of(words)
+    for _ in range(rounds):
+        rest = words & (words - 1)
+        bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        tl.store(candidates + place, left + bit, mask=(words != 0) & (place < capacity))
+        place += 1
+        words = rest
+    return found + total
+
+
+@triton.jit
+def collect(
+    candidates, line, start, end, first, last, limit, capacity, table,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Store the columns (relative to start) of scores above ``limit`` in [first, last), in order; returns their number,
+    stored or not. first is a multiple of 32.
+
+    A scan costs more than reading a chunk: with a table, which is zero before and after, it holds a bit for each column
+    of a span, and the span is scanned once.
+    """
+    found = tl.full([], 0, tl.int32)
+    word = tl.arange(0, SPAN // LANES)
+    for begin in range(first, last, SPAN):
+        if THREADS > 0:
+            for base in range(begin, tl.minimum(begin + SPAN, last), CHUNK):
+                words = _words(line, base, start, end, limit, CHUNK, ALIGNED)
+                place = (base - begin) // LANES + tl.arange(0, CHUNK // LANES)
+                tables.store_one(table, place, words.to(tl.int32, bitcast=True))
+            tl.debug_barrier()
+            words = tl.where(begin + word * LANES < last, tables.load_one(table, word), 0)
+            tl.debug_barrier()
+        else:
+            words = _words(line, begin, start, end, limit, SPAN, ALIGNED)
+        found = _unpack(candidates, words.to(tl.uint32, bitcast=True), begin - start + word * LANES, found, capacity)
+    if THREADS > 0:
+        radix.start(table, THREADS)
+    return found
+
+
+@triton.jit
+def locate(number, capacity, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr):
+    """Where the candidates of a row lie, number[p] of them from p * capacity on, each program's from a new line on.
+
+    Returns (place of every slot, whether there is one, slots taken).
+    """
+    lines = tl.cdiv(number, LANES)
+    before = tl.cumsum(lines, 0) - lines
+    line = tl.arange(0, SLOTS // LANES)
+    owner = tl.zeros([SLOTS // LANES], tl.int32)
+    step: tl.constexpr = PROGRAMS // 2
+    jump = tl.full([], step, tl.int32)
+    while jump > 0:
+        owner = tl.where(tl.gather(before, owner + jump, 0) <= line, owner + jump, owner)
+        jump = jump // 2
+    skipped = (line - tl.gather(before, owner, 0)) * LANES
+    place = (owner * capacity + skipped)[:, None] + tl.arange(0, LANES)[None, :]
+    there = tl.arange(0, LANES)[None, :] < (tl.gather(number, owner, 0) - skipped)[:, None]
+    return place, there, tl.sum(lines, 0) * LANES

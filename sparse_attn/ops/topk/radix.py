@@ -1,0 +1,143 @@
+"""Search by digits: count the scores of every leading digit, find the digit of the k-th, count what shares it, and so on.
+
+Keys here ascend as scores fall, as unsigned integers (held in int32): what is searched is the least key with at least k
+keys at or below it, and counters are added up from the first.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.ops.topk import table as tables
+
+LAST = tl.constexpr(-8388609)  # 0xff7fffff, the key of the lowest finite score
+ALL = tl.constexpr(2047)  # the leading digit of what is not to be selected; LAST's is 2043
+LEADING = tl.constexpr(21)  # bits behind the leading digit
+
+
+@triton.jit
+def falling_keys(scores, inside):
+    """fp32 -> int32: unsigned, they ascend as scores fall; -0.0 equals 0.0; NaN, -inf and what is not ``inside`` come last,
+    beyond LAST."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(inside & (scores > float("-inf")), bits ^ (~(bits >> 31) & 0x7FFFFFFF), -1)
+
+
+@triton.jit
+def falling_score(key):
+    return (key ^ (~(key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def start(table, THREADS: tl.constexpr):
+    """Zero the table. THREADS: of the program."""
+    thread = tl.arange(0, THREADS)
+    zero = tl.zeros([THREADS], tl.int32)
+    for quad in tl.static_range(tables.BINS // (4 * THREADS)):
+        tables.store(table, (quad * THREADS + thread) * 4, zero, zero, zero, zero, zero + 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _digit(table, wanted, spare, THREADS: tl.constexpr):
+    """The first digit with at least ``wanted`` keys at or below it, how many lie below it, how many have it.
+
+    ``spare`` keys are taken to have the last digit beside those counted: with them there must be as many as wanted.
+    Leaves the table zero. THREADS: of the program, each of which looks through some digits.
+    """
+    tl.debug_barrier()
+    thread = tl.arange(0, THREADS)
+    quads: tl.constexpr = tables.BINS // (4 * THREADS)
+    first = thread * (4 * quads)
+    mass = tl.where(thread == THREADS - 1, spare, 0)
+    for quad in tl.static_range(quads):
+        a, b, c, d = tables.load(table, first + 4 * quad)
+        mass += (a + b) + (c + d)
+    total = tl.cumsum(mass, 0)
+    below = total - mass
+    here = (below < wanted) & (total >= wanted)
+    # Of the thread's digits, the four that hold it; of these, the two; of these, the one.
+    word = first
+    total = below
+    for quad in tl.static_range(quads - 1):
+        a, b, c, d = tables.load(table, first + 4 * quad)
+        total += (a + b) + (c + d)
+        further = total < wanted
+        word = tl.where(further, first + 4 * (quad + 1), word)
+        below = tl.where(further, total, below)
+    a, b, c, d = tables.load(table, word)
+    d = tl.where(word == tables.BINS - 4, d + spare, d)
+    further = below + a + b < wanted
+    below = tl.where(further, below + a + b, below)
+    a, b = tl.where(further, c, a), tl.where(further, d, b)
+    word += tl.where(further, 2, 0)
+    further = below + a < wanted
+    below = tl.where(further, below + a, below)
+    word += tl.where(further, 1, 0)
+    zero = tl.zeros([THREADS], tl.int32)
+    for quad in tl.static_range(quads):
+        tables.store(table, first + 4 * quad, zero, zero, zero, zero, zero + 1)
+    tables.store(table, tables.NOTE + zero, word, below, tl.where(further, b, a), zero, here.to(tl.int32))
+    tl.debug_barrier()
+    digit, below, having, _ = tables.load(table, tl.full([], tables.NOTE, tl.int32))
+    return digit, below, having
+
+
+@triton.jit
+def _leading(table, k, THREADS: tl.constexpr):
+    """From the counters of leading digits: (least key with that digit, keys below it, keys with it), where there are fewer
+    than k (-1, all keys, 0)."""
+    digit, below, having = _digit(table, k, 1 << 30, THREADS)
+    few = digit == ALL
+    return tl.where(few, -1, digit << LEADING), below, tl.where(few, 0, having)
+
+
+@triton.jit
+def _next(table, base, shift, below, k, THREADS: tl.constexpr):
+    """The same from the counters of the digits at ``shift`` of keys from ``base`` on."""
+    digit, more, having = _digit(table, k - below, 0, THREADS)
+    return base + (digit << shift), below + more, having
+
+
+@triton.jit
+def _edge(base, shift, below, having):
+    """(the last key that starts as base does, keys at or below it); LAST where there are too few."""
+    return tl.where(base == -1, LAST, base + ((1 << shift) - 1)), below + having
+
+
+@triton.jit
+def search(table, keys, k, enough, THREADS: tl.constexpr):
+    """A key with k .. enough keys at or below it, or the k-th least key, or LAST where there are fewer than k.
+
+    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it).
+    """
+    shift = tl.full([], LEADING, tl.int32)
+    tables.count_leading(table, keys)
+    base, below, having = _leading(table, k, THREADS)
+    while (below + having > enough) & (shift > 0):
+        shift = tl.maximum(shift - tables.BITS, 0)
+        tables.count(table, keys, base, shift)
+        base, below, having = _next(table, base, shift, below, k, THREADS)
+    edge, at_most = _edge(base, shift, below, having)
+    return edge, at_most, below
+
+
+@triton.jit
+def _row_keys(source, length, first, CHUNK: tl.constexpr):
+    inside = tl.arange(0, CHUNK) < length - first
+    return falling_keys(tl.load(source + first + tl.arange(0, CHUNK), mask=inside), inside)
+
+
+@triton.jit
+def search_row(table, source, length, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+    """search over a whole row, read again for every digit; enough is k."""
+    shift = tl.full([], LEADING, tl.int32)
+    for first in range(0, length, CHUNK):
+        tables.count_leading(table, _row_keys(source, length, first, CHUNK))
+    base, below, having = _leading(table, k, THREADS)
+    while (below + having > k) & (shift > 0):
+        shift = tl.maximum(shift - tables.BITS, 0)
+        for first in range(0, length, CHUNK):
+            tables.count(table, _row_keys(source, length, first, CHUNK), base, shift)
+        base, below, having = _next(table, base, shift, below, k, THREADS)
+    edge, at_most = _edge(base, shift, below, having)
+    return edge, at_most, below
