@@ -46,9 +46,9 @@ def sample(name, texts, asked, seed=5):
 
 
 @functools.cache
-def quality(name, way, device="cpu", dtype=torch.float32, texts=1, asked=3):
+def quality(name, way, device="cpu", dtype=torch.float32, texts=1, asked=3, seed=5):
     spec, params, _ = model(name, device, dtype)
-    return measure(spec, params, WAYS[way], *sample(name, texts, asked))
+    return measure(spec, params, WAYS[way], *sample(name, texts, asked, seed))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,7 +106,7 @@ def test_kernels_predict_what_the_reference_does(name, device):
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if name != "dense"])
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_as_well_on_a_gpu(name, way, record_property):
-    many = dict(device="cuda", dtype=torch.bfloat16, texts=8, asked=32)
+    many = dict(device="cuda", dtype=torch.bfloat16, texts=8, asked=32, seed=0)
     dense, mine = quality(name, "dense", **many), quality(name, way, **many)
     for which, found in (("dense", dense), (way, mine)):
         record_property(which, f"{found.bits_per_byte:.4f} bits/byte, {found.right} of {found.asked} values")

@@ -69,6 +69,7 @@ def _prefill_scores() -> Iterator[Case]:
         ("glm5 bf16", 32, 128, "none", BF16, True),
         ("tiny_v32", 4, 32, "e4m3fn", U8, True),
         ("tiny_v32 fp32", 4, 32, "none", FP32, False),
+        ("128 heads", 128, 128, "e4m3fn", U8, True),
         ("128 heads of 256", 128, 256, "e4m3fn", U8, True),
         ("128 heads of 256 fnuz", 128, 256, "e4m3fnuz", U8, True),
         ("128 heads of 256 bf16", 128, 256, "none", BF16, False),
@@ -80,12 +81,19 @@ def _prefill_scores() -> Iterator[Case]:
                 floats(keys) if flavour != "none" else None, floats(rows, heads), integers(rows), integers(rows), flavour,
             )  # fmt: skip
             yield Case("mqa_logits", f"{name}, {rows} rows", index_logits.mqa_logits, arguments, more or rows == 128)
+    arguments = (  # weights that no TMA copies
+        tensor(2048, 64, 128, dtype=U8), tensor(32768, 128, dtype=U8), floats(32768), floats(2048, 66)[:, :64],
+        integers(2048), integers(2048), "e4m3fn",
+    )  # fmt: skip
+    yield Case("mqa_logits", "deepseek_v32, weights between lines", index_logits.mqa_logits, arguments)
 
 
 def _decode_scores() -> Iterator[Case]:
     for name, heads, dim, next_n, kind, dtype, more in (
         ("deepseek_v32", 64, 128, 1, "e4m3fn", U8, False),
-        ("deepseek_v32, 2 tokens", 64, 128, 2, "e4m3fn", U8, True),
+        ("deepseek_v32, 2 tokens", 64, 128, 2, "e4m3fn", U8, False),
+        ("deepseek_v32, 4 tokens", 64, 128, 4, "e4m3fn", U8, True),
+        ("glm5", 32, 128, 1, "e4m3fn", U8, True),
         ("deepseek_v32 fnuz", 64, 128, 2, "e4m3fnuz", U8, False),
         ("deepseek_v32 bf16", 64, 128, 1, "bf16", BF16, False),
         ("deepseek_v32 bf16, 2 tokens", 64, 128, 2, "bf16", BF16, True),
@@ -95,6 +103,7 @@ def _decode_scores() -> Iterator[Case]:
         ("glm5 fp32", 32, 128, 1, "fp32", FP32, True),
         ("tiny_v32", 4, 32, 1, "e4m3fn", U8, True),
         ("tiny_v32 fp32", 4, 32, 1, "fp32", FP32, True),
+        ("128 heads, 3 tokens", 128, 128, 3, "e4m3fn", U8, True),
         ("128 heads of 256", 128, 256, 1, "e4m3fn", U8, True),
         ("128 heads of 256 fnuz", 128, 256, 1, "e4m3fnuz", U8, True),
         ("128 heads of 256 bf16", 128, 256, 1, "bf16", BF16, True),
@@ -105,6 +114,13 @@ def _decode_scores() -> Iterator[Case]:
             integers(4, 1024), 65536, layout.name,
         )  # fmt: skip
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, more)
+    for next_n in (1, 2):
+        arguments = (
+            tensor(4, next_n, 64, 128, dtype=U8), cache_of(FN, block_size=32), floats(4 * next_n, 64), integers(4, next_n),
+            integers(4, 2048), 65536, FN.name,
+        )  # fmt: skip
+        name = f"deepseek_v32, blocks of 32, {next_n} tokens"
+        yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, next_n == 2)
 
 
 def _selection() -> Iterator[Case]:

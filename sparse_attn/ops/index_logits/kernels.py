@@ -225,6 +225,12 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
     keys = k.shape[0]
     if rows == 0 or keys == 0:
         return
+    if config.hopper is not None:
+        from sparse_attn.ops.index_logits import hopper_rows  # Gluon is looked for where it is used
+
+        if hopper_rows.fits(q, k, k_scale, weights):
+            hopper_rows.launch(q, k, k_scale, weights, kv_start, kv_end, out, config.hopper, clean=clean)
+            return
     pad_h = max(16, triton.next_power_of_2(heads))
     mqa_logits[(triton.cdiv(keys, config.keys), triton.cdiv(rows, config.rows))](
         q,
@@ -264,6 +270,14 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
     requests, next_n, heads, dim = q.shape
     if requests * next_n == 0 or max_context_len == 0:
         return
+    if config.hopper is not None:
+        from sparse_attn.ops.index_logits import hopper_paged
+
+        if hopper_paged.fits(q, cache):
+            hopper_paged.launch(
+                q, cache, weights, context_lens, block_table, max_context_len, out, config.hopper, clean=clean
+            )
+            return
     pad_h = triton.next_power_of_2(heads)
     pad_n = min(triton.next_power_of_2(next_n), max(1, LANES // pad_h))
     pad_h = max(16 // pad_n, pad_h)

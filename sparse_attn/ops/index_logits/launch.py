@@ -39,7 +39,7 @@ def paged_mqa_logits(
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
     out = shapes.allocate_logits(q.shape[0] * q.shape[1], max_context_len, q)
     launch = config.paged_config(
-        q.shape[0], q.shape[1] * q.shape[2], max_context_len, flavour, q.element_size(), target_of(q.device)
+        *q.shape, max_context_len, flavour, q.element_size(), target_of(q.device)
     )
     kernels.launch_paged_mqa_logits(
         q, cache, weights, context_lens, block_table, max_context_len, flavour, out, launch, clean=True

@@ -75,7 +75,7 @@ def index_topk_decode(
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
     step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
     score = scoring.paged_config(
-        step // next_n, next_n * q.shape[2], max_context_len, flavour, q.element_size(), target
+        step // next_n, *q.shape[1:], max_context_len, flavour, q.element_size(), target
     )
     select = select or selection.config(step, max_context_len, top_k, target)
     (buffer, *views), counters = workspace.take(

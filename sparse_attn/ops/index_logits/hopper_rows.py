@@ -1,0 +1,313 @@
+"""Index scores over contiguous fp8 keys on Hopper: see hopper.py.
+
+Floor: operations, 2 * heads * D per row and key. A unit's rows share its tiles, from the first key that one of them sees to
+the last. Predicted bound: the matrix unit, 512 clocks a stage of 64 keys and 256 lanes, against 340 for the two instructions
+per product of relu and sum, half of which run at half rate.
+"""
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparse_attn.ops.index_logits.hopper import (
+    CONSUMERS,
+    PRODUCTS,
+    QUERIES,
+    TILE,
+    barrier,
+    in_lines,
+    multiply,
+    ring,
+    search,
+    share,
+    signal,
+    sums,
+)
+
+CHUNK = gl.constexpr(1024)  # units whose tiles are counted at a time
+CLEANERS = gl.constexpr(2)  # warps
+
+
+@gluon.jit
+def _range(kv_start, kv_end, row, rows, keys, stride_start, stride_end):
+    """[start, end) of the keys that ``row`` sees; empty, of a row that does not exist."""
+    start = gl.load(kv_start + row.to(gl.int64) * stride_start, mask=row < rows, other=0)
+    end = gl.load(kv_end + row.to(gl.int64) * stride_end, mask=row < rows, other=0)
+    return gl.minimum(gl.maximum(start, 0), keys), gl.minimum(gl.maximum(end, 0), keys)
+
+
+@gluon.jit
+def _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS: gl.constexpr):
+    """(first tile, tiles) that some row of a unit sees."""
+    low, high = _range(kv_start, kv_end, unit * ROWS, rows, keys, stride_start, stride_end)
+    empty = low >= high
+    low, high = gl.where(empty, keys, low), gl.where(empty, 0, high)
+    for n in gl.static_range(1, ROWS):
+        start, end = _range(kv_start, kv_end, unit * ROWS + n, rows, keys, stride_start, stride_end)
+        low = gl.minimum(low, gl.where(start < end, start, keys))
+        high = gl.maximum(high, gl.where(start < end, end, 0))
+    first = low // TILE
+    return first, gl.maximum((high + TILE - 1) // TILE - first, 0)
+
+
+@gluon.jit
+def _ranges(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS: gl.constexpr):
+    """(starts, lengths) of a unit's rows: tuples."""
+    starts, lengths = (), ()
+    for n in gl.static_range(ROWS):
+        start, end = _range(kv_start, kv_end, unit * ROWS + n, rows, keys, stride_start, stride_end)
+        starts = starts + (start,)
+        lengths = lengths + (gl.maximum(end - start, 0),)
+    return starts, lengths
+
+
+@gluon.jit
+def _fill(
+    tiles, scales, queries, weights, filled, freed, query_filled, query_freed, k, k_scale, q, weight, kv_start, kv_end, rows,
+    keys, stride_start, stride_end, first, skip, last, count, ROWS: gl.constexpr,
+):  # fmt: skip
+    """The producer: a unit's queries and weights, then its tiles; zeros behind the last key and the last row."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    done, turn = 0, 0
+    for unit in range(first, last):
+        begin, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
+        some = gl.maximum(gl.minimum(there - skip, count - done), 0)
+        if some > 0:
+            place, phase = ring(turn, QUERIES)
+            mbarrier.wait(query_freed.index(place), phase ^ 1)
+            ready = query_filled.index(place)
+            mbarrier.expect(ready, queries.shape[1] * queries.shape[2] + weights.shape[1] * weights.shape[2] * 4)
+            tma.async_copy_global_to_shared(q, [unit * queries.shape[1], 0], ready, queries.index(place))
+            tma.async_copy_global_to_shared(weight, [unit * ROWS, 0], ready, weights.index(place))
+            for i in range(0, some):
+                slot, phase = ring(done + i, STAGES)
+                at = (begin + skip + i) * TILE
+                mbarrier.wait(freed.index(slot), phase ^ 1)
+                mbarrier.expect(filled.index(slot), tiles.shape[1] * tiles.shape[2] + scales.shape[2] * 4)
+                tma.async_copy_global_to_shared(k, [at, 0], filled.index(slot), tiles.index(slot))
+                tma.async_copy_global_to_shared(k_scale, [0, at], filled.index(slot), scales.index(slot))
+        done += some
+        turn += (some > 0).to(gl.int32)
+        skip = 0
+
+
+@gluon.jit
+def _write(
+    product, weight, scale, tile, starts, lengths, to, present, keys, stride_out, FROM: gl.constexpr, CLEAN: gl.constexpr
+):
+    """A product's scores, of the unit's rows from FROM on."""
+    position = tile * TILE + gl.arange(0, TILE, layout=scale.type.layout)
+    scores = sums(product, weight, len(starts) // PRODUCTS)
+    for n in gl.static_range(len(starts) // PRODUCTS):
+        inside = (position - starts[FROM + n]).to(gl.uint32) < lengths[FROM + n].to(gl.uint32)
+        at = to + (FROM + n) * stride_out.to(gl.int64) + position
+        if CLEAN:
+            score = gl.where(inside, scores[n] * scale, -float("inf"))
+            gl.store(at, score, mask=(position < keys) & (FROM + n < present))
+        else:
+            gl.store(at, scores[n] * scale, mask=inside)
+
+
+@gluon.jit
+def _score(
+    tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
+    stride_start, stride_end, stride_out, first, skip, last, count, which: gl.constexpr, ROWS: gl.constexpr,
+    CLEAN: gl.constexpr,
+):  # fmt: skip
+    """A consumer: every second stage of the program's share."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    LANES: gl.constexpr = queries.shape[1] // PRODUCTS
+    SOME: gl.constexpr = ROWS // PRODUCTS
+    LANE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 32]))
+    KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+    done, turn = 0, 0
+    for unit in range(first, last):
+        begin, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
+        some = gl.maximum(gl.minimum(there - skip, count - done), 0)
+        if some > 0:
+            starts, lengths = _ranges(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
+            to = out + (unit * ROWS).to(gl.int64) * stride_out
+            present = rows - unit * ROWS
+            place, phase = ring(turn, QUERIES)
+            mbarrier.wait(query_filled.index(place), phase)
+            weight = weights.index(place).reshape([PRODUCTS * LANES])
+            front_weight, back_weight = weight.slice(0, LANES).load(LANE), weight.slice(LANES, LANES).load(LANE)
+            own = (which + done) % CONSUMERS
+            slot, phase = ring(done + own, STAGES)
+            mbarrier.wait(filled.index(slot), phase, pred=own < some)
+            front = multiply(tiles, slot, queries, place, 0, PRODUCTS)
+            for i in range(own, some, CONSUMERS):
+                slot, phase = ring(done + i, STAGES)
+                product = warpgroup_mma_wait(0, deps=(front,))
+                back = multiply(tiles, slot, queries, place, 1, PRODUCTS)
+                scale = scales.index(slot).reshape([TILE]).load(KEY)
+                tile = begin + skip + i
+                _write(product, front_weight, scale, tile, starts, lengths, to, present, keys, stride_out, 0, CLEAN)
+                after, phase = ring(done + i + CONSUMERS, STAGES)
+                product = warpgroup_mma_wait(0, deps=(back,))
+                signal(freed, slot)
+                mbarrier.wait(filled.index(after), phase, pred=i + CONSUMERS < some)
+                front = multiply(tiles, after, queries, place, 0, PRODUCTS)
+                _write(product, back_weight, scale, tile, starts, lengths, to, present, keys, stride_out, SOME, CLEAN)
+            warpgroup_mma_wait(0, deps=(front,))
+            signal(query_freed, place)
+        done += some
+        turn += (some > 0).to(gl.int32)
+        skip = 0
+
+
+@gluon.jit
+def _clear(out, kv_start, kv_end, rows, keys, stride_start, stride_end, stride_out, ROWS: gl.constexpr):
+    """-inf before the first and behind the last tile of every unit."""
+    WIDTH: gl.constexpr = 512
+    COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [CLEANERS], [0])
+    column = gl.arange(0, WIDTH, layout=COLUMNS)
+    nothing = gl.full([WIDTH], -float("inf"), gl.float32, COLUMNS)
+    units = (rows + ROWS - 1) // ROWS
+    programs = gl.num_programs(0)
+    part = gl.program_id(0) // units
+    for unit in range(gl.program_id(0) % units, units, programs):
+        parts = gl.maximum((programs - unit + units - 1) // units, 1)
+        first, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
+        before = gl.where(there > 0, first * TILE, keys)
+        behind = gl.where(there > 0, (first + there) * TILE, keys)
+        to = out + (unit * ROWS).to(gl.int64) * stride_out + column
+        for position in range(part * WIDTH, before, parts * WIDTH):
+            for n in gl.static_range(ROWS):
+                inside = (position + column < before) & (unit * ROWS + n < rows)
+                gl.store(to + n * stride_out.to(gl.int64) + position, nothing, mask=inside)
+        for position in range(behind + part * WIDTH, keys, parts * WIDTH):
+            for n in gl.static_range(ROWS):
+                inside = (position + column < keys) & (unit * ROWS + n < rows)
+                gl.store(to + n * stride_out.to(gl.int64) + position, nothing, mask=inside)
+
+
+@gluon.jit(
+    do_not_specialize=["rows", "keys", "stride_out_row"],
+    do_not_specialize_on_alignment=["kv_start", "kv_end", "out"],
+)
+def mqa_logits(
+    q,  # fp8 [rows * heads, D], boxes of ROWS * heads
+    k,  # fp8 [keys, D], boxes of TILE
+    k_scale,  # fp32 [1, keys], boxes of TILE
+    weights,  # fp32 [rows, heads], boxes of ROWS
+    kv_start,  # int32 [rows]
+    kv_end,  # int32 [rows]
+    out,  # fp32 [rows, keys]
+    rows,
+    keys,
+    stride_start_row,
+    stride_end_row,
+    stride_out_row,
+    CLEAN: gl.constexpr,
+    TILES: gl.constexpr,  # in flight, a stage each
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    BARS: gl.constexpr = mbarrier.MBarrierLayout()
+    ROWS: gl.constexpr = weights.block_shape[0]
+    unit = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    units = (rows + ROWS - 1) // ROWS
+    _, there = _span(kv_start, kv_end, unit, rows, keys, stride_start_row, stride_end_row, ROWS)  # while the rest is set up
+    tiles = gl.allocate_shared_memory(k.dtype, [TILES] + k.block_shape, k.layout)
+    scales = gl.allocate_shared_memory(k_scale.dtype, [TILES] + k_scale.block_shape, k_scale.layout)
+    queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
+    weighing = gl.allocate_shared_memory(weights.dtype, [QUERIES] + weights.block_shape, weights.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
+    freed = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
+    query_filled = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
+    query_freed = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
+    for i in gl.static_range(TILES):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(freed.index(i), count=1)
+        if i < QUERIES:
+            mbarrier.init(query_filled.index(i), count=1)
+            mbarrier.init(query_freed.index(i), count=CONSUMERS)
+
+    counted = gl.sum(there, 0)
+    total = counted
+    for chunk in range(CHUNK, units, CHUNK):
+        _, others = _span(kv_start, kv_end, chunk + unit, rows, keys, stride_start_row, stride_end_row, ROWS)
+        total += gl.sum(others, 0)
+    begin, end = share(total)
+    first, skipped, last = search(there, 0, begin, end, 0, 0, 0)
+    for chunk in range(CHUNK, units, CHUNK):
+        _, others = _span(kv_start, kv_end, chunk + unit, rows, keys, stride_start_row, stride_end_row, ROWS)
+        first, skipped, last = search(others, counted, begin, end, first, skipped, last)
+        counted += gl.sum(others, 0)
+    last = gl.minimum(last + 1, units)
+    count = end - begin
+    skip = begin - skipped
+    fence_async_shared()
+    barrier()
+    if CLEAN:
+        gl.warp_specialize(
+            [
+                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS,
+                          CLEAN)),
+                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS,
+                          CLEAN)),
+                (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
+                         kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
+                (_clear, (out, kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, stride_out_row, ROWS)),
+            ],
+            [4, 1, CLEANERS],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS,
+                          CLEAN)),
+                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS,
+                          CLEAN)),
+                (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
+                         kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
+            ],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+
+
+def fits(q, k, k_scale, weights) -> bool:
+    """Whether TMA can copy the tensors."""
+    return q.is_contiguous() and all(map(in_lines, (q, k, k_scale, weights)))
+
+
+def launch(q, k, k_scale, weights, kv_start, kv_end, out, chosen, *, clean):
+    """As kernels.launch_mqa_logits, of tensors that ``fits`` takes."""
+    rows, heads, dim = q.shape
+    keys, fp8 = k.shape[0], torch.float8_e4m3fn
+    codes = gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=2)
+    values = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    mqa_logits[(chosen.programs,)](
+        TensorDescriptor.from_tensor(q.view(fp8).flatten(0, 1), [chosen.lanes, dim], codes),
+        TensorDescriptor.from_tensor(k.view(fp8), [TILE.value, dim], codes),
+        TensorDescriptor(k_scale, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, TILE.value], values),
+        TensorDescriptor.from_tensor(weights, [chosen.lanes // heads, heads], values),
+        kv_start,
+        kv_end,
+        out,
+        rows,
+        keys,
+        kv_start.stride(0),
+        kv_end.stride(0),
+        out.stride(0),
+        CLEAN=clean,
+        TILES=chosen.tiles,
+        CONSUMER_REGISTERS=chosen.consumer_registers,
+        PRODUCER_REGISTERS=chosen.producer_registers,
+        num_warps=4,
+    )

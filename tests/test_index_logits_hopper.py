@@ -1,0 +1,225 @@
+"""The warp-specialised index scores: where they apply, what they compile to, and on a GPU their bits against the reference."""
+
+import math
+
+import pytest
+import torch
+
+from sparse_attn import IndexFp8Layout
+from sparse_attn.layout import fp8_encode
+from sparse_attn.ops.index_logits import config, kernels, reference
+from sparse_attn.target import H200, Target
+from sparse_attn.testing.compare import assert_same_diff
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+LAYOUT = IndexFp8Layout(128)
+DIRT = 7.25
+
+
+def test_where_they_apply():
+    rows, paged = (100, 5000, 64, 128, "e4m3fn", 1), (3, 2, 64, 128, 5000, "e4m3fn", 1)
+    assert config.mqa_config(*rows, H200).hopper.lanes == 256
+    lanes = [config.paged_config(3, n, heads, *paged[3:], H200).hopper.lanes for n in (1, 2, 3, 9) for heads in (32, 64, 128)]
+    assert lanes == [32, 64, 128, 64, 128, 256, 128, 256, 256, 128, 256, 256]
+    for place, value in ((2, 48), (3, 64), (4, "e4m3fnuz"), (4, "none")):
+        assert config.mqa_config(*rows[:place], value, *rows[place + 1 :], H200).hopper is None
+    for place, value in ((2, 48), (3, 64), (5, "e4m3fnuz"), (5, "none")):
+        assert config.paged_config(*paged[:place], value, *paged[place + 1 :], H200).hopper is None
+    for target in (Target("nvidia", 100, 132, 232448), Target("amd", "gfx950", 256, 163840)):
+        assert config.mqa_config(*rows, target).hopper is None and config.paged_config(*paged, target).hopper is None
+
+
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_the_number_of_rows_chooses_no_kernel(rows):
+    """A row's score has the same bits whatever else is in the call."""
+    few, many = (config.mqa_config(n, 70, 64, 128, "e4m3fn", 1, H200).hopper for n in (rows, 5000))
+    assert few == many is not None
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("next_n", [0, 1, 2, 4])
+def test_compiles_for_hopper_without_spills(next_n):
+    from sparse_attn.ops.index_logits import hopper_paged, hopper_rows
+    from sparse_attn.testing.launches import compile_launch, recording
+
+    bounds = meta(90, max(next_n, 1), dtype=torch.int32)
+    with recording("sm_90") as launches:
+        if next_n:
+            q, cache = meta(90, next_n, 64, 128, dtype=torch.uint8), meta(700, 64, 132, dtype=torch.uint8)
+            chosen = config.paged_config(*q.shape, 900, "e4m3fn", 1, H200).hopper
+            out, table = meta(90 * next_n, 900), meta(90, 15, dtype=torch.int32)
+            hopper_paged.launch(q, cache, meta(90 * next_n, 64), bounds, table, 900, out, chosen, clean=True)
+        else:
+            q, k = meta(90, 64, 128, dtype=torch.uint8), meta(700, 128, dtype=torch.uint8)
+            chosen = config.mqa_config(90, 700, 64, 128, "e4m3fn", 1, H200).hopper
+            hopper_rows.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen, clean=True)
+    compiled = compile_launch(launches[0])
+    assert compiled.spill_bytes == 0 and compiled.shared_memory <= H200.shared_memory
+    # Two consumers, three places that start a product of four steps and three that wait for one: ptxas, which waits for
+    # every step where it cannot tell what is in flight, has not taken them apart.
+    assert compiled.count("QGMMA") == 24 and compiled.count(r"WARPGROUP\.DEPBAR") == 6
+
+
+def codes(*shape):
+    return fp8_encode(torch.randn(shape, device="cuda"), "e4m3fn")
+
+
+def rows_case(rows, keys, heads, kind, clean, repeats=2):
+    """Scores in the middle of dirt, against the reference."""
+    torch.manual_seed(rows * 7 + keys)
+    q, k = codes(rows, heads, 128), codes(keys, 128)
+    k_scale, weights = torch.rand(keys, device="cuda") + 0.5, torch.randn(rows, heads, device="cuda")
+    start = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    end = (torch.arange(1, rows + 1, device="cuda") * keys // rows).int()
+    if kind == "ragged":
+        start = torch.randint(0, keys, (rows,), device="cuda", dtype=torch.int32)
+        end = start + torch.randint(-5, keys, (rows,), device="cuda", dtype=torch.int32)
+    elif kind == "wild":
+        wild = [(3, 3), (INT_MIN, INT_MAX), (5, 2), (-7, 4), (keys - 1, keys + 100), (keys + 3, keys + 9), (INT_MAX, INT_MIN)]
+        for place, bounds in enumerate(wild[:rows]):
+            start[place], end[place] = bounds
+    elif kind == "empty":
+        end.zero_()
+    elif kind == "poison":  # behind what any row sees
+        end.clamp_(max=keys // 2)
+        k[keys // 2 :], k_scale[keys // 2 :] = 0x7F, math.nan
+    chosen = config.mqa_config(rows, keys, heads, 128, "e4m3fn", 1, H200)
+    results = []
+    for _ in range(repeats):
+        memory = torch.full((rows + 1, keys + 5), DIRT, device="cuda")
+        out = memory[:rows, :keys]
+        kernels.launch_mqa_logits(q, k, k_scale, weights, start, end, "e4m3fn", out, chosen, clean=clean)
+        results.append(memory)
+    column = torch.arange(keys, device="cuda")
+    check(results, reference.mqa_logits(q, k, k_scale, weights, start, end, "e4m3fn"),
+          (column >= start[:, None]) & (column < end[:, None]), clean)  # fmt: skip
+
+
+def paged_case(lens, heads, width, *, padding=0, table_width=None, clean=True, repeats=2):
+    """NaN in slots that no row sees, wild blocks in every table."""
+    torch.manual_seed(len(lens) + heads + width)
+    requests, next_n = len(lens), len(lens[0])
+    context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    per = table_width or -(-width // 64)
+    num_blocks = requests * per + 3
+    wide = torch.full((num_blocks, 64 * LAYOUT.row + padding), 0xFF, dtype=torch.uint8, device="cuda")
+    cache = wide[:, : 64 * LAYOUT.row].unflatten(1, (64, LAYOUT.row))
+    table = torch.randperm(num_blocks, device="cuda")[: requests * per].int().view(requests, per)
+    for request, limits in enumerate(lens):
+        position = torch.arange(min(max(*limits, 0), per * 64, width), device="cuda")
+        slots = table[request, position // 64].long() * 64 + position % 64
+        LAYOUT.encode(cache, slots, torch.randn(len(position), 128, device="cuda"))
+        if per > 1:
+            table[request, request * 5 % per] = (-1, INT_MIN, INT_MAX, num_blocks)[request % 4]
+    q, weights = codes(requests, next_n, heads, 128), torch.randn(requests * next_n, heads, device="cuda")
+    chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
+    results = []
+    for _ in range(repeats):
+        memory = torch.full((requests * next_n + 1, width + 5), DIRT, device="cuda")
+        out = memory[:-1, :width]
+        kernels.launch_paged_mqa_logits(
+            q, cache, weights, context_lens, table, width, "e4m3fn", out, chosen, clean=clean
+        )
+        results.append(memory)
+    check(results, reference.paged_mqa_logits(q, cache, weights, context_lens, table, width, LAYOUT.name),
+          torch.arange(width, device="cuda") < context_lens.flatten()[:, None], clean)  # fmt: skip
+
+
+def check(results, want, inside, clean):
+    memory = results[0]
+    for other in results[1:]:
+        assert torch.equal(memory.view(torch.int32), other.view(torch.int32))
+    got = memory[:-1, :-5]
+    assert (memory[-1] == DIRT).all() and (memory[:, -5:] == DIRT).all()
+    if not clean:
+        assert (got[~inside] == DIRT).all()
+        got = torch.where(inside, got, -math.inf)
+    assert_same_diff(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("heads", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["causal", "ragged", "wild", "empty", "poison"])
+def test_rows(kind, heads, clean):
+    for rows, keys in ((1, 1), (3, 65), (37, 1001), (1030, 2049)):
+        rows_case(rows, keys, heads, kind, clean)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_are_counted_at_a_time():
+    rows_case(9001, 300, 64, "ragged", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("heads", [32, 64, 128])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
+def test_paged(next_n, heads, clean):
+    """One tile, many, none; more requests than are counted at a time; tables that end early; gaps between blocks."""
+    after = range(next_n)
+    paged_case([[64 - j for j in after]], heads, 64, clean=clean)
+    lens = [[2999 + j for j in after], [17 * j for j in after], [INT_MIN] * next_n, [INT_MAX - j for j in after]]
+    paged_case(lens, heads, 3333, clean=clean, padding=64 * 9)
+    paged_case([[i * 7 % 300 + j for j in after] for i in range(300)], heads, 301, clean=clean)
+    paged_case([[5000 + j for j in after], [200] * next_n], heads, 5005, clean=clean, table_width=9)
+
+
+@pytest.mark.gpu
+def test_twenty_times_the_same_bits():
+    rows_case(4500, 2000, 64, "causal", True, repeats=20)
+    paged_case([[33000 - 770 * i, 33001 - 770 * i] for i in range(40)], 64, 33001, repeats=20)
+
+
+@pytest.mark.gpu
+def test_a_nan_key_scores_nan():
+    q, k, ones = codes(9, 64, 128), codes(200, 128), torch.ones(200, device="cuda")
+    k[77, 5] = 0x7F
+    start, end = torch.zeros(9, dtype=torch.int32, device="cuda"), torch.full((9,), 200, dtype=torch.int32, device="cuda")
+    out = torch.empty(9, 200, device="cuda")
+    chosen = config.mqa_config(9, 200, 64, 128, "e4m3fn", 1, H200)
+    kernels.launch_mqa_logits(q, k, ones, ones[:64].expand(9, 64).contiguous(), start, end, "e4m3fn", out, chosen, clean=True)
+    assert out.isnan().nonzero()[:, 1].tolist() == [77] * 9
+
+
+@pytest.mark.gpu
+def test_graph_replays_at_other_lengths():
+    torch.manual_seed(0)
+    cache, table = torch.randint(0, 120, (70, 64, LAYOUT.row), dtype=torch.uint8, device="cuda"), None
+    cache.view(70, -1)[:, 64 * 128 :].view(torch.float32).fill_(0.5)
+    table = torch.randperm(70, device="cuda").int().view(2, 35)
+    q, weights = codes(2, 1, 64, 128), torch.randn(2, 64, device="cuda")
+    lens, out = torch.tensor([[9], [2000]], dtype=torch.int32, device="cuda"), torch.empty(2, 2240, device="cuda")
+    chosen = config.paged_config(*q.shape, 2240, "e4m3fn", 1, H200)
+
+    def launch():
+        kernels.launch_paged_mqa_logits(q, cache, weights, lens, table, 2240, "e4m3fn", out, chosen, clean=True)
+
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for new in ([9, 2000], [0, 2240], [700, 1]):
+        lens.copy_(torch.tensor(new, device="cuda")[:, None])
+        graph.replay()
+        assert_same_diff(out, reference.paged_mqa_logits(q, cache, weights, lens, table, 2240, LAYOUT.name))
+
+
+@pytest.mark.gpu
+def test_what_tma_cannot_copy_takes_the_portable_kernel():
+    from sparse_attn.ops.index_logits import hopper_rows
+
+    q, k, k_scale = codes(50, 64, 128), codes(300, 128), torch.rand(300, device="cuda")
+    weights = torch.randn(50, 66, device="cuda")[:, :64]
+    assert not hopper_rows.fits(q, k, k_scale, weights) and hopper_rows.fits(q, k, k_scale, weights.contiguous())
+    start, end = torch.zeros(50, dtype=torch.int32, device="cuda"), torch.full((50,), 300, dtype=torch.int32, device="cuda")
+    chosen = config.mqa_config(50, 300, 64, 128, "e4m3fn", 1, H200)
+    out = torch.empty(2, 50, 300, device="cuda")
+    for place, some in enumerate((weights, weights.contiguous())):
+        kernels.launch_mqa_logits(q, k, k_scale, some, start, end, "e4m3fn", out[place], chosen, clean=True)
+    assert_same_diff(out[0], out[1])
