@@ -1,6 +1,7 @@
 """Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1).
 
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
+SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 
 import os
@@ -12,6 +13,9 @@ from sparse_attn import workspace
 from sparse_attn.target import interpreting
 
 torch.set_num_threads(1)
+if (gpus := os.environ.get("SPARSE_ATTN_TEST_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+    gpus = gpus.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(worker.removeprefix("gw")) % len(gpus)]
 
 
 def pytest_collection_modifyitems(config, items):

@@ -56,7 +56,7 @@ def test_compiles_for_hopper_without_spills(next_n):
         else:
             q, k = meta(90, 64, 128, dtype=torch.uint8), meta(700, 128, dtype=torch.uint8)
             chosen = config.mqa_config(90, 700, 64, 128, "e4m3fn", 1, H200).hopper
-            hopper_rows.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen, clean=True)
+            hopper_rows.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen)
     compiled = compile_launch(launches[0])
     assert compiled.spill_bytes == 0 and compiled.shared_memory <= H200.shared_memory
     # Two consumers, three places that start a product of four steps and three that wait for one: ptxas, which waits for

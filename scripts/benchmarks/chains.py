@@ -100,11 +100,10 @@ def _layer(run: Run, index_cache: torch.Tensor, cache: torch.Tensor, requests: i
     )
 
 
-def _peer_layer(run, inputs, index_cache, cache, request_ids, requests, top_k, context):
-    """(select(index), attend(index, chosen, q)) as vLLM 0.25 chains them; both plans are made once, outside."""
-    peers = run.peers
-    plan, attention_plan = peers.paged_plan(inputs.context_lens, BLOCK), peers.decode_plan()
-    ends = inputs.context_lens.flatten()
+def peer_select(run, inputs, index_cache, requests, top_k, context):
+    """select(index) as vLLM 0.25 chains it: fill, scores, top-k; the plan is made once, outside."""
+    peers, ends = run.peers, inputs.context_lens.flatten()
+    plan = peers.paged_plan(inputs.context_lens, BLOCK)
     out = torch.empty(requests, top_k, dtype=torch.int32, device=run.device)
     scratch = torch.zeros(TOP_K_SCRATCH, dtype=torch.uint8, device=run.device)
 
@@ -114,11 +113,18 @@ def _peer_layer(run, inputs, index_cache, cache, request_ids, requests, top_k, c
         logits = peers.paged_scores(q, index_cache, weights, inputs.context_lens, table, plan, context)
         return peers.top_k_decode(logits, ends, out, scratch)
 
-    def attend(index, chosen, q):
-        slots = peers.slots(request_ids, inputs.tables[index], chosen, BLOCK)
-        return peers.decode(q.unsqueeze(1), cache, slots.unsqueeze(1), attention_plan, SCALE)
+    return select
 
-    return select, attend
+
+def _peer_layer(run, inputs, index_cache, cache, request_ids, requests, top_k, context):
+    """(select(index), attend(index, chosen, q)); attention's plan, too, is made once."""
+    plan = run.peers.decode_plan()
+
+    def attend(index, chosen, q):
+        slots = run.peers.slots(request_ids, inputs.tables[index], chosen, BLOCK)
+        return run.peers.decode(q.unsqueeze(1), cache, slots.unsqueeze(1), plan, SCALE)
+
+    return peer_select(run, inputs, index_cache, requests, top_k, context), attend
 
 
 @suite("prefill_chain")

@@ -9,6 +9,7 @@ from sparse_attn.target import Target
 
 # The warp-specialised kernels' shapes: values of a key, heads of a row, columns of a product at most.
 HOPPER_DIM, HOPPER_HEADS, HOPPER_LANES = 128, (32, 64, 128), 256
+FEW_KEYS = 1 << 21  # of all rows of a paged call: a shorter pipeline starts sooner
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def paged_config(
     hopper = None
     if native and _specialised(heads, dim, target):
         rows = min(HOPPER_LANES // heads, 4, 1 << (next_n - 1).bit_length())
-        hopper = HopperConfig(rows * heads, target.num_sms)
+        few = requests * next_n * max_context_len <= FEW_KEYS
+        hopper = HopperConfig(rows * heads, target.num_sms, tiles=8 if few else 16)
     return LogitsConfig(keys, 1, native, warps, stages, splits, hopper)
 
 

@@ -33,7 +33,6 @@ from sparse_attn.ops.index_logits.hopper import (
 )
 
 CHUNK = gl.constexpr(1024)  # units whose tiles are counted at a time
-CLEANERS = gl.constexpr(2)  # warps
 
 
 @gluon.jit
@@ -100,27 +99,19 @@ def _fill(
 
 
 @gluon.jit
-def _write(
-    product, weight, scale, tile, starts, lengths, to, present, keys, stride_out, FROM: gl.constexpr, CLEAN: gl.constexpr
-):
+def _write(product, weight, scale, tile, starts, lengths, to, stride_out, FROM: gl.constexpr):
     """A product's scores, of the unit's rows from FROM on."""
     position = tile * TILE + gl.arange(0, TILE, layout=scale.type.layout)
     scores = sums(product, weight, len(starts) // PRODUCTS)
     for n in gl.static_range(len(starts) // PRODUCTS):
         inside = (position - starts[FROM + n]).to(gl.uint32) < lengths[FROM + n].to(gl.uint32)
-        at = to + (FROM + n) * stride_out.to(gl.int64) + position
-        if CLEAN:
-            score = gl.where(inside, scores[n] * scale, -float("inf"))
-            gl.store(at, score, mask=(position < keys) & (FROM + n < present))
-        else:
-            gl.store(at, scores[n] * scale, mask=inside)
+        gl.store(to + (FROM + n) * stride_out.to(gl.int64) + position, scores[n] * scale, mask=inside)
 
 
 @gluon.jit
 def _score(
     tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
     stride_start, stride_end, stride_out, first, skip, last, count, which: gl.constexpr, ROWS: gl.constexpr,
-    CLEAN: gl.constexpr,
 ):  # fmt: skip
     """A consumer: every second stage of the program's share."""
     STAGES: gl.constexpr = tiles.shape[0]
@@ -135,7 +126,6 @@ def _score(
         if some > 0:
             starts, lengths = _ranges(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
             to = out + (unit * ROWS).to(gl.int64) * stride_out
-            present = rows - unit * ROWS
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_filled.index(place), phase)
             weight = weights.index(place).reshape([PRODUCTS * LANES])
@@ -150,44 +140,18 @@ def _score(
                 back = multiply(tiles, slot, queries, place, 1, PRODUCTS)
                 scale = scales.index(slot).reshape([TILE]).load(KEY)
                 tile = begin + skip + i
-                _write(product, front_weight, scale, tile, starts, lengths, to, present, keys, stride_out, 0, CLEAN)
+                _write(product, front_weight, scale, tile, starts, lengths, to, stride_out, 0)
                 after, phase = ring(done + i + CONSUMERS, STAGES)
                 product = warpgroup_mma_wait(0, deps=(back,))
                 signal(freed, slot)
                 mbarrier.wait(filled.index(after), phase, pred=i + CONSUMERS < some)
                 front = multiply(tiles, after, queries, place, 0, PRODUCTS)
-                _write(product, back_weight, scale, tile, starts, lengths, to, present, keys, stride_out, SOME, CLEAN)
+                _write(product, back_weight, scale, tile, starts, lengths, to, stride_out, SOME)
             warpgroup_mma_wait(0, deps=(front,))
             signal(query_freed, place)
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0
-
-
-@gluon.jit
-def _clear(out, kv_start, kv_end, rows, keys, stride_start, stride_end, stride_out, ROWS: gl.constexpr):
-    """-inf before the first and behind the last tile of every unit."""
-    WIDTH: gl.constexpr = 512
-    COLUMNS: gl.constexpr = gl.BlockedLayout([1], [32], [CLEANERS], [0])
-    column = gl.arange(0, WIDTH, layout=COLUMNS)
-    nothing = gl.full([WIDTH], -float("inf"), gl.float32, COLUMNS)
-    units = (rows + ROWS - 1) // ROWS
-    programs = gl.num_programs(0)
-    part = gl.program_id(0) // units
-    for unit in range(gl.program_id(0) % units, units, programs):
-        parts = gl.maximum((programs - unit + units - 1) // units, 1)
-        first, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
-        before = gl.where(there > 0, first * TILE, keys)
-        behind = gl.where(there > 0, (first + there) * TILE, keys)
-        to = out + (unit * ROWS).to(gl.int64) * stride_out + column
-        for position in range(part * WIDTH, before, parts * WIDTH):
-            for n in gl.static_range(ROWS):
-                inside = (position + column < before) & (unit * ROWS + n < rows)
-                gl.store(to + n * stride_out.to(gl.int64) + position, nothing, mask=inside)
-        for position in range(behind + part * WIDTH, keys, parts * WIDTH):
-            for n in gl.static_range(ROWS):
-                inside = (position + column < keys) & (unit * ROWS + n < rows)
-                gl.store(to + n * stride_out.to(gl.int64) + position, nothing, mask=inside)
 
 
 @gluon.jit(
@@ -207,7 +171,6 @@ def mqa_logits(
     stride_start_row,
     stride_end_row,
     stride_out_row,
-    CLEAN: gl.constexpr,
     TILES: gl.constexpr,  # in flight, a stage each
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -248,37 +211,18 @@ def mqa_logits(
     skip = begin - skipped
     fence_async_shared()
     barrier()
-    if CLEAN:
-        gl.warp_specialize(
-            [
-                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS,
-                          CLEAN)),
-                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS,
-                          CLEAN)),
-                (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
-                         kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
-                (_clear, (out, kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, stride_out_row, ROWS)),
-            ],
-            [4, 1, CLEANERS],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS,
-                          CLEAN)),
-                (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                          rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS,
-                          CLEAN)),
-                (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
-                         kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS)),
+            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS)),
+            (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
+                     kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
 
 
 def fits(q, k, k_scale, weights) -> bool:
@@ -286,8 +230,8 @@ def fits(q, k, k_scale, weights) -> bool:
     return q.is_contiguous() and all(map(in_lines, (q, k, k_scale, weights)))
 
 
-def launch(q, k, k_scale, weights, kv_start, kv_end, out, chosen, *, clean):
-    """As kernels.launch_mqa_logits, of tensors that ``fits`` takes."""
+def launch(q, k, k_scale, weights, kv_start, kv_end, out, chosen):
+    """As kernels.launch_mqa_logits, of tensors that ``fits`` takes; writes nothing outside the ranges."""
     rows, heads, dim = q.shape
     keys, fp8 = k.shape[0], torch.float8_e4m3fn
     codes = gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=2)
@@ -305,7 +249,6 @@ def launch(q, k, k_scale, weights, kv_start, kv_end, out, chosen, *, clean):
         kv_start.stride(0),
         kv_end.stride(0),
         out.stride(0),
-        CLEAN=clean,
         TILES=chosen.tiles,
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,

@@ -11,6 +11,7 @@ import triton.language as tl
 from sparse_attn.device.cast import INTERPRETED, dot
 from sparse_attn.device.fp8 import decode_fp8, decode_fp8_bf16
 
+OUTSIDE = 1024  # columns that clear_outside clears at a time
 LANES = 128  # (row, head) columns of a paged product: what its accumulator holds in registers
 
 
@@ -117,6 +118,25 @@ def mqa_logits(
             score = score * scale
         score = tl.where((key >= start) & (key < end), score, float("-inf"))
         tl.store(out + m64 * stride_out_row + key, score, mask=real_key)
+
+
+@triton.jit(do_not_specialize=["keys", "stride_out_row"])
+def clear_outside(kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row, BLOCK: tl.constexpr):
+    """-inf outside a row's range; a row's programs share its blocks."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.minimum(tl.maximum(tl.load(kv_start + row * stride_start_row), 0), keys)
+    end = tl.minimum(tl.maximum(tl.load(kv_end + row * stride_end_row), 0), keys)
+    start = tl.where(start < end, start, keys)
+    out_row = out + row * stride_out_row
+    nothing = tl.full([BLOCK], float("-inf"), tl.float32)
+    part = tl.program_id(1) * BLOCK
+    step = tl.num_programs(1) * BLOCK
+    for begin in range(part, start, step):
+        column = begin + tl.arange(0, BLOCK)
+        tl.store(out_row + column, nothing, mask=column < start)
+    for begin in range(end // BLOCK * BLOCK + part, tl.where(start < keys, keys, 0), step):
+        column = begin + tl.arange(0, BLOCK)
+        tl.store(out_row + column, nothing, mask=(column >= end) & (column < keys))
 
 
 @triton.jit(
@@ -229,7 +249,12 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
         from sparse_attn.ops.index_logits import hopper_rows  # Gluon is looked for where it is used
 
         if hopper_rows.fits(q, k, k_scale, weights):
-            hopper_rows.launch(q, k, k_scale, weights, kv_start, kv_end, out, config.hopper, clean=clean)
+            hopper_rows.launch(q, k, k_scale, weights, kv_start, kv_end, out, config.hopper)
+            if clean:
+                parts = min(triton.cdiv(keys, OUTSIDE), triton.cdiv(1024, rows))
+                clear_outside[(rows, parts)](
+                    kv_start, kv_end, out, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0), BLOCK=OUTSIDE
+                )
             return
     pad_h = max(16, triton.next_power_of_2(heads))
     mqa_logits[(triton.cdiv(keys, config.keys), triton.cdiv(rows, config.rows))](
