@@ -42,16 +42,15 @@ def main() -> int:
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU here; the suites measure one (--dry: only run through them)")
     run = Run("cpu", dry=True) if options.dry else Run(peers=peers.load())
-    records, failed = measure(names, run)
-    if options.json:
-        options.json.write_text(json.dumps(records, indent=1) + "\n")
+    records, failed = measure(names, run, options.json)
     if failed:
         print(f"FAILED: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
 
 
-def measure(names: list[str], run: Run) -> tuple[list[dict[str, object]], list[str]]:
-    """Run the suites and print a row per case as it comes: the records, and the suites that failed."""
+def measure(names: list[str], run: Run, written: Path | None = None) -> tuple[list[dict[str, object]], list[str]]:
+    """Run the suites and print a row per case as it comes: the records, and the suites that failed. After each suite the
+    records so far are ``written``."""
     known = all_suites()
     print(f"{'dry run' if run.dry else torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'suite':<20} {'case':<52} {'us':>10} {'floor':>9} {'of floor':>8}  {'peer':<26} {'peer us':>10} {'ratio':>6}")
@@ -68,6 +67,8 @@ def measure(names: list[str], run: Run) -> tuple[list[dict[str, object]], list[s
             failed.append(name)
             traceback.print_exc()
         print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        if written:
+            written.write_text(json.dumps(records, indent=1) + "\n")
         if not run.dry:
             torch.cuda.empty_cache()
     return records, failed
