@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from sparse_attn.ops.topk import config, reference, top_k_per_row
+from sparse_attn.ops.topk import config, reference, table, top_k_per_row
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.workspace import size_of
@@ -175,7 +175,7 @@ def test_config_stays_within_its_means(target):
                 assert launch.digits == (target.vendor == "nvidia")
                 if launch.digits:  # every thread counts
                     counted = {launch.slots, launch.chunk, launch.samples} - {0}
-                    assert min(counted) >= 32 * launch.num_warps
+                    assert min(counted) >= 32 * launch.num_warps and 4 * 32 * launch.num_warps <= table.BINS.value
                 if launch.sampled:
                     assert launch.span % launch.chunk == 0 and launch.span <= (1 << 16 if launch.digits else launch.chunk)
                 assert width <= launch.slots if launch.short else launch.groups <= rows
@@ -289,6 +289,16 @@ def test_kernel_chosen_config(device, dirty_workspace):
         x = scores("normal", rows, width)
         got = top_k_per_row(x.to(device), k, impl="triton").cpu()
         assert torch.equal(got, reference.top_k_per_row(x, None, None, k))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("rows, width", [(2, 20000), (1, 40000)])
+def test_kernel_config_of_an_h200(rows, width, device, dirty_workspace):
+    """By digits, a held row and one that many programs share, as launched there."""
+    for kind in ("normal", "relu"):
+        x = scores(kind, rows, width)
+        want = reference.top_k_per_row(x, None, None, 512)
+        assert torch.equal(run(x, None, None, 512, config.config(rows, width, 512, H200), device), want)
 
 
 @pytest.mark.gpu

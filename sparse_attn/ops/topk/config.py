@@ -74,8 +74,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
             return TopkConfig(True, slots, 8, digits=True, max_registers=_at_most(80, target))
         # The registers of a multiprocessor hold one such row: nothing but the L2 can have the next one ready.
         many = rows > target.num_sms
-        warps = 32 if slots == HELD and not many else 16
-        return TopkConfig(True, slots, warps, digits=True, ahead=target.num_sms if many else 0)
+        return TopkConfig(True, slots, 16, digits=True, ahead=target.num_sms if many else 0)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)
         registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor

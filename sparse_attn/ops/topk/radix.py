@@ -29,7 +29,8 @@ def falling_score(key):
 
 @triton.jit
 def start(table, THREADS: tl.constexpr):
-    """Zero the table. THREADS: of the program."""
+    """Zero the table. THREADS: of the program; each has four counters at least."""
+    tl.static_assert(4 * THREADS <= tables.BINS)
     thread = tl.arange(0, THREADS)
     zero = tl.zeros([THREADS], tl.int32)
     for quad in tl.static_range(tables.BINS // (4 * THREADS)):
