@@ -23,9 +23,9 @@ INF = math.inf
 
 def test_where_it_applies():
     fits = (200, 64, 576, 512, torch.bfloat16, H200)
-    assert config.hopper(*fits) == config.HopperConfig() == config.hopper(66, 128, 512, 512, torch.bfloat16, H200)
+    assert config.hopper(*fits) == config.HopperConfig() == config.hopper(22, 128, 512, 512, torch.bfloat16, H200)
     for place, value in (
-        (0, 65), (1, 32), (1, 96), (2, 640), (3, 256), (4, torch.float16), (5, Target("nvidia", 100, 132, 232448)),
+        (0, 43), (1, 32), (1, 96), (2, 640), (3, 256), (4, torch.float16), (5, Target("nvidia", 100, 132, 232448)),
         (5, Target("amd", "gfx942", 304, 65536)),
     ):  # fmt: skip
         assert config.hopper(*fits[:place], value, *fits[place + 1 :]) is None

@@ -97,10 +97,10 @@ class HopperConfig:
 
 def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
     """The warp-specialised kernel's configuration where it applies and pays: bf16 rows of its width, whole blocks of
-    heads, and a program for every other multiprocessor, since it does not split a row. None: the portable kernel."""
+    heads, and a program for every third multiprocessor, since it does not split a row. None: the portable kernel."""
     if not _is_hopper(target, dtype) or d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
         return None
-    return HopperConfig() if 2 * tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
+    return HopperConfig() if 3 * tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
 
 
 def hopper_fp8(
