@@ -71,7 +71,8 @@ def gather(targets: list[str], kernels: list[str], everything: bool) -> tuple[di
             for launch in launches:
                 if not any(name in kernel_name(launch) for name in kernels):
                     continue
-                if case.more and not everything:
+                wanted = case.where and case.where in f"{target} {launch.module}"
+                if case.more and not (everything or wanted):
                     rest.add(launch)
                 else:
                     work.setdefault(launch, []).append(f"{case.op}: {case.name}")

@@ -26,6 +26,7 @@ CONTEXT = DEFAULT_CONTEXT
 MODELS = tuple(shipped_models())
 ENOUGH, SPOILT = 0.99, 0.9
 DENSE_SHARE = 1.01  # of dense attention's bits per byte
+FEW_SHARE = 1.02  # the same of three texts
 NOISE = 0.004  # bits per byte between paths that quantise alike: one fp8 code here or there
 FP8_NOISE = 0.01  # bits per byte that quantised caches cost
 
@@ -46,7 +47,7 @@ def sample(name, texts, asked, seed=5):
 
 
 @functools.cache
-def quality(name, way, device="cpu", dtype=torch.float32, texts=1, asked=3, seed=5):
+def quality(name, way, device="cpu", dtype=torch.float32, texts=1, asked=2, seed=5):
     spec, params, _ = model(name, device, dtype)
     return measure(spec, params, WAYS[way], *sample(name, texts, asked, seed))
 
@@ -62,15 +63,16 @@ def test_small_enough(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_selected_keys_are_worth_all_of_them(name):
-    many = dict(texts=8, asked=0)
-    assert quality(name, "sparse", **many).bits_per_byte <= DENSE_SHARE * quality(name, "dense", **many).bits_per_byte
+    """So few texts scatter by a percent of their own; on a GPU there are enough of them to tell less."""
+    few = dict(texts=3, asked=0)
+    assert quality(name, "sparse", **few).bits_per_byte <= FEW_SHARE * quality(name, "dense", **few).bits_per_byte
 
 
 @pytest.mark.parametrize("way", ("dense", "sparse", "fp8", "chunked"))
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_as_well_by_every_path(name, way):
     mine, plain = quality(name, way), quality(name, "sparse")
-    assert mine.asked > 30 and mine.retrieval >= ENOUGH
+    assert mine.asked > 20 and mine.retrieval >= ENOUGH
     if way != "dense":
         assert abs(mine.bits_per_byte - plain.bits_per_byte) < FP8_NOISE
     if way == "chunked":
@@ -89,15 +91,16 @@ def test_token_by_token(name):
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_predict_what_the_reference_does(name, device):
-    """A short document and few keys to select, so that the interpreter can have it."""
+    """A few tokens and fewer keys to select, so that the interpreter can have it."""
     spec, params, tokenizer = model(name, str(device))
-    spec = replace(spec, index=replace(spec.index, top_k=12))
+    spec = replace(spec, index=replace(spec.index, top_k=12 // getattr(spec, "indexed_ratio", 1)))
     (document,) = retrieval_documents(1, 40, seed=1, queries=1)
+    asked = encode(document, tokenizer)
+    asked = asked._replace(ids=asked.ids[:24])
     layouts = cache_layouts(spec, "fp32")
     by = {}
     for impl in ("triton", "reference"):
-        way = Way(impl, "plain", impl)
-        by[impl] = score(Model(spec, params, layouts, impl), [encode(document, tokenizer)], way)[0]
+        by[impl] = score(Model(spec, params, layouts, impl), [asked], Way(impl, "plain", impl))[0]
     torch.testing.assert_close(by["triton"][0], by["reference"][0], atol=2e-3, rtol=2e-3)
     assert torch.equal(by["triton"][1], by["reference"][1])
 
@@ -106,12 +109,12 @@ def test_kernels_predict_what_the_reference_does(name, device):
 @pytest.mark.parametrize("way", [name for name, way in WAYS.items() if name != "dense"])
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_as_well_on_a_gpu(name, way, record_property):
-    many = dict(device="cuda", dtype=torch.bfloat16, texts=8, asked=32, seed=0)
+    many = dict(device="cuda", dtype=torch.bfloat16, texts=32, asked=32, seed=0)
     dense, mine = quality(name, "dense", **many), quality(name, way, **many)
     for which, found in (("dense", dense), (way, mine)):
         record_property(which, f"{found.bits_per_byte:.4f} bits/byte, {found.right} of {found.asked} values")
     assert mine.asked > 400 and dense.retrieval >= ENOUGH and mine.retrieval >= ENOUGH
-    assert mine.bits_per_byte <= DENSE_SHARE * dense.bits_per_byte + FP8_NOISE
+    assert mine.bits_per_byte <= DENSE_SHARE * dense.bits_per_byte
     assert abs(mine.right - dense.right) <= 4
 
 

@@ -28,8 +28,8 @@ def _prefill() -> Iterator[Case]:
         spec = preset(name)
         kind = str(dtype).removeprefix("torch.")
         yield _rows(f"{name} {kind}", spec.num_heads, *_dims(spec), MANY, dtype, more=more)
-    yield _rows("deepseek_v32 of 8 devices", 16, 576, 512, MANY, BF16)
-    yield _rows("deepseek_v4_pro of 4 devices", 32, 512, 512, MANY, BF16, sink=True)
+    yield _rows("deepseek_v32 of 8 devices", 16, 576, 512, MANY, BF16, more=True, where="hopper")
+    yield _rows("deepseek_v4_pro of 4 devices", 32, 512, 512, MANY, BF16, sink=True, more=True, where="hopper")
     yield _rows("deepseek_v32 of 8 devices, a row", 16, 576, 512, 1, BF16, more=True)
     yield _rows("deepseek_v32, a row", 128, 576, 512, 1, BF16, more=True)
     yield _rows("deepseek_v4_flash, a row and a sink", 64, 512, 512, 1, BF16, sink=True, more=True)
@@ -38,10 +38,12 @@ def _prefill() -> Iterator[Case]:
 
 def _decode() -> Iterator[Case]:
     latent, planar = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
-    heads_too = ((1, 128, True), (128, 128, False), (4, 128, False), (128, 16, True), (64, 16, False), (64, 32, False))
+    heads_too = ((1, 128, True), (128, 128, False), (4, 128, True), (128, 16, True), (64, 16, True), (64, 32, True))
     for batch, heads, more in heads_too:
-        yield _paged(f"deepseek_v32 fp8, batch {batch}, {heads} heads", batch, heads, latent, more=more)
-    yield _paged("deepseek_v32 fnuz", 4, 128, LatentFp8Layout(512, 64, flavour="e4m3fnuz"))
+        name = f"deepseek_v32 fp8, batch {batch}, {heads} heads"
+        yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
+    fnuz = LatentFp8Layout(512, 64, flavour="e4m3fnuz")
+    yield _paged("deepseek_v32 fnuz", 4, 128, fnuz, more=True, where="gfx942")
     yield _paged("deepseek_v32 fp8, blocks apart", 4, 128, latent, gap=64, more=True)
     yield _paged("deepseek_v32 fp8, 32 heads, blocks apart", 4, 32, latent, gap=64, more=True)
     yield _paged("deepseek_v32 bf16, 8 heads", 64, 8, PlainLayout("bf16", 512, 64), more=True)
@@ -49,9 +51,11 @@ def _decode() -> Iterator[Case]:
     yield _paged("deepseek_v32 bf16, blocks apart", 4, 128, PlainLayout("bf16", 512, 64), gap=64, more=True)
     yield _paged("deepseek_v32 fp32 queries, fp8", 4, 128, latent, dtype=FP32, more=True)
     yield _paged("deepseek_v32 fp32", 4, 128, PlainLayout("fp32", 512, 64), dtype=FP32, more=True)
-    heads_too = ((1, 64, True), (128, 128, False), (4, 64, False), (128, 16, True), (64, 16, True), (64, 32, False))
+    heads_too = ((1, 64, True), (128, 128, False), (4, 64, True), (128, 16, True), (64, 16, True), (64, 32, True))
     for batch, heads, more in heads_too:
-        yield _paged(f"deepseek_v4, batch {batch}, {heads} heads", batch, heads, planar, extra=planar, sink=True, more=more)
+        name = f"deepseek_v4, batch {batch}, {heads} heads"
+        where = "hopper" if (batch, heads) in ((4, 64), (64, 32)) else ""
+        yield _paged(name, batch, heads, planar, extra=planar, sink=True, more=more, where=where)
     fnuz = PlanarFp8Layout(448, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v4 fnuz", 4, 128, fnuz, extra=fnuz, sink=True, more=True)
     yield _paged("deepseek_v4, window layer", 128, 64, planar, sink=True, more=True)
@@ -64,7 +68,7 @@ def _decode() -> Iterator[Case]:
             layout = cache_layouts(spec, kind).kv
             dtype = FP32 if kind == "fp32" else BF16
             extra = layout if isinstance(spec, CompressedSpec) else None
-            yield _paged(f"{name} {kind}", 2, spec.num_heads, layout, extra=extra, dtype=dtype, keys=64, more=(name, kind) != ("tiny_v4", "fp8"))
+            yield _paged(f"{name} {kind}", 2, spec.num_heads, layout, extra=extra, dtype=dtype, keys=64, more=True)
 
 
 def _merge() -> Iterator[Case]:
@@ -73,13 +77,14 @@ def _merge() -> Iterator[Case]:
         yield Case("merge_attn_states", f"{states} states", launch.merge_attn_states, arguments, more)
 
 
-def _rows(name, heads, d_qk, d_v, tokens, dtype, *, keys=2048, sink=False, more=False) -> Case:
+def _rows(name, heads, d_qk, d_v, tokens, dtype, *, keys=2048, sink=False, more=False, where="") -> Case:
     q, kv = tensor(tokens, heads, d_qk, dtype=dtype), tensor(65536, d_qk, dtype=dtype)
     arguments = q, kv, integers(tokens * keys), integers(tokens + 1), 0.1, d_v, floats(heads) if sink else None
-    return Case("sparse_attn_prefill", name, launch.sparse_attn_prefill, arguments, more)
+    return Case("sparse_attn_prefill", name, launch.sparse_attn_prefill, arguments, more, where)
 
 
-def _paged(name, batch, heads, layout, *, extra=None, dtype=BF16, keys=2048, gap=0, sink=False, more=False) -> Case:
+def _paged(name, batch, heads, layout, *, extra=None, dtype=BF16, keys=2048, gap=0, sink=False, more=False,
+           where="") -> Case:  # fmt: skip
     width = layout.latent + layout.rope
     cache = cache_of(layout)
     if gap:
@@ -92,7 +97,7 @@ def _paged(name, batch, heads, layout, *, extra=None, dtype=BF16, keys=2048, gap
         tensor(batch, heads, width, dtype=dtype), cache, integers(batch * keys), integers(batch + 1), 0.1, layout.name,
         *second, floats(heads) if sink else None,
     )  # fmt: skip
-    return Case("sparse_attn_decode", name, launch.sparse_attn_decode, arguments, more)
+    return Case("sparse_attn_decode", name, launch.sparse_attn_decode, arguments, more, where)
 
 
 def _dims(spec) -> tuple[int, int]:

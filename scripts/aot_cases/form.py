@@ -14,13 +14,15 @@ U8, I32, I64 = torch.uint8, torch.int32, torch.int64
 
 
 class Case(NamedTuple):
-    """more: compiled with --all only, because another case has the same code in it or it is not a published model's."""
+    """more: compiled with --all only, because another case has the same code in it or it is not a published model's. where:
+    without --all, too, where this is part of the target's name or of the kernel's module."""
 
     op: str
     name: str
     launcher: Callable
     arguments: tuple
     more: bool = False
+    where: str = ""
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

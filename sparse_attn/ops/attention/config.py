@@ -66,7 +66,8 @@ def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, target: Target) 
     if target.arch == "gfx950":  # here too; four waves have 512 registers each
         return AttentionConfig(heads, 16 if fp8 or mixed else 32, 4, 2)
     if heads < 64:
-        return AttentionConfig(heads, 64, 8, 2)
+        spills = heads == 32 and fp8 and target.reads_shared_operands and target.arch != 90
+        return AttentionConfig(16 if spills else heads, 64, 8, 2)
     if target.reads_shared_operands and target.arch != 90:
         # Plain tiles lie in shared memory twice. Hoisted addresses beside the sums, which pass through registers, spill.
         return AttentionConfig(64, 64, 8, 3, hoist=False) if fp8 else AttentionConfig(64, 32, 8, 2, hoist=False)
