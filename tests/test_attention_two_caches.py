@@ -378,7 +378,7 @@ def test_offsets_beyond_2_31_bytes(block_size):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("two", [False, True], ids=["one cache", "two caches"])
-@pytest.mark.parametrize("heads, tokens", [(16, 128), (64, 1)])
+@pytest.mark.parametrize("heads, tokens", [(64, 1)])
 def test_kernel_on_hopper(heads, two, tokens):
     from sparse_attn.ops.attention import kernels, launch
     from sparse_attn.testing.aot import compile_kernel

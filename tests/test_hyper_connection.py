@@ -260,7 +260,7 @@ def test_streams_far_apart():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("count, hidden", [(4, 4096), (4, 7168), (3, 7168), (16, 7168)])
+@pytest.mark.parametrize("count, hidden", [(3, 7168), (16, 7168)])  # those of published models: scripts/aot.py
 @pytest.mark.parametrize("arch", [90, 80, "gfx942"])
 def test_compiles_ahead_of_time(count, hidden, arch):
     from sparse_attn.ops.hyper_connection import config, kernels
