@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from sparse_attn.device.hopper import barrier, signal
 from sparse_attn.ops.attention.hopper_pair import (
     FILLED,
     FREED,
@@ -29,7 +30,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     VALUE,
     allocate_barriers,
     await_keys,
-    barrier,
     finish,
     gather,
     left_pair,
@@ -39,7 +39,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     row_range,
     score_even,
     score_half,
-    signal,
 )
 
 

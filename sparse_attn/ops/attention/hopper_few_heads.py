@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparse_attn.device.hopper import barrier, signal
 from sparse_attn.ops.attention.hopper_few_keys import (
     BUFFERS,
     DONE,
@@ -30,7 +31,7 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     in_cache,
     tile_slots,
 )
-from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, barrier, row_range, signal
+from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, normalise, row_range
 
 
 @gluon.jit
@@ -114,16 +115,10 @@ def _consume(
         else:
             acc = warpgroup_mma_wait(0, deps=(product,))
             scores = nothing
-    total = gl.sum(l, 0)
-    empty = total == 0.0
-    lse2 = m + gl.log2(gl.where(empty, 1.0, total))
-    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total))
     head = gl.arange(0, N, layout=HEAD)
-    if HAS_SINK:
-        drained = gl.load(sink + head, mask=head < heads, other=0.0) * 1.4426950408889634
-        factor = factor / (1.0 + gl.exp2(drained - gl.where(empty, 0.0, lse2)))
-    NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
-    gl.store(lse + head, gl.where(empty, -float("inf"), lse2 * NATURAL), mask=head < heads)
+    drain = gl.load(sink + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
+    factor, logarithm = normalise(m, gl.sum(l, 0), drain, HAS_SINK, SPLIT)
+    gl.store(lse + head, logarithm, mask=head < heads)
     values = acc * gl.expand_dims(factor, 0)
     if SPLIT:
         column = gl.arange(0, VALUE, layout=gl.SliceLayout(1, SUMS))

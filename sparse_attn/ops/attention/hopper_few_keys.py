@@ -12,8 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
-from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather, signal
+from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather
 
 BUFFERS = gl.constexpr(2)
 FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer

@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sparse_attn.device.hopper import barrier, signal
 from sparse_attn.ops.attention.hopper_pair import (
     FILLED,
     FREED,
@@ -30,56 +31,45 @@ from sparse_attn.ops.attention.hopper_pair import (
     VALUE,
     WORD,
     allocate_barriers,
-    barrier,
     gather,
     row_range,
-    signal,
 )
 from sparse_attn.ops.attention.hopper_row import left, right
 
 LINE = gl.constexpr(128)  # bytes fetched at once
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
 
-# Four e4m3 codes and their fp32 scale -> four bf16 values in two words.
-BY_FLOAT = gl.constexpr("""{
+
+def _decode(pair: str) -> str:
+    """PTX of four e4m3 codes in $2 -> four bf16 values in $0 and $1. pair: what becomes of two of them, f and g in fp32."""
+    halves = (
+        f"""cvt.rn.f16x2.e4m3x2 pair, {half};
+mov.b32 {{x, y}}, pair;
+cvt.f32.f16 f, x;
+cvt.f32.f16 g, y;
+{pair.format(out)}
+"""
+        for half, out in (("low", "$0"), ("high", "$1"))
+    )
+    return f"""{{
 .reg .b16 low, high, x, y;
 .reg .b32 pair;
 .reg .f32 f, g;
-mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 pair, low;
-mov.b32 {x, y}, pair;
-cvt.f32.f16 f, x;
-cvt.f32.f16 g, y;
-mul.rn.f32 f, f, $3;
+mov.b32 {{low, high}}, $2;
+{"".join(halves)}}}"""
+
+
+# By an fp32 scale, $3.
+BY_FLOAT = gl.constexpr(
+    _decode("""mul.rn.f32 f, f, $3;
 mul.rn.f32 g, g, $3;
-cvt.rn.bf16x2.f32 $0, g, f;
-cvt.rn.f16x2.e4m3x2 pair, high;
-mov.b32 {x, y}, pair;
-cvt.f32.f16 f, x;
-cvt.f32.f16 g, y;
-mul.rn.f32 f, f, $3;
-mul.rn.f32 g, g, $3;
-cvt.rn.bf16x2.f32 $1, g, f;
-}""")
-# The same with a scale that is a bf16 value, twice in its word: codes are bf16 values too, so one product rounds once.
-BY_PAIR = gl.constexpr("""{
-.reg .b16 low, high, x, y;
-.reg .b32 pair;
-.reg .f32 f, g;
-mov.b32 {low, high}, $2;
-cvt.rn.f16x2.e4m3x2 pair, low;
-mov.b32 {x, y}, pair;
-cvt.f32.f16 f, x;
-cvt.f32.f16 g, y;
-cvt.rn.bf16x2.f32 pair, g, f;
-mul.rn.bf16x2 $0, pair, $3;
-cvt.rn.f16x2.e4m3x2 pair, high;
-mov.b32 {x, y}, pair;
-cvt.f32.f16 f, x;
-cvt.f32.f16 g, y;
-cvt.rn.bf16x2.f32 pair, g, f;
-mul.rn.bf16x2 $1, pair, $3;
-}""")
+cvt.rn.bf16x2.f32 {}, g, f;""")
+)
+# By a scale that is a bf16 value, twice in its word: codes are bf16 values too, so one product rounds once.
+BY_PAIR = gl.constexpr(
+    _decode("""cvt.rn.bf16x2.f32 pair, g, f;
+mul.rn.bf16x2 {}, pair, $3;""")
+)
 FETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 

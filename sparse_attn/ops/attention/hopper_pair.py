@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # triton 3.6, and later
+from sparse_attn.device.hopper import signal
 
 HEADS = gl.constexpr(64)  # of a program
 TILE = gl.constexpr(64)  # keys
@@ -67,13 +67,6 @@ def allocate_barriers():
 
 
 @gluon.jit
-def signal(bar):
-    """Everything this warpgroup did so far is done: say so."""
-    barrier()
-    mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
 def release(bar, EACH: gl.constexpr):
     """This warpgroup has read what it was given: each thread says so for itself, which takes no barrier, or one for all.
     (Nothing is handed over that a thread wrote: that needs ``signal``.)"""
@@ -118,6 +111,19 @@ def masked(scores, slot, num_rows, scale_log2, FLAGS: gl.constexpr):
 
 
 @gluon.jit
+def normalise(m, l, drain, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr):
+    """(what to multiply sums by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A sink ``drain`` adds to the
+    denominator, not to lse, which is in base 2 of a SPLIT row's share."""
+    empty = l == 0.0
+    lse2 = m + gl.log2(gl.where(empty, 1.0, l))
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    if HAS_SINK:
+        factor = factor / (1.0 + gl.exp2(drain * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
+    NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
+    return factor, gl.where(empty, -float("inf"), lse2 * NATURAL)
+
+
+@gluon.jit
 def finish(
     acc, l, m, half: gl.constexpr, out, lse, sink, stride_head, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
     ACC: gl.constexpr,
@@ -126,15 +132,10 @@ def finish(
     row's share stays fp32, its lse in base 2."""
     ROW_P: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     head = gl.arange(0, HEADS, layout=ROW_P)
-    empty = l == 0.0
-    lse2 = m + gl.log2(gl.where(empty, 1.0, l))
-    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
-    if HAS_SINK:
-        drained = gl.load(sink + head) * 1.4426950408889634 - gl.where(empty, 0.0, lse2)
-        factor = factor / (1.0 + gl.exp2(drained))
+    drain = gl.load(sink + head) if HAS_SINK else 0.0
+    factor, logarithm = normalise(m, l, drain, HAS_SINK, SPLIT)
     if half == 0:
-        NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
-        gl.store(lse + head, gl.where(empty, -float("inf"), lse2 * NATURAL))
+        gl.store(lse + head, logarithm)
     values = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
     if SPLIT:
         head_a = gl.arange(0, HEADS, layout=gl.SliceLayout(1, ACC))

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_pair import (
     FREED,
     HALF,
@@ -22,7 +23,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     release,
     right_pair,
     score_even,
-    signal,
 )
 
 

@@ -15,8 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # triton 3.6, and later
-
 TILE = gl.constexpr(64)  # keys of a product
 CONSUMERS = gl.constexpr(2)
 QUERIES = gl.constexpr(2)  # units whose queries are in shared memory
@@ -26,10 +24,20 @@ ALL = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
-def signal(bars, which):
-    """Everything this warpgroup did so far is done: say so."""
-    barrier()
-    mbarrier.arrive(bars.index(which), count=1)
+def allocate_rings(STAGES: gl.constexpr):
+    """mbarriers of stages and of queries: (filled, freed, queries filled, queries freed)."""
+    BARS: gl.constexpr = mbarrier.MBarrierLayout()
+    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
+    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
+    query_filled = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
+    query_freed = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(freed.index(i), count=1)
+        if i < QUERIES:
+            mbarrier.init(query_filled.index(i), count=1)
+            mbarrier.init(query_freed.index(i), count=CONSUMERS)
+    return filled, freed, query_filled, query_freed
 
 
 @gluon.jit

@@ -17,18 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparse_attn.device.hopper import barrier, signal
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
     LANES,
     PRODUCTS,
     QUERIES,
     TILE,
-    barrier,
+    allocate_rings,
     multiply,
     ring,
     search,
     share,
-    signal,
     sums,
 )
 
@@ -183,13 +183,13 @@ def _score(
                        SOME, CLEAN)  # fmt: skip
                 after, phase = ring(done + i + CONSUMERS, STAGES)
                 product = warpgroup_mma_wait(0, deps=(back,))
-                signal(freed, slot)
+                signal(freed.index(slot))
                 mbarrier.wait(filled.index(after), phase, pred=i + CONSUMERS < some)
                 front = multiply(keys, after, queries, place, 0, HALVES)
                 _write(product, back_weight, back_scale, tile + BLOCKS - 1, blocks[1] >= 0, limits, to, present, max_context,
                        stride_out, SOME * (HALVES - 1), SOME, CLEAN)  # fmt: skip
             warpgroup_mma_wait(0, deps=(front,))
-            signal(query_freed, place)
+            signal(query_freed.index(place))
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0
@@ -249,7 +249,6 @@ def paged_mqa_logits(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    BARS: gl.constexpr = mbarrier.MBarrierLayout()
     BLOCKS: gl.constexpr = PRODUCTS if ROWS * HEADS <= LANES else 1
     STAGES: gl.constexpr = TILES // BLOCKS
     # Every warp looks for the program's share by itself.
@@ -260,16 +259,7 @@ def paged_mqa_logits(
     keys = gl.allocate_shared_memory(codes.dtype, [TILES] + codes.block_shape, codes.layout)
     scales = gl.allocate_shared_memory(factors.dtype, [TILES] + factors.block_shape, factors.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
-    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
-    query_filled = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
-    query_freed = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
-        if i < QUERIES:
-            mbarrier.init(query_filled.index(i), count=1)
-            mbarrier.init(query_freed.index(i), count=CONSUMERS)
+    filled, freed, query_filled, query_freed = allocate_rings(STAGES)
 
     counted = gl.sum(stages, 0)
     total = counted

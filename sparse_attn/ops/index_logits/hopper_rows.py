@@ -17,18 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparse_attn.device.hopper import barrier, signal
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
     PRODUCTS,
     QUERIES,
     TILE,
-    barrier,
+    allocate_rings,
     in_lines,
     multiply,
     ring,
     search,
     share,
-    signal,
     sums,
 )
 
@@ -143,12 +143,12 @@ def _score(
                 _write(product, front_weight, scale, tile, starts, lengths, to, stride_out, 0)
                 after, phase = ring(done + i + CONSUMERS, STAGES)
                 product = warpgroup_mma_wait(0, deps=(back,))
-                signal(freed, slot)
+                signal(freed.index(slot))
                 mbarrier.wait(filled.index(after), phase, pred=i + CONSUMERS < some)
                 front = multiply(tiles, after, queries, place, 0, PRODUCTS)
                 _write(product, back_weight, scale, tile, starts, lengths, to, stride_out, SOME)
             warpgroup_mma_wait(0, deps=(front,))
-            signal(query_freed, place)
+            signal(query_freed.index(place))
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0
@@ -175,7 +175,6 @@ def mqa_logits(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    BARS: gl.constexpr = mbarrier.MBarrierLayout()
     ROWS: gl.constexpr = weights.block_shape[0]
     unit = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     units = (rows + ROWS - 1) // ROWS
@@ -184,16 +183,7 @@ def mqa_logits(
     scales = gl.allocate_shared_memory(k_scale.dtype, [TILES] + k_scale.block_shape, k_scale.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     weighing = gl.allocate_shared_memory(weights.dtype, [QUERIES] + weights.block_shape, weights.layout)
-    filled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
-    freed = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
-    query_filled = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
-    query_freed = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
-    for i in gl.static_range(TILES):
-        mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
-        if i < QUERIES:
-            mbarrier.init(query_filled.index(i), count=1)
-            mbarrier.init(query_freed.index(i), count=CONSUMERS)
+    filled, freed, query_filled, query_freed = allocate_rings(TILES)
 
     counted = gl.sum(there, 0)
     total = counted
