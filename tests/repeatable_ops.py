@@ -51,6 +51,7 @@ def operators(device):
     logits, bias = draw(ROWS, 256), draw(256, dtype=torch.float32)
     streams, out = draw(ROWS, 4, 512), draw(ROWS, 512)
     fn, base, scale = draw(24, 2048, dtype=torch.float32) * 0.02, draw(24, dtype=torch.float32), draw(3, dtype=torch.float32)
+    post, mixing = torch.sigmoid(logits[:, :4].float()), torch.sigmoid(logits[:, :16].float()).view(-1, 4, 4)
     options = dict(iterations=20, eps=1e-6, norm_eps=1e-6)
     rope = sa.rope_table(1024, 64, 1e4, device=device)
     query = sa.indexer_q_rope_quant(
@@ -83,9 +84,7 @@ def operators(device):
             q_index[o], weights[o], lens[o].flatten(), rope, start=0, interleaved=True, weight_scale=0.1, layout=index
         ),
         "hyper_mix": lambda o: sa.hyper_mix(streams[o], fn, base, scale, **options)[:1],
-        "hyper_merge": lambda o: (sa.hyper_merge(
-            out[o], streams[o], torch.sigmoid(logits[o, :4].float()), torch.sigmoid(logits[o, :16].float()).view(-1, 4, 4)
-        ),),
+        "hyper_merge": lambda o: (sa.hyper_merge(out[o], streams[o], post[o], mixing[o]),),
     }  # fmt: skip
 
 
