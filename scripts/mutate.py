@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Seed the bugs of mutations.py one at a time, each into a copy of the repository, and show that the tests catch them.
 
-A bug is caught where the tests it names pass without it and fail with it. Exits with 1 where one survives.
+A bug is caught where the tests it names pass without it and fail with it. Exits with 1 where one survives. By default those
+that need no GPU; --gpu: those of kernels for Hopper, on such a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutations to run; default: all of them")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutations to run; default: all of either kind")
+    parser.add_argument("--gpu", action="store_true", help="bugs of kernels that only a GPU runs; without it, all others")
     parser.add_argument("--list", action="store_true", help="name the mutations and end")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there, as JSON")
@@ -51,7 +53,7 @@ def main() -> int:
     known = {mutation.name: mutation for mutation in MUTATIONS}
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"unknown: {', '.join(unknown)}; --list names what there is")
-    chosen = [known[name] for name in options.names] or MUTATIONS
+    chosen = [known[name] for name in options.names] or [bug for bug in MUTATIONS if bug.gpu == options.gpu]
     if options.list:
         for mutation in chosen:
             print(f"{mutation.name:<34} {mutation.file:<46} {mutation.what}")

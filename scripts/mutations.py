@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 class Mutation(NamedTuple):
     """what: the bug in words. tests: pytest node ids, one of which must fail. interpreted: kernels, run by Triton's
-    interpreter."""
+    interpreter. gpu: kernels that only the GPU they are written for runs."""
 
     name: str
     what: str
@@ -19,6 +19,7 @@ class Mutation(NamedTuple):
     new: str
     tests: tuple[str, ...]
     interpreted: bool = False
+    gpu: bool = False
 
     def applied(self, source: str) -> str:
         """``source`` with the bug in it; ValueError unless ``old`` occurs exactly once."""
@@ -249,6 +250,113 @@ PYTHON = [
         ("tests/test_pipeline.py::test_against_dense_oracle",),
     ),
 ]
+
+ATTENTION, SCORES = OPS + "attention/", OPS + "index_logits/"
+
+HOPPER = [
+    Mutation(
+        "hopper-rows-behind-the-last", "bf16 rows behind the last are copied and scored",
+        ATTENTION + "hopper.py",
+        "odd_valid = (odd >= 0) & (odd < num_rows)",
+        "odd_valid = odd >= 0",
+        ("tests/test_attention_hopper.py::test_kinds_of_rows[64-512-full-random]",),
+    ),
+    Mutation(
+        "hopper-rows-handed-out-once", "the counter of rows taken stays where the first launch left it",
+        ATTENTION + "hopper.py",
+        "gl.store(handed_out, 0)",
+        "gl.store(handed_out, items)",
+        ("tests/test_attention_hopper.py::test_replays_hand_their_rows_out_anew[400]",),
+    ),
+    Mutation(
+        "hopper-denominator-not-rescaled", "an even tile's denominator stays at its own maximum",
+        ATTENTION + "hopper_pair.py",
+        "    l = l * rescale\n    sums.index(0).store(l)",
+        "    sums.index(0).store(l)",
+        ("tests/test_attention_hopper.py::test_kinds_of_rows[64-512-full-None]",),
+    ),
+    Mutation(
+        "hopper-empty-row-divided", "a row without keys is divided by its denominator, 0",
+        ATTENTION + "hopper_pair.py",
+        "gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))",
+        "1.0 / l",
+        ("tests/test_attention_hopper.py::test_kinds_of_rows[64-512-none-None]",),
+    ),
+    Mutation(
+        "hopper-scales-of-the-first-part", "all of half a planar record takes the scales of its first part",
+        ATTENTION + "hopper_fp8.py",
+        "shift = (group + part * (PART // GROUP)) * 8",
+        "shift = group * 8",
+        ("tests/test_attention_hopper_fp8.py::test_every_code_and_every_scale",),
+    ),
+    Mutation(
+        "hopper-subnormal-scale", "the scale 2^-127 is taken for 0",
+        ATTENTION + "hopper_fp8.py",
+        "gl.where(exponents == 0, 0x00400040, exponents * 0x00800080)",
+        "exponents * 0x00800080",
+        ("tests/test_attention_hopper_fp8.py::test_every_code_and_every_scale",),
+    ),
+    Mutation(
+        "hopper-keys-that-are-not-there", "keys that no index names score as zeros instead of nothing",
+        ATTENTION + "hopper_fp8.py",
+        "named.index(here).store(valid.to(gl.int32))",
+        "named.index(here).store(valid.to(gl.int32) | 1)",
+        ("tests/test_attention_hopper_fp8_latents.py::test_kinds_of_rows[64-random-None]",),
+    ),
+    Mutation(
+        "hopper-last-share-lost", "what does not divide evenly among a row's programs is attended by none",
+        ATTENTION + "hopper_fp8.py",
+        "share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)",
+        "share = end // gl.num_programs(1)",
+        ("tests/test_attention_hopper_fp8_latents.py::test_kinds_of_rows[64-full-None]",),
+    ),
+    Mutation(
+        "few-heads-int32-offsets", "offsets of records behind 2^31 bytes wrap",
+        ATTENTION + "hopper_few_keys.py",
+        "return slots.to(gl.int64) * (TOKEN // WORD)",
+        "return slots * (TOKEN // WORD)",
+        ("tests/test_attention_few_heads.py::test_offsets_beyond_2_31",),
+    ),
+    Mutation(
+        "few-heads-second-cache-by-the-first", "slots of a second cache are held against the size of the first",
+        ATTENTION + "hopper_few_keys.py",
+        "num_slots = gl.where(tile >= tiles, extra_num_slots, num_slots)",
+        "num_slots = num_slots",
+        ("tests/test_attention_few_heads.py::test_two_caches[16-full]",),
+    ),
+    Mutation(
+        "hopper-relu-hides-nan", "relu of a NaN product is 0",
+        SCORES + "hopper.py",
+        "gl.maximum(product, 0.0, propagate_nan=ALL)",
+        "gl.maximum(product, 0.0)",
+        ("tests/test_index_logits_hopper.py::test_a_nan_key_scores_nan",),
+    ),
+    Mutation(
+        "hopper-stages-lost", "stages that do not divide evenly among programs are scored by none",
+        SCORES + "hopper.py",
+        "return begin, begin + each + (program < more).to(gl.int32)",
+        "return begin, begin + each",
+        ("tests/test_index_logits_hopper.py::test_rows[causal-64-True]",),
+    ),
+    Mutation(
+        "hopper-blocks-outside-the-cache", "blocks that are not in the cache score like zeros",
+        SCORES + "hopper_paged.py",
+        "gl.where((block >= 0) & (block < num_blocks), block, -1)",
+        "gl.where(block >= 0, block, -1)",
+        ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
+    ),
+    Mutation(
+        "hopper-one-position-too-many", "a row sees the position at its length",
+        SCORES + "hopper_paged.py",
+        "position < gl.where(known, limit, 0)",
+        "position <= gl.where(known, limit, 0)",
+        ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
+    ),
+]
 # fmt: on
 
-MUTATIONS = [mutation._replace(interpreted=True) for mutation in KERNELS] + PYTHON
+MUTATIONS = [
+    *(mutation._replace(interpreted=True) for mutation in KERNELS),
+    *PYTHON,
+    *(mutation._replace(gpu=True) for mutation in HOPPER),
+]
