@@ -1,15 +1,18 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernel tests on a GPU, a slice per test file; a finished slice is not run again.
-#   scripts/sanitize.sh [--tool memcheck|racecheck|initcheck|synccheck] [--out DIR] [tests/test_x.py ...]
-# PYTHON=... picks the interpreter. Exit 1 where a slice failed, found an error or ran over its time.
+#   scripts/sanitize.sh [--tool memcheck|racecheck|initcheck|synccheck] [--hopper] [--out DIR] [tests/test_x.py ...]
+# --hopper: tests of the kernels for Hopper, on such a GPU, but those of the largest tensors. PYTHON=... picks the interpreter.
+# Exit 1 where a slice failed, found an error or ran over its time.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 tool=memcheck
+select=(-m kernel)
 out=
 while [ $# -gt 0 ]; do
     case $1 in
     --tool) tool=$2 && shift 2 ;;
+    --hopper) select=(-m gpu -k "not beyond_2_31 and not seventy_thousand") && shift ;;
     --out) out=$2 && shift 2 ;;
     *) break ;;
     esac
@@ -20,10 +23,12 @@ if ! command -v compute-sanitizer >/dev/null; then
     exit 1
 fi
 mkdir -p "$out"
-if [ $# -eq 0 ]; then
-    mapfile -t files < <(grep -lE 'mark\.kernel' tests/test_*.py)
-else
+if [ $# -gt 0 ]; then
     files=("$@")
+elif [ "${select[1]}" = gpu ]; then
+    files=(tests/test_*hopper*.py tests/test_attention_few_heads.py)
+else
+    mapfile -t files < <(grep -lE 'mark\.kernel' tests/test_*.py)
 fi
 
 # Small cases, and memory that is not pooled, so that every tensor has bounds of its own.
@@ -35,7 +40,7 @@ for file in "${files[@]}"; do
     report=$out/$name
     if [ ! -e "$report.done" ]; then
         timeout 540 compute-sanitizer --tool "$tool" --target-processes all \
-            "$python" -m pytest -q -p no:cacheprovider -m kernel "$file" >"$report.log" 2>&1
+            "$python" -m pytest -q -p no:cacheprovider "${select[@]}" "$file" >"$report.log" 2>&1
         code=$?
         [ $code -eq 124 ] && echo "sanitize: ran over 540 s" >>"$report.log"
         passed=$(grep -oE '[0-9]+ passed' "$report.log" | tail -1)
