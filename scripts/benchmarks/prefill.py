@@ -41,14 +41,14 @@ PORTABLE = [Case(576, 128, 2048, 32768), Case(576, 64, 2048, 32768), Case(512, 1
 def prefill_v32(run: Run) -> Iterator[Record]:
     "bf16 sparse_attn_prefill, 4096 tokens, 576/512, top-k 2048: DeepSeek-V3.2."
     for case in run.pick(V32, [Case(576, 4, 128, 300)]):
-        yield _measure(run, case)
+        yield measure(run, case)
 
 
 @suite("prefill_v4")
 def prefill_v4(run: Run) -> Iterator[Record]:
     "bf16 sparse_attn_prefill, 4096 tokens, 512/512 with a sink: DeepSeek-V4."
     for case in run.pick(V4, [Case(512, 4, 128, 300, sink=True)]):
-        yield _measure(run, case)
+        yield measure(run, case)
 
 
 @suite("prefill_ragged")
@@ -56,14 +56,14 @@ def prefill_ragged(run: Run) -> Iterator[Record]:
     "The same with rows of ragged length, uniform in [128, top-k]."
     tiny = [Case(576, 4, 160, 300, lengths=True), Case(512, 4, 160, 300, sink=True, lengths=True)]
     for case in run.pick(RAGGED, tiny):
-        yield _measure(run, case)
+        yield measure(run, case)
 
 
 @suite("prefill_few_heads")
 def prefill_few_heads(run: Run) -> Iterator[Record]:
     "The same with 16 and 32 heads; the peer's queries are padded to the 64 it takes, outside of what is timed."
     for case in run.pick(FEW_HEADS, [Case(576, 2, 128, 300)]):
-        yield _measure(run, case)
+        yield measure(run, case)
 
 
 @suite("prefill_portable")
@@ -95,7 +95,7 @@ def _implementations(run: Run):
     return launch.portable_prefill, launch.sparse_attn_prefill
 
 
-def _measure(run: Run, case: Case) -> Record:
+def measure(run: Run, case: Case) -> Record:
     tokens, heads, top_k = run.pick(TOKENS, TINY_TOKENS), case.heads, case.top_k
     q = normal(tokens, heads, case.d_qk, device=run.device)
     kv = normal(case.rows, case.d_qk, device=run.device)

@@ -62,18 +62,20 @@ def _caches(run: Run) -> Caches:
 @suite("decode_v4")
 def decode_v4(run: Run) -> Iterator[Record]:
     "sparse_attn_decode over two 584-byte fp8 caches, window 128 and top-k 512 or 1024, with a sink: DeepSeek-V4."
-    caches = _caches(run)
     full = [Case(h, k, s_q, b) for h, k in ((64, 512), (128, 1024)) for s_q in (1, 2) for b in (1, 8, 32, 64, 128)]
     full += [Case(64, 1024, 1, 64), Case(128, 512, 1, 64)]
-    for case in run.pick(full, [Case(4, 64, 1, 3), Case(4, 64, 2, 2)]):
-        yield _decode(run, caches, case)
+    yield from decode_cases(run, run.pick(full, [Case(4, 64, 1, 3), Case(4, 64, 2, 2)]))
 
 
 def few_heads(run: Run) -> Iterator[Record]:
     """The part of decode_few_heads that reads two caches."""
-    caches = _caches(run)
     full = [Case(heads, 512, 1, requests) for heads in FEW_HEADS for requests in REQUESTS] + [Case(16, 1024, 1, 64)]
-    for case in run.pick(full, [Case(3, 64, 1, 3)]):
+    yield from decode_cases(run, run.pick(full, [Case(3, 64, 1, 3)]))
+
+
+def decode_cases(run: Run, cases: list[Case]) -> Iterator[Record]:
+    caches = _caches(run)
+    for case in cases:
         yield _decode(run, caches, case)
 
 

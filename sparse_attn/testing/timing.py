@@ -53,7 +53,7 @@ def time_graph(
         graph.replay()
         one = _elapsed_us(graph.replay)
         time.sleep(rest_s)
-        replays = max(min_replays, min(200, int(target_ms * 1e3 / one)))
+        replays = max(min_replays, min(2000, int(target_ms * 1e3 / one)))
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
         for begin, end in pairs:
             begin.record()
