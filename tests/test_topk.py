@@ -206,6 +206,7 @@ SEARCHED = config.TopkConfig(False, 64, 2, groups=2, chunk=64)
 SIZES = {"short": (SHORT, 250), "long": (LONG, 150), "shared": (SHARED, 260), "searched": (SEARCHED, 110)}
 SIZES |= {f"{path} by digits": (dataclasses.replace(launch, digits=True), width) for path, (launch, width) in SIZES.items()}
 DIGITS = [dataclasses.replace(launch, digits=True) for launch in (LONG, SHARED)]
+SIZES["windowed"] = (config.TopkConfig(True, 512, 1, digits=True, window=config.WINDOW), 500)
 SIZES["spans by digits"] = (dataclasses.replace(LONG, digits=True, span=128), 420)
 
 
@@ -220,7 +221,9 @@ def run(x, starts, ends, k, launch, device):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("path", ["short", "shared", "short by digits", "shared by digits", "searched by digits"])
+@pytest.mark.parametrize(
+    "path", ["short", "shared", "short by digits", "windowed", "shared by digits", "searched by digits"]
+)
 def test_kernel(path, kind, device, dirty_workspace):
     launch, width = SIZES[path]
     x = scores(kind, 2, width)
@@ -275,8 +278,8 @@ def test_kernel_wrong_bound(kind, device, dirty_workspace):
 
 @pytest.mark.kernel
 def test_kernel_far_shorter_rows(device, dirty_workspace):
-    """Rows of which a quarter of the slots, and rows of which more, hold what competes; some fetch a later row."""
-    launch = config.TopkConfig(True, 16384, 16, digits=True, ahead=2)
+    """Rows of which a quarter of the slots, and rows of which more, hold what competes."""
+    launch = config.TopkConfig(True, 16384, 16, digits=True, window=config.WINDOW)
     x = scores("normal", 4, 9001)
     starts, ends = (torch.tensor(limit, dtype=torch.int32) for limit in ([0, 4003, 17, 5], [9001, 8098, 4114, 5]))
     want = reference.top_k_per_row(x, starts, ends, 300)

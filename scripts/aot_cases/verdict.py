@@ -15,10 +15,8 @@ FP8_INSTRUCTIONS = {"nvidia": ("ptx", r"e4m3|e5m2"), "amd": ("amdgcn", r"v_\w*(?
 ALLOWED_SPILLS = {
     # A row of 32768 in the registers of a multiprocessor; on sm_90 also more programs there, which were measured to be
     # worth it: ops/topk/config.py. Unaligned rows, whose loads are one score each, spill the most.
-    "topk.select_short_rows": {"sm_90": 736, "nvidia": 600},
+    "topk.select_short_rows": {"sm_90": 192, "nvidia": 600},
     "topk.select_long_rows": {"sm_90": 416, "nvidia": 384},
-    # A scalar or two of a row, parked outside the loop.
-    "ragged.pack_rows": {"nvidia": 8},
     # Addresses beside the tile of sums; measured at the peers' pace all the same.
     "attention.attend": {"sm_90": 32},
     # Sums of probabilities and scalars, outside the products, which do not wait for them; with 32 heads most.

@@ -47,29 +47,6 @@ def _words(line, base, start, end, limit, CHUNK: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
-def _sum_and_last(sum_left, last_left, sum_right, last_right):
-    return sum_left + sum_right, last_right
-
-
-@triton.jit
-def _unpack(candidates, words, left, found, capacity):
-    """Store the column of every bit that is set, words[i] starting with column left[i]; returns ``found`` and theirs."""
-    ones = store.ones_of(words)
-    rounds = tl.max(ones, 0)
-    total = tl.sum(ones, 0)
-    # The words pass through the scan unchanged, which leaves them one to a thread: the loop then moves no data.
-    ones, words = tl.associative_scan((ones, words), 0, _sum_and_last)
-    place = found + ones - store.ones_of(words)
-    for _ in range(rounds):
-        rest = words & (words - 1)
-        bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        tl.store(candidates + place, left + bit, mask=(words != 0) & (place < capacity))
-        place += 1
-        words = rest
-    return found + total
-
-
-@triton.jit
 def collect(
     candidates, line, start, end, first, last, limit, capacity, table,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
@@ -93,7 +70,8 @@ def collect(
             tl.debug_barrier()
         else:
             words = _words(line, begin, start, end, limit, SPAN, ALIGNED)
-        found = _unpack(candidates, words.to(tl.uint32, bitcast=True), begin - start + word * LANES, found, capacity)
+        left = begin - start + word * LANES
+        found = store.unpack(candidates, words.to(tl.uint32, bitcast=True), left, found, capacity)
     if THREADS > 0:
         radix.start(table, THREADS)
     return found

@@ -17,6 +17,7 @@ NARROW, WIDE = 2048, 8192  # columns of a chunk
 
 # Search by digits.
 HELD = 32768  # widest row that one program holds in registers
+WINDOW = 13  # bits behind a digit of which 2048 span two octaves
 CANDIDATES = 8192  # most that are searched of a wider one
 SHARE = 8192  # columns below which no program's part of a row should fall
 SPAN = 65536  # columns whose bits fill the table
@@ -45,7 +46,7 @@ class TopkConfig:
     samples: int = 0
     run: int = 1
     digits: bool = False  # search by digits counted in shared memory
-    ahead: int = 0  # rows from a program's to the one it fetches into the L2
+    window: int = 0  # bits behind the digits that begin with a short row's highest score; 0: the leading digit comes first
     max_registers: int | None = None
     reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
 
@@ -72,9 +73,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
             return TopkConfig(True, slots, max(2, slots // 512), digits=True)
         if slots == 8192:  # three programs on a multiprocessor
             return TopkConfig(True, slots, 8, digits=True, max_registers=_at_most(80, target))
-        # The registers of a multiprocessor hold one such row: nothing but the L2 can have the next one ready.
-        many = rows > target.num_sms
-        return TopkConfig(True, slots, 16, digits=True, ahead=target.num_sms if many else 0)
+        return TopkConfig(True, slots, 16, digits=True, window=WINDOW)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)
         registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor

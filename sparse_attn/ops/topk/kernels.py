@@ -15,17 +15,16 @@ import triton.language as tl
 from sparse_attn.ops.topk import radix, store, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
-from sparse_attn.ops.topk.memory import fetch
 from sparse_attn.target import interpreting
 
 BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code of its own
 
 
 @triton.jit
-def _table(memory, THREADS: tl.constexpr):
+def _table(memory, LONGEST: tl.constexpr, THREADS: tl.constexpr):
     """The program's table of counters, zero; nothing where there is no search by digits."""
     if THREADS > 0:
-        table = tables.claim(memory)
+        table = tables.claim(memory, LONGEST)
         radix.start(table, THREADS)
         return table
     else:
@@ -53,52 +52,67 @@ def _select_held(out, scores, inside, columns, key2, key3, table, k, THREADS: tl
 
 
 @triton.jit
+def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """Mark what is to be selected of the SLOTS scores a program holds: how many are, and of how many the need is for the
+    first that are marked equal (all: 0)."""
+    tl.debug_barrier()
+    # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
+    zero = tables.load_one(table, tl.full([], tables.ZERO, tl.int32)).to(tl.float32, bitcast=True)
+    keys = radix.held_keys(scores, zero, tl.arange(0, SLOTS), start, end)
+    edge, at_key, below = radix.search_held(table, keys, k, SLOTS // 4, WINDOW, THREADS)
+    need = tl.where(at_key <= k, 0, k - below)
+    store.mark(table, keys, edge, need)
+    return tl.minimum(at_key, k), need
+
+
+@triton.jit
 def _select_row(
-    out, line, base, start, end, table, k, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
-):
+    out, line, base, start, end, table, k,
+    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
     """Select in a row that ends at most SLOTS columns behind ``base``."""
-    columns = base + tiles.of(SLOTS)
-    scores, inside = tiles.load(line, columns, start, end, ALIGNED)
-    zero = tl.full([], 0, tl.int64)
-    _select_held(out, scores, inside, columns - start, zero, zero + 1, table, k, THREADS)
+    if WINDOW > 0:
+        scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
+        number, need = _search_and_mark(table, scores, start - base, end - base, k, SLOTS, WINDOW, THREADS)
+        store.marked(out, table, need, base - start, k, SLOTS)
+        store.none(out, number, k)
+    else:
+        columns = base + tiles.of(SLOTS)
+        scores, inside = tiles.load(line, columns, start, end, ALIGNED)
+        zero = tl.full([], 0, tl.int64)
+        _select_held(out, scores, inside, columns - start, zero, zero + 1, table, k, THREADS)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "k", "ahead", "stride_logits_row"])
+@triton.jit(do_not_specialize=["width", "k", "stride_logits_row"])
 def select_short_rows(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
     out,  # int32 [rows, k]
     memory,  # None: the table of counters is in shared memory
-    rows,
     width,
     k,
-    ahead,  # rows until this program's multiprocessor most likely takes the next one
     stride_logits_row,  # in fours when ALIGNED
     stride_starts_row,
     stride_ends_row,
     SLOTS: tl.constexpr,  # at least width
     ALIGNED: tl.constexpr,
+    WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
-    table = _table(memory, THREADS)
-    if THREADS > 0:
-        if (ahead > 0) & (row + ahead < rows):
-            later = row + ahead
-            first, last = tiles.limits(row_starts, row_ends, later, width, stride_starts_row, stride_ends_row)
-            fetch(logits + later * stride_logits_row * UNIT, first, last, SLOTS)
+    table = _table(memory, SLOTS // 4 if WINDOW > 0 else 0, THREADS)
     line = logits + row * stride_logits_row * UNIT
     base = (start // UNIT) * UNIT
     if SLOTS >= BRANCHED:
         if end - base <= SLOTS // 4:
-            _select_row(out + row * k, line, base, start, end, table, k, SLOTS // 4, ALIGNED, THREADS)
+            _select_row(out + row * k, line, base, start, end, table, k, SLOTS // 4, ALIGNED, 0, THREADS)
         else:
-            _select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, THREADS)
+            _select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
     else:
-        _select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, THREADS)
+        _select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
 
 
 @triton.jit
@@ -157,7 +171,7 @@ def select_long_rows(
     group = program // PROGRAMS
     part = program % PROGRAMS
     slot = tiles.of(SLOTS)
-    table = _table(memory, THREADS)
+    table = _table(memory, 0, THREADS)
     for row in range(group, rows, tl.num_programs(0) // PROGRAMS):
         row64 = tl.full([], 0, tl.int64) + row
         start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
@@ -230,13 +244,14 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> 
     options = {"num_warps": launch.num_warps}
     threads = 32 * launch.num_warps if launch.digits else 0
     programs = rows if launch.short else launch.groups * launch.programs
-    memory = logits.new_zeros((programs, tables.WORDS), dtype=torch.int32) if threads and interpreting() else None
+    words = tables.WORDS + (launch.slots // 4 if launch.window else 0)
+    memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
     if launch.short:
         select_short_rows[(rows,)](
-            logits, row_starts, row_ends, out, memory, rows, width, k, launch.ahead, stride, stride_starts, stride_ends,
-            SLOTS=launch.slots, ALIGNED=aligned, THREADS=threads, **options,
+            logits, row_starts, row_ends, out, memory, width, k, stride, stride_starts, stride_ends,
+            SLOTS=launch.slots, ALIGNED=aligned, WINDOW=launch.window, THREADS=threads, **options,
         )  # fmt: skip
         return
     candidates, counts = views if launch.sampled else (out, out)

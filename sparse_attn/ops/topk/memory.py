@@ -1,4 +1,4 @@
-"""Global memory by PTX on NVIDIA, where the language would move data between threads or has no such instruction."""
+"""Global memory by PTX on NVIDIA, where the language would move data between threads."""
 
 import triton
 import triton.language as tl
@@ -9,8 +9,6 @@ SCATTER = tl.constexpr(
     """{ .reg .pred p; .reg .b64 at; setp.le.u32 p, $4, $5; mad.wide.s32 at, $2, 4, $1;
     @p st.global.b32 [at], $3;  mov.u32 $0, 0; }"""
 )
-FETCH = tl.constexpr("{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }")
-LINE = tl.constexpr(32)  # words of a line of the L2
 
 
 @triton.jit
@@ -25,12 +23,3 @@ def scatter(out, place, values, keys, most):
     else:
         operands = [out, place, values, keys, most]
         tl.inline_asm_elementwise(SCATTER, "=r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def fetch(source, start, end, MOST: tl.constexpr):
-    """Bring source[start:end] (4-byte elements, at most MOST) into the L2."""
-    if not INTERPRETED:
-        place = start + tl.arange(0, MOST // LINE) * LINE
-        operands = [source + place, (place < end).to(tl.int32)]
-        tl.inline_asm_elementwise(FETCH, "=r,l,r", operands, dtype=tl.int32, is_pure=False, pack=1)

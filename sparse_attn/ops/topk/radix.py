@@ -7,11 +7,19 @@ keys at or below it, and counters are added up from the first.
 import triton
 import triton.language as tl
 
+from sparse_attn.device.cast import INTERPRETED
 from sparse_attn.ops.topk import table as tables
 
 LAST = tl.constexpr(-8388609)  # 0xff7fffff, the key of the lowest finite score
 ALL = tl.constexpr(2047)  # the leading digit of what is not to be selected; LAST's is 2043
+BEYOND = tl.constexpr(2047)  # digit of what lies behind a window
 LEADING = tl.constexpr(21)  # bits behind the leading digit
+# Left to itself, the compiler makes nine instructions of it.
+KEY = tl.constexpr(
+    """{ .reg .f32 x; .reg .b32 key, sign; .reg .pred p;
+    add.f32 x, $1, $2;  setp.lt.s32 p, $3, $4;  setp.gt.and.f32 p, x, 0fFF800000, p;
+    mov.b32 key, x;  shr.s32 sign, key, 31;  lop3.b32 key, key, sign, 0x7fffffff, 0xd2;  selp.b32 $0, key, -1, p; }"""
+)
 
 
 @triton.jit
@@ -20,6 +28,16 @@ def falling_keys(scores, inside):
     beyond LAST."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     return tl.where(inside & (scores > float("-inf")), bits ^ (~(bits >> 31) & 0x7FFFFFFF), -1)
+
+
+@triton.jit
+def held_keys(scores, zero, slots, start, end):
+    """falling_keys of a row's scores, those in [start, end), start below 4; zero: 0.0."""
+    slots = tl.where(slots >= (start & 3), slots, 1 << 30)
+    if INTERPRETED:
+        return falling_keys(scores, slots < end)
+    else:
+        return tl.inline_asm_elementwise(KEY, "=r,r,r,r,r", [scores, zero, slots, end], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -35,6 +53,7 @@ def start(table, THREADS: tl.constexpr):
     zero = tl.zeros([THREADS], tl.int32)
     for quad in tl.static_range(tables.BINS // (4 * THREADS)):
         tables.store(table, (quad * THREADS + thread) * 4, zero, zero, zero, zero, zero + 1)
+    tables.store(table, tables.BINS + 4 * thread, zero, zero, zero, zero, (thread == 0).to(tl.int32))
     tl.debug_barrier()
 
 
@@ -118,6 +137,51 @@ def search(table, keys, k, enough, THREADS: tl.constexpr):
         shift = tl.maximum(shift - tables.BITS, 0)
         tables.count(table, keys, base, shift)
         base, below, having = _next(table, base, shift, below, k, THREADS)
+    edge, at_most = _edge(base, shift, below, having)
+    return edge, at_most, below
+
+
+@triton.jit
+def _window(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """The same as _leading from digits at WINDOW of keys from the least one on, and whether the k-th is among those."""
+    reach: tl.constexpr = -8388608 - (2048 << WINDOW)  # a window from there ends with LAST
+    least = tl.min(keys.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+    base = tl.where(least.to(tl.uint32, bitcast=True) < tl.full([], reach, tl.int32).to(tl.uint32, bitcast=True), least, reach)
+    tables.count(table, keys, base, tl.full([], WINDOW, tl.int32))
+    digit, below, having = _digit(table, k, 1 << 30, THREADS)
+    return base + (digit << WINDOW), below, having, digit != BEYOND
+
+
+@triton.jit
+def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """search among keys that are cheap to look through once, not often; enough is k. LONGEST: of the list of a table.
+
+    Scores of a row share a few octaves: 2048 digits that begin with the highest score mostly leave few keys that share the
+    k-th's, and those go to the list.
+    """
+    tl.static_assert(keys.shape[0] >= 4 * THREADS)
+    tables.store_one(table, tl.full([], tables.LENGTH, tl.int32), tl.full([], 0, tl.int32))
+    shift = tl.full([], WINDOW, tl.int32)
+    base, below, having, found = _window(table, keys, k, WINDOW, THREADS)
+    if not found:
+        shift = tl.full([], LEADING, tl.int32)
+        tables.count_leading(table, keys)
+        base, below, having = _leading(table, k, THREADS)
+    while (below + having > k) & (shift > 0) & (having > LONGEST):
+        shift = tl.maximum(shift - tables.BITS, 0)
+        tables.count(table, keys, base, shift)
+        base, below, having = _next(table, base, shift, below, k, THREADS)
+    if (below + having > k) & (shift > 0):
+        tables.push(table, keys, base, tl.full([], 1, tl.int32) << shift)
+        tl.debug_barrier()
+        listed = having
+        while (below + having > k) & (shift > 0):
+            shift = tl.maximum(shift - tables.BITS, 0)
+            for first in range(0, listed, 2 * THREADS):
+                place = first + tl.arange(0, 2 * THREADS)
+                some = tl.where(place < listed, tables.load_one(table, tables.LIST + tl.minimum(place, listed - 1)), -1)
+                tables.count(table, some, base, shift)
+            base, below, having = _next(table, base, shift, below, k, THREADS)
     edge, at_most = _edge(base, shift, below, having)
     return edge, at_most, below
 

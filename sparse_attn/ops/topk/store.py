@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.ops.topk import memory
+from sparse_attn.ops.topk import table as tables
 
 LANES_OF_FOUR = tl.constexpr(8)
 
@@ -53,6 +54,85 @@ def up_to(out, keys, edge, columns):
     below = ones_of(words[:, None] & ((1 << first) - 1)[None, :]) + before[:, None]
     place = below[:, :, None] + tl.cumsum(marks, 2) - 1
     memory.scatter(out, tl.reshape(place, [lines, LANES_OF_FOUR * 4]), columns, keys, edge)
+
+
+@triton.jit
+def _sum_and_last(sum_left, last_left, sum_right, last_right):
+    return sum_left + sum_right, last_right
+
+
+@triton.jit
+def unpack(out, words, left, found, most):
+    """Store the column of every bit that is set, words[i] starting with column left[i], at out[found ..], none at ``most``
+    and beyond; returns ``found`` and their number, stored or not."""
+    ones = ones_of(words)
+    rounds = tl.max(ones, 0)
+    total = tl.sum(ones, 0)
+    # The words pass through the scan unchanged, which leaves them one to a thread: the loop then moves no data.
+    ones, words = tl.associative_scan((ones, words), 0, _sum_and_last)
+    place = found + ones - ones_of(words)
+    for _ in range(rounds):
+        rest = words & (words - 1)
+        bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        tl.store(out + place, left + bit, mask=(words != 0) & (place < most))
+        place += 1
+        words = rest
+    return found + total
+
+
+@triton.jit
+def _nibbles(marks):
+    """Truth of every column -> int32, four bits of every four."""
+    marks = tl.reshape(marks.to(tl.int32), [marks.shape[0] // 4, 4])
+    return tl.sum(marks << tl.arange(0, 4)[None, :], 1)
+
+
+@triton.jit
+def _line(low, high):
+    """Eight bytes, of which the lower halves count -> a word, uint32."""
+    low, high = low & 0x0F0F0F0F, high & 0x0F0F0F0F
+    low, high = (low | (low >> 4)) & 0x00FF00FF, (high | (high >> 4)) & 0x00FF00FF
+    low, high = (low | (low >> 8)) & 0xFFFF, (high | (high >> 8)) & 0xFFFF
+    return (low | (high << 16)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _first_ones(words, wanted):
+    """The lowest ``wanted`` of the bits that are set; all where there are not so many."""
+    ends = tl.zeros_like(wanted)
+    for step in tl.static_range(5):
+        further = ends + (16 >> step)
+        kept = words & ((tl.full([], 1, tl.uint32) << further.to(tl.uint32)) - 1)
+        ends = tl.where(ones_of(kept) <= wanted, further, ends)
+    kept = words & ((tl.full([], 1, tl.uint32) << ends.to(tl.uint32)) - 1)
+    return tl.where(ones_of(words) <= wanted, words, kept)
+
+
+@triton.jit
+def mark(table, keys, edge, need):
+    """Mark all keys below ``edge``, unsigned, and apart from them those equal to it; together where need is 0."""
+    place = tl.arange(0, keys.shape[0] // 4)
+    keys = keys.to(tl.uint32, bitcast=True)
+    edge = edge.to(tl.uint32, bitcast=True)
+    tl.debug_barrier()
+    if need == 0:
+        tables.store_marks(table, place, _nibbles(keys <= edge))
+    else:
+        tables.store_marks(table, place, _nibbles(keys < edge) | (_nibbles(keys == edge) << 4))
+    tl.debug_barrier()
+
+
+@triton.jit
+def marked(out, table, need, left, k, SLOTS: tl.constexpr):
+    """Store the columns, from ``left`` on, of what was marked below and of the first ``need`` marked equal."""
+    line = tl.arange(0, SLOTS // 32)
+    low, high = tables.load_marks(table, line)
+    words = _line(low, high)
+    if need > 0:
+        equal = _line(low >> 4, high >> 4)
+        ones = ones_of(equal)
+        words |= _first_ones(equal, tl.maximum(need - (tl.cumsum(ones, 0) - ones), 0))
+    unpack(out, words, line * 32 + left, 0, k)
 
 
 @triton.jit

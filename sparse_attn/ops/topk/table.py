@@ -1,8 +1,9 @@
 """Counters in a program's shared memory, which the language cannot name: PTX on NVIDIA, memory in the interpreter.
 
-A table is BINS counters, behind them one for what is not to be counted, and a note of four words. It is an address in
-shared memory, or a pointer where the launcher passed one. Triton may hold a tensor of fewer elements than threads several
-times over: that matters to the counting alone, which counts every copy.
+A table is BINS counters, behind them one for what is not to be counted, the length of a list, and a note of four words;
+then comes a list of keys, or a byte of marks for every four columns. It is an address in shared memory, or a pointer where
+the launcher passed one. Triton may hold a tensor of fewer elements than threads several times over: that matters to the
+counting alone, which counts every copy.
 """
 
 import triton
@@ -10,10 +11,12 @@ import triton.language as tl
 
 BITS = tl.constexpr(11)
 BINS = tl.constexpr(2048)
+LENGTH = tl.constexpr(2048 + 1)  # word of the list's length
+ZERO = tl.constexpr(2048 + 2)  # word that is 0
 NOTE = tl.constexpr(2048 + 4)  # word of the note
-WORDS = 2048 + 8
+LIST = tl.constexpr(2048 + 8)  # first word of the list
+WORDS = 2048 + 8  # without a list
 
-CLAIM = tl.constexpr(f"{{ .shared .align 16 .b8 table[{4 * WORDS}]; mov.u32 $0, table; }}")
 LOAD = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 STORE = tl.constexpr(
     "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }"
@@ -27,19 +30,44 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
+# Four keys at once: hardly any four hold one that is wanted.
+PUSH = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 a, b, c, d, m, at;
+    sub.u32 a, $4, $8;  sub.u32 b, $5, $8;  sub.u32 c, $6, $8;  sub.u32 d, $7, $8;
+    min.u32 m, a, b;  min.u32 m, m, c;  min.u32 m, m, d;  setp.ge.u32 p, m, $12;  @p bra DONE;
+    setp.lt.u32 p, a, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
+    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $4;
+    setp.lt.u32 p, b, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
+    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $5;
+    setp.lt.u32 p, c, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
+    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $6;
+    setp.lt.u32 p, d, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
+    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $7;
+    DONE: mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"""
+)
+STORE_BYTE = tl.constexpr(
+    "{ .reg .b16 b; .reg .b32 at; add.u32 at, $1, $2; cvt.u16.u32 b, $3; st.shared.u8 [at], b; mov.u32 $0, 0; }"
+)
+LOAD_TWO = tl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
 COUNT_LEADING = tl.constexpr(
     "{ .reg .b32 bin; shr.u32 bin, $1, 21; mad.lo.u32 bin, bin, 4, $2; red.shared.add.u32 [bin], 1; mov.u32 $0, 0; }"
 )
 
 
+@triton.constexpr_function
+def _claiming(longest):
+    return f"{{ .shared .align 16 .b8 table[{4 * (WORDS + longest)}]; mov.u32 $0, table; }}"
+
+
 @triton.jit
-def claim(memory):
-    """The program's table. memory: int32 [programs, WORDS], or None for shared memory, to be claimed once a kernel."""
+def claim(memory, LONGEST: tl.constexpr):
+    """The program's table, with a list of at most LONGEST keys. memory: int32 [programs, WORDS + LONGEST], or None for
+    shared memory, to be claimed once a kernel."""
     if memory is None:
         zero = tl.full([], 0, tl.int32)
-        return tl.inline_asm_elementwise(CLAIM, "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(_claiming(LONGEST), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
     else:
-        return memory + tl.program_id(0) * (BINS + 8)
+        return memory + tl.program_id(0) * (LIST + LONGEST)
 
 
 @triton.jit
@@ -107,3 +135,41 @@ def count_leading(table, keys):
         tl.atomic_add(table + (keys.to(tl.uint32, bitcast=True) >> 21).to(tl.int32), 1)
     else:
         tl.inline_asm_elementwise(COUNT_LEADING, "=r,r,r", [keys, table], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def push(table, keys, base, span):
+    """Append the keys in [base, base + span), unsigned, to the list, in any order. Four keys at least to a thread."""
+    if table.dtype.is_ptr():
+        wanted = (keys - base).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
+        at = tl.atomic_add(table + LENGTH + tl.zeros_like(keys), 1, mask=wanted)
+        tl.store(table + LIST + at, keys, mask=wanted)
+    else:
+        operands = [keys, base, span, table]
+        tl.inline_asm_elementwise(
+            PUSH, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=4
+        )
+
+
+@triton.jit
+def store_marks(table, place, marks):
+    """Byte ``place`` behind the table; in the interpreter, a word."""
+    if table.dtype.is_ptr():
+        tl.store(table + LIST + place, marks)
+    else:
+        operands = [table + LIST * 4, place, marks]
+        tl.inline_asm_elementwise(STORE_BYTE, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_marks(table, line):
+    """The eight bytes of a line, as two words."""
+    if table.dtype.is_ptr():
+        at = table + LIST + line * 8
+        low = tl.load(at) | (tl.load(at + 1) << 8) | (tl.load(at + 2) << 16) | (tl.load(at + 3) << 24)
+        high = tl.load(at + 4) | (tl.load(at + 5) << 8) | (tl.load(at + 6) << 16) | (tl.load(at + 7) << 24)
+        return low, high
+    else:
+        types: tl.constexpr = (tl.int32, tl.int32)
+        at = table + LIST * 4 + line * 8
+        return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,r", [at], dtype=types, is_pure=False, pack=1)

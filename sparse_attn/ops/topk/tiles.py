@@ -36,3 +36,13 @@ def load(line, columns, start, end, ALIGNED: tl.constexpr):
         return tl.load(line + columns, mask=whole), inside
     else:
         return tl.load(line + columns, mask=inside), inside
+
+
+@triton.jit
+def load_held(source, end, SLOTS: tl.constexpr, ALIGNED: tl.constexpr):
+    """SLOTS scores from ``source`` on, anything from ``end`` on; where ALIGNED, source is a multiple of 16 bytes."""
+    slots = tl.arange(0, SLOTS)
+    if ALIGNED:
+        return tl.load(source + slots, mask=slots < ((end + 3) // 4) * 4)
+    else:
+        return tl.load(source + slots, mask=slots < end)
