@@ -14,12 +14,15 @@ TICKETS = 2  # counters in front of the row states: programs started, programs f
 class RaggedConfig:
     block: int
     num_warps: int
+    resident: int  # programs that certainly run at once
 
 
-def config(width: int, target: Target) -> RaggedConfig:
-    """One program per row walks it in blocks; wide rows get wide blocks."""
+def config(tokens: int, width: int, target: Target) -> RaggedConfig:
+    """One program per row walks it in blocks; wide rows get wide blocks. Few rows have the machine to themselves: more warps
+    each. Every quarter of a block has a column for every thread all the same."""
     block = min(2048, max(16, 1 << max(width - 1, 0).bit_length()))
-    return RaggedConfig(block, 8 if block >= 1024 else 4)
+    columns = 128 if tokens <= target.num_sms else 256  # of a warp
+    return RaggedConfig(block, max(1, block // columns), target.num_sms)
 
 
 def scratch(tokens: int, target: Target) -> Scratch:

@@ -1,8 +1,12 @@
-"""One program per row: count the row, learn from the rows before it where to write (decoupled look-back), pack.
+"""One program per row: count the row, learn from the rows before it where to write, pack.
 
-Row states live in the workspace's counters: 0 = unknown, 1 << 32 | count = this row's count,
-2 << 32 | total = count of all rows up to this one. Rows are handed out by a ticket, so a program only ever waits for
-programs that already run; the last program to finish leaves every counter zero.
+Row states live in the workspace's counters. Up to ``resident`` rows, whose programs all run at once, every program adds
+1 << 32 | its count to the state of each later row, and has what it needs when the upper half of its own state is the
+number of rows before it. Then nobody writes that state any more, and the program clears it.
+
+More rows are handed out by a ticket, so that a program only ever waits for programs that already run (decoupled
+look-back): 0 = unknown, 1 << 32 | count = this row's count, 2 << 32 | total = count of all rows up to this one. The last
+program to finish leaves every counter zero. Either way a state says all by itself: its accesses order nothing else.
 """
 
 import triton
@@ -11,67 +15,108 @@ import triton.language as tl
 COUNT = tl.constexpr(1 << 32)
 TOTAL = tl.constexpr(2 << 32)
 NO_LIMIT = tl.constexpr(2**31 - 1)
+EARLIER_QUARTERS, ALL_QUARTERS = tl.constexpr(0x0001000100010000), tl.constexpr(0x0001000100010001)
+SPAN = tl.constexpr(256)  # states written at a time
 
 
 @triton.jit
 def _entries(
-    dense, first, length, limit, offset, known, table_row, columns, num_rows, max_blocks, block_size, stride_column,
-    HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr,
+    dense, first, length, limit, offset, known, table_row, columns, num_rows, max_blocks, stride_column,
+    BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """(values int64, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``.
+    """(values, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``.
 
     limit: None, or what listed entries stay below; a run that counts is as long as it may be.
     """
     keep = columns < length
-    if HAS_DENSE:
+    if HAS_DENSE:  # the load that waits for no other
         local = tl.load(dense + columns.to(tl.int64) * stride_column, mask=keep, other=-1)
         keep = keep & (local >= 0)
         if limit is not None:
             keep = keep & (local < limit)
     else:
         local = first + columns
+    keep = keep & known
     if HAS_TABLE:
-        block = tl.where(keep, local, 0) // block_size
+        block = tl.where(keep, local, 0) // BLOCK_SIZE
         column = block % max_blocks if RING else block
-        keep = keep & known & (column < max_blocks)
+        keep = keep & (column < max_blocks)
         block_id = tl.load(table_row + column, mask=keep, other=-1)
         keep = keep & (block_id >= 0)
-        value = block_id.to(tl.int64) * block_size + (local - block * block_size)
+        value = block_id.to(tl.int64) * BLOCK_SIZE + (local - block * BLOCK_SIZE)
         keep = keep & (value < NO_LIMIT)
     else:
         value = local.to(tl.int64) + offset
         keep = keep & (value >= 0) & (value < num_rows)
-    return value, keep
+    return value.to(tl.int32), keep
 
 
 @triton.jit
-def _count(
-    count, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, block_size, stride_column,
-    HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+def _quarters(keep, BLOCK: tl.constexpr):
+    """How many columns each quarter of a block keeps, 16 bits a quarter, so that one scan ranks them all: per column of
+    the quarters, and altogether."""
+    kept = tl.sum(tl.reshape(keep.to(tl.int64), [4, BLOCK // 4]) << (16 * tl.arange(0, 4))[:, None], 0)
+    return kept, tl.sum(kept, 0)
+
+
+@triton.jit
+def _kept(quarters):
+    return ((quarters * ALL_QUARTERS) >> 48).to(tl.int32)
+
+
+@triton.jit
+def _rank(kept, quarters, BLOCK: tl.constexpr):
+    """Place of each kept column among the kept columns of its block."""
+    through = tl.cumsum(kept, 0) + quarters * EARLIER_QUARTERS
+    rank = (through[None, :] >> (16 * tl.arange(0, 4))[:, None]).to(tl.int32) & 0xFFFF
+    return tl.reshape(rank, [BLOCK]) - 1
+
+
+@triton.jit
+def _count_rest(
+    count, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, stride_column,
+    BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    for start in range(0, length, BLOCK):
+    for start in range(BLOCK, length, BLOCK):
         value, keep = _entries(
             dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks,
-            block_size, stride_column, HAS_DENSE, HAS_TABLE, RING,
+            stride_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, RING,
         )  # fmt: skip
-        count += tl.sum(keep.to(tl.int32), 0)
+        kept, quarters = _quarters(keep, BLOCK)
+        count += _kept(quarters)
     return count
 
 
 @triton.jit
-def _write(
-    indices, place, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, block_size,
-    stride_column, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
+def _write_rest(
+    indices, place, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, stride_column,
+    BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    for start in range(0, length, BLOCK):
+    for start in range(BLOCK, length, BLOCK):
         value, keep = _entries(
             dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks,
-            block_size, stride_column, HAS_DENSE, HAS_TABLE, RING,
+            stride_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, RING,
         )  # fmt: skip
-        rank = tl.cumsum(keep.to(tl.int32), 0)
-        tl.store(indices + place + rank - 1, value.to(tl.int32), mask=keep)
-        place += tl.max(rank, 0)
-    return place
+        kept, quarters = _quarters(keep, BLOCK)
+        tl.store(indices + place + _rank(kept, quarters, BLOCK), value, mask=keep)
+        place += _kept(quarters)
+
+
+@triton.jit
+def _tell_later_rows(states, row, tokens, count):
+    told = count.to(tl.int64) + COUNT
+    for start in range(row + 1, tokens, SPAN):
+        rows = start + tl.arange(0, SPAN)
+        tl.atomic_add(states + rows, tl.full([SPAN], 0, tl.int64) + told, mask=rows < tokens, sem="relaxed")
+
+
+@triton.jit
+def _told_by_rows_before(states, row):
+    """Sum of the counts of rows [0, row), once all of them have told."""
+    state = tl.full([], 0, tl.int64)
+    while (state >> 32) < row:
+        state = tl.load(states + row, cache_modifier=".cv", volatile=True)  # .cv: AMD drops volatile, NVIDIA .cv
+    return state & 0xFFFFFFFF
 
 
 @triton.jit
@@ -82,11 +127,11 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
     while nearest >= 0:
         rows = nearest - tl.arange(0, LOOKBACK)
         real = rows >= 0
-        state = tl.atomic_add(states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="acquire")
+        state = tl.atomic_add(states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="relaxed")
         kind = tl.where(real, state >> 32, 2)
         while tl.min(kind, 0) == 0:
             state = tl.atomic_add(
-                states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="acquire"
+                states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="relaxed"
             )
             kind = tl.where(real, state >> 32, 2)
         stop = tl.min(tl.where(kind == 2, tl.arange(0, LOOKBACK), LOOKBACK), 0)
@@ -96,7 +141,12 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["tokens", "width", "window", "num_rows", "requests", "max_blocks"])
+# A column stride that is not known to be 1 keeps loads one column wide, which stores are anyway: no layout is converted.
+@triton.jit(
+    do_not_specialize=[
+        "resident", "tokens", "width", "window", "num_rows", "requests", "max_blocks", "stride_dense_column",
+    ]
+)  # fmt: skip
 def pack_rows(
     dense,  # int32 [tokens, width] or None: 0, 1, 2, ...
     lengths,  # int32 [tokens] or None
@@ -109,13 +159,13 @@ def pack_rows(
     indices,  # int32 [tokens * (width + window)]
     indptr,  # int32 [tokens + 1]
     counters,  # int64 [2 + tokens], zero before and after
+    resident,  # programs that certainly run at once
     tokens,
     width,
     window,
     num_rows,
     requests,
     max_blocks,
-    block_size,
     stride_dense_token,
     stride_dense_column,
     stride_lengths_token,
@@ -125,13 +175,17 @@ def pack_rows(
     stride_window_offsets_token,
     stride_requests_token,
     stride_table_request,
+    BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOKBACK: tl.constexpr,
 ):
+    HAS_ENTRIES: tl.constexpr = dense is not None or limits is not None
     HAS_DENSE: tl.constexpr = dense is not None
     HAS_TABLE: tl.constexpr = block_table is not None
-    row = tl.atomic_add(counters, 1, sem="relaxed").to(tl.int32)
     states = counters + 2
+    row = tl.program_id(0)
+    if tokens > resident:
+        row = tl.atomic_add(counters, 1, sem="relaxed").to(tl.int32)
     row64 = row.to(tl.int64)
 
     length = width
@@ -145,55 +199,82 @@ def pack_rows(
     offset = tl.full([], 0, tl.int64)
     if row_offsets is not None:
         offset = tl.load(row_offsets + row64 * stride_offsets_token).to(tl.int64)
-    first = tl.full([], 0, tl.int32)
-    seen = tl.full([], 0, tl.int32)
-    window_offset = tl.full([], 0, tl.int64)
-    if positions is not None:
-        position = tl.load(positions + row64 * stride_positions_token)
-        first = tl.maximum(position - window + 1, 0)
-        seen = tl.where(position >= 0, position - first + 1, 0)
-        length = tl.where(position >= 0, length, 0)
-    if window_offsets is not None:
-        window_offset = tl.load(window_offsets + row64 * stride_window_offsets_token).to(tl.int64)
-    known = True
+    known = tl.full([], 1, tl.int1)
     table_row = block_table
     if block_table is not None:
         request = tl.load(request_ids + row64 * stride_requests_token)
         known = (request >= 0) & (request < requests)
         table_row = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table_request
-        length = tl.where(known, length, 0)
-        seen = tl.where(known, seen, 0)
+    first = tl.full([], 0, tl.int32)
+    seen = tl.full([], 0, tl.int32)
+    window_offset = tl.full([], 0, tl.int64)
+    if positions is not None:
+        position = tl.load(positions + row64 * stride_positions_token)
+        known = known & (position >= 0)
+        first = tl.maximum(position - window + 1, 0)
+        seen = tl.where(position >= 0, position - first + 1, 0)
+    if window_offsets is not None:
+        window_offset = tl.load(window_offsets + row64 * stride_window_offsets_token).to(tl.int64)
     source = dense
     if dense is not None:
         source = dense + row64 * stride_dense_token
 
+    # The first BLOCK of the entries and of the window stay in registers, whatever lies behind is read twice.
+    entries = tl.full([], 0, tl.int32)
     count = tl.full([], 0, tl.int32)
-    count = _count(
-        count, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks, block_size,
-        stride_dense_column, HAS_DENSE, HAS_TABLE, False, BLOCK,
-    )  # fmt: skip
+    if HAS_ENTRIES:
+        value, keep = _entries(
+            source, 0, length, limit, offset, known, table_row, tl.arange(0, BLOCK), num_rows, max_blocks,
+            stride_dense_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False,
+        )  # fmt: skip
+        kept, quarters = _quarters(keep, BLOCK)
+        held = _kept(quarters)
+        entries = _count_rest(
+            held, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks, stride_dense_column,
+            BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False, BLOCK,
+        )  # fmt: skip
+        count = entries
     if positions is not None:
-        count = _count(
-            count, None, first, seen, None, window_offset, known, table_row, num_rows, max_blocks, block_size, 0,
+        key, inside = _entries(
+            None, first, seen, None, window_offset, known, table_row, tl.arange(0, BLOCK), num_rows, max_blocks, 0,
+            BLOCK_SIZE, False, HAS_TABLE, True,
+        )  # fmt: skip
+        window_kept, window_quarters = _quarters(inside, BLOCK)
+        window_held = _kept(window_quarters)
+        count = entries + _count_rest(
+            window_held, None, first, seen, None, window_offset, known, table_row, num_rows, max_blocks, 0, BLOCK_SIZE,
             False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
-    tl.atomic_xchg(states + row, count.to(tl.int64) + COUNT, sem="release")
-    before = _rows_before(states, row, LOOKBACK)
-    after = before + count
-    tl.atomic_xchg(states + row, after + TOTAL, sem="release")
+    if tokens > resident:
+        tl.atomic_xchg(states + row, count.to(tl.int64) + COUNT, sem="relaxed")
+    else:
+        _tell_later_rows(states, row, tokens, count)
+    if HAS_ENTRIES:  # while the rows before are on their way
+        rank = _rank(kept, quarters, BLOCK)
+    if positions is not None:
+        window_rank = _rank(window_kept, window_quarters, BLOCK)
+    if tokens > resident:
+        before = _rows_before(states, row, LOOKBACK)
+        tl.atomic_xchg(states + row, before + count + TOTAL, sem="relaxed")
+    else:
+        before = _told_by_rows_before(states, row)
     tl.store(indptr + row, before.to(tl.int32))
     if row == tokens - 1:
-        tl.store(indptr + tokens, after.to(tl.int32))
+        tl.store(indptr + tokens, (before + count).to(tl.int32))
 
-    place = _write(
-        indices, before, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks, block_size,
-        stride_dense_column, HAS_DENSE, HAS_TABLE, False, BLOCK,
-    )  # fmt: skip
+    if HAS_ENTRIES:
+        tl.store(indices + before + rank, value, mask=keep)
+        _write_rest(
+            indices, before + held, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks,
+            stride_dense_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False, BLOCK,
+        )  # fmt: skip
     if positions is not None:
-        _write(
-            indices, place, None, first, seen, None, window_offset, known, table_row, num_rows, max_blocks,
-            block_size, 0, False, HAS_TABLE, True, BLOCK,
+        place = before + entries
+        tl.store(indices + place + window_rank, key, mask=inside)
+        _write_rest(
+            indices, place + window_held, None, first, seen, None, window_offset, known, table_row, num_rows,
+            max_blocks, 0, BLOCK_SIZE, False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
     # The rows leave capacity - indptr[-1] places; row t clears as many as it left unused, counted from the end.
@@ -203,8 +284,12 @@ def pack_rows(
         column = start + tl.arange(0, BLOCK)
         tl.store(indices + end - 1 - column, tl.full([BLOCK], -1, tl.int32), mask=column < whole - count)
 
-    finished = tl.atomic_add(counters + 1, 1, sem="acq_rel")
-    if finished == tokens - 1:
-        for start in range(0, tokens + 2, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            tl.store(counters + at, tl.zeros([BLOCK], tl.int64), mask=at < tokens + 2)
+    if tokens > resident:
+        finished = tl.atomic_add(counters + 1, 1, sem="acq_rel")
+        if finished == tokens - 1:
+            for start in range(0, tokens + 2, SPAN):
+                at = start + tl.arange(0, SPAN)
+                tl.store(counters + at, tl.zeros([SPAN], tl.int64), mask=at < tokens + 2)
+    else:
+        tl.debug_barrier()  # every warp has seen the state
+        tl.atomic_xchg(states + row, 0, sem="relaxed")

@@ -87,7 +87,7 @@ def _pack(
     if tokens == 0 or width + window == 0 or (block_table is not None and block_table.numel() == 0):
         return indices.fill_(-1), indptr.zero_()
     target = target_of(rows.device)
-    launch = config.config(max(width, window), target)
+    launch = config.config(tokens, max(width, window), target)
     _, counters = workspace.take(who, config.scratch(tokens, target), rows.device)
     kernels.pack_rows[(tokens,)](
         dense,
@@ -101,18 +101,19 @@ def _pack(
         indices,
         indptr,
         counters,
+        launch.resident,
         tokens,
         width,
         window,
         num_rows,
         0 if block_table is None else block_table.shape[0],
         0 if block_table is None else block_table.shape[1],
-        block_size,
         0 if dense is None else dense.stride(0),
         0 if dense is None else dense.stride(1),
         *(0 if value is None else value.stride(0) for value in (
             lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table
         )),
+        BLOCK_SIZE=block_size,
         BLOCK=launch.block,
         LOOKBACK=32,
         num_warps=launch.num_warps,
