@@ -8,7 +8,7 @@ import torch
 from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config, hopper_launch
-from sparse_attn.ops.attention.inputs import Keys
+from sparse_attn.ops.attention.inputs import Keys, step_of
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
@@ -95,7 +95,7 @@ def check(layout, heads, tokens, width, blocks, block_size, *, lengths="full", s
     keys = Keys(cache, layout, *ragged)
     if isinstance(layout, PlainLayout):
         keys = Keys(cache.flatten(0, 1), None, *ragged)
-    assert hopper_launch.choose_few_heads(q, keys, second, 512) is not None
+    assert hopper_launch.choose_few_heads(q, keys, second, 512, step_of(q, keys, second, False)) is not None
     got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
     assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
     want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")

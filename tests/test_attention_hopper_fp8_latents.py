@@ -7,7 +7,7 @@ import torch
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.ops.attention import hopper_launch
-from sparse_attn.ops.attention.inputs import Keys
+from sparse_attn.ops.attention.inputs import Keys, step_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -47,7 +47,8 @@ def case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None,
 
 
 def check(q, cache, ragged, sink, layout=LAYOUT):
-    assert hopper_launch.choose_fp8(q, Keys(cache, layout, *ragged), None) is not None
+    keys = Keys(cache, layout, *ragged)
+    assert hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, False)) is not None
     options = dict(scale=0.05, layout=layout, sink=sink)
     got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
     assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)

@@ -112,7 +112,7 @@ def two_caches(device="cpu"):
     main = planar_cache(SMALL, 4, 5, first, device)
     extra = filled_cache(LAYOUTS["plain bf16"], 3, 7, second, device)
     q, sink = torch.randn(3, 2, 64, device=device), torch.randn(2, device=device)
-    return q, main, *first, 0.3, SMALL.name, extra, *second, LAYOUTS["plain bf16"].name, sink
+    return q, main, *first, 0.3, SMALL.name, extra, *second, LAYOUTS["plain bf16"].name, sink, False
 
 
 def test_opcheck_reference():

@@ -12,7 +12,7 @@ SUITES = (
     "sustained", "topk_decode", "topk_prefill",
 )  # fmt: skip
 ALONE = (  # measured against something other than the peers
-    "decode_growth", "decode_loop", "hf_layer", "plan_cache", "prefill_forms", "prefill_portable",
+    "decode_growth", "decode_invariant", "decode_loop", "hf_layer", "plan_cache", "prefill_forms", "prefill_portable",
 )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ GOOD = {
     "sparse_attn_decode": lambda: dict(
         q=torch.ones(2, 2, 16), cache=allocate_cache(PLAIN, 3, 4, "cpu"), indices=ints(11, -1, INT_MAX), indptr=ints(0, 1, 2),
         scale=1.0, layout=PLAIN.name, extra_cache=allocate_cache(PLAIN, 2, 4, "cpu"), extra_indices=ints(7, 0),
-        extra_indptr=ints(0, 2, 2), extra_layout=PLAIN.name, sink=SINK,
+        extra_indptr=ints(0, 2, 2), extra_layout=PLAIN.name, sink=SINK, batch_invariant=False,
     ),
     "merge_attn_states": lambda: dict(
         outs=torch.ones(2, 2, 2, 4), lses=torch.tensor([[[-math.inf, 1.0]] * 2, [[0.0, -math.inf]] * 2]), sink=SINK

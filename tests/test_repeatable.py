@@ -9,6 +9,8 @@ import pytest
 import torch
 from repeatable_ops import ROWS, digest, operators
 
+from sparse_attn import LatentFp8Layout, PlainLayout, PlanarFp8Layout, Ragged, allocate_cache, sparse_attn_decode
+
 NAMES = tuple(operators("cpu"))
 EAGER_MATMUL = ("hyper_mix",)  # begins with a matrix product, which is the library's of the machine
 INVARIANT = tuple(name for name in NAMES if name not in EAGER_MATMUL)
@@ -91,3 +93,39 @@ def test_compiled_and_replayed_give_the_same(name):
         graph.replay()
         torch.cuda.synchronize()
         assert same(got, want)
+
+
+def check_batches(layout, heads, top_k, sizes, device, two=False):
+    """Rows of the largest batch against the same rows in smaller ones; top_k / 2 more of a second cache."""
+    torch.manual_seed(5)
+    most = max(sizes)
+    cache = allocate_cache(layout, 9, 16, device)
+    layout.encode(cache, torch.arange(144, device=device), torch.randn(144, layout.dim, device=device))
+    dense = torch.randint(-20, 144, (most, top_k), dtype=torch.int32, device=device)
+    q = torch.randn(most, heads, layout.dim, device=device).bfloat16()
+
+    def attend(some):
+        def rows(width):
+            indptr = torch.arange(some.stop - some.start + 1, dtype=torch.int32, device=device) * width
+            return Ragged(dense[some, :width].flatten(), indptr)
+
+        more = dict(extra_cache=cache, extra_ragged=rows(top_k // 2), extra_layout=layout) if two else {}
+        options = dict(scale=0.1, layout=layout, batch_invariant=True, impl="triton")
+        return sparse_attn_decode(q[some], cache, rows(top_k), **more, **options)
+
+    whole = attend(slice(0, most))
+    for size in sizes:
+        first = most - size
+        assert same(attend(slice(first, most)), [part[first:].contiguous() for part in whole])
+
+
+@pytest.mark.kernel
+def test_batch_invariant_rows(device):
+    check_batches(LatentFp8Layout(32, 8, 16), 3, 70, (1, 3, 40 if device.type == "cuda" else 5), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64, 96, 128])
+@pytest.mark.parametrize("layout", [LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64), PlainLayout("bf16", 512, 64)])
+def test_batch_invariant_rows_of_every_kernel(layout, heads):
+    check_batches(layout, heads, 1024, (1, 2, 20, 70, 140), "cuda", isinstance(layout, PlanarFp8Layout))

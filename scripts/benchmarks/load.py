@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -42,23 +43,46 @@ def decode_growth(run: Run) -> Iterator[Record]:
         yield _steepest(run, layout, heads, top_k, run.pick(MOST, 3))
 
 
-def _steepest(run: Run, layout: Layout, heads: int, top_k: int, most: int) -> Record:
-    stretch = run.pick(32768, 256)
+class Batch(NamedTuple):
+    """Input sets of a batch over one cache; a request's tokens lie in one of eight stretches."""
+
+    q: torch.Tensor  # [sets, requests, heads, layout.dim]
+    slots: torch.Tensor  # int32 [sets, requests, top_k]
+    cache: torch.Tensor
+    layout: Layout
+
+    def calls(self, requests: int, **options):
+        """A call per set, of the first ``requests``."""
+        attend = functools.partial(sparse_attn_decode, scale=D_QK**-0.5, layout=self.layout, **options)
+        rows = [packed(slots[:requests].contiguous()) for slots in self.slots]
+        return [functools.partial(attend, q[:requests], self.cache, some) for q, some in zip(self.q, rows)]
+
+
+def _batch(run: Run, layout: Layout, heads: int, top_k: int, most: int) -> Batch:
+    stretch, sets = run.pick((32768, 3), (256, 1))
     cache = filled_cache(layout, 8 * stretch // BLOCK, run.device)
-    sets = 3
-    q = normal(sets, most, heads, layout.dim, device=run.device)
     slots = distinct_rows(sets * most, stretch, top_k, run.device).view(sets, most, top_k)
     slots += (torch.arange(most, device=run.device, dtype=torch.int32) % 8 * stretch).view(1, most, 1)
-    times = []
-    for requests in range(1, most + 1):
-        rows = [packed(slots[index, :requests].contiguous()) for index in range(sets)]
-        calls = [
-            functools.partial(sparse_attn_decode, q[index, :requests], cache, rows[index], scale=D_QK**-0.5, layout=layout)
-            for index in range(sets)
-        ]
-        times.append(run.time(calls, target_ms=6))
+    return Batch(normal(sets, most, heads, layout.dim, device=run.device), slots, cache, layout)
+
+
+def _steepest(run: Run, layout: Layout, heads: int, top_k: int, most: int) -> Record:
+    batch = _batch(run, layout, heads, top_k, most)
+    times = [run.time(batch.calls(requests), target_ms=6) for requests in range(1, most + 1)]
     name = f"{layout.name}, heads {heads}, top-k {top_k}"
     if run.dry:
         return Record(name, 0.0)
     before, after = max(zip(times, times[1:]), key=lambda step: step[1] / step[0])
     return Record(name, after, f"{times.index(before) + 1} requests", before)
+
+
+@suite("decode_invariant")
+def decode_invariant(run: Run) -> Iterator[Record]:
+    "sparse_attn_decode with batch_invariant=True (us) beside the default (peer_us)."
+    full = [(LATENT_LAYOUT, heads, 2048) for heads in (16, 128)] + [(windowed.LAYOUT, 128, 1152)]
+    for layout, heads, top_k in run.pick(full, [(LATENT_LAYOUT, 4, 64)]):
+        batch = _batch(run, layout, heads, top_k, run.pick(128, 3))
+        for requests in run.pick((1, 8, 32, 64, 128), (2, 3)):
+            name = f"{layout.name}, heads {heads}, requests {requests}"
+            default = None if run.dry else batch.calls(requests)
+            yield run.compare(name, batch.calls(requests, batch_invariant=True), "default", default, None)

@@ -66,6 +66,7 @@ def sparse_attn_decode(
     extra_ragged: Ragged | None = None,
     extra_layout: Layout | None = None,
     sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend to slots of a paged cache, or to slots of two caches under one softmax.
@@ -78,6 +79,9 @@ def sparse_attn_decode(
     layout, which agrees with ``layout`` in dim and value_dim; kind, fp8 flavour, block size and block stride are its
     own. A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
 
+    batch_invariant: a row's bits do not depend on how many rows there are, as long as the room for indices per row stays the
+    same: every step is split over programs as one of 32 rows is. workspace_size does not reserve for it.
+
     Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
     """
     _check_queries(q, ragged, sink)
@@ -85,7 +89,8 @@ def sparse_attn_decode(
     checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
     if extra_cache is None and extra_ragged is None and extra_layout is None:
         extra = (None, None, None, "")
-        return AttentionOutput(*op.sparse_attn_decode(q, cache, *ragged, scale, layout.name, *extra, sink, impl))
+        arguments = (q, cache, *ragged, scale, layout.name, *extra, sink, batch_invariant, impl)
+        return AttentionOutput(*op.sparse_attn_decode(*arguments))
     for name, value in (("extra_cache", extra_cache), ("extra_ragged", extra_ragged), ("extra_layout", extra_layout)):
         if value is None:
             raise ValueError(f"{name}: got None, allowed: all of extra_cache, extra_ragged and extra_layout, or none")
@@ -97,7 +102,8 @@ def sparse_attn_decode(
             f"allowed: {layout.dim} and {layout.value_dim} as in {layout.name}"
         )
     extra = (extra_cache, *extra_ragged, extra_layout.name)
-    return AttentionOutput(*op.sparse_attn_decode(q, cache, *ragged, scale, layout.name, *extra, sink, impl))
+    arguments = (q, cache, *ragged, scale, layout.name, *extra, sink, batch_invariant, impl)
+    return AttentionOutput(*op.sparse_attn_decode(*arguments))
 
 
 def merge_attn_states(

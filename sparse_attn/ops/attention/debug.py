@@ -32,6 +32,7 @@ def sparse_attn_decode(
     extra_indptr: torch.Tensor | None,
     extra_layout: str,
     sink: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     _rows("", indices, indptr, cache.shape[0] * cache.shape[1], "slots of the cache")
     if extra_cache is not None:

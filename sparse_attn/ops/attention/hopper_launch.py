@@ -12,16 +12,16 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config
-from sparse_attn.ops.attention.inputs import Keys, are_apart
+from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
 from sparse_attn.ops.attention.output import LOG2_E, Output
 from sparse_attn.target import target_of
 
 
-def choose_rows(q: torch.Tensor, keys: Keys, d_v: int) -> config.HopperConfig | None:
+def choose_rows(q: torch.Tensor, keys: Keys, d_v: int, step: Step) -> config.HopperConfig | None:
     """For plain rows [num_rows, d_qk]."""
     if not (_copies_whole_lines(q) and _copies_whole_lines(keys.cache) and keys.cache.dtype == q.dtype):
         return None
-    return config.hopper(*q.shape, d_v, q.dtype, target_of(q.device))
+    return config.hopper(step.tokens, *q.shape[1:], d_v, q.dtype, target_of(q.device))
 
 
 def attend_rows(who, q, keys, scale, d_v, sink, chosen):
@@ -59,12 +59,11 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     return result.merged()
 
 
-def choose_fp8(q: torch.Tensor, keys: Keys, extra: Keys | None) -> config.HopperConfig | None:
+def choose_fp8(q: torch.Tensor, keys: Keys, extra: Keys | None, step: Step) -> config.HopperConfig | None:
     """For fp8 caches and whole blocks of heads."""
     if keys.layout is None or not (_copies_whole_lines(q) and _reads(keys, extra)):
         return None
-    tokens, heads, _ = q.shape
-    return config.hopper_fp8(tokens, heads, _capacity(keys, extra), keys.layout, q.dtype, target_of(q.device))
+    return config.hopper_fp8(step.tokens, q.shape[1], step.capacity, keys.layout, q.dtype, target_of(q.device))
 
 
 def attend_fp8(who, q, keys, extra, scale, sink, chosen):
@@ -96,11 +95,14 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     return result.merged()
 
 
-def choose_few_heads(q: torch.Tensor, keys: Keys, extra: Keys | None, d_v: int) -> config.FewHeadsConfig | None:
+def choose_few_heads(
+    q: torch.Tensor, keys: Keys, extra: Keys | None, d_v: int, step: Step
+) -> config.FewHeadsConfig | None:
     """For at most config.FEW_HEADS heads over plain rows [num_rows, d_qk] or fp8 caches."""
     if keys.layout is None and keys.cache.dtype != q.dtype or not (_copies_whole_lines(q) and _reads(keys, extra)):
         return None
-    return config.hopper_few_heads(*q.shape, d_v, _capacity(keys, extra), keys.layout, q.dtype, target_of(q.device))
+    sizes = (step.tokens, *q.shape[1:], d_v, step.capacity)
+    return config.hopper_few_heads(*sizes, keys.layout, q.dtype, target_of(q.device))
 
 
 def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
@@ -161,10 +163,6 @@ def _sizes(keys: Keys) -> tuple[int, int, int]:
     num_blocks = keys.cache.shape[0]
     block_size = 1 if keys.layout is None else keys.cache.shape[1]
     return num_blocks * block_size, block_size, keys.indices.numel()
-
-
-def _capacity(keys: Keys, extra: Keys | None) -> int:
-    return keys.indices.numel() + (0 if extra is None else extra.indices.numel())
 
 
 def _reads(keys: Keys, extra: Keys | None) -> bool:

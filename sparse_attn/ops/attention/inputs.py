@@ -8,6 +8,8 @@ import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
 
+INVARIANT_TOKENS = 32  # rows of the step as which every batch-invariant one is launched
+
 
 class Keys(NamedTuple):
     """A cache (or the rows of one block), its format, None for plain rows, and the indices into it."""
@@ -16,6 +18,23 @@ class Keys(NamedTuple):
     layout: LatentFp8Layout | PlanarFp8Layout | None
     indices: torch.Tensor
     indptr: torch.Tensor
+
+
+class Step(NamedTuple):
+    """What a launch is chosen for: rows, and how many indices all of them may hold, of two caches together."""
+
+    tokens: int
+    capacity: int
+
+
+def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, batch_invariant: bool) -> Step:
+    """This step, or what stands for every step whose rows may hold as many indices."""
+    tokens = q.shape[0]
+    capacity = keys.indices.numel() + (0 if extra is None else extra.indices.numel())
+    if batch_invariant:
+        row = -(-capacity // max(tokens, 1))
+        return Step(INVARIANT_TOKENS, INVARIANT_TOKENS * row)
+    return Step(tokens, capacity)
 
 
 def are_apart(cache: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import triton
 
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 from sparse_attn.ops.attention import config, hopper_launch, kernels, shapes
-from sparse_attn.ops.attention.inputs import Keys, are_apart
+from sparse_attn.ops.attention.inputs import Keys, are_apart, step_of
 from sparse_attn.ops.attention.output import LOG2_E, Output, merge
 from sparse_attn.target import target_of
 
@@ -33,14 +33,14 @@ def sparse_attn_prefill(
     sink: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = Keys(kv, None, indices, indptr)
-    done = _on_hopper("sparse_attn_prefill", q, rows, None, scale, d_v, sink)
+    done = _on_hopper("sparse_attn_prefill", q, rows, None, scale, d_v, sink, False)
     return done or portable_prefill(q, kv, indices, indptr, scale, d_v, sink)
 
 
 def portable_prefill(q, kv, indices, indptr, scale, d_v, sink):
     """sparse_attn_prefill by the kernel that every GPU has."""
     rows = kv.unsqueeze(0)  # one block that holds every row
-    return _attend("sparse_attn_prefill", q, Keys(rows, None, indices, indptr), None, scale, d_v, sink)
+    return _attend("sparse_attn_prefill", q, Keys(rows, None, indices, indptr), None, scale, d_v, sink, False)
 
 
 def sparse_attn_decode(
@@ -55,22 +55,23 @@ def sparse_attn_decode(
     extra_indptr: torch.Tensor | None,
     extra_layout: str,
     sink: torch.Tensor | None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys, extra, d_v = Keys(cache, _fp8(layout), indices, indptr), None, shapes.value_dim(layout)
     if extra_cache is not None:
         extra = Keys(extra_cache, _fp8(extra_layout), extra_indices, extra_indptr)
     done = None
     if keys.layout is not None:
-        done = _on_hopper("sparse_attn_decode", q, keys, extra, scale, d_v, sink)
+        done = _on_hopper("sparse_attn_decode", q, keys, extra, scale, d_v, sink, batch_invariant)
     elif extra is None and cache.is_contiguous():
         rows = keys._replace(cache=cache.flatten(0, 1))
-        done = _on_hopper("sparse_attn_decode", q, rows, None, scale, d_v, sink)
-    return done or portable_decode(q, keys, extra, scale, d_v, sink)
+        done = _on_hopper("sparse_attn_decode", q, rows, None, scale, d_v, sink, batch_invariant)
+    return done or portable_decode(q, keys, extra, scale, d_v, sink, batch_invariant)
 
 
-def portable_decode(q, keys, extra, scale, d_v, sink):
+def portable_decode(q, keys, extra, scale, d_v, sink, batch_invariant=False):
     """sparse_attn_decode by the kernel that every GPU has."""
-    return _attend("sparse_attn_decode", q, keys, extra, scale, d_v, sink)
+    return _attend("sparse_attn_decode", q, keys, extra, scale, d_v, sink, batch_invariant)
 
 
 def merge_attn_states(
@@ -82,29 +83,30 @@ def merge_attn_states(
     return out, lse
 
 
-def _on_hopper(
-    who: str, q: torch.Tensor, keys: Keys, extra: Keys | None, scale: float, d_v: int, sink: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _on_hopper(who, q, keys, extra, scale, d_v, sink, batch_invariant) -> tuple[torch.Tensor, torch.Tensor] | None:
     """By a kernel of Hopper's own, over plain rows [num_rows, d_qk] or fp8 caches; None where none takes the call."""
-    if chosen := hopper_launch.choose_few_heads(q, keys, extra, d_v):
+    step = step_of(q, keys, extra, batch_invariant)
+    if q.shape[0] == 0:
+        return None
+    if chosen := hopper_launch.choose_few_heads(q, keys, extra, d_v, step):
         return hopper_launch.attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen)
-    if chosen := hopper_launch.choose_fp8(q, keys, extra):
+    if chosen := hopper_launch.choose_fp8(q, keys, extra, step):
         return hopper_launch.attend_fp8(who, q, keys, extra, scale, sink, chosen)
-    if keys.layout is None and (chosen := hopper_launch.choose_rows(q, keys, d_v)):
+    if keys.layout is None and (chosen := hopper_launch.choose_rows(q, keys, d_v, step)):
         return hopper_launch.attend_rows(who, q, keys, scale, d_v, sink, chosen)
     return None
 
 
-def _attend(who, q, keys, extra, scale, d_v, sink):
+def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
     tokens, heads, d_qk = q.shape
     if tokens == 0:
         return shapes.allocate_output(tokens, heads, d_v, q)
-    parts = [keys] if extra is None else [keys, extra]
-    capacity = sum(part.indices.numel() for part in parts)
-    kinds = {part.layout is not None for part in parts}
+    kinds = {part.layout is not None for part in (keys, extra) if part is not None}
+    step = step_of(q, keys, extra, batch_invariant)
     launch = config.config(
-        tokens, heads, d_qk, capacity, q.element_size(), kinds == {True}, target_of(q.device), mixed=len(kinds) > 1
-    )
+        step.tokens, heads, d_qk, step.capacity, q.element_size(), kinds == {True}, target_of(q.device),
+        mixed=len(kinds) > 1,
+    )  # fmt: skip
     result = Output(who, q, d_v, launch.splits, sink)
     first, second = _arguments(keys, launch.block_k), _arguments(extra, launch.block_k)
     kernels.attend[(tokens, triton.cdiv(heads, launch.block_h), launch.splits)](

@@ -14,7 +14,7 @@ sparse_attn_decode = define_op(
     __package__,
     "sparse_attn_decode",
     "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? extra_cache,"
-    " Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, str impl)"
+    " Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, bool batch_invariant, str impl)"
     " -> (Tensor out, Tensor lse)",
     fake.sparse_attn_decode,
 )

@@ -48,6 +48,7 @@ def sparse_attn_decode(
     extra_indptr: torch.Tensor | None,
     extra_layout: str,
     sink: torch.Tensor | None,
+    batch_invariant: bool = False,  # rows never meet here
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys = [_cached_keys(cache, indices, indptr, layout, q.dtype)]
     if extra_cache is not None:
