@@ -33,27 +33,48 @@ from sparse_attn.ops.index_logits.hopper import (
 )
 
 CHUNK = gl.constexpr(128)  # units whose tiles are counted at a time
+WINDOW = gl.constexpr(32)  # entries of a block table that the producer holds, one to a lane
 
 
 @gluon.jit
-def _longest(lens, unit, units, max_context, stride_request, stride_row, ROWS: gl.constexpr, NEXT_N: gl.constexpr):
-    """Positions that some row of a unit sees."""
+def _lengths(lens, unit, stride_request, stride_row, ROWS: gl.constexpr, NEXT_N: gl.constexpr):
+    """Positions that each row of a unit sees, as they are given, the last again for rows that do not exist: a tuple."""
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
     first = unit % GROUPS * ROWS
-    at = lens + (unit // GROUPS).to(gl.int64) * stride_request + first * stride_row
-    longest = gl.load(at, mask=unit < units, other=0)
-    for n in gl.static_range(1, ROWS):
-        longest = gl.maximum(longest, gl.load(at + n * stride_row, mask=(unit < units) & (first + n < NEXT_N), other=0))
-    return gl.minimum(gl.maximum(longest, 0), max_context)
+    at = lens + (unit // GROUPS).to(gl.int64) * stride_request
+    lengths = ()
+    for n in gl.static_range(ROWS):
+        lengths = lengths + (gl.load(at + gl.minimum(first + n, NEXT_N - 1) * stride_row),)
+    return lengths
 
 
 @gluon.jit
-def _stages(
-    lens, unit, units, max_context, stride_request, stride_row, ROWS: gl.constexpr, NEXT_N: gl.constexpr, BLOCKS: gl.constexpr
-):
+def _stages(lengths, max_context, BLOCKS: gl.constexpr):
     """Stages of a unit, BLOCKS blocks each."""
     SPAN: gl.constexpr = BLOCKS * TILE
-    return (_longest(lens, unit, units, max_context, stride_request, stride_row, ROWS, NEXT_N) + SPAN - 1) // SPAN
+    longest = gl.maximum(lengths[0], 0)
+    for n in gl.static_range(1, len(lengths)):
+        longest = gl.maximum(longest, lengths[n])
+    return (gl.minimum(longest, max_context) + SPAN - 1) // SPAN
+
+
+@gluon.jit
+def _chunk_lengths(lens, begin, units, stride_request, stride_row, ROWS: gl.constexpr, NEXT_N: gl.constexpr):
+    """Lengths of CHUNK units, each by one thread; of the last unit behind it, for ptxas branches about every mbarrier.init
+    behind a masked load."""
+    unit = begin + gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    return _lengths(lens, gl.minimum(unit, units - 1), stride_request, stride_row, ROWS, NEXT_N)
+
+
+@gluon.jit
+def _chunk_stages(lengths, begin, units, max_context, BLOCKS: gl.constexpr):
+    """Stages of CHUNK units, in every warp. The lengths are waited for here: ptxas hoists arithmetic, but no shared memory."""
+    EVERYWHERE: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [4], [0])
+    copies = ()
+    for n in gl.static_range(len(lengths)):
+        copies = copies + (gl.convert_layout(lengths[n], EVERYWHERE),)
+    there = begin + gl.arange(0, CHUNK, layout=EVERYWHERE) < units
+    return gl.where(there, _stages(copies, max_context, BLOCKS), 0)
 
 
 @gluon.jit
@@ -79,6 +100,12 @@ def _blocks(entry, stage, num_blocks, max_blocks, BLOCKS: gl.constexpr):
 
 
 @gluon.jit
+def _window(entry, column, max_blocks):
+    """Entries of a block table, as they are; -1 behind its last."""
+    return gl.load(entry + column, mask=column < max_blocks, other=-1)
+
+
+@gluon.jit
 def _fill(
     keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, lens, table, units, num_blocks,
     max_context, max_blocks, stride_request, stride_row, stride_table, first, skip, last, count, HEADS: gl.constexpr,
@@ -87,29 +114,34 @@ def _fill(
     """The producer: a unit's queries, then its blocks. What lies outside the cache comes as zeros and is read nowhere."""
     STAGES: gl.constexpr = keys.shape[0] // BLOCKS
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
+    PER: gl.constexpr = WINDOW // BLOCKS
+    lane = gl.arange(0, WINDOW, layout=gl.BlockedLayout([1], [32], [1], [0]))
     done, turn = 0, 0
     for unit in range(first, last):
-        stages = _stages(lens, unit, units, max_context, stride_request, stride_row, ROWS, NEXT_N, BLOCKS)
+        stages = _stages(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context, BLOCKS)
         some = gl.maximum(gl.minimum(stages - skip, count - done), 0)
         if some > 0:
             request = unit // GROUPS
             entry = table + request.to(gl.int64) * stride_table
-            blocks = _blocks(entry, skip, num_blocks, max_blocks, BLOCKS)
+            after = _window(entry, skip * BLOCKS + lane, max_blocks)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_freed.index(place), phase ^ 1)
             mbarrier.expect(query_filled.index(place), queries.shape[1] * queries.shape[2])
             row = request * NEXT_N + unit % GROUPS * ROWS
             tma.async_copy_global_to_shared(q, [row * HEADS, 0], query_filled.index(place), queries.index(place))
-            for i in range(0, some):
-                reads = blocks
-                blocks = _blocks(entry, skip + i + 1, num_blocks, max_blocks, BLOCKS)
-                slot, phase = ring(done + i, STAGES)
-                mbarrier.wait(freed.index(slot), phase ^ 1)
-                mbarrier.expect(filled.index(slot), BLOCKS * (keys.shape[2] * keys.shape[3] + scales.shape[2] * 4))
-                for n in gl.static_range(BLOCKS):
-                    at = slot * BLOCKS + n
-                    tma.async_copy_global_to_shared(codes, [reads[n], 0, 0], filled.index(slot), keys.index(at))
-                    tma.async_copy_global_to_shared(factors, [reads[n], 0], filled.index(slot), scales.index(at))
+            for begin in range(0, some, PER):
+                window = after
+                after = _window(entry, (skip + begin + PER) * BLOCKS + lane, max_blocks)
+                for i in range(begin, gl.minimum(begin + PER, some)):
+                    slot, phase = ring(done + i, STAGES)
+                    mbarrier.wait(freed.index(slot), phase ^ 1)
+                    mbarrier.expect(filled.index(slot), BLOCKS * (keys.shape[2] * keys.shape[3] + scales.shape[2] * 4))
+                    for n in gl.static_range(BLOCKS):
+                        block = gl.sum(gl.where(lane == (i - begin) * BLOCKS + n, window, 0), 0)
+                        block = gl.where((block >= 0) & (block < num_blocks), block, -1)
+                        at = slot * BLOCKS + n
+                        tma.async_copy_global_to_shared(codes, [block, 0, 0], filled.index(slot), keys.index(at))
+                        tma.async_copy_global_to_shared(factors, [block, 0], filled.index(slot), scales.index(at))
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0
@@ -134,6 +166,30 @@ def _write(
 
 
 @gluon.jit
+def _clear(
+    out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS: gl.constexpr, NEXT_N: gl.constexpr,
+    BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """-inf behind the last stage of every unit; programs share a unit where there are fewer units."""
+    GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
+    WIDTH: gl.constexpr = 512
+    column = gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    nothing = gl.full([WIDTH], -float("inf"), gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
+    programs = gl.num_programs(0)
+    part = gl.program_id(0) // units
+    for unit in range(gl.program_id(0) % units, units, programs):
+        parts = gl.maximum((programs - unit + units - 1) // units, 1)
+        stages = _stages(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context, BLOCKS)
+        begin = stages * (BLOCKS * TILE)
+        first_row = unit % GROUPS * ROWS
+        to = out + ((unit // GROUPS).to(gl.int64) * NEXT_N + first_row) * stride_out + column
+        for position in range(begin + part * WIDTH, max_context, parts * WIDTH):
+            for n in gl.static_range(ROWS):
+                inside = (position + column < max_context) & (first_row + n < NEXT_N)
+                gl.store(to + n * stride_out + position, nothing, mask=inside)
+
+
+@gluon.jit
 def _score(
     keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, units, num_blocks,
     max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table, stride_out,
@@ -148,9 +204,11 @@ def _score(
     LANE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME * HEADS, 32]))
     KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
     lane = gl.arange(0, SOME * HEADS, layout=LANE)
+    if CLEAN and which == 0:  # while the first keys are under way
+        _clear(out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS, NEXT_N, BLOCKS)
     done, turn = 0, 0
     for unit in range(first, last):
-        stages = _stages(lens, unit, units, max_context, stride_request, stride_row, ROWS, NEXT_N, BLOCKS)
+        stages = _stages(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context, BLOCKS)
         some = gl.maximum(gl.minimum(stages - skip, count - done), 0)
         if some > 0:
             request = (unit // GROUPS).to(gl.int64)
@@ -195,30 +253,6 @@ def _score(
         skip = 0
 
 
-@gluon.jit
-def _clear(
-    out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS: gl.constexpr, NEXT_N: gl.constexpr,
-    BLOCKS: gl.constexpr,
-):  # fmt: skip
-    """-inf behind the last stage of every unit; programs share a unit where there are fewer units."""
-    GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
-    WIDTH: gl.constexpr = 512
-    column = gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    nothing = gl.full([WIDTH], -float("inf"), gl.float32, gl.BlockedLayout([1], [32], [4], [0]))
-    programs = gl.num_programs(0)
-    part = gl.program_id(0) // units
-    for unit in range(gl.program_id(0) % units, units, programs):
-        parts = gl.maximum((programs - unit + units - 1) // units, 1)
-        stages = _stages(lens, unit, units, max_context, stride_request, stride_row, ROWS, NEXT_N, BLOCKS)
-        begin = stages * (BLOCKS * TILE)
-        first_row = unit % GROUPS * ROWS
-        to = out + ((unit // GROUPS).to(gl.int64) * NEXT_N + first_row) * stride_out + column
-        for position in range(begin + part * WIDTH, max_context, parts * WIDTH):
-            for n in gl.static_range(ROWS):
-                inside = (position + column < max_context) & (first_row + n < NEXT_N)
-                gl.store(to + n * stride_out + position, nothing, mask=inside)
-
-
 @gluon.jit(
     do_not_specialize=["units", "num_blocks", "max_context", "max_blocks", "stride_table_request", "stride_out_row"],
     do_not_specialize_on_alignment=["context_lens", "block_table", "weights", "out"],
@@ -251,31 +285,27 @@ def paged_mqa_logits(
 ):
     BLOCKS: gl.constexpr = PRODUCTS if ROWS * HEADS <= LANES else 1
     STAGES: gl.constexpr = TILES // BLOCKS
-    # Every warp looks for the program's share by itself.
-    unit = gl.arange(0, CHUNK, layout=gl.BlockedLayout([CHUNK // 32], [32], [4], [0]))
-    stages = _stages(
-        context_lens, unit, units, max_context, stride_lens_request, stride_lens_row, ROWS, NEXT_N, BLOCKS
+    lengths = _chunk_lengths(
+        context_lens, 0, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N
     )  # while the rest is set up
     keys = gl.allocate_shared_memory(codes.dtype, [TILES] + codes.block_shape, codes.layout)
     scales = gl.allocate_shared_memory(factors.dtype, [TILES] + factors.block_shape, factors.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     filled, freed, query_filled, query_freed = allocate_rings(STAGES)
-
+    # Every warp looks for the program's share by itself.
+    stages = _chunk_stages(lengths, 0, units, max_context, BLOCKS)
     counted = gl.sum(stages, 0)
     total = counted
     for chunk in range(CHUNK, units, CHUNK):
-        others = _stages(
-            context_lens, chunk + unit, units, max_context, stride_lens_request, stride_lens_row, ROWS, NEXT_N, BLOCKS
-        )
-        total += gl.sum(others, 0)
+        others = _chunk_lengths(context_lens, chunk, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
+        total += gl.sum(_chunk_stages(others, chunk, units, max_context, BLOCKS), 0)
     begin, end = share(total)
     first, skipped, last = search(stages, 0, begin, end, 0, 0, 0)
     for chunk in range(CHUNK, units, CHUNK):
-        others = _stages(
-            context_lens, chunk + unit, units, max_context, stride_lens_request, stride_lens_row, ROWS, NEXT_N, BLOCKS
-        )
-        first, skipped, last = search(others, counted, begin, end, first, skipped, last)
-        counted += gl.sum(others, 0)
+        others = _chunk_lengths(context_lens, chunk, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
+        stages = _chunk_stages(others, chunk, units, max_context, BLOCKS)
+        first, skipped, last = search(stages, counted, begin, end, first, skipped, last)
+        counted += gl.sum(stages, 0)
     last = gl.minimum(last + 1, units)
     count = end - begin
     skip = begin - skipped
@@ -292,16 +322,12 @@ def paged_mqa_logits(
                       stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
                       1, HEADS, ROWS, NEXT_N, BLOCKS, CLEAN)),
             (_fill, (keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, context_lens,
-                     block_table, units, num_blocks, max_context, max_blocks, stride_lens_request, stride_lens_row,
-                     stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N, BLOCKS)),
+                     block_table, units, num_blocks, max_context, max_blocks, stride_lens_request,
+                     stride_lens_row, stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N, BLOCKS)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-    if CLEAN:
-        _clear(
-            out, context_lens, units, max_context, stride_lens_request, stride_lens_row, stride_out_row, ROWS, NEXT_N, BLOCKS
-        )
 
 
 def fits(q, cache) -> bool:
