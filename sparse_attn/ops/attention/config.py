@@ -145,7 +145,7 @@ def hopper_few_heads(
     if layout is not None and (not _hopper_reads(layout) or d_qk != layout.dim):
         return None
     padded = 16 if heads <= 16 else 32
-    registers = 136 if layout is None else 168 if padded == 16 else 152
+    registers = 136 if layout is None else 168 if padded == 16 else 120
     return FewHeadsConfig(padded, registers, splits=_few_heads_splits(tokens, capacity, target))
 
 

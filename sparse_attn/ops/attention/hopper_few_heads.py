@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparse_attn.device.hopper import barrier, signal
 from sparse_attn.ops.attention.hopper_few_keys import (
+    BLOCK,
     BUFFERS,
     DONE,
     FULL,
@@ -28,10 +29,10 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     fill_latents,
     fill_planar,
     fill_rows,
-    in_cache,
-    tile_slots,
 )
 from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, normalise, row_range
+
+WARPS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -69,16 +70,25 @@ def _await_keys(bars, tile):
 
 
 @gluon.jit
+def _column_maxima(z, maxima, N: gl.constexpr):
+    """The largest of a tile's scores of every head: every warp's own, exchanged through shared memory."""
+    COLUMNS: gl.constexpr = [[0, 1], [0, 8]] if N == 16 else [[0, 1], [0, 8], [0, 16]]
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        COLUMNS + [[1, 0], [2, 0]], [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]], [[0, 0], [0, 0]], [], [WARPS, N]
+    )
+    own = gl.max(gl.reshape(z, [WARPS, TILE // WARPS, N]), 1)
+    maxima.store(own)
+    return gl.max(maxima.load(ALL), 0)
+
+
+@gluon.jit
 def _consume(
-    query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, indices, count, num_slots,
-    extra_indices, extra_count, extra_num_slots, scale_log2, out, lse, sink, stride_q_head, stride_out_head,
-    N: gl.constexpr, HAS_REST: gl.constexpr, TWO: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
+    query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads, tiles, scale_log2, out, lse, sink,
+    stride_q_head, stride_out_head, N: gl.constexpr, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, SUMS))
-    last = gl.maximum(tiles + extra_tiles, 1) - 1
-    slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    last = gl.maximum(tiles, 1) - 1
     _load_query(query, query_rest, source, heads, stride_q_head, N, HAS_REST)
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
@@ -90,10 +100,9 @@ def _consume(
     for tile in range(last + 1):
         zero = tile >> 20
         buffer = tile % BUFFERS
-        valid = in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO)
-        slots = tile_slots(tile + 1, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        z = gl.where(gl.expand_dims(valid, 1), scores * scale_log2, -float("inf"))
-        top = gl.maximum(m, gl.max(z, 0))
+        exists = known.index(buffer).load(gl.SliceLayout(1, SUMS)) != 0
+        z = gl.where(gl.expand_dims(exists, 1), scores * scale_log2, -float("inf"))
+        top = gl.maximum(m, gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD))
         rescale = gl.expand_dims(gl.exp2(m - top), 0)
         p = gl.exp2(z - gl.expand_dims(top, 0))
         m = top
@@ -191,11 +200,25 @@ def attend(
 ):
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * N, element_bitwidth=16, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FP8: gl.constexpr = TOKEN > 0
     PLANAR: gl.constexpr = SCALES > 0
     query = gl.allocate_shared_memory(gl.bfloat16, [1, N, VALUE], TILES)
     keys = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, VALUE], TILES)
     weights = gl.allocate_shared_memory(gl.bfloat16, [1, TILE, N], NARROW)
+    known = gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], FLAT)
+    maxima = gl.allocate_shared_memory(gl.float32, [1, WARPS, N], PLAIN)
+    BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    COPY_REST: gl.constexpr = FP8 and not PLANAR and N == 16
+    ring_rest = known
+    if FP8:
+        ring = gl.allocate_shared_memory(gl.int32, [BUFFERS, 4, TILE, BLOCK], BLOCKS)
+    if PLANAR:
+        two_ring = gl.allocate_shared_memory(gl.int32, [BUFFERS, 2, TILE, BLOCK], BLOCKS)
+        one_ring = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1, TILE, BLOCK], BLOCKS)
+    if COPY_REST:
+        ring_rest = gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE, REST // 2], PLAIN)
     bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
@@ -204,7 +227,7 @@ def attend(
         query_rest = query
         keys_rest = keys
     for which in gl.static_range(FULL, SPENT):
-        mbarrier.init(bars.index(which), count=1 if FP8 else 128)
+        mbarrier.init(bars.index(which), count=1 if FP8 else 129)  # with the copies of every thread
     for which in gl.static_range(SPENT, DONE):
         mbarrier.init(bars.index(which), count=1)
     fence_async_shared()
@@ -235,15 +258,15 @@ def attend(
     if PLANAR:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, row, count,
-                            num_slots, extra_row, extra_count, extra_num_slots, scale_log2, target, sums_to, sink,
-                            stride_q_head, stride_out_head, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
-                (fill_planar, (keys, bars, 0, tiles, extra_tiles, row, count, cache, num_slots, block_size, stride_cache,
-                               extra_row, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra, GROUP,
-                               TOKEN, SCALES, TWO)),
-                (fill_planar, (keys, bars, 1, tiles, extra_tiles, row, count, cache, num_slots, block_size, stride_cache,
-                               extra_row, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra, GROUP,
-                               TOKEN, SCALES, TWO)),
+                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
+                            tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
+                            HAS_REST, HAS_SINK, SPLIT)),
+                (fill_planar, (keys, ring, two_ring, one_ring, known, bars, 0, tiles, extra_tiles, row, count, cache,
+                               num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
+                               extra_block_size, stride_extra, GROUP, TOKEN, SCALES, TWO)),
+                (fill_planar, (keys, ring, two_ring, one_ring, known, bars, 1, tiles, extra_tiles, row, count, cache,
+                               num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
+                               extra_block_size, stride_extra, GROUP, TOKEN, SCALES, TWO)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -251,13 +274,13 @@ def attend(
     elif FP8:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, row, count,
-                            num_slots, extra_row, extra_count, extra_num_slots, scale_log2, target, sums_to, sink,
-                            stride_q_head, stride_out_head, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
-                (fill_latents, (keys, keys_rest, bars, 0, row, count, cache, num_slots, block_size, stride_cache, GROUP,
-                                TOKEN, REST_AT, PAGED)),
-                (fill_latents, (keys, keys_rest, bars, 1, row, count, cache, num_slots, block_size, stride_cache, GROUP,
-                                TOKEN, REST_AT, PAGED)),
+                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
+                            tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
+                            HAS_REST, HAS_SINK, SPLIT)),
+                (fill_latents, (keys, keys_rest, ring, ring_rest, known, bars, 0, row, count, cache, num_slots, block_size,
+                                stride_cache, GROUP, TOKEN, REST_AT, PAGED, COPY_REST)),
+                (fill_latents, (keys, keys_rest, ring, ring_rest, known, bars, 1, row, count, cache, num_slots, block_size,
+                                stride_cache, GROUP, TOKEN, REST_AT, PAGED, COPY_REST)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -265,11 +288,11 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, weights, bars, source, heads, tiles, extra_tiles, row, count,
-                            num_slots, extra_row, extra_count, extra_num_slots, scale_log2, target, sums_to, sink,
-                            stride_q_head, stride_out_head, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
-                (fill_rows, (keys, keys_rest, bars, 0, row, count, cache, num_slots, stride_cache, HAS_REST)),
-                (fill_rows, (keys, keys_rest, bars, 1, row, count, cache, num_slots, stride_cache, HAS_REST)),
+                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
+                            tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
+                            HAS_REST, HAS_SINK, SPLIT)),
+                (fill_rows, (keys, keys_rest, known, bars, 0, row, count, cache, num_slots, stride_cache, HAS_REST)),
+                (fill_rows, (keys, keys_rest, known, bars, 1, row, count, cache, num_slots, stride_cache, HAS_REST)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -1,8 +1,12 @@
 """Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16, out of every kind of cache.
 
-A warpgroup fills one buffer, with every other tile. fp8 records pass through registers: all of a tile's words are loaded a
-tile ahead, and its indices another one, so that no load waits for another one; values are code times scale in fp32,
-rounded once to bf16, and NaN codes stay NaN. bf16 rows are copied. Rows that an index does not name are zeros.
+A warpgroup fills one buffer, with every other tile, and says which of its keys exist. fp8 records pass through registers:
+values are code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. Part of a tile's words is copied a tile
+ahead into a ring, by every thread for itself: copies pass by the L1, which has little room for loads beside so much shared
+memory. The others are loaded once the tile before was handed over, and with them the indices of the tile after, since ptxas
+has threads await all their loads together. bf16 rows are copied. Rows that an index does not name are zeros.
+
+The fence between these stores and the matrix unit is the consumer's, after its wait: here it would await loads, too.
 
 A list of tiles is the first cache's indices, then the second one's (TWO); a tile lies in one of them.
 """
@@ -13,9 +17,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
+from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT, FETCH
 from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather
 
+BLOCK = gl.constexpr(16)  # words: what a tile's keys have side by side in a ring
 BUFFERS = gl.constexpr(2)
 FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer
 SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
@@ -69,7 +74,8 @@ def _load_words(words, offsets, valid, LANES: gl.constexpr):
     word = gl.arange(0, REST // 2, layout=gl.SliceLayout(0, LANES))
     rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
     known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
-    return gl.load(words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0), mask=gl.expand_dims(known, 1), other=0)
+    pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
+    return gl.load(pointers, mask=gl.expand_dims(known, 1), other=0)
 
 
 @gluon.jit
@@ -92,11 +98,49 @@ def _load_scales(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexp
 
 
 @gluon.jit
+def _copy_codes(ring, words, offsets, valid, CODES: gl.constexpr):
+    """Codes of records, from ``words`` on, into a ring [blocks, TILE, BLOCK]."""
+    block = gl.arange(0, ring.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    word = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
+    place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * BLOCK, 0)
+    pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
+    mask = gl.expand_dims(gl.expand_dims(valid, 1), 2)
+    async_copy.async_copy_global_to_shared(ring.permute((1, 0, 2)), pointers, mask=mask)
+
+
+@gluon.jit
+def _copied_codes(ring, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+    return gl.convert_layout(gl.reshape(ring.permute((1, 0, 2)).load(CODES), [TILE, GROUPS, GROUP // 4]), CODES)
+
+
+@gluon.jit
+def _copy_words(ring, words, offsets, valid, LANES: gl.constexpr):
+    word = gl.arange(0, REST // 2, layout=gl.SliceLayout(0, LANES))
+    rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
+    known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
+    pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
+    async_copy.async_copy_global_to_shared(ring, pointers, mask=gl.expand_dims(known, 1))
+
+
+@gluon.jit
+def _fetch_latents(words, slots, num_slots, block_size, stride_block, TOKEN: gl.constexpr, PAGED: gl.constexpr):
+    """Ask the L2 for the records of a tile, whose slots every second thread of a pair has, too."""
+    valid = in_cache(slots, 0, 0, num_slots, num_slots, False)
+    record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
+    asks = valid & (gl.arange(0, 2 * TILE, layout=slots.type.layout) % 2 == 0)
+    size = gl.full([2 * TILE], TOKEN, gl.int32, slots.type.layout)
+    operands = [words + record, size, asks.to(gl.int32)]
+    gl.inline_asm_elementwise(FETCH, "=r,l,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def fill_latents(
-    keys, keys_rest, bars, which: gl.constexpr, indices, count, cache, num_slots, block_size, stride_block,
-    GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
+    keys, keys_rest, ring, ring_rest, known, bars, which: gl.constexpr, indices, count, cache, num_slots, block_size,
+    stride_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
+    COPY_REST: gl.constexpr,
 ):  # fmt: skip
-    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values."""
+    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values. The left half's codes come by the ring, with
+    COPY_REST the bf16 values too; without, registers do not suffice to refill it before the half is dequantised."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -105,33 +149,59 @@ def fill_latents(
     into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES).index(which)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    pair = gl.arange(0, 2 * TILE, layout=gl.BlockedLayout([1], [32], [4], [0])) // 2
     tiles = gl.maximum((count + TILE - 1) // TILE, 1)
     slots = tile_slots(which, tiles, indices, count, indices, count, place, False)
     ahead = tile_slots(which + BUFFERS, tiles, indices, count, indices, count, place, False)
     valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
     record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
+    _copy_codes(ring.index(which), words, record, valid, CODES)
+    if COPY_REST:
+        _copy_words(ring_rest.index(which), words + REST_AT // 4, record, valid, LANES)
+    async_copy.commit_group()
     left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
-    left = _load_codes(words, record, valid, 0, HALF_GROUPS, GROUP, CODES)
     right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
     right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
-    rest = _load_words(words + REST_AT // 4, record, valid, LANES)
+    if not COPY_REST:
+        rest = _load_words(words + REST_AT // 4, record, valid, LANES)
+    far = tile_slots(which + BUFFERS, tiles, indices, count, indices, count, pair, False)
+    _fetch_latents(words, far, num_slots, block_size, stride_block, TOKEN, PAGED)
+    far = tile_slots(which + 2 * BUFFERS, tiles, indices, count, indices, count, pair, False)
     phase = 1
     for tile in range(which, tiles, BUFFERS):
-        valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
-        record = _latent_offsets(ahead, valid, block_size, stride_block, TOKEN, PAGED)
-        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, indices, count, place, False)
-        mbarrier.wait(bars.index(SPENT + which), phase)
-        _put_codes(into.slice(0, VALUE // 4, dim=1), left, left_scales)
-        left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
-        left = _load_codes(words, record, valid, 0, HALF_GROUPS, GROUP, CODES)
+        next_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
+        next_record = _latent_offsets(ahead, next_valid, block_size, stride_block, TOKEN, PAGED)
+        async_copy.wait_group(0)
+        if COPY_REST:
+            left = _copied_codes(ring.index(which), HALF_GROUPS, GROUP, CODES)
+            rest = ring_rest.index(which).load(LANES)
+            _copy_codes(ring.index(which), words, next_record, next_valid, CODES)
+            _copy_words(ring_rest.index(which), words + REST_AT // 4, next_record, next_valid, LANES)
+            async_copy.commit_group()
+            mbarrier.wait(bars.index(SPENT + which), phase)
+            _put_codes(into.slice(0, VALUE // 4, dim=1), left, left_scales)
+        else:
+            mbarrier.wait(bars.index(SPENT + which), phase)
+            left = _copied_codes(ring.index(which), HALF_GROUPS, GROUP, CODES)
+            _put_codes(into.slice(0, VALUE // 4, dim=1), left, left_scales)
+            _copy_codes(ring.index(which), words, next_record, next_valid, CODES)
+            async_copy.commit_group()
         _put_codes(into.slice(VALUE // 4, VALUE // 4, dim=1), right, right_scales)
-        right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
-        right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
         into_rest.store(rest)
-        rest = _load_words(words + REST_AT // 4, record, valid, LANES)
-        fence_async_shared()
+        known.index(which).store(valid.to(gl.int32))
         signal(bars.index(FULL + which))
         phase = phase ^ 1
+        valid = next_valid
+        record = next_record
+        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, indices, count, place, False)
+        left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
+        right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
+        right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
+        if not COPY_REST:
+            rest = _load_words(words + REST_AT // 4, record, valid, LANES)
+        _fetch_latents(words, far, num_slots, block_size, stride_block, TOKEN, PAGED)
+        far = tile_slots(tile + 3 * BUFFERS, tiles, indices, count, indices, count, pair, False)
+    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -164,11 +234,11 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
 
 @gluon.jit
 def fill_planar(
-    keys, bars, which: gl.constexpr, tiles, extra_tiles, indices, count, cache, num_slots, block_size, stride_block,
-    extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra_block, GROUP: gl.constexpr,
-    TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+    keys, four_ring, two_ring, one_ring, known, bars, which: gl.constexpr, tiles, extra_tiles, indices, count, cache,
+    num_slots, block_size, stride_block, extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size,
+    stride_extra_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
-    """VALUE - REST codes in seven groups and REST bf16 values, and ue8m0 scales behind a block's records."""
+    """VALUE - REST codes in seven groups, by the rings, and REST bf16 values; ue8m0 scales behind a block's records."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -180,38 +250,49 @@ def fill_planar(
         slots, which, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
         stride_extra_block, TOKEN, SCALES, TWO,
     )  # fmt: skip
+    _copy_codes(four_ring.index(which), words, record, valid, CODES)
+    _copy_codes(two_ring.index(which), words + 4 * BLOCK, record, valid, CODES)
+    _copy_codes(one_ring.index(which), words + 6 * BLOCK, record, valid, CODES)
+    async_copy.commit_group()
     low = gl.load(words + scales, mask=valid, other=0)
     high = gl.load(words + scales + 1, mask=valid, other=0)
-    four = _load_codes(words, record, valid, 0, 4, GROUP, CODES)
-    two = _load_codes(words, record, valid, 4, 2, GROUP, CODES)
-    one = _load_codes(words, record, valid, 6, 1, GROUP, CODES)
     rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
     phase = 1
     for tile in range(which, gl.maximum(tiles + extra_tiles, 1), BUFFERS):
-        words, record, scales, valid = _planar_record(
+        next_words, next_record, next_scales, next_valid = _planar_record(
             ahead, tile + BUFFERS, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
             extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
         )  # fmt: skip
-        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, extra_indices, extra_count, place, TWO)
+        async_copy.wait_group(0)
+        four = _copied_codes(four_ring.index(which), 4, GROUP, CODES)
+        two = _copied_codes(two_ring.index(which), 2, GROUP, CODES)
+        one = _copied_codes(one_ring.index(which), 1, GROUP, CODES)
+        _copy_codes(four_ring.index(which), next_words, next_record, next_valid, CODES)
+        _copy_codes(two_ring.index(which), next_words + 4 * BLOCK, next_record, next_valid, CODES)
+        _copy_codes(one_ring.index(which), next_words + 6 * BLOCK, next_record, next_valid, CODES)
+        async_copy.commit_group()
         mbarrier.wait(bars.index(SPENT + which), phase)
         _put_codes(into.slice(0, 2 * GROUP, dim=1), four, _power(low, 0, 4, CODES))
-        low = gl.load(words + scales, mask=valid, other=0)
-        four = _load_codes(words, record, valid, 0, 4, GROUP, CODES)
         _put_codes(into.slice(2 * GROUP, GROUP, dim=1), two, _power(high, 0, 2, CODES))
-        two = _load_codes(words, record, valid, 4, 2, GROUP, CODES)
         _put_codes(into.slice(3 * GROUP, GROUP // 2, dim=1), one, _power(high, 2, 1, CODES))
-        high = gl.load(words + scales + 1, mask=valid, other=0)
-        one = _load_codes(words, record, valid, 6, 1, GROUP, CODES)
         into.slice((VALUE - REST) // 2, REST // 2, dim=1).store(rest)
-        rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
-        fence_async_shared()
+        known.index(which).store(valid.to(gl.int32))
         signal(bars.index(FULL + which))
         phase = phase ^ 1
+        words = next_words
+        record = next_record
+        scales = next_scales
+        valid = next_valid
+        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, extra_indices, extra_count, place, TWO)
+        low = gl.load(words + scales, mask=valid, other=0)
+        high = gl.load(words + scales + 1, mask=valid, other=0)
+        rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
+    async_copy.wait_group(0)
 
 
 @gluon.jit
 def fill_rows(
-    keys, keys_rest, bars, which: gl.constexpr, indices, count, kv, num_rows, stride_row, HAS_REST: gl.constexpr
+    keys, keys_rest, known, bars, which: gl.constexpr, indices, count, kv, num_rows, stride_row, HAS_REST: gl.constexpr
 ):
     """bf16 rows, copied."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -228,4 +309,6 @@ def fill_rows(
         if HAS_REST:
             gather(keys_rest.index(which), rows, valid, VALUE, REST, LANES)
         async_copy.mbarrier_arrive(bars.index(FULL + which), increment_count=False)
+        known.index(which).store(valid.to(gl.int32))
+        signal(bars.index(FULL + which))
         phase = phase ^ 1
