@@ -39,6 +39,7 @@ def test_how_it_splits():
     assert [chosen(n, 128).splits for n in tokens] == [9, 5, 2, 1, 1]
     assert [chosen(n, 64, 640).splits for n in tokens] == [5, 5, 3, 1, 1]
     assert [chosen(n, 128, 2048, LATENT).splits for n in tokens] == [16, 8, 2, 1, 1]
+    assert [chosen(n, 64, 2048, LATENT).splits for n in (4, 5, 8)] == [16, 8, 8]  # one pair a share only in half the machine
     assert [chosen(1, 64, keys).splits for keys in (0, 1, 384, 385)] == [1, 1, 1, 4]
     for n in range(1, 200, 7):
         for keys in (1, 640, 2048, 100_000):
@@ -98,7 +99,7 @@ def test_compiles_for_hopper(form):
         hopper_fp8.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
         num_warps=launch.num_warps,
     )  # fmt: skip
-    assert compiled.spill_bytes <= 56 and compiled.shared_memory <= H200.shared_memory
+    assert compiled.spill_bytes <= 64 and compiled.shared_memory <= H200.shared_memory
     assert compiled.count("HGMMA") and compiled.count("DEPBAR") <= 16 and compiled.count(r"LDG\.E\.128") >= 42
 
 

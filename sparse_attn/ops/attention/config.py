@@ -116,9 +116,12 @@ def hopper_fp8(
 
 
 def _hopper_splits(programs: int, pairs: int, target: Target) -> int:
-    """Programs for a row of ``pairs``: what runs at once, and no more than make the longest share shorter."""
+    """Programs for a row of ``pairs``: what runs at once, and no more than make the longest share shorter. A share of one
+    pair pays only where half of the multiprocessors have none: the more programs, the slower they start."""
     most = max(1, min(pairs, target.num_sms // programs))
     longest = -(-pairs // most)
+    if longest == 1 and 2 * programs * pairs > target.num_sms:
+        longest = 2
     return -(-pairs // longest) if pairs - longest >= HOPPER_WORTH else 1
 
 

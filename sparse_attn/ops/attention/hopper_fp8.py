@@ -36,7 +36,6 @@ from sparse_attn.ops.attention.hopper_pair import (
 )
 from sparse_attn.ops.attention.hopper_row import left, right
 
-LINE = gl.constexpr(128)  # bytes fetched at once
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
 
 
@@ -70,7 +69,13 @@ BY_PAIR = gl.constexpr(
     _decode("""cvt.rn.bf16x2.f32 pair, g, f;
 mul.rn.bf16x2 {}, pair, $3;""")
 )
-FETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+# Ask the L2 for $2 bytes at $1 if $3 is not zero; threads ask one by one.
+FETCH = gl.constexpr("""{
+.reg .pred wanted;
+setp.ne.b32 wanted, $3, 0;
+@wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, 0;
+}""")
 
 
 @gluon.jit
@@ -112,16 +117,15 @@ def _locate(
 
 
 @gluon.jit
-def _fetch(record, scales, RECORD: gl.constexpr, PLANAR: gl.constexpr, ROWS: gl.constexpr):
-    """Ask the L2 for the records of a tile, and for the scales that lie elsewhere."""
-    LINES: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
-    line = gl.arange(0, 8, layout=gl.SliceLayout(0, LINES))
-    record = gl.convert_layout(record, gl.SliceLayout(1, LINES))
-    pointers = gl.expand_dims(record, 1) + gl.expand_dims(gl.minimum(line * LINE, RECORD - 1) // WORD, 0)
-    if PLANAR:
-        scales = gl.expand_dims(gl.convert_layout(scales, gl.SliceLayout(1, LINES)), 1)
-        pointers = gl.where(gl.expand_dims(line == 7, 0), scales, pointers)
-    gl.inline_asm_elementwise(FETCH, "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1)
+def _fetch(record, valid, TOKEN: gl.constexpr):
+    """Ask the L2 for the records of a tile, one thread for each."""
+    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LANES)
+    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))
+    wanted = gl.expand_dims(gl.convert_layout(valid, ROWS), 1) & gl.expand_dims(lane == 0, 0)
+    pointers, wanted = gl.broadcast(gl.expand_dims(gl.convert_layout(record, ROWS), 1), wanted.to(gl.int32))
+    size = gl.full([TILE, 4], TOKEN, gl.int32, LANES)
+    gl.inline_asm_elementwise(FETCH, "=r,l,r,r", [pointers, size, wanted], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -147,18 +151,19 @@ def _load_half(
     """(codes of both parts of half a tile, their scales). Planar: a word [TILE] holds the scales of the half, both times;
     else fp32 [TILE, groups] of either part."""
     FIRST: gl.constexpr = half * HALF
-    first_part = _load_codes(record, valid, FIRST, PART, GROUP, CODES)
-    second_part = _load_codes(record, valid, FIRST + PART, min(PART, LATENT - FIRST - PART), GROUP, CODES)
     if PLANAR:
-        word = gl.load(scales + half, mask=valid, other=0)
-        return first_part, second_part, word, word
+        first_scales = gl.load(scales + half, mask=valid, other=0)
+        second_scales = first_scales
     else:
         group = gl.arange(0, PART // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
         at = record.to(gl.pointer_type(gl.float32), bitcast=True) + LATENT // WORD
         at = gl.expand_dims(at, 1) + gl.expand_dims(group + FIRST // GROUP, 0)
         readable = gl.expand_dims(valid, 1)
         first_scales = gl.load(at, mask=readable, other=0.0)
-        return first_part, second_part, first_scales, gl.load(at + PART // GROUP, mask=readable, other=0.0)
+        second_scales = gl.load(at + PART // GROUP, mask=readable, other=0.0)
+    first_part = _load_codes(record, valid, FIRST, PART, GROUP, CODES)
+    second_part = _load_codes(record, valid, FIRST + PART, min(PART, LATENT - FIRST - PART), GROUP, CODES)
+    return first_part, second_part, first_scales, second_scales
 
 
 @gluon.jit
@@ -187,7 +192,7 @@ def _put_half(
     words, values, rest, record, valid, first_part, second_part, first_scales, second_scales, bars, tile: gl.constexpr,
     half: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, REST_AT: gl.constexpr, PLANAR: gl.constexpr,
 ):  # fmt: skip
-    """Dequantise half a tile into shared memory and hand it over; the right half brings the bf16 values along."""
+    """Dequantise half a tile into shared memory; the right half brings the bf16 values along."""
     FIRST: gl.constexpr = half * HALF
     if half == 1:
         COPIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
@@ -199,6 +204,10 @@ def _put_half(
     _put_part(words.slice(FIRST // 2, PART // 2, dim=1), first_part, first_scales, 0, GROUP, PLANAR)
     SECOND: gl.constexpr = min(PART, LATENT - FIRST - PART)
     _put_part(words.slice((FIRST + PART) // 2, SECOND // 2, dim=1), second_part, second_scales, 1, GROUP, PLANAR)
+
+
+@gluon.jit
+def _hand_over(bars, tile: gl.constexpr, half: gl.constexpr):
     fence_async_shared()
     signal(bars[FILLED + 2 * tile + half])
 
@@ -211,7 +220,8 @@ def _dequantise(
     PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """A producer: the even (``tile`` 0) or odd tiles of [start, end). Left takes the halves of an even tile in their
-    order, right those of an odd one in the other. Indices are read two pairs ahead, so that no load waits for another."""
+    order, right those of an odd one in the other. Indices are read two pairs ahead, so that no load waits for another.
+    Loads of the next half go out before a half is handed over, or after that where they measured better (planar)."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -233,6 +243,7 @@ def _dequantise(
     first_part, second_part, first_scales, second_scales = _load_half(
         record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
     )
+    _fetch(record, valid, TOKEN)
     for i in range(pairs):
         here = (i >> 20) + tile
         at += 2
@@ -240,26 +251,34 @@ def _dequantise(
             next_slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots,
             extra_block_size, extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
         )  # fmt: skip
-        _fetch(next_record, next_scales_at, TOKEN, PLANAR, ROWS)
-        next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
+        _fetch(next_record, next_valid, TOKEN)
         mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
         named.index(here).store(valid.to(gl.int32))
         _put_half(
             tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_part, second_part,
             first_scales, second_scales, bars, tile, SOON, LATENT, GROUP, REST_AT, PLANAR,
         )  # fmt: skip
+        if PLANAR:
+            _hand_over(bars, tile, SOON)
         first_later, second_later, first_later_scales, second_later_scales = _load_half(
             record, scales_at, valid, LATER, LATENT, GROUP, PLANAR, CODES
         )
+        if not PLANAR:
+            _hand_over(bars, tile, SOON)
+        next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
         mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
         _put_half(
             tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_later, second_later,
             first_later_scales, second_later_scales, bars, tile, LATER, LATENT, GROUP, REST_AT, PLANAR,
         )  # fmt: skip
+        if PLANAR:
+            _hand_over(bars, tile, LATER)
         valid, record, scales_at = next_valid, next_record, next_scales_at
         first_part, second_part, first_scales, second_scales = _load_half(
             record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
         )
+        if not PLANAR:
+            _hand_over(bars, tile, LATER)
         phase = phase ^ 1
 
 
@@ -315,6 +334,11 @@ def attend(
     HAS_REST: gl.constexpr = not PLANAR
     token = gl.program_id(0) // head_blocks
     first_head = gl.program_id(0) % head_blocks * HEADS
+    begin, count = row_range(indptr, token, capacity)  # on its way while barriers are set up
+    extra_begin = begin
+    extra_count = count
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
     query = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, VALUE], TILES)
     keys = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, VALUE], TILES)
     right_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
@@ -340,13 +364,9 @@ def attend(
     fence_async_shared()
     barrier()
 
-    begin, count = row_range(indptr, token, capacity)
     tiles = (count + TILE - 1) // TILE
     end = tiles
-    extra_begin = begin
-    extra_count = count
     if TWO:
-        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
         end += (extra_count + TILE - 1) // TILE
     split = gl.program_id(1)
     start = split * 0
