@@ -129,7 +129,8 @@ def copy(folder: Path) -> None:
 
 def pytest(folder: Path, tests: tuple[str, ...], interpreted: bool) -> tuple[int, str]:
     """(exit code, output) of the tests in ``folder``; 124 where they do not end."""
-    environment = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "400", "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "400", "PYTHONDONTWRITEBYTECODE": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=no", "--color=no", "-p", "no:cacheprovider", *tests]

@@ -341,8 +341,8 @@ HOPPER = [
     Mutation(
         "hopper-blocks-outside-the-cache", "blocks that are not in the cache score like zeros",
         SCORES + "hopper_paged.py",
-        "gl.where((block >= 0) & (block < num_blocks), block, -1)",
-        "gl.where(block >= 0, block, -1)",
+        "blocks = blocks + (gl.where((block >= 0) & (block < num_blocks), block, -1),)",
+        "blocks = blocks + (gl.where(block >= 0, block, -1),)",
         ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
     ),
     Mutation(

@@ -429,7 +429,7 @@ def sparse_attn_prefill(q, kv, ragged, scale, d_v, sink):
     return attend(q, [(rows.__getitem__, len(rows), *ragged)], scale, d_v, sink)
 
 
-def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragged, extra_layout, sink):
+def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragged, extra_layout, sink, batch_invariant):
     sources = []
     for memory, rows, kind in ((cache, ragged, layout), (extra_cache, extra_ragged, extra_layout)):
         if memory is not None:
