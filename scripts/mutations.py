@@ -322,7 +322,7 @@ HOPPER = [
         ATTENTION + "hopper_few_keys.py",
         "num_slots = gl.where(tile >= tiles, extra_num_slots, num_slots)",
         "num_slots = num_slots",
-        ("tests/test_attention_few_heads.py::test_two_caches[16-full]",),
+        ("tests/test_attention_few_heads.py::test_two_caches[full-16]",),
     ),
     Mutation(
         "hopper-relu-hides-nan", "relu of a NaN product is 0",

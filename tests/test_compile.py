@@ -16,6 +16,7 @@ from sparse_attn.models.params import random_params
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.pipeline.layouts import window_ring
+from sparse_attn.runtime.batch import UNTIMED
 from sparse_attn.runtime.generate import Decode, Model, decode_plan
 from sparse_attn.runtime.paging import slots_of
 from sparse_attn.spec import CompressedSpec, preset
@@ -154,6 +155,11 @@ def check_step(model, compiled, tokens, plan, batch, exact):
     moved = 0 if exact else moved_codes(model, caches, eager_caches)
     assert moved <= 100  # a code that moved in one layer moves a few in the layers behind it
     tolerance = 0 if exact else CODE_STEP if moved else 1e-4
+    if moved and plan.positions.shape[0] > 1:  # it may have turned over what one row selects
+        kept = torch.isclose(got, want, rtol=tolerance, atol=tolerance).all(1)
+        assert (~kept).sum() <= max(1, kept.numel() // 50)
+        torch.testing.assert_close(got[~kept], want[~kept], rtol=10 * tolerance, atol=10 * tolerance)
+        got, want = got[kept], want[kept]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
@@ -322,7 +328,7 @@ hyper_merge""")
 def test_inductor_on_gpu(name, cache):
     fresh()
     model = model_of(name, cache, "cuda", layers=3)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
     check_decode(model, compiled, exact=False)
     check_prefill(model, compiled, exact=False)
     assert not counters["graph_break"]

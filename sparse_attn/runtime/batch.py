@@ -14,6 +14,9 @@ from sparse_attn.runtime.steps import AnyCaches, Decode, Model
 from sparse_attn.target import resolve_impl, target_of
 
 
+UNTIMED = {"deterministic": True}  # Inductor benchmarks nothing on the device
+
+
 class Batch(NamedTuple):
     """chunks: the prefill steps, each a list of spans. max_context: tokens the longest request may hold."""
 
@@ -69,13 +72,14 @@ def prepare(
 
 def compiled(model: Model, caches: AnyCaches) -> Model:
     """The model under torch.compile. No size of a cache is taken for a batch size that happens to be equal: the number of
-    blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants."""
+    blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants. Nothing is
+    chosen by timing, so that another process computes the same bits."""
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             torch._dynamo.mark_static_address(cache)
             torch._dynamo.maybe_mark_dynamic(cache, 0)
             torch._dynamo.mark_static(cache, [1, 2])
-    return torch.compile(model, fullgraph=True, dynamic=True)
+    return torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
 
 
 def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
