@@ -308,10 +308,10 @@ HOPPER = [
         ATTENTION + "hopper_fp8.py",
         "share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)",
         "share = end // gl.num_programs(1)",
-        ("tests/test_attention_hopper_fp8_latents.py::test_kinds_of_rows[64-full-None]",),
+        ("tests/test_attention_hopper_fp8_latents.py::test_kinds_of_rows[64-random-None]",),
     ),
     Mutation(
-        "few-heads-int32-offsets", "offsets of records behind 2^31 bytes wrap",
+        "few-heads-int32-offsets", "offsets of records behind 2^31 words wrap",
         ATTENTION + "hopper_few_keys.py",
         "return slots.to(gl.int64) * (TOKEN // WORD)",
         "return slots * (TOKEN // WORD)",

@@ -84,6 +84,9 @@ def operators(device):
             q_index[o], weights[o], lens[o].flatten(), rope, start=0, interleaved=True, weight_scale=0.1, layout=index
         ),
         "hyper_mix": lambda o: sa.hyper_mix(streams[o], fn, base, scale, **options)[:1],
+        "hyper_head": lambda o: (sa.hyper_head(
+            streams[o], fn[:4], base[:4], scale[:1], eps=1e-6, norm_eps=1e-6
+        ),),
         "hyper_merge": lambda o: (sa.hyper_merge(out[o], streams[o], post[o], mixing[o]),),
     }  # fmt: skip
 

@@ -153,9 +153,10 @@ def test_every_code_and_large_scales():
 
 @pytest.mark.gpu
 def test_offsets_beyond_2_31():
+    """Of words, which the producers count in."""
     for layout in (LATENT, PLANAR):
-        cache = allocate_cache(layout, 58_000, 64, "cuda")
-        slots = torch.arange(58_000 * 64 - 9, 58_000 * 64, device="cuda")
+        cache = allocate_cache(layout, 206_000, 64, "cuda")
+        slots = torch.arange(206_000 * 64 - 9, 206_000 * 64, device="cuda")
         layout.encode(cache, slots, torch.randn(9, layout.dim, device="cuda") / 10)
         named = slots[torch.randint(0, 9, (40 * 70,), device="cuda")].int()
         ragged = Ragged(named, torch.arange(41, dtype=torch.int32, device="cuda") * 70)

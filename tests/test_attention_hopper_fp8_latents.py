@@ -94,8 +94,9 @@ def test_every_code_and_large_scales():
 
 @pytest.mark.gpu
 def test_offsets_beyond_2_31():
-    cache = allocate_cache(LAYOUT, 52_000, 64, "cuda")
-    slots = torch.arange(52_000 * 64 - 9, 52_000 * 64, device="cuda")
+    """Of words, which the producers count in."""
+    cache = allocate_cache(LAYOUT, 206_000, 64, "cuda")
+    slots = torch.arange(206_000 * 64 - 9, 206_000 * 64, device="cuda")
     LAYOUT.encode(cache, slots, torch.randn(9, 576, device="cuda") / 10)
     chosen = slots[torch.randint(0, 9, (40, 70), device="cuda")].int()
     ragged = Ragged(chosen.flatten(), torch.arange(41, dtype=torch.int32, device="cuda") * 70)

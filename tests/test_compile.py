@@ -267,7 +267,8 @@ sparse_attn_decode
 hyper_merge
 hyper_mix
 biased_grouped_topk
-hyper_merge""")
+hyper_merge
+hyper_head""")
 
 
 def test_op_sequence_of_an_indexed_layer():
@@ -285,7 +286,8 @@ sparse_attn_decode
 hyper_merge
 hyper_mix
 biased_grouped_topk
-hyper_merge""")
+hyper_merge
+hyper_head""")
 
 
 def test_op_sequence_of_a_full_layer():
@@ -300,7 +302,8 @@ sparse_attn_decode
 hyper_merge
 hyper_mix
 biased_grouped_topk
-hyper_merge""")
+hyper_merge
+hyper_head""")
 
 
 def test_op_sequence_of_an_indexed_layer_in_prefill():
@@ -320,7 +323,8 @@ sparse_attn_prefill
 hyper_merge
 hyper_mix
 biased_grouped_topk
-hyper_merge""")
+hyper_merge
+hyper_head""")
 
 
 @pytest.mark.gpu

@@ -133,13 +133,18 @@ def test_schemas():
         schema("hyper_merge"),
         """sparse_attn::hyper_merge(Tensor out, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor""",
     )
+    assert_expected_inline(
+        schema("hyper_head"),
+        """sparse_attn::hyper_head(Tensor streams, Tensor fn, Tensor base, Tensor scale, float eps, float norm_eps, str impl) -> Tensor""",
+    )
 
 
 def check_opcheck(impl, device, tokens, dtype):
-    streams, out, _, base, scale = inputs(tokens, 3, 8, dtype=dtype, device=device)
+    streams, out, fn, base, scale = inputs(tokens, 3, 8, dtype=dtype, device=device)
     raw, post, comb = (torch.rand(tokens, *shape, device=device) for shape in ((15,), (3,), (3, 3)))
     opcheck("hyper_mix", streams, raw, base, scale, 4, 1e-6, 1e-5, impl)
     opcheck("hyper_merge", out, streams, post, comb, impl)
+    opcheck("hyper_head", streams, fn[:3], base[:3], scale[:1], 1e-6, 1e-5, impl)
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
@@ -211,6 +216,8 @@ def check_kernels(tokens, count, hidden, iterations, dtype, device):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-6)
     merged = [hyper_merge(out, streams, *want[1:], impl=impl) for impl in BOTH]
     torch.testing.assert_close(*merged, rtol=ulp, atol=1e-5)
+    heads = [hyper_head(streams, fn[:count], base[:count], scale[:1], **SETTINGS, impl=impl) for impl in BOTH]
+    torch.testing.assert_close(*heads, rtol=ulp, atol=1e-5)
 
 
 @pytest.mark.kernel
@@ -228,6 +235,7 @@ def test_kernels_take_no_tokens(device):
     mix = hyper_mix(streams, fn, base, scale, iterations=2, impl="triton", **SETTINGS)
     merged = hyper_merge(out, streams, mix.post, mix.comb, impl="triton")
     assert mix.collapsed.shape == (0, 8) and merged.shape == (0, 4, 8)
+    assert hyper_head(streams, fn[:4], base[:4], scale[:1], impl="triton", **SETTINGS).shape == (0, 8)
 
 
 @pytest.mark.kernel

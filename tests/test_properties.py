@@ -20,7 +20,7 @@ from sparse_attn import workspace
 from sparse_attn.ops.sampling import sample
 
 WITH_KERNELS = [name for name in CASES if "impl" in inspect.signature(getattr(sparse_attn, name)).parameters
-                and name not in ("hash_routed_experts", "hyper_head", "build_window_plan")]  # fmt: skip
+                and name not in ("hash_routed_experts", "build_window_plan")]  # fmt: skip
 DTYPES = (
     torch.int32, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64,
     torch.float8_e4m3fn, torch.complex64,

@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from sparse_attn import checks
 from sparse_attn.ops.hyper_connection import op
-from sparse_attn.ops.hyper_connection.reference import collapse_head
-from sparse_attn.target import IMPLEMENTATIONS
 from sparse_attn.types import HyperMix
 
 STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -87,12 +85,11 @@ def hyper_head(
     hyper_mix.
 
     streams: [tokens, N, hidden]. fn: fp32 [N, N * hidden]. base: fp32 [N]. scale: fp32 [1]. Returns [tokens, hidden] in
-    the dtype of streams. Plain torch on every device: it runs once per step.
+    the dtype of streams.
     """
     count, hidden = _check_streams(streams)
     _check_weights(streams, fn, base, scale, count, count * hidden, 1)
-    checks.check_choice("impl", impl, IMPLEMENTATIONS)
-    return collapse_head(streams, F.linear(streams.flatten(1).float(), fn), base, scale, eps, norm_eps)
+    return op.hyper_head(streams, fn, base, scale, eps, norm_eps, impl)
 
 
 def _check_streams(streams: torch.Tensor) -> tuple[int, int]:
