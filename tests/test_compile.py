@@ -155,11 +155,6 @@ def check_step(model, compiled, tokens, plan, batch, exact):
     moved = 0 if exact else moved_codes(model, caches, eager_caches)
     assert moved <= 100  # a code that moved in one layer moves a few in the layers behind it
     tolerance = 0 if exact else CODE_STEP if moved else 1e-4
-    if moved and plan.positions.shape[0] > 1:  # it may have turned over what one row selects
-        kept = torch.isclose(got, want, rtol=tolerance, atol=tolerance).all(1)
-        assert (~kept).sum() <= max(1, kept.numel() // 50)
-        torch.testing.assert_close(got[~kept], want[~kept], rtol=10 * tolerance, atol=10 * tolerance)
-        got, want = got[kept], want[kept]
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
