@@ -30,21 +30,23 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
-# Four keys at once: hardly any four hold one that is wanted.
-PUSH = tl.constexpr(
-    """{ .reg .pred p; .reg .b32 a, b, c, d, m, at;
+
+
+def _push() -> str:
+    """PTX that appends those of the keys $4 to $7 that lie in [$8, $8 + $12): hardly any four hold one that is wanted."""
+    appends = "".join(
+        f"""setp.lt.u32 p, {distance}, $12;  @p atom.shared.add.u32 at, [$16 + {4 * LENGTH.value}], 1;
+    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + {4 * LIST.value}], {key};
+    """
+        for distance, key in zip("abcd", ("$4", "$5", "$6", "$7"))
+    )
+    return f"""{{ .reg .pred p; .reg .b32 a, b, c, d, m, at;
     sub.u32 a, $4, $8;  sub.u32 b, $5, $8;  sub.u32 c, $6, $8;  sub.u32 d, $7, $8;
     min.u32 m, a, b;  min.u32 m, m, c;  min.u32 m, m, d;  setp.ge.u32 p, m, $12;  @p bra DONE;
-    setp.lt.u32 p, a, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
-    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $4;
-    setp.lt.u32 p, b, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
-    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $5;
-    setp.lt.u32 p, c, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
-    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $6;
-    setp.lt.u32 p, d, $12;  @p atom.shared.add.u32 at, [$16 + 8196], 1;
-    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + 8224], $7;
-    DONE: mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"""
-)
+    {appends}DONE: mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }}"""
+
+
+PUSH = tl.constexpr(_push())
 STORE_BYTE = tl.constexpr(
     "{ .reg .b16 b; .reg .b32 at; add.u32 at, $1, $2; cvt.u16.u32 b, $3; st.shared.u8 [at], b; mov.u32 $0, 0; }"
 )
