@@ -87,21 +87,10 @@ def sparse_attn_decode(
     _check_queries(q, ragged, sink)
     _check_keys(q, cache, layout, "")
     checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
-    if extra_cache is None and extra_ragged is None and extra_layout is None:
-        extra = (None, None, None, "")
-        arguments = (q, cache, *ragged, scale, layout.name, *extra, sink, batch_invariant, impl)
-        return AttentionOutput(*op.sparse_attn_decode(*arguments))
-    for name, value in (("extra_cache", extra_cache), ("extra_ragged", extra_ragged), ("extra_layout", extra_layout)):
-        if value is None:
-            raise ValueError(f"{name}: got None, allowed: all of extra_cache, extra_ragged and extra_layout, or none")
-    _check_ragged("extra_ragged", extra_ragged, q)
-    _check_keys(q, extra_cache, extra_layout, "extra_")
-    if (extra_layout.dim, extra_layout.value_dim) != (layout.dim, layout.value_dim):
-        raise ValueError(
-            f"extra_layout: got {extra_layout.name} with dim {extra_layout.dim} and value_dim {extra_layout.value_dim}, "
-            f"allowed: {layout.dim} and {layout.value_dim} as in {layout.name}"
-        )
-    extra = (extra_cache, *extra_ragged, extra_layout.name)
+    extra = (None, None, None, "")
+    if not (extra_cache is None and extra_ragged is None and extra_layout is None):
+        _check_extra(q, layout, extra_cache, extra_ragged, extra_layout)
+        extra = (extra_cache, *extra_ragged, extra_layout.name)
     arguments = (q, cache, *ragged, scale, layout.name, *extra, sink, batch_invariant, impl)
     return AttentionOutput(*op.sparse_attn_decode(*arguments))
 
@@ -167,6 +156,21 @@ def _check_keys(q: torch.Tensor, cache: torch.Tensor, layout: Layout, prefix: st
         raise ValueError(f"{prefix}layout: got {layout!r}, allowed: PlainLayout, LatentFp8Layout, PlanarFp8Layout")
     check_cache(f"{prefix}cache", cache, layout)
     checks.check_same_device(**{"q": q, f"{prefix}cache": cache})
+
+
+def _check_extra(
+    q: torch.Tensor, layout: Layout, cache: torch.Tensor | None, ragged: Ragged | None, extra_layout: Layout | None
+) -> None:
+    for name, value in (("extra_cache", cache), ("extra_ragged", ragged), ("extra_layout", extra_layout)):
+        if value is None:
+            raise ValueError(f"{name}: got None, allowed: all of extra_cache, extra_ragged and extra_layout, or none")
+    _check_ragged("extra_ragged", ragged, q)
+    _check_keys(q, cache, extra_layout, "extra_")
+    if (extra_layout.dim, extra_layout.value_dim) != (layout.dim, layout.value_dim):
+        raise ValueError(
+            f"extra_layout: got {extra_layout.name} with dim {extra_layout.dim} and value_dim {extra_layout.value_dim}, "
+            f"allowed: {layout.dim} and {layout.value_dim} as in {layout.name}"
+        )
 
 
 def _check_sink(sink: torch.Tensor | None, heads: int) -> None:

@@ -28,12 +28,11 @@ class Step(NamedTuple):
 
 
 def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, batch_invariant: bool) -> Step:
-    """This step, or what stands for every step whose rows may hold as many indices."""
+    """This step, or what stands for every one with rows that may hold as many indices."""
     tokens = q.shape[0]
     capacity = keys.indices.numel() + (0 if extra is None else extra.indices.numel())
-    if batch_invariant:
-        row = -(-capacity // max(tokens, 1))
-        return Step(INVARIANT_TOKENS, INVARIANT_TOKENS * row)
+    if batch_invariant and tokens:
+        return Step(INVARIANT_TOKENS, INVARIANT_TOKENS * -(-capacity // tokens))
     return Step(tokens, capacity)
 
 

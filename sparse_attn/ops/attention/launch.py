@@ -86,8 +86,6 @@ def merge_attn_states(
 def _on_hopper(who, q, keys, extra, scale, d_v, sink, batch_invariant) -> tuple[torch.Tensor, torch.Tensor] | None:
     """By a kernel of Hopper's own, over plain rows [num_rows, d_qk] or fp8 caches; None where none takes the call."""
     step = step_of(q, keys, extra, batch_invariant)
-    if q.shape[0] == 0:
-        return None
     if chosen := hopper_launch.choose_few_heads(q, keys, extra, d_v, step):
         return hopper_launch.attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen)
     if chosen := hopper_launch.choose_fp8(q, keys, extra, step):
