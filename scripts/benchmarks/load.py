@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import decode, prefill, windowed
-from benchmarks.inputs import BLOCK, D_QK, LATENT_LAYOUT, distinct_rows, filled_cache, normal, packed
+from benchmarks.inputs import BLOCK, LATENT_LAYOUT, distinct_rows, filled_cache, normal, packed
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
 from sparse_attn.layout import Layout
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
     def calls(self, requests: int, **options):
         """A call per set, of the first ``requests``."""
-        attend = functools.partial(sparse_attn_decode, scale=D_QK**-0.5, layout=self.layout, **options)
+        attend = functools.partial(sparse_attn_decode, scale=decode.SCALE, layout=self.layout, **options)
         rows = [packed(slots[:requests].contiguous()) for slots in self.slots]
         return [functools.partial(attend, q[:requests], self.cache, some) for q, some in zip(self.q, rows)]
 
@@ -82,7 +82,7 @@ def decode_invariant(run: Run) -> Iterator[Record]:
     full = [(LATENT_LAYOUT, heads, 2048) for heads in (16, 128)] + [(windowed.LAYOUT, 128, 1152)]
     for layout, heads, top_k in run.pick(full, [(LATENT_LAYOUT, 4, 64)]):
         batch = _batch(run, layout, heads, top_k, run.pick(128, 3))
-        for requests in run.pick((1, 8, 32, 64, 128), (2, 3)):
+        for requests in run.pick(decode.REQUESTS, (2, 3)):
             name = f"{layout.name}, heads {heads}, requests {requests}"
             default = None if run.dry else batch.calls(requests)
             yield run.compare(name, batch.calls(requests, batch_invariant=True), "default", default, None)
