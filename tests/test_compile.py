@@ -263,7 +263,7 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_head""")
+hyper_mix""")
 
 
 def test_op_sequence_of_an_indexed_layer():
@@ -282,7 +282,7 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_head""")
+hyper_mix""")
 
 
 def test_op_sequence_of_a_full_layer():
@@ -298,7 +298,7 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_head""")
+hyper_mix""")
 
 
 def test_op_sequence_of_an_indexed_layer_in_prefill():
@@ -319,7 +319,7 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_head""")
+hyper_mix""")
 
 
 @pytest.mark.gpu

@@ -120,9 +120,6 @@ GOOD = {
         streams=torch.ones(2, 2, 3), raw=torch.ones(2, 8), base=torch.ones(8), scale=torch.ones(3), iterations=2,
         eps=1e-6, norm_eps=1e-6,
     ),
-    "hyper_head": lambda: dict(
-        streams=torch.ones(2, 2, 3), fn=torch.ones(2, 6), base=torch.ones(2), scale=torch.ones(1), eps=1e-6, norm_eps=1e-6
-    ),
     "hyper_merge": lambda: dict(
         out=torch.ones(2, 3), streams=torch.ones(2, 2, 3), post=torch.ones(2, 2), comb=torch.ones(2, 2, 2)
     ),
@@ -248,7 +245,6 @@ BAD = {
         (dict(raw=torch.full((2, 8), math.inf)), "fn times streams[0, 0]: got inf"),
         (dict(scale=torch.tensor([1.0, 1.0, -math.inf])), "scale[2]: got -inf"),
     ],
-    "hyper_head": [(dict(fn=torch.full((2, 6), math.nan)), "fn[0, 0]: got nan")],
     "hyper_merge": [(dict(comb=torch.full((2, 2, 2), math.nan)), "comb[0, 0, 0]: got nan")],
     "compress_and_cache": [
         (dict(positions=ints(2, 4, -1, 0, 1, 5)), "positions[1]: got 4, allowed: one more than in the row before"),

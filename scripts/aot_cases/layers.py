@@ -23,8 +23,6 @@ def cases() -> Iterator[Case]:
         yield Case("hyper_mix", name, hyper_connection.hyper_mix, (*mixed, 20, 1e-6, 1e-6), more)
         merged = tensor(TOKENS, hidden, dtype=dtype), streams, floats(TOKENS, count), comb
         yield Case("hyper_merge", name, hyper_connection.hyper_merge, merged, more)
-        weights = floats(count, count * hidden), floats(count), floats(1)
-        yield Case("hyper_head", name, hyper_connection.hyper_head, (streams, *weights, 1e-6, 1e-6), more)
     for name, experts, top_k, groups, kept, score, more in (
         ("deepseek_v32", 256, 8, 8, 4, "sigmoid", False),
         ("glm5", 256, 8, 1, 1, "sigmoid", True),

@@ -20,7 +20,7 @@ class StreamOps(NamedTuple):
 
     mix: Callable = hyper.hyper_mix
     merge: Callable = hyper.hyper_merge
-    head: Callable = hyper.hyper_head
+    head: Callable = hyper.collapse_head
 
 
 def fused_stream_ops() -> StreamOps:
@@ -58,9 +58,8 @@ def forward(
         by_table = flat if spec.hash_layers[layer] else None
         out = moe(normed, params, prefix + "moe.", spec.moe, by_table, trace)
         streams = ops.merge(out, streams, post, comb)
-    hidden = ops.head(
-        streams, params["head.fn"], params["head.base"], params["head.scale"], spec.hyper_eps, spec.rms_eps
-    )
+    raw = F.linear(streams.flatten(1).float(), params["head.fn"])
+    hidden = ops.head(streams, raw, params["head.base"], params["head.scale"], spec.hyper_eps, spec.rms_eps)
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
     logits = F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
     return Output(logits.unflatten(0, (batch, length)), trace)

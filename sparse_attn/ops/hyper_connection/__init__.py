@@ -82,14 +82,17 @@ def hyper_head(
     impl: str = "auto",
 ) -> torch.Tensor:
     """Collapse the streams for the last time: sum_n (sigmoid(fn x * scale + base) + eps)[n] * streams[n], x as in
-    hyper_mix.
+    hyper_mix. It is hyper_mix's first output, with zeros for what the other two are made of.
 
     streams: [tokens, N, hidden]. fn: fp32 [N, N * hidden]. base: fp32 [N]. scale: fp32 [1]. Returns [tokens, hidden] in
     the dtype of streams.
     """
     count, hidden = _check_streams(streams)
     _check_weights(streams, fn, base, scale, count, count * hidden, 1)
-    return op.hyper_head(streams, fn, base, scale, eps, norm_eps, impl)
+    unread = (1 + count) * count
+    raw = F.pad(F.linear(streams.flatten(1).float(), fn), (0, unread))
+    base, scale = F.pad(base, (0, unread)), F.pad(scale, (0, 2))
+    return op.hyper_mix(streams, raw, base, scale, 1, eps, norm_eps, impl)[0]
 
 
 def _check_streams(streams: torch.Tensor) -> tuple[int, int]:

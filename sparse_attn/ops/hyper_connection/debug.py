@@ -27,12 +27,3 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
     debug.finite("streams", streams)
     debug.finite("post", post)
     debug.finite("comb", comb)
-
-
-def hyper_head(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, norm_eps: float
-) -> None:
-    debug.finite("streams", streams)
-    debug.finite("fn", fn)
-    debug.finite("base", base)
-    debug.finite("scale", scale)

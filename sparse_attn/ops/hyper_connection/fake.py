@@ -1,6 +1,6 @@
 """Fake implementations."""
 
-from sparse_attn.ops.hyper_connection.shapes import allocate_collapsed, allocate_mix, allocate_streams
+from sparse_attn.ops.hyper_connection.shapes import allocate_mix, allocate_streams
 
 
 def hyper_mix(streams, raw, base, scale, iterations, eps, norm_eps):
@@ -9,7 +9,3 @@ def hyper_mix(streams, raw, base, scale, iterations, eps, norm_eps):
 
 def hyper_merge(out, streams, post, comb):
     return allocate_streams(streams)
-
-
-def hyper_head(streams, fn, base, scale, eps, norm_eps):
-    return allocate_collapsed(streams)

@@ -1,6 +1,6 @@
-"""Hyper-connections: a program per token for the mix and the head, per (token, block of columns) for the merge.
+"""Hyper-connections: a program per token for the mix, per (token, block of columns) for the merge.
 
-Floors, bytes: mix and head read the streams twice, the second time from a cache, and write one; the merge reads streams
+Floors, bytes: the mix reads the streams twice, the second time from a cache, and writes one; the merge reads streams
 and output once and writes the streams.
 """
 
@@ -13,35 +13,6 @@ from sparse_attn.device.cast import cast
 @triton.jit
 def _normalised(comb, AXIS: tl.constexpr, eps):
     return comb / tl.expand_dims(tl.sum(comb, AXIS) + eps, AXIS)
-
-
-@triton.jit
-def _streams(at, stride_stream, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """(number, whether there is such a stream, where it starts) of a token's streams."""
-    stream = tl.arange(0, PADDED)
-    return stream, stream < COUNT, at + stream.to(tl.int64)[:, None] * stride_stream
-
-
-@triton.jit
-def _columns(source, known, start, hidden, COLUMNS: tl.constexpr):
-    """(number, which values exist, fp32 values) of a block of columns of all streams."""
-    column = start + tl.arange(0, COLUMNS)
-    there = known[:, None] & (column < hidden)[None, :]
-    return column, there, tl.load(source + column[None, :], mask=there, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _inverse_rms(squares, count, norm_eps):
-    return 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0) / count + norm_eps)
-
-
-@triton.jit
-def _collapse(to, source, weight, known, hidden, COLUMNS: tl.constexpr):
-    """A token's streams, summed with a weight each."""
-    for start in range(0, hidden, COLUMNS):
-        column, there, value = _columns(source, known, start, hidden, COLUMNS)
-        total = tl.sum(value * weight[:, None], 0)
-        tl.store(to + column, cast(total, to.dtype.element_ty), mask=column < hidden)
 
 
 @triton.jit
@@ -65,14 +36,17 @@ def mix(
     COLUMNS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    stream, known, source = _streams(
-        streams + token * stride_streams_token, stride_streams_stream, COUNT, PADDED
-    )
+    stream = tl.arange(0, PADDED)
+    known = stream < COUNT
+    source = streams + token * stride_streams_token + stream.to(tl.int64)[:, None] * stride_streams_stream
+
     squares = tl.zeros([PADDED, COLUMNS], tl.float32)
     for start in range(0, hidden, COLUMNS):
-        column, there, value = _columns(source, known, start, hidden, COLUMNS)
+        column = start + tl.arange(0, COLUMNS)
+        there = known[:, None] & (column < hidden)[None, :]
+        value = tl.load(source + column[None, :], mask=there, other=0.0).to(tl.float32)
         squares += value * value
-    rms = _inverse_rms(squares, COUNT * hidden, norm_eps)
+    rms = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0) / (COUNT * hidden) + norm_eps)
 
     raw_at = raw + token * stride_raw_token
     a = tl.load(raw_at + stream, mask=known, other=0.0) * rms * tl.load(scale) + tl.load(base + stream, mask=known)
@@ -94,42 +68,14 @@ def mix(
         weights = _normalised(weights, 0, eps)
     tl.store(comb + token * COUNT * COUNT + cell, weights, mask=real)
 
-    _collapse(collapsed + token * hidden, source, pre, known, hidden, COLUMNS)
-
-
-@triton.jit
-def head(
-    streams,  # [tokens, COUNT, hidden]
-    fn,  # fp32 [COUNT, COUNT * hidden]
-    base,  # fp32 [COUNT]
-    scale,  # fp32 [1]
-    collapsed,  # [tokens, hidden]
-    hidden,
-    eps,
-    norm_eps,
-    stride_streams_token,
-    stride_streams_stream,
-    stride_fn_row,
-    COUNT: tl.constexpr,
-    PADDED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    stream, known, source = _streams(
-        streams + token * stride_streams_token, stride_streams_stream, COUNT, PADDED
-    )
-    squares = tl.zeros([PADDED, COLUMNS], tl.float32)
-    raw = tl.zeros([PADDED], tl.float32)
     for start in range(0, hidden, COLUMNS):
-        column, there, value = _columns(source, known, start, hidden, COLUMNS)
-        squares += value * value
-        row = fn + stream[:, None] * hidden + column[None, :]
-        for n in tl.static_range(COUNT):
-            product = tl.sum(tl.sum(value * tl.load(row + n * stride_fn_row, mask=there, other=0.0), 1), 0)
-            raw += tl.where(stream == n, product, 0.0)
-    rms = _inverse_rms(squares, COUNT * hidden, norm_eps)
-    weight = tl.sigmoid(raw * rms * tl.load(scale) + tl.load(base + stream, mask=known, other=0.0)) + eps
-    _collapse(collapsed + token * hidden, source, tl.where(known, weight, 0.0), known, hidden, COLUMNS)
+        column = start + tl.arange(0, COLUMNS)
+        there = known[:, None] & (column < hidden)[None, :]
+        value = tl.load(source + column[None, :], mask=there, other=0.0).to(tl.float32)
+        total = tl.sum(value * pre[:, None], 0)
+        tl.store(
+            collapsed + token * hidden + column, cast(total, collapsed.dtype.element_ty), mask=column < hidden
+        )
 
 
 @triton.jit

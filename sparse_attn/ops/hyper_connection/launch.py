@@ -68,31 +68,3 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
         num_warps=launch.num_warps,
     )
     return merged
-
-
-def hyper_head(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, norm_eps: float
-) -> torch.Tensor:
-    tokens, count, hidden = streams.shape
-    collapsed = shapes.allocate_collapsed(streams)
-    if tokens == 0:
-        return collapsed
-    launch = config.config(count, hidden, target_of(streams.device))
-    kernels.head[(tokens,)](
-        streams,
-        fn,
-        base,
-        scale,
-        collapsed,
-        hidden,
-        eps,
-        norm_eps,
-        streams.stride(0),
-        streams.stride(1),
-        fn.stride(0),
-        COUNT=count,
-        PADDED=triton.next_power_of_2(count),
-        COLUMNS=launch.merge_columns,
-        num_warps=launch.num_warps,
-    )
-    return collapsed

@@ -16,9 +16,3 @@ hyper_merge = define_op(
     "(Tensor out, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor",
     fake.hyper_merge,
 )
-hyper_head = define_op(
-    __package__,
-    "hyper_head",
-    "(Tensor streams, Tensor fn, Tensor base, Tensor scale, float eps, float norm_eps, str impl) -> Tensor",
-    fake.hyper_head,
-)

@@ -33,10 +33,9 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
     return (post.unsqueeze(2) * out.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
-def hyper_head(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, norm_eps: float
+def collapse_head(
+    streams: torch.Tensor, raw: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, norm_eps: float
 ) -> torch.Tensor:
-    raw = torch.nn.functional.linear(streams.flatten(1).float(), fn)
     return collapse(streams, torch.sigmoid(raw * inverse_rms(streams, norm_eps) * scale + base) + eps)
 
 

@@ -5,17 +5,12 @@ import torch
 
 def allocate_mix(streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised (collapsed [tokens, hidden] like ``streams``, post fp32 [tokens, N], comb fp32 [tokens, N, N])."""
-    tokens, count, _ = streams.shape
+    tokens, count, hidden = streams.shape
     return (
-        allocate_collapsed(streams),
+        torch.empty(tokens, hidden, dtype=streams.dtype, device=streams.device),
         torch.empty(tokens, count, dtype=torch.float32, device=streams.device),
         torch.empty(tokens, count, count, dtype=torch.float32, device=streams.device),
     )
-
-
-def allocate_collapsed(streams: torch.Tensor) -> torch.Tensor:
-    """Uninitialised [tokens, hidden] like ``streams``."""
-    return torch.empty(streams.shape[0], streams.shape[2], dtype=streams.dtype, device=streams.device)
 
 
 def allocate_streams(streams: torch.Tensor) -> torch.Tensor:
