@@ -62,6 +62,13 @@ KERNELS = [
         ("tests/test_topk.py::test_kernel_ranges_and_strides[short]",),
     ),
     Mutation(
+        "topk-offers-unchecked", "what one program did not offer is not looked for",
+        OPS + "topk/dealt.py",
+        "enough = edge.to(tl.uint32, bitcast=True) <= bound",
+        "enough = bound == bound",
+        ("tests/test_topk.py::test_kernel_dealt_unevenly[1]",),
+    ),
+    Mutation(
         "index-topk-rows-by-request", "head weights of later chunks are cut by request, not by row",
         OPS + "index_topk/launch.py",
         "q[some], cache, weights[rows], context_lens[some]",

@@ -43,10 +43,12 @@ def test_verdict():
     from sparse_attn.testing.aot import Compiled
 
     ptx = {"ptx": "cvt.rn.f16x2.e4m3x2 %r1, %rs1;"}
-    bad = Compiled(200000, 255, 64, 2048, 64, 0, ptx)
+    bad = Compiled(200000, 0, 255, 64, 2048, 64, 0, ptx)
     wrong = failures("sm_80", "room.kernel", TARGETS["sm_80"], bad)
     assert len(wrong) == 5 and "an fp8 instruction, e4m3" in wrong[-1]
-    assert not failures("sm_89", "room.kernel", TARGETS["sm_89"], Compiled(0, 255, 0, 128, 32, 0, ptx))
+    assert not failures("sm_89", "room.kernel", TARGETS["sm_89"], Compiled(0, 0, 255, 0, 128, 32, 0, ptx))
+    asking = Compiled(50000, 9000, 255, 0, 128, 32, 0, ptx)
+    assert "more than a launch grants" in failures("sm_90", "room.kernel", TARGETS["sm_90"], asking)[0]
 
 
 def test_every_case_launches_something_on_every_target():

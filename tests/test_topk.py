@@ -61,6 +61,8 @@ def scores(kind, rows, width, seed=0):
         x = (x * 8).round() * 1e-45
     elif kind == "clustered":
         x[:, width // 2 : width // 2 + width // 8] += 10
+    elif kind == "narrow":  # hundreds of scores share a digit
+        x = 1 + x / 100
     elif kind == "huge":
         x = x * 1e38
     else:
@@ -69,7 +71,7 @@ def scores(kind, rows, width, seed=0):
 
 
 KINDS = (
-    "normal relu grid equal zeros ascending descending special nothing few denormal clustered huge".split()
+    "normal relu grid equal zeros ascending descending special nothing few denormal clustered narrow huge".split()
 )  # fmt: skip
 
 
@@ -176,7 +178,10 @@ def test_config_stays_within_its_means(target):
                 if launch.digits:  # every thread counts
                     counted = {launch.slots, launch.chunk, launch.samples} - {0}
                     assert min(counted) >= 32 * launch.num_warps and 4 * 32 * launch.num_warps <= table.BINS.value
-                if launch.sampled:
+                if launch.held:
+                    assert width <= launch.held * launch.programs and k <= launch.slots
+                    assert launch.keep <= launch.slots // launch.programs and launch.programs >= 4
+                elif launch.sampled:
                     assert launch.span % launch.chunk == 0 and launch.span <= (1 << 16 if launch.digits else launch.chunk)
                 assert width <= launch.slots if launch.short else launch.groups <= rows
                 assert launch.programs == 1 or launch.groups == rows
@@ -207,6 +212,12 @@ SIZES = {"short": (SHORT, 250), "long": (LONG, 150), "shared": (SHARED, 260), "s
 SIZES |= {f"{path} by digits": (dataclasses.replace(launch, digits=True), width) for path, (launch, width) in SIZES.items()}
 DIGITS = [dataclasses.replace(launch, digits=True) for launch in (LONG, SHARED)]
 SIZES["windowed"] = (config.TopkConfig(True, 512, 1, digits=True, window=config.WINDOW), 500)
+SIZES["dealt by digits"] = (
+    config.TopkConfig(
+        False, 256, 1, sampled=True, programs=4, groups=2, chunk=64, keep=16, digits=True, held=128, window=config.WINDOW
+    ),
+    420,
+)
 SIZES["spans by digits"] = (dataclasses.replace(LONG, digits=True, span=128), 420)
 
 
@@ -222,7 +233,7 @@ def run(x, starts, ends, k, launch, device):
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "path", ["short", "shared", "short by digits", "windowed", "shared by digits", "searched by digits"]
+    "path", ["short", "shared", "short by digits", "windowed", "shared by digits", "searched by digits", "dealt by digits"]
 )
 def test_kernel(path, kind, device, dirty_workspace):
     launch, width = SIZES[path]
@@ -277,6 +288,20 @@ def test_kernel_wrong_bound(kind, device, dirty_workspace):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("keep", [1, 16])
+def test_kernel_dealt_unevenly(keep, device, dirty_workspace):
+    """The highest scores in sectors that one program holds: it may offer fewer than are selected, or ties may fill it."""
+    launch, width = SIZES["dealt by digits"]
+    rounds = torch.arange(8)
+    columns = ((rounds * 4 + rounds % 4) * 8)[:, None] + torch.arange(8)
+    for high in (2.0 ** torch.arange(1, 65), torch.full((64,), 3.0), torch.full((64,), 3.0).index_fill(0, torch.arange(9), 5.0)):
+        x = scores("normal", 1, width)
+        x[:, columns.flatten()] = high
+        want = reference.top_k_per_row(x, None, None, 24)
+        assert torch.equal(run(x, None, None, 24, dataclasses.replace(launch, keep=keep), device), want)
+
+
+@pytest.mark.kernel
 def test_kernel_far_shorter_rows(device, dirty_workspace):
     """Rows of which a quarter of the slots, and rows of which more, hold what competes."""
     launch = config.TopkConfig(True, 16384, 16, digits=True, window=config.WINDOW)
@@ -298,7 +323,7 @@ def test_kernel_chosen_config(device, dirty_workspace):
 @pytest.mark.parametrize("rows, width", [(2, 20000), (1, 40000)])
 def test_kernel_config_of_an_h200(rows, width, device, dirty_workspace):
     """By digits, a held row and one that many programs share, as launched there."""
-    for kind in ("normal", "relu"):
+    for kind in ("normal", "relu", "narrow"):
         x = scores(kind, rows, width)
         want = reference.top_k_per_row(x, None, None, 512)
         assert torch.equal(run(x, None, None, 512, config.config(rows, width, 512, H200), device), want)

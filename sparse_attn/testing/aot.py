@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ahead-of-time compilation tells. shared_memory: Triton's, and what inline PTX claims beside it. registers: of a
-    thread (AMD: of a lane, accumulation registers among them). spill_bytes: of a thread's stack, where what does not fit in
+    """What ahead-of-time compilation tells. shared_memory: Triton's, and what inline PTX claims beside it; claimed: the latter.
+    registers: of a thread (AMD: of a lane, accumulation registers among them). spill_bytes: of a thread's stack, where what does not fit in
     registers goes."""
 
     shared_memory: int
+    claimed: int
     registers: int
     spill_bytes: int
     threads: int  # of a program
@@ -77,7 +78,7 @@ def read(program) -> Compiled:
     facts = _read_cubin if "cubin" in program.asm else _read_amdgcn
     columns = getattr(program.metadata, "tmem_size", None) or 0
     claimed, *rest = facts(program.asm)
-    return Compiled(program.metadata.shared + claimed, *rest, columns, dict(program.asm))
+    return Compiled(program.metadata.shared + claimed, claimed, *rest, columns, dict(program.asm))
 
 
 def _read_cubin(assembly) -> tuple[int, int, int, int, int]:

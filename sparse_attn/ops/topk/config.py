@@ -21,6 +21,10 @@ WINDOW = 13  # bits behind a digit of which 2048 span two octaves
 CANDIDATES = 8192  # most that are searched of a wider one
 SHARE = 8192  # columns below which no program's part of a row should fall
 SPAN = 65536  # columns whose bits fill the table
+LEAST_DEALT = 4  # programs to share a row
+DEALT = 16384  # most that each of the programs that share a row holds of it
+BITS = 262144  # columns whose bits lie behind a table
+WORD = 32  # of them in a word
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,17 @@ class TopkConfig:
     samples: int = 0
     run: int = 1
     digits: bool = False  # search by digits counted in shared memory
-    window: int = 0  # bits behind the digits that begin with a short row's highest score; 0: the leading digit comes first
+    held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
+    window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
+
+    @property
+    def listed(self) -> int:
+        """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column."""
+        if not self.window:
+            return 0
+        return max(self.slots // 4, self.held * self.programs // WORD)
 
     def capacity(self, width: int) -> int:
         """Candidates one program may hold: all of its share of a row, but never more than ``slots``."""
@@ -83,6 +95,22 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     programs = max(1, min(share, MOST_PROGRAMS, _power_of_two(-(-width // SHARE))))
     alone = rows * programs <= target.num_sms  # on a multiprocessor
     each = max(_power_of_two(-(-width // programs)), SHARE)
+    reserve = min(rows * MOST_PROGRAMS, 2 * target.num_sms)
+    if alone and programs >= LEAST_DEALT and each <= DEALT and each * programs <= BITS and 2 * k <= slots:
+        return TopkConfig(
+            False,
+            slots,
+            16,
+            sampled=True,
+            programs=programs,
+            groups=rows,
+            chunk=4096,
+            keep=slots // programs * 3 // 4,
+            digits=True,
+            held=each,
+            window=WINDOW,
+            reserve=reserve,
+        )
     return TopkConfig(
         False,
         slots,
@@ -97,7 +125,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
         run=_run(width),
         digits=True,
         max_registers=None if alone else _at_most(64, target),
-        reserve=min(rows * MOST_PROGRAMS, 2 * target.num_sms),
+        reserve=reserve,
     )
 
 
@@ -146,9 +174,10 @@ def scratch_of(launch: TopkConfig, width: int) -> Scratch:
     if launch.short or not launch.sampled:
         return Scratch()
     programs = max(launch.groups * launch.programs, launch.reserve)
+    whole = launch.reserve or launch.held
     return Scratch(
         (
-            Buffer("candidates", (programs, launch.slots if launch.reserve else launch.capacity(width)), torch.int32),
+            Buffer("candidates", (programs, launch.slots if whole else launch.capacity(width)), torch.int32),
             Buffer("counts", (programs,), torch.int32),
         ),
         launch.groups,

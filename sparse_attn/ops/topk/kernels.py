@@ -1,86 +1,24 @@
 """Exact selection without sorting: find a key with exactly k scores at or above it (or the k-th key, when ties straddle
 it), then number the chosen scores in column order and store their columns.
 
-Where a program can count in shared memory, the search goes by digits (radix.py), elsewhere by thresholds (thresholds.py).
-
-A row that no program holds is cut down first: a sample gives a bound that about ``keep`` scores exceed, programs that
-share the row collect the columns above it in order, and the last one to arrive searches those. If the bound was off, or
-ties fill the row, that program searches the row itself: slower, equally exact.
+A row that no program holds is cut down first. Where the programs that share it hold it together, each offers its highest
+scores (dealt.py). Else a sample gives a bound that about ``keep`` scores exceed, programs that share the row collect the
+columns above it in order, and the last one to arrive searches those. If the bound was off, or ties fill the row, that program
+searches the row itself: slower, equally exact.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import radix, store, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
+from sparse_attn.ops.topk import thresholds, tiles
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
+from sparse_attn.ops.topk.dealt import select_dealt_rows
+from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_held, select_row
 from sparse_attn.target import interpreting
 
 BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code of its own
-
-
-@triton.jit
-def _table(memory, LONGEST: tl.constexpr, THREADS: tl.constexpr):
-    """The program's table of counters, zero; nothing where there is no search by digits."""
-    if THREADS > 0:
-        table = tables.claim(memory, LONGEST)
-        radix.start(table, THREADS)
-        return table
-    else:
-        return tl.full([], 0, tl.int32)
-
-
-@triton.jit
-def _select_held(out, scores, inside, columns, key2, key3, table, k, THREADS: tl.constexpr):
-    """Select among the scores one program holds, those that are ``inside``; key2, key3: where thresholds start."""
-    if THREADS > 0:
-        keys = radix.falling_keys(scores, inside)
-        edge, at_key, below = radix.search(table, keys, k, k, THREADS)
-        if at_key <= k:
-            store.up_to(out, keys, edge, columns)
-        else:
-            above = keys.to(tl.uint32, bitcast=True) < edge.to(tl.uint32, bitcast=True)
-            store.above_and_equal(out, above, keys == edge, columns, k - below, 0, 0, THREADS)
-    else:
-        scores = tl.where(inside, scores, float("-inf"))
-        key, at_key, at_next = thresholds.search(scores, key2, key3, k, k)
-        need = tl.where(at_key <= k, k, k - at_next)
-        limit = thresholds.score_of(key)
-        store.above_and_equal(out, scores > limit, scores == limit, columns, need, 0, 0, THREADS)
-    store.none(out, tl.minimum(at_key, k), k)
-
-
-@triton.jit
-def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """Mark what is to be selected of the SLOTS scores a program holds: how many are, and of how many the need is for the
-    first that are marked equal (all: 0)."""
-    tl.debug_barrier()
-    # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
-    zero = tables.load_one(table, tl.full([], tables.ZERO, tl.int32)).to(tl.float32, bitcast=True)
-    keys = radix.held_keys(scores, zero, tl.arange(0, SLOTS), start, end)
-    edge, at_key, below = radix.search_held(table, keys, k, SLOTS // 4, WINDOW, THREADS)
-    need = tl.where(at_key <= k, 0, k - below)
-    store.mark(table, keys, edge, need)
-    return tl.minimum(at_key, k), need
-
-
-@triton.jit
-def _select_row(
-    out, line, base, start, end, table, k,
-    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Select in a row that ends at most SLOTS columns behind ``base``."""
-    if WINDOW > 0:
-        scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
-        number, need = _search_and_mark(table, scores, start - base, end - base, k, SLOTS, WINDOW, THREADS)
-        store.marked(out, table, need, base - start, k, SLOTS)
-        store.none(out, number, k)
-    else:
-        columns = base + tiles.of(SLOTS)
-        scores, inside = tiles.load(line, columns, start, end, ALIGNED)
-        zero = tl.full([], 0, tl.int64)
-        _select_held(out, scores, inside, columns - start, zero, zero + 1, table, k, THREADS)
 
 
 @triton.jit(do_not_specialize=["width", "k", "stride_logits_row"])
@@ -103,39 +41,16 @@ def select_short_rows(
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
-    table = _table(memory, SLOTS // 4 if WINDOW > 0 else 0, THREADS)
+    table = claim_table(memory, SLOTS // 4 if WINDOW > 0 else 0, THREADS)
     line = logits + row * stride_logits_row * UNIT
     base = (start // UNIT) * UNIT
     if SLOTS >= BRANCHED:
         if end - base <= SLOTS // 4:
-            _select_row(out + row * k, line, base, start, end, table, k, SLOTS // 4, ALIGNED, 0, THREADS)
+            select_row(out + row * k, line, base, start, end, table, k, SLOTS // 4, ALIGNED, 0, THREADS)
         else:
-            _select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
+            select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
     else:
-        _select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
-
-
-@triton.jit
-def _search_and_select(out, source, length, guess, table, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """Select by reading the whole row again and again; ``guess``: where thresholds start."""
-    if THREADS > 0:
-        edge, at_key, at_next = radix.search_row(table, source, length, k, CHUNK, THREADS)
-        limit = radix.falling_score(edge)
-    else:
-        key, at_key, at_next = thresholds.search_row(source, length, guess, k, CHUNK)
-        limit = thresholds.score_of(key)
-    need = tl.where(at_key <= k, k, k - at_next)
-    above_before = tl.full([], 0, tl.int32)
-    equal_before = tl.full([], 0, tl.int32)
-    for base in range(0, length, CHUNK):
-        columns = base + tiles.of(CHUNK)
-        scores = tl.load(source + columns, mask=columns < length, other=float("-inf"))
-        above, equal = store.above_and_equal(
-            out, scores > limit, scores == limit, columns, need, above_before, equal_before, THREADS
-        )
-        above_before += above
-        equal_before += equal
-    store.none(out, tl.minimum(at_key, k), k)
+        select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
@@ -171,7 +86,7 @@ def select_long_rows(
     group = program // PROGRAMS
     part = program % PROGRAMS
     slot = tiles.of(SLOTS)
-    table = _table(memory, 0, THREADS)
+    table = claim_table(memory, 0, THREADS)
     for row in range(group, rows, tl.num_programs(0) // PROGRAMS):
         row64 = tl.full([], 0, tl.int64) + row
         start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
@@ -223,9 +138,9 @@ def select_long_rows(
                     key3 = tl.where(again, key2 + 1, tl.minimum(key2 + thresholds.OCTAVE, thresholds.BEYOND))
         if hold:
             scores = tl.load(line + start + columns, mask=inside)
-            _select_held(out + row64 * k, scores, inside, columns, key2, key3, table, k, THREADS)
+            select_held(out + row64 * k, scores, inside, columns, key2, key3, table, k, THREADS)
         if again:
-            _search_and_select(out + row64 * k, line + start, length, key2, table, k, CHUNK, THREADS)
+            search_and_select(out + row64 * k, line + start, length, key2, table, k, CHUNK, THREADS)
 
 
 def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> None:
@@ -244,7 +159,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> 
     options = {"num_warps": launch.num_warps}
     threads = 32 * launch.num_warps if launch.digits else 0
     programs = rows if launch.short else launch.groups * launch.programs
-    words = tables.WORDS + (launch.slots // 4 if launch.window else 0)
+    words = tables.WORDS + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
@@ -253,11 +168,19 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> 
             logits, row_starts, row_ends, out, memory, width, k, stride, stride_starts, stride_ends,
             SLOTS=launch.slots, ALIGNED=aligned, WINDOW=launch.window, THREADS=threads, **options,
         )  # fmt: skip
-        return
-    candidates, counts = views if launch.sampled else (out, out)
-    select_long_rows[(programs,)](
-        logits, row_starts, row_ends, out, candidates, counts, counters, memory, rows, width, k, launch.keep,
-        launch.capacity(width), stride, stride_starts, stride_ends,
-        SLOTS=launch.slots, CHUNK=launch.chunk, SPAN=launch.span, PROGRAMS=launch.programs, SAMPLED=launch.sampled,
-        SAMPLES=launch.samples, RUN=launch.run, ALIGNED=aligned, THREADS=threads, **options,
-    )  # fmt: skip
+    elif launch.held:
+        offered, _ = views
+        select_dealt_rows[(programs,)](
+            logits, row_starts, row_ends, out, offered, counters, memory, width, k, launch.keep, stride, stride_starts,
+            stride_ends, offered.stride(0),
+            MOST=launch.slots // launch.programs, HELD=launch.held, PROGRAMS=launch.programs, CHUNK=launch.chunk,
+            WINDOW=launch.window, LIST=launch.listed, ALIGNED=aligned, THREADS=threads, **options,
+        )  # fmt: skip
+    else:
+        candidates, counts = views if launch.sampled else (out, out)
+        select_long_rows[(programs,)](
+            logits, row_starts, row_ends, out, candidates, counts, counters, memory, rows, width, k, launch.keep,
+            launch.capacity(width), stride, stride_starts, stride_ends,
+            SLOTS=launch.slots, CHUNK=launch.chunk, SPAN=launch.span, PROGRAMS=launch.programs, SAMPLED=launch.sampled,
+            SAMPLES=launch.samples, RUN=launch.run, ALIGNED=aligned, THREADS=threads, **options,
+        )  # fmt: skip

@@ -14,6 +14,7 @@ LAST = tl.constexpr(-8388609)  # 0xff7fffff, the key of the lowest finite score
 ALL = tl.constexpr(2047)  # the leading digit of what is not to be selected; LAST's is 2043
 BEYOND = tl.constexpr(2047)  # digit of what lies behind a window
 LEADING = tl.constexpr(21)  # bits behind the leading digit
+FEW = tl.constexpr(128)  # keys that are sooner compared with each other than counted by another digit
 # Left to itself, the compiler makes nine instructions of it.
 KEY = tl.constexpr(
     """{ .reg .f32 x; .reg .b32 key, sign; .reg .pred p;
@@ -125,14 +126,13 @@ def _edge(base, shift, below, having):
 
 
 @triton.jit
-def search(table, keys, k, enough, THREADS: tl.constexpr):
+def search(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
     """A key with k .. enough keys at or below it, or the k-th least key, or LAST where there are fewer than k.
 
-    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it).
+    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it). WINDOW: as in
+    _first.
     """
-    shift = tl.full([], LEADING, tl.int32)
-    tables.count_leading(table, keys)
-    base, below, having = _leading(table, k, THREADS)
+    base, shift, below, having = _first(table, keys, k, WINDOW, THREADS)
     while (below + having > enough) & (shift > 0):
         shift = tl.maximum(shift - tables.BITS, 0)
         tables.count(table, keys, base, shift)
@@ -153,6 +153,53 @@ def _window(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
+def _first(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """(base, shift, below, having) of the k-th key's first digit: one of WINDOW bits less where there is a window and the key
+    is in it, else the leading one."""
+    shift = tl.full([], LEADING, tl.int32)
+    if WINDOW > 0:
+        base, below, having, found = _window(table, keys, k, WINDOW, THREADS)
+        if found:
+            shift = tl.full([], WINDOW, tl.int32)
+        else:
+            tables.count_leading(table, keys)
+            base, below, having = _leading(table, k, THREADS)
+    else:
+        tables.count_leading(table, keys)
+        base, below, having = _leading(table, k, THREADS)
+    return base, shift, below, having
+
+
+@triton.jit
+def _pick(table, listed, wanted, THREADS: tl.constexpr):
+    """Of the list's ``listed`` keys, no more than threads: (the wanted-th least, keys below it, keys equal to it). A thread
+    compares one with all."""
+    place = tl.arange(0, THREADS)
+    key = tables.load_one(table, tables.LIST + tl.minimum(place, listed - 1))
+    mine = key.to(tl.uint32, bitcast=True)
+    marks = tl.zeros([THREADS], tl.int32)
+    for first in range(0, listed, 8):
+        for four in tl.static_range(2):
+            at = first + 4 * four
+            a, b, c, d = tables.load(table, tables.LIST + at)
+            marks += _compared(a, mine, at < listed) + _compared(b, mine, at + 1 < listed)
+            marks += _compared(c, mine, at + 2 < listed) + _compared(d, mine, at + 3 < listed)
+    below, equal = marks & 0xFFFF, marks >> 16
+    here = (place < listed) & (below < wanted) & (below + equal >= wanted)
+    tables.store(table, tables.NOTE + place * 0, key, below, equal, place * 0, here.to(tl.int32))
+    tl.debug_barrier()
+    key, below, equal, _ = tables.load(table, tl.full([], tables.NOTE, tl.int32))
+    return key, below, equal
+
+
+@triton.jit
+def _compared(theirs, mine, there):
+    """1 where theirs is below mine, 1 << 16 where they are equal."""
+    theirs = theirs.to(tl.uint32, bitcast=True)
+    return tl.where(there & (theirs <= mine), tl.where(theirs == mine, 1 << 16, 1), 0)
+
+
+@triton.jit
 def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr):
     """search among keys that are cheap to look through once, not often; enough is k. LONGEST: of the list of a table.
 
@@ -161,12 +208,7 @@ def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THR
     """
     tl.static_assert(keys.shape[0] >= 4 * THREADS)
     tables.store_one(table, tl.full([], tables.LENGTH, tl.int32), tl.full([], 0, tl.int32))
-    shift = tl.full([], WINDOW, tl.int32)
-    base, below, having, found = _window(table, keys, k, WINDOW, THREADS)
-    if not found:
-        shift = tl.full([], LEADING, tl.int32)
-        tables.count_leading(table, keys)
-        base, below, having = _leading(table, k, THREADS)
+    base, shift, below, having = _first(table, keys, k, WINDOW, THREADS)
     while (below + having > k) & (shift > 0) & (having > LONGEST):
         shift = tl.maximum(shift - tables.BITS, 0)
         tables.count(table, keys, base, shift)
@@ -175,6 +217,10 @@ def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THR
         tables.push(table, keys, base, tl.full([], 1, tl.int32) << shift)
         tl.debug_barrier()
         listed = having
+        if (listed <= FEW) & (listed <= THREADS):
+            base, more, having = _pick(table, listed, k - below, THREADS)
+            below += more
+            shift = tl.full([], 0, tl.int32)
         while (below + having > k) & (shift > 0):
             shift = tl.maximum(shift - tables.BITS, 0)
             for first in range(0, listed, 2 * THREADS):

@@ -40,8 +40,8 @@ def ones_of(words):
 
 
 @triton.jit
-def up_to(out, keys, edge, columns):
-    """Store the columns of all keys (unsigned) at or below ``edge``."""
+def places_up_to(keys, edge):
+    """The rank of every key (unsigned) at or below ``edge``, in order of columns; anything for others."""
     lines: tl.constexpr = keys.shape[0]
     # A line as eights of four, which a thread holds: three numbers come from its word of bits, four from a scan.
     chosen = keys.to(tl.uint32, bitcast=True) <= edge.to(tl.uint32, bitcast=True)
@@ -53,7 +53,13 @@ def up_to(out, keys, edge, columns):
     before = tl.cumsum(ones, 0) - ones
     below = ones_of(words[:, None] & ((1 << first) - 1)[None, :]) + before[:, None]
     place = below[:, :, None] + tl.cumsum(marks, 2) - 1
-    memory.scatter(out, tl.reshape(place, [lines, LANES_OF_FOUR * 4]), columns, keys, edge)
+    return tl.reshape(place, [lines, LANES_OF_FOUR * 4])
+
+
+@triton.jit
+def up_to(out, keys, edge, columns):
+    """Store the columns of all keys (unsigned) at or below ``edge``."""
+    memory.scatter(out, places_up_to(keys, edge), columns, keys, edge)
 
 
 @triton.jit
@@ -97,7 +103,7 @@ def _line(low, high):
 
 
 @triton.jit
-def _first_ones(words, wanted):
+def first_ones(words, wanted):
     """The lowest ``wanted`` of the bits that are set; all where there are not so many."""
     ends = tl.zeros_like(wanted)
     for step in tl.static_range(5):
@@ -131,7 +137,7 @@ def marked(out, table, need, left, k, SLOTS: tl.constexpr):
     if need > 0:
         equal = _line(low >> 4, high >> 4)
         ones = ones_of(equal)
-        words |= _first_ones(equal, tl.maximum(need - (tl.cumsum(ones, 0) - ones), 0))
+        words |= first_ones(equal, tl.maximum(need - (tl.cumsum(ones, 0) - ones), 0))
     unpack(out, words, line * 32 + left, 0, k)
 
 

@@ -47,6 +47,11 @@ def _push() -> str:
 
 
 PUSH = tl.constexpr(_push())
+SET_BIT = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 word, bit;
+    setp.le.u32 p, $2, $3;  shr.u32 word, $1, 5;  mad.lo.u32 word, word, 4, $4;  and.b32 bit, $1, 31;
+    shl.b32 bit, 1, bit;  @p red.shared.or.b32 [word], bit;  mov.u32 $0, 0; }"""
+)
 STORE_BYTE = tl.constexpr(
     "{ .reg .b16 b; .reg .b32 at; add.u32 at, $1, $2; cvt.u16.u32 b, $3; st.shared.u8 [at], b; mov.u32 $0, 0; }"
 )
@@ -151,6 +156,17 @@ def push(table, keys, base, span):
         tl.inline_asm_elementwise(
             PUSH, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=4
         )
+
+
+@triton.jit
+def set_bits(table, columns, keys, most):
+    """Set bit ``column`` of the words behind the table where keys <= most, unsigned."""
+    if table.dtype.is_ptr():
+        chosen = keys.to(tl.uint32, bitcast=True) <= most.to(tl.uint32, bitcast=True)
+        tl.atomic_or(table + LIST + (columns >> 5), tl.full([], 1, tl.int32) << (columns & 31), mask=chosen)
+    else:
+        operands = [columns, keys, most, table + LIST * 4]
+        tl.inline_asm_elementwise(SET_BIT, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
