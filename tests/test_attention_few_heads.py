@@ -35,14 +35,14 @@ def test_where_it_applies():
 
 
 def test_how_it_splits():
-    """Every multiprocessor has work, in one turn or two even ones, and no share is empty."""
-    assert [chosen(tokens).splits for tokens in (1, 8, 32, 64, 70, 100, 128, 4096)] == [32, 16, 4, 2, 3, 1, 1, 1]
-    assert chosen(1, keys=3).splits == chosen(1, keys=0).splits == 1
-    for tokens in range(1, 300, 7):
-        for keys in (1, 640, 2048, 100_000):
-            splits, tiles = chosen(tokens, keys=keys).splits, -(-keys // config.FEW_TILE)
-            share = -(-tiles // splits)
-            assert (splits - 1) * share < tiles <= splits * share
+    """Every multiprocessor has work, in one turn or two even ones."""
+
+    def splits(tokens, **shape):
+        (part,) = chosen(tokens, **shape).parts
+        return part.splits
+
+    assert [splits(tokens) for tokens in (1, 8, 32, 64, 70, 100, 128, 4096)] == [32, 16, 4, 2, 3, 1, 1, 1]
+    assert splits(1, keys=3) == splits(1, keys=0) == 1
 
 
 def list_of(tokens, width, slots, lengths):
@@ -54,6 +54,9 @@ def list_of(tokens, width, slots, lengths):
     length = torch.full((tokens,), width, device="cuda", dtype=torch.int32)
     if lengths == "random":
         length = torch.randint(0, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+    elif lengths == "gaps":
+        length = torch.randint(1, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+        length[1::3] = 0
     elif lengths == "none":
         length.zero_()
     packed = dense[column < length.unsqueeze(1)]

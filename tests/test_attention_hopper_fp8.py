@@ -34,21 +34,30 @@ def test_where_it_applies():
 
 
 def test_how_it_splits():
-    """Where that spares three pairs of a row; no share is empty, and all run at once."""
+    """Where that spares three pairs of a row; all run at once."""
+
+    def splits(*shape):
+        (part,) = chosen(*shape).parts
+        return part.splits
+
     tokens = (1, 8, 32, 64, 128)
-    assert [chosen(n, 128).splits for n in tokens] == [9, 5, 2, 1, 1]
-    assert [chosen(n, 64, 640).splits for n in tokens] == [5, 5, 3, 1, 1]
-    assert [chosen(n, 128, 2048, LATENT).splits for n in tokens] == [16, 8, 2, 1, 1]
-    assert [chosen(n, 64, 2048, LATENT).splits for n in (4, 5, 8)] == [16, 8, 8]  # one pair a share only in half the machine
-    assert [chosen(1, 64, keys).splits for keys in (0, 1, 384, 385)] == [1, 1, 1, 4]
+    assert [splits(n, 128) for n in tokens] == [9, 5, 2, 1, 1]
+    assert [splits(n, 64, 640) for n in tokens] == [5, 5, 3, 1, 1]
+    assert [splits(n, 128, 2048, LATENT) for n in tokens] == [16, 8, 2, 1, 1]
+    assert [splits(n, 64, 2048, LATENT) for n in (4, 5, 8)] == [16, 8, 8]  # one pair a share only in half the machine
+    assert [splits(1, 64, keys) for keys in (0, 1, 384, 385)] == [1, 1, 1, 4]
     for n in range(1, 200, 7):
         for keys in (1, 640, 2048, 100_000):
-            splits, pairs = chosen(n, 64, keys).splits, -(-keys // config.HOPPER_PAIR)
-            share = -(-pairs // splits)
-            assert (splits - 1) * share < pairs <= splits * share and splits * n <= max(n, H200.num_sms)
+            for part in chosen(n, 64, keys).parts:
+                assert part.splits * part.rows <= max(part.rows, H200.num_sms)
 
 
-def test_splits_that_are_reserved():
+def shares(part):
+    """Rows of partial results."""
+    return part.rows * part.splits if part.splits > 1 else 0
+
+
+def test_parts_that_are_reserved():
     """Of a row's keys and of any fewer; for few heads as for many."""
     for tokens in (1, 5, 24, 33, 100, 140, 264, 265, 3000):
         for heads in (16, 64, 128):
@@ -60,10 +69,12 @@ def test_splits_that_are_reserved():
                     )
                 else:
                     all_chosen = (config.hopper_fp8(tokens, heads, n, V4, torch.bfloat16, H200) for n in shorter)
-                most = config.most_special_splits(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
-                assert most == max(launch.splits for launch in all_chosen)
-    assert config.most_special_splits(1, 48, 512, 512, 500, V4, torch.bfloat16, H200) == 1
-    assert config.most_special_splits(1, 16, 512, 512, 500, V4, torch.bfloat16, replace(H200, arch=80)) == 1
+                most = config.largest_special_part(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
+                parts = [part for launch in all_chosen for part in launch.parts]
+                assert most in parts or most.splits == 1
+                assert shares(most) == max(map(shares, parts))
+    assert config.largest_special_part(1, 48, 512, 512, 500, V4, torch.bfloat16, H200).splits == 1
+    assert config.largest_special_part(1, 16, 512, 512, 500, V4, torch.bfloat16, replace(H200, arch=80)).splits == 1
 
 
 FORMS = {

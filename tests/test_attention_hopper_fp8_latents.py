@@ -31,6 +31,9 @@ def case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None,
     length = torch.full((tokens,), width, device=device, dtype=torch.int32)
     if lengths == "random":
         length = torch.randint(0, width + 1, (tokens,), device=device, dtype=torch.int32)
+    elif lengths == "gaps":
+        length = torch.randint(1, width + 1, (tokens,), device=device, dtype=torch.int32)
+        length[1::3] = 0
     elif lengths == "none":
         length.zero_()
     packed = dense[column < length.unsqueeze(1)]

@@ -116,11 +116,11 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             launch = attention_config.config(
                 rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
             )
-            special = attention_config.most_special_splits(
+            special = attention_config.largest_special_part(
                 rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target
             )
-            for splits in {launch.splits, special}:
-                yield attention_config.scratch(rows, part.heads, part.d_v, splits)
+            yield attention_config.scratch(rows, part.heads, part.d_v, launch.splits)
+            yield attention_config.scratch(special.rows, part.heads, part.d_v, special.splits)
         if part.keys:
             yield index_topk_config.scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
+from sparse_attn.ops.attention.parts import MOST_TURNS, PAIRS, TILES, Part, parts_of
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
@@ -15,12 +16,9 @@ HOPPER_VALUE, HOPPER_REST = 512, 64
 HOPPER_HEADS = 64  # of a program, but for few heads
 HOPPER_PAIR = 128  # keys at a time
 HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
-HOPPER_WORTH = 3  # pairs that a split has to save a row's longest share
 HANDED_OUT = Scratch(counters=1)  # how many of their rows the persistent kernel's programs have taken
 FEW_HEADS = 32  # the kernel for few heads takes no more
 FEW_TILE = 64  # keys it takes at a time
-FEW_START = 3  # what starting and ending a program costs, and a merge, in such tiles
-FEW_TURNS = 2  # programs of the kernel for few heads that a multiprocessor runs one after the other, where rows are split
 
 Fp8Layout = LatentFp8Layout | PlanarFp8Layout
 
@@ -87,13 +85,13 @@ def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, elemen
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Registers a thread of the right-hand consumer and of a producer get; the left-hand consumer gets the rest. splits:
-    programs that share a row."""
+    """Registers a thread of the right-hand consumer and of a producer get; the left-hand consumer gets the rest. parts:
+    of a step, launched one after the other; none for the persistent kernel."""
 
     consumer_registers: int = 216
     producer_registers: int = 72
     num_warps: int = 4
-    splits: int = 1
+    parts: tuple[Part, ...] = ()
 
 
 def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
@@ -105,42 +103,35 @@ def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, tar
 
 
 def hopper_fp8(
-    tokens: int, heads: int, capacity: int, layout: Fp8Layout, dtype: torch.dtype, target: Target
+    tokens: int, heads: int, capacity: int, layout: Fp8Layout, dtype: torch.dtype, target: Target,
+    invariant: int | None = None,
 ) -> HopperConfig | None:
     """The configuration of the kernel with two producers where it applies: whole blocks of heads over fp8 latents, or one or
-    two planar caches. capacity: as ``config`` has it."""
+    two planar caches. capacity: as ``config`` has it; invariant: as ``Step`` does."""
     if not _is_hopper(target, dtype) or tokens == 0 or heads % HOPPER_HEADS or not _hopper_reads(layout):
         return None
-    programs = tokens * (heads // HOPPER_HEADS)
-    return HopperConfig(192, 64, splits=_hopper_splits(programs, -(-capacity // (tokens * HOPPER_PAIR)), target))
-
-
-def _hopper_splits(programs: int, pairs: int, target: Target) -> int:
-    """Programs for a row of ``pairs``: what runs at once, and no more than make the longest share shorter. A share of one
-    pair pays only where half of the multiprocessors have none: the more programs, the slower they start."""
-    most = max(1, min(pairs, target.num_sms // programs))
-    longest = -(-pairs // most)
-    if longest == 1 and 2 * programs * pairs > target.num_sms:
-        longest = 2
-    return -(-pairs // longest) if pairs - longest >= HOPPER_WORTH else 1
+    pairs = -(-capacity // (tokens * HOPPER_PAIR))
+    parts = parts_of(PAIRS, tokens, heads // HOPPER_HEADS, pairs, target.num_sms, invariant)
+    return HopperConfig(192, 64, parts=parts)
 
 
 @dataclass(frozen=True)
 class FewHeadsConfig:
     """heads: of a program, padded to what the matrix unit takes; producer_registers: of a thread of the two producers, the
-    consumer gets the rest; splits: programs that share a row."""
+    consumer gets the rest; parts: of a step, launched one after the other."""
 
     heads: int
     producer_registers: int
-    splits: int = 1
+    parts: tuple[Part, ...]
     num_warps: int = 4
 
 
 def hopper_few_heads(
-    tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
+    tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target,
+    invariant: int | None = None,
 ) -> FewHeadsConfig | None:
     """The configuration of the kernel for at most 32 heads where it applies: bf16 queries of its width over plain bf16 rows
-    (``layout`` None), fp8 latents or one or two planar caches. capacity: as ``config`` has it."""
+    (``layout`` None), fp8 latents or one or two planar caches. capacity: as ``config`` has it; invariant: as ``Step`` does."""
     if not _is_hopper(target, dtype) or tokens == 0 or heads > FEW_HEADS:
         return None
     if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST):
@@ -149,20 +140,8 @@ def hopper_few_heads(
         return None
     padded = 16 if heads <= 16 else 32
     registers = 136 if layout is None else 168 if padded == 16 else 120
-    return FewHeadsConfig(padded, registers, splits=_few_heads_splits(tokens, capacity, target))
-
-
-def _few_heads_splits(tokens: int, capacity: int, target: Target) -> int:
-    """Programs for a row: as many as run in one turn or FEW_TURNS, or one, whichever costs fewest tiles in sequence."""
     tiles = max(1, -(-capacity // (tokens * FEW_TILE)))
-
-    def cost(splits: int) -> int:
-        turns = -(-tokens * splits // target.num_sms)
-        return turns * (-(-tiles // splits) + FEW_START) + (FEW_START if splits > 1 else 0)
-
-    at_once = (min(tiles, max(1, turns * target.num_sms // tokens)) for turns in (1, FEW_TURNS))
-    even = (-(-tiles // -(-tiles // splits)) for splits in at_once)  # none gets nothing
-    return min((1, *even), key=cost)
+    return FewHeadsConfig(padded, registers, parts_of(TILES, tokens, 1, tiles, target.num_sms, invariant))
 
 
 def _is_hopper(target: Target, dtype: torch.dtype) -> bool:
@@ -177,21 +156,23 @@ def _hopper_reads(layout: Fp8Layout) -> bool:
     return (layout.latent, layout.rope, layout.flavour) == (codes, HOPPER_REST, "e4m3fn") and layout.group in groups
 
 
-def most_special_splits(
+def largest_special_part(
     tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
-) -> int:
-    """Programs that share a row in the kernel that Hopper has for this shape, at most: for rows of ``keys`` indices or fewer,
-    since fewer keys may be split more often. 1 where there is none."""
-    if not _is_hopper(target, dtype) or tokens > FEW_TURNS * target.num_sms:
-        return 1
+) -> Part:
+    """The part that needs the most scratch in the kernel that Hopper has for this shape: for rows of ``keys`` indices or fewer,
+    since fewer keys may be split more often. One without splits where there is no such kernel."""
+    unsplit = Part(0, tokens, 1)
+    if not _is_hopper(target, dtype) or tokens > (MOST_TURNS + 1) * target.num_sms:
+        return unsplit
 
-    def splits(row: int) -> int:
+    def parts(row: int) -> tuple[Part, ...]:
         chosen = hopper_few_heads(tokens, heads, d_qk, d_v, tokens * row, layout, dtype, target)
         if chosen is None and layout is not None:
             chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
-        return 1 if chosen is None else chosen.splits
+        return () if chosen is None else chosen.parts
 
-    return max(map(splits, range(keys, 0, -FEW_TILE)), default=1)
+    split = (part for row in range(keys, 0, -FEW_TILE) for part in parts(row) if part.splits > 1)
+    return max(split, key=lambda part: part.rows * part.splits, default=unsplit)
 
 
 def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:

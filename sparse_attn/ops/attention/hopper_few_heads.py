@@ -156,7 +156,8 @@ def _part(begin, count, first, share):
     do_not_specialize=[
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity", "heads",
         "stride_cache", "stride_extra",
-    ]
+    ],
+    do_not_specialize_on_alignment=["indptr", "extra_indptr", "lse"],  # of some rows of a step
 )  # fmt: skip
 def attend(
     q,  # bf16 [tokens, heads, VALUE (+ REST)], heads at most N

@@ -286,7 +286,8 @@ def _dequantise(
     do_not_specialize=[
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity",
         "stride_cache_block", "stride_extra_block", "head_blocks",
-    ]
+    ],
+    do_not_specialize_on_alignment=["indptr", "extra_indptr"],  # of some rows of a step
 )  # fmt: skip
 def attend(
     q,  # bf16 [tokens, heads, VALUE], interleaved: VALUE + REST; heads a multiple of 64

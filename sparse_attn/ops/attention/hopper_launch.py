@@ -11,9 +11,10 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.layout import PlanarFp8Layout
-from sparse_attn.ops.attention import config
+from sparse_attn.ops.attention import config, shapes
 from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
 from sparse_attn.ops.attention.output import LOG2_E, Output
+from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
 
 
@@ -31,7 +32,8 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     rows, _, indices, indptr = keys
     blocks = heads // config.HOPPER_HEADS
     items = tokens * blocks
-    result = Output(who, q, d_v, 1, sink)
+    out, lse = shapes.allocate_output(tokens, heads, d_v, q)
+    result = Output(who, out, lse, 1, sink)
     _, handed_out = workspace.take(who, config.HANDED_OUT, q.device)
     hopper.attend[(min(items, target_of(q.device).num_sms),)](
         q,
@@ -48,51 +50,55 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
         q.stride(0),
         q.stride(1),
         rows.stride(0),
-        *result.out.stride()[:2],
-        result.lse.stride(0),
+        *out.stride()[:2],
+        lse.stride(0),
         HAS_REST=d_qk > d_v,
         HAS_SINK=result.has_sink,
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
         num_warps=chosen.num_warps,
     )
-    return result.merged()
+    return out, lse
 
 
 def choose_fp8(q: torch.Tensor, keys: Keys, extra: Keys | None, step: Step) -> config.HopperConfig | None:
     """For fp8 caches and whole blocks of heads."""
     if keys.layout is None or not (_copies_whole_lines(q) and _reads(keys, extra)):
         return None
-    return config.hopper_fp8(step.tokens, q.shape[1], step.capacity, keys.layout, q.dtype, target_of(q.device))
+    sizes = (step.tokens, q.shape[1], step.capacity)
+    return config.hopper_fp8(*sizes, keys.layout, q.dtype, target_of(q.device), step.invariant)
 
 
 def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     from sparse_attn.ops.attention import hopper_fp8
 
     tokens, heads, _ = q.shape
-    caches = _caches(keys, extra)
     blocks = heads // config.HOPPER_HEADS
-    result = Output(who, q, keys.layout.value_dim, chosen.splits, sink)
-    hopper_fp8.attend[(tokens * blocks, chosen.splits)](
-        q,
-        *caches.pointers,
-        *result.pointers,
-        *caches.sizes,
-        blocks,
-        scale * LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        *caches.strides,
-        *result.strides,
-        LATENT=keys.layout.latent,
-        **caches.constants,
-        HAS_SINK=result.has_sink,
-        SPLIT=result.split,
-        CONSUMER_REGISTERS=chosen.consumer_registers,
-        PRODUCER_REGISTERS=chosen.producer_registers,
-        num_warps=chosen.num_warps,
-    )
-    return result.merged()
+    whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, keys.layout.value_dim, q))
+    for part in chosen.parts:
+        rows = whole.of(part)
+        caches, result = _caches(rows.keys, rows.extra), Output(who, rows.out, rows.lse, part.splits, sink)
+        hopper_fp8.attend[(part.rows * blocks, part.splits)](
+            rows.q,
+            *caches.pointers,
+            *result.pointers,
+            *caches.sizes,
+            blocks,
+            scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            *caches.strides,
+            *result.strides,
+            LATENT=keys.layout.latent,
+            **caches.constants,
+            HAS_SINK=result.has_sink,
+            SPLIT=result.split,
+            CONSUMER_REGISTERS=chosen.consumer_registers,
+            PRODUCER_REGISTERS=chosen.producer_registers,
+            num_warps=chosen.num_warps,
+        )
+        result.merge()
+    return whole.out, whole.lse
 
 
 def choose_few_heads(
@@ -102,35 +108,58 @@ def choose_few_heads(
     if keys.layout is None and keys.cache.dtype != q.dtype or not (_copies_whole_lines(q) and _reads(keys, extra)):
         return None
     sizes = (step.tokens, *q.shape[1:], d_v, step.capacity)
-    return config.hopper_few_heads(*sizes, keys.layout, q.dtype, target_of(q.device))
+    return config.hopper_few_heads(*sizes, keys.layout, q.dtype, target_of(q.device), step.invariant)
 
 
 def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
     from sparse_attn.ops.attention import hopper_few_heads
 
     tokens, heads, d_qk = q.shape
-    caches = _caches(keys, extra)
-    result = Output(who, q, d_v, chosen.splits, sink)
-    hopper_few_heads.attend[(tokens, chosen.splits)](
-        q,
-        *caches.pointers,
-        *result.pointers,
-        heads,
-        *caches.sizes,
-        scale * LOG2_E,
-        q.stride(0),
-        q.stride(1),
-        *caches.strides,
-        *result.strides,
-        N=chosen.heads,
-        HAS_REST=d_qk > d_v,
-        **caches.constants,
-        HAS_SINK=result.has_sink,
-        SPLIT=result.split,
-        PRODUCER_REGISTERS=chosen.producer_registers,
-        num_warps=chosen.num_warps,
-    )
-    return result.merged()
+    whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, d_v, q))
+    for part in chosen.parts:
+        rows = whole.of(part)
+        caches, result = _caches(rows.keys, rows.extra), Output(who, rows.out, rows.lse, part.splits, sink)
+        hopper_few_heads.attend[(part.rows, part.splits)](
+            rows.q,
+            *caches.pointers,
+            *result.pointers,
+            heads,
+            *caches.sizes,
+            scale * LOG2_E,
+            q.stride(0),
+            q.stride(1),
+            *caches.strides,
+            *result.strides,
+            N=chosen.heads,
+            HAS_REST=d_qk > d_v,
+            **caches.constants,
+            HAS_SINK=result.has_sink,
+            SPLIT=result.split,
+            PRODUCER_REGISTERS=chosen.producer_registers,
+            num_warps=chosen.num_warps,
+        )
+        result.merge()
+    return whole.out, whole.lse
+
+
+class Rows(NamedTuple):
+    """What of a launch is by rows."""
+
+    q: torch.Tensor
+    keys: Keys
+    extra: Keys | None
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def of(self, part: Part) -> Rows:
+        """Those of ``part``."""
+        if part.rows == self.q.shape[0]:
+            return self
+        here, bounds = slice(part.first, part.first + part.rows), slice(part.first, part.first + part.rows + 1)
+        keys, extra = (
+            None if some is None else some._replace(indptr=some.indptr[bounds]) for some in (self.keys, self.extra)
+        )
+        return Rows(self.q[here], keys, extra, self.out[here], self.lse[here])
 
 
 class Caches(NamedTuple):

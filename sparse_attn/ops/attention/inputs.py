@@ -21,10 +21,12 @@ class Keys(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a launch is chosen for: rows, and how many indices all of them may hold, of two caches together."""
+    """What a launch is chosen for: rows, and how many indices all of them may hold, of two caches together. invariant: how
+    many rows there are instead, launched as those would be in one part; None where bits may depend on it."""
 
     tokens: int
     capacity: int
+    invariant: int | None = None
 
 
 def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, batch_invariant: bool) -> Step:
@@ -32,7 +34,7 @@ def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, batch_invariant: bo
     tokens = q.shape[0]
     capacity = keys.indices.numel() + (0 if extra is None else extra.indices.numel())
     if batch_invariant and tokens:
-        return Step(INVARIANT_TOKENS, INVARIANT_TOKENS * -(-capacity // tokens))
+        return Step(INVARIANT_TOKENS, INVARIANT_TOKENS * -(-capacity // tokens), tokens)
     return Step(tokens, capacity)
 
 

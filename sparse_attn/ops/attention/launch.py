@@ -1,4 +1,4 @@
-"""The GPU implementation: one attention launch, and one merge where rows are split."""
+"""The GPU implementation: one attention launch, on Hopper one or two, each with a merge where its rows are split."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
         step.tokens, heads, d_qk, step.capacity, q.element_size(), kinds == {True}, target_of(q.device),
         mixed=len(kinds) > 1,
     )  # fmt: skip
-    result = Output(who, q, d_v, launch.splits, sink)
+    out, lse = shapes.allocate_output(tokens, heads, d_v, q)
+    result = Output(who, out, lse, launch.splits, sink)
     first, second = _arguments(keys, launch.block_k), _arguments(extra, launch.block_k)
     kernels.attend[(tokens, triton.cdiv(heads, launch.block_h), launch.splits)](
         q,
@@ -136,7 +137,8 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
         **{f"EXTRA_{name}": value for name, value in second.constants.items()},
         num_warps=launch.num_warps,
     )
-    return result.merged()
+    result.merge()
+    return out, lse
 
 
 def _fp8(layout: str) -> LatentFp8Layout | PlanarFp8Layout | None:

@@ -8,22 +8,21 @@ import torch
 import triton
 
 from sparse_attn import workspace
-from sparse_attn.ops.attention import config, kernels, shapes
+from sparse_attn.ops.attention import config, kernels
 
 LOG2_E = math.log2(math.e)
 MERGED_ELEMENTS = 8192  # partial values a merging program holds
 
 
 class Output:
-    """Fresh (out, lse) of ``q``'s rows, and what the programs of ``splits`` shares write to; their sink is counted once,
-    where shares are merged."""
+    """Where the programs of ``splits`` shares of (out, lse) write to; their sink is counted once, where shares are merged.
+    The next one takes the same scratch, so its programs are launched behind this one's merge."""
 
-    def __init__(self, who: str, q: torch.Tensor, d_v: int, splits: int, sink: torch.Tensor | None):
-        tokens, heads, _ = q.shape
-        self.out, self.lse = shapes.allocate_output(tokens, heads, d_v, q)
-        self.to, self.to_lse, self.sink, self.split = self.out.unsqueeze(0), self.lse.unsqueeze(0), sink, splits > 1
+    def __init__(self, who: str, out: torch.Tensor, lse: torch.Tensor, splits: int, sink: torch.Tensor | None):
+        self.out, self.lse, self.sink, self.split = out, lse, sink, splits > 1
+        self.to, self.to_lse = out.unsqueeze(0), lse.unsqueeze(0)
         if self.split:
-            (self.to, self.to_lse), _ = workspace.take(who, config.scratch(tokens, heads, d_v, splits), q.device)
+            (self.to, self.to_lse), _ = workspace.take(who, config.scratch(*out.shape, splits), out.device)
 
     @property
     def has_sink(self) -> bool:
@@ -40,11 +39,10 @@ class Output:
         """By split, token and head of out, by split and token of lse."""
         return *self.to.stride()[:3], *self.to_lse.stride()[:2]
 
-    def merged(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse), of all shares."""
+    def merge(self) -> None:
+        """All shares into (out, lse)."""
         if self.split:
             merge(self.to, self.to_lse, self.sink, self.out, self.lse, 1.0)
-        return self.out, self.lse
 
 
 def merge(outs, lses, sink, out, lse, to_log2):

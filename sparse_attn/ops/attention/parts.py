@@ -1,0 +1,96 @@
+"""How the Hopper kernels' steps are launched: in one part, or in two where few rows would need a turn of their own.
+
+A multiprocessor runs one program at a time. Rows that fill all of them for whole turns are a part; the rows left over are
+another, each of them split over many programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+MOST_TURNS = 4  # behind more whole ones, another is not worth a part of its own
+WORTH = 0.94  # two parts cost less than this much of what one does
+PAIRS_SPARED = 3  # at least, of a row's longest share, by splitting it
+TILE_TURNS = 2  # of splits of tiles, at most
+
+
+class Part(NamedTuple):
+    """Rows of a step that are launched together: the first of them, how many, and programs that share each."""
+
+    first: int
+    rows: int
+    splits: int
+
+
+class Kind(NamedTuple):
+    """A kernel whose programs walk units of keys. What costs as much as how many units: a program's start and end, more of it
+    where all multiprocessors start one, and a merge. splits_of: (programs, units, multiprocessors) -> splits of one part."""
+
+    start: float
+    crowd: float
+    merge: float
+    splits_of: Callable[[int, int, int], int]
+
+    def cost(self, programs: int, splits: int, units: int, num_sms: int) -> float:
+        """Of a part of ``programs`` times ``splits``, in units that it takes one after the other."""
+        turns, left = divmod(programs * splits, num_sms)
+        longest = -(-units // splits) + self.start
+        cost = turns * (longest + self.crowd) + (longest + self.crowd * left / num_sms if left else 0)
+        return cost + (self.merge if splits > 1 else 0)
+
+
+def pair_splits(programs: int, pairs: int, num_sms: int) -> int:
+    """What runs at once, and no more than make the longest share shorter. A share of one pair pays only where half of the
+    multiprocessors have none: the more programs, the slower they start."""
+    most = max(1, min(pairs, num_sms // programs))
+    longest = -(-pairs // most)
+    if longest == 1 and 2 * programs * pairs > num_sms:
+        longest = 2
+    return -(-pairs // longest) if pairs - longest >= PAIRS_SPARED else 1
+
+
+def tile_splits(programs: int, tiles: int, num_sms: int) -> int:
+    """As many as run in one turn or TILE_TURNS, or one, whichever costs least."""
+    if 2 * programs > TILE_TURNS * num_sms:
+        return 1
+    at_once = (min(tiles, max(1, turns * num_sms // programs)) for turns in (1, TILE_TURNS))
+    even = (-(-tiles // -(-tiles // splits)) for splits in at_once)  # none gets nothing
+    return min((1, *even), key=lambda splits: TILES.cost(programs, splits, tiles, num_sms))
+
+
+PAIRS = Kind(1.2, 2.0, 0.8, pair_splits)
+TILES = Kind(2, 1, 3, tile_splits)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def parts_of(
+    kind: Kind, rows: int, blocks: int, units: int, num_sms: int, invariant: int | None = None
+) -> tuple[Part, ...]:
+    """Of ``rows`` of ``units`` each, which ``blocks`` programs serve. invariant: as ``Step`` has it."""
+    whole = kind.splits_of(rows * blocks, units, num_sms)
+    if invariant is not None:
+        return (Part(0, invariant, whole),)
+    first, splits = _filling(rows, blocks, units, num_sms)
+    if 0 < first < rows:
+        programs, others = first * blocks, (rows - first) * blocks
+        other_splits = kind.splits_of(others, units, num_sms)
+        cost = kind.cost(programs, splits, units, num_sms) + kind.cost(others, other_splits, units, num_sms)
+        if cost < WORTH * kind.cost(rows * blocks, whole, units, num_sms):
+            return Part(0, first, splits), Part(first, rows - first, other_splits)
+    return (Part(0, rows, whole),)
+
+
+def _filling(rows: int, blocks: int, units: int, num_sms: int) -> tuple[int, int]:
+    """(rows, splits) of a part that fills the multiprocessors: for whole turns, or for one, each row split more than all rows
+    at once can be. No rows where there is no such part."""
+    programs = rows * blocks
+    turns = programs // num_sms
+    if turns:
+        return (turns * num_sms // blocks if turns <= MOST_TURNS else 0), 1
+    share = (units - 1) // (num_sms // programs)
+    if share < 1:
+        return 0, 1
+    splits = -(-units // share)
+    return num_sms // (splits * blocks), splits

@@ -1,0 +1,194 @@
+"""Steps that the Hopper kernels take in two parts: which rows and splits, what they are expected to cost, and on a GPU that
+rows of both parts are right."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import test_attention_few_heads as few_heads
+import test_attention_hopper_fp8_latents as latents
+import torch
+from test_attention_two_caches import V4, Case, check_case
+
+from sparse_attn import LatentFp8Layout, PlainLayout, workspace
+from sparse_attn.ops.attention import config
+from sparse_attn.ops.attention.inputs import Keys, step_of
+from sparse_attn.ops.attention.parts import PAIRS, TILES, Part, parts_of
+from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
+from sparse_attn.spec import preset
+from sparse_attn.target import H200
+
+LATENT = LatentFp8Layout(512, 64)
+
+
+class Shape(NamedTuple):
+    heads: int
+    keys: int
+    layout: object = LATENT
+
+    def parts(self, rows, capacity=None, invariant=None):
+        """Of a step of ``rows``, each of ``keys`` keys, or of ``capacity`` in all."""
+        capacity = rows * self.keys if capacity is None else capacity
+        if self.heads <= config.FEW_HEADS:
+            sizes = (rows, self.heads, self.layout.dim, 512, capacity)
+            return config.hopper_few_heads(*sizes, self.layout, torch.bfloat16, H200, invariant).parts
+        return config.hopper_fp8(rows, self.heads, capacity, self.layout, torch.bfloat16, H200, invariant).parts
+
+    @property
+    def kernel(self):
+        """(kind, programs of a row, units of keys)."""
+        if self.heads <= config.FEW_HEADS:
+            return TILES, 1, -(-self.keys // config.FEW_TILE)
+        return PAIRS, self.heads // config.HOPPER_HEADS, -(-self.keys // config.HOPPER_PAIR)
+
+    def cost(self, rows):
+        kind, blocks, units = self.kernel
+        return sum(kind.cost(part.rows * blocks, part.splits, units, H200.num_sms) for part in self.parts(rows))
+
+
+WIDE, NARROW, PLANAR, FEW = Shape(128, 2048), Shape(64, 2048), Shape(128, 1152, V4), Shape(16, 2048)
+SHAPES = (WIDE, NARROW, PLANAR, FEW)
+
+
+@pytest.mark.parametrize("kind, blocks", [(PAIRS, 1), (PAIRS, 2), (PAIRS, 3), (TILES, 1)])
+@pytest.mark.parametrize("num_sms", [132, 114, 3, 1])
+def test_parts_are_all_rows_and_no_share_is_empty(kind, blocks, num_sms):
+    for rows in range(1, 300):
+        for units in (1, 2, 3, 5, 9, 16, 32, 800):
+            parts = parts_of(kind, rows, blocks, units, num_sms)
+            assert [part.first for part in parts] == [0, *(part.first + part.rows for part in parts)][:-1]
+            assert sum(part.rows for part in parts) == rows and all(part.rows > 0 for part in parts)
+            for part in parts:
+                share = -(-units // part.splits)
+                assert (part.splits - 1) * share < units <= part.splits * share
+
+
+def test_which_parts():
+    """Rows that fill the multiprocessors; then what is left, split as a step of as many would be."""
+    assert WIDE.parts(34) == (Part(0, 33, 2), Part(33, 1, 16))
+    assert WIDE.parts(67) == (Part(0, 66, 1), Part(66, 1, 16))
+    assert NARROW.parts(67) == (Part(0, 66, 2), Part(66, 1, 16))
+    assert NARROW.parts(140) == (Part(0, 132, 1), Part(132, 8, 8))
+    assert PLANAR.parts(133) == (Part(0, 132, 1), Part(132, 1, 9))
+    assert FEW.parts(67) == (Part(0, 66, 2), Part(66, 1, 32))
+    assert FEW.parts(133) == (Part(0, 132, 1), Part(132, 1, 32))
+    for shape in SHAPES:
+        for rows in range(1, 400):
+            for part in shape.parts(rows)[1:]:
+                assert (part._replace(first=0),) == shape.parts(part.rows)[:1]
+
+
+def test_one_part_where_two_are_not_cheaper():
+    for shape in SHAPES:
+        for rows in (1, 8, 32, 64, 128, 131, 132, 264, 4096):
+            assert len(shape.parts(rows)) == 1, (shape, rows)
+        for rows in (0, 1, 100, 130, 133):
+            assert len(shape.parts(133, rows * 20)) == 1, "hardly any keys"
+    assert len(NARROW.parts(200)) == len(WIDE.parts(100)) == len(FEW.parts(70)) == len(PLANAR.parts(34)) == 1
+
+
+def test_batch_invariant_steps_have_one_part():
+    for shape in SHAPES:
+        for rows in (1, 34, 67, 133):
+            q, indices = torch.empty(rows, 1, 1), torch.empty(rows * shape.keys, dtype=torch.int32)
+            keys = Keys(q, shape.layout, indices, indices)
+            tokens, capacity, invariant = step_of(q, keys, None, True)
+            assert shape.parts(tokens, capacity, invariant) == (Part(0, rows, shape.parts(32)[0].splits),)
+            assert shape.parts(*step_of(q, keys, None, False)) == shape.parts(rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_row_more_never_costs_a_third_more(shape):
+    """By the model that parts are chosen by."""
+    for before, after in pairwise(range(1, 301)):
+        assert shape.cost(after) <= 1.3 * shape.cost(before), (before, after)
+
+
+def need(part, heads):
+    return workspace.size_of(config.scratch(part.rows, heads, 512, part.splits))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_what_is_reserved_serves_every_part(heads):
+    """Of as many rows as a step may have or fewer, with as many keys each or fewer."""
+    spec = replace(preset("deepseek_v32"), num_heads=heads)
+    bounds = Bounds(140, 0, 4096, logits_bytes=0)
+    reserved = workspace_size(spec, bounds, H200, cache_layouts(spec, "fp8"))
+    needed = workspace.largest(
+        need(part, heads)
+        for rows in range(1, 141)
+        for keys in range(64, spec.index.top_k + 1, 64)
+        for part in Shape(heads, keys).parts(rows)
+    )
+    assert reserved.nbytes == needed.nbytes
+
+
+@contextlib.contextmanager
+def room_for_one(parts, heads):
+    """A locked workspace that the larger of two parts fills, of 0xFF bytes."""
+    assert len(parts) == 2
+    size = workspace.largest(need(part, heads) for part in parts)
+    owner = workspace.Workspace(size, "cuda")
+    owner._scratch.fill_(0xFF)
+    owner.lock()
+    with workspace.use(owner):
+        yield
+    assert owner.high_water == size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["full", "gaps", "none"])
+@pytest.mark.parametrize("heads, tokens", [(64, 67), (64, 133), (64, 140), (128, 34), (128, 67), (128, 90)])
+def test_latents(heads, tokens, lengths):
+    with room_for_one(Shape(heads, 2048).parts(tokens), heads):
+        latents.check(*latents.case(tokens, heads, 64, 40, 2048, lengths=lengths, sink="random", gap=16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [None, 0.3])
+@pytest.mark.parametrize("heads, tokens", [(64, 133), (128, 67), (128, 72), (128, 133)])
+def test_two_planar_caches(heads, tokens, sink, device):
+    lengths, more = ([128, 0, 65, 128] * tokens)[:tokens], ([1024, 0, 700, 1, 1024] * tokens)[:tokens]
+    capacity = sum(lengths) + sum(more) + 14  # with what nobody may read
+    with room_for_one(Shape(heads, 0, V4).parts(tokens, capacity), heads):
+        check_case(Case(heads, 1, (V4, 40, 64, 64, lengths), (V4, 90, 61, 120, more), sink), tokens, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["full", "gaps", "none"])
+@pytest.mark.parametrize("layout", [LATENT, V4, PlainLayout("bf16", 512, 64)], ids=lambda layout: layout.name)
+def test_few_heads(layout, lengths):
+    known = None if isinstance(layout, PlainLayout) else layout
+    for heads, tokens in ((16, 67), (16, 133), (5, 140), (32, 133)):
+        sizes = (tokens, heads, layout.dim, 512, tokens * 2048)
+        with room_for_one(config.hopper_few_heads(*sizes, known, torch.bfloat16, H200).parts, heads):
+            few_heads.check(layout, heads, tokens, 2048, 40, 64, lengths=lengths, sink="random", seed=tokens)
+
+
+@pytest.mark.gpu
+def test_few_heads_over_two_caches():
+    with room_for_one(Shape(16, 1152, V4).parts(133), 16):
+        few_heads.check(V4, 16, 133, 128, 40, 64, lengths="gaps", sink="random", extra=1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+def test_captured(heads):
+    """A replay attends what its rows hold by then, in both parts."""
+    q, cache, ragged, sink = latents.case(133, heads, 64, 40, 2048, sink="random")
+    other = latents.case(133, heads, 64, 40, 2048, lengths="gaps", seed=1)
+    options = dict(scale=0.05, layout=LATENT, sink=sink)
+    latents.sparse_attn_decode(q, cache, ragged, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = latents.sparse_attn_decode(q, cache, ragged, **options)
+    for kept, new in ((q, other[0]), (cache, other[1]), *zip(ragged, other[2])):
+        kept.copy_(new)
+    graph.replay()
+    want = latents.sparse_attn_decode(q, cache, ragged, **options, impl="reference")
+    latents.assert_close(got.out, want.out, latents.DECODE_OUT)
+    latents.assert_close(got.lse, want.lse, latents.DECODE_LSE)
