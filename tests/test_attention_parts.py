@@ -72,7 +72,7 @@ def test_which_parts():
     assert WIDE.parts(34) == (Part(0, 33, 2), Part(33, 1, 16))
     assert WIDE.parts(67) == (Part(0, 66, 1), Part(66, 1, 16))
     assert NARROW.parts(67) == (Part(0, 66, 2), Part(66, 1, 16))
-    assert NARROW.parts(140) == (Part(0, 132, 1), Part(132, 8, 8))
+    assert NARROW.parts(140) == (Part(0, 132, 1), Part(132, 8, 16))
     assert PLANAR.parts(133) == (Part(0, 132, 1), Part(132, 1, 9))
     assert FEW.parts(67) == (Part(0, 66, 2), Part(66, 1, 32))
     assert FEW.parts(133) == (Part(0, 132, 1), Part(132, 1, 32))

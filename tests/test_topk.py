@@ -61,6 +61,8 @@ def scores(kind, rows, width, seed=0):
         x = (x * 8).round() * 1e-45
     elif kind == "clustered":
         x[:, width // 2 : width // 2 + width // 8] += 10
+    elif kind == "tailed":  # one score is octaves above all others
+        x[:, 7] = 12
     elif kind == "narrow":  # hundreds of scores share a digit
         x = 1 + x / 100
     elif kind == "huge":
@@ -71,7 +73,7 @@ def scores(kind, rows, width, seed=0):
 
 
 KINDS = (
-    "normal relu grid equal zeros ascending descending special nothing few denormal clustered narrow huge".split()
+    "normal relu grid equal zeros ascending descending special nothing few denormal clustered tailed narrow huge".split()
 )  # fmt: skip
 
 
@@ -323,7 +325,7 @@ def test_kernel_chosen_config(device, dirty_workspace):
 @pytest.mark.parametrize("rows, width", [(2, 20000), (1, 40000)])
 def test_kernel_config_of_an_h200(rows, width, device, dirty_workspace):
     """By digits, a held row and one that many programs share, as launched there."""
-    for kind in ("normal", "relu", "narrow"):
+    for kind in ("normal", "relu", "tailed", "narrow"):
         x = scores(kind, rows, width)
         want = reference.top_k_per_row(x, None, None, 512)
         assert torch.equal(run(x, None, None, 512, config.config(rows, width, 512, H200), device), want)

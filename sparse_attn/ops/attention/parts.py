@@ -42,12 +42,9 @@ class Kind(NamedTuple):
 
 
 def pair_splits(programs: int, pairs: int, num_sms: int) -> int:
-    """What runs at once, and no more than make the longest share shorter. A share of one pair pays only where half of the
-    multiprocessors have none: the more programs, the slower they start."""
+    """What runs at once, and no more than make the longest share shorter."""
     most = max(1, min(pairs, num_sms // programs))
     longest = -(-pairs // most)
-    if longest == 1 and 2 * programs * pairs > num_sms:
-        longest = 2
     return -(-pairs // longest) if pairs - longest >= PAIRS_SPARED else 1
 
 

@@ -12,7 +12,7 @@ from sparse_attn.ops.topk import table as tables
 
 LAST = tl.constexpr(-8388609)  # 0xff7fffff, the key of the lowest finite score
 ALL = tl.constexpr(2047)  # the leading digit of what is not to be selected; LAST's is 2043
-BEYOND = tl.constexpr(2047)  # digit of what lies behind a window
+SPARE = tl.constexpr(1 << 30)  # keys that are taken to lie behind all that were counted
 LEADING = tl.constexpr(21)  # bits behind the leading digit
 FEW = tl.constexpr(128)  # keys that are sooner compared with each other than counted by another digit
 # Left to itself, the compiler makes nine instructions of it.
@@ -107,7 +107,7 @@ def _digit(table, wanted, spare, THREADS: tl.constexpr):
 def _leading(table, k, THREADS: tl.constexpr):
     """From the counters of leading digits: (least key with that digit, keys below it, keys with it), where there are fewer
     than k (-1, all keys, 0)."""
-    digit, below, having = _digit(table, k, 1 << 30, THREADS)
+    digit, below, having = _digit(table, k, SPARE, THREADS)
     few = digit == ALL
     return tl.where(few, -1, digit << LEADING), below, tl.where(few, 0, having)
 
@@ -143,13 +143,30 @@ def search(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def _window(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """The same as _leading from digits at WINDOW of keys from the least one on, and whether the k-th is among those."""
-    reach: tl.constexpr = -8388608 - (2048 << WINDOW)  # a window from there ends with LAST
+    """The same as _leading from digits at WINDOW of keys from the least one on, or from the last of those on, and whether the
+    k-th is among either."""
+    reach = tl.full([], -8388608 - (2048 << WINDOW), tl.int32)  # a window from there ends with LAST
     least = tl.min(keys.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
-    base = tl.where(least.to(tl.uint32, bitcast=True) < tl.full([], reach, tl.int32).to(tl.uint32, bitcast=True), least, reach)
+    base = tl.where(_before(least, reach), least, reach)
+    base, below, having = _in_window(table, keys, base, tl.full([], 0, tl.int32), k, WINDOW, THREADS)
+    missed = having >= SPARE
+    if missed & _before(base, reach):
+        base, below, having = _in_window(table, keys, base, below, k, WINDOW, THREADS)
+    return base, below, having, having < SPARE
+
+
+@triton.jit
+def _before(key, other):
+    return key.to(tl.uint32, bitcast=True) < other.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _in_window(table, keys, base, below, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """(least key of the k-th's digit, keys below it, keys with it) by digits from ``base`` on, ``below`` of them before it; of
+    a key behind the window, the last digit and SPARE or more."""
     tables.count(table, keys, base, tl.full([], WINDOW, tl.int32))
-    digit, below, having = _digit(table, k, 1 << 30, THREADS)
-    return base + (digit << WINDOW), below, having, digit != BEYOND
+    digit, more, having = _digit(table, k - below, SPARE, THREADS)
+    return base + (digit << WINDOW), below + more, having
 
 
 @triton.jit
