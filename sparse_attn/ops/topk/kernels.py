@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from sparse_attn.ops.topk import dealt, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
-from sparse_attn.ops.topk import thresholds, tiles
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
-from sparse_attn.ops.topk.dealt import select_dealt_rows
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_held, select_row
 from sparse_attn.target import interpreting
 
@@ -170,7 +169,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> 
         )  # fmt: skip
     elif launch.held:
         offered, _ = views
-        select_dealt_rows[(programs,)](
+        dealt.select_dealt_rows[(programs,)](
             logits, row_starts, row_ends, out, offered, counters, memory, width, k, launch.keep, stride, stride_starts,
             stride_ends, offered.stride(0),
             MOST=launch.slots // launch.programs, HELD=launch.held, PROGRAMS=launch.programs, CHUNK=launch.chunk,

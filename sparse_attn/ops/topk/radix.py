@@ -126,65 +126,66 @@ def _edge(base, shift, below, having):
 
 
 @triton.jit
-def search(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """A key with k .. enough keys at or below it, or the k-th least key, or LAST where there are fewer than k.
-
-    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it). WINDOW: as in
-    _first.
-    """
-    base, shift, below, having = _first(table, keys, k, WINDOW, THREADS)
-    while (below + having > enough) & (shift > 0):
-        shift = tl.maximum(shift - tables.BITS, 0)
-        tables.count(table, keys, base, shift)
-        base, below, having = _next(table, base, shift, below, k, THREADS)
-    edge, at_most = _edge(base, shift, below, having)
-    return edge, at_most, below
-
-
-@triton.jit
-def _window(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """The same as _leading from digits at WINDOW of keys from the least one on, or from the last of those on, and whether the
-    k-th is among either."""
-    reach = tl.full([], -8388608 - (2048 << WINDOW), tl.int32)  # a window from there ends with LAST
-    least = tl.min(keys.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
-    base = tl.where(_before(least, reach), least, reach)
-    base, below, having = _in_window(table, keys, base, tl.full([], 0, tl.int32), k, WINDOW, THREADS)
-    missed = having >= SPARE
-    if missed & _before(base, reach):
-        base, below, having = _in_window(table, keys, base, below, k, WINDOW, THREADS)
-    return base, below, having, having < SPARE
-
-
-@triton.jit
 def _before(key, other):
     return key.to(tl.uint32, bitcast=True) < other.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _in_window(table, keys, base, below, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """(least key of the k-th's digit, keys below it, keys with it) by digits from ``base`` on, ``below`` of them before it; of
-    a key behind the window, the last digit and SPARE or more."""
-    tables.count(table, keys, base, tl.full([], WINDOW, tl.int32))
-    digit, more, having = _digit(table, k - below, SPARE, THREADS)
-    return base + (digit << WINDOW), below + more, having
+def _narrow(table, keys, k, enough, few, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """(base, shift, below, having): of the k-th key all bits but the last ``shift``, how many keys lie below those, and how many
+    share them; until there are no more than ``enough`` in all, or ``few`` that share them. Where there are fewer than k: base
+    -1, all of them, none.
+
+    WINDOW: bits behind the digits to begin with, which start with the least key, then once more with the last of those; where
+    the k-th is in neither, the leading digit comes first. All are counted by the same code, which is as long as a thread has
+    keys.
+    """
+    reach = tl.full([], -8388608 - (2048 << WINDOW), tl.int32)  # a window from there ends with LAST
+    least = tl.min(keys.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
+    base = tl.where(_before(least, reach), least, reach)
+    shift = tl.full([], WINDOW, tl.int32)
+    windows = tl.full([], 2, tl.int32)
+    below = tl.full([], 0, tl.int32)
+    having = tl.full([], 0, tl.int32)
+    spare = tl.full([], SPARE, tl.int32)  # taken to lie behind all digits, until the first is found
+    going = spare > 0
+    while going:
+        tables.count(table, keys, base, shift)
+        digit, more, having = _digit(table, k - below, spare, THREADS)
+        missed = having >= SPARE
+        windows -= 1
+        at = base + (digit << shift)
+        leading = missed & (shift != LEADING) & ((windows <= 0) | (_before(at, reach) == 0))
+        all_below = missed & (shift == LEADING)
+        below = tl.where(leading, 0, below + more)
+        base = tl.where(leading, 0, tl.where(all_below, -1, at))
+        having = tl.where(all_below, 0, having)
+        spare = tl.where(missed, spare, 0)
+        finer = (missed == 0) & (below + having > enough) & (having > few) & (shift > 0)
+        going = finer | (missed & (all_below == 0))
+        shift = tl.where(leading, LEADING, tl.where(finer, tl.maximum(shift - tables.BITS, 0), shift))
+    return base, shift, below, having
 
 
 @triton.jit
-def _first(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """(base, shift, below, having) of the k-th key's first digit: one of WINDOW bits less where there is a window and the key
-    is in it, else the leading one."""
-    shift = tl.full([], LEADING, tl.int32)
+def search(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """A key with k .. enough keys at or below it, or the k-th least key, or LAST where there are fewer than k.
+
+    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it). WINDOW: as in
+    _narrow; 0: the leading digit comes first.
+    """
     if WINDOW > 0:
-        base, below, having, found = _window(table, keys, k, WINDOW, THREADS)
-        if found:
-            shift = tl.full([], WINDOW, tl.int32)
-        else:
-            tables.count_leading(table, keys)
-            base, below, having = _leading(table, k, THREADS)
+        base, shift, below, having = _narrow(table, keys, k, enough, 0, WINDOW, THREADS)
     else:
+        shift = tl.full([], LEADING, tl.int32)
         tables.count_leading(table, keys)
         base, below, having = _leading(table, k, THREADS)
-    return base, shift, below, having
+        while (below + having > enough) & (shift > 0):
+            shift = tl.maximum(shift - tables.BITS, 0)
+            tables.count(table, keys, base, shift)
+            base, below, having = _next(table, base, shift, below, k, THREADS)
+    edge, at_most = _edge(base, shift, below, having)
+    return edge, at_most, below
 
 
 @triton.jit
@@ -225,11 +226,7 @@ def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THR
     """
     tl.static_assert(keys.shape[0] >= 4 * THREADS)
     tables.store_one(table, tl.full([], tables.LENGTH, tl.int32), tl.full([], 0, tl.int32))
-    base, shift, below, having = _first(table, keys, k, WINDOW, THREADS)
-    while (below + having > k) & (shift > 0) & (having > LONGEST):
-        shift = tl.maximum(shift - tables.BITS, 0)
-        tables.count(table, keys, base, shift)
-        base, below, having = _next(table, base, shift, below, k, THREADS)
+    base, shift, below, having = _narrow(table, keys, k, k, LONGEST, WINDOW, THREADS)
     if (below + having > k) & (shift > 0):
         tables.push(table, keys, base, tl.full([], 1, tl.int32) << shift)
         tl.debug_barrier()
