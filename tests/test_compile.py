@@ -323,13 +323,12 @@ hyper_mix""")
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("check", [check_decode, check_prefill])
 @pytest.mark.parametrize("name,cache", CASES)
-def test_inductor_on_gpu(name, cache):
+def test_inductor_on_gpu(name, cache, check):
     fresh()
     model = model_of(name, cache, "cuda", layers=3)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
-    check_decode(model, compiled, exact=False)
-    check_prefill(model, compiled, exact=False)
+    check(model, torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED), exact=False)
     assert not counters["graph_break"]
 
 
