@@ -213,10 +213,10 @@ SEARCHED = config.TopkConfig(False, 64, 2, groups=2, chunk=64)
 SIZES = {"short": (SHORT, 250), "long": (LONG, 150), "shared": (SHARED, 260), "searched": (SEARCHED, 110)}
 SIZES |= {f"{path} by digits": (dataclasses.replace(launch, digits=True), width) for path, (launch, width) in SIZES.items()}
 DIGITS = [dataclasses.replace(launch, digits=True) for launch in (LONG, SHARED)]
-SIZES["windowed"] = (config.TopkConfig(True, 512, 1, digits=True, window=config.WINDOW), 500)
+SIZES["windowed"] = (config.TopkConfig(True, 512, 2, digits=True, window=config.WINDOW), 500)
 SIZES["dealt by digits"] = (
     config.TopkConfig(
-        False, 256, 1, sampled=True, programs=4, groups=2, chunk=64, keep=16, digits=True, held=128, window=config.WINDOW
+        False, 256, 2, sampled=True, programs=4, groups=2, chunk=256, keep=16, digits=True, held=128, window=config.WINDOW
     ),
     420,
 )

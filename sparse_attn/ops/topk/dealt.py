@@ -106,10 +106,10 @@ def select_dealt_rows(
     stride_starts_row,
     stride_ends_row,
     stride_offered,
-    MOST: tl.constexpr,
-    HELD: tl.constexpr,
+    MOST: tl.constexpr,  # scores a program offers
+    HELD: tl.constexpr,  # scores a program holds
     PROGRAMS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr,  # columns that are read at once where the row is searched itself
     WINDOW: tl.constexpr,
     LIST: tl.constexpr,  # words behind the table
     ALIGNED: tl.constexpr,
