@@ -88,7 +88,7 @@ def test_layers_selected_outside_equal_eager(layer, layout, select, device):
 def test_a_model_over_stacked_caches_equals_eager(device):
     """Layers side by side in one tensor, and layers side by side within every block of one tensor."""
     fresh()
-    model = model_of("tiny_v32", "fp8", device)
+    model = model_of("tiny_v32", "fp8", device, layers=2)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for dim in (0, 1):
         def stacked(tokens, caches, plan, dim=dim):
