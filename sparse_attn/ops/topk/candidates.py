@@ -21,8 +21,7 @@ def sampled_bound(source, length, keep, table, SAMPLES: tl.constexpr, RUN: tl.co
     share = tl.maximum(share, 4)
     zero = tl.full([], 0, tl.int64)
     if THREADS > 0:
-        keys = radix.falling_keys(scores, True)
-        edge, at_key, below = radix.search(table, keys, share, share + share // 4, 0, THREADS)
+        edge, at_key, below = radix.search(table, radix.falling_keys(scores, True), share, share + share // 4, THREADS)
         limit = radix.falling_score(edge + (at_key <= share + share // 4).to(tl.int32))
         limit = tl.where(edge == radix.LAST, float("-inf"), limit)
         return zero, limit, edge == radix.LAST

@@ -96,36 +96,18 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     alone = rows * programs <= target.num_sms  # on a multiprocessor
     each = max(_power_of_two(-(-width // programs)), SHARE)
     reserve = min(rows * MOST_PROGRAMS, 2 * target.num_sms)
+    groups = rows if alone else min(rows, 2 * target.num_sms)
+    common = TopkConfig(False, slots, 16, sampled=True, programs=programs, groups=groups, digits=True, reserve=reserve)
     if alone and programs >= LEAST_DEALT and each <= DEALT and each * programs <= BITS and 2 * k <= slots:
-        return TopkConfig(
-            False,
-            slots,
-            16,
-            sampled=True,
-            programs=programs,
-            groups=rows,
-            chunk=4096,
-            keep=slots // programs * 3 // 4,
-            digits=True,
-            held=each,
-            window=WINDOW,
-            reserve=reserve,
-        )
-    return TopkConfig(
-        False,
-        slots,
-        16,
-        sampled=True,
-        programs=programs,
-        groups=rows if alone else min(rows, 2 * target.num_sms),
+        return replace(common, chunk=4096, keep=slots // programs * 3 // 4, held=each, window=WINDOW)
+    return replace(
+        common,
         chunk=min(each, 16384 if alone else 8192),
         span=min(each, SPAN),
         keep=_between(k, slots),
         samples=4096,
         run=_run(width),
-        digits=True,
         max_registers=None if alone else _at_most(64, target),
-        reserve=reserve,
     )
 
 

@@ -39,7 +39,7 @@ def offer(
     scores, inside = tiles.load(line, columns, start, end, ALIGNED)
     keys = tl.reshape(radix.falling_keys(scores, inside), [HELD // tiles.LANES, tiles.LANES])
     columns = tl.reshape(columns - base, [HELD // tiles.LANES, tiles.LANES])
-    edge, number, _ = radix.search(table, keys, keep, MOST, WINDOW, THREADS)
+    edge, number, _ = radix.search_windows(table, keys, keep, MOST, WINDOW, THREADS)
     fits = number <= MOST
     last = tl.where(fits, edge, NONE)
     place = store.places_up_to(keys, last)
@@ -76,8 +76,7 @@ def choose(
             tables.set_bits(table, columns, keys ^ edge, tl.full([], 0, tl.int32))
             tl.debug_barrier()
             equal = tables.load_one(table, tables.LIST + place).to(tl.uint32, bitcast=True)
-            ones = store.ones_of(equal)
-            equal = store.first_ones(equal, tl.maximum(k - below - (tl.cumsum(ones, 0) - ones), 0))
+            equal = store.first_ones(equal, k - below)
             tl.debug_barrier()
             tables.store_one(table, tables.LIST + place, equal.to(tl.int32, bitcast=True))
             tl.debug_barrier()

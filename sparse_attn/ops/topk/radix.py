@@ -168,22 +168,26 @@ def _narrow(table, keys, k, enough, few, WINDOW: tl.constexpr, THREADS: tl.const
 
 
 @triton.jit
-def search(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+def search(table, keys, k, enough, THREADS: tl.constexpr):
     """A key with k .. enough keys at or below it, or the k-th least key, or LAST where there are fewer than k.
 
-    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it). WINDOW: as in
-    _narrow; 0: the leading digit comes first.
+    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it).
     """
-    if WINDOW > 0:
-        base, shift, below, having = _narrow(table, keys, k, enough, 0, WINDOW, THREADS)
-    else:
-        shift = tl.full([], LEADING, tl.int32)
-        tables.count_leading(table, keys)
-        base, below, having = _leading(table, k, THREADS)
-        while (below + having > enough) & (shift > 0):
-            shift = tl.maximum(shift - tables.BITS, 0)
-            tables.count(table, keys, base, shift)
-            base, below, having = _next(table, base, shift, below, k, THREADS)
+    shift = tl.full([], LEADING, tl.int32)
+    tables.count_leading(table, keys)
+    base, below, having = _leading(table, k, THREADS)
+    while (below + having > enough) & (shift > 0):
+        shift = tl.maximum(shift - tables.BITS, 0)
+        tables.count(table, keys, base, shift)
+        base, below, having = _next(table, base, shift, below, k, THREADS)
+    edge, at_most = _edge(base, shift, below, having)
+    return edge, at_most, below
+
+
+@triton.jit
+def search_windows(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """The same, by windows first: see _narrow."""
+    base, shift, below, having = _narrow(table, keys, k, enough, 0, WINDOW, THREADS)
     edge, at_most = _edge(base, shift, below, having)
     return edge, at_most, below
 

@@ -26,7 +26,7 @@ def select_held(out, scores, inside, columns, key2, key3, table, k, THREADS: tl.
     """Select among the scores one program holds, those that are ``inside``; key2, key3: where thresholds start."""
     if THREADS > 0:
         keys = radix.falling_keys(scores, inside)
-        edge, at_key, below = radix.search(table, keys, k, k, 0, THREADS)
+        edge, at_key, below = radix.search(table, keys, k, k, THREADS)
         if at_key <= k:
             store.up_to(out, keys, edge, columns)
         else:

@@ -103,15 +103,17 @@ def _line(low, high):
 
 
 @triton.jit
-def first_ones(words, wanted):
-    """The lowest ``wanted`` of the bits that are set; all where there are not so many."""
+def first_ones(words, need):
+    """The first ``need`` of the bits that are set in ``words``, one behind the other; all where there are not so many."""
+    ones = ones_of(words)
+    wanted = tl.maximum(need - (tl.cumsum(ones, 0) - ones), 0)
     ends = tl.zeros_like(wanted)
     for step in tl.static_range(5):
         further = ends + (16 >> step)
         kept = words & ((tl.full([], 1, tl.uint32) << further.to(tl.uint32)) - 1)
         ends = tl.where(ones_of(kept) <= wanted, further, ends)
     kept = words & ((tl.full([], 1, tl.uint32) << ends.to(tl.uint32)) - 1)
-    return tl.where(ones_of(words) <= wanted, words, kept)
+    return tl.where(ones <= wanted, words, kept)
 
 
 @triton.jit
@@ -135,9 +137,7 @@ def marked(out, table, need, left, k, SLOTS: tl.constexpr):
     low, high = tables.load_marks(table, line)
     words = _line(low, high)
     if need > 0:
-        equal = _line(low >> 4, high >> 4)
-        ones = ones_of(equal)
-        words |= first_ones(equal, tl.maximum(need - (tl.cumsum(ones, 0) - ones), 0))
+        words |= first_ones(_line(low >> 4, high >> 4), need)
     unpack(out, words, line * 32 + left, 0, k)
 
 
