@@ -5,6 +5,7 @@ Gluon is looked for where it is used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -75,9 +76,7 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     tokens, heads, _ = q.shape
     blocks = heads // config.HOPPER_HEADS
     whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, keys.layout.value_dim, q))
-    for part in chosen.parts:
-        rows = whole.of(part)
-        caches, result = _caches(rows.keys, rows.extra), Output(who, rows.out, rows.lse, part.splits, sink)
+    for part, rows, caches, result in _launches(who, whole, chosen.parts, sink):
         hopper_fp8.attend[(part.rows * blocks, part.splits)](
             rows.q,
             *caches.pointers,
@@ -97,7 +96,6 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             PRODUCER_REGISTERS=chosen.producer_registers,
             num_warps=chosen.num_warps,
         )
-        result.merge()
     return whole.out, whole.lse
 
 
@@ -116,9 +114,7 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
 
     tokens, heads, d_qk = q.shape
     whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, d_v, q))
-    for part in chosen.parts:
-        rows = whole.of(part)
-        caches, result = _caches(rows.keys, rows.extra), Output(who, rows.out, rows.lse, part.splits, sink)
+    for part, rows, caches, result in _launches(who, whole, chosen.parts, sink):
         hopper_few_heads.attend[(part.rows, part.splits)](
             rows.q,
             *caches.pointers,
@@ -138,7 +134,6 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
             PRODUCER_REGISTERS=chosen.producer_registers,
             num_warps=chosen.num_warps,
         )
-        result.merge()
     return whole.out, whole.lse
 
 
@@ -160,6 +155,17 @@ class Rows(NamedTuple):
             None if some is None else some._replace(indptr=some.indptr[bounds]) for some in (self.keys, self.extra)
         )
         return Rows(self.q[here], keys, extra, self.out[here], self.lse[here])
+
+
+def _launches(
+    who: str, whole: Rows, parts: tuple[Part, ...], sink: torch.Tensor | None
+) -> Iterator[tuple[Part, Rows, Caches, Output]]:
+    """What each part is launched with; behind its launch its shares are merged."""
+    for part in parts:
+        rows = whole.of(part)
+        result = Output(who, rows.out, rows.lse, part.splits, sink)
+        yield part, rows, _caches(rows.keys, rows.extra), result
+        result.merge()
 
 
 class Caches(NamedTuple):
