@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from expecttest import assert_expected_inline
 from torch._dynamo.utils import counters
 
 from sparse_attn import workspace
+from sparse_attn.models import windowed as windowed_model
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
+from sparse_attn.pipeline import Bounds, cache_layouts, latent, windowed, workspace_size
 from sparse_attn.pipeline.layouts import window_ring
 from sparse_attn.runtime.batch import UNTIMED
 from sparse_attn.runtime.generate import Decode, Model, decode_plan
@@ -141,20 +143,30 @@ def moved_codes(model, caches, others):
     return moved
 
 
-CODE_STEP = 2e-3  # what one fp8 code more or less in a cache changes logits by, at most, in these models
+@contextlib.contextmanager
+def nothing_written():
+    """Steps read caches that already hold what they would write."""
+    writers = (latent, "write_kv_cache"), (latent, "indexer_k_quant_and_cache"), (windowed, "write_kv_cache"), (
+        windowed_model, "compress_and_cache")  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for room, name in writers:
+            stack.enter_context(mock.patch.object(room, name, lambda *_, **__: None))
+        yield
 
 
 def check_step(model, compiled, tokens, plan, batch, exact):
     """Fused kernels round otherwise than eager ones, so that a key on the border between two fp8 codes may fall either
-    way; where none did, the logits agree to fp32."""
+    way. Where some did, eager attends to the codes of the compiled step: the logits agree to fp32 either way."""
     eager_caches, caches = filled_caches(model, batch), filled_caches(model, batch)
     want, got = model(tokens, eager_caches, plan), compiled(tokens, caches, plan)
     if exact:
         for mine, theirs in zip(tensors_of(caches), tensors_of(eager_caches)):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-    moved = 0 if exact else moved_codes(model, caches, eager_caches)
-    assert moved <= 100  # a code that moved in one layer moves a few in the layers behind it
-    tolerance = 0 if exact else CODE_STEP if moved else 1e-4
+    elif moved := moved_codes(model, caches, eager_caches):
+        assert moved <= 100  # a code that moved in one layer moves a few in the layers behind it
+        with nothing_written():
+            want = model(tokens, caches, plan)
+    tolerance = 0 if exact else 1e-4
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
