@@ -43,6 +43,11 @@ class Target:
         """Whether the matrix unit takes operands from shared memory (wgmma, tcgen05), not out of registers."""
         return self.vendor == "nvidia" and isinstance(self.arch, int) and 90 <= self.arch < 120
 
+    @property
+    def chains_launches(self) -> bool:
+        """Whether a launch can start before the one in front of it ends, and wait for that itself."""
+        return self.vendor == "nvidia" and isinstance(self.arch, int) and self.arch >= 90
+
 
 CPU = Target("cpu", "", 1, 1 << 20)
 H200 = Target("nvidia", 90, 132, 232448)

@@ -11,6 +11,7 @@ from test_attention_two_caches import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.ops.attention import config, hopper_launch, launch
+from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import H200, Target
 
 INF = math.inf
@@ -52,9 +53,9 @@ def test_how_it_splits():
                 assert part.splits * part.rows <= max(part.rows, H200.num_sms)
 
 
-def shares(part):
+def shares(parts):
     """Rows of partial results."""
-    return part.rows * part.splits if part.splits > 1 else 0
+    return sum(part.rows * part.splits for part in parts if part.splits > 1)
 
 
 def test_parts_that_are_reserved():
@@ -69,12 +70,13 @@ def test_parts_that_are_reserved():
                     )
                 else:
                     all_chosen = (config.hopper_fp8(tokens, heads, n, V4, torch.bfloat16, H200) for n in shorter)
-                most = config.largest_special_part(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
-                parts = [part for launch in all_chosen for part in launch.parts]
-                assert most in parts or most.splits == 1
+                most = config.largest_special_parts(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
+                parts = [launch.parts for launch in all_chosen]
+                assert most in parts or shares(most) == 0
                 assert shares(most) == max(map(shares, parts))
-    assert config.largest_special_part(1, 48, 512, 512, 500, V4, torch.bfloat16, H200).splits == 1
-    assert config.largest_special_part(1, 16, 512, 512, 500, V4, torch.bfloat16, replace(H200, arch=80)).splits == 1
+    for heads, target in ((48, H200), (16, replace(H200, arch=80))):
+        sizes = (1, heads, 512, 512, 500)
+        assert config.largest_special_parts(*sizes, V4, torch.bfloat16, target) == (Part(0, 1, 1),)
 
 
 FORMS = {

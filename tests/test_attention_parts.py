@@ -108,8 +108,8 @@ def test_one_row_more_never_costs_a_third_more(shape):
         assert shape.cost(after) <= 1.3 * shape.cost(before), (before, after)
 
 
-def need(part, heads):
-    return workspace.size_of(config.scratch(part.rows, heads, 512, part.splits))
+def need(parts, heads):
+    return workspace.size_of(config.scratch(parts, heads, 512))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -119,19 +119,18 @@ def test_what_is_reserved_serves_every_part(heads):
     bounds = Bounds(140, 0, 4096, logits_bytes=0)
     reserved = workspace_size(spec, bounds, H200, cache_layouts(spec, "fp8"))
     needed = workspace.largest(
-        need(part, heads)
+        need(Shape(heads, keys).parts(rows), heads)
         for rows in range(1, 141)
         for keys in range(64, spec.index.top_k + 1, 64)
-        for part in Shape(heads, keys).parts(rows)
     )
     assert reserved.nbytes == needed.nbytes
 
 
 @contextlib.contextmanager
-def room_for_one(parts, heads):
-    """A locked workspace that the larger of two parts fills, of 0xFF bytes."""
+def room_for(parts, heads):
+    """A locked workspace that two parts fill, of 0xFF bytes."""
     assert len(parts) == 2
-    size = workspace.largest(need(part, heads) for part in parts)
+    size = need(parts, heads)
     owner = workspace.Workspace(size, "cuda")
     owner._scratch.fill_(0xFF)
     owner.lock()
@@ -144,7 +143,7 @@ def room_for_one(parts, heads):
 @pytest.mark.parametrize("lengths", ["full", "gaps", "none"])
 @pytest.mark.parametrize("heads, tokens", [(64, 67), (64, 133), (64, 140), (128, 34), (128, 67), (128, 90)])
 def test_latents(heads, tokens, lengths):
-    with room_for_one(Shape(heads, 2048).parts(tokens), heads):
+    with room_for(Shape(heads, 2048).parts(tokens), heads):
         latents.check(*latents.case(tokens, heads, 64, 40, 2048, lengths=lengths, sink="random", gap=16))
 
 
@@ -154,7 +153,7 @@ def test_latents(heads, tokens, lengths):
 def test_two_planar_caches(heads, tokens, sink, device):
     lengths, more = ([128, 0, 65, 128] * tokens)[:tokens], ([1024, 0, 700, 1, 1024] * tokens)[:tokens]
     capacity = sum(lengths) + sum(more) + 14  # with what nobody may read
-    with room_for_one(Shape(heads, 0, V4).parts(tokens, capacity), heads):
+    with room_for(Shape(heads, 0, V4).parts(tokens, capacity), heads):
         check_case(Case(heads, 1, (V4, 40, 64, 64, lengths), (V4, 90, 61, 120, more), sink), tokens, device)
 
 
@@ -165,13 +164,13 @@ def test_few_heads(layout, lengths):
     known = None if isinstance(layout, PlainLayout) else layout
     for heads, tokens in ((16, 67), (16, 133), (5, 140), (32, 133)):
         sizes = (tokens, heads, layout.dim, 512, tokens * 2048)
-        with room_for_one(config.hopper_few_heads(*sizes, known, torch.bfloat16, H200).parts, heads):
+        with room_for(config.hopper_few_heads(*sizes, known, torch.bfloat16, H200).parts, heads):
             few_heads.check(layout, heads, tokens, 2048, 40, 64, lengths=lengths, sink="random", seed=tokens)
 
 
 @pytest.mark.gpu
 def test_few_heads_over_two_caches():
-    with room_for_one(Shape(16, 1152, V4).parts(133), 16):
+    with room_for(Shape(16, 1152, V4).parts(133), 16):
         few_heads.check(V4, 16, 133, 128, 40, 64, lengths="gaps", sink="random", extra=1024)
 
 

@@ -38,26 +38,28 @@ def launched(work) -> list[str]:
 
 
 @pytest.mark.gpu
-def test_at_most_six_kernels_from_scores_to_merged_output():
+@pytest.mark.parametrize("batch, attends", [(8, 1), (34, 2)])
+def test_at_most_six_kernels_from_scores_to_merged_output(batch, attends):
+    """Also where attention is launched in two parts, both of them split."""
     spec = preset("deepseek_v32")
     layouts = cache_layouts(spec, "fp8")
-    index_cache = torch.zeros(BATCH * WIDTH, BLOCK, layouts.index.row, dtype=torch.uint8, device="cuda")
-    kv_cache = torch.zeros(BATCH * WIDTH, BLOCK, layouts.kv.row, dtype=torch.uint8, device="cuda")
+    index_cache = torch.zeros(batch * WIDTH, BLOCK, layouts.index.row, dtype=torch.uint8, device="cuda")
+    kv_cache = torch.zeros(batch * WIDTH, BLOCK, layouts.kv.row, dtype=torch.uint8, device="cuda")
     state = Decode(
-        torch.zeros(BATCH, dtype=torch.int64, device="cuda"),
-        torch.full((BATCH,), 3000, dtype=torch.int32, device="cuda"),
-        torch.arange(BATCH * WIDTH, dtype=torch.int32, device="cuda").view(BATCH, WIDTH),
-        torch.arange(BATCH + 1, dtype=torch.int32, device="cuda"),
+        torch.zeros(batch, dtype=torch.int64, device="cuda"),
+        torch.full((batch,), 3000, dtype=torch.int32, device="cuda"),
+        torch.arange(batch * WIDTH, dtype=torch.int32, device="cuda").view(batch, WIDTH),
+        torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
         torch.zeros(0, dtype=torch.int64, device="cuda"),
     )
     plan = decode_plan(state, BLOCK, MAX_CONTEXT)
     index = spec.index
-    keys = torch.randn(BATCH, index.head_dim, device="cuda", dtype=torch.bfloat16)
-    rows = torch.randn(BATCH, spec.latent_dim, device="cuda", dtype=torch.bfloat16)
-    q_index = torch.randn(BATCH, index.num_heads, index.head_dim, device="cuda", dtype=torch.bfloat16)
-    weights = torch.randn(BATCH, index.num_heads, device="cuda")
+    keys = torch.randn(batch, index.head_dim, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(batch, spec.latent_dim, device="cuda", dtype=torch.bfloat16)
+    q_index = torch.randn(batch, index.num_heads, index.head_dim, device="cuda", dtype=torch.bfloat16)
+    weights = torch.randn(batch, index.num_heads, device="cuda")
     rope = torch.randn(MAX_CONTEXT, spec.rope_dim, device="cuda")
-    q = torch.randn(BATCH, spec.num_heads, spec.latent_dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(batch, spec.num_heads, spec.latent_dim, device="cuda", dtype=torch.bfloat16)
 
     def prepare():
         write_index_keys(keys, index_cache, plan, layouts=layouts)
@@ -79,7 +81,7 @@ def test_at_most_six_kernels_from_scores_to_merged_output():
         "paged_mqa_logits",
         "select_short_rows",
         "pack_rows",
-        "attend",
+        *["attend"] * attends,
         "merge",
     ], names
     assert sorted(others) == ["indexer_q_rope_quant", "insert_keys", "write_rows"], others

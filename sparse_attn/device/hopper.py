@@ -4,7 +4,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparse_attn.device.chain import START_NEXT, WAIT
+
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # triton 3.6, and later
+
+
+@gluon.jit
+def wait():
+    """As chain.wait_only; before a kernel specialises its warps."""
+    gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def start_next():
+    """The next launch may start once all programs are here."""
+    gl.inline_asm_elementwise(START_NEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

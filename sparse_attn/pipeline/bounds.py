@@ -10,6 +10,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import config as attention_config
+from sparse_attn.ops.attention.parts import Part
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.ragged import config as ragged_config
@@ -116,11 +117,11 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             launch = attention_config.config(
                 rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
             )
-            special = attention_config.largest_special_part(
+            special = attention_config.largest_special_parts(
                 rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target
             )
-            yield attention_config.scratch(rows, part.heads, part.d_v, launch.splits)
-            yield attention_config.scratch(special.rows, part.heads, part.d_v, special.splits)
+            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
+            yield attention_config.scratch(special, part.heads, part.d_v)
         if part.keys:
             yield index_topk_config.scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.

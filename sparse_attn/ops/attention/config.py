@@ -144,6 +144,12 @@ def hopper_few_heads(
     return FewHeadsConfig(padded, registers, parts_of(TILES, tokens, 1, tiles, target.num_sms, invariant))
 
 
+def leaves_room(programs: int, target: Target) -> bool:
+    """Whether the launch behind ``programs``, of which a multiprocessor holds one, may start while they run: its own crowd on
+    what these leave."""
+    return 4 * programs <= 3 * target.num_sms
+
+
 def _is_hopper(target: Target, dtype: torch.dtype) -> bool:
     return (target.vendor, target.arch) == ("nvidia", 90) and dtype == torch.bfloat16
 
@@ -156,12 +162,12 @@ def _hopper_reads(layout: Fp8Layout) -> bool:
     return (layout.latent, layout.rope, layout.flavour) == (codes, HOPPER_REST, "e4m3fn") and layout.group in groups
 
 
-def largest_special_part(
+def largest_special_parts(
     tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
-) -> Part:
-    """The part that needs the most scratch in the kernel that Hopper has for this shape: for rows of ``keys`` indices or fewer,
-    since fewer keys may be split more often. One without splits where there is no such kernel."""
-    unsplit = Part(0, tokens, 1)
+) -> tuple[Part, ...]:
+    """The parts that need the most scratch in the kernel that Hopper has for this shape: for rows of ``keys`` indices or fewer,
+    since fewer keys may be split more often. None of them split where there is no such kernel."""
+    unsplit = (Part(0, tokens, 1),)
     if not _is_hopper(target, dtype) or tokens > (MOST_TURNS + 1) * target.num_sms:
         return unsplit
 
@@ -169,19 +175,25 @@ def largest_special_part(
         chosen = hopper_few_heads(tokens, heads, d_qk, d_v, tokens * row, layout, dtype, target)
         if chosen is None and layout is not None:
             chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
-        return () if chosen is None else chosen.parts
+        return unsplit if chosen is None else chosen.parts
 
-    split = (part for row in range(keys, 0, -FEW_TILE) for part in parts(row) if part.splits > 1)
-    return max(split, key=lambda part: part.rows * part.splits, default=unsplit)
+    return max((parts(row) for row in range(keys, 0, -FEW_TILE)), key=_shares, default=unsplit)
 
 
-def scratch(tokens: int, heads: int, d_v: int, splits: int) -> Scratch:
-    """fp32 partial outputs and base-2 lse of every split; nothing without splits."""
-    if splits == 1:
-        return Scratch()
+def _shares(parts: tuple[Part, ...]) -> int:
+    return sum(part.rows * part.splits for part in parts if part.splits > 1)
+
+
+def scratch(parts: tuple[Part, ...], heads: int, d_v: int) -> Scratch:
+    """fp32 partial outputs and base-2 lse of every split, for each part of a step that is split."""
+    split = [part for part in parts if part.splits > 1]
     return Scratch(
-        (
-            Buffer("partial_out", (splits, tokens, heads, d_v), torch.float32),
-            Buffer("partial_lse", (splits, tokens, heads), torch.float32),
+        tuple(
+            buffer
+            for part in split
+            for buffer in (
+                Buffer("partial_out", (part.splits, part.rows, heads, d_v), torch.float32),
+                Buffer("partial_lse", (part.splits, part.rows, heads), torch.float32),
+            )
         )
     )

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from sparse_attn.device.hopper import barrier, signal
+from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.attention.hopper_pair import (
     FILLED,
     FREED,
@@ -244,7 +244,7 @@ def _supply(
     signal(bars[QUERY])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "capacity", "items", "head_blocks"])
+@gluon.jit(do_not_specialize=["num_rows", "capacity", "items", "head_blocks", "early"])
 def attend(
     q,  # bf16 [tokens, heads, VALUE (+ REST)], heads a multiple of 64
     kv,  # bf16 [num_rows, VALUE (+ REST)]
@@ -258,6 +258,7 @@ def attend(
     capacity,
     items,  # tokens * head_blocks, at least as many as programs
     head_blocks,
+    early,  # whether the next launch may start while this one runs
     scale_log2,
     stride_q_token,
     stride_q_head,
@@ -294,6 +295,9 @@ def attend(
     mbarrier.init(bars[QUERY], count=129)  # and one for what it says of them
     mbarrier.init(bars[QUERY_FREED], count=256)
     fence_async_shared()
+    wait()
+    if early != 0:
+        start_next()
     barrier()
     gl.warp_specialize(
         [

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, signal
+from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.attention.hopper_few_keys import (
     BLOCK,
     BUFFERS,
@@ -155,7 +155,7 @@ def _part(begin, count, first, share):
 @gluon.jit(
     do_not_specialize=[
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity", "heads",
-        "stride_cache", "stride_extra",
+        "stride_cache", "stride_extra", "early",
     ],
     do_not_specialize_on_alignment=["indptr", "extra_indptr", "lse"],  # of some rows of a step
 )  # fmt: skip
@@ -177,6 +177,7 @@ def attend(
     extra_num_slots,
     extra_block_size,
     extra_capacity,
+    early,  # as in hopper_fp8.attend
     scale_log2,
     stride_q_token,
     stride_q_head,
@@ -232,6 +233,9 @@ def attend(
     for which in gl.static_range(SPENT, DONE):
         mbarrier.init(bars.index(which), count=1)
     fence_async_shared()
+    wait()
+    if early != 0:
+        start_next()
     barrier()
 
     token = gl.program_id(0)

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparse_attn.device.hopper import barrier, signal
+from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.attention.hopper_pair import (
     FILLED,
     FREED,
@@ -285,7 +285,7 @@ def _dequantise(
 @gluon.jit(
     do_not_specialize=[
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity",
-        "stride_cache_block", "stride_extra_block", "head_blocks",
+        "stride_cache_block", "stride_extra_block", "head_blocks", "early",
     ],
     do_not_specialize_on_alignment=["indptr", "extra_indptr"],  # of some rows of a step
 )  # fmt: skip
@@ -307,6 +307,7 @@ def attend(
     extra_block_size,
     extra_capacity,
     head_blocks,
+    early,  # whether the next launch may start while this one runs
     scale_log2,
     stride_q_token,
     stride_q_head,
@@ -335,11 +336,6 @@ def attend(
     HAS_REST: gl.constexpr = not PLANAR
     token = gl.program_id(0) // head_blocks
     first_head = gl.program_id(0) % head_blocks * HEADS
-    begin, count = row_range(indptr, token, capacity)  # on its way while barriers are set up
-    extra_begin = begin
-    extra_count = count
-    if TWO:
-        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
     query = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, VALUE], TILES)
     keys = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, VALUE], TILES)
     right_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
@@ -363,8 +359,16 @@ def attend(
         mbarrier.init(bars[which], count=1)
     mbarrier.init(bars[QUERY], count=2)
     fence_async_shared()
+    wait()
+    if early != 0:
+        start_next()
     barrier()
 
+    begin, count = row_range(indptr, token, capacity)
+    extra_begin = begin
+    extra_count = count
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
     tiles = (count + TILE - 1) // TILE
     end = tiles
     if TWO:

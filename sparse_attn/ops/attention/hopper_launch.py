@@ -14,7 +14,7 @@ from sparse_attn import workspace
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config, shapes
 from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
-from sparse_attn.ops.attention.output import LOG2_E, Output
+from sparse_attn.ops.attention.output import LOG2_E, Output, merge_shares, outputs
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
 
@@ -34,9 +34,11 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     blocks = heads // config.HOPPER_HEADS
     items = tokens * blocks
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
-    result = Output(who, out, lse, 1, sink)
+    result = Output(out, lse, sink, [])
     _, handed_out = workspace.take(who, config.HANDED_OUT, q.device)
-    hopper.attend[(min(items, target_of(q.device).num_sms),)](
+    target = target_of(q.device)
+    programs = min(items, target.num_sms)
+    hopper.attend[(programs,)](
         q,
         rows,
         indices,
@@ -47,6 +49,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
         indices.numel(),
         items,
         blocks,
+        config.leaves_room(programs, target),
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -58,6 +61,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
         num_warps=chosen.num_warps,
+        launch_pdl=True,
     )
     return out, lse
 
@@ -76,13 +80,14 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     tokens, heads, _ = q.shape
     blocks = heads // config.HOPPER_HEADS
     whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, keys.layout.value_dim, q))
-    for part, rows, caches, result in _launches(who, whole, chosen.parts, sink):
-        hopper_fp8.attend[(part.rows * blocks, part.splits)](
+    for grid, rows, caches, result, early in _launches(who, whole, chosen.parts, blocks, sink):
+        hopper_fp8.attend[grid](
             rows.q,
             *caches.pointers,
             *result.pointers,
             *caches.sizes,
             blocks,
+            early,
             scale * LOG2_E,
             q.stride(0),
             q.stride(1),
@@ -95,6 +100,7 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             CONSUMER_REGISTERS=chosen.consumer_registers,
             PRODUCER_REGISTERS=chosen.producer_registers,
             num_warps=chosen.num_warps,
+            launch_pdl=True,
         )
     return whole.out, whole.lse
 
@@ -114,13 +120,14 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
 
     tokens, heads, d_qk = q.shape
     whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, d_v, q))
-    for part, rows, caches, result in _launches(who, whole, chosen.parts, sink):
-        hopper_few_heads.attend[(part.rows, part.splits)](
+    for grid, rows, caches, result, early in _launches(who, whole, chosen.parts, 1, sink):
+        hopper_few_heads.attend[grid](
             rows.q,
             *caches.pointers,
             *result.pointers,
             heads,
             *caches.sizes,
+            early,
             scale * LOG2_E,
             q.stride(0),
             q.stride(1),
@@ -133,6 +140,7 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
             SPLIT=result.split,
             PRODUCER_REGISTERS=chosen.producer_registers,
             num_warps=chosen.num_warps,
+            launch_pdl=True,
         )
     return whole.out, whole.lse
 
@@ -157,15 +165,27 @@ class Rows(NamedTuple):
         return Rows(self.q[here], keys, extra, self.out[here], self.lse[here])
 
 
+class Launch(NamedTuple):
+    """What a part of a step is launched with. early: whether the next launch may start while this one runs."""
+
+    grid: tuple[int, int]
+    rows: Rows
+    caches: Caches
+    result: Output
+    early: bool
+
+
 def _launches(
-    who: str, whole: Rows, parts: tuple[Part, ...], sink: torch.Tensor | None
-) -> Iterator[tuple[Part, Rows, Caches, Output]]:
-    """What each part is launched with; behind its launch its shares are merged."""
-    for part in parts:
-        rows = whole.of(part)
-        result = Output(who, rows.out, rows.lse, part.splits, sink)
-        yield part, rows, _caches(rows.keys, rows.extra), result
-        result.merge()
+    who: str, whole: Rows, parts: tuple[Part, ...], blocks: int, sink: torch.Tensor | None
+) -> Iterator[Launch]:
+    """For each part, whose rows ``blocks`` programs share or a multiple; behind the last one's launch all shares are merged."""
+    results, target = outputs(who, whole.out, whole.lse, parts, sink), target_of(whole.q.device)
+    for part, result in zip(parts, results):
+        rows, programs = whole.of(part), part.rows * blocks
+        # Another part's programs need a multiprocessor each, as these do.
+        early = part is not parts[-1] or config.leaves_room(programs * part.splits, target)
+        yield Launch((programs, part.splits), rows, _caches(rows.keys, rows.extra), result, early)
+    merge_shares(results)
 
 
 class Caches(NamedTuple):

@@ -7,10 +7,12 @@ from typing import NamedTuple
 import torch
 import triton
 
+from sparse_attn.device import chain
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 from sparse_attn.ops.attention import config, hopper_launch, kernels, shapes
 from sparse_attn.ops.attention.inputs import Keys, are_apart, step_of
-from sparse_attn.ops.attention.output import LOG2_E, Output, merge
+from sparse_attn.ops.attention.output import LOG2_E, merge, merge_shares, outputs
+from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
 
 
@@ -100,13 +102,13 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
     if tokens == 0:
         return shapes.allocate_output(tokens, heads, d_v, q)
     kinds = {part.layout is not None for part in (keys, extra) if part is not None}
-    step = step_of(q, keys, extra, batch_invariant)
+    step, target = step_of(q, keys, extra, batch_invariant), target_of(q.device)
     launch = config.config(
-        step.tokens, heads, d_qk, step.capacity, q.element_size(), kinds == {True}, target_of(q.device),
+        step.tokens, heads, d_qk, step.capacity, q.element_size(), kinds == {True}, target,
         mixed=len(kinds) > 1,
     )  # fmt: skip
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
-    result = Output(who, out, lse, launch.splits, sink)
+    (result,) = outputs(who, out, lse, (Part(0, tokens, launch.splits),), sink)
     first, second = _arguments(keys, launch.block_k), _arguments(extra, launch.block_k)
     kernels.attend[(tokens, triton.cdiv(heads, launch.block_h), launch.splits)](
         q,
@@ -136,8 +138,9 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
         **first.constants,
         **{f"EXTRA_{name}": value for name, value in second.constants.items()},
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
-    result.merge()
+    merge_shares([result])
     return out, lse
 
 

@@ -8,21 +8,22 @@ import torch
 import triton
 
 from sparse_attn import workspace
+from sparse_attn.device import chain
 from sparse_attn.ops.attention import config, kernels
+from sparse_attn.ops.attention.parts import Part
+from sparse_attn.target import target_of
 
 LOG2_E = math.log2(math.e)
 MERGED_ELEMENTS = 8192  # partial values a merging program holds
 
 
 class Output:
-    """Where the programs of ``splits`` shares of (out, lse) write to; their sink is counted once, where shares are merged.
-    The next one takes the same scratch, so its programs are launched behind this one's merge."""
+    """Where the programs of some rows write to: (out, lse), or ``shares`` of them, whose sink is counted once, where they are
+    merged."""
 
-    def __init__(self, who: str, out: torch.Tensor, lse: torch.Tensor, splits: int, sink: torch.Tensor | None):
-        self.out, self.lse, self.sink, self.split = out, lse, sink, splits > 1
-        self.to, self.to_lse = out.unsqueeze(0), lse.unsqueeze(0)
-        if self.split:
-            (self.to, self.to_lse), _ = workspace.take(who, config.scratch(*out.shape, splits), out.device)
+    def __init__(self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, shares: list[torch.Tensor]):
+        self.out, self.lse, self.sink, self.split = out, lse, sink, bool(shares)
+        self.to, self.to_lse = shares or (out.unsqueeze(0), lse.unsqueeze(0))
 
     @property
     def has_sink(self) -> bool:
@@ -39,33 +40,61 @@ class Output:
         """By split, token and head of out, by split and token of lse."""
         return *self.to.stride()[:3], *self.to_lse.stride()[:2]
 
-    def merge(self) -> None:
-        """All shares into (out, lse)."""
-        if self.split:
-            merge(self.to, self.to_lse, self.sink, self.out, self.lse, 1.0)
+
+def outputs(
+    who: str, out: torch.Tensor, lse: torch.Tensor, parts: tuple[Part, ...], sink: torch.Tensor | None
+) -> list[Output]:
+    """Of the ``parts`` of a step."""
+    shares = []
+    if any(part.splits > 1 for part in parts):
+        shares, _ = workspace.take(who, config.scratch(parts, *out.shape[1:]), out.device)
+    results = []
+    for part in parts:
+        rows, number = slice(part.first, part.first + part.rows), 2 if part.splits > 1 else 0
+        results.append(Output(out[rows], lse[rows], sink, list(shares[:number])))
+        shares = shares[number:]
+    return results
 
 
-def merge(outs, lses, sink, out, lse, to_log2):
-    """Merge states [states, tokens, heads, ...] into out and lse; ``to_log2`` times the states' lse is in base 2."""
-    states, tokens, heads, d_v = outs.shape
+def merge_shares(results: list[Output]) -> None:
+    """What is in shares into (out, lse), in one launch: rows that follow each other."""
+    split = [result for result in results if result.split]
+    if not split:
+        return
+    (first, *more), tokens = split, sum(result.out.shape[0] for result in split)
+    out, lse = (at.as_strided((tokens, *at.shape[1:]), at.stride()) for at in (first.out, first.lse))
+    merge(first.to, first.to_lse, first.sink, out, lse, 1.0, *((rest.to, rest.to_lse) for rest in more))
+
+
+def merge(outs, lses, sink, out, lse, to_log2, more=None):
+    """Merge states [states, tokens, heads, ...] into out and lse; ``to_log2`` times the states' lse is in base 2. more: the
+    states of the last tokens where these are others, and differ in their number; their tokens and heads lie as the first's."""
+    tokens, heads, d_v = out.shape
     if tokens * heads == 0:
         return
-    block_s = max(2, triton.next_power_of_2(states))
-    block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
+    states, more_states = outs.shape[0], more[0].shape[0] if more else 0
+    block_s, more_block_s = (max(2, triton.next_power_of_2(number)) for number in (states, more_states))
+    block_d = min(max(64, MERGED_ELEMENTS // max(block_s, more_block_s)), triton.next_power_of_2(d_v))
     kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
         outs,
         lses,
+        *(more or (None, None)),
         sink,
         out,
         lse,
+        outs.shape[1],
         states,
+        more_states,
         d_v,
         to_log2,
         *outs.stride()[:3],
         *lses.stride(),
+        *(at.stride(0) if more else 0 for at in more or (outs, lses)),
         *out.stride()[:2],
         lse.stride(0),
         BLOCK_S=block_s,
+        MORE_BLOCK_S=more_block_s,
         BLOCK_D=block_d,
         num_warps=4,
+        **chain.chained(target_of(out.device)),
     )

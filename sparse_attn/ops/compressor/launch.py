@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparse_attn.device import chain
 from sparse_attn.layout import (
     FP8_MAX,
     INDEX_AMAX_FLOOR,
@@ -41,7 +42,8 @@ def compress_and_cache(
     if tokens == 0 or state_table.shape[0] == 0:
         return
     span = 2 * ratio if overlap else ratio
-    launch = config.config(kind.dim, span, target_of(kv.device))
+    target = target_of(kv.device)
+    launch = config.config(kind.dim, span, target)
     row_strides = kv.stride(0), gate.stride(0), position_bias.stride(0)
     common = positions, request_ids, state, state_table
     sizes = state_table.shape[0], state_table.shape[1], state.shape[0], state.shape[1]
@@ -80,6 +82,7 @@ def compress_and_cache(
             ROWS=launch.rows,
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
+            **chain.chained(target),
         )
     kernels.keep[(tokens, triton.cdiv(width, launch.keep_columns))](
         kv,
@@ -94,6 +97,7 @@ def compress_and_cache(
         RATIO=ratio,
         COLUMNS=launch.keep_columns,
         num_warps=4,
+        **chain.chained(target),
     )
 
 

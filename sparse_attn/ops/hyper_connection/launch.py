@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparse_attn.device import chain
 from sparse_attn.ops.hyper_connection import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -22,7 +23,8 @@ def hyper_mix(
     collapsed, post, comb = shapes.allocate_mix(streams)
     if tokens == 0:
         return collapsed, post, comb
-    launch = config.config(count, hidden, target_of(streams.device))
+    target = target_of(streams.device)
+    launch = config.config(count, hidden, target)
     kernels.mix[(tokens,)](
         streams,
         raw,
@@ -42,6 +44,7 @@ def hyper_mix(
         PADDED=triton.next_power_of_2(count),
         COLUMNS=launch.mix_columns,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return collapsed, post, comb
 
@@ -51,7 +54,8 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
     merged = shapes.allocate_streams(streams)
     if tokens == 0:
         return merged
-    launch = config.config(count, hidden, target_of(streams.device))
+    target = target_of(streams.device)
+    launch = config.config(count, hidden, target)
     kernels.merge[(tokens, triton.cdiv(hidden, launch.merge_columns))](
         out,
         streams,
@@ -66,5 +70,6 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
         PADDED=triton.next_power_of_2(count),
         COLUMNS=launch.merge_columns,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return merged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparse_attn.device import chain
 from sparse_attn.layout import FP8_MAX, INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_cache import config, kernels, shapes
 from sparse_attn.target import target_of
@@ -16,7 +17,8 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.shape[0] == 0:
         return
-    launch = config.config(target_of(k.device))
+    target = target_of(k.device)
+    launch = config.config(target)
     kernels.insert_keys[(triton.cdiv(tokens, launch.write_tokens),)](
         k,
         cache,
@@ -37,6 +39,7 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
         TOKENS=launch.write_tokens,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,
+        **chain.chained(target),
     )
 
 
@@ -49,7 +52,8 @@ def gather_indexer_k(
         return keys, scales
     if block_table.shape[0] == 0:
         return keys.zero_(), scales.zero_()
-    launch = config.config(target_of(cache.device))
+    target = target_of(cache.device)
+    launch = config.config(target)
     kernels.gather_keys[(triton.cdiv(capacity, launch.gather_rows),)](
         cache,
         block_table,
@@ -68,5 +72,6 @@ def gather_indexer_k(
         FP8=isinstance(kind, IndexFp8Layout),
         ROWS=launch.gather_rows,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return keys, scales

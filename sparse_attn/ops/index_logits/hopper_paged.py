@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparse_attn.device.hopper import barrier, signal
+from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
     LANES,
@@ -33,6 +33,7 @@ from sparse_attn.ops.index_logits.hopper import (
 )
 
 CHUNK = gl.constexpr(128)  # units whose tiles are counted at a time
+SOON = 8  # stages of a program, during which the next launch may start
 WINDOW = gl.constexpr(32)  # entries of a block table that the producer holds, one to a lane
 
 
@@ -254,7 +255,7 @@ def _score(
 
 
 @gluon.jit(
-    do_not_specialize=["units", "num_blocks", "max_context", "max_blocks", "stride_table_request", "stride_out_row"],
+    do_not_specialize=["units", "num_blocks", "max_context", "max_blocks", "soon", "stride_table_request", "stride_out_row"],
     do_not_specialize_on_alignment=["context_lens", "block_table", "weights", "out"],
 )
 def paged_mqa_logits(
@@ -269,6 +270,7 @@ def paged_mqa_logits(
     num_blocks,
     max_context,
     max_blocks,
+    soon,  # stages of all units that are so few that the next launch may start meanwhile
     stride_weights_row,
     stride_weights_head,
     stride_lens_request,
@@ -285,13 +287,13 @@ def paged_mqa_logits(
 ):
     BLOCKS: gl.constexpr = PRODUCTS if ROWS * HEADS <= LANES else 1
     STAGES: gl.constexpr = TILES // BLOCKS
-    lengths = _chunk_lengths(
-        context_lens, 0, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N
-    )  # while the rest is set up
     keys = gl.allocate_shared_memory(codes.dtype, [TILES] + codes.block_shape, codes.layout)
     scales = gl.allocate_shared_memory(factors.dtype, [TILES] + factors.block_shape, factors.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     filled, freed, query_filled, query_freed = allocate_rings(STAGES)
+    fence_async_shared()
+    wait()
+    lengths = _chunk_lengths(context_lens, 0, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
     # Every warp looks for the program's share by itself.
     stages = _chunk_stages(lengths, 0, units, max_context, BLOCKS)
     counted = gl.sum(stages, 0)
@@ -299,6 +301,8 @@ def paged_mqa_logits(
     for chunk in range(CHUNK, units, CHUNK):
         others = _chunk_lengths(context_lens, chunk, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
         total += gl.sum(_chunk_stages(others, chunk, units, max_context, BLOCKS), 0)
+    if total <= soon:
+        start_next()
     begin, end = share(total)
     first, skipped, last = search(stages, 0, begin, end, 0, 0, 0)
     for chunk in range(CHUNK, units, CHUNK):
@@ -309,7 +313,6 @@ def paged_mqa_logits(
     last = gl.minimum(last + 1, units)
     count = end - begin
     skip = begin - skipped
-    fence_async_shared()
     barrier()
     gl.warp_specialize(
         [
@@ -337,7 +340,7 @@ def fits(q, cache) -> bool:
     return whole and cache.data_ptr() % 16 == 0 and q.is_contiguous() and q.data_ptr() % 16 == 0
 
 
-def launch(q, cache, weights, context_lens, block_table, max_context_len, out, chosen, *, clean):
+def launch(q, cache, weights, context_lens, block_table, max_context_len, out, chosen, *, clean, early=False):
     """As kernels.launch_paged_mqa_logits, where ``fits``."""
     requests, next_n, heads, dim = q.shape
     num_blocks, block_size, row = cache.shape
@@ -364,6 +367,7 @@ def launch(q, cache, weights, context_lens, block_table, max_context_len, out, c
         num_blocks,
         max_context_len,
         block_table.shape[1],
+        2**31 - 1 if early else SOON * chosen.programs,
         *weights.stride(),
         *context_lens.stride(),
         block_table.stride(0),
@@ -376,4 +380,5 @@ def launch(q, cache, weights, context_lens, block_table, max_context_len, out, c
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
         num_warps=4,
+        launch_pdl=True,
     )

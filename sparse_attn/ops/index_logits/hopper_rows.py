@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparse_attn.device.hopper import barrier, signal
+from sparse_attn.device.hopper import barrier, signal, wait
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
     PRODUCTS,
@@ -178,12 +178,14 @@ def mqa_logits(
     ROWS: gl.constexpr = weights.block_shape[0]
     unit = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     units = (rows + ROWS - 1) // ROWS
-    _, there = _span(kv_start, kv_end, unit, rows, keys, stride_start_row, stride_end_row, ROWS)  # while the rest is set up
     tiles = gl.allocate_shared_memory(k.dtype, [TILES] + k.block_shape, k.layout)
     scales = gl.allocate_shared_memory(k_scale.dtype, [TILES] + k_scale.block_shape, k_scale.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     weighing = gl.allocate_shared_memory(weights.dtype, [QUERIES] + weights.block_shape, weights.layout)
     filled, freed, query_filled, query_freed = allocate_rings(TILES)
+    fence_async_shared()
+    wait()
+    _, there = _span(kv_start, kv_end, unit, rows, keys, stride_start_row, stride_end_row, ROWS)
 
     counted = gl.sum(there, 0)
     total = counted
@@ -199,7 +201,6 @@ def mqa_logits(
     last = gl.minimum(last + 1, units)
     count = end - begin
     skip = begin - skipped
-    fence_async_shared()
     barrier()
     gl.warp_specialize(
         [
@@ -243,4 +244,5 @@ def launch(q, k, k_scale, weights, kv_start, kv_end, out, chosen):
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
         num_warps=4,
+        launch_pdl=True,
     )

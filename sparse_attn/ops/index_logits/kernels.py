@@ -8,8 +8,10 @@ write 4 bytes per row and key.
 import triton
 import triton.language as tl
 
+from sparse_attn.device import chain
 from sparse_attn.device.cast import INTERPRETED, dot
 from sparse_attn.device.fp8 import decode_fp8, decode_fp8_bf16
+from sparse_attn.target import target_of
 
 OUTSIDE = 1024  # columns that clear_outside clears at a time
 LANES = 128  # (row, head) columns of a paged product: what its accumulator holds in registers
@@ -68,7 +70,9 @@ def mqa_logits(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain.wait_only(CHAINED)
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     first = tl.program_id(1) * ROWS
     real_key = key < keys
@@ -121,8 +125,11 @@ def mqa_logits(
 
 
 @triton.jit(do_not_specialize=["keys", "stride_out_row"])
-def clear_outside(kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row, BLOCK: tl.constexpr):
+def clear_outside(
+    kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """-inf outside a row's range; a row's programs share its blocks."""
+    chain.wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     start = tl.minimum(tl.maximum(tl.load(kv_start + row * stride_start_row), 0), keys)
     end = tl.minimum(tl.maximum(tl.load(kv_end + row * stride_end_row), 0), keys)
@@ -176,7 +183,9 @@ def paged_mqa_logits(
     CLEAN: tl.constexpr,
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    chain.wait_only(CHAINED)
     GROUPS: tl.constexpr = (NEXT_N + PAD_N - 1) // PAD_N
     request = (tl.program_id(0) // GROUPS).to(tl.int64)
     first_row = tl.program_id(0) % GROUPS * PAD_N
@@ -253,7 +262,8 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
             if clean:
                 parts = min(triton.cdiv(keys, OUTSIDE), triton.cdiv(1024, rows))
                 clear_outside[(rows, parts)](
-                    kv_start, kv_end, out, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0), BLOCK=OUTSIDE
+                    kv_start, kv_end, out, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0), BLOCK=OUTSIDE,
+                    **chain.chained(target_of(q.device)),
                 )
             return
     pad_h = max(16, triton.next_power_of_2(heads))
@@ -287,11 +297,15 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
         ROWS=config.rows,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
+        **chain.chained(target_of(q.device)),
     )
 
 
-def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, flavour, out, config, *, clean):
-    """Fill fp32 ``out`` [requests * next_n, max_context_len] (any row stride); flavour "none" for an unquantised cache."""
+def launch_paged_mqa_logits(
+    q, cache, weights, context_lens, block_table, max_context_len, flavour, out, config, *, clean, early=False
+):
+    """Fill fp32 ``out`` [requests * next_n, max_context_len] (any row stride); flavour "none" for an unquantised cache.
+    early: whether the next launch may start meanwhile, however long this one takes, where launches are chained."""
     requests, next_n, heads, dim = q.shape
     if requests * next_n == 0 or max_context_len == 0:
         return
@@ -300,7 +314,7 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
 
         if hopper_paged.fits(q, cache):
             hopper_paged.launch(
-                q, cache, weights, context_lens, block_table, max_context_len, out, config.hopper, clean=clean
+                q, cache, weights, context_lens, block_table, max_context_len, out, config.hopper, clean=clean, early=early
             )
             return
     pad_h = triton.next_power_of_2(heads)
@@ -337,4 +351,5 @@ def launch_paged_mqa_logits(q, cache, weights, context_lens, block_table, max_co
         KEYS=config.keys,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
+        **chain.chained(target_of(q.device)),
     )

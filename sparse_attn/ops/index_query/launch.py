@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.device import chain
 from sparse_attn.layout import FP8_MAX, INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_query import config, kernels, shapes
 from sparse_attn.target import target_of
@@ -26,7 +27,8 @@ def indexer_q_rope_quant(
         return query, folded
     form = parse_layout(layout)
     quantise = isinstance(form, IndexFp8Layout)
-    launch = config.config(heads, dim, target_of(q.device))
+    target = target_of(q.device)
+    launch = config.config(heads, dim, target)
     kernels.indexer_q_rope_quant[(tokens, -(-heads // launch.heads))](
         q,
         weights,
@@ -60,5 +62,6 @@ def indexer_q_rope_quant(
         STAGES=launch.dim.bit_length() - 1,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,
+        **chain.chained(target),
     )
     return query, folded

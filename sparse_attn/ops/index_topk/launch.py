@@ -88,7 +88,7 @@ def index_topk_decode(
         logits = buffer[: rows.stop - first, :max_context_len]
         score_kernels.launch_paged_mqa_logits(
             q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, flavour, logits,
-            score, clean=False,
+            score, clean=False, early=select.spread,
         )  # fmt: skip
         selection_kernels.launch_top_k(
             logits, None, limits[rows], out[rows], select.fewer(logits.shape[0]), views, counters

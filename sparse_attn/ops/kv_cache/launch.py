@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparse_attn.device import chain
 from sparse_attn.layout import (
     FP8_MAX,
     LATENT_AMAX_FLOOR,
@@ -43,6 +44,7 @@ def write_kv_cache(
         AMAX_FLOOR=PLANAR_AMAX_FLOOR if isinstance(kind, PlanarFp8Layout) else LATENT_AMAX_FLOOR,
         num_warps=4,
         enable_fp_fusion=False,
+        **chain.chained(target_of(cache.device)),
     )
 
 
@@ -61,7 +63,8 @@ def gather_kv_cache(
         return rows
     if block_table.numel() == 0:
         return rows.zero_()
-    launch = config.config(target_of(cache.device))
+    target = target_of(cache.device)
+    launch = config.config(target)
     kernels.gather_rows[(triton.cdiv(capacity, launch.gather_rows),)](
         cache,
         block_table,
@@ -78,6 +81,7 @@ def gather_kv_cache(
         **_record(kind),
         ROWS=launch.gather_rows,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return rows
 

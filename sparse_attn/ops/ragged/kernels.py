@@ -12,6 +12,8 @@ program to finish leaves every counter zero. Either way a state says all by itse
 import triton
 import triton.language as tl
 
+from sparse_attn.device import chain
+
 COUNT = tl.constexpr(1 << 32)
 TOTAL = tl.constexpr(2 << 32)
 NO_LIMIT = tl.constexpr(2**31 - 1)
@@ -178,11 +180,13 @@ def pack_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOKBACK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     HAS_ENTRIES: tl.constexpr = dense is not None or limits is not None
     HAS_DENSE: tl.constexpr = dense is not None
     HAS_TABLE: tl.constexpr = block_table is not None
     states = counters + 2
+    chain.wait(CHAINED)
     row = tl.program_id(0)
     if tokens > resident:
         row = tl.atomic_add(counters, 1, sem="relaxed").to(tl.int32)

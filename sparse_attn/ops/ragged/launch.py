@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.device import chain
 from sparse_attn.ops.ragged import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -117,5 +118,6 @@ def _pack(
         BLOCK=launch.block,
         LOOKBACK=32,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )  # fmt: skip
     return indices, indptr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.device import chain
 from sparse_attn.ops.router import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -22,7 +23,8 @@ def biased_grouped_topk(
     weights, ids = shapes.allocate_routes(logits, top_k)
     if tokens == 0:
         return weights, ids
-    launch = config.config(experts, num_groups, target_of(logits.device))
+    target = target_of(logits.device)
+    launch = config.config(experts, num_groups, target)
     kernels.biased_grouped_topk[(-(-tokens // launch.rows),)](
         logits,
         bias,
@@ -44,5 +46,6 @@ def biased_grouped_topk(
         SIZE_PADDED=launch.group_size,
         TOP_K_PADDED=config.next_power(top_k),
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return weights, ids

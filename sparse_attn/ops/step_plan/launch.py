@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
+from sparse_attn.device import chain
 from sparse_attn.ops.step_plan import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -13,7 +14,8 @@ def step_plan(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int
 ) -> tuple[torch.Tensor, ...]:
     plan = shapes.allocate_plan(seq_lens, slot_mapping, num_decodes, next_n)
-    launch = config.config(target_of(slot_mapping.device))
+    target = target_of(slot_mapping.device)
+    launch = config.config(target)
     tokens = slot_mapping.shape[0]
     kernels.plan_rows[(max(1, triton.cdiv(tokens, launch.block_tokens)),)](
         query_start_loc,
@@ -30,6 +32,7 @@ def step_plan(
         BLOCK_T=launch.block_tokens,
         BLOCK_R=launch.block_requests,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return plan
 
@@ -44,7 +47,8 @@ def compressed_plan(
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
     plan = shapes.allocate_compressed(positions, kv_indptr, decode_rows)
-    launch = config.config(target_of(positions.device))
+    target = target_of(positions.device)
+    launch = config.config(target)
     tokens, prefills = positions.shape[0], kv_indptr.shape[0] - 1
     kernels.compressed_rows[(max(1, triton.cdiv(tokens, launch.block_tokens)),)](
         request_ids,
@@ -66,5 +70,6 @@ def compressed_plan(
         BLOCK_T=launch.block_tokens,
         BLOCK_R=launch.block_requests,
         num_warps=launch.num_warps,
+        **chain.chained(target),
     )
     return plan

@@ -56,6 +56,11 @@ class TopkConfig:
     reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
 
     @property
+    def spread(self) -> bool:
+        """Whether a program leaves no room for another on its multiprocessor, so that they spread over all whenever they start."""
+        return self.window > 0
+
+    @property
     def listed(self) -> int:
         """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column."""
         if not self.window:

@@ -9,6 +9,7 @@ columns are put in order by a bit each.
 import triton
 import triton.language as tl
 
+from sparse_attn.device import chain
 from sparse_attn.ops.topk import memory, radix, store, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_row
@@ -113,16 +114,18 @@ def select_dealt_rows(
     LIST: tl.constexpr,  # words behind the table
     ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     SLOTS: tl.constexpr = MOST * PROGRAMS
     row = tl.program_id(0) // PROGRAMS
     part = tl.program_id(0) % PROGRAMS
     row64 = row.to(tl.int64)
+    table = claim_table(counters, LIST, THREADS)
+    chain.wait(CHAINED)
     start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
     line = logits + row64 * stride_logits_row * UNIT
     base = (start // tiles.LANES) * tiles.LANES
-    table = claim_table(counters, LIST, THREADS)
     if end - base <= SLOTS:
         if part == 0:
             select_row(out + row64 * k, line, base, start, end, table, k, SLOTS, ALIGNED, 0, THREADS)

@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from sparse_attn.device import chain
 from sparse_attn.ops.topk import dealt, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_held, select_row
-from sparse_attn.target import interpreting
+from sparse_attn.target import interpreting, target_of
 
 BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code of its own
 
@@ -36,11 +37,13 @@ def select_short_rows(
     ALIGNED: tl.constexpr,
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
+    CHAINED: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
-    start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     table = claim_table(memory, SLOTS // 4 if WINDOW > 0 else 0, THREADS)
+    chain.wait(CHAINED)
+    start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     line = logits + row * stride_logits_row * UNIT
     base = (start // UNIT) * UNIT
     if SLOTS >= BRANCHED:
@@ -79,6 +82,7 @@ def select_long_rows(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
+    CHAINED: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     program = tl.program_id(0)
@@ -86,6 +90,7 @@ def select_long_rows(
     part = program % PROGRAMS
     slot = tiles.of(SLOTS)
     table = claim_table(memory, 0, THREADS)
+    chain.wait(CHAINED)
     for row in range(group, rows, tl.num_programs(0) // PROGRAMS):
         row64 = tl.full([], 0, tl.int64) + row
         start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
@@ -155,7 +160,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> 
     readable = logits.untyped_storage().nbytes() // 4 - logits.storage_offset() - (rows - 1) * stride
     aligned = stride % 4 == 0 and logits.data_ptr() % 16 == 0 and -(-width // 4) * 4 <= readable
     stride = stride // 4 if aligned else stride
-    options = {"num_warps": launch.num_warps}
+    options = {"num_warps": launch.num_warps, **chain.chained(target_of(logits.device))}
     threads = 32 * launch.num_warps if launch.digits else 0
     programs = rows if launch.short else launch.groups * launch.programs
     words = tables.WORDS + launch.listed
