@@ -177,6 +177,13 @@ KERNELS = [
         ("tests/test_attention.py::test_merge_kernel",),
     ),
     Mutation(
+        "merge-of-the-last-part-at-the-first", "shares of a step's second part are looked for behind its own",
+        OPS + "attention/kernels.py",
+        "token = row - first_tokens",
+        "token = row",
+        ("tests/test_attention.py::test_merge_kernel_of_two_parts",),
+    ),
+    Mutation(
         "shares-of-two-caches-overlap", "a share that starts in the first cache takes a whole share of the second",
         OPS + "attention/kernels.py",
         "tl.maximum(extra_first + share, 0))",
@@ -200,6 +207,13 @@ KERNELS = [
 ]
 
 PYTHON = [
+    Mutation(
+        "merge-that-does-not-wait", "a merge that starts while its shares are written reads them",
+        OPS + "attention/kernels.py",
+        "    chain.wait(CHAINED)\n    row = tl.program_id(0)",
+        "    row = tl.program_id(0)",
+        ("tests/test_aot.py::test_a_launch_that_starts_early_waits_before_it_reads",),
+    ),
     Mutation(
         "fnuz-maximum", "e4m3fnuz is written up to 240, which readers of e4m3fn bytes do not expect",
         "sparse_attn/layout.py",

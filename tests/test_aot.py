@@ -26,6 +26,13 @@ def test_every_kernel_compiles(target):
 
 
 @pytest.mark.aot
+def test_a_launch_that_starts_early_waits_before_it_reads():
+    import aot
+
+    assert aot.main(["--target", "sm_90", "--kernel", "attention.merge", "--jobs", "1"]) == 0
+
+
+@pytest.mark.aot
 def test_failures_are_reported(monkeypatch, capsys):
     import aot
 
@@ -49,6 +56,11 @@ def test_verdict():
     assert not failures("sm_89", "room.kernel", TARGETS["sm_89"], Compiled(0, 0, 255, 0, 128, 32, 0, ptx))
     asking = Compiled(50000, 9000, 255, 0, 128, 32, 0, ptx)
     assert "more than a launch grants" in failures("sm_90", "room.kernel", TARGETS["sm_90"], asking)[0]
+    load, wait = "\t@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n", "\tgriddepcontrol.wait; // for %r0\n"
+    for text, expected in ((wait + load, []), (load + wait, ["ld.global"]), (load, ["ld.global"]), ("ld.param.b64", [])):
+        compiled = Compiled(0, 0, 32, 0, 128, 32, 0, {"ptx": text})
+        assert [found.split()[1] for found in failures("sm_90", "room.kernel", TARGETS["sm_90"], compiled)] == expected
+        assert not failures("sm_80", "room.kernel", TARGETS["sm_80"], compiled)
 
 
 def test_every_case_launches_something_on_every_target():
@@ -62,6 +74,7 @@ def test_every_case_launches_something_on_every_target():
                 case.launcher(*case.arguments)
             assert launches, f"{case.op}: {case.name}"
             assert all(launch.target == target for launch in launches)
+            assert {'"launch_pdl": true' in launch.specialisation for launch in launches} == {TARGETS[target].chains_launches}
 
 
 def test_every_kernel_of_every_room_is_among_the_cases():
@@ -75,7 +88,7 @@ def test_every_kernel_of_every_room_is_among_the_cases():
     rooms = Path(sparse_attn.__file__).parent / "ops"
     launched = set()
     for path in rooms.glob("*/*.py"):
-        for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[\(", path.read_text(), re.M):
+        for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\])", path.read_text(), re.M):
             module = match[1] or path.stem
             launched.add(f"{path.parent.name}.{match[2]}" if module == "kernels" else f"{path.parent.name}.{module}.{match[2]}")
     work, _ = gather(["sm_90"], [""], False)

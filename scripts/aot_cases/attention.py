@@ -42,6 +42,8 @@ def _decode() -> Iterator[Case]:
     for batch, heads, more in heads_too:
         name = f"deepseek_v32 fp8, batch {batch}, {heads} heads"
         yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
+    merging = "sm_90 sparse_attn.ops.attention.kernels"
+    yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=merging)
     fnuz = LatentFp8Layout(512, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v32 fnuz", 4, 128, fnuz, more=True, where="gfx942")
     yield _paged("deepseek_v32 fp8, blocks apart", 4, 128, latent, gap=64, more=True)
