@@ -40,14 +40,17 @@ def compile_kernel(
 ) -> Compiled:
     """Compile ``kernel`` for ``arch`` (90, "gfx942", ...).
 
-    signature: run-time argument -> Triton type ("*bf16", "i32", "fp32"); constants: constexpr argument -> value;
-    aligned: scalar arguments known to be multiples of 16 (pointers always are); options: num_warps, num_stages.
+    signature: run-time argument -> Triton type ("*bf16", "i32", "fp32"); constants: constexpr argument -> value (CHAINED,
+    where nobody says: as launchers give it); aligned: scalar arguments known to be multiples of 16 (pointers always are);
+    options: num_warps, num_stages.
     """
     import triton
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     names = kernel.arg_names
+    if "CHAINED" in names:
+        constants = {"CHAINED": isinstance(arch, int) and arch >= 90} | constants
     missing = [name for name in names if name not in signature and name not in constants]
     if missing:
         raise ValueError(f"signature: lacks {', '.join(missing)}")
