@@ -70,13 +70,15 @@ def slug(name: str) -> str:
 
 
 def revision(given: str | None) -> tuple[str | None, bool | None]:
-    """(commit, whether files differ from it); None for what cannot be known."""
+    """(commit, whether files differ from it); None for what cannot be known: of a copy that somebody made, what differs."""
+    if given:
+        return given, None
     try:
         commit = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--", ".", ":!scripts/results")
     except (OSError, subprocess.CalledProcessError):
-        return given, None
-    return given or commit, bool(changed)
+        return None, None
+    return commit, bool(changed)
 
 
 def _git(*arguments: str) -> str:
