@@ -79,8 +79,9 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
 
     tokens, heads, _ = q.shape
     blocks = heads // config.HOPPER_HEADS
-    whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, keys.layout.value_dim, q))
-    for grid, rows, caches, result, early in _launches(who, whole, chosen.parts, blocks, sink):
+    out, lse = shapes.allocate_output(tokens, heads, keys.layout.value_dim, q)
+    results = outputs(who, out, lse, chosen.parts, sink)
+    for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, blocks, results):
         hopper_fp8.attend[grid](
             rows.q,
             *caches.pointers,
@@ -102,7 +103,8 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             num_warps=chosen.num_warps,
             launch_pdl=True,
         )
-    return whole.out, whole.lse
+    merge_shares(results)
+    return out, lse
 
 
 def choose_few_heads(
@@ -119,8 +121,9 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
     from sparse_attn.ops.attention import hopper_few_heads
 
     tokens, heads, d_qk = q.shape
-    whole = Rows(q, keys, extra, *shapes.allocate_output(tokens, heads, d_v, q))
-    for grid, rows, caches, result, early in _launches(who, whole, chosen.parts, 1, sink):
+    out, lse = shapes.allocate_output(tokens, heads, d_v, q)
+    results = outputs(who, out, lse, chosen.parts, sink)
+    for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, 1, results):
         hopper_few_heads.attend[grid](
             rows.q,
             *caches.pointers,
@@ -142,17 +145,16 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
             num_warps=chosen.num_warps,
             launch_pdl=True,
         )
-    return whole.out, whole.lse
+    merge_shares(results)
+    return out, lse
 
 
 class Rows(NamedTuple):
-    """What of a launch is by rows."""
+    """What of a launch's inputs is by rows."""
 
     q: torch.Tensor
     keys: Keys
     extra: Keys | None
-    out: torch.Tensor
-    lse: torch.Tensor
 
     def of(self, part: Part) -> Rows:
         """Those of ``part``."""
@@ -162,7 +164,7 @@ class Rows(NamedTuple):
         keys, extra = (
             None if some is None else some._replace(indptr=some.indptr[bounds]) for some in (self.keys, self.extra)
         )
-        return Rows(self.q[here], keys, extra, self.out[here], self.lse[here])
+        return Rows(self.q[here], keys, extra)
 
 
 class Launch(NamedTuple):
@@ -175,17 +177,14 @@ class Launch(NamedTuple):
     early: bool
 
 
-def _launches(
-    who: str, whole: Rows, parts: tuple[Part, ...], blocks: int, sink: torch.Tensor | None
-) -> Iterator[Launch]:
-    """For each part, whose rows ``blocks`` programs share or a multiple; behind the last one's launch all shares are merged."""
-    results, target = outputs(who, whole.out, whole.lse, parts, sink), target_of(whole.q.device)
+def _launches(whole: Rows, parts: tuple[Part, ...], blocks: int, results: list[Output]) -> Iterator[Launch]:
+    """Of each part, whose rows ``blocks`` programs share or a multiple."""
+    target = target_of(whole.q.device)
     for part, result in zip(parts, results):
         rows, programs = whole.of(part), part.rows * blocks
         # Another part's programs need a multiprocessor each, as these do.
         early = part is not parts[-1] or config.leaves_room(programs * part.splits, target)
         yield Launch((programs, part.splits), rows, _caches(rows.keys, rows.extra), result, early)
-    merge_shares(results)
 
 
 class Caches(NamedTuple):
