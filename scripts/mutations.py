@@ -69,6 +69,13 @@ KERNELS = [
         ("tests/test_topk.py::test_kernel_dealt_unevenly[1]",),
     ),
     Mutation(
+        "slots-of-another-request", "a selected row is mapped by another request's blocks",
+        OPS + "topk/destination.py",
+        "blocks = block_table + row // next_n * stride_table_request",
+        "blocks = block_table + row // (next_n + 1) * stride_table_request",
+        ("tests/test_topk_slots.py::test_kernel[short]",),
+    ),
+    Mutation(
         "index-topk-rows-by-request", "head weights of later chunks are cut by request, not by row",
         OPS + "index_topk/launch.py",
         "q[some], cache, weights[rows], context_lens[some]",
@@ -266,8 +273,8 @@ PYTHON = [
     Mutation(
         "prefill-reads-the-first-request", "rows of every prefill request attend to keys of the first",
         "sparse_attn/pipeline/latent.py",
-        "chosen.prefill, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl",
-        "chosen.prefill, num_rows=plan.kv_capacity, impl=impl",
+        "chosen, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl",
+        "chosen, num_rows=plan.kv_capacity, impl=impl",
         ("tests/test_pipeline.py::test_against_dense_oracle",),
     ),
 ]

@@ -25,7 +25,7 @@ from sparse_attn.ops.index_logits import (
     fp8_paged_mqa_logits,
 )
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 from sparse_attn.ops.ragged import (
     build_ragged_indices_from_dense,
@@ -76,8 +76,9 @@ __all__ = [
     "build_step_plan", "build_window_plan", "cache_layouts", "combine_topk_swa_indices_ragged", "compress_and_cache",
     "compute_global_topk_ragged_indices_and_indptr", "entry_indices", "fp8_mqa_logits", "fp8_paged_mqa_logits",
     "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform", "hash_routed_experts", "hyper_head",
-    "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_prefill", "indexer_k_quant_and_cache",
-    "indexer_q_rope_quant", "lse_to_base2", "lse_to_flashmla", "merge_attn_states", "parse_layout", "preset", "release",
-    "reserve", "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill", "target_of", "top_k_per_row", "use",
-    "window_indices", "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",
+    "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill",
+    "indexer_k_quant_and_cache", "indexer_q_rope_quant", "lse_to_base2", "lse_to_flashmla", "merge_attn_states",
+    "parse_layout", "preset", "release", "reserve", "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill",
+    "target_of", "top_k_per_row", "use", "window_indices", "workspace_size", "write_index_keys", "write_kv_cache",
+    "write_latents",
 ]  # fmt: skip

@@ -186,9 +186,9 @@ def bf16_mqa_logits(draw):
     return mqa(draw, False), LOGITS
 
 
-def paged(draw, layouts):
+def paged(draw, layouts, sizes=(1, 4)):
     layout = pick(draw, layouts)
-    requests, next_n, heads, size = some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 5), pick(draw, (1, 4))
+    requests, next_n, heads, size = some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 5), pick(draw, sizes)
     cache = blocks(draw, layout, some(draw, 0, 4), size)
     columns, dim = some(draw, 0, 3), layout.dim
     fp8 = isinstance(layout, IndexFp8Layout)
@@ -234,8 +234,12 @@ def index_topk_prefill(draw):
     return given | dict(k_scale=None, top_k=some(draw, 1, 12), logits_bytes=some(draw, 0, 2000)), {}
 
 
-def index_topk_decode(draw):
-    given = paged(draw, INDEX_LAYOUTS[2:])
+def index_topk_decode_slots(draw):
+    return index_topk_decode(draw, (4, 32))
+
+
+def index_topk_decode(draw, sizes=(1, 4)):
+    given = paged(draw, INDEX_LAYOUTS[2:], sizes)
     given["q"], given["weights"] = whole(given["q"]), whole(given["weights"])
     given["cache"].copy_(whole(given["cache"]))
     return given | dict(top_k=some(draw, 1, 12), logits_bytes=some(draw, 0, 2000)), {}
@@ -547,10 +551,16 @@ def expected(call: Call):
     if name == "index_topk_prefill":
         logits = oracles.bf16_mqa_logits(*(given[key] for key in ("q", "k", "weights", "kv_start", "kv_end")))
         return oracles.top_k_per_row(logits, given["top_k"], given["kv_start"], given["kv_end"])
-    if name == "index_topk_decode":
+    if name in ("index_topk_decode", "index_topk_decode_slots"):
         keep = ("q", "cache", "weights", "context_lens", "block_table", "max_context_len", "layout")
         logits = oracles.paged_mqa_logits(**{key: given[key] for key in keep})
-        return oracles.top_k_per_row(logits, given["top_k"])
+        chosen = oracles.top_k_per_row(logits, given["top_k"])
+        if name == "index_topk_decode":
+            return chosen
+        requests = torch.arange(len(chosen)) // given["q"].shape[1]
+        return oracles.compute_global_topk_ragged_indices_and_indptr(
+            chosen, requests, given["block_table"], given["cache"].shape[1]
+        )
     if name == "indexer_q_rope_quant" and isinstance(given["layout"], IndexFp8Layout):
         return None
     return getattr(oracles, name)(**given)

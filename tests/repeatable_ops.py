@@ -58,6 +58,11 @@ def operators(device):
         q_index, weights, lens.flatten(), rope, start=0, interleaved=True, weight_scale=0.1, layout=index
     )
 
+    def padded(rows, width):
+        """Ragged rows -> a matrix, -1 behind each."""
+        place = rows.indptr[:-1, None] + torch.arange(width, device=device)
+        return torch.where(place < rows.indptr[1:, None], rows.indices[place.clamp_max(rows.indices.numel() - 1)], -1)
+
     def ragged(rows, order):
         return sa.build_ragged_indices_from_dense(rows[order])
 
@@ -78,6 +83,9 @@ def operators(device):
         "index_topk_decode": lambda o: (sa.index_topk_decode(
             query.query[o].unsqueeze(1), query.weights[o], keys, lens[o], table[o], 64, 960, index
         ),),
+        "index_topk_decode_slots": lambda o: (padded(sa.index_topk_decode_slots(
+            query.query[o].unsqueeze(1), query.weights[o], keys, lens[o], table[o], 64, 960, index
+        ), 64),),
         "top_k_per_row": lambda o: (sa.top_k_per_row(plateaus[o], 700, None, None),),
         "biased_grouped_topk": lambda o: sa.biased_grouped_topk(logits[o], bias, top_k=8, num_groups=8, top_groups=4),
         "indexer_q_rope_quant": lambda o: sa.indexer_q_rope_quant(

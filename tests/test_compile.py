@@ -242,14 +242,12 @@ def test_op_sequence_of_a_decode_layer():
     assert_expected_inline(op_sequence(model, state.tokens, plan_of(model, state), 2), """\
 indexer_k_quant_and_cache
 indexer_q_rope_quant
-index_topk_decode
-compute_global_topk_ragged_indices_and_indptr
+index_topk_decode_slots
 write_kv_cache
 sparse_attn_decode
 indexer_k_quant_and_cache
 indexer_q_rope_quant
-index_topk_decode
-compute_global_topk_ragged_indices_and_indptr
+index_topk_decode_slots
 write_kv_cache
 sparse_attn_decode
 biased_grouped_topk
@@ -289,8 +287,7 @@ write_kv_cache
 compress_and_cache
 compress_and_cache
 indexer_q_rope_quant
-index_topk_decode
-compute_global_topk_ragged_indices_and_indptr
+index_topk_decode_slots
 sparse_attn_decode
 hyper_merge
 hyper_mix

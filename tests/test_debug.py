@@ -75,6 +75,7 @@ GOOD = {
         q=torch.ones(2, 2, 2, 16), weights=torch.ones(4, 2), cache=allocate_cache(PLAIN, 4, 4, "cpu"), **PAGED,
         top_k=2, max_context_len=11, layout=PLAIN.name, logits_bytes=1 << 20,
     ),
+    "index_topk_decode_slots": lambda: GOOD["index_topk_decode"](),
     "build_ragged_indices_from_dense": lambda: dict(
         indices=ints([4, -1, INT_MAX], [0, INT_MIN, 5]), lengths=ints(2, -3), row_offsets=ints(5, INT_MAX), num_rows=10
     ),
@@ -170,6 +171,7 @@ BAD = {
     "index_topk_prefill": DENSE_BAD,
     "paged_mqa_logits": PAGED_BAD,
     "index_topk_decode": PAGED_BAD,
+    "index_topk_decode_slots": PAGED_BAD,
     "top_k_per_row": [
         (dict(row_starts=ints(0, INT_MIN, 0)), f"row_starts[1]: got {INT_MIN}, allowed: 0 to 9 (the width of logits)"),
         (dict(row_starts=None, row_ends=ints(9, 9, INT_MAX)), f"row_ends[2]: got {INT_MAX}, allowed: at most 9"),

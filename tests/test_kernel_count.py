@@ -80,7 +80,6 @@ def test_at_most_six_kernels_from_scores_to_merged_output(batch, attends):
     assert names == [
         "paged_mqa_logits",
         "select_short_rows",
-        "pack_rows",
         *["attend"] * attends,
         "merge",
     ], names
@@ -115,7 +114,7 @@ def test_kernels_of_an_indexed_layer():
     assert ours == [
         "pack_rows", "compressed_rows",  # once a step: the window's slots, the entries' plan
         "mix", "write_rows", "pool", "keep", "pool", "keep", "indexer_q_rope_quant",
-        "paged_mqa_logits", "select_short_rows", "pack_rows", "attend", "merge",
+        "paged_mqa_logits", "select_short_rows", "attend", "merge",
         "merge", "mix", "biased_grouped_topk", "merge",
         "mix",  # the streams' last
     ], ours  # fmt: skip

@@ -203,7 +203,7 @@ def test_kernel_adds_counts_up_to_the_nearest_total(device, known):
     dense = torch.zeros(tokens, width, dtype=torch.int32, device=device)
     indices, indptr = torch.full((tokens * width,), 7).int().to(device), torch.full((tokens + 1,), -1).int().to(device)
     kernels.pack_rows[(1,)](
-        dense, None, None, None, None, None, None, None, indices, indptr, counters, 0, tokens, width, 0, INT_MAX, 0, 0,
+        dense, None, None, None, None, None, None, None, indices, indptr, counters, 0, tokens, width, 0, INT_MAX, 0, 1, 0,
         *dense.stride(), 0, 0, 0, 0, 0, 0, 0, BLOCK_SIZE=1, BLOCK=16, LOOKBACK=32, CHAINED=False,
     )  # fmt: skip
     before = int(counts[:-1].sum())

@@ -143,11 +143,24 @@ def check_prefill_topk(name, got, want, arguments, keywords):
     check_selection(name, got, want, padded.gather(1, column.clamp_max(scores.shape[1])))
 
 
-def check_decode_topk(name, got, want, arguments, keywords):
-    q, weights, cache, lens, table, _, context, layout = arguments
+def check_decode_slots(name, got, want, arguments, keywords):
+    q, weights, cache, lens, table, top_k, context, layout = arguments
+    got, want = (positions_of(slots, table, cache.shape[1], q.shape[1], top_k) for slots in (got, want))
     check_selection(
         name, got, want, scores_of.paged_mqa_logits(q, cache, weights, lens, table, context, layout.name)
     )
+
+
+def positions_of(ragged, table, block_size, next_n, top_k):
+    """Slots of decode rows -> int32 [rows, top_k], positions within the row's request, -1 behind them."""
+    rows, bounds = ragged.indptr.shape[0] - 1, ragged.indptr.tolist()
+    out = torch.full((rows, top_k), -1, dtype=torch.int32, device=table.device)
+    for row, (first, last) in enumerate(zip(bounds, bounds[1:])):
+        slots = ragged.indices[first:last]
+        column = (slots.unsqueeze(1) // block_size == table[row // next_n]).int().argmax(1)
+        out[row, : last - first] = column * block_size + slots % block_size
+    assert (ragged.indices[bounds[-1] :] == -1).all()
+    return out
 
 
 def check_routing(name, got, want, *_):
@@ -165,15 +178,14 @@ CHECKED = {
     (choose, "gather_indexer_k"): check_equal,
     (latent, "gather_kv_cache"): check_equal,
     (choose, "index_topk_prefill"): check_prefill_topk,
-    (choose, "index_topk_decode"): check_decode_topk,
+    (choose, "index_topk_decode_slots"): check_decode_slots,
     (latent, "build_ragged_indices_from_dense"): check_equal,
-    (latent, "compute_global_topk_ragged_indices_and_indptr"): check_equal,
     (latent, "sparse_attn_prefill"): check_attention,
     (latent, "sparse_attn_decode"): check_attention,
     (moe, "biased_grouped_topk"): check_routing,
 }
 WRITERS = {"indexer_k_quant_and_cache": (1,), "write_kv_cache": (2,), "compress_and_cache": (6, 8)}  # what they write
-CHOICES = ("index_topk_prefill", "index_topk_decode", "biased_grouped_topk")
+CHOICES = ("index_topk_prefill", "index_topk_decode_slots", "biased_grouped_topk")
 
 
 def shadow(patch, choices, ran, checked):

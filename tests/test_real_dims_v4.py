@@ -68,8 +68,7 @@ CHECKED = {
         (windowed, "indexer_q_rope_quant"): check_equal,
         (choose, "gather_indexer_k"): check_equal,
         (choose, "index_topk_prefill"): harness.check_prefill_topk,
-        (choose, "index_topk_decode"): harness.check_decode_topk,
-        (pipeline, "compute_global_topk_ragged_indices_and_indptr"): check_equal,
+        (choose, "index_topk_decode_slots"): harness.check_decode_slots,
     },
     "full": COMMON | COMPRESSED | {(pipeline, "entry_indices"): check_equal},
 }  # fmt: skip

@@ -163,3 +163,15 @@ def _fused() -> Iterator[Case]:
             width, layout.name, BUDGET,
         )  # fmt: skip
         yield Case("index_topk_decode", name, index_topk.index_topk_decode, decode, more)
+    for name, heads, rows, k, width, more in (
+        ("deepseek_v32", 64, 1, 2048, 32768, False),
+        ("deepseek_v32, 131072", 64, 4, 2048, 131072, True),
+        ("deepseek_v32, 64 x 131072", 64, 64, 2048, 131072, True),
+        ("deepseek_v32, 1024 rows", 64, 1024, 2048, 32768, True),
+        ("deepseek_v4_flash", 64, 64, 512, 8192, True),
+    ):
+        slots = (
+            tensor(rows, 1, heads, 128, dtype=U8), floats(rows, heads), cache_of(FN), integers(rows, 1), integers(rows, 2048),
+            k, width, FN.name, BUDGET,
+        )  # fmt: skip
+        yield Case("index_topk_decode_slots", name, index_topk.index_topk_decode_slots, slots, more)

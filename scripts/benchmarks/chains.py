@@ -16,8 +16,8 @@ from benchmarks.peers import TOP_K_SCRATCH
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run, total
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
 
 PEER = "DeepGEMM+vLLM+FlashMLA"
@@ -35,7 +35,7 @@ FULL, TINY = Sizes(64, 128, 2048), Sizes(4, 4, 128)
 
 @suite("layer_v32")
 def layer_v32(run: Run) -> Iterator[Record]:
-    "A decode step's index_topk_decode, ragged slots and sparse_attn_decode; fp8 caches."
+    "A decode step's index_topk_decode_slots and sparse_attn_decode; fp8 caches."
     pool = run.pick(64 * 131072 // BLOCK, 32)
     index_cache, cache = (filled_cache(layout, pool, run.device) for layout in (INDEX_LAYOUT, LATENT_LAYOUT))
     full = [(64, 32768), (64, 131072), (1, 32768), (1, 131072), (8, 32768), (8, 131072), (32, 32768)]
@@ -50,15 +50,15 @@ def _layer(run: Run, index_cache: torch.Tensor, cache: torch.Tensor, requests: i
     q = normal(sets, requests, heads, D_QK, device=run.device)
     request_ids = torch.arange(requests, dtype=torch.int32, device=run.device)
 
-    def select(index, some=slice(None), impl="auto"):
-        return index_topk_decode(
+    def select(index, some=slice(None), impl="auto", op=index_topk_decode):
+        return op(
             inputs.q[index].view(torch.uint8)[some], inputs.weights[index][some], index_cache,
             inputs.context_lens[some], inputs.tables[index][some], top_k, context, INDEX_LAYOUT, impl=impl,
         )  # fmt: skip
 
-    def attend(index, chosen, q):
-        ragged = compute_global_topk_ragged_indices_and_indptr(chosen, request_ids, inputs.tables[index], BLOCK)
-        return sparse_attn_decode(q, cache, ragged, scale=SCALE, layout=LATENT_LAYOUT)
+    def ours(index, q):
+        slots = select(index, op=index_topk_decode_slots)
+        return sparse_attn_decode(q, cache, slots, scale=SCALE, layout=LATENT_LAYOUT)
 
     def reference(chosen, q, rows):
         positions = chosen[rows].long()
@@ -76,7 +76,7 @@ def _layer(run: Run, index_cache: torch.Tensor, cache: torch.Tensor, requests: i
         check_selection(chosen, their_select(0), "selection beside the peer's")
     check_attention(
         q[0],
-        functools.partial(attend, 0, chosen),
+        functools.partial(ours, 0),
         functools.partial(reference, chosen),
         their_attend and (lambda q: (their_attend(0, chosen, q), None)),
         (DECODE_OUT, DECODE_LSE),
@@ -92,7 +92,7 @@ def _layer(run: Run, index_cache: torch.Tensor, cache: torch.Tensor, requests: i
     )
     return run.compare(
         f"requests {requests}, context {context}",
-        [lambda at=at: attend(at, select(at), q[at]) for at in range(sets)],
+        [lambda at=at: ours(at, q[at]) for at in range(sets)],
         PEER,
         their_attend and [lambda at=at: their_attend(at, their_select(at), q[at]) for at in range(sets)],
         floor,

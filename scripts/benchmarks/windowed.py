@@ -18,7 +18,7 @@ from benchmarks.registry import Record, suite
 from benchmarks.run import Run, total
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.index_topk import index_topk_decode
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
 from sparse_attn.ops.kv_cache import gather_kv_cache
 from sparse_attn.ops.ragged import (
     combine_topk_swa_indices_ragged,
@@ -132,7 +132,7 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
 
 @suite("layer_v4")
 def layer_v4(run: Run) -> Iterator[Record]:
-    "A decode step of a ratio-4 layer: index_topk_decode over context / 4 entries, slots, sparse_attn_decode; fp8 caches."
+    "A decode step of a ratio-4 layer: index_topk_decode_slots over context / 4 entries, sparse_attn_decode; fp8 caches."
     pool = run.pick(64 * 131072 // RATIO // BLOCK, 32)
     index_cache = filled_cache(INDEX_LAYOUT, pool, run.device)
     caches = _caches(run)
@@ -159,14 +159,14 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
     near = seen.indices.view(requests, 1, caches.window)
     options = dict(scale=SCALE, layout=LAYOUT, extra_cache=caches.entries, extra_layout=LAYOUT, sink=sink)
 
-    def select(index, some=slice(None), impl="auto"):
-        return index_topk_decode(
+    def select(index, some=slice(None), impl="auto", op=index_topk_decode):
+        return op(
             inputs.q[index].view(torch.uint8)[some], inputs.weights[index][some], index_cache,
             inputs.context_lens[some], inputs.tables[index][some], top_k, entries, INDEX_LAYOUT, impl=impl,
         )  # fmt: skip
 
-    def attend(index, chosen, q):
-        far = compute_global_topk_ragged_indices_and_indptr(chosen, request_ids, inputs.tables[index], BLOCK)
+    def ours(index, q):
+        far = select(index, op=index_topk_decode_slots)
         return sparse_attn_decode(q, caches.rings, seen, extra_ragged=far, **options)
 
     def reference(chosen, q, rows):
@@ -202,7 +202,7 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
         check_selection(chosen, their_select(0), "selection beside the peer's")
     check_attention(
         q[0],
-        functools.partial(attend, 0, chosen),
+        functools.partial(ours, 0),
         functools.partial(reference, chosen),
         their_attend and (lambda q: (their_attend(0, chosen, q), None)),
         (DECODE_OUT, DECODE_LSE),
@@ -218,7 +218,7 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
     )
     return run.compare(
         f"heads {heads}, top-k {caches.window}+{top_k}, requests {requests}, context {context}",
-        [lambda at=at: attend(at, select(at), q[at]) for at in range(sets)],
+        [lambda at=at: ours(at, q[at]) for at in range(sets)],
         PEER,
         their_attend and [lambda at=at: their_attend(at, their_select(at), q[at]) for at in range(sets)],
         floor,

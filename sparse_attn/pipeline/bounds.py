@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +71,10 @@ def workspace_size(
 
 @dataclass(frozen=True)
 class _Part:
-    """Decode rows or prefill rows. most: rows at most, in groups of ``group``. keys: index keys a row is scored against.
+    """Decode rows or prefill rows. select_scratch: of what selects. most: rows at most, in groups of ``group``. keys: index keys a row is scored against.
     attended: indices a row holds, for each kind of layer. fp8: the layout attention reads, if fp8."""
 
+    select_scratch: Callable[..., Scratch]
     most: int
     group: int
     keys: int
@@ -89,8 +90,8 @@ def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
     fp8 = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
-    yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, fp8)
-    yield _Part(bounds.max_batched_tokens, 1, kv_rows, *shape, None)
+    yield _Part(index_topk_config.slots_scratch, bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, fp8)
+    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, None)
 
 
 def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
@@ -103,8 +104,8 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
         for tokens in (bounds.max_model_len, kv_rows)
     )
     fp8 = None if isinstance(layouts.kv, PlainLayout) else layouts.kv
-    yield _Part(bounds.max_batch * bounds.next_n, bounds.next_n, decode_keys, *shape, fp8)
-    yield _Part(bounds.max_batched_tokens, 1, prefill_keys, *shape, None)
+    yield _Part(index_topk_config.slots_scratch, bounds.max_batch * bounds.next_n, bounds.next_n, decode_keys, *shape, fp8)
+    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, prefill_keys, *shape, None)
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
@@ -123,9 +124,9 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
             yield attention_config.scratch(special, part.heads, part.d_v)
         if part.keys:
-            yield index_topk_config.scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
+            yield part.select_scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.
     for rows in range(part.group, part.most + 1, part.group):
         narrow = bounds.logits_bytes // (4 * rows) // 64 * 64
         if 0 < narrow < part.keys:
-            yield index_topk_config.scratch(part.most, narrow, part.top_k, bounds.logits_bytes, target, part.group)
+            yield part.select_scratch(part.most, narrow, part.top_k, bounds.logits_bytes, target, part.group)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from sparse_attn.layout import IndexFp8Layout, PlainLayout
 from sparse_attn.ops.index_cache import gather_indexer_k
-from sparse_attn.ops.index_topk import LOGITS_BYTES, index_topk_decode, index_topk_prefill
-from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
+from sparse_attn.ops.index_topk import LOGITS_BYTES, index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.types import CompressedPlan, QuantisedQuery, Ragged, StepPlan
 
 
-class Chosen(NamedTuple):
-    """Keys chosen per row, int32 [rows, top_k], counted within the row's request; None where the step has no such rows."""
-
-    decode: torch.Tensor | None
-    prefill: torch.Tensor | None
-
-
-def num_decode_rows(plan: StepPlan) -> int:
+def num_decode_rows(plan: StepPlan | CompressedPlan) -> int:
     """Rows at the front of the step that read the paged caches in place."""
     return plan.context_lens.shape[0] * plan.context_lens.shape[1]
 
 
-def choose(
+def choose_decode(
     query: QuantisedQuery,
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -34,41 +25,66 @@ def choose(
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     impl: str = "auto",
-) -> Chosen:
-    """The ``top_k`` best index keys of every row among those it may see.
+) -> torch.Tensor:
+    """The ``top_k`` best index keys of every decode row among those it may see, int32 [rows, top_k], counted within the
+    row's request.
 
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: index keys, this step's
     included. keys: how many each row sees and where prefill requests' keys lie once gathered; of tokens (StepPlan) or
     of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
     """
+    arguments = _decode_rows(query, cache, block_table, keys, layout, top_k)
+    return index_topk_decode(*arguments, logits_bytes=logits_bytes, impl=impl)
+
+
+def choose_decode_slots(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    keys: StepPlan | CompressedPlan,
+    *,
+    layout: IndexFp8Layout | PlainLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> Ragged:
+    """The same as slots of the paged caches."""
+    arguments = _decode_rows(query, cache, block_table, keys, layout, top_k)
+    return index_topk_decode_slots(*arguments, logits_bytes=logits_bytes, impl=impl)
+
+
+def _decode_rows(query, cache, block_table, keys, layout, top_k):
     requests, next_n = keys.context_lens.shape
     rows = requests * next_n
-    decode = prefill = None
-    if rows:
-        decode = index_topk_decode(
-            query.query[:rows].unflatten(0, (requests, next_n)),
-            query.weights[:rows],
-            cache,
-            keys.context_lens,
-            block_table[:requests],
-            top_k,
-            keys.max_context,
-            layout,
-            logits_bytes=logits_bytes,
-            impl=impl,
-        )
-    if keys.kv_start.shape[0]:
-        gathered = gather_indexer_k(cache, block_table[requests:], keys.kv_indptr, keys.kv_capacity, layout, impl=impl)
-        prefill = index_topk_prefill(
-            query.query[rows:],
-            query.weights[rows:],
-            gathered.keys,
-            gathered.scales,
-            keys.kv_start,
-            keys.kv_end,
-            top_k,
-            flavour=layout.flavour if isinstance(layout, IndexFp8Layout) else "none",
-            logits_bytes=logits_bytes,
-            impl=impl,
-        )
-    return Chosen(decode, prefill)
+    return (
+        query.query[:rows].unflatten(0, (requests, next_n)), query.weights[:rows], cache, keys.context_lens,
+        block_table[:requests], top_k, keys.max_context, layout,
+    )  # fmt: skip
+
+
+def choose_prefill(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    keys: StepPlan | CompressedPlan,
+    *,
+    layout: IndexFp8Layout | PlainLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The same of every prefill row, int32 [rows, top_k], counted within the row's request."""
+    requests, rows = keys.context_lens.shape[0], num_decode_rows(keys)
+    gathered = gather_indexer_k(cache, block_table[requests:], keys.kv_indptr, keys.kv_capacity, layout, impl=impl)
+    return index_topk_prefill(
+        query.query[rows:],
+        query.weights[rows:],
+        gathered.keys,
+        gathered.scales,
+        keys.kv_start,
+        keys.kv_end,
+        top_k,
+        flavour=layout.flavour if isinstance(layout, IndexFp8Layout) else "none",
+        logits_bytes=logits_bytes,
+        impl=impl,
+    )

@@ -14,8 +14,8 @@ from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_cache import indexer_k_quant_and_cache
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
-from sparse_attn.pipeline.choose import choose, num_decode_rows
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.pipeline.choose import choose_decode_slots, choose_prefill, num_decode_rows
 from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
@@ -66,19 +66,15 @@ def index_select(
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
     into which this step's keys have been written. logits_bytes: bound on the scores held at a time.
     """
-    rows = num_decode_rows(plan)
-    chosen = choose(
-        query, cache, plan.block_table, plan,
-        layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl,
-    )  # fmt: skip
+    keys = (query, cache, plan.block_table, plan)
+    options = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     decode = prefill = None
-    if chosen.decode is not None:
-        decode = compute_global_topk_ragged_indices_and_indptr(
-            chosen.decode, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl
-        )
-    if chosen.prefill is not None:
+    if num_decode_rows(plan):
+        decode = choose_decode_slots(*keys, **options)
+    if plan.kv_start.shape[0]:
+        chosen = choose_prefill(*keys, **options)
         prefill = build_ragged_indices_from_dense(
-            chosen.prefill, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl
+            chosen, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl
         )
     return Selection(decode, prefill)
 

@@ -21,7 +21,7 @@ from sparse_attn.ops.ragged import (
     window_indices,
 )
 from sparse_attn.ops.step_plan import build_compressed_plan, build_window_plan
-from sparse_attn.pipeline.choose import choose, num_decode_rows
+from sparse_attn.pipeline.choose import choose_decode, choose_decode_slots, choose_prefill, num_decode_rows
 from sparse_attn.pipeline.latent import join
 from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged, StepPlan, WindowPlan
@@ -121,18 +121,19 @@ def select_entries(
 ) -> Entries:
     """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``."""
     entries = step.compressed[ratio]
-    chosen = choose(
-        query, cache, plan.block_table, entries,
-        layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl,
-    )  # fmt: skip
-    decode, prefill = chosen
-    if prefill is not None and step.gather is None:
-        decode = prefill if decode is None else torch.cat([decode, prefill])
-    in_place = None
-    if decode is not None:
+    keys = (query, cache, plan.block_table, entries)
+    options = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
+    rows = num_decode_rows(plan)
+    prefill = in_place = None
+    if entries.kv_start.shape[0]:
+        prefill = choose_prefill(*keys, **options)
+    if step.in_place > rows:
+        chosen = torch.cat([choose_decode(*keys, **options), prefill]) if rows else prefill
         in_place = compute_global_topk_ragged_indices_and_indptr(
-            decode, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl
+            chosen, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl
         )
+    elif rows:
+        in_place = choose_decode_slots(*keys, **options)
     return Entries(in_place, _gathered(prefill, plan, step, entries, window, impl))
 
 

@@ -8,10 +8,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparse_attn.spec import CompressedSpec, Spec
 
 _SELECTING = ("sparse_attn::index_topk_prefill", "sparse_attn::index_topk_decode")
+_SELECTING_SLOTS = "sparse_attn::index_topk_decode_slots"  # takes what index_topk_decode takes
 
 
 class Watch(TorchDispatchMode):
-    """Inside ``with Watch() as seen``, keeps what every selecting op returns: int32 [rows, top_k], -1 for none."""
+    """Inside ``with Watch() as seen``, keeps what every selecting op selects: int32 [rows, top_k], -1 for none. Where one
+    returns slots, the selection is made once more for that."""
 
     def __init__(self):
         super().__init__()
@@ -21,6 +23,8 @@ class Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _SELECTING:
             self.selected.append(result.cpu())
+        elif func._schema.name == _SELECTING_SLOTS:
+            self.selected.append(torch.ops.sparse_attn.index_topk_decode(*args, **(kwargs or {})).cpu())
         return result
 
 

@@ -11,6 +11,7 @@ import torch
 from sparse_attn import checks
 from sparse_attn.layout import FP8_DTYPE, IndexFp8Layout, PlainLayout, check_cache
 from sparse_attn.ops.index_topk import op
+from sparse_attn.types import Ragged
 
 LOGITS_BYTES = 512 << 20
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -91,6 +92,51 @@ def index_topk_decode(
 
     Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
     """
+    arguments = _check_decode(
+        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
+    )  # fmt: skip
+    return op.index_topk_decode(*arguments)
+
+
+def index_topk_decode_slots(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: IndexFp8Layout | PlainLayout,
+    *,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> Ragged:
+    """Where in a paged cache the ``top_k`` best positions of every decode row lie.
+
+    Takes what ``index_topk_decode`` does; the block table is that of the cache to be read, in blocks as long as those of
+    ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that function's result, at capacity
+    requests * next_n * top_k; where one launch selects all rows, and blocks are a multiple of 32 long, without a launch of
+    its own.
+    """
+    arguments = _check_decode(
+        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
+    )  # fmt: skip
+    return Ragged(*op.index_topk_decode_slots(*arguments))
+
+
+def _check_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: IndexFp8Layout | PlainLayout,
+    logits_bytes: int,
+    impl: str,
+) -> tuple[object, ...]:
+    """The op's arguments."""
     if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout or a PlainLayout")
     quantised = isinstance(layout, IndexFp8Layout)
@@ -115,9 +161,7 @@ def index_topk_decode(
     checks.check_same_device(
         q=q, weights=weights, cache=cache, context_lens=context_lens, block_table=block_table
     )  # fmt: skip
-    return op.index_topk_decode(
-        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout.name, logits_bytes, impl
-    )
+    return q, weights, cache, context_lens, block_table, top_k, max_context_len, layout.name, logits_bytes, impl
 
 
 def _check_heads(heads: int) -> None:

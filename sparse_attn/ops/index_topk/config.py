@@ -1,13 +1,17 @@
-"""Scratch of the fused score and select: the logits of some rows, and what selecting them takes."""
+"""Scratch of the fused score and select: the logits of some rows, and what selecting and packing them takes."""
 
 from __future__ import annotations
 
 import torch
 
 from sparse_attn.ops.index_topk.shapes import padded, rows_at_once
+from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.topk import config as selection
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
+
+
+MOST_SLOTS = 2**31 - 1  # beyond which there is none
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
@@ -22,3 +26,22 @@ def scratch_of(rows: int, width: int, select: selection.TopkConfig) -> Scratch:
     """The same for ``rows`` held at once."""
     chosen = selection.scratch_of(select, width)
     return Scratch((Buffer("logits", (rows, padded(width)), torch.float32), *chosen.buffers), chosen.counters)
+
+
+def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
+    """Of index_topk_decode_slots."""
+    if rows == 0 or width == 0:
+        return Scratch()
+    some = rows_at_once(rows, width, logits_bytes, group)
+    return slots_scratch_of(some, width, selection.config(some, width, top_k, target), rows, target)
+
+
+def slots_scratch_of(step: int, width: int, select: selection.TopkConfig, rows: int, target: Target) -> Scratch:
+    """The same for ``step`` of the rows held at once."""
+    chosen, packed = scratch_of(step, width, select), ragged.scratch(rows, target)
+    return Scratch(chosen.buffers, chosen.counters + packed.counters)
+
+
+def packs_blocks(num_blocks: int, block_size: int) -> bool:
+    """Whether what selects can map columns to slots: 32 side by side lie in one block, and every slot is one."""
+    return block_size % selection.WORD == 0 and num_blocks * block_size <= MOST_SLOTS

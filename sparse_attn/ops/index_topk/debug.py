@@ -33,3 +33,6 @@ def index_topk_decode(
     logits_bytes: int,
 ) -> None:
     debug.paged(cache, context_lens, block_table, max_context_len)
+
+
+index_topk_decode_slots = index_topk_decode

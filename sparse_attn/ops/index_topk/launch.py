@@ -9,6 +9,8 @@ from sparse_attn.layout import IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_logits import config as scoring
 from sparse_attn.ops.index_logits import kernels as score_kernels
 from sparse_attn.ops.index_topk import config, shapes
+from sparse_attn.ops.ragged import config as ragged
+from sparse_attn.ops.ragged import kernels as ragged_kernels
 from sparse_attn.ops.topk import config as selection
 from sparse_attn.ops.topk import kernels as selection_kernels
 from sparse_attn.target import target_of
@@ -65,22 +67,76 @@ def index_topk_decode(
     select: selection.TopkConfig | None = None,
 ) -> torch.Tensor:
     out = shapes.allocate_decode(q, top_k)
-    requests, next_n = q.shape[:2]
-    if requests * next_n == 0:
+    if out.shape[0] == 0:
         return out
     if max_context_len == 0:
         return out.fill_(-1)
+    step, select = _decode_step(q, top_k, max_context_len, logits_bytes, select)
+    views, counters = workspace.take("index_topk_decode", config.scratch_of(step, max_context_len, select), q.device)
+    inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
+    _select_decode(*inputs, out, step, select, views, counters)
+    return out
+
+
+def index_topk_decode_slots(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: str,
+    logits_bytes: int,
+    select: selection.TopkConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What selects packs as well, where all rows are selected at once and a line of columns lies in one block."""
+    indices, indptr = shapes.allocate_slots(q, top_k)
+    rows, next_n = indptr.shape[0] - 1, q.shape[1]
+    if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:
+        return indices.fill_(-1), indptr.zero_()
     target = target_of(q.device)
+    step, select = _decode_step(q, top_k, max_context_len, logits_bytes, select)
+    views, counters = workspace.take(
+        "index_topk_decode_slots", config.slots_scratch_of(step, max_context_len, select, rows, target), q.device
+    )
+    packing = counters[select.arrivals :]
+    inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
+    num_blocks, block_size = cache.shape[:2]
+    if step == rows and select.at_once(rows, target) and config.packs_blocks(num_blocks, block_size):
+        slots = selection_kernels.Slots(indptr, packing, block_table, block_size, next_n)
+        _select_decode(*inputs, indices, step, select, views, counters, slots)
+    else:
+        out = shapes.allocate_decode(q, top_k)
+        _select_decode(*inputs, out, step, select, views, counters)
+        ragged_kernels.launch_pack_rows(
+            indices, indptr, packing, ragged.config(rows, top_k, target), top_k, 0,
+            dense=out, block_table=block_table, block_size=block_size, next_n=next_n,
+        )  # fmt: skip
+    return indices, indptr
+
+
+def _decode_step(
+    q: torch.Tensor, top_k: int, max_context_len: int, logits_bytes: int, select: selection.TopkConfig | None
+) -> tuple[int, selection.TopkConfig]:
+    """How many rows are scored at a time, and how they are selected."""
+    requests, next_n = q.shape[:2]
+    step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
+    return step, select or selection.config(step, max_context_len, top_k, target_of(q.device))
+
+
+def _select_decode(
+    q, weights, cache, context_lens, block_table, max_context_len, layout, out, step, select, views, counters, slots=None
+) -> None:
+    """Score and select, ``step`` rows at a time; into ``out`` as launch_top_k does."""
+    requests, next_n = q.shape[:2]
     kind = parse_layout(layout)
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
-    step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
+    target = target_of(q.device)
     score = scoring.paged_config(
         step // next_n, *q.shape[1:], max_context_len, flavour, q.element_size(), target
     )
-    select = select or selection.config(step, max_context_len, top_k, target)
-    (buffer, *views), counters = workspace.take(
-        "index_topk_decode", config.scratch_of(step, max_context_len, select), q.device
-    )
+    buffer, *views = views
     limits = context_lens.reshape(-1)
     for first in range(0, requests * next_n, step):
         rows = slice(first, min(first + step, requests * next_n))
@@ -91,6 +147,6 @@ def index_topk_decode(
             score, clean=False, early=select.spread,
         )  # fmt: skip
         selection_kernels.launch_top_k(
-            logits, None, limits[rows], out[rows], select.fewer(logits.shape[0]), views, counters
-        )
-    return out
+            logits, None, limits[rows], out[rows] if slots is None else out, select.fewer(logits.shape[0]), views, counters,
+            slots,
+        )  # fmt: skip

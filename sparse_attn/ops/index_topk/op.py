@@ -17,3 +17,10 @@ index_topk_decode = define_op(
     "SymInt max_context_len, str layout, int logits_bytes, str impl) -> Tensor",
     fake.index_topk_decode,
 )
+index_topk_decode_slots = define_op(
+    __package__,
+    "index_topk_decode_slots",
+    "(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor block_table, int top_k, "
+    "SymInt max_context_len, str layout, int logits_bytes, str impl) -> (Tensor, Tensor)",
+    fake.index_topk_decode_slots,
+)

@@ -6,6 +6,7 @@ import torch
 
 from sparse_attn.ops.index_logits import reference as logits
 from sparse_attn.ops.index_topk.shapes import rows_at_once
+from sparse_attn.ops.ragged import reference as ragged
 from sparse_attn.ops.topk import reference as selection
 
 
@@ -52,6 +53,24 @@ def index_topk_decode(
         )
         chosen.append(selection.top_k_per_row(scores, None, context_lens[some].reshape(-1), top_k))
     return _stack(chosen, top_k, q.device)
+
+
+def index_topk_decode_slots(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: str,
+    logits_bytes: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = index_topk_decode(
+        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes
+    )  # fmt: skip
+    request_ids = torch.arange(q.shape[0], device=q.device).repeat_interleave(q.shape[1])
+    return ragged.compute_global_topk_ragged_indices_and_indptr(chosen, request_ids, block_table, cache.shape[1])
 
 
 def _stack(chosen: list[torch.Tensor], top_k: int, device: torch.device) -> torch.Tensor:

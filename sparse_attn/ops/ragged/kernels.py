@@ -1,24 +1,24 @@
 """One program per row: count the row, learn from the rows before it where to write, pack.
 
-Row states live in the workspace's counters. Up to ``resident`` rows, whose programs all run at once, every program adds
-1 << 32 | its count to the state of each later row, and has what it needs when the upper half of its own state is the
-number of rows before it. Then nobody writes that state any more, and the program clears it.
+Row states live in the workspace's counters. Up to ``resident`` rows, whose programs all run at once, tell each other
+(device/packing.py).
 
 More rows are handed out by a ticket, so that a program only ever waits for programs that already run (decoupled
 look-back): 0 = unknown, 1 << 32 | count = this row's count, 2 << 32 | total = count of all rows up to this one. The last
-program to finish leaves every counter zero. Either way a state says all by itself: its accesses order nothing else.
+program to finish leaves every counter zero. Here too a state says all by itself.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import chain, packing
+from sparse_attn.device.packing import COUNT, SPAN
+from sparse_attn.target import target_of
 
-COUNT = tl.constexpr(1 << 32)
 TOTAL = tl.constexpr(2 << 32)
 NO_LIMIT = tl.constexpr(2**31 - 1)
 EARLIER_QUARTERS, ALL_QUARTERS = tl.constexpr(0x0001000100010000), tl.constexpr(0x0001000100010001)
-SPAN = tl.constexpr(256)  # states written at a time
 
 
 @triton.jit
@@ -105,23 +105,6 @@ def _write_rest(
 
 
 @triton.jit
-def _tell_later_rows(states, row, tokens, count):
-    told = count.to(tl.int64) + COUNT
-    for start in range(row + 1, tokens, SPAN):
-        rows = start + tl.arange(0, SPAN)
-        tl.atomic_add(states + rows, tl.full([SPAN], 0, tl.int64) + told, mask=rows < tokens, sem="relaxed")
-
-
-@triton.jit
-def _told_by_rows_before(states, row):
-    """Sum of the counts of rows [0, row), once all of them have told."""
-    state = tl.full([], 0, tl.int64)
-    while (state >> 32) < row:
-        state = tl.load(states + row, cache_modifier=".cv", volatile=True)  # .cv: AMD drops volatile, NVIDIA .cv
-    return state & 0xFFFFFFFF
-
-
-@triton.jit
 def _rows_before(states, row, LOOKBACK: tl.constexpr):
     """Sum of the counts of rows [0, row), read from their states, nearest first."""
     total = tl.full([], 0, tl.int64)
@@ -146,7 +129,8 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
 # A column stride that is not known to be 1 keeps loads one column wide, which stores are anyway: no layout is converted.
 @triton.jit(
     do_not_specialize=[
-        "resident", "tokens", "width", "window", "num_rows", "requests", "max_blocks", "stride_dense_column",
+        "resident", "tokens", "width", "window", "num_rows", "requests", "next_n", "max_blocks",
+        "stride_dense_column",
     ]
 )  # fmt: skip
 def pack_rows(
@@ -156,7 +140,7 @@ def pack_rows(
     row_offsets,  # int32 [tokens] or None
     positions,  # int32 [tokens] or None; behind the entries, positions of a window that ends here
     window_offsets,  # int32 [tokens] or None
-    request_ids,  # int32 [tokens] or None
+    request_ids,  # int32 [tokens]; None: each request has next_n rows
     block_table,  # int32 [requests, max_blocks] or None
     indices,  # int32 [tokens * (width + window)]
     indptr,  # int32 [tokens + 1]
@@ -167,6 +151,7 @@ def pack_rows(
     window,
     num_rows,
     requests,
+    next_n,
     max_blocks,
     stride_dense_token,
     stride_dense_column,
@@ -206,7 +191,9 @@ def pack_rows(
     known = tl.full([], 1, tl.int1)
     table_row = block_table
     if block_table is not None:
-        request = tl.load(request_ids + row64 * stride_requests_token)
+        request = row // next_n
+        if request_ids is not None:
+            request = tl.load(request_ids + row64 * stride_requests_token)
         known = (request >= 0) & (request < requests)
         table_row = block_table + tl.where(known, request, 0).to(tl.int64) * stride_table_request
     first = tl.full([], 0, tl.int32)
@@ -253,7 +240,7 @@ def pack_rows(
     if tokens > resident:
         tl.atomic_xchg(states + row, count.to(tl.int64) + COUNT, sem="relaxed")
     else:
-        _tell_later_rows(states, row, tokens, count)
+        packing.tell_later_rows(states, row, tokens, count)
     if HAS_ENTRIES:  # while the rows before are on their way
         rank = _rank(kept, quarters, BLOCK)
     if positions is not None:
@@ -262,10 +249,8 @@ def pack_rows(
         before = _rows_before(states, row, LOOKBACK)
         tl.atomic_xchg(states + row, before + count + TOTAL, sem="relaxed")
     else:
-        before = _told_by_rows_before(states, row)
-    tl.store(indptr + row, before.to(tl.int32))
-    if row == tokens - 1:
-        tl.store(indptr + tokens, (before + count).to(tl.int32))
+        before = packing.told_by_rows_before(states, row)
+    packing.store_bounds(indptr, row, tokens, before, count)
 
     if HAS_ENTRIES:
         tl.store(indices + before + rank, value, mask=keep)
@@ -281,12 +266,7 @@ def pack_rows(
             max_blocks, 0, BLOCK_SIZE, False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
-    # The rows leave capacity - indptr[-1] places; row t clears as many as it left unused, counted from the end.
-    whole = width + window
-    end = (tokens.to(tl.int64) * whole) - (row64 * whole - before)
-    for start in range(0, whole - count, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        tl.store(indices + end - 1 - column, tl.full([BLOCK], -1, tl.int32), mask=column < whole - count)
+    packing.clear_unused(indices, row, tokens, before, count, width + window, BLOCK)
 
     if tokens > resident:
         finished = tl.atomic_add(counters + 1, 1, sem="acq_rel")
@@ -295,5 +275,41 @@ def pack_rows(
                 at = start + tl.arange(0, SPAN)
                 tl.store(counters + at, tl.zeros([SPAN], tl.int64), mask=at < tokens + 2)
     else:
-        tl.debug_barrier()  # every warp has seen the state
-        tl.atomic_xchg(states + row, 0, sem="relaxed")
+        packing.forget(states, row)
+
+
+def launch_pack_rows(
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    counters: torch.Tensor,
+    launch,
+    width: int,
+    window: int,
+    *,
+    dense: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
+    row_offsets: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    window_offsets: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    block_size: int = 1,
+    next_n: int = 1,
+    num_rows: int = 2**31 - 1,
+) -> None:
+    """Pack rows of at most ``width`` entries, then ``window`` positions, into a ragged pair.
+
+    launch: a RaggedConfig; counters: what its scratch asks for.
+    """
+    tokens = indptr.shape[0] - 1
+    strided = (lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table)
+    requests, max_blocks = (0, 0) if block_table is None else block_table.shape
+    pack_rows[(tokens,)](
+        dense, lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table,
+        indices, indptr, counters, launch.resident, tokens, width, window, num_rows, requests, next_n, max_blocks,
+        *((0, 0) if dense is None else dense.stride()),
+        *(0 if value is None else value.stride(0) for value in strided),
+        BLOCK_SIZE=block_size, BLOCK=launch.block, LOOKBACK=32, num_warps=launch.num_warps,
+        **chain.chained(target_of(indptr.device)),
+    )  # fmt: skip

@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.device import chain
 from sparse_attn.ops.ragged import config, kernels, shapes
 from sparse_attn.target import target_of
-
-NO_LIMIT = 2**31 - 1
 
 
 def build_ragged_indices_from_dense(
@@ -65,59 +62,15 @@ def combine_topk_swa_indices_ragged(
     )  # fmt: skip
 
 
-def _pack(
-    who: str,
-    rows: torch.Tensor,
-    width: int,
-    window: int,
-    *,
-    dense: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    limits: torch.Tensor | None = None,
-    row_offsets: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    window_offsets: torch.Tensor | None = None,
-    request_ids: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    block_size: int = 1,
-    num_rows: int = NO_LIMIT,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(who: str, rows: torch.Tensor, width: int, window: int, **entries) -> tuple[torch.Tensor, torch.Tensor]:
     """A row per row of ``rows``: ``width`` entries at most, then a window of positions."""
     tokens = rows.shape[0]
     indices, indptr = shapes.allocate_ragged(rows, width + window)
-    if tokens == 0 or width + window == 0 or (block_table is not None and block_table.numel() == 0):
+    table = entries.get("block_table")
+    if tokens == 0 or width + window == 0 or (table is not None and table.numel() == 0):
         return indices.fill_(-1), indptr.zero_()
     target = target_of(rows.device)
     launch = config.config(tokens, max(width, window), target)
     _, counters = workspace.take(who, config.scratch(tokens, target), rows.device)
-    kernels.pack_rows[(tokens,)](
-        dense,
-        lengths,
-        limits,
-        row_offsets,
-        positions,
-        window_offsets,
-        request_ids,
-        block_table,
-        indices,
-        indptr,
-        counters,
-        launch.resident,
-        tokens,
-        width,
-        window,
-        num_rows,
-        0 if block_table is None else block_table.shape[0],
-        0 if block_table is None else block_table.shape[1],
-        0 if dense is None else dense.stride(0),
-        0 if dense is None else dense.stride(1),
-        *(0 if value is None else value.stride(0) for value in (
-            lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table
-        )),
-        BLOCK_SIZE=block_size,
-        BLOCK=launch.block,
-        LOOKBACK=32,
-        num_warps=launch.num_warps,
-        **chain.chained(target),
-    )  # fmt: skip
+    kernels.launch_pack_rows(indices, indptr, counters, launch, width, window, **entries)
     return indices, indptr

@@ -71,7 +71,9 @@ def collect(
         else:
             words = _words(line, begin, start, end, limit, SPAN, ALIGNED)
         left = begin - start + word * LANES
-        found = store.unpack(candidates, words.to(tl.uint32, bitcast=True), left, found, capacity)
+        words, place, rounds, total = store.ranked(words.to(tl.uint32, bitcast=True))
+        store.unpack(candidates, words, found + place, rounds, left, capacity)
+        found += total
     if THREADS > 0:
         radix.start(table, THREADS)
     return found

@@ -67,10 +67,20 @@ class TopkConfig:
             return 0
         return max(self.slots // 4, self.held * self.programs // WORD)
 
+    @property
+    def arrivals(self) -> int:
+        """Counters it takes, one for each row in flight that several programs may share."""
+        return 0 if self.short or not self.sampled else self.groups
+
     def capacity(self, width: int) -> int:
         """Candidates one program may hold: all of its share of a row, but never more than ``slots``."""
         chunks = -(-(width + 31) // self.chunk)
         return min(-(-chunks // self.programs) * self.chunk, self.slots)
+
+    def at_once(self, rows: int, target: Target) -> bool:
+        """Whether every row has programs of its own, which certainly run all at once."""
+        groups = rows if self.short else self.groups
+        return groups == rows and rows * self.programs <= target.num_sms
 
     def fewer(self, rows: int) -> TopkConfig:
         """The same launch for no more rows than it was made for."""
@@ -167,7 +177,7 @@ def scratch_of(launch: TopkConfig, width: int) -> Scratch:
             Buffer("candidates", (programs, launch.slots if whole else launch.capacity(width)), torch.int32),
             Buffer("counts", (programs,), torch.int32),
         ),
-        launch.groups,
+        launch.arrivals,
     )
 
 

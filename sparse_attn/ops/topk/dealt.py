@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import chain
-from sparse_attn.ops.topk import memory, radix, store, tiles
+from sparse_attn.ops.topk import destination, memory, radix, store, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_row
 
@@ -53,7 +53,7 @@ def offer(
 
 @triton.jit
 def choose(
-    out, offered, stride, shift, table, k,
+    out, offered, stride, shift, table, target, k,
     MOST: tl.constexpr, HELD: tl.constexpr, PROGRAMS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Select among what the programs offered, ``stride`` apart; columns move by ``shift``. Returns whether that was enough: if
@@ -69,7 +69,9 @@ def choose(
     bound = tl.min(lasts.to(tl.uint32, bitcast=True))
     enough = edge.to(tl.uint32, bitcast=True) <= bound
     if enough:
+        destination.tell(target, tl.minimum(at_key, k))
         place = tl.arange(0, WORDS)
+        left = destination.values(target, place * tiles.LANES + shift)
         tl.debug_barrier()
         tables.store_one(table, tables.LIST + place, place * 0)
         tl.debug_barrier()
@@ -85,27 +87,36 @@ def choose(
         tables.set_bits(table, columns, keys, edge)
         tl.debug_barrier()
         words = tables.load_one(table, tables.LIST + place).to(tl.uint32, bitcast=True)
-        store.unpack(out, words, place * tiles.LANES + shift, 0, k)
-        store.none(out, tl.minimum(at_key, k), k)
+        store.of_words(out, words, left, tl.minimum(at_key, k), target)
     return enough
 
 
-@triton.jit(do_not_specialize=["width", "k", "keep", "stride_logits_row", "stride_offered"])
+@triton.jit(
+    do_not_specialize=["rows", "width", "k", "keep", "next_n", "max_blocks", "stride_logits_row", "stride_offered"]
+)
 def select_dealt_rows(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
-    out,  # int32 [rows, k]
+    out,  # int32 [rows, k], with a block table [rows * k]
+    indptr,  # int32 [rows + 1] or None
+    states,  # int64 [rows] or None, zero before and after
+    block_table,  # int32 [requests, max_blocks] or None
     offered,  # int32 [rows * PROGRAMS, stride_offered], 2 * MOST + 1 at least
     arrivals,  # int64 [rows], zero before and after
     counters,  # None: the table of counters is in shared memory
+    rows,
     width,
     k,
     keep,
+    next_n,
+    max_blocks,
     stride_logits_row,  # in fours when ALIGNED
     stride_starts_row,
     stride_ends_row,
+    stride_table_request,
     stride_offered,
+    BLOCK_SIZE: tl.constexpr,
     MOST: tl.constexpr,  # scores a program offers
     HELD: tl.constexpr,  # scores a program holds
     PROGRAMS: tl.constexpr,
@@ -126,9 +137,12 @@ def select_dealt_rows(
     start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
     line = logits + row64 * stride_logits_row * UNIT
     base = (start // tiles.LANES) * tiles.LANES
+    target = destination.of_row(
+        row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE
+    )
     if end - base <= SLOTS:
         if part == 0:
-            select_row(out + row64 * k, line, base, start, end, table, k, SLOTS, ALIGNED, 0, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, 0, THREADS)
     else:
         first = offered + (row * PROGRAMS).to(tl.int64) * stride_offered
         offer(
@@ -139,8 +153,10 @@ def select_dealt_rows(
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PROGRAMS - 1:
             tl.store(arrivals + row, 0)
             if not choose(
-                out + row64 * k, first, stride_offered, base - start, table, k, MOST, HELD, PROGRAMS, WINDOW, THREADS
-            ):
+                out, first, stride_offered, base - start, table, target, k,
+                MOST, HELD, PROGRAMS, WINDOW, THREADS,
+            ):  # fmt: skip
+                zero = tl.full([], 0, tl.int64)
                 search_and_select(
-                    out + row64 * k, line + start, end - start, tl.full([], 0, tl.int64), table, k, CHUNK, THREADS
+                    out, line + start, end - start, zero, table, target, k, CHUNK, THREADS
                 )

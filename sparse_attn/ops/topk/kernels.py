@@ -7,12 +7,14 @@ columns above it in order, and the last one to arrive searches those. If the bou
 searches the row itself: slower, equally exact.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from sparse_attn.device import chain
-from sparse_attn.ops.topk import dealt, thresholds, tiles
+from sparse_attn.ops.topk import dealt, destination, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_held, select_row
@@ -21,18 +23,26 @@ from sparse_attn.target import interpreting, target_of
 BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code of its own
 
 
-@triton.jit(do_not_specialize=["width", "k", "stride_logits_row"])
+@triton.jit(do_not_specialize=["rows", "width", "k", "next_n", "max_blocks", "stride_logits_row"])
 def select_short_rows(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
-    out,  # int32 [rows, k]
+    out,  # int32 [rows, k], with a block table [rows * k]
+    indptr,  # int32 [rows + 1] or None
+    states,  # int64 [rows] or None, zero before and after
+    block_table,  # int32 [requests, max_blocks] or None
     memory,  # None: the table of counters is in shared memory
+    rows,
     width,
     k,
+    next_n,
+    max_blocks,
     stride_logits_row,  # in fours when ALIGNED
     stride_starts_row,
     stride_ends_row,
+    stride_table_request,
+    BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,  # at least width
     ALIGNED: tl.constexpr,
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
@@ -46,21 +56,29 @@ def select_short_rows(
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     line = logits + row * stride_logits_row * UNIT
     base = (start // UNIT) * UNIT
+    target = destination.of_row(
+        row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE
+    )
     if SLOTS >= BRANCHED:
         if end - base <= SLOTS // 4:
-            select_row(out + row * k, line, base, start, end, table, k, SLOTS // 4, ALIGNED, 0, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS // 4, ALIGNED, 0, THREADS)
         else:
-            select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WINDOW, THREADS)
     else:
-        select_row(out + row * k, line, base, start, end, table, k, SLOTS, ALIGNED, WINDOW, THREADS)
+        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WINDOW, THREADS)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
+@triton.jit(
+    do_not_specialize=["rows", "width", "k", "keep", "capacity", "next_n", "max_blocks", "stride_logits_row"]
+)
 def select_long_rows(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
-    out,  # int32 [rows, k]
+    out,  # int32 [rows, k], with a block table [rows * k]
+    indptr,  # int32 [rows + 1] or None
+    states,  # int64 [rows] or None, zero before and after
+    block_table,  # int32 [requests, max_blocks] or None
     candidates,  # int32 [groups * PROGRAMS, capacity]
     counts,  # int32 [groups * PROGRAMS]
     arrivals,  # int64 [groups], zero before and after
@@ -70,9 +88,13 @@ def select_long_rows(
     k,
     keep,
     capacity,
+    next_n,
+    max_blocks,
     stride_logits_row,  # in fours when ALIGNED
     stride_starts_row,
     stride_ends_row,
+    stride_table_request,
+    BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
@@ -96,6 +118,9 @@ def select_long_rows(
         start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
         length = end - start
         line = logits + row64 * stride_logits_row * UNIT
+        target = destination.of_row(
+            row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE
+        )
         columns = slot
         inside = slot < length
         key2 = tl.full([], 0, tl.int64)
@@ -142,49 +167,71 @@ def select_long_rows(
                     key3 = tl.where(again, key2 + 1, tl.minimum(key2 + thresholds.OCTAVE, thresholds.BEYOND))
         if hold:
             scores = tl.load(line + start + columns, mask=inside)
-            select_held(out + row64 * k, scores, inside, columns, key2, key3, table, k, THREADS)
+            values = destination.values(target, columns)
+            select_held(out, scores, inside, values, key2, key3, table, target, k, THREADS)
         if again:
-            search_and_select(out + row64 * k, line + start, length, key2, table, k, CHUNK, THREADS)
+            search_and_select(out, line + start, length, key2, table, target, k, CHUNK, THREADS)
 
 
-def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters) -> None:
-    """Select out.shape[1] columns of every row of ``logits`` into ``out``, in one launch.
+class Slots(NamedTuple):
+    """Where the selected keys lie: what turns a selection into cache slots, packed row by row.
 
-    launch: a TopkConfig; views, counters: what its scratch asks for.
+    indptr: int32 [rows + 1], written. states: int64 [rows], zero before and after. block_table: int32 [requests,
+    max_blocks], last dimension contiguous. block_size: a multiple of a tile's line. next_n: rows of a request.
+    """
+
+    indptr: torch.Tensor
+    states: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    next_n: int
+
+
+def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slots: Slots | None = None) -> None:
+    """Select k of every row of ``logits``, in one launch: columns into out [rows, k], or with ``slots``, then without
+    row_starts, into out [rows * k].
+
+    launch: a TopkConfig, for ``slots`` one that runs at once; views, counters: what its scratch asks for.
     """
     rows, width = logits.shape
-    k = out.shape[1]
+    k = out.numel() // rows
     stride = logits.stride(0)
     stride_starts = 0 if row_starts is None else row_starts.stride(0)
     stride_ends = 0 if row_ends is None else row_ends.stride(0)
     readable = logits.untyped_storage().nbytes() // 4 - logits.storage_offset() - (rows - 1) * stride
     aligned = stride % 4 == 0 and logits.data_ptr() % 16 == 0 and -(-width // 4) * 4 <= readable
-    stride = stride // 4 if aligned else stride
-    options = {"num_warps": launch.num_warps, **chain.chained(target_of(logits.device))}
+    strides = (stride // 4 if aligned else stride, stride_starts, stride_ends)
+    target = target_of(logits.device)
+    options = {"num_warps": launch.num_warps, "ALIGNED": aligned, **chain.chained(target)}
     threads = 32 * launch.num_warps if launch.digits else 0
     programs = rows if launch.short else launch.groups * launch.programs
     words = tables.WORDS + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None:
         options["maxnreg"] = launch.max_registers
+    ragged, sizes, block_size = (None, None, None), (1, 0, 0), 1
+    if slots is not None:
+        ragged, table, block_size = (slots.indptr, slots.states, slots.block_table), slots.block_table, slots.block_size
+        sizes = (slots.next_n, table.shape[1], table.stride(0))
+    next_n, max_blocks, stride_table = sizes
     if launch.short:
         select_short_rows[(rows,)](
-            logits, row_starts, row_ends, out, memory, width, k, stride, stride_starts, stride_ends,
-            SLOTS=launch.slots, ALIGNED=aligned, WINDOW=launch.window, THREADS=threads, **options,
+            logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
+            BLOCK_SIZE=block_size, SLOTS=launch.slots, WINDOW=launch.window, THREADS=threads, **options,
         )  # fmt: skip
     elif launch.held:
         offered, _ = views
         dealt.select_dealt_rows[(programs,)](
-            logits, row_starts, row_ends, out, offered, counters, memory, width, k, launch.keep, stride, stride_starts,
-            stride_ends, offered.stride(0),
-            MOST=launch.slots // launch.programs, HELD=launch.held, PROGRAMS=launch.programs, CHUNK=launch.chunk,
-            WINDOW=launch.window, LIST=launch.listed, ALIGNED=aligned, THREADS=threads, **options,
+            logits, row_starts, row_ends, out, *ragged, offered, counters, memory, rows, width, k, launch.keep, next_n,
+            max_blocks, *strides, stride_table, offered.stride(0),
+            BLOCK_SIZE=block_size, MOST=launch.slots // launch.programs, HELD=launch.held, PROGRAMS=launch.programs,
+            CHUNK=launch.chunk, WINDOW=launch.window, LIST=launch.listed, THREADS=threads, **options,
         )  # fmt: skip
     else:
         candidates, counts = views if launch.sampled else (out, out)
         select_long_rows[(programs,)](
-            logits, row_starts, row_ends, out, candidates, counts, counters, memory, rows, width, k, launch.keep,
-            launch.capacity(width), stride, stride_starts, stride_ends,
-            SLOTS=launch.slots, CHUNK=launch.chunk, SPAN=launch.span, PROGRAMS=launch.programs, SAMPLED=launch.sampled,
-            SAMPLES=launch.samples, RUN=launch.run, ALIGNED=aligned, THREADS=threads, **options,
+            logits, row_starts, row_ends, out, *ragged, candidates, counts, counters, memory, rows, width, k, launch.keep,
+            launch.capacity(width), next_n, max_blocks, *strides, stride_table,
+            BLOCK_SIZE=block_size, SLOTS=launch.slots, CHUNK=launch.chunk, SPAN=launch.span, PROGRAMS=launch.programs,
+            SAMPLED=launch.sampled, SAMPLES=launch.samples, RUN=launch.run, THREADS=threads, **options,
         )  # fmt: skip

@@ -6,7 +6,7 @@ Where a program can count in shared memory, the search goes by digits (radix.py)
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import radix, store, thresholds, tiles
+from sparse_attn.ops.topk import destination, memory, radix, store, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 
 
@@ -22,23 +22,30 @@ def claim_table(memory, LONGEST: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def select_held(out, scores, inside, columns, key2, key3, table, k, THREADS: tl.constexpr):
-    """Select among the scores one program holds, those that are ``inside``; key2, key3: where thresholds start."""
+def select_held(out, scores, inside, values, key2, key3, table, target, k, THREADS: tl.constexpr):
+    """Select among the scores one program holds, those that are ``inside``; values: what is stored for each; key2, key3: where
+    thresholds start."""
     if THREADS > 0:
         keys = radix.falling_keys(scores, inside)
         edge, at_key, below = radix.search(table, keys, k, k, THREADS)
+        destination.tell(target, tl.minimum(at_key, k))
         if at_key <= k:
-            store.up_to(out, keys, edge, columns)
+            place = store.places_up_to(keys, edge)
+            begin = destination.begin(target)
+            memory.scatter(out + begin, place, values, keys, edge)
         else:
             above = keys.to(tl.uint32, bitcast=True) < edge.to(tl.uint32, bitcast=True)
-            store.above_and_equal(out, above, keys == edge, columns, k - below, 0, 0, THREADS)
+            begin = destination.begin(target)
+            store.above_and_equal(out + begin, above, keys == edge, values, k - below, 0, 0, THREADS)
     else:
         scores = tl.where(inside, scores, float("-inf"))
         key, at_key, at_next = thresholds.search(scores, key2, key3, k, k)
+        destination.tell(target, tl.minimum(at_key, k))
         need = tl.where(at_key <= k, k, k - at_next)
         limit = thresholds.score_of(key)
-        store.above_and_equal(out, scores > limit, scores == limit, columns, need, 0, 0, THREADS)
-    store.none(out, tl.minimum(at_key, k), k)
+        begin = destination.begin(target)
+        store.above_and_equal(out + begin, scores > limit, scores == limit, values, need, 0, 0, THREADS)
+    destination.finish(out, target, begin, tl.minimum(at_key, k))
 
 
 @triton.jit
@@ -57,24 +64,26 @@ def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: 
 
 @triton.jit
 def select_row(
-    out, line, base, start, end, table, k,
+    out, line, base, start, end, table, target, k,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Select in a row that ends at most SLOTS columns behind ``base``."""
     if WINDOW > 0:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
-        number, need = _search_and_mark(table, scores, start - base, end - base, k, SLOTS, WINDOW, THREADS)
-        store.marked(out, table, need, base - start, k, SLOTS)
-        store.none(out, number, k)
+        left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)
+        count, need = _search_and_mark(table, scores, start - base, end - base, k, SLOTS, WINDOW, THREADS)
+        destination.tell(target, count)
+        store.marked(out, table, need, left, count, target, SLOTS)
     else:
         columns = base + tiles.of(SLOTS)
         scores, inside = tiles.load(line, columns, start, end, ALIGNED)
+        values = destination.tile(target, base - start, SLOTS)
         zero = tl.full([], 0, tl.int64)
-        select_held(out, scores, inside, columns - start, zero, zero + 1, table, k, THREADS)
+        select_held(out, scores, inside, values, zero, zero + 1, table, target, k, THREADS)
 
 
 @triton.jit
-def search_and_select(out, source, length, guess, table, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+def search_and_select(out, source, length, guess, table, target, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
     """Select by reading the whole row again and again; ``guess``: where thresholds start."""
     if THREADS > 0:
         edge, at_key, at_next = radix.search_row(table, source, length, k, CHUNK, THREADS)
@@ -82,15 +91,18 @@ def search_and_select(out, source, length, guess, table, k, CHUNK: tl.constexpr,
     else:
         key, at_key, at_next = thresholds.search_row(source, length, guess, k, CHUNK)
         limit = thresholds.score_of(key)
+    destination.tell(target, tl.minimum(at_key, k))
     need = tl.where(at_key <= k, k, k - at_next)
+    begin = destination.begin(target)
     above_before = tl.full([], 0, tl.int32)
     equal_before = tl.full([], 0, tl.int32)
     for base in range(0, length, CHUNK):
         columns = base + tiles.of(CHUNK)
         scores = tl.load(source + columns, mask=columns < length, other=float("-inf"))
         above, equal = store.above_and_equal(
-            out, scores > limit, scores == limit, columns, need, above_before, equal_before, THREADS
-        )
+            out + begin, scores > limit, scores == limit, destination.tile(target, base, CHUNK), need, above_before,
+            equal_before, THREADS,
+        )  # fmt: skip
         above_before += above
         equal_before += equal
-    store.none(out, tl.minimum(at_key, k), k)
+    destination.finish(out, target, begin, tl.minimum(at_key, k))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import memory
+from sparse_attn.ops.topk import destination, memory
 from sparse_attn.ops.topk import table as tables
 
 LANES_OF_FOUR = tl.constexpr(8)
@@ -57,33 +57,33 @@ def places_up_to(keys, edge):
 
 
 @triton.jit
-def up_to(out, keys, edge, columns):
-    """Store the columns of all keys (unsigned) at or below ``edge``."""
-    memory.scatter(out, places_up_to(keys, edge), columns, keys, edge)
-
-
-@triton.jit
 def _sum_and_last(sum_left, last_left, sum_right, last_right):
     return sum_left + sum_right, last_right
 
 
 @triton.jit
-def unpack(out, words, left, found, most):
-    """Store the column of every bit that is set, words[i] starting with column left[i], at out[found ..], none at ``most``
-    and beyond; returns ``found`` and their number, stored or not."""
+def ranked(words):
+    """(words, how many bits are set in those before each, the most that are set in one, all that are)."""
     ones = ones_of(words)
     rounds = tl.max(ones, 0)
     total = tl.sum(ones, 0)
-    # The words pass through the scan unchanged, which leaves them one to a thread: the loop then moves no data.
+    # The words pass through the scan unchanged, which leaves them one to a thread: a loop over them then moves no data.
     ones, words = tl.associative_scan((ones, words), 0, _sum_and_last)
-    place = found + ones - ones_of(words)
+    return words, ones - ones_of(words), rounds, total
+
+
+@triton.jit
+def unpack(out, words, place, rounds, left, most):
+    """Store left[i] + the number of every bit that is set in words[i], at out[place[i] ..], none at ``most`` and beyond.
+
+    rounds: the most that are set in one.
+    """
     for _ in range(rounds):
         rest = words & (words - 1)
         bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
         tl.store(out + place, left + bit, mask=(words != 0) & (place < most))
         place += 1
         words = rest
-    return found + total
 
 
 @triton.jit
@@ -131,18 +131,19 @@ def mark(table, keys, edge, need):
 
 
 @triton.jit
-def marked(out, table, need, left, k, SLOTS: tl.constexpr):
-    """Store the columns, from ``left`` on, of what was marked below and of the first ``need`` marked equal."""
-    line = tl.arange(0, SLOTS // 32)
-    low, high = tables.load_marks(table, line)
+def marked(out, table, need, left, count, target, SLOTS: tl.constexpr):
+    """Store what was marked below and the first ``need`` marked equal, ``count`` in all; left: see of_words."""
+    low, high = tables.load_marks(table, tl.arange(0, SLOTS // 32))
     words = _line(low, high)
     if need > 0:
         words |= first_ones(_line(low >> 4, high >> 4), need)
-    unpack(out, words, line * 32 + left, 0, k)
+    of_words(out, words, left, count, target)
 
 
 @triton.jit
-def none(out, count, k):
-    for first in range(count, k, 1024):
-        at = first + tl.arange(0, 1024)
-        tl.store(out + at, tl.full([1024], -1, tl.int32), mask=at < k)
+def of_words(out, words, left, count, target):
+    """Store the row's selection, the ``count`` bits that are set; left: what is stored for the first bit of each word."""
+    words, place, rounds, _ = ranked(words)
+    begin = destination.begin(target)
+    unpack(out + begin, words, place, rounds, left, count)
+    destination.finish(out, target, begin, count)
