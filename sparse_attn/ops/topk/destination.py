@@ -1,8 +1,8 @@
 """Where a row's selection goes: its columns to a row of a matrix, or its cache slots behind those of the rows before it.
 
-A destination is (row, k, ragged). ragged: None for the former, else (indptr, states, rows, blocks, max_blocks, BLOCK_SIZE),
-see device/packing.py; ``blocks`` are those of the row's request. How many are selected is told as soon as it is known, and
-where they go is asked for as late as can be.
+A destination is (row, k) for the former, else (row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE), see
+device/packing.py; ``blocks`` are those of the row's request. How many are selected is told as soon as it is known, and where
+they go is asked for as late as can be.
 """
 
 import triton
@@ -19,20 +19,19 @@ def of_row(
 ):
     """A row's destination; without a block table one of the matrix. row: int64; a request has ``next_n`` rows."""
     if block_table is None:
-        return row, k, None
+        return row, k
     else:
         blocks = block_table + row // next_n * stride_table_request
-        return row, k, (indptr, states, rows, blocks, max_blocks, BLOCK_SIZE)
+        return row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE
 
 
 @triton.jit
 def values(target, columns):
     """What is stored for ``columns``; anything for those beyond the block table."""
-    row, k, ragged = target
-    if ragged is None:
+    if len(target) == 2:
         return columns
     else:
-        indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = ragged
+        row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = target
         block = columns // BLOCK_SIZE
         return tl.load(blocks + block, mask=block < max_blocks, other=0) * BLOCK_SIZE + columns % BLOCK_SIZE
 
@@ -40,8 +39,7 @@ def values(target, columns):
 @triton.jit
 def tile(target, first, SIZE: tl.constexpr):
     """What is stored for SIZE columns from ``first`` on, as a tile, each line of which lies in one block."""
-    row, k, ragged = target
-    if ragged is None:
+    if len(target) == 2:
         return first + tiles.of(SIZE)
     else:
         return values(target, first + tl.arange(0, SIZE // LANES) * LANES)[:, None] + tl.arange(0, LANES)[None, :]
@@ -49,33 +47,31 @@ def tile(target, first, SIZE: tl.constexpr):
 
 @triton.jit
 def tell(target, count):
-    row, k, ragged = target
-    if ragged is not None:
-        indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = ragged
+    if len(target) != 2:
+        row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = target
         packing.tell_later_rows(states, row.to(tl.int32), rows, count)
 
 
 @triton.jit
 def begin(target):
     """Where in the output the row begins; it waits for what the rows before tell."""
-    row, k, ragged = target
-    if ragged is None:
-        return row * k
+    if len(target) == 2:
+        return target[0] * target[1]
     else:
-        indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = ragged
+        row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = target
         return packing.told_by_rows_before(states, row)
 
 
 @triton.jit
 def finish(out, target, begin, count):
     """Behind the row's ``count`` values: -1; and its bounds."""
-    row, k, ragged = target
-    if ragged is None:
+    if len(target) == 2:
+        row, k = target
         for first in range(count, k, 1024):
             at = first + tl.arange(0, 1024)
             tl.store(out + (begin + at), tl.full([1024], -1, tl.int32), mask=at < k)
     else:
-        indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = ragged
+        row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE = target
         packing.store_bounds(indptr, row, rows, begin, count)
         packing.clear_unused(out, row, rows, begin, count, k, 1024)
         packing.forget(states, row)
