@@ -60,6 +60,8 @@ def choose(
     not, nothing is stored."""
     SLOTS: tl.constexpr = MOST * PROGRAMS
     WORDS: tl.constexpr = HELD * PROGRAMS // tiles.LANES
+    place = tl.arange(0, WORDS)
+    left = destination.values(target, place * tiles.LANES + shift)
     slot = tl.arange(0, SLOTS)
     source = offered + (slot // MOST) * stride + slot % MOST
     lasts = tl.load(offered + tl.arange(0, PROGRAMS) * stride + 2 * MOST, cache_modifier=".cg")
@@ -70,8 +72,6 @@ def choose(
     enough = edge.to(tl.uint32, bitcast=True) <= bound
     if enough:
         destination.tell(target, tl.minimum(at_key, k))
-        place = tl.arange(0, WORDS)
-        left = destination.values(target, place * tiles.LANES + shift)
         tl.debug_barrier()
         tables.store_one(table, tables.LIST + place, place * 0)
         tl.debug_barrier()
