@@ -98,8 +98,9 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
         slots = max(256, _power_of_two(width))
         if slots <= 4096:
             return TopkConfig(True, slots, max(2, slots // 512), digits=True)
-        if slots == 8192:  # three programs on a multiprocessor
-            return TopkConfig(True, slots, 8, digits=True, max_registers=_at_most(80, target))
+        if slots == 8192:  # three programs on a multiprocessor, where there are as many
+            registers = None if rows <= target.num_sms else _at_most(80, target)
+            return TopkConfig(True, slots, 8, digits=True, max_registers=registers)
         return TopkConfig(True, slots, 16, digits=True, window=WINDOW)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)

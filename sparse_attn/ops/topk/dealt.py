@@ -138,7 +138,7 @@ def select_dealt_rows(
     line = logits + row64 * stride_logits_row * UNIT
     base = (start // tiles.LANES) * tiles.LANES
     target = destination.of_row(
-        row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE
+        row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
     )
     if end - base <= SLOTS:
         if part == 0:

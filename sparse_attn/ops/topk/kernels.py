@@ -57,7 +57,7 @@ def select_short_rows(
     line = logits + row * stride_logits_row * UNIT
     base = (start // UNIT) * UNIT
     target = destination.of_row(
-        row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE
+        row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
     )
     if SLOTS >= BRANCHED:
         if end - base <= SLOTS // 4:
@@ -119,7 +119,7 @@ def select_long_rows(
         length = end - start
         line = logits + row64 * stride_logits_row * UNIT
         target = destination.of_row(
-            row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE
+            row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
         )
         columns = slot
         inside = slot < length

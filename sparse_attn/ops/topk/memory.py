@@ -10,6 +10,21 @@ SCATTER = tl.constexpr(
     @p st.global.b32 [at], $3;  mov.u32 $0, 0; }"""
 )
 
+LOOK_UP = tl.constexpr(
+    """{ .reg .pred p; .reg .b64 at; setp.lt.s32 p, $2, $3; mad.wide.s32 at, $2, 4, $1;
+    mov.b32 $0, 0; @p ld.global.b32 $0, [at]; }"""
+)
+
+
+@triton.jit
+def look_up(source, place, end):
+    """source[place], int32, below ``end``, else 0; by the threads that hold ``place``."""
+    if INTERPRETED:
+        return tl.load(source + place, mask=place < end, other=0)
+    else:
+        operands = [source, place, end]
+        return tl.inline_asm_elementwise(LOOK_UP, "=&r,l,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
 
 @triton.jit
 def scatter(out, place, values, keys, most):
