@@ -18,6 +18,7 @@ from test_index_topk import LAYOUTS, decode_case, to
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 DIRT = 12345
+PATHS = ("short", "short by digits", "windowed", "dealt by digits")
 
 
 def tables(requests, columns, seed=0):
@@ -38,7 +39,7 @@ def packed(x, ends, k, launch, table, block_size, next_n, device):
 
     rows, width = x.shape
     launch = launch if launch.short else dataclasses.replace(launch, groups=rows)
-    assert launch.at_once(rows, H200)
+    assert launch.packs(rows, H200)
     around = torch.full((rows * k + 2 * 64,), DIRT, dtype=torch.int32, device=device)
     indptr = torch.full((rows + 3,), DIRT, dtype=torch.int32, device=device)
     views, counters = workspace.take("test", config.scratch_of(launch, width), torch.device(device))
@@ -51,7 +52,7 @@ def packed(x, ends, k, launch, table, block_size, next_n, device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("path", SIZES)
+@pytest.mark.parametrize("path", PATHS)
 def test_kernel(path, device, dirty_workspace):
     """Rows of several kinds, two to a request; longer and shorter than k, and empty ones."""
     launch, width = SIZES[path]
@@ -77,12 +78,15 @@ def test_columns_of_a_short_table_are_not_read(device, dirty_workspace):
         assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), path
 
 
-def test_where_rows_are_selected_at_once():
-    def at_once(rows, width, k=2048):
-        return config.config(rows, width, k, H200).at_once(rows, H200)
+def test_which_selections_pack():
+    """Those whose programs hold all rows, and run all at once."""
 
-    assert all(at_once(rows, width) for rows in (1, 8, 64, 132) for width in (4096, 32768, 131072, 1 << 20))
-    assert not any(at_once(rows, width) for rows in (133, 4096) for width in (4096, 131072))
+    def packs(rows, width, k=2048):
+        return config.config(rows, width, k, H200).packs(rows, H200)
+
+    assert all(packs(rows, width) for rows in (1, 8, 64, 132) for width in (100, 4096, 32768))
+    assert all(packs(rows, 131072) for rows in (1, 8, 16)) and not packs(32, 131072) and not packs(1, 1 << 20)
+    assert not packs(1, 131072, 8192) and not any(packs(rows, width) for rows in (133, 4096) for width in (4096, 131072))
 
 
 def test_which_blocks_are_mapped():
@@ -137,8 +141,9 @@ def test_gpu(layout, device, monkeypatch):
     """One row and many, one row a program and shared ones, two rows a request, too many rows, and twenty times the same bits."""
     seen, layout = launches(monkeypatch), LAYOUTS[layout]
     for requests, next_n, context, k, apart in (
-        (1, 1, 4000, 2048, 0), (1, 1, 32768, 2048, 0), (1, 1, 131072, 2048, 0), (9, 2, 131072, 512, 0),
-        (33, 2, 65536, 2048, 0), (64, 2, 8192, 512, 0), (132, 1, 30000, 2048, 0), (67, 2, 3000, 512, 1), (3, 1, 9000, 8192, 0),
+        (1, 1, 4000, 2048, 0), (1, 1, 32768, 2048, 0), (1, 1, 131072, 2048, 0), (7, 2, 131072, 512, 0),
+        (14, 2, 65536, 2048, 0), (64, 2, 8192, 512, 0), (132, 1, 30000, 2048, 0), (3, 1, 9000, 8192, 0),
+        (67, 2, 3000, 512, 1), (64, 1, 131072, 2048, 1), (9, 1, 40000, 8192, 1),
     ):  # fmt: skip
         case = to(device, decode_case(layout, requests, next_n, context, block=64))
         chosen = index_topk_decode(*case, k, context, layout)
@@ -154,7 +159,7 @@ def test_gpu(layout, device, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_kinds_of_scores(kind, device):
-    for rows, width in ((1, 32768), (64, 8192), (3, 131072), (64, 131072), (2, 1 << 20), (20, 4096)):
+    for rows, width in ((1, 32768), (64, 8192), (3, 131072), (20, 4096), (130, 16384)):
         x = scores(kind, rows, width)
         ends = torch.randint(-5, width + 5, (rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
         table = tables(rows, width // 64)

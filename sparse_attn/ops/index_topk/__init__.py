@@ -115,8 +115,8 @@ def index_topk_decode_slots(
 
     Takes what ``index_topk_decode`` does; the block table is that of the cache to be read, in blocks as long as those of
     ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that function's result, at capacity
-    requests * next_n * top_k; where one launch selects all rows, and blocks are a multiple of 32 long, without a launch of
-    its own.
+    requests * next_n * top_k; where programs hold all rows at once, and blocks are a multiple of 32 long, without a launch
+    of its own.
     """
     arguments = _check_decode(
         q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl

@@ -90,7 +90,7 @@ def index_topk_decode_slots(
     logits_bytes: int,
     select: selection.TopkConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What selects packs as well, where all rows are selected at once and a line of columns lies in one block."""
+    """What selects packs as well, where programs hold all rows at once and a line of columns lies in one block."""
     indices, indptr = shapes.allocate_slots(q, top_k)
     rows, next_n = indptr.shape[0] - 1, q.shape[1]
     if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:
@@ -103,7 +103,7 @@ def index_topk_decode_slots(
     packing = counters[select.arrivals :]
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
     num_blocks, block_size = cache.shape[:2]
-    if step == rows and select.at_once(rows, target) and config.packs_blocks(num_blocks, block_size):
+    if step == rows and select.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
         slots = selection_kernels.Slots(indptr, packing, block_table, block_size, next_n)
         _select_decode(*inputs, indices, step, select, views, counters, slots)
     else:

@@ -53,12 +53,8 @@ class TopkConfig:
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
+    spread: bool = False  # a program leaves no room for another on its multiprocessor: they spread over all whenever they start
     reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
-
-    @property
-    def spread(self) -> bool:
-        """Whether a program leaves no room for another on its multiprocessor, so that they spread over all whenever they start."""
-        return self.window > 0
 
     @property
     def listed(self) -> int:
@@ -77,10 +73,9 @@ class TopkConfig:
         chunks = -(-(width + 31) // self.chunk)
         return min(-(-chunks // self.programs) * self.chunk, self.slots)
 
-    def at_once(self, rows: int, target: Target) -> bool:
-        """Whether every row has programs of its own, which certainly run all at once."""
-        groups = rows if self.short else self.groups
-        return groups == rows and rows * self.programs <= target.num_sms
+    def packs(self, rows: int, target: Target) -> bool:
+        """Whether rows can be stored one behind the other: programs that hold them certainly run all at once."""
+        return (self.short or self.held > 0) and rows * self.programs <= target.num_sms
 
     def fewer(self, rows: int) -> TopkConfig:
         """The same launch for no more rows than it was made for."""
@@ -99,9 +94,10 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
         if slots <= 4096:
             return TopkConfig(True, slots, max(2, slots // 512), digits=True)
         if slots == 8192:  # three programs on a multiprocessor, where there are as many
-            registers = None if rows <= target.num_sms else _at_most(80, target)
-            return TopkConfig(True, slots, 8, digits=True, max_registers=registers)
-        return TopkConfig(True, slots, 16, digits=True, window=WINDOW)
+            few = rows <= target.num_sms
+            registers = None if few else _at_most(80, target)
+            return TopkConfig(True, slots, 8, digits=True, max_registers=registers, spread=few)
+        return TopkConfig(True, slots, 16, digits=True, window=WINDOW, spread=True)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)
         registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor
@@ -115,7 +111,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     groups = rows if alone else min(rows, 2 * target.num_sms)
     common = TopkConfig(False, slots, 16, sampled=True, programs=programs, groups=groups, digits=True, reserve=reserve)
     if alone and programs >= LEAST_DEALT and each <= DEALT and each * programs <= BITS and 2 * k <= slots:
-        return replace(common, chunk=4096, keep=slots // programs * 3 // 4, held=each, window=WINDOW)
+        return replace(common, chunk=4096, keep=slots // programs * 3 // 4, held=each, window=WINDOW, spread=True)
     return replace(
         common,
         chunk=min(each, 16384 if alone else 8192),

@@ -68,17 +68,12 @@ def select_short_rows(
         select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WINDOW, THREADS)
 
 
-@triton.jit(
-    do_not_specialize=["rows", "width", "k", "keep", "capacity", "next_n", "max_blocks", "stride_logits_row"]
-)
+@triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
 def select_long_rows(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
-    out,  # int32 [rows, k], with a block table [rows * k]
-    indptr,  # int32 [rows + 1] or None
-    states,  # int64 [rows] or None, zero before and after
-    block_table,  # int32 [requests, max_blocks] or None
+    out,  # int32 [rows, k]
     candidates,  # int32 [groups * PROGRAMS, capacity]
     counts,  # int32 [groups * PROGRAMS]
     arrivals,  # int64 [groups], zero before and after
@@ -88,13 +83,9 @@ def select_long_rows(
     k,
     keep,
     capacity,
-    next_n,
-    max_blocks,
     stride_logits_row,  # in fours when ALIGNED
     stride_starts_row,
     stride_ends_row,
-    stride_table_request,
-    BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     SPAN: tl.constexpr,
@@ -118,9 +109,7 @@ def select_long_rows(
         start, end = tiles.limits(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
         length = end - start
         line = logits + row64 * stride_logits_row * UNIT
-        target = destination.of_row(
-            row64, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
-        )
+        target = row64, k
         columns = slot
         inside = slot < length
         key2 = tl.full([], 0, tl.int64)
@@ -167,8 +156,7 @@ def select_long_rows(
                     key3 = tl.where(again, key2 + 1, tl.minimum(key2 + thresholds.OCTAVE, thresholds.BEYOND))
         if hold:
             scores = tl.load(line + start + columns, mask=inside)
-            values = destination.values(target, columns)
-            select_held(out, scores, inside, values, key2, key3, table, target, k, THREADS)
+            select_held(out, scores, inside, columns, key2, key3, table, target, k, THREADS)
         if again:
             search_and_select(out, line + start, length, key2, table, target, k, CHUNK, THREADS)
 
@@ -191,7 +179,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     """Select k of every row of ``logits``, in one launch: columns into out [rows, k], or with ``slots``, then without
     row_starts, into out [rows * k].
 
-    launch: a TopkConfig, for ``slots`` one that runs at once; views, counters: what its scratch asks for.
+    launch: a TopkConfig, with ``slots`` one that packs; views, counters: what its scratch asks for.
     """
     rows, width = logits.shape
     k = out.numel() // rows
@@ -230,8 +218,8 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     else:
         candidates, counts = views if launch.sampled else (out, out)
         select_long_rows[(programs,)](
-            logits, row_starts, row_ends, out, *ragged, candidates, counts, counters, memory, rows, width, k, launch.keep,
-            launch.capacity(width), next_n, max_blocks, *strides, stride_table,
-            BLOCK_SIZE=block_size, SLOTS=launch.slots, CHUNK=launch.chunk, SPAN=launch.span, PROGRAMS=launch.programs,
-            SAMPLED=launch.sampled, SAMPLES=launch.samples, RUN=launch.run, THREADS=threads, **options,
+            logits, row_starts, row_ends, out, candidates, counts, counters, memory, rows, width, k, launch.keep,
+            launch.capacity(width), *strides,
+            SLOTS=launch.slots, CHUNK=launch.chunk, SPAN=launch.span, PROGRAMS=launch.programs, SAMPLED=launch.sampled,
+            SAMPLES=launch.samples, RUN=launch.run, THREADS=threads, **options,
         )  # fmt: skip
