@@ -1,18 +1,23 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernel tests on a GPU, a slice per test file; a finished slice is not run again.
-#   scripts/sanitize.sh [--tool memcheck|racecheck|initcheck|synccheck] [--hopper] [--out DIR] [tests/test_x.py ...]
-# --hopper: tests of the kernels for Hopper, on such a GPU, but those of the largest tensors. PYTHON=... picks the interpreter.
+#   scripts/sanitize.sh [--tool memcheck|racecheck|initcheck|synccheck] [--hopper] [--only EXPRESSION] [--out DIR]
+#       [tests/test_x.py ...]
+# --hopper: tests of the kernels for Hopper, on such a GPU, but those of the largest tensors and those that capture a graph, for
+# which memory has to be pooled. --only: of these, what pytest's -k selects, a slice of its own. PYTHON=... picks the interpreter.
 # Exit 1 where a slice failed, found an error or ran over its time.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 tool=memcheck
 select=(-m kernel)
+keep=
+only=
 out=
 while [ $# -gt 0 ]; do
     case $1 in
     --tool) tool=$2 && shift 2 ;;
-    --hopper) select=(-m gpu -k "not beyond_2_31 and not seventy_thousand") && shift ;;
+    --hopper) select=(-m gpu) keep="not beyond_2_31 and not seventy_thousand and not capture and not replays" && shift ;;
+    --only) only=$2 && shift 2 ;;
     --out) out=$2 && shift 2 ;;
     *) break ;;
     esac
@@ -23,6 +28,7 @@ if ! command -v compute-sanitizer >/dev/null; then
     exit 1
 fi
 mkdir -p "$out"
+[ -n "$keep$only" ] && select+=(-k "${keep:+$keep and }(${only:-test})")
 if [ $# -gt 0 ]; then
     files=("$@")
 elif [ "${select[1]}" = gpu ]; then
@@ -36,7 +42,7 @@ export SPARSE_ATTN_SMALL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1
 status=0
 printf '%-36s %-8s %s\n' "$tool" tests errors
 for file in "${files[@]}"; do
-    name=$(basename "$file" .py)
+    name=$(basename "$file" .py)${only:+"($only)"}
     report=$out/$name
     if [ ! -e "$report.done" ]; then
         timeout 540 compute-sanitizer --tool "$tool" --target-processes all \
