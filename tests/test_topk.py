@@ -232,11 +232,15 @@ def run(x, starts, ends, k, launch, device):
     return launched(x.to(device), *moved, k, launch).cpu()
 
 
+CASES = [
+    (path, kind)
+    for path in ("short", "shared", "short by digits", "windowed", "searched by digits", "dealt by digits")
+    for kind in KINDS
+] + [("shared by digits", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted
+
+
 @pytest.mark.kernel
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "path", ["short", "shared", "short by digits", "windowed", "shared by digits", "searched by digits", "dealt by digits"]
-)
+@pytest.mark.parametrize("path, kind", CASES)
 def test_kernel(path, kind, device, dirty_workspace):
     launch, width = SIZES[path]
     x = scores(kind, 2, width)
