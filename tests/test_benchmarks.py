@@ -181,6 +181,17 @@ def test_dry_bench_writes_records(tmp_path, monkeypatch, capsys):
     assert set(records[0]) == {"suite", "case", "us", "peer", "peer_us", "ratio", "floor_us"}
 
 
+def test_dry_counters(monkeypatch, capsys):
+    import counters
+
+    monkeypatch.setattr("sys.argv", ["counters.py", "--dry"])
+    assert counters.main() == 0
+    names = capsys.readouterr().out.splitlines()
+    assert len(set(names)) == len(names) and {name.split()[0].rstrip(",") for name in names} == {
+        "decode", "prefill", "scores", "paged", "top-k"
+    }  # fmt: skip
+
+
 def test_bench_goes_on_after_a_suite_that_fails(monkeypatch, capsys):
     import bench
     from benchmarks import registry

@@ -108,13 +108,15 @@ def paged_case(lens, heads, width, *, padding=0, table_width=None, clean=True, r
     num_blocks = requests * per + 3
     wide = torch.full((num_blocks, 64 * LAYOUT.row + padding), 0xFF, dtype=torch.uint8, device="cuda")
     cache = wide[:, : 64 * LAYOUT.row].unflatten(1, (64, LAYOUT.row))
-    table = torch.randperm(num_blocks, device="cuda")[: requests * per].int().view(requests, per)
+    table = torch.randperm(num_blocks)[: requests * per].int().view(requests, per)  # thousands of small steps: not on the GPU
+    slots = []
     for request, limits in enumerate(lens):
-        position = torch.arange(min(max(*limits, 0), per * 64, width), device="cuda")
-        slots = table[request, position // 64].long() * 64 + position % 64
-        LAYOUT.encode(cache, slots, torch.randn(len(position), 128, device="cuda"))
+        position = torch.arange(min(max(*limits, 0), per * 64, width))
+        slots.append(table[request, position // 64].long() * 64 + position % 64)
         if per > 1:
             table[request, request * 5 % per] = (-1, INT_MIN, INT_MAX, num_blocks)[request % 4]
+    slots, table = torch.cat(slots).cuda(), table.cuda()
+    LAYOUT.encode(cache, slots, torch.randn(len(slots), 128, device="cuda"))
     q, weights = codes(requests, next_n, heads, 128), torch.randn(requests * next_n, heads, device="cuda")
     chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
     results = []
