@@ -10,8 +10,7 @@ from sparse_attn.ops.topk import config as selection
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-
-MOST_SLOTS = 2**31 - 1  # beyond which there is none
+MOST_SLOTS = 2**31 - 1  # a slot from there on is none
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
