@@ -9,7 +9,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 parallel=()
 if "$python" -c 'import xdist' 2>/dev/null; then
     workers=$("$python" -c 'import os; print(min(8, os.cpu_count() or 1))')
-    parallel=(-n "$workers" --maxschedchunk 1) # tests last from milliseconds to a minute
+    parallel=(-n "$workers")
 fi
 
 failed=()

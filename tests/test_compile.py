@@ -45,6 +45,11 @@ def small(name: str, layers: int):
     )
 
 
+def layer_of(kind: str) -> CompressedSpec:
+    """V4, one layer of a kind."""
+    return replace(small("tiny_v4", 1), layer_kinds=(kind,), hash_layers=(False,))
+
+
 def model_of(name: str, cache: str, device="cpu", layers: int = 2) -> Model:
     spec = small(name, layers)
     return Model(spec, random_params(spec, seed=0, device=device), cache_layouts(spec, cache))
@@ -212,9 +217,11 @@ def test_two_compilations_serve_every_batch_and_length(name, layers):
 
 
 def test_inductor_on_cpu():
-    """Of V3.2: test_stacked_cache. A batch of one, a compilation of its own, is left to the test above and to the GPU."""
+    """A layer of V4 with an indexer; of V3.2: test_stacked_cache. The other kinds, and a batch of one, a compilation of its own,
+    are left to the test above and to the GPU."""
     fresh()
-    model = model_of("tiny_v4", "fp8", layers=3)
+    spec = layer_of("indexed")
+    model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp8"))
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     check_decode(model, compiled, exact=False, alone=False)
     assert not counters["graph_break"]
@@ -257,7 +264,7 @@ biased_grouped_topk""")
 
 
 def windowed_sequence(kind, prefill=False):
-    spec = replace(small("tiny_v4", 1), layer_kinds=(kind,), hash_layers=(False,))
+    spec = layer_of(kind)
     model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp8"))
     if prefill:
         return op_sequence(model, torch.zeros(9, dtype=torch.int64), prefill_plan(model, [7, 2], [0, 30], 60), 2)
