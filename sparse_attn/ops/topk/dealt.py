@@ -152,9 +152,11 @@ def select_dealt_rows(
         tl.debug_barrier()
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == PROGRAMS - 1:
             tl.store(arrivals + row, 0)
-            shift = base - start
             if not choose(
-                out, first, stride_offered, shift, table, target, k, MOST, HELD, PROGRAMS, WINDOW, THREADS
-            ):
+                out, first, stride_offered, base - start, table, target, k,
+                MOST, HELD, PROGRAMS, WINDOW, THREADS,
+            ):  # fmt: skip
                 zero = tl.full([], 0, tl.int64)
-                search_and_select(out, line + start, end - start, zero, table, target, k, CHUNK, THREADS)
+                search_and_select(
+                    out, line + start, end - start, zero, table, target, k, CHUNK, THREADS
+                )
