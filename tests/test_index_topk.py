@@ -8,7 +8,7 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
 from sparse_attn.ops import index_logits
-from sparse_attn.ops.index_topk import config, index_topk_decode, index_topk_prefill, shapes
+from sparse_attn.ops.index_topk import config, index_topk_decode, index_topk_decode_slots, index_topk_prefill, shapes
 from sparse_attn.ops.topk import config as selection
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.target import H200, target_of
@@ -188,6 +188,8 @@ def test_errors_name_the_argument():
         index_topk_decode(*case, 3, -1, layout)
     with pytest.raises(ValueError, match="^layout: "):
         index_topk_decode(*case, 3, 9, "fp8")
+    with pytest.raises(ValueError, match="^top_k: got .*allowed"):
+        index_topk_decode_slots(*case, 2**29, 9, layout)  # four rows
 
 
 # --- kernels

@@ -71,8 +71,9 @@ def workspace_size(
 
 @dataclass(frozen=True)
 class _Part:
-    """Decode rows or prefill rows. select_scratch: of what selects. most: rows at most, in groups of ``group``. keys: index keys a row is scored against.
-    attended: indices a row holds, for each kind of layer. fp8: the layout attention reads, if fp8."""
+    """Decode rows or prefill rows. select_scratch: of what selects for them. most: rows at most, in groups of ``group``. keys:
+    index keys a row is scored against. attended: indices a row holds, for each kind of layer. fp8: the layout attention
+    reads, if fp8."""
 
     select_scratch: Callable[..., Scratch]
     most: int
@@ -90,7 +91,8 @@ def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
     fp8 = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
-    yield _Part(index_topk_config.slots_scratch, bounds.max_batch * bounds.next_n, bounds.next_n, bounds.max_model_len, *shape, fp8)
+    decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, fp8)
     yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, None)
 
 
@@ -104,7 +106,8 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
         for tokens in (bounds.max_model_len, kv_rows)
     )
     fp8 = None if isinstance(layouts.kv, PlainLayout) else layouts.kv
-    yield _Part(index_topk_config.slots_scratch, bounds.max_batch * bounds.next_n, bounds.next_n, decode_keys, *shape, fp8)
+    decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, fp8)
     yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, prefill_keys, *shape, None)
 
 

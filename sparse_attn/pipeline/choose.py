@@ -53,7 +53,8 @@ def choose_decode_slots(
     return index_topk_decode_slots(*arguments, logits_bytes=logits_bytes, impl=impl)
 
 
-def _decode_rows(query, cache, block_table, keys, layout, top_k):
+def _decode_rows(query, cache, block_table, keys, layout, top_k) -> tuple[object, ...]:
+    """What the ops over decode rows take."""
     requests, next_n = keys.context_lens.shape
     rows = requests * next_n
     return (

@@ -6,11 +6,10 @@ import torch
 
 from sparse_attn.ops.index_topk.shapes import padded, rows_at_once
 from sparse_attn.ops.ragged import config as ragged
+from sparse_attn.ops.ragged.reference import NO_LIMIT
 from sparse_attn.ops.topk import config as selection
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
-
-MOST_SLOTS = 2**31 - 1  # a slot from there on is none
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
@@ -43,4 +42,4 @@ def slots_scratch_of(step: int, width: int, select: selection.TopkConfig, rows: 
 
 def packs_blocks(num_blocks: int, block_size: int) -> bool:
     """Whether what selects can map columns to slots: 32 side by side lie in one block, and every slot is one."""
-    return block_size % selection.WORD == 0 and num_blocks * block_size <= MOST_SLOTS
+    return block_size % selection.WORD == 0 and num_blocks * block_size <= NO_LIMIT
