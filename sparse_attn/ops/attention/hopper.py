@@ -38,7 +38,7 @@ from sparse_attn.ops.attention.hopper_pair import (
     right_pair,
     row_range,
     score_even,
-    score_half,
+    score_left,
 )
 
 
@@ -82,12 +82,12 @@ def _left_rows(
             zero = i >> 20
             product, m, l = left_pair(
                 scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase,
-                i + 1 == pairs, False, True,
+                i + 1 == pairs, HAS_REST, False, True,
             )  # fmt: skip
             phase = phase ^ 1
             if i + 1 < pairs:
                 pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, 0, HAS_REST)
-                acc = warpgroup_mma_wait(1, deps=(product,))
+                acc = warpgroup_mma_wait(1 + HAS_REST, deps=(product,))
                 release(bars[FREED + 2], True)
                 pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
                 ahead = (i + 1) * PAIR
@@ -107,7 +107,7 @@ def _left_rows(
         zero = count >> 31
         if token >= 0:
             await_keys(bars, 0, phase)
-        pending = score_half(query.index(zero), keys.index(zero), nothing, 0, True)  # of stale memory after the last row
+        pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)  # of stale memory after the last row
         finish(acc, l, m, 0, target, sums_to, drain, stride_out_head, HAS_SINK, False, ACC)
         if token >= 0:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
@@ -220,17 +220,17 @@ def _supply(
 
             mbarrier.wait(bars[FREED], phase)
             gather(keys.index(0).slice(0, HALF, dim=1), even_rows, even_valid, 0, HALF, LANES)
+            if HAS_REST:
+                gather(keys_rest.index(0), even_rows, even_valid, VALUE, REST, LANES)
             async_copy.mbarrier_arrive(bars[FILLED], increment_count=False)
             mbarrier.wait(bars[FREED + 3], phase)
             gather(keys.index(1).slice(HALF, HALF, dim=1), odd_rows, odd_valid, HALF, HALF, LANES)
-            if HAS_REST:
-                gather(keys_rest.index(1), odd_rows, odd_valid, VALUE, REST, LANES)
             async_copy.mbarrier_arrive(bars[FILLED + 3], increment_count=False)
             mbarrier.wait(bars[FREED + 1], phase)
             gather(keys.index(0).slice(HALF, HALF, dim=1), even_rows, even_valid, HALF, HALF, LANES)
-            if HAS_REST:
-                gather(keys_rest.index(0), even_rows, even_valid, VALUE, REST, LANES)
             async_copy.mbarrier_arrive(bars[FILLED + 1], increment_count=False)
+            if HAS_REST:
+                gather(keys_rest.index(1), odd_rows, odd_valid, VALUE, REST, LANES)
             mbarrier.wait(bars[FREED + 2], phase)
             gather(keys.index(1).slice(0, HALF, dim=1), odd_rows, odd_valid, 0, HALF, LANES)
             async_copy.mbarrier_arrive(bars[FILLED + 2], increment_count=False)
@@ -283,7 +283,7 @@ def attend(
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, REST], TILES)
         keys_rest = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, REST], TILES)
-        left_p = keys_rest  # the even tile's rest is free once it was scored
+        left_p = keys_rest  # the odd tile's rest is free once it was scored
     else:
         left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
         query_rest = query

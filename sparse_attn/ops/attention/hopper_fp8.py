@@ -189,27 +189,24 @@ def _put_part(into, codes, scales, part: gl.constexpr, GROUP: gl.constexpr, PLAN
 
 @gluon.jit
 def _put_half(
-    words, values, rest, record, valid, first_part, second_part, first_scales, second_scales, bars, tile: gl.constexpr,
-    half: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, REST_AT: gl.constexpr, PLANAR: gl.constexpr,
+    words, first_part, second_part, first_scales, second_scales, half: gl.constexpr, LATENT: gl.constexpr,
+    GROUP: gl.constexpr, PLANAR: gl.constexpr,
 ):  # fmt: skip
-    """Dequantise half a tile into shared memory; the right half brings the bf16 values along."""
+    """Dequantise half a tile into shared memory."""
     FIRST: gl.constexpr = half * HALF
-    if half == 1:
-        COPIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
-        source = (record + REST_AT // WORD).to(gl.pointer_type(gl.bfloat16), bitcast=True)
-        source = gl.convert_layout(source, gl.SliceLayout(1, COPIES))
-        into = values.slice(VALUE - REST, REST, dim=1) if PLANAR else rest
-        gather(into, source, gl.convert_layout(valid, gl.SliceLayout(1, COPIES)), 0, REST, COPIES)
-        async_copy.mbarrier_arrive(bars[FILLED + 2 * tile + half], increment_count=False)
     _put_part(words.slice(FIRST // 2, PART // 2, dim=1), first_part, first_scales, 0, GROUP, PLANAR)
     SECOND: gl.constexpr = min(PART, LATENT - FIRST - PART)
     _put_part(words.slice((FIRST + PART) // 2, SECOND // 2, dim=1), second_part, second_scales, 1, GROUP, PLANAR)
 
 
 @gluon.jit
-def _hand_over(bars, tile: gl.constexpr, half: gl.constexpr):
-    fence_async_shared()
-    signal(bars[FILLED + 2 * tile + half])
+def _copy_rest(into, record, valid, bar, REST_AT: gl.constexpr):
+    """The bf16 values of a tile; ``bar`` is told when they are there."""
+    COPIES: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # rows as those of codes
+    source = (record + REST_AT // WORD).to(gl.pointer_type(gl.bfloat16), bitcast=True)
+    source = gl.convert_layout(source, gl.SliceLayout(1, COPIES))
+    gather(into, source, gl.convert_layout(valid, gl.SliceLayout(1, COPIES)), 0, REST, COPIES)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -243,42 +240,40 @@ def _dequantise(
     first_part, second_part, first_scales, second_scales = _load_half(
         record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
     )
-    _fetch(record, valid, TOKEN)
     for i in range(pairs):
         here = (i >> 20) + tile
+        mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
+        named.index(here).store(valid.to(gl.int32))
+        if PLANAR and SOON == 1:
+            _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, bars[FILLED + 2 * tile + 1], REST_AT)
+        _put_half(
+            tiles_seen.index(here), first_part, second_part, first_scales, second_scales, SOON, LATENT, GROUP, PLANAR
+        )
+        if not PLANAR and tile == 0:
+            _copy_rest(keys_rest.index(here), record, valid, bars[FILLED], REST_AT)
+        signal(bars[FILLED + 2 * tile + SOON])
+        if not PLANAR and tile == 1:
+            mbarrier.wait(bars[FREED + 1], phase)  # left's probabilities were read there
+            _copy_rest(keys_rest.index(here), record, valid, bars[FILLED + 2], REST_AT)
         at += 2
-        next_valid, next_record, next_scales_at = _locate(
+        first_part, second_part, first_scales, second_scales = _load_half(
+            record, scales_at, valid, LATER, LATENT, GROUP, PLANAR, CODES
+        )
+        mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
+        if PLANAR and LATER == 1:
+            _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, bars[FILLED + 2 * tile + 1], REST_AT)
+        _put_half(
+            tiles_seen.index(here), first_part, second_part, first_scales, second_scales, LATER, LATENT, GROUP, PLANAR
+        )
+        signal(bars[FILLED + 2 * tile + LATER])
+        valid, record, scales_at = _locate(
             next_slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots,
             extra_block_size, extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
         )  # fmt: skip
-        _fetch(next_record, next_valid, TOKEN)
-        mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
-        named.index(here).store(valid.to(gl.int32))
-        _put_half(
-            tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_part, second_part,
-            first_scales, second_scales, bars, tile, SOON, LATENT, GROUP, REST_AT, PLANAR,
-        )  # fmt: skip
-        if PLANAR:
-            _hand_over(bars, tile, SOON)
-        first_later, second_later, first_later_scales, second_later_scales = _load_half(
-            record, scales_at, valid, LATER, LATENT, GROUP, PLANAR, CODES
-        )
-        if not PLANAR:
-            _hand_over(bars, tile, SOON)
-        next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
-        _put_half(
-            tiles_seen.index(here), keys.index(here), keys_rest.index(here), record, valid, first_later, second_later,
-            first_later_scales, second_later_scales, bars, tile, LATER, LATENT, GROUP, REST_AT, PLANAR,
-        )  # fmt: skip
-        if PLANAR:
-            _hand_over(bars, tile, LATER)
-        valid, record, scales_at = next_valid, next_record, next_scales_at
         first_part, second_part, first_scales, second_scales = _load_half(
             record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
         )
-        if not PLANAR:
-            _hand_over(bars, tile, LATER)
+        next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
         phase = phase ^ 1
 
 
@@ -346,15 +341,13 @@ def attend(
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, REST], TILES)
         keys_rest = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, REST], TILES)
-        left_p = keys_rest  # the even tile's rest is free once it was scored
+        left_p = keys_rest  # the odd tile's rest is free once it was scored
     else:
         left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
         query_rest = query
         keys_rest = keys
-    mbarrier.init(bars[FILLED], count=1)
-    mbarrier.init(bars[FILLED + 1], count=129)  # with the copies of every thread of a producer
-    mbarrier.init(bars[FILLED + 2], count=1)
-    mbarrier.init(bars[FILLED + 3], count=129)
+    for which in gl.static_range(FILLED, FREED):  # the half that the bf16 values come with: every thread of a producer, too
+        mbarrier.init(bars[which], count=1 if (which % 2 == 0) == PLANAR else 129)
     for which in gl.static_range(FREED, QUERY):
         mbarrier.init(bars[which], count=1)
     mbarrier.init(bars[QUERY], count=2)

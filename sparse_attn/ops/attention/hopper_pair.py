@@ -149,20 +149,29 @@ def finish(
 
 
 @gluon.jit
-def score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, half: gl.constexpr, HAS_REST: gl.constexpr):
-    """One half of an even tile's share of its scores, not awaited. nothing: what the left half starts from, whose result the
-    right half starts from."""
-    await_keys(bars, half, phase)
-    pending = score_half(query.index(zero), keys.index(zero), nothing, half, half == 0)
-    if HAS_REST and half == 1:
+def score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST: gl.constexpr):
+    """An even tile's scores by its left half and its rest, not awaited."""
+    pending = score_half(query.index(zero), keys.index(zero), nothing, 0, True)
+    if HAS_REST:
         pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero).permute((1, 0)), pending, is_async=True)
     return pending
 
 
 @gluon.jit
+def score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, half: gl.constexpr, HAS_REST: gl.constexpr):
+    """One half of an even tile's share of its scores, not awaited. nothing: what the left half starts from, whose result the
+    right half starts from."""
+    await_keys(bars, half, phase)
+    if half == 0:
+        return score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
+    else:
+        return score_half(query.index(zero), keys.index(zero), nothing, 1, False)
+
+
+@gluon.jit
 def left_pair(
     scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, last,
-    FLAGS: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_REST: gl.constexpr, FLAGS: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """From an even tile's scores to (the product of the odd one, not awaited, m, l). PERSISTENT: after the
     ``last`` pair of a row the queries' memory is wanted."""
@@ -190,7 +199,7 @@ def left_pair(
     rescale = gl.exp2(m - top)
     l = l * rescale
     sums.index(0).store(l)
-    left_p.index(zero).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
+    left_p.index(zero + HAS_REST).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
     fence_async_shared()
     signal(bars[LEFT_P])
     acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
@@ -212,10 +221,10 @@ def right_pair(
     nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
     await_keys(bars, 3, phase)
     pending = score_half(query.index(zero), keys.index(zero + 1), nothing, 1, True)
-    if HAS_REST:
-        pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True)
     await_keys(bars, 2, phase)
     pending = score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
+    if HAS_REST:
+        pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True)
     slot = name_keys(named, 1, first, left_over, place, FLAGS)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     z = masked(scores, slot, num_rows, scale_log2, FLAGS)
@@ -239,7 +248,7 @@ def right_pair(
     fence_async_shared()
     signal(bars[RIGHT_P])
     mbarrier.wait(bars[LEFT_P], phase)
-    product = warpgroup_mma(left_p.index(zero), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True)
+    product = warpgroup_mma(left_p.index(zero + HAS_REST), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True)
     product = warpgroup_mma_wait(1, deps=(product,))
     release(bars[FREED + 3], PERSISTENT)
     acc = warpgroup_mma_wait(0, deps=(product,))

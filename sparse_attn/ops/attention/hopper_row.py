@@ -75,12 +75,12 @@ def left(
         slot = name_keys(named, 0, i * PAIR, count - i * PAIR, place, FLAGS)
         product, m, l = left_pair(
             scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, False,
-            FLAGS, False,
+            HAS_REST, FLAGS, False,
         )  # fmt: skip
         phase = phase ^ 1
         if i + 1 < pairs:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, 0, HAS_REST)
-            acc = warpgroup_mma_wait(1, deps=(product,))
+            acc = warpgroup_mma_wait(1 + HAS_REST, deps=(product,))
             release(bars[FREED + 2], False)
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
             scores = warpgroup_mma_wait(0, deps=(pending,))
