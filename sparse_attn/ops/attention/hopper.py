@@ -107,7 +107,8 @@ def _left_rows(
         zero = count >> 31
         if token >= 0:
             await_keys(bars, 0, phase)
-        pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)  # of stale memory after the last row
+        # Of stale memory after the last row.
+        pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
         finish(acc, l, m, 0, target, sums_to, drain, stride_out_head, HAS_SINK, False, ACC)
         if token >= 0:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
@@ -229,7 +230,7 @@ def _supply(
             mbarrier.wait(bars[FREED + 1], phase)
             gather(keys.index(0).slice(HALF, HALF, dim=1), even_rows, even_valid, HALF, HALF, LANES)
             async_copy.mbarrier_arrive(bars[FILLED + 1], increment_count=False)
-            if HAS_REST:
+            if HAS_REST:  # left's probabilities were read there; told of with the left half
                 gather(keys_rest.index(1), odd_rows, odd_valid, VALUE, REST, LANES)
             mbarrier.wait(bars[FREED + 2], phase)
             gather(keys.index(1).slice(0, HALF, dim=1), odd_rows, odd_valid, 0, HALF, LANES)

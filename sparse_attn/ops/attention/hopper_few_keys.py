@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT, FETCH
+from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
 from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather
 
 BLOCK = gl.constexpr(16)  # words: what a tile's keys have side by side in a ring
@@ -25,6 +25,14 @@ BUFFERS = gl.constexpr(2)
 FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer
 SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
 DONE = gl.constexpr(4)  # how many mbarriers there are
+
+# Ask the L2 for $2 bytes at $1 if $3 is not zero; threads ask one by one.
+FETCH = gl.constexpr("""{
+.reg .pred wanted;
+setp.ne.b32 wanted, $3, 0;
+@wanted cp.async.bulk.prefetch.L2.global [$1], $2;
+mov.b32 $0, 0;
+}""")
 
 
 @gluon.jit

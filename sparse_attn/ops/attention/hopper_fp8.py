@@ -1,16 +1,18 @@
 """Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of hopper_row behind two producers.
 
 Each producer dequantises one tile of every pair, half by half in the order in which the consumers free them, the codes of
-the next half already on their way in registers; rows a pair ahead are fetched into the L2. Codes become bf16 exactly as
-the reference rounds them: NaN codes stay NaN, scales of any size count. Rows that an index does not name are zeros, and
-the producers tell the consumers which. The tiles of a row are those of its first cache, then those of the second.
+the next half on their way in registers while it waits. Codes become bf16 exactly as the reference rounds them: NaN codes
+stay NaN, scales of any size count. Rows that an index does not name are zeros, and the producers tell the consumers which.
+The tiles of a row are those of its first cache, then those of the second. The fence between these stores and the matrix
+unit is the consumers', after their wait: here it would await loads, too.
 
 Keys come in two forms. Interleaved: a record is LATENT codes, an fp32 scale per GROUP of them, and REST bf16 values that
 only score. Planar: VALUE - REST codes and REST bf16 values that are part of the value; power-of-two scales lie behind the
 records of a block, one byte per GROUP, four to a word and to half a tile.
 
-Floor, bytes: a record per named key and block of heads. What bounds it: the consumers' chain of products and exponentials
-(see hopper_pair), then the latency of the producers' loads.
+Floor, bytes: a record per named key and block of heads. What bounds it: of the four halves of a pair three are freed within
+1300 cycles, and two producers hold two halves in registers: the third comes a put and a load's latency later, and right's
+scores with it.
 """
 
 from triton.experimental import gluon
@@ -69,13 +71,6 @@ BY_PAIR = gl.constexpr(
     _decode("""cvt.rn.bf16x2.f32 pair, g, f;
 mul.rn.bf16x2 {}, pair, $3;""")
 )
-# Ask the L2 for $2 bytes at $1 if $3 is not zero; threads ask one by one.
-FETCH = gl.constexpr("""{
-.reg .pred wanted;
-setp.ne.b32 wanted, $3, 0;
-@wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.b32 $0, 0;
-}""")
 
 
 @gluon.jit
@@ -114,18 +109,6 @@ def _locate(
     else:
         record = cache + slot.to(gl.int64) * TOKEN
         return valid, record, record
-
-
-@gluon.jit
-def _fetch(record, valid, TOKEN: gl.constexpr):
-    """Ask the L2 for the records of a tile, one thread for each."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    ROWS: gl.constexpr = gl.SliceLayout(1, LANES)
-    lane = gl.arange(0, 4, layout=gl.SliceLayout(0, LANES))
-    wanted = gl.expand_dims(gl.convert_layout(valid, ROWS), 1) & gl.expand_dims(lane == 0, 0)
-    pointers, wanted = gl.broadcast(gl.expand_dims(gl.convert_layout(record, ROWS), 1), wanted.to(gl.int32))
-    size = gl.full([TILE, 4], TOKEN, gl.int32, LANES)
-    gl.inline_asm_elementwise(FETCH, "=r,l,r,r", [pointers, size, wanted], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -217,13 +200,14 @@ def _dequantise(
     PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """A producer: the even (``tile`` 0) or odd tiles of [start, end). Left takes the halves of an even tile in their
-    order, right those of an odd one in the other. Indices are read two pairs ahead, so that no load waits for another.
-    Loads of the next half go out before a half is handed over, or after that where they measured better (planar)."""
+    order, right those of an odd one in the other. ptxas has a thread await all its loads together, so records are located
+    and indices are read where codes have just been put away."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     SOON: gl.constexpr = tile  # the half that is needed first
     LATER: gl.constexpr = 1 - tile
+    REST_FILLED: gl.constexpr = FILLED + 2 * tile + (1 if PLANAR else 0)  # bf16 values come with the right or the left half
     tiles_seen = keys._reinterpret(gl.int32, [2, TILE, VALUE // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     extra_words = extra_cache.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -244,24 +228,28 @@ def _dequantise(
         here = (i >> 20) + tile
         mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
         named.index(here).store(valid.to(gl.int32))
+        if PLANAR:
+            rest = keys.index(here).slice(VALUE - REST, REST, dim=1)
+        else:
+            rest = keys_rest.index(here)
         if PLANAR and SOON == 1:
-            _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, bars[FILLED + 2 * tile + 1], REST_AT)
+            _copy_rest(rest, record, valid, bars[REST_FILLED], REST_AT)
         _put_half(
             tiles_seen.index(here), first_part, second_part, first_scales, second_scales, SOON, LATENT, GROUP, PLANAR
         )
         if not PLANAR and tile == 0:
-            _copy_rest(keys_rest.index(here), record, valid, bars[FILLED], REST_AT)
+            _copy_rest(rest, record, valid, bars[REST_FILLED], REST_AT)
         signal(bars[FILLED + 2 * tile + SOON])
         if not PLANAR and tile == 1:
             mbarrier.wait(bars[FREED + 1], phase)  # left's probabilities were read there
-            _copy_rest(keys_rest.index(here), record, valid, bars[FILLED + 2], REST_AT)
+            _copy_rest(rest, record, valid, bars[REST_FILLED], REST_AT)
         at += 2
         first_part, second_part, first_scales, second_scales = _load_half(
             record, scales_at, valid, LATER, LATENT, GROUP, PLANAR, CODES
         )
         mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
         if PLANAR and LATER == 1:
-            _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, bars[FILLED + 2 * tile + 1], REST_AT)
+            _copy_rest(rest, record, valid, bars[REST_FILLED], REST_AT)
         _put_half(
             tiles_seen.index(here), first_part, second_part, first_scales, second_scales, LATER, LATENT, GROUP, PLANAR
         )
@@ -346,8 +334,8 @@ def attend(
         left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
         query_rest = query
         keys_rest = keys
-    for which in gl.static_range(FILLED, FREED):  # the half that the bf16 values come with: every thread of a producer, too
-        mbarrier.init(bars[which], count=1 if (which % 2 == 0) == PLANAR else 129)
+    for which in gl.static_range(FILLED, FREED):  # with bf16 values: every thread of a producer, too
+        mbarrier.init(bars[which], count=129 if (which % 2 == 1) == PLANAR else 1)
     for which in gl.static_range(FREED, QUERY):
         mbarrier.init(bars[which], count=1)
     mbarrier.init(bars[QUERY], count=2)

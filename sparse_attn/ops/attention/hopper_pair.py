@@ -4,6 +4,7 @@
 the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the two agree
 on a running maximum per pair. Producers bring the tiles half by half, in the order in which the consumers free the halves.
 Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials, rescaling.
+What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of it
 and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
