@@ -45,7 +45,7 @@ def test_transformers_modules(count, hidden, iterations):
     streams, out, fn, base, scale = inputs(6, count, hidden)
     connection, head = theirs(count, hidden, iterations)
     connection.fn.data, connection.base.data, connection.scale.data = fn, base, scale
-    post, comb, collapsed = connection(streams.unsqueeze(0))
+    post, comb, collapsed = connection(streams.contiguous().unsqueeze(0))
     mix = hyper_mix(streams, fn, base, scale, iterations=iterations, **SETTINGS)
     for got, want in zip(mix, (collapsed, post, comb)):
         torch.testing.assert_close(got, want[0], rtol=1e-5, atol=1e-5)
@@ -54,7 +54,7 @@ def test_transformers_modules(count, hidden, iterations):
 
     head.hc_fn.data, head.hc_base.data, head.hc_scale.data = fn[:count], base[:count], scale[:1]
     got = hyper_head(streams, fn[:count], base[:count], scale[:1], **SETTINGS)
-    torch.testing.assert_close(got, head(streams.unsqueeze(0))[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, head(streams.contiguous().unsqueeze(0))[0], rtol=1e-5, atol=1e-5)
 
 
 def test_transformers_decoder_layer():
@@ -81,7 +81,7 @@ def test_transformers_decoder_layer():
         site.fn.data, site.base.data, site.scale.data = inputs(0, 4, 16, seed=seed)[2:]
 
     streams = inputs(7, 4, 16)[0]
-    want = layer(streams.unsqueeze(0))[0]
+    want = layer(streams.contiguous().unsqueeze(0))[0]
     for site in ("attention", "experts"):
         hyper = layer.attn_hc if site == "attention" else layer.ffn_hc
         mix = hyper_mix(streams, hyper.fn, hyper.base, hyper.scale, iterations=5, **SETTINGS)
@@ -105,7 +105,7 @@ def test_rounds_once(dtype, half_ulp):
     assert error.mean() < (rounded.double() - exact).abs().mean()
     connection, _ = theirs(4, 48, 20)
     connection.fn.data, connection.base.data, connection.scale.data = fn, base, scale
-    collapsed = connection(streams.unsqueeze(0))[2][0]
+    collapsed = connection(streams.contiguous().unsqueeze(0))[2][0]
     torch.testing.assert_close(mix.collapsed, collapsed, rtol=2 * half_ulp, atol=1e-5)
 
 

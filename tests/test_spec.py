@@ -127,6 +127,11 @@ def test_refused_configs(change, message):
         from_hf_config(config)
 
 
+@pytest.mark.parametrize("name", ["deepseek_sparse_attention", "indexed_attention"])
+def test_old_and_new_names_of_the_attention(name):
+    assert from_hf_config(PUBLISHED_V32 | {"layer_types": [name] * 61}) == from_hf_config(PUBLISHED_V32)
+
+
 def test_layer_lists_must_fit():
     with pytest.raises(ValueError, match="moe_layers: got 3 entries, allowed: num_layers = 4"):
         dataclasses.replace(tiny_v32(), moe_layers=(False, True, True))

@@ -11,6 +11,8 @@ from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 
 # model_type -> whether the indexer's rope is interleaved where the file does not say.
 MODEL_TYPES = {"deepseek_v32": False, "glm_moe_dsa": True}
+# What a file may call this attention: the latter since some transformers before 5.23.
+LAYER_TYPES = {"deepseek_sparse_attention", "indexed_attention"}
 # What the forward computes; a file that asks for anything else is refused.
 _FIXED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid",
@@ -68,8 +70,8 @@ def latent_spec(config: Mapping[str, Any]) -> Spec:
 
 def _moe_layers_of(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     kinds = config.get("layer_types")
-    if kinds is not None and set(kinds) != {"deepseek_sparse_attention"}:
-        raise ValueError(f"config layer_types: got {sorted(set(kinds))}, allowed: 'deepseek_sparse_attention' alone")
+    if kinds is not None and not (kinds and set(kinds) <= LAYER_TYPES):
+        raise ValueError(f"config layer_types: got {sorted(set(kinds))}, allowed: {' or '.join(sorted(LAYER_TYPES))} alone")
     types = config.get("mlp_layer_types")
     if types is None:
         if config.get("first_k_dense_replace") is None:
