@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+MAX_CAPACITY = 2**31 - 1  # indices that rows hold in all: int32 says where each starts
+
 
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
@@ -60,6 +62,11 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
 def check_at_least(name: str, value: int, minimum: int) -> None:
     if value < minimum:
         raise ValueError(f"{name}: got {value}, allowed: at least {minimum}")
+
+
+def check_room(name: str, rows: int, width: int) -> None:
+    if rows * width > MAX_CAPACITY:
+        raise ValueError(f"{name}: got {rows} rows of up to {width} indices, allowed: fewer than 2**31 in all")
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:

@@ -11,7 +11,6 @@ import torch
 from sparse_attn import checks
 from sparse_attn.layout import FP8_DTYPE, IndexFp8Layout, PlainLayout, check_cache
 from sparse_attn.ops.index_topk import op
-from sparse_attn.ops.ragged.reference import NO_LIMIT
 from sparse_attn.types import Ragged
 
 LOGITS_BYTES = 512 << 20
@@ -122,9 +121,7 @@ def index_topk_decode_slots(
     arguments = _check_decode(
         q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
     )  # fmt: skip
-    rows = q.shape[0] * q.shape[1]
-    if rows * top_k > NO_LIMIT:
-        raise ValueError(f"top_k: got {top_k} for {rows} rows, allowed: fewer than 2**31 in all")
+    checks.check_room("top_k", q.shape[0] * q.shape[1], top_k)
     return Ragged(*op.index_topk_decode_slots(*arguments))
 
 

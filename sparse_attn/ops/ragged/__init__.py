@@ -13,7 +13,6 @@ from sparse_attn.ops.ragged import op
 from sparse_attn.types import Ragged
 
 INDEX_DTYPES = (torch.int32,)
-MAX_CAPACITY = 2**31 - 1
 
 
 def build_ragged_indices_from_dense(
@@ -44,7 +43,7 @@ def build_ragged_indices_from_dense(
         checks.check_at_least("num_rows", num_rows, 0)
     checks.check_same_device(indices=indices, lengths=lengths, row_offsets=row_offsets)
     _check_capacity("indices", indices)
-    limit = MAX_CAPACITY if num_rows is None else num_rows
+    limit = checks.MAX_CAPACITY if num_rows is None else num_rows
     return Ragged(*op.build_ragged_indices_from_dense(indices, lengths, row_offsets, limit, impl))
 
 
@@ -99,7 +98,7 @@ def window_indices(
     _check_table(block_table, block_size)
     checks.check_at_least("window", window, 1)
     checks.check_same_device(positions=positions, request_ids=request_ids, block_table=block_table)
-    _check_room("window", positions.shape[0], window)
+    checks.check_room("window", positions.shape[0], window)
     return Ragged(*op.window_indices(positions, request_ids, block_table, block_size, window, impl))
 
 
@@ -124,7 +123,7 @@ def entry_indices(
     _check_table(block_table, block_size)
     checks.check_at_least("max_entries", max_entries, 0)
     checks.check_same_device(limits=limits, request_ids=request_ids, block_table=block_table)
-    _check_room("max_entries", limits.shape[0], max_entries)
+    checks.check_room("max_entries", limits.shape[0], max_entries)
     return Ragged(*op.entry_indices(limits, request_ids, block_table, block_size, max_entries, impl))
 
 
@@ -162,7 +161,7 @@ def combine_topk_swa_indices_ragged(
         positions=positions, topk=topk, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets
     )
     width = max_entries if topk is None else topk.shape[1]
-    _check_room("window", positions.shape[0], width + window)
+    checks.check_room("window", positions.shape[0], width + window)
     return Ragged(
         *op.combine_topk_swa_indices_ragged(
             topk, limits, positions, entry_offsets, window_offsets, window, max_entries, num_rows, impl
@@ -186,11 +185,6 @@ def _check_table(block_table: torch.Tensor, block_size: int) -> None:
     checks.check_at_least("block_size", block_size, 1)
 
 
-def _check_room(name: str, tokens: int, width: int) -> None:
-    if tokens * width > MAX_CAPACITY:
-        raise ValueError(f"{name}: got {tokens} rows of up to {width} indices, allowed: fewer than 2**31 in all")
-
-
 def _check_capacity(name: str, dense: torch.Tensor) -> None:
-    if dense.shape[0] * dense.shape[1] > MAX_CAPACITY:
+    if dense.shape[0] * dense.shape[1] > checks.MAX_CAPACITY:
         raise ValueError(f"{name}: got {list(dense.shape)}, allowed: fewer than 2**31 elements")
