@@ -163,16 +163,15 @@ def _fused() -> Iterator[Case]:
             width, layout.name, BUDGET,
         )  # fmt: skip
         yield Case("index_topk_decode", name, index_topk.index_topk_decode, decode, more)
-    for name, heads, rows, k, width, more in (
-        ("deepseek_v32", 64, 1, 2048, 32768, True),
-        ("deepseek_v32, 131072", 64, 4, 2048, 131072, True),
-        ("deepseek_v32, 64 x 131072", 64, 64, 2048, 131072, True),
-        ("deepseek_v32, 1024 rows", 64, 1024, 2048, 32768, True),
-        ("deepseek_v4_flash", 64, 64, 512, 8192, False),
+    for name, rows, k, width, more, where in (
+        ("deepseek_v32", 1, 2048, 32768, True, "sm_90"),
+        ("deepseek_v32, 131072", 4, 2048, 131072, True, ""),
+        ("deepseek_v32, 64 x 131072", 64, 2048, 131072, True, ""),
+        ("deepseek_v32, 1024 rows", 1024, 2048, 32768, True, ""),
+        ("deepseek_v4_flash", 64, 512, 8192, False, ""),
     ):
         slots = (
-            tensor(rows, 1, heads, 128, dtype=U8), floats(rows, heads), cache_of(FN), integers(rows, 1), integers(rows, 2048),
+            tensor(rows, 1, 64, 128, dtype=U8), floats(rows, 64), cache_of(FN), integers(rows, 1), integers(rows, 2048),
             k, width, FN.name, BUDGET,
         )  # fmt: skip
-        where = "sm_90" if name == "deepseek_v32" else ""
         yield Case("index_topk_decode_slots", name, index_topk.index_topk_decode_slots, slots, more, where)

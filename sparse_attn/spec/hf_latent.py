@@ -11,7 +11,7 @@ from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 
 # model_type -> whether the indexer's rope is interleaved where the file does not say.
 MODEL_TYPES = {"deepseek_v32": False, "glm_moe_dsa": True}
-# What a file may call this attention: the latter since some transformers before 5.23.
+# What files call this attention; transformers 5.23 says the latter.
 LAYER_TYPES = {"deepseek_sparse_attention", "indexed_attention"}
 # What the forward computes; a file that asks for anything else is refused.
 _FIXED = {

@@ -14,7 +14,7 @@ A list of tiles is the first cache's indices, then the second one's (TWO); a til
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
