@@ -12,7 +12,8 @@ import torch
 
 from sparse_attn import workspace
 
-GRAPH_US = 600.0  # length of one replay, so that what starts and ends it does not count
+GRAPH_US = 600.0  # length of one replay, so that what starts and ends it, some 20 us, does not count
+MOST_CALLS = 512  # in one replay
 
 
 class Ceiling(NamedTuple):
@@ -43,15 +44,7 @@ def time_graph(
         for call in calls:
             call()
         stream.synchronize()
-        estimate = _elapsed_us(lambda: [call() for call in calls])
-        rounds = max(1, min(64, math.ceil(GRAPH_US / max(estimate, 1e-3))))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(rounds):
-                for call in calls:
-                    call()
-        graph.replay()
-        one = _elapsed_us(graph.replay)
+        rounds, one, graph = _captured(calls, stream)
         time.sleep(rest_s)
         replays = max(min_replays, min(2000, int(target_ms * 1e3 / one)))
         pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
@@ -63,6 +56,24 @@ def time_graph(
         median = statistics.median(begin.elapsed_time(end) for begin, end in pairs)
         del graph
     return median * 1e3 / (rounds * len(calls))
+
+
+def _captured(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> tuple[int, float, torch.cuda.CUDAGraph]:
+    """(rounds of calls, microseconds, graph) of a replay. How long a call takes is known from replays alone: to launch a
+    small one takes the host longer."""
+    most = max(1, MOST_CALLS // len(calls))
+    rounds, wanted = 0, 1
+    while 4 * wanted > 5 * rounds:
+        rounds = wanted
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        graph.replay()
+        one = _elapsed_us(graph.replay)
+        wanted = min(most, math.ceil(rounds * GRAPH_US / one))
+    return rounds, one, graph
 
 
 def _elapsed_us(work: Callable[[], object]) -> float:
