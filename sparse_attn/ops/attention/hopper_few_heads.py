@@ -25,12 +25,13 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     BUFFERS,
     DONE,
     FULL,
+    SHARE,
     SPENT,
     fill_latents,
     fill_planar,
     fill_rows,
 )
-from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, normalise, row_range
+from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise, row_range
 
 WARPS = gl.constexpr(4)
 
@@ -212,15 +213,14 @@ def attend(
     known = gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], FLAT)
     maxima = gl.allocate_shared_memory(gl.float32, [1, WARPS, N], PLAIN)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    COPY_REST: gl.constexpr = FP8 and not PLANAR and N == 16
-    ring_rest = known
     if FP8:
-        ring = gl.allocate_shared_memory(gl.int32, [BUFFERS, 4, TILE, BLOCK], BLOCKS)
+        ring = gl.allocate_shared_memory(gl.int32, [2, 4, SHARE, BLOCK], BLOCKS)
+        ring_rest = gl.allocate_shared_memory(gl.int32, [2, SHARE, REST // 2], PLAIN)
+        SCALE_WORDS: gl.constexpr = SCALES // WORD if PLANAR else VALUE // GROUP
+        ring_scales = gl.allocate_shared_memory(gl.int32, [2, SHARE, SCALE_WORDS], PLAIN)
     if PLANAR:
-        two_ring = gl.allocate_shared_memory(gl.int32, [BUFFERS, 2, TILE, BLOCK], BLOCKS)
-        one_ring = gl.allocate_shared_memory(gl.int32, [BUFFERS, 1, TILE, BLOCK], BLOCKS)
-    if COPY_REST:
-        ring_rest = gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE, REST // 2], PLAIN)
+        two_ring = gl.allocate_shared_memory(gl.int32, [2, 2, SHARE, BLOCK], BLOCKS)
+        one_ring = gl.allocate_shared_memory(gl.int32, [2, 1, SHARE, BLOCK], BLOCKS)
     bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
@@ -229,7 +229,7 @@ def attend(
         query_rest = query
         keys_rest = keys
     for which in gl.static_range(FULL, SPENT):
-        mbarrier.init(bars.index(which), count=1 if FP8 else 129)  # with the copies of every thread
+        mbarrier.init(bars.index(which), count=2 if FP8 else 258)  # with the copies of every thread
     for which in gl.static_range(SPENT, DONE):
         mbarrier.init(bars.index(which), count=1)
     fence_async_shared()
@@ -266,10 +266,10 @@ def attend(
                 (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
                             tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
                             HAS_REST, HAS_SINK, SPLIT)),
-                (fill_planar, (keys, ring, two_ring, one_ring, known, bars, 0, tiles, extra_tiles, row, count, cache,
+                (fill_planar, (keys, ring, two_ring, one_ring, ring_rest, ring_scales, known, bars, 0, tiles, extra_tiles, row, count, cache,
                                num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
                                extra_block_size, stride_extra, GROUP, TOKEN, SCALES, TWO)),
-                (fill_planar, (keys, ring, two_ring, one_ring, known, bars, 1, tiles, extra_tiles, row, count, cache,
+                (fill_planar, (keys, ring, two_ring, one_ring, ring_rest, ring_scales, known, bars, 1, tiles, extra_tiles, row, count, cache,
                                num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
                                extra_block_size, stride_extra, GROUP, TOKEN, SCALES, TWO)),
             ],
@@ -282,10 +282,10 @@ def attend(
                 (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
                             tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
                             HAS_REST, HAS_SINK, SPLIT)),
-                (fill_latents, (keys, keys_rest, ring, ring_rest, known, bars, 0, row, count, cache, num_slots, block_size,
-                                stride_cache, GROUP, TOKEN, REST_AT, PAGED, COPY_REST)),
-                (fill_latents, (keys, keys_rest, ring, ring_rest, known, bars, 1, row, count, cache, num_slots, block_size,
-                                stride_cache, GROUP, TOKEN, REST_AT, PAGED, COPY_REST)),
+                (fill_latents, (keys, keys_rest, ring, ring_rest, ring_scales, known, bars, 0, row, count, cache, num_slots, block_size,
+                                stride_cache, GROUP, TOKEN, REST_AT, PAGED)),
+                (fill_latents, (keys, keys_rest, ring, ring_rest, ring_scales, known, bars, 1, row, count, cache, num_slots, block_size,
+                                stride_cache, GROUP, TOKEN, REST_AT, PAGED)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

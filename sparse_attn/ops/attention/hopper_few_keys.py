@@ -21,18 +21,11 @@ from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
 from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather
 
 BLOCK = gl.constexpr(16)  # words: what a tile's keys have side by side in a ring
+SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
 BUFFERS = gl.constexpr(2)
 FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer
 SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
 DONE = gl.constexpr(4)  # how many mbarriers there are
-
-# Ask the L2 for $2 bytes at $1 if $3 is not zero; threads ask one by one.
-FETCH = gl.constexpr("""{
-.reg .pred wanted;
-setp.ne.b32 wanted, $3, 0;
-@wanted cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.b32 $0, 0;
-}""")
 
 
 @gluon.jit
@@ -62,7 +55,7 @@ def _put_codes(into, codes, factors):
     low, high = gl.inline_asm_elementwise(
         BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    into.store(gl.reshape(gl.join(low, high), [TILE, codes.shape[1] * codes.shape[2] * 2]))
+    into.store(gl.reshape(gl.join(low, high), [SHARE, codes.shape[1] * codes.shape[2] * 2]))
 
 
 @gluon.jit
@@ -77,16 +70,6 @@ def _load_codes(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexpr
 
 
 @gluon.jit
-def _load_words(words, offsets, valid, LANES: gl.constexpr):
-    """The bf16 values [TILE, REST] of records, as words."""
-    word = gl.arange(0, REST // 2, layout=gl.SliceLayout(0, LANES))
-    rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
-    known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
-    pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
-    return gl.load(pointers, mask=gl.expand_dims(known, 1), other=0)
-
-
-@gluon.jit
 def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr, PAGED: gl.constexpr):
     """int64 offsets of records, in words."""
     slots = gl.where(valid, slots, 0)
@@ -95,14 +78,6 @@ def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr,
         return block.to(gl.int64) * stride_block * (UNIT // WORD) + (slots - block * block_size) * (TOKEN // WORD)
     else:
         return slots.to(gl.int64) * (TOKEN // WORD)
-
-
-@gluon.jit
-def _load_scales(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr):
-    """fp32 scales [TILE, GROUPS] that start at word ``first`` of a record."""
-    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
-    at = gl.expand_dims(offsets, 1) + gl.expand_dims(group + first, 0)
-    return gl.load(words.to(gl.pointer_type(gl.float32), bitcast=True) + at, mask=gl.expand_dims(valid, 1), other=0.0)
 
 
 @gluon.jit
@@ -118,12 +93,13 @@ def _copy_codes(ring, words, offsets, valid, CODES: gl.constexpr):
 
 @gluon.jit
 def _copied_codes(ring, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
-    return gl.convert_layout(gl.reshape(ring.permute((1, 0, 2)).load(CODES), [TILE, GROUPS, GROUP // 4]), CODES)
+    return gl.convert_layout(gl.reshape(ring.permute((1, 0, 2)).load(CODES), [SHARE, GROUPS, GROUP // 4]), CODES)
 
 
 @gluon.jit
 def _copy_words(ring, words, offsets, valid, LANES: gl.constexpr):
-    word = gl.arange(0, REST // 2, layout=gl.SliceLayout(0, LANES))
+    """Words of records, from ``words`` on, into a ring [SHARE, words of a key]."""
+    word = gl.arange(0, ring.shape[1], layout=gl.SliceLayout(0, LANES))
     rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
     known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
     pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
@@ -131,84 +107,70 @@ def _copy_words(ring, words, offsets, valid, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _fetch_latents(words, slots, num_slots, block_size, stride_block, TOKEN: gl.constexpr, PAGED: gl.constexpr):
-    """Ask the L2 for the records of a tile, whose slots every second thread of a pair has, too."""
-    valid = in_cache(slots, 0, 0, num_slots, num_slots, False)
-    record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
-    asks = valid & (gl.arange(0, 2 * TILE, layout=slots.type.layout) % 2 == 0)
-    size = gl.full([2 * TILE], TOKEN, gl.int32, slots.type.layout)
-    operands = [words + record, size, asks.to(gl.int32)]
-    gl.inline_asm_elementwise(FETCH, "=r,l,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+def _copy_latents(
+    ring, ring_rest, ring_scales, words, record, valid, REST_AT: gl.constexpr, CODES: gl.constexpr, LANES: gl.constexpr
+):
+    """Left halves, bf16 values and scales of a share, into its rings."""
+    _copy_codes(ring, words, record, valid, CODES)
+    _copy_words(ring_rest, words + REST_AT // WORD, record, valid, LANES)
+    _copy_words(ring_scales, words + VALUE // WORD, record, valid, LANES)
+    async_copy.commit_group()
 
 
 @gluon.jit
 def fill_latents(
-    keys, keys_rest, ring, ring_rest, known, bars, which: gl.constexpr, indices, count, cache, num_slots, block_size,
-    stride_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
-    COPY_REST: gl.constexpr,
+    keys, keys_rest, ring, ring_rest, ring_scales, known, bars, which: gl.constexpr, indices, count, cache, num_slots,
+    block_size, stride_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values. The left half's codes come by the ring, with
-    COPY_REST the bf16 values too; without, registers do not suffice to refill it before the half is dequantised."""
+    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values. The right half's codes are loaded where those of
+    the tile before were just put away, the rest comes by the rings."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    HALF_GROUPS: gl.constexpr = VALUE // GROUP // 2
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES).index(which)
-    into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES).index(which)
+    GROUPS: gl.constexpr = VALUE // GROUP // 2  # of a half
+    FIRST: gl.constexpr = which * SHARE
+    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
+    into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    pair = gl.arange(0, 2 * TILE, layout=gl.BlockedLayout([1], [32], [4], [0])) // 2
+    place = gl.arange(0, SHARE, layout=gl.SliceLayout(1, SCALES)) + FIRST
     tiles = gl.maximum((count + TILE - 1) // TILE, 1)
-    slots = tile_slots(which, tiles, indices, count, indices, count, place, False)
-    ahead = tile_slots(which + BUFFERS, tiles, indices, count, indices, count, place, False)
+    slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
+    next_slots = tile_slots(1, tiles, indices, count, indices, count, place, False)
+    ahead = tile_slots(2, tiles, indices, count, indices, count, place, False)
     valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
     record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
-    _copy_codes(ring.index(which), words, record, valid, CODES)
-    if COPY_REST:
-        _copy_words(ring_rest.index(which), words + REST_AT // 4, record, valid, LANES)
-    async_copy.commit_group()
-    left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
-    right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
-    right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
-    if not COPY_REST:
-        rest = _load_words(words + REST_AT // 4, record, valid, LANES)
-    far = tile_slots(which + BUFFERS, tiles, indices, count, indices, count, pair, False)
-    _fetch_latents(words, far, num_slots, block_size, stride_block, TOKEN, PAGED)
-    far = tile_slots(which + 2 * BUFFERS, tiles, indices, count, indices, count, pair, False)
-    phase = 1
-    for tile in range(which, tiles, BUFFERS):
-        next_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
-        next_record = _latent_offsets(ahead, next_valid, block_size, stride_block, TOKEN, PAGED)
+    _copy_latents(
+        ring.index(which), ring_rest.index(which), ring_scales.index(which), words, record, valid, REST_AT, CODES, LANES
+    )
+    right = _load_codes(words, record, valid, GROUPS, GROUPS, GROUP, CODES)
+    next_valid = in_cache(next_slots, 0, tiles, num_slots, num_slots, False)
+    next_record = _latent_offsets(next_slots, next_valid, block_size, stride_block, TOKEN, PAGED)
+    for tile in range(tiles):
+        buffer = tile % BUFFERS
         async_copy.wait_group(0)
-        if COPY_REST:
-            left = _copied_codes(ring.index(which), HALF_GROUPS, GROUP, CODES)
-            rest = ring_rest.index(which).load(LANES)
-            _copy_codes(ring.index(which), words, next_record, next_valid, CODES)
-            _copy_words(ring_rest.index(which), words + REST_AT // 4, next_record, next_valid, LANES)
-            async_copy.commit_group()
-            mbarrier.wait(bars.index(SPENT + which), phase)
-            _put_codes(into.slice(0, VALUE // 4, dim=1), left, left_scales)
-        else:
-            mbarrier.wait(bars.index(SPENT + which), phase)
-            left = _copied_codes(ring.index(which), HALF_GROUPS, GROUP, CODES)
-            _put_codes(into.slice(0, VALUE // 4, dim=1), left, left_scales)
-            _copy_codes(ring.index(which), words, next_record, next_valid, CODES)
-            async_copy.commit_group()
-        _put_codes(into.slice(VALUE // 4, VALUE // 4, dim=1), right, right_scales)
-        into_rest.store(rest)
-        known.index(which).store(valid.to(gl.int32))
-        signal(bars.index(FULL + which))
-        phase = phase ^ 1
+        left = _copied_codes(ring.index(which), GROUPS, GROUP, CODES)
+        rest = ring_rest.index(which).load(LANES)
+        left_scales = ring_scales.index(which).slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        right_scales = ring_scales.index(which).slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        _copy_latents(
+            ring.index(which), ring_rest.index(which), ring_scales.index(which), words, next_record, next_valid, REST_AT,
+            CODES, LANES,
+        )  # fmt: skip
+        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        share = into.index(buffer).slice(FIRST, SHARE, dim=0)
+        _put_codes(share.slice(VALUE // 4, VALUE // 4, dim=1), right, right_scales)
+        after_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
+        after = _latent_offsets(ahead, after_valid, block_size, stride_block, TOKEN, PAGED)
+        right = _load_codes(words, next_record, next_valid, GROUPS, GROUPS, GROUP, CODES)
+        ahead = tile_slots(tile + 3, tiles, indices, count, indices, count, place, False)
+        _put_codes(share.slice(0, VALUE // 4, dim=1), left, left_scales)
+        into_rest.index(buffer).slice(FIRST, SHARE, dim=0).store(rest)
+        known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
+        signal(bars.index(FULL + buffer))
         valid = next_valid
-        record = next_record
-        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, indices, count, place, False)
-        left_scales = _load_scales(words, record, valid, VALUE // 4, HALF_GROUPS, CODES)
-        right_scales = _load_scales(words, record, valid, VALUE // 4 + HALF_GROUPS, HALF_GROUPS, CODES)
-        right = _load_codes(words, record, valid, HALF_GROUPS, HALF_GROUPS, GROUP, CODES)
-        if not COPY_REST:
-            rest = _load_words(words + REST_AT // 4, record, valid, LANES)
-        _fetch_latents(words, far, num_slots, block_size, stride_block, TOKEN, PAGED)
-        far = tile_slots(tile + 3 * BUFFERS, tiles, indices, count, indices, count, pair, False)
+        next_valid = after_valid
+        next_record = after
     async_copy.wait_group(0)
 
 
@@ -241,60 +203,72 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
 
 
 @gluon.jit
-def fill_planar(
-    keys, four_ring, two_ring, one_ring, known, bars, which: gl.constexpr, tiles, extra_tiles, indices, count, cache,
-    num_slots, block_size, stride_block, extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size,
-    stride_extra_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+def _copy_planar(
+    four_ring, two_ring, one_ring, ring_rest, ring_scales, words, record, scales, valid, CODES: gl.constexpr,
+    LANES: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """VALUE - REST codes in seven groups, by the rings, and REST bf16 values; ue8m0 scales behind a block's records."""
+    """All of a share, into its rings."""
+    _copy_codes(four_ring, words, record, valid, CODES)
+    _copy_codes(two_ring, words + 4 * BLOCK, record, valid, CODES)
+    _copy_codes(one_ring, words + 6 * BLOCK, record, valid, CODES)
+    _copy_words(ring_rest, words + (VALUE - REST) // WORD, record, valid, LANES)
+    _copy_words(ring_scales, words, scales, valid, PAIRS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def fill_planar(
+    keys, four_ring, two_ring, one_ring, ring_rest, ring_scales, known, bars, which: gl.constexpr, tiles, extra_tiles,
+    indices, count, cache, num_slots, block_size, stride_block, extra_indices, extra_count, extra_cache, extra_num_slots,
+    extra_block_size, stride_extra_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+):  # fmt: skip
+    """VALUE - REST codes in seven groups and REST bf16 values; ue8m0 scales behind a block's records. All by the rings."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES).index(which)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    slots = tile_slots(which, tiles, indices, count, extra_indices, extra_count, place, TWO)
-    ahead = tile_slots(which + BUFFERS, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    FIRST: gl.constexpr = which * SHARE
+    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
+    place = gl.arange(0, SHARE, layout=KEYS) + FIRST
+    slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    ahead = tile_slots(1, tiles, indices, count, extra_indices, extra_count, place, TWO)
     words, record, scales, valid = _planar_record(
-        slots, which, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
+        slots, 0, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
         stride_extra_block, TOKEN, SCALES, TWO,
     )  # fmt: skip
-    _copy_codes(four_ring.index(which), words, record, valid, CODES)
-    _copy_codes(two_ring.index(which), words + 4 * BLOCK, record, valid, CODES)
-    _copy_codes(one_ring.index(which), words + 6 * BLOCK, record, valid, CODES)
-    async_copy.commit_group()
-    low = gl.load(words + scales, mask=valid, other=0)
-    high = gl.load(words + scales + 1, mask=valid, other=0)
-    rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
-    phase = 1
-    for tile in range(which, gl.maximum(tiles + extra_tiles, 1), BUFFERS):
-        next_words, next_record, next_scales, next_valid = _planar_record(
-            ahead, tile + BUFFERS, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
+    _copy_planar(
+        four_ring.index(which), two_ring.index(which), one_ring.index(which), ring_rest.index(which),
+        ring_scales.index(which), words, record, scales, valid, CODES, LANES, PAIRS,
+    )  # fmt: skip
+    for tile in range(gl.maximum(tiles + extra_tiles, 1)):
+        buffer = tile % BUFFERS
+        words, record, scales, next_valid = _planar_record(
+            ahead, tile + 1, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
             extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
         )  # fmt: skip
+        ahead = tile_slots(tile + 2, tiles, indices, count, extra_indices, extra_count, place, TWO)
         async_copy.wait_group(0)
         four = _copied_codes(four_ring.index(which), 4, GROUP, CODES)
         two = _copied_codes(two_ring.index(which), 2, GROUP, CODES)
         one = _copied_codes(one_ring.index(which), 1, GROUP, CODES)
-        _copy_codes(four_ring.index(which), next_words, next_record, next_valid, CODES)
-        _copy_codes(two_ring.index(which), next_words + 4 * BLOCK, next_record, next_valid, CODES)
-        _copy_codes(one_ring.index(which), next_words + 6 * BLOCK, next_record, next_valid, CODES)
-        async_copy.commit_group()
-        mbarrier.wait(bars.index(SPENT + which), phase)
-        _put_codes(into.slice(0, 2 * GROUP, dim=1), four, _power(low, 0, 4, CODES))
-        _put_codes(into.slice(2 * GROUP, GROUP, dim=1), two, _power(high, 0, 2, CODES))
-        _put_codes(into.slice(3 * GROUP, GROUP // 2, dim=1), one, _power(high, 2, 1, CODES))
-        into.slice((VALUE - REST) // 2, REST // 2, dim=1).store(rest)
-        known.index(which).store(valid.to(gl.int32))
-        signal(bars.index(FULL + which))
-        phase = phase ^ 1
-        words = next_words
-        record = next_record
-        scales = next_scales
+        rest = ring_rest.index(which).load(LANES)
+        low, high = gl.split(ring_scales.index(which).load(PAIRS))
+        _copy_planar(
+            four_ring.index(which), two_ring.index(which), one_ring.index(which), ring_rest.index(which),
+            ring_scales.index(which), words, record, scales, next_valid, CODES, LANES, PAIRS,
+        )  # fmt: skip
+        low = gl.convert_layout(low, KEYS)
+        high = gl.convert_layout(high, KEYS)
+        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        share = into.index(buffer).slice(FIRST, SHARE, dim=0)
+        _put_codes(share.slice(0, 2 * GROUP, dim=1), four, _power(low, 0, 4, CODES))
+        _put_codes(share.slice(2 * GROUP, GROUP, dim=1), two, _power(high, 0, 2, CODES))
+        _put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one, _power(high, 2, 1, CODES))
+        share.slice((VALUE - REST) // 2, REST // 2, dim=1).store(rest)
+        known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
+        signal(bars.index(FULL + buffer))
         valid = next_valid
-        ahead = tile_slots(tile + 2 * BUFFERS, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        low = gl.load(words + scales, mask=valid, other=0)
-        high = gl.load(words + scales + 1, mask=valid, other=0)
-        rest = _load_words(words + (VALUE - REST) // 4, record, valid, LANES)
     async_copy.wait_group(0)
 
 
@@ -304,19 +278,19 @@ def fill_rows(
 ):
     """bf16 rows, copied."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, LANES))
+    FIRST: gl.constexpr = which * SHARE
+    place = gl.arange(0, SHARE, layout=gl.SliceLayout(1, LANES)) + FIRST
     tiles = gl.maximum((count + TILE - 1) // TILE, 1)
-    slots = tile_slots(which, tiles, indices, count, indices, count, place, False)
-    phase = 1
-    for tile in range(which, tiles, BUFFERS):
+    slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
+    for tile in range(tiles):
+        buffer = tile % BUFFERS
         valid = in_cache(slots, 0, tiles, num_rows, num_rows, False)
         rows = kv + slots.to(gl.int64) * stride_row * (UNIT // 2)
-        slots = tile_slots(tile + BUFFERS, tiles, indices, count, indices, count, place, False)
-        mbarrier.wait(bars.index(SPENT + which), phase)
-        gather(keys.index(which), rows, valid, 0, VALUE, LANES)
+        slots = tile_slots(tile + 1, tiles, indices, count, indices, count, place, False)
+        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        gather(keys.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, 0, VALUE, LANES)
         if HAS_REST:
-            gather(keys_rest.index(which), rows, valid, VALUE, REST, LANES)
-        async_copy.mbarrier_arrive(bars.index(FULL + which), increment_count=False)
-        known.index(which).store(valid.to(gl.int32))
-        signal(bars.index(FULL + which))
-        phase = phase ^ 1
+            gather(keys_rest.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, VALUE, REST, LANES)
+        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
+        known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
+        signal(bars.index(FULL + buffer))
