@@ -139,7 +139,7 @@ def hopper_few_heads(
     if layout is not None and (not _hopper_reads(layout) or d_qk != layout.dim):
         return None
     padded = 16 if heads <= 16 else 32
-    registers = 136 if layout is None else 168 if padded == 16 else 136
+    registers = 168 if padded == 16 and layout is not None else 136
     tiles = max(1, -(-capacity // (tokens * FEW_TILE)))
     return FewHeadsConfig(padded, registers, parts_of(TILES, tokens, 1, tiles, target.num_sms, invariant))
 

@@ -1,8 +1,8 @@
 """Sparse attention with few heads on Hopper: a program serves all heads of a row and a share of its keys, products swapped.
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
-columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes; two produce, each every
-other tile of 64 keys (hopper_few_keys). Sums over keys stay with the threads that hold them until the end; only the maximum
+columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes; two produce, each half
+of every tile of 64 keys (hopper_few_keys). Sums over keys stay with the threads that hold them until the end; only the maximum
 crosses warps in every tile.
 
 Floor, bytes: every named record once. What bounds it: the matrix unit reads a key's 2 * (d_qk + d_v) bytes out of shared

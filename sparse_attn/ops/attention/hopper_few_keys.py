@@ -1,10 +1,10 @@
 """Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16, out of every kind of cache.
 
-A warpgroup fills one buffer, with every other tile, and says which of its keys exist. fp8 records pass through registers:
-values are code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. Part of a tile's words is copied a tile
-ahead into a ring, by every thread for itself: copies pass by the L1, which has little room for loads beside so much shared
-memory. The others are loaded once the tile before was handed over, and with them the indices of the tile after, since ptxas
-has threads await all their loads together. bf16 rows are copied. Rows that an index does not name are zeros.
+Each of the two brings SHARE keys of every tile, and says which of them exist. fp8 records pass through registers: values are
+code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. What is read of a record is copied a tile ahead into a
+ring: copies pass by the L1, which has little room for loads beside so much shared memory. ptxas has a thread await all its
+loads together, so what there is no ring for is loaded where what it follows was just put away, and indices with it, two tiles
+before they are needed. bf16 rows are copied. Rows that an index does not name are zeros.
 
 The fence between these stores and the matrix unit is the consumer's, after its wait: here it would await loads, too.
 
@@ -23,7 +23,7 @@ from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD,
 BLOCK = gl.constexpr(16)  # words: what a tile's keys have side by side in a ring
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
 BUFFERS = gl.constexpr(2)
-FULL = gl.constexpr(0)  # mbarriers: buffer filled, by its producer
+FULL = gl.constexpr(0)  # mbarriers: buffer filled, by both producers
 SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
 DONE = gl.constexpr(4)  # how many mbarriers there are
 
@@ -50,7 +50,7 @@ def in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO: gl.constexpr):
 
 @gluon.jit
 def _put_codes(into, codes, factors):
-    """Dequantise int32 words of codes [TILE, groups, words] by factors [TILE, groups] into shared memory, seen as words."""
+    """Dequantise int32 words of codes [SHARE, groups, words] by factors [SHARE, groups] into shared memory, seen as words."""
     factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
     low, high = gl.inline_asm_elementwise(
         BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -60,7 +60,7 @@ def _put_codes(into, codes, factors):
 
 @gluon.jit
 def _load_codes(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
-    """int32 words [TILE, GROUPS, GROUP / 4] of records, from group ``first`` on."""
+    """int32 words [SHARE, GROUPS, GROUP / 4] of records, from group ``first`` on."""
     WORDS: gl.constexpr = GROUP // 4
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
@@ -82,7 +82,7 @@ def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr,
 
 @gluon.jit
 def _copy_codes(ring, words, offsets, valid, CODES: gl.constexpr):
-    """Codes of records, from ``words`` on, into a ring [blocks, TILE, BLOCK]."""
+    """Codes of records, from ``words`` on, into a ring [blocks, SHARE, BLOCK]."""
     block = gl.arange(0, ring.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
     place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * BLOCK, 0)
@@ -122,8 +122,8 @@ def fill_latents(
     keys, keys_rest, ring, ring_rest, ring_scales, known, bars, which: gl.constexpr, indices, count, cache, num_slots,
     block_size, stride_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values. The right half's codes are loaded where those of
-    the tile before were just put away, the rest comes by the rings."""
+    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values. All but the right half's codes comes by the
+    rings."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
@@ -196,7 +196,7 @@ def _planar_record(
 
 @gluon.jit
 def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr):
-    """fp32 powers of two [TILE, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 * first."""
+    """fp32 powers of two [SHARE, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 * first."""
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     bits = (gl.expand_dims(exponents, 1) >> gl.expand_dims((group + first) * 8, 0) & 0xFF) << 23
     return gl.where(bits == 0, 1 << 22, bits).to(gl.float32, bitcast=True)  # 2^-127 is subnormal
