@@ -122,6 +122,7 @@ class FewHeadsConfig:
 
     heads: int
     producer_registers: int
+    asker_registers: int
     parts: tuple[Part, ...]
     num_warps: int = 4
 
@@ -139,9 +140,10 @@ def hopper_few_heads(
     if layout is not None and (not _hopper_reads(layout) or d_qk != layout.dim):
         return None
     padded = 16 if heads <= 16 else 32
-    registers = 168 if padded == 16 and layout is not None else 136
+    registers = 136 if layout is None else 112 if padded == 16 else 104
+    asker = 96 if padded == 16 else 80
     tiles = max(1, -(-capacity // (tokens * FEW_TILE)))
-    return FewHeadsConfig(padded, registers, parts_of(TILES, tokens, 1, tiles, target.num_sms, invariant))
+    return FewHeadsConfig(padded, registers, asker, parts_of(TILES, tokens, 1, tiles, target.num_sms, invariant))
 
 
 def leaves_room(programs: int, target: Target) -> bool:

@@ -24,12 +24,15 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     BLOCK,
     BUFFERS,
     DONE,
+    EMPTY,
     FULL,
-    SHARE,
+    READY,
     SPENT,
-    fill_latents,
-    fill_planar,
+    ask_latents,
+    ask_planar,
     fill_rows,
+    put_latents,
+    put_planar,
 )
 from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise, row_range
 
@@ -200,6 +203,7 @@ def attend(
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    ASKER_REGISTERS: gl.constexpr,  # of fp8 caches
 ):
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     NARROW: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * N, element_bitwidth=16, rank=2)
@@ -214,13 +218,12 @@ def attend(
     maxima = gl.allocate_shared_memory(gl.float32, [1, WARPS, N], PLAIN)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     if FP8:
-        ring = gl.allocate_shared_memory(gl.int32, [2, 4, SHARE, BLOCK], BLOCKS)
-        ring_rest = gl.allocate_shared_memory(gl.int32, [2, SHARE, REST // 2], PLAIN)
         SCALE_WORDS: gl.constexpr = SCALES // WORD if PLANAR else VALUE // GROUP
-        ring_scales = gl.allocate_shared_memory(gl.int32, [2, SHARE, SCALE_WORDS], PLAIN)
+        ring = gl.allocate_shared_memory(gl.int32, [1 if PLANAR else 2, 4, TILE, BLOCK], BLOCKS)
+        ring_scales = gl.allocate_shared_memory(gl.int32, [1, TILE, SCALE_WORDS], PLAIN)
     if PLANAR:
-        two_ring = gl.allocate_shared_memory(gl.int32, [2, 2, SHARE, BLOCK], BLOCKS)
-        one_ring = gl.allocate_shared_memory(gl.int32, [2, 1, SHARE, BLOCK], BLOCKS)
+        two_ring = gl.allocate_shared_memory(gl.int32, [1, 2, TILE, BLOCK], BLOCKS)
+        one_ring = gl.allocate_shared_memory(gl.int32, [1, 1, TILE, BLOCK], BLOCKS)
     bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
@@ -228,10 +231,14 @@ def attend(
     else:
         query_rest = query
         keys_rest = keys
-    for which in gl.static_range(FULL, SPENT):
-        mbarrier.init(bars.index(which), count=2 if FP8 else 258)  # with the copies of every thread
-    for which in gl.static_range(SPENT, DONE):
+    for which in gl.static_range(FULL, SPENT):  # both producers, and every thread's copies; fp8: those who ask, too
+        mbarrier.init(bars.index(which), count=131 if FP8 else 258)
+    for which in gl.static_range(SPENT, READY):
         mbarrier.init(bars.index(which), count=1)
+    for which in gl.static_range(READY, EMPTY):
+        mbarrier.init(bars.index(which), count=128)
+    for which in gl.static_range(EMPTY, DONE):
+        mbarrier.init(bars.index(which), count=2)
     fence_async_shared()
     wait()
     if early != 0:
@@ -260,21 +267,21 @@ def attend(
     source = q + wide * stride_q_token
     target = out + split.to(gl.int64) * stride_out_split + wide * stride_out_token
     sums_to = lse + split.to(gl.int64) * stride_lse_split + wide * stride_lse_token
+    all_tiles = gl.maximum(tiles + extra_tiles, 1)
     if PLANAR:
         gl.warp_specialize(
             [
                 (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
                             tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
                             HAS_REST, HAS_SINK, SPLIT)),
-                (fill_planar, (keys, ring, two_ring, one_ring, ring_rest, ring_scales, known, bars, 0, tiles, extra_tiles, row, count, cache,
-                               num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
-                               extra_block_size, stride_extra, GROUP, TOKEN, SCALES, TWO)),
-                (fill_planar, (keys, ring, two_ring, one_ring, ring_rest, ring_scales, known, bars, 1, tiles, extra_tiles, row, count, cache,
-                               num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
-                               extra_block_size, stride_extra, GROUP, TOKEN, SCALES, TWO)),
+                (put_planar, (keys, ring, two_ring, one_ring, ring_scales, bars, 0, all_tiles, GROUP)),
+                (put_planar, (keys, ring, two_ring, one_ring, ring_scales, bars, 1, all_tiles, GROUP)),
+                (ask_planar, (keys, ring, two_ring, one_ring, ring_scales, known, bars, tiles, all_tiles, row, count, cache,
+                              num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
+                              extra_block_size, stride_extra, TOKEN, SCALES, TWO)),
             ],
-            [4, 4],
-            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 4],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS, ASKER_REGISTERS],
         )  # fmt: skip
     elif FP8:
         gl.warp_specialize(
@@ -282,13 +289,13 @@ def attend(
                 (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
                             tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
                             HAS_REST, HAS_SINK, SPLIT)),
-                (fill_latents, (keys, keys_rest, ring, ring_rest, ring_scales, known, bars, 0, row, count, cache, num_slots, block_size,
-                                stride_cache, GROUP, TOKEN, REST_AT, PAGED)),
-                (fill_latents, (keys, keys_rest, ring, ring_rest, ring_scales, known, bars, 1, row, count, cache, num_slots, block_size,
-                                stride_cache, GROUP, TOKEN, REST_AT, PAGED)),
+                (put_latents, (keys, ring, ring_scales, bars, 0, all_tiles, GROUP)),
+                (put_latents, (keys, ring, ring_scales, bars, 1, all_tiles, GROUP)),
+                (ask_latents, (keys_rest, ring, ring_scales, known, bars, all_tiles, row, count, cache, num_slots,
+                               block_size, stride_cache, TOKEN, REST_AT, PAGED)),
             ],
-            [4, 4],
-            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+            [4, 4, 4],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS, ASKER_REGISTERS],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -18,14 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
-from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD, gather
+from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather
 
 BLOCK = gl.constexpr(16)  # words: what a tile's keys have side by side in a ring
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
 BUFFERS = gl.constexpr(2)
 FULL = gl.constexpr(0)  # mbarriers: buffer filled, by both producers
 SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
-DONE = gl.constexpr(4)  # how many mbarriers there are
+READY = gl.constexpr(4)  # codes of a half of a tile, left or right, are in its ring
+EMPTY = gl.constexpr(6)  # they are in registers of those who put them
+DONE = gl.constexpr(8)  # how many mbarriers there are
 
 
 @gluon.jit
@@ -59,17 +61,6 @@ def _put_codes(into, codes, factors):
 
 
 @gluon.jit
-def _load_codes(words, offsets, valid, first: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
-    """int32 words [SHARE, GROUPS, GROUP / 4] of records, from group ``first`` on."""
-    WORDS: gl.constexpr = GROUP // 4
-    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
-    place = gl.expand_dims(offsets, 1) + gl.expand_dims((group + first) * WORDS, 0)
-    pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
-    return gl.load(pointers, mask=gl.expand_dims(gl.expand_dims(valid, 1), 2), other=0)
-
-
-@gluon.jit
 def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr, PAGED: gl.constexpr):
     """int64 offsets of records, in words."""
     slots = gl.where(valid, slots, 0)
@@ -82,7 +73,7 @@ def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr,
 
 @gluon.jit
 def _copy_codes(ring, words, offsets, valid, CODES: gl.constexpr):
-    """Codes of records, from ``words`` on, into a ring [blocks, SHARE, BLOCK]."""
+    """Codes of records, from ``words`` on, into [blocks, TILE, BLOCK]."""
     block = gl.arange(0, ring.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
     place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * BLOCK, 0)
@@ -92,86 +83,96 @@ def _copy_codes(ring, words, offsets, valid, CODES: gl.constexpr):
 
 
 @gluon.jit
-def _copied_codes(ring, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
-    return gl.convert_layout(gl.reshape(ring.permute((1, 0, 2)).load(CODES), [SHARE, GROUPS, GROUP // 4]), CODES)
+def _copied_codes(ring, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+    """A share's, int32 [SHARE, GROUPS, GROUP / 4]."""
+    codes = ring.slice(FIRST, SHARE, dim=1).permute((1, 0, 2)).load(CODES)
+    return gl.convert_layout(gl.reshape(codes, [SHARE, GROUPS, GROUP // WORD]), CODES)
 
 
 @gluon.jit
-def _copy_words(ring, words, offsets, valid, LANES: gl.constexpr):
-    """Words of records, from ``words`` on, into a ring [SHARE, words of a key]."""
-    word = gl.arange(0, ring.shape[1], layout=gl.SliceLayout(0, LANES))
+def _copy_words(into, words, offsets, valid, LANES: gl.constexpr):
+    """Words of records, from ``words`` on, into [TILE, words of a key]."""
+    word = gl.arange(0, into.shape[1], layout=gl.SliceLayout(0, LANES))
     rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
     known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
     pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
-    async_copy.async_copy_global_to_shared(ring, pointers, mask=gl.expand_dims(known, 1))
+    async_copy.async_copy_global_to_shared(into, pointers, mask=gl.expand_dims(known, 1))
 
 
 @gluon.jit
-def _copy_latents(
-    ring, ring_rest, ring_scales, words, record, valid, REST_AT: gl.constexpr, CODES: gl.constexpr, LANES: gl.constexpr
+def _ask_latents(
+    ring, scales, half: gl.constexpr, words, record, valid, bars, CODES: gl.constexpr, LANES: gl.constexpr
 ):
-    """Left halves, bf16 values and scales of a share, into its rings."""
-    _copy_codes(ring, words, record, valid, CODES)
-    _copy_words(ring_rest, words + REST_AT // WORD, record, valid, LANES)
-    _copy_words(ring_scales, words + VALUE // WORD, record, valid, LANES)
-    async_copy.commit_group()
+    """The codes of half a tile, with the left ones all scales, not awaited."""
+    _copy_codes(ring.index(half), words + half * (HALF // WORD), record, valid, CODES)
+    if half == 0:
+        _copy_words(scales, words + VALUE // WORD, record, valid, LANES)
+    async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
 
 
 @gluon.jit
-def fill_latents(
-    keys, keys_rest, ring, ring_rest, ring_scales, known, bars, which: gl.constexpr, indices, count, cache, num_slots,
-    block_size, stride_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
+def ask_latents(
+    keys_rest, ring, ring_scales, known, bars, tiles, indices, count, cache, num_slots, block_size, stride_block,
+    TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """Interleaved records: VALUE codes, their fp32 scales, REST bf16 values. All but the right half's codes comes by the
-    rings."""
+    """Of interleaved records: VALUE codes and their fp32 scales into the rings, REST bf16 values to where they are scored."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES)
+    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
+    ahead = tile_slots(1, tiles, indices, count, indices, count, place, False)
+    valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
+    record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
+    _ask_latents(ring, ring_scales.index(0), 0, words, record, valid, bars, CODES, LANES)
+    _ask_latents(ring, ring_scales.index(0), 1, words, record, valid, bars, CODES, LANES)
+    for tile in range(tiles):
+        buffer = tile % BUFFERS
+        next_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
+        next_record = _latent_offsets(ahead, next_valid, block_size, stride_block, TOKEN, PAGED)
+        ahead = tile_slots(tile + 2, tiles, indices, count, indices, count, place, False)
+        if tile + 1 < tiles:
+            mbarrier.wait(bars.index(EMPTY), tile & 1)
+            _ask_latents(ring, ring_scales.index(0), 0, words, next_record, next_valid, bars, CODES, LANES)
+        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        _copy_words(into_rest.index(buffer), words + REST_AT // WORD, record, valid, LANES)
+        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
+        known.index(buffer).store(valid.to(gl.int32))
+        signal(bars.index(FULL + buffer))
+        if tile + 1 < tiles:
+            mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
+            _ask_latents(ring, ring_scales.index(0), 1, words, next_record, next_valid, bars, CODES, LANES)
+        valid = next_valid
+        record = next_record
+
+
+@gluon.jit
+def put_latents(keys, ring, ring_scales, bars, which: gl.constexpr, tiles, GROUP: gl.constexpr):
+    """A share of every tile's codes, dequantised by fp32 scales."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     GROUPS: gl.constexpr = VALUE // GROUP // 2  # of a half
     FIRST: gl.constexpr = which * SHARE
     into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES)
-    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    place = gl.arange(0, SHARE, layout=gl.SliceLayout(1, SCALES)) + FIRST
-    tiles = gl.maximum((count + TILE - 1) // TILE, 1)
-    slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
-    next_slots = tile_slots(1, tiles, indices, count, indices, count, place, False)
-    ahead = tile_slots(2, tiles, indices, count, indices, count, place, False)
-    valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
-    record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
-    _copy_latents(
-        ring.index(which), ring_rest.index(which), ring_scales.index(which), words, record, valid, REST_AT, CODES, LANES
-    )
-    right = _load_codes(words, record, valid, GROUPS, GROUPS, GROUP, CODES)
-    next_valid = in_cache(next_slots, 0, tiles, num_slots, num_slots, False)
-    next_record = _latent_offsets(next_slots, next_valid, block_size, stride_block, TOKEN, PAGED)
     for tile in range(tiles):
         buffer = tile % BUFFERS
-        async_copy.wait_group(0)
-        left = _copied_codes(ring.index(which), GROUPS, GROUP, CODES)
-        rest = ring_rest.index(which).load(LANES)
-        left_scales = ring_scales.index(which).slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        right_scales = ring_scales.index(which).slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        _copy_latents(
-            ring.index(which), ring_rest.index(which), ring_scales.index(which), words, next_record, next_valid, REST_AT,
-            CODES, LANES,
-        )  # fmt: skip
+        mbarrier.wait(bars.index(READY), tile & 1)
+        scales = ring_scales.index(0).slice(FIRST, SHARE, dim=0)
+        left_scales = scales.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        right_scales = scales.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        left = _copied_codes(ring.index(0), FIRST, GROUPS, GROUP, CODES)
+        signal(bars.index(EMPTY))
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
-        _put_codes(share.slice(VALUE // 4, VALUE // 4, dim=1), right, right_scales)
-        after_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
-        after = _latent_offsets(ahead, after_valid, block_size, stride_block, TOKEN, PAGED)
-        right = _load_codes(words, next_record, next_valid, GROUPS, GROUPS, GROUP, CODES)
-        ahead = tile_slots(tile + 3, tiles, indices, count, indices, count, place, False)
-        _put_codes(share.slice(0, VALUE // 4, dim=1), left, left_scales)
-        into_rest.index(buffer).slice(FIRST, SHARE, dim=0).store(rest)
-        known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
+        _put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
+        mbarrier.wait(bars.index(READY + 1), tile & 1)
+        right = _copied_codes(ring.index(1), FIRST, GROUPS, GROUP, CODES)
+        signal(bars.index(EMPTY + 1))
+        _put_codes(share.slice(HALF // 2, HALF // 2, dim=1), right, right_scales)
         signal(bars.index(FULL + buffer))
-        valid = next_valid
-        next_valid = after_valid
-        next_record = after
-    async_copy.wait_group(0)
 
 
 @gluon.jit
@@ -203,73 +204,93 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
 
 
 @gluon.jit
-def _copy_planar(
-    four_ring, two_ring, one_ring, ring_rest, ring_scales, words, record, scales, valid, CODES: gl.constexpr,
-    LANES: gl.constexpr, PAIRS: gl.constexpr,
+def _ask_planar(
+    four, two, one, ring_scales, half: gl.constexpr, words, record, scales, valid, bars, CODES: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """All of a share, into its rings."""
-    _copy_codes(four_ring, words, record, valid, CODES)
-    _copy_codes(two_ring, words + 4 * BLOCK, record, valid, CODES)
-    _copy_codes(one_ring, words + 6 * BLOCK, record, valid, CODES)
-    _copy_words(ring_rest, words + (VALUE - REST) // WORD, record, valid, LANES)
-    _copy_words(ring_scales, words, scales, valid, PAIRS)
-    async_copy.commit_group()
+    """The codes of half a tile, with the left ones all scales, not awaited."""
+    if half == 0:
+        _copy_codes(four.index(0), words, record, valid, CODES)
+        _copy_words(ring_scales.index(0), words, scales, valid, PAIRS)
+    else:
+        _copy_codes(two.index(0), words + 4 * BLOCK, record, valid, CODES)
+        _copy_codes(one.index(0), words + 6 * BLOCK, record, valid, CODES)
+    async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
 
 
 @gluon.jit
-def fill_planar(
-    keys, four_ring, two_ring, one_ring, ring_rest, ring_scales, known, bars, which: gl.constexpr, tiles, extra_tiles,
-    indices, count, cache, num_slots, block_size, stride_block, extra_indices, extra_count, extra_cache, extra_num_slots,
-    extra_block_size, stride_extra_block, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+def ask_planar(
+    keys, four, two, one, ring_scales, known, bars, tiles, all_tiles, indices, count, cache, num_slots, block_size,
+    stride_block, extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra_block,
+    TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
-    """VALUE - REST codes in seven groups and REST bf16 values; ue8m0 scales behind a block's records. All by the rings."""
+    """Of planar records: VALUE - REST codes in seven groups, and scales from behind a block's records, into the rings, REST
+    bf16 values to their place. tiles: of the first cache."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
-    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    FIRST: gl.constexpr = which * SHARE
     into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    place = gl.arange(0, SHARE, layout=KEYS) + FIRST
+    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
     ahead = tile_slots(1, tiles, indices, count, extra_indices, extra_count, place, TWO)
     words, record, scales, valid = _planar_record(
         slots, 0, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
         stride_extra_block, TOKEN, SCALES, TWO,
     )  # fmt: skip
-    _copy_planar(
-        four_ring.index(which), two_ring.index(which), one_ring.index(which), ring_rest.index(which),
-        ring_scales.index(which), words, record, scales, valid, CODES, LANES, PAIRS,
-    )  # fmt: skip
-    for tile in range(gl.maximum(tiles + extra_tiles, 1)):
+    _ask_planar(four, two, one, ring_scales, 0, words, record, scales, valid, bars, CODES, PAIRS)
+    _ask_planar(four, two, one, ring_scales, 1, words, record, scales, valid, bars, CODES, PAIRS)
+    for tile in range(all_tiles):
         buffer = tile % BUFFERS
-        words, record, scales, next_valid = _planar_record(
+        next_words, next_record, scales, next_valid = _planar_record(
             ahead, tile + 1, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
             extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
         )  # fmt: skip
         ahead = tile_slots(tile + 2, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        async_copy.wait_group(0)
-        four = _copied_codes(four_ring.index(which), 4, GROUP, CODES)
-        two = _copied_codes(two_ring.index(which), 2, GROUP, CODES)
-        one = _copied_codes(one_ring.index(which), 1, GROUP, CODES)
-        rest = ring_rest.index(which).load(LANES)
-        low, high = gl.split(ring_scales.index(which).load(PAIRS))
-        _copy_planar(
-            four_ring.index(which), two_ring.index(which), one_ring.index(which), ring_rest.index(which),
-            ring_scales.index(which), words, record, scales, next_valid, CODES, LANES, PAIRS,
-        )  # fmt: skip
+        if tile + 1 < all_tiles:
+            mbarrier.wait(bars.index(EMPTY), tile & 1)
+            _ask_planar(four, two, one, ring_scales, 0, next_words, next_record, scales, next_valid, bars, CODES, PAIRS)
+        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        rest = into.index(buffer).slice((VALUE - REST) // 2, REST // 2, dim=1)
+        _copy_words(rest, words + (VALUE - REST) // WORD, record, valid, LANES)
+        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
+        known.index(buffer).store(valid.to(gl.int32))
+        signal(bars.index(FULL + buffer))
+        if tile + 1 < all_tiles:
+            mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
+            _ask_planar(four, two, one, ring_scales, 1, next_words, next_record, scales, next_valid, bars, CODES, PAIRS)
+        words = next_words
+        record = next_record
+        valid = next_valid
+
+
+@gluon.jit
+def put_planar(keys, four, two, one, ring_scales, bars, which: gl.constexpr, all_tiles, GROUP: gl.constexpr):
+    """A share of every tile's codes, dequantised by ue8m0 scales."""
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
+    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
+    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    FIRST: gl.constexpr = which * SHARE
+    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
+    for tile in range(all_tiles):
+        buffer = tile % BUFFERS
+        mbarrier.wait(bars.index(READY), tile & 1)
+        low, high = gl.split(ring_scales.index(0).slice(FIRST, SHARE, dim=0).load(PAIRS))
+        four_codes = _copied_codes(four.index(0), FIRST, 4, GROUP, CODES)
+        signal(bars.index(EMPTY))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
-        _put_codes(share.slice(0, 2 * GROUP, dim=1), four, _power(low, 0, 4, CODES))
-        _put_codes(share.slice(2 * GROUP, GROUP, dim=1), two, _power(high, 0, 2, CODES))
-        _put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one, _power(high, 2, 1, CODES))
-        share.slice((VALUE - REST) // 2, REST // 2, dim=1).store(rest)
-        known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
+        _put_codes(share.slice(0, 2 * GROUP, dim=1), four_codes, _power(low, 0, 4, CODES))
+        mbarrier.wait(bars.index(READY + 1), tile & 1)
+        two_codes = _copied_codes(two.index(0), FIRST, 2, GROUP, CODES)
+        one_codes = _copied_codes(one.index(0), FIRST, 1, GROUP, CODES)
+        signal(bars.index(EMPTY + 1))
+        _put_codes(share.slice(2 * GROUP, GROUP, dim=1), two_codes, _power(high, 0, 2, CODES))
+        _put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one_codes, _power(high, 2, 1, CODES))
         signal(bars.index(FULL + buffer))
-        valid = next_valid
-    async_copy.wait_group(0)
 
 
 @gluon.jit

@@ -142,6 +142,7 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
             HAS_SINK=result.has_sink,
             SPLIT=result.split,
             PRODUCER_REGISTERS=chosen.producer_registers,
+            ASKER_REGISTERS=chosen.asker_registers,
             num_warps=chosen.num_warps,
             launch_pdl=True,
         )
