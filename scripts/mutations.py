@@ -353,6 +353,13 @@ HOPPER = [
         ("tests/test_attention_few_heads.py::test_two_caches[full-16]",),
     ),
     Mutation(
+        "few-heads-scales-of-the-left-half", "codes of a right half are multiplied by the left one's scales",
+        ATTENTION + "hopper_few_keys.py",
+        "mine.slice(GROUPS, GROUPS, dim=1)",
+        "mine.slice(0, GROUPS, dim=1)",
+        ("tests/test_attention_few_heads.py::test_every_code_and_large_scales",),
+    ),
+    Mutation(
         "hopper-relu-hides-nan", "relu of a NaN product is 0",
         SCORES + "hopper.py",
         "gl.maximum(product, 0.0, propagate_nan=ALL)",

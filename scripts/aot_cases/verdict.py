@@ -25,8 +25,6 @@ ALLOWED_SPILLS = {
     "ragged.pack_rows": {"nvidia": 8},
     # Addresses beside the tile of sums; measured at the peers' pace all the same.
     "attention.attend": {"sm_90": 32},
-    # Scalars of the producers and of the consumer.
-    "attention.hopper_few_heads.attend": {"sm_90": 40},
     # Scalars of the producers.
     "attention.hopper_fp8.attend": {"sm_90": 64},
 }

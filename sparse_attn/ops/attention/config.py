@@ -117,8 +117,9 @@ def hopper_fp8(
 
 @dataclass(frozen=True)
 class FewHeadsConfig:
-    """heads: of a program, padded to what the matrix unit takes; producer_registers: of a thread of the two producers, the
-    consumer gets the rest; parts: of a step, launched one after the other."""
+    """heads: of a program, padded to what the matrix unit takes. producer_registers: of a thread of two producers;
+    asker_registers: of the one that asks for fp8 keys; the consumer gets the rest. parts: of a step, launched one after the
+    other."""
 
     heads: int
     producer_registers: int

@@ -1,9 +1,9 @@
 """Sparse attention with few heads on Hopper: a program serves all heads of a row and a share of its keys, products swapped.
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
-columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes; two produce, each half
-of every tile of 64 keys (hopper_few_keys). Sums over keys stay with the threads that hold them until the end; only the maximum
-crosses warps in every tile.
+columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys,
+which two or three produce (hopper_few_keys). Sums over keys stay with the threads that hold them until the end; only the
+maximum crosses warps in every tile.
 
 Floor, bytes: every named record once. What bounds it: the matrix unit reads a key's 2 * (d_qk + d_v) bytes out of shared
 memory whatever the number of heads, about 17 cycles, and the consumer is one chain.
@@ -217,13 +217,14 @@ def attend(
     known = gl.allocate_shared_memory(gl.int32, [BUFFERS, TILE], FLAT)
     maxima = gl.allocate_shared_memory(gl.float32, [1, WARPS, N], PLAIN)
     BLOCKS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    if FP8:
-        SCALE_WORDS: gl.constexpr = SCALES // WORD if PLANAR else VALUE // GROUP
-        ring = gl.allocate_shared_memory(gl.int32, [1 if PLANAR else 2, 4, TILE, BLOCK], BLOCKS)
-        ring_scales = gl.allocate_shared_memory(gl.int32, [1, TILE, SCALE_WORDS], PLAIN)
     if PLANAR:
-        two_ring = gl.allocate_shared_memory(gl.int32, [1, 2, TILE, BLOCK], BLOCKS)
-        one_ring = gl.allocate_shared_memory(gl.int32, [1, 1, TILE, BLOCK], BLOCKS)
+        four = gl.allocate_shared_memory(gl.int32, [4, TILE, BLOCK], BLOCKS)  # groups
+        two = gl.allocate_shared_memory(gl.int32, [2, TILE, BLOCK], BLOCKS)
+        one = gl.allocate_shared_memory(gl.int32, [1, TILE, BLOCK], BLOCKS)
+        scales = gl.allocate_shared_memory(gl.int32, [TILE, SCALES // WORD], PLAIN)
+    elif FP8:
+        halves = gl.allocate_shared_memory(gl.int32, [2, 4, TILE, BLOCK], BLOCKS)
+        scales = gl.allocate_shared_memory(gl.int32, [TILE, VALUE // GROUP], PLAIN)
     bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
@@ -231,8 +232,8 @@ def attend(
     else:
         query_rest = query
         keys_rest = keys
-    for which in gl.static_range(FULL, SPENT):  # both producers, and every thread's copies; fp8: those who ask, too
-        mbarrier.init(bars.index(which), count=131 if FP8 else 258)
+    for which in gl.static_range(FULL, SPENT):  # a warpgroup says so once, and each of its threads of its copies
+        mbarrier.init(bars.index(which), count=2 + 1 + 128 if FP8 else 2 + 256)
     for which in gl.static_range(SPENT, READY):
         mbarrier.init(bars.index(which), count=1)
     for which in gl.static_range(READY, EMPTY):
@@ -274,9 +275,9 @@ def attend(
                 (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
                             tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
                             HAS_REST, HAS_SINK, SPLIT)),
-                (put_planar, (keys, ring, two_ring, one_ring, ring_scales, bars, 0, all_tiles, GROUP)),
-                (put_planar, (keys, ring, two_ring, one_ring, ring_scales, bars, 1, all_tiles, GROUP)),
-                (ask_planar, (keys, ring, two_ring, one_ring, ring_scales, known, bars, tiles, all_tiles, row, count, cache,
+                (put_planar, (keys, four, two, one, scales, bars, 0, all_tiles, GROUP)),
+                (put_planar, (keys, four, two, one, scales, bars, 1, all_tiles, GROUP)),
+                (ask_planar, (keys, four, two, one, scales, known, bars, tiles, all_tiles, row, count, cache,
                               num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
                               extra_block_size, stride_extra, TOKEN, SCALES, TWO)),
             ],
@@ -289,9 +290,9 @@ def attend(
                 (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
                             tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
                             HAS_REST, HAS_SINK, SPLIT)),
-                (put_latents, (keys, ring, ring_scales, bars, 0, all_tiles, GROUP)),
-                (put_latents, (keys, ring, ring_scales, bars, 1, all_tiles, GROUP)),
-                (ask_latents, (keys_rest, ring, ring_scales, known, bars, all_tiles, row, count, cache, num_slots,
+                (put_latents, (keys, halves, scales, bars, 0, all_tiles, GROUP)),
+                (put_latents, (keys, halves, scales, bars, 1, all_tiles, GROUP)),
+                (ask_latents, (keys_rest, halves, scales, known, bars, all_tiles, row, count, cache, num_slots,
                                block_size, stride_cache, TOKEN, REST_AT, PAGED)),
             ],
             [4, 4, 4],

@@ -1,12 +1,12 @@
 """Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16, out of every kind of cache.
 
-Each of the two brings SHARE keys of every tile, and says which of them exist. fp8 records pass through registers: values are
-code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. What is read of a record is copied a tile ahead into a
-ring: copies pass by the L1, which has little room for loads beside so much shared memory. ptxas has a thread await all its
-loads together, so what there is no ring for is loaded where what it follows was just put away, and indices with it, two tiles
-before they are needed. bf16 rows are copied. Rows that an index does not name are zeros.
+bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their way, past
+the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where it is scored; codes
+and scales go to a place of their own, from where the other two, each SHARE keys of every tile, dequantise them: code times scale
+in fp32, rounded once to bf16, and NaN codes stay NaN. So memory is busy while they compute, and no load is awaited beside others,
+as ptxas has a thread await them all. Rows that an index does not name are zeros.
 
-The fence between these stores and the matrix unit is the consumer's, after its wait: here it would await loads, too.
+The fence between these stores and the matrix unit is the consumer's, after its wait.
 
 A list of tiles is the first cache's indices, then the second one's (TWO); a tile lies in one of them.
 """
@@ -20,13 +20,13 @@ from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
 from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather
 
-BLOCK = gl.constexpr(16)  # words: what a tile's keys have side by side in a ring
+BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
 BUFFERS = gl.constexpr(2)
-FULL = gl.constexpr(0)  # mbarriers: buffer filled, by both producers
+FULL = gl.constexpr(0)  # mbarriers: buffer filled, by all producers
 SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
-READY = gl.constexpr(4)  # codes of a half of a tile, left or right, are in its ring
-EMPTY = gl.constexpr(6)  # they are in registers of those who put them
+READY = gl.constexpr(4)  # the codes of a tile's left or right half are there
+EMPTY = gl.constexpr(6)  # they are in registers of those who dequantise them
 DONE = gl.constexpr(8)  # how many mbarriers there are
 
 
@@ -72,20 +72,20 @@ def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr,
 
 
 @gluon.jit
-def _copy_codes(ring, words, offsets, valid, CODES: gl.constexpr):
+def _copy_codes(into, words, offsets, valid, CODES: gl.constexpr):
     """Codes of records, from ``words`` on, into [blocks, TILE, BLOCK]."""
-    block = gl.arange(0, ring.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    block = gl.arange(0, into.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
     place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * BLOCK, 0)
     pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
     mask = gl.expand_dims(gl.expand_dims(valid, 1), 2)
-    async_copy.async_copy_global_to_shared(ring.permute((1, 0, 2)), pointers, mask=mask)
+    async_copy.async_copy_global_to_shared(into.permute((1, 0, 2)), pointers, mask=mask)
 
 
 @gluon.jit
-def _copied_codes(ring, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+def _copied_codes(copied, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
     """A share's, int32 [SHARE, GROUPS, GROUP / 4]."""
-    codes = ring.slice(FIRST, SHARE, dim=1).permute((1, 0, 2)).load(CODES)
+    codes = copied.slice(FIRST, SHARE, dim=1).permute((1, 0, 2)).load(CODES)
     return gl.convert_layout(gl.reshape(codes, [SHARE, GROUPS, GROUP // WORD]), CODES)
 
 
@@ -101,10 +101,10 @@ def _copy_words(into, words, offsets, valid, LANES: gl.constexpr):
 
 @gluon.jit
 def _ask_latents(
-    ring, scales, half: gl.constexpr, words, record, valid, bars, CODES: gl.constexpr, LANES: gl.constexpr
+    halves, scales, half: gl.constexpr, words, record, valid, bars, CODES: gl.constexpr, LANES: gl.constexpr
 ):
     """The codes of half a tile, with the left ones all scales, not awaited."""
-    _copy_codes(ring.index(half), words + half * (HALF // WORD), record, valid, CODES)
+    _copy_codes(halves.index(half), words + half * (HALF // WORD), record, valid, CODES)
     if half == 0:
         _copy_words(scales, words + VALUE // WORD, record, valid, LANES)
     async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
@@ -112,10 +112,10 @@ def _ask_latents(
 
 @gluon.jit
 def ask_latents(
-    keys_rest, ring, ring_scales, known, bars, tiles, indices, count, cache, num_slots, block_size, stride_block,
+    keys_rest, halves, scales, known, bars, tiles, indices, count, cache, num_slots, block_size, stride_block,
     TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
 ):  # fmt: skip
-    """Of interleaved records: VALUE codes and their fp32 scales into the rings, REST bf16 values to where they are scored."""
+    """Of interleaved records: VALUE codes and their fp32 scales, and REST bf16 values."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -126,8 +126,8 @@ def ask_latents(
     ahead = tile_slots(1, tiles, indices, count, indices, count, place, False)
     valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
     record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
-    _ask_latents(ring, ring_scales.index(0), 0, words, record, valid, bars, CODES, LANES)
-    _ask_latents(ring, ring_scales.index(0), 1, words, record, valid, bars, CODES, LANES)
+    _ask_latents(halves, scales, 0, words, record, valid, bars, CODES, LANES)
+    _ask_latents(halves, scales, 1, words, record, valid, bars, CODES, LANES)
     for tile in range(tiles):
         buffer = tile % BUFFERS
         next_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
@@ -135,7 +135,7 @@ def ask_latents(
         ahead = tile_slots(tile + 2, tiles, indices, count, indices, count, place, False)
         if tile + 1 < tiles:
             mbarrier.wait(bars.index(EMPTY), tile & 1)
-            _ask_latents(ring, ring_scales.index(0), 0, words, next_record, next_valid, bars, CODES, LANES)
+            _ask_latents(halves, scales, 0, words, next_record, next_valid, bars, CODES, LANES)
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
         _copy_words(into_rest.index(buffer), words + REST_AT // WORD, record, valid, LANES)
         async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
@@ -143,13 +143,13 @@ def ask_latents(
         signal(bars.index(FULL + buffer))
         if tile + 1 < tiles:
             mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
-            _ask_latents(ring, ring_scales.index(0), 1, words, next_record, next_valid, bars, CODES, LANES)
+            _ask_latents(halves, scales, 1, words, next_record, next_valid, bars, CODES, LANES)
         valid = next_valid
         record = next_record
 
 
 @gluon.jit
-def put_latents(keys, ring, ring_scales, bars, which: gl.constexpr, tiles, GROUP: gl.constexpr):
+def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: gl.constexpr):
     """A share of every tile's codes, dequantised by fp32 scales."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
@@ -160,16 +160,16 @@ def put_latents(keys, ring, ring_scales, bars, which: gl.constexpr, tiles, GROUP
     for tile in range(tiles):
         buffer = tile % BUFFERS
         mbarrier.wait(bars.index(READY), tile & 1)
-        scales = ring_scales.index(0).slice(FIRST, SHARE, dim=0)
-        left_scales = scales.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        right_scales = scales.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        left = _copied_codes(ring.index(0), FIRST, GROUPS, GROUP, CODES)
+        mine = scales.slice(FIRST, SHARE, dim=0)
+        left_scales = mine.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        right_scales = mine.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        left = _copied_codes(halves.index(0), FIRST, GROUPS, GROUP, CODES)
         signal(bars.index(EMPTY))
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
         _put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
         mbarrier.wait(bars.index(READY + 1), tile & 1)
-        right = _copied_codes(ring.index(1), FIRST, GROUPS, GROUP, CODES)
+        right = _copied_codes(halves.index(1), FIRST, GROUPS, GROUP, CODES)
         signal(bars.index(EMPTY + 1))
         _put_codes(share.slice(HALF // 2, HALF // 2, dim=1), right, right_scales)
         signal(bars.index(FULL + buffer))
@@ -205,27 +205,27 @@ def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.const
 
 @gluon.jit
 def _ask_planar(
-    four, two, one, ring_scales, half: gl.constexpr, words, record, scales, valid, bars, CODES: gl.constexpr,
+    four, two, one, scales, half: gl.constexpr, words, record, scales_at, valid, bars, CODES: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
     """The codes of half a tile, with the left ones all scales, not awaited."""
     if half == 0:
-        _copy_codes(four.index(0), words, record, valid, CODES)
-        _copy_words(ring_scales.index(0), words, scales, valid, PAIRS)
+        _copy_codes(four, words, record, valid, CODES)
+        _copy_words(scales, words, scales_at, valid, PAIRS)
     else:
-        _copy_codes(two.index(0), words + 4 * BLOCK, record, valid, CODES)
-        _copy_codes(one.index(0), words + 6 * BLOCK, record, valid, CODES)
+        _copy_codes(two, words + 4 * BLOCK, record, valid, CODES)
+        _copy_codes(one, words + 6 * BLOCK, record, valid, CODES)
     async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
 
 
 @gluon.jit
 def ask_planar(
-    keys, four, two, one, ring_scales, known, bars, tiles, all_tiles, indices, count, cache, num_slots, block_size,
+    keys, four, two, one, scales, known, bars, tiles, all_tiles, indices, count, cache, num_slots, block_size,
     stride_block, extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra_block,
     TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
-    """Of planar records: VALUE - REST codes in seven groups, and scales from behind a block's records, into the rings, REST
-    bf16 values to their place. tiles: of the first cache."""
+    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16 values.
+    tiles: of the first cache."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
@@ -234,22 +234,22 @@ def ask_planar(
     place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
     ahead = tile_slots(1, tiles, indices, count, extra_indices, extra_count, place, TWO)
-    words, record, scales, valid = _planar_record(
+    words, record, scales_at, valid = _planar_record(
         slots, 0, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
         stride_extra_block, TOKEN, SCALES, TWO,
     )  # fmt: skip
-    _ask_planar(four, two, one, ring_scales, 0, words, record, scales, valid, bars, CODES, PAIRS)
-    _ask_planar(four, two, one, ring_scales, 1, words, record, scales, valid, bars, CODES, PAIRS)
+    _ask_planar(four, two, one, scales, 0, words, record, scales_at, valid, bars, CODES, PAIRS)
+    _ask_planar(four, two, one, scales, 1, words, record, scales_at, valid, bars, CODES, PAIRS)
     for tile in range(all_tiles):
         buffer = tile % BUFFERS
-        next_words, next_record, scales, next_valid = _planar_record(
+        next_words, next_record, next_scales, next_valid = _planar_record(
             ahead, tile + 1, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
             extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
         )  # fmt: skip
         ahead = tile_slots(tile + 2, tiles, indices, count, extra_indices, extra_count, place, TWO)
         if tile + 1 < all_tiles:
             mbarrier.wait(bars.index(EMPTY), tile & 1)
-            _ask_planar(four, two, one, ring_scales, 0, next_words, next_record, scales, next_valid, bars, CODES, PAIRS)
+            _ask_planar(four, two, one, scales, 0, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
         rest = into.index(buffer).slice((VALUE - REST) // 2, REST // 2, dim=1)
         _copy_words(rest, words + (VALUE - REST) // WORD, record, valid, LANES)
@@ -258,14 +258,14 @@ def ask_planar(
         signal(bars.index(FULL + buffer))
         if tile + 1 < all_tiles:
             mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
-            _ask_planar(four, two, one, ring_scales, 1, next_words, next_record, scales, next_valid, bars, CODES, PAIRS)
+            _ask_planar(four, two, one, scales, 1, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
         words = next_words
         record = next_record
         valid = next_valid
 
 
 @gluon.jit
-def put_planar(keys, four, two, one, ring_scales, bars, which: gl.constexpr, all_tiles, GROUP: gl.constexpr):
+def put_planar(keys, four, two, one, scales, bars, which: gl.constexpr, all_tiles, GROUP: gl.constexpr):
     """A share of every tile's codes, dequantised by ue8m0 scales."""
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
@@ -276,8 +276,8 @@ def put_planar(keys, four, two, one, ring_scales, bars, which: gl.constexpr, all
     for tile in range(all_tiles):
         buffer = tile % BUFFERS
         mbarrier.wait(bars.index(READY), tile & 1)
-        low, high = gl.split(ring_scales.index(0).slice(FIRST, SHARE, dim=0).load(PAIRS))
-        four_codes = _copied_codes(four.index(0), FIRST, 4, GROUP, CODES)
+        low, high = gl.split(scales.slice(FIRST, SHARE, dim=0).load(PAIRS))
+        four_codes = _copied_codes(four, FIRST, 4, GROUP, CODES)
         signal(bars.index(EMPTY))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
@@ -285,8 +285,8 @@ def put_planar(keys, four, two, one, ring_scales, bars, which: gl.constexpr, all
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
         _put_codes(share.slice(0, 2 * GROUP, dim=1), four_codes, _power(low, 0, 4, CODES))
         mbarrier.wait(bars.index(READY + 1), tile & 1)
-        two_codes = _copied_codes(two.index(0), FIRST, 2, GROUP, CODES)
-        one_codes = _copied_codes(one.index(0), FIRST, 1, GROUP, CODES)
+        two_codes = _copied_codes(two, FIRST, 2, GROUP, CODES)
+        one_codes = _copied_codes(one, FIRST, 1, GROUP, CODES)
         signal(bars.index(EMPTY + 1))
         _put_codes(share.slice(2 * GROUP, GROUP, dim=1), two_codes, _power(high, 0, 2, CODES))
         _put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one_codes, _power(high, 2, 1, CODES))
