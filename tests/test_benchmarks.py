@@ -205,3 +205,29 @@ def test_bench_goes_on_after_a_suite_that_fails(monkeypatch, capsys):
     monkeypatch.setattr(bench, "all_suites", lambda: suites)
     records, failed = bench.measure(list(suites), Run("cpu", dry=True))
     assert failed == ["broken"] and records[0]["case"] == "first" and records[-1]["suite"] == "topk_prefill"
+
+
+@pytest.mark.parametrize("sets, us, expected", [(4, 3.0, 46), (4, 0.5, 128), (1, 700.0, 1), (256, 12.0, 1), (600, 1.0, 1)])
+def test_replays_are_long_enough_however_slow_the_host_is(monkeypatch, sets, us, expected):
+    """A graph of ``sets`` calls a round, each of ``us`` on the device, where a replay starts and ends in 20."""
+    from contextlib import contextmanager
+
+    from sparse_attn.testing import timing
+
+    captured = []
+
+    class Graph:
+        def replay(self):
+            pass
+
+    @contextmanager
+    def capture(graph, stream):
+        captured.clear()
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(timing, "_elapsed_us", lambda work: 20 + us * len(captured))
+    rounds, one, _ = timing._captured([lambda: captured.append(None)] * sets, None)
+    assert rounds == expected and one == 20 + us * sets * rounds
+    assert one > 0.8 * timing.GRAPH_US or rounds == timing.MOST_CALLS // sets or rounds == 1
