@@ -1,9 +1,9 @@
 """Sparse attention with few heads on Hopper: a program serves all heads of a row and a share of its keys, products swapped.
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
-columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys,
-which two or three produce (hopper_few_keys). Sums over keys stay with the threads that hold them until the end; only the
-maximum crosses warps in every tile.
+columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys, which two
+or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them until the end; only
+the maximum crosses warps in every tile.
 
 Floor, bytes: every named record once. What bounds it: the matrix unit reads a key's 2 * (d_qk + d_v) bytes out of shared
 memory whatever the number of heads, about 17 cycles, and the consumer is one chain.
@@ -29,11 +29,10 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     READY,
     SPENT,
     ask_latents,
-    ask_planar,
     fill_rows,
     put_latents,
-    put_planar,
 )
+from sparse_attn.ops.attention.hopper_few_planar import ask_planar, put_planar
 from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise, row_range
 
 WARPS = gl.constexpr(4)

@@ -1,10 +1,11 @@
-"""Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16, out of every kind of cache.
+"""Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16. Here of bf16 rows and of
+interleaved fp8 records; hopper_few_planar has those of the other form.
 
-bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their way, past
-the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where it is scored; codes
-and scales go to a place of their own, from where the other two, each SHARE keys of every tile, dequantise them: code times scale
-in fp32, rounded once to bf16, and NaN codes stay NaN. So memory is busy while they compute, and no load is awaited beside others,
-as ptxas has a thread await them all. Rows that an index does not name are zeros.
+bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their way,
+past the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where it is
+scored; codes and scales go to a place of their own, from where the other two, each SHARE keys of every tile, dequantise them:
+code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. So memory is busy while they compute, and no load is
+awaited beside others, as ptxas has a thread await them all. Rows that an index does not name are zeros.
 
 The fence between these stores and the matrix unit is the consumer's, after its wait.
 
@@ -51,7 +52,7 @@ def in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO: gl.constexpr):
 
 
 @gluon.jit
-def _put_codes(into, codes, factors):
+def put_codes(into, codes, factors):
     """Dequantise int32 words of codes [SHARE, groups, words] by factors [SHARE, groups] into shared memory, seen as words."""
     factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
     low, high = gl.inline_asm_elementwise(
@@ -72,7 +73,7 @@ def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr,
 
 
 @gluon.jit
-def _copy_codes(into, words, offsets, valid, CODES: gl.constexpr):
+def copy_codes(into, words, offsets, valid, CODES: gl.constexpr):
     """Codes of records, from ``words`` on, into [blocks, TILE, BLOCK]."""
     block = gl.arange(0, into.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
@@ -83,14 +84,14 @@ def _copy_codes(into, words, offsets, valid, CODES: gl.constexpr):
 
 
 @gluon.jit
-def _copied_codes(copied, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+def copied_codes(copied, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
     """A share's, int32 [SHARE, GROUPS, GROUP / 4]."""
     codes = copied.slice(FIRST, SHARE, dim=1).permute((1, 0, 2)).load(CODES)
     return gl.convert_layout(gl.reshape(codes, [SHARE, GROUPS, GROUP // WORD]), CODES)
 
 
 @gluon.jit
-def _copy_words(into, words, offsets, valid, LANES: gl.constexpr):
+def copy_words(into, words, offsets, valid, LANES: gl.constexpr):
     """Words of records, from ``words`` on, into [TILE, words of a key]."""
     word = gl.arange(0, into.shape[1], layout=gl.SliceLayout(0, LANES))
     rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
@@ -104,9 +105,9 @@ def _ask_latents(
     halves, scales, half: gl.constexpr, words, record, valid, bars, CODES: gl.constexpr, LANES: gl.constexpr
 ):
     """The codes of half a tile, with the left ones all scales, not awaited."""
-    _copy_codes(halves.index(half), words + half * (HALF // WORD), record, valid, CODES)
+    copy_codes(halves.index(half), words + half * (HALF // WORD), record, valid, CODES)
     if half == 0:
-        _copy_words(scales, words + VALUE // WORD, record, valid, LANES)
+        copy_words(scales, words + VALUE // WORD, record, valid, LANES)
     async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
 
 
@@ -137,7 +138,7 @@ def ask_latents(
             mbarrier.wait(bars.index(EMPTY), tile & 1)
             _ask_latents(halves, scales, 0, words, next_record, next_valid, bars, CODES, LANES)
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
-        _copy_words(into_rest.index(buffer), words + REST_AT // WORD, record, valid, LANES)
+        copy_words(into_rest.index(buffer), words + REST_AT // WORD, record, valid, LANES)
         async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
         known.index(buffer).store(valid.to(gl.int32))
         signal(bars.index(FULL + buffer))
@@ -163,133 +164,15 @@ def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: g
         mine = scales.slice(FIRST, SHARE, dim=0)
         left_scales = mine.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
         right_scales = mine.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        left = _copied_codes(halves.index(0), FIRST, GROUPS, GROUP, CODES)
+        left = copied_codes(halves.index(0), FIRST, GROUPS, GROUP, CODES)
         signal(bars.index(EMPTY))
         mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
-        _put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
+        put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
         mbarrier.wait(bars.index(READY + 1), tile & 1)
-        right = _copied_codes(halves.index(1), FIRST, GROUPS, GROUP, CODES)
+        right = copied_codes(halves.index(1), FIRST, GROUPS, GROUP, CODES)
         signal(bars.index(EMPTY + 1))
-        _put_codes(share.slice(HALF // 2, HALF // 2, dim=1), right, right_scales)
-        signal(bars.index(FULL + buffer))
-
-
-@gluon.jit
-def _planar_record(
-    slots, tile, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
-    stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
-):  # fmt: skip
-    """(words of the tile's cache, int64 offsets of its keys' records and of their scales in words, which keys exist)."""
-    valid = in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO)
-    if TWO:
-        later = tile >= tiles
-        cache = gl.where(later, extra_cache, cache)
-        block_size = gl.where(later, extra_block_size, block_size)
-        stride_block = gl.where(later, stride_extra_block, stride_block)
-    slots = gl.where(valid, slots, 0)
-    block = slots // block_size
-    start = block.to(gl.int64) * stride_block * (UNIT // WORD)
-    inside = slots - block * block_size
-    scales = start + block_size.to(gl.int64) * (TOKEN // WORD) + inside * (SCALES // WORD)
-    return cache.to(gl.pointer_type(gl.int32), bitcast=True), start + inside * (TOKEN // WORD), scales, valid
-
-
-@gluon.jit
-def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr):
-    """fp32 powers of two [SHARE, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 * first."""
-    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
-    bits = (gl.expand_dims(exponents, 1) >> gl.expand_dims((group + first) * 8, 0) & 0xFF) << 23
-    return gl.where(bits == 0, 1 << 22, bits).to(gl.float32, bitcast=True)  # 2^-127 is subnormal
-
-
-@gluon.jit
-def _ask_planar(
-    four, two, one, scales, half: gl.constexpr, words, record, scales_at, valid, bars, CODES: gl.constexpr,
-    PAIRS: gl.constexpr,
-):  # fmt: skip
-    """The codes of half a tile, with the left ones all scales, not awaited."""
-    if half == 0:
-        _copy_codes(four, words, record, valid, CODES)
-        _copy_words(scales, words, scales_at, valid, PAIRS)
-    else:
-        _copy_codes(two, words + 4 * BLOCK, record, valid, CODES)
-        _copy_codes(one, words + 6 * BLOCK, record, valid, CODES)
-    async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
-
-
-@gluon.jit
-def ask_planar(
-    keys, four, two, one, scales, known, bars, tiles, all_tiles, indices, count, cache, num_slots, block_size,
-    stride_block, extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra_block,
-    TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
-):  # fmt: skip
-    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16 values.
-    tiles: of the first cache."""
-    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
-    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
-    ahead = tile_slots(1, tiles, indices, count, extra_indices, extra_count, place, TWO)
-    words, record, scales_at, valid = _planar_record(
-        slots, 0, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
-        stride_extra_block, TOKEN, SCALES, TWO,
-    )  # fmt: skip
-    _ask_planar(four, two, one, scales, 0, words, record, scales_at, valid, bars, CODES, PAIRS)
-    _ask_planar(four, two, one, scales, 1, words, record, scales_at, valid, bars, CODES, PAIRS)
-    for tile in range(all_tiles):
-        buffer = tile % BUFFERS
-        next_words, next_record, next_scales, next_valid = _planar_record(
-            ahead, tile + 1, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
-            extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
-        )  # fmt: skip
-        ahead = tile_slots(tile + 2, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        if tile + 1 < all_tiles:
-            mbarrier.wait(bars.index(EMPTY), tile & 1)
-            _ask_planar(four, two, one, scales, 0, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
-        rest = into.index(buffer).slice((VALUE - REST) // 2, REST // 2, dim=1)
-        _copy_words(rest, words + (VALUE - REST) // WORD, record, valid, LANES)
-        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
-        known.index(buffer).store(valid.to(gl.int32))
-        signal(bars.index(FULL + buffer))
-        if tile + 1 < all_tiles:
-            mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
-            _ask_planar(four, two, one, scales, 1, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
-        words = next_words
-        record = next_record
-        valid = next_valid
-
-
-@gluon.jit
-def put_planar(keys, four, two, one, scales, bars, which: gl.constexpr, all_tiles, GROUP: gl.constexpr):
-    """A share of every tile's codes, dequantised by ue8m0 scales."""
-    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
-    KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
-    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    FIRST: gl.constexpr = which * SHARE
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    for tile in range(all_tiles):
-        buffer = tile % BUFFERS
-        mbarrier.wait(bars.index(READY), tile & 1)
-        low, high = gl.split(scales.slice(FIRST, SHARE, dim=0).load(PAIRS))
-        four_codes = _copied_codes(four, FIRST, 4, GROUP, CODES)
-        signal(bars.index(EMPTY))
-        low = gl.convert_layout(low, KEYS)
-        high = gl.convert_layout(high, KEYS)
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
-        share = into.index(buffer).slice(FIRST, SHARE, dim=0)
-        _put_codes(share.slice(0, 2 * GROUP, dim=1), four_codes, _power(low, 0, 4, CODES))
-        mbarrier.wait(bars.index(READY + 1), tile & 1)
-        two_codes = _copied_codes(two, FIRST, 2, GROUP, CODES)
-        one_codes = _copied_codes(one, FIRST, 1, GROUP, CODES)
-        signal(bars.index(EMPTY + 1))
-        _put_codes(share.slice(2 * GROUP, GROUP, dim=1), two_codes, _power(high, 0, 2, CODES))
-        _put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one_codes, _power(high, 2, 1, CODES))
+        put_codes(share.slice(HALF // 2, HALF // 2, dim=1), right, right_scales)
         signal(bars.index(FULL + buffer))
 
 
