@@ -254,8 +254,8 @@ def attend(
     split = gl.program_id(1)
     if SPLIT:  # the tiles of both rows count as one range
         tiles = (count + TILE - 1) // TILE
-        all_tiles = tiles + (extra_count + TILE - 1) // TILE
-        share = (all_tiles + gl.num_programs(1) - 1) // gl.num_programs(1)
+        both = tiles + (extra_count + TILE - 1) // TILE
+        share = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
         begin, count = _part(begin, count, split * share, share)
         if TWO:
             extra_begin, extra_count = _part(extra_begin, extra_count, split * share - tiles, share)
@@ -267,7 +267,7 @@ def attend(
     source = q + wide * stride_q_token
     target = out + split.to(gl.int64) * stride_out_split + wide * stride_out_token
     sums_to = lse + split.to(gl.int64) * stride_lse_split + wide * stride_lse_token
-    all_tiles = gl.maximum(tiles + extra_tiles, 1)
+    all_tiles = gl.maximum(tiles + extra_tiles, 1)  # an empty row has one, of keys that do not exist
     if PLANAR:
         gl.warp_specialize(
             [

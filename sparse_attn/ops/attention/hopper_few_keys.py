@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_fp8 import BY_FLOAT
+from sparse_attn.ops.attention.hopper_fp8 import put_codes
 from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather
 
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
@@ -52,13 +52,9 @@ def in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO: gl.constexpr):
 
 
 @gluon.jit
-def put_codes(into, codes, factors):
-    """Dequantise int32 words of codes [SHARE, groups, words] by factors [SHARE, groups] into shared memory, seen as words."""
-    factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
-    low, high = gl.inline_asm_elementwise(
-        BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    into.store(gl.reshape(gl.join(low, high), [SHARE, codes.shape[1] * codes.shape[2] * 2]))
+def await_room(bars, tile, buffer):
+    """Until the ``buffer`` that ``tile`` takes was read for the last time."""
+    mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
 
 
 @gluon.jit
@@ -101,6 +97,16 @@ def copy_words(into, words, offsets, valid, LANES: gl.constexpr):
 
 
 @gluon.jit
+def bring_rest(into, first: gl.constexpr, known, words, record, valid, bars, tile, buffer, LANES: gl.constexpr):
+    """The bf16 values of a tile, from ``words`` on, into the words of a buffer from ``first`` on, and which of its keys exist."""
+    await_room(bars, tile, buffer)
+    copy_words(into.index(buffer).slice(first, REST // 2, dim=1), words, record, valid, LANES)
+    async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
+    known.index(buffer).store(valid.to(gl.int32))
+    signal(bars.index(FULL + buffer))
+
+
+@gluon.jit
 def _ask_latents(
     halves, scales, half: gl.constexpr, words, record, valid, bars, CODES: gl.constexpr, LANES: gl.constexpr
 ):
@@ -137,11 +143,7 @@ def ask_latents(
         if tile + 1 < tiles:
             mbarrier.wait(bars.index(EMPTY), tile & 1)
             _ask_latents(halves, scales, 0, words, next_record, next_valid, bars, CODES, LANES)
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
-        copy_words(into_rest.index(buffer), words + REST_AT // WORD, record, valid, LANES)
-        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
-        known.index(buffer).store(valid.to(gl.int32))
-        signal(bars.index(FULL + buffer))
+        bring_rest(into_rest, 0, known, words + REST_AT // WORD, record, valid, bars, tile, buffer, LANES)
         if tile + 1 < tiles:
             mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
             _ask_latents(halves, scales, 1, words, next_record, next_valid, bars, CODES, LANES)
@@ -166,7 +168,7 @@ def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: g
         right_scales = mine.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
         left = copied_codes(halves.index(0), FIRST, GROUPS, GROUP, CODES)
         signal(bars.index(EMPTY))
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        await_room(bars, tile, buffer)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
         put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
         mbarrier.wait(bars.index(READY + 1), tile & 1)
@@ -191,7 +193,7 @@ def fill_rows(
         valid = in_cache(slots, 0, tiles, num_rows, num_rows, False)
         rows = kv + slots.to(gl.int64) * stride_row * (UNIT // 2)
         slots = tile_slots(tile + 1, tiles, indices, count, indices, count, place, False)
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        await_room(bars, tile, buffer)
         gather(keys.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, 0, VALUE, LANES)
         if HAS_REST:
             gather(keys_rest.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, VALUE, REST, LANES)

@@ -13,14 +13,15 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     FULL,
     READY,
     SHARE,
-    SPENT,
+    await_room,
+    bring_rest,
     copied_codes,
     copy_codes,
     copy_words,
     in_cache,
-    put_codes,
     tile_slots,
 )
+from sparse_attn.ops.attention.hopper_fp8 import put_codes
 from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD
 
 
@@ -99,12 +100,8 @@ def ask_planar(
         if tile + 1 < all_tiles:
             mbarrier.wait(bars.index(EMPTY), tile & 1)
             _ask_planar(four, two, one, scales, 0, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
-        rest = into.index(buffer).slice((VALUE - REST) // 2, REST // 2, dim=1)
-        copy_words(rest, words + (VALUE - REST) // WORD, record, valid, LANES)
-        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
-        known.index(buffer).store(valid.to(gl.int32))
-        signal(bars.index(FULL + buffer))
+        rest = words + (VALUE - REST) // WORD
+        bring_rest(into, (VALUE - REST) // 2, known, rest, record, valid, bars, tile, buffer, LANES)
         if tile + 1 < all_tiles:
             mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
             _ask_planar(four, two, one, scales, 1, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
@@ -130,7 +127,7 @@ def put_planar(keys, four, two, one, scales, bars, which: gl.constexpr, all_tile
         signal(bars.index(EMPTY))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
-        mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+        await_room(bars, tile, buffer)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
         put_codes(share.slice(0, 2 * GROUP, dim=1), four_codes, _power(low, 0, 4, CODES))
         mbarrier.wait(bars.index(READY + 1), tile & 1)

@@ -150,6 +150,16 @@ def _load_half(
 
 
 @gluon.jit
+def put_codes(into, codes, factors):
+    """Dequantise int32 words of codes [keys, groups, words] by fp32 factors [keys, groups] into shared memory, seen as words."""
+    factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
+    low, high = gl.inline_asm_elementwise(
+        BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    into.store(gl.reshape(gl.join(low, high), [codes.shape[0], codes.shape[1] * codes.shape[2] * 2]))
+
+
+@gluon.jit
 def _put_part(into, codes, scales, part: gl.constexpr, GROUP: gl.constexpr, PLANAR: gl.constexpr):
     """Dequantise a part into shared memory, seen as words."""
     GROUPS: gl.constexpr = codes.shape[1]
@@ -162,12 +172,9 @@ def _put_part(into, codes, scales, part: gl.constexpr, GROUP: gl.constexpr, PLAN
         low, high = gl.inline_asm_elementwise(
             BY_PAIR, "=r,=r,r,r", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
         )
+        into.store(gl.reshape(gl.join(low, high), [TILE, GROUPS * GROUP // 2]))
     else:
-        factor, _ = gl.broadcast(gl.expand_dims(scales, 2), codes.to(gl.float32))
-        low, high = gl.inline_asm_elementwise(
-            BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )
-    into.store(gl.reshape(gl.join(low, high), [TILE, GROUPS * GROUP // 2]))
+        put_codes(into, codes, scales)
 
 
 @gluon.jit
