@@ -10,6 +10,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.ragged import op
+from sparse_attn.ops.ragged.reference import NO_LIMIT
 from sparse_attn.types import Ragged
 
 INDEX_DTYPES = (torch.int32,)
@@ -43,7 +44,7 @@ def build_ragged_indices_from_dense(
         checks.check_at_least("num_rows", num_rows, 0)
     checks.check_same_device(indices=indices, lengths=lengths, row_offsets=row_offsets)
     _check_capacity("indices", indices)
-    limit = checks.MAX_CAPACITY if num_rows is None else num_rows
+    limit = NO_LIMIT if num_rows is None else num_rows
     return Ragged(*op.build_ragged_indices_from_dense(indices, lengths, row_offsets, limit, impl))
 
 
