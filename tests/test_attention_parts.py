@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
     def cost(self, rows):
         kind, blocks, units = self.kernel
-        return sum(kind.cost(part.rows * blocks, part.splits, units, H200.num_sms) for part in self.parts(rows))
+        return kind.cost(tuple((part.rows * blocks, part.splits) for part in self.parts(rows)), units, H200.num_sms)
 
 
 WIDE, NARROW, PLANAR, FEW = Shape(128, 2048), Shape(64, 2048), Shape(128, 1152, V4), Shape(16, 2048)
@@ -68,18 +68,20 @@ def test_parts_are_all_rows_and_no_share_is_empty(kind, blocks, num_sms):
 
 
 def test_which_parts():
-    """Rows that fill the multiprocessors; then what is left, split as a step of as many would be."""
+    """Rows that fill the multiprocessors; then what is left, split as one part of as many would be."""
     assert WIDE.parts(34) == (Part(0, 33, 2), Part(33, 1, 16))
     assert WIDE.parts(67) == (Part(0, 66, 1), Part(66, 1, 16))
     assert NARROW.parts(67) == (Part(0, 66, 2), Part(66, 1, 16))
     assert NARROW.parts(140) == (Part(0, 132, 1), Part(132, 8, 16))
     assert PLANAR.parts(133) == (Part(0, 132, 1), Part(132, 1, 9))
     assert FEW.parts(67) == (Part(0, 66, 2), Part(66, 1, 32))
+    assert FEW.parts(72) == (Part(0, 66, 2), Part(66, 6, 16)), "one merge serves both"
     assert FEW.parts(133) == (Part(0, 132, 1), Part(132, 1, 32))
     for shape in SHAPES:
+        kind, blocks, units = shape.kernel
         for rows in range(1, 400):
             for part in shape.parts(rows)[1:]:
-                assert (part._replace(first=0),) == shape.parts(part.rows)[:1]
+                assert part.splits == kind.splits_of(part.rows * blocks, units, H200.num_sms)
 
 
 def test_one_part_where_two_are_not_cheaper():
@@ -88,7 +90,7 @@ def test_one_part_where_two_are_not_cheaper():
             assert len(shape.parts(rows)) == 1, (shape, rows)
         for rows in (0, 1, 100, 130, 133):
             assert len(shape.parts(133, rows * 20)) == 1, "hardly any keys"
-    assert len(NARROW.parts(200)) == len(WIDE.parts(100)) == len(FEW.parts(70)) == len(PLANAR.parts(34)) == 1
+    assert len(NARROW.parts(200)) == len(WIDE.parts(100)) == len(FEW.parts(100)) == len(PLANAR.parts(34)) == 1
 
 
 def test_batch_invariant_steps_have_one_part():

@@ -33,12 +33,14 @@ class Kind(NamedTuple):
     merge: float
     splits_of: Callable[[int, int, int], int]
 
-    def cost(self, programs: int, splits: int, units: int, num_sms: int) -> float:
-        """Of a part of ``programs`` times ``splits``, in units that it takes one after the other."""
-        turns, left = divmod(programs * splits, num_sms)
-        longest = -(-units // splits) + self.start
-        cost = turns * (longest + self.crowd) + (longest + self.crowd * left / num_sms if left else 0)
-        return cost + (self.merge if splits > 1 else 0)
+    def cost(self, parts: tuple[tuple[int, int], ...], units: int, num_sms: int) -> float:
+        """Of (programs, splits) launched one after the other, in units that it takes so; one merge serves all of them."""
+        cost = self.merge if any(splits > 1 for _, splits in parts) else 0
+        for programs, splits in parts:
+            turns, left = divmod(programs * splits, num_sms)
+            longest = -(-units // splits) + self.start
+            cost += turns * (longest + self.crowd) + (longest + self.crowd * left / num_sms if left else 0)
+        return cost
 
 
 def pair_splits(programs: int, pairs: int, num_sms: int) -> int:
@@ -54,7 +56,7 @@ def tile_splits(programs: int, tiles: int, num_sms: int) -> int:
         return 1
     at_once = (min(tiles, max(1, turns * num_sms // programs)) for turns in (1, TILE_TURNS))
     even = (-(-tiles // -(-tiles // splits)) for splits in at_once)  # none gets nothing
-    return min((1, *even), key=lambda splits: TILES.cost(programs, splits, tiles, num_sms))
+    return min((1, *even), key=lambda splits: TILES.cost(((programs, splits),), tiles, num_sms))
 
 
 PAIRS = Kind(1.2, 2.0, 0.8, pair_splits)
@@ -73,8 +75,8 @@ def parts_of(
     if 0 < first < rows:
         programs, others = first * blocks, (rows - first) * blocks
         other_splits = kind.splits_of(others, units, num_sms)
-        cost = kind.cost(programs, splits, units, num_sms) + kind.cost(others, other_splits, units, num_sms)
-        if cost < WORTH * kind.cost(rows * blocks, whole, units, num_sms):
+        cost = kind.cost(((programs, splits), (others, other_splits)), units, num_sms)
+        if cost < WORTH * kind.cost(((rows * blocks, whole),), units, num_sms):
             return Part(0, first, splits), Part(first, rows - first, other_splits)
     return (Part(0, rows, whole),)
 
