@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
     def cost(self, rows):
         kind, blocks, units = self.kernel
-        return kind.cost(tuple((part.rows * blocks, part.splits) for part in self.parts(rows)), units, H200.num_sms)
+        return kind.cost(self.parts(rows), blocks, units, H200.num_sms)
 
 
 WIDE, NARROW, PLANAR, FEW = Shape(128, 2048), Shape(64, 2048), Shape(128, 1152, V4), Shape(16, 2048)

@@ -33,12 +33,13 @@ class Kind(NamedTuple):
     merge: float
     splits_of: Callable[[int, int, int], int]
 
-    def cost(self, parts: tuple[tuple[int, int], ...], units: int, num_sms: int) -> float:
-        """Of (programs, splits) launched one after the other, in units that it takes so; one merge serves all of them."""
-        cost = self.merge if any(splits > 1 for _, splits in parts) else 0
-        for programs, splits in parts:
-            turns, left = divmod(programs * splits, num_sms)
-            longest = -(-units // splits) + self.start
+    def cost(self, parts: tuple[Part, ...], blocks: int, units: int, num_sms: int) -> float:
+        """Of ``parts`` launched one after the other, ``blocks`` programs a row or a multiple, in units that it takes so; one
+        merge serves all of them."""
+        cost = self.merge if any(part.splits > 1 for part in parts) else 0
+        for part in parts:
+            turns, left = divmod(part.rows * blocks * part.splits, num_sms)
+            longest = -(-units // part.splits) + self.start
             cost += turns * (longest + self.crowd) + (longest + self.crowd * left / num_sms if left else 0)
         return cost
 
@@ -56,7 +57,7 @@ def tile_splits(programs: int, tiles: int, num_sms: int) -> int:
         return 1
     at_once = (min(tiles, max(1, turns * num_sms // programs)) for turns in (1, TILE_TURNS))
     even = (-(-tiles // -(-tiles // splits)) for splits in at_once)  # none gets nothing
-    return min((1, *even), key=lambda splits: TILES.cost(((programs, splits),), tiles, num_sms))
+    return min((1, *even), key=lambda splits: TILES.cost((Part(0, programs, splits),), 1, tiles, num_sms))
 
 
 PAIRS = Kind(1.2, 2.0, 0.8, pair_splits)
@@ -68,17 +69,17 @@ def parts_of(
     kind: Kind, rows: int, blocks: int, units: int, num_sms: int, invariant: int | None = None
 ) -> tuple[Part, ...]:
     """Of ``rows`` of ``units`` each, which ``blocks`` programs serve. invariant: as ``Step`` has it."""
-    whole = kind.splits_of(rows * blocks, units, num_sms)
+    splits = kind.splits_of(rows * blocks, units, num_sms)
     if invariant is not None:
-        return (Part(0, invariant, whole),)
+        return (Part(0, invariant, splits),)
+    one = (Part(0, rows, splits),)
     first, splits = _filling(rows, blocks, units, num_sms)
-    if 0 < first < rows:
-        programs, others = first * blocks, (rows - first) * blocks
-        other_splits = kind.splits_of(others, units, num_sms)
-        cost = kind.cost(((programs, splits), (others, other_splits)), units, num_sms)
-        if cost < WORTH * kind.cost(((rows * blocks, whole),), units, num_sms):
-            return Part(0, first, splits), Part(first, rows - first, other_splits)
-    return (Part(0, rows, whole),)
+    if not 0 < first < rows:
+        return one
+    others = rows - first
+    two = Part(0, first, splits), Part(first, others, kind.splits_of(others * blocks, units, num_sms))
+    cheaper = kind.cost(two, blocks, units, num_sms) < WORTH * kind.cost(one, blocks, units, num_sms)
+    return two if cheaper else one
 
 
 def _filling(rows: int, blocks: int, units: int, num_sms: int) -> tuple[int, int]:
