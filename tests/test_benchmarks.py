@@ -1,5 +1,6 @@
 """Benchmark suites at tiny sizes on the CPU: they run, they fill every record, and a wrong result is refused."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -210,8 +211,6 @@ def test_bench_goes_on_after_a_suite_that_fails(monkeypatch, capsys):
 @pytest.mark.parametrize("sets, us, expected", [(4, 3.0, 46), (4, 0.5, 128), (1, 700.0, 1), (256, 12.0, 1), (600, 1.0, 1)])
 def test_replays_are_long_enough_however_slow_the_host_is(monkeypatch, sets, us, expected):
     """A graph of ``sets`` calls a round, each of ``us`` on the device, where a replay starts and ends in 20."""
-    from contextlib import contextmanager
-
     from sparse_attn.testing import timing
 
     captured = []

@@ -34,8 +34,8 @@ class Kind(NamedTuple):
     splits_of: Callable[[int, int, int], int]
 
     def cost(self, parts: tuple[Part, ...], blocks: int, units: int, num_sms: int) -> float:
-        """Of ``parts`` launched one after the other, ``blocks`` programs a row or a multiple, in units that it takes so; one
-        merge serves all of them."""
+        """Of ``parts`` launched one after the other, ``blocks`` programs a row and split, in units of one program; one merge
+        serves all of them."""
         cost = self.merge if any(part.splits > 1 for part in parts) else 0
         for part in parts:
             turns, left = divmod(part.rows * blocks * part.splits, num_sms)
@@ -69,10 +69,10 @@ def parts_of(
     kind: Kind, rows: int, blocks: int, units: int, num_sms: int, invariant: int | None = None
 ) -> tuple[Part, ...]:
     """Of ``rows`` of ``units`` each, which ``blocks`` programs serve. invariant: as ``Step`` has it."""
-    splits = kind.splits_of(rows * blocks, units, num_sms)
+    whole = kind.splits_of(rows * blocks, units, num_sms)
     if invariant is not None:
-        return (Part(0, invariant, splits),)
-    one = (Part(0, rows, splits),)
+        return (Part(0, invariant, whole),)
+    one = (Part(0, rows, whole),)
     first, splits = _filling(rows, blocks, units, num_sms)
     if not 0 < first < rows:
         return one
