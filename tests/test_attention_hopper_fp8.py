@@ -97,14 +97,14 @@ def test_compiles_for_hopper(form):
     from sparse_attn.ops.attention import hopper_fp8
     from sparse_attn.testing.aot import compile_kernel
 
-    launch, split = chosen(64, 128), form == "two caches"
+    launch, sink = chosen(64, 128), form != "two caches"
     constants = FORMS[form] | dict(
-        PAGED=True, HAS_SINK=not split, SPLIT=split, CONSUMER_REGISTERS=launch.consumer_registers,
+        PAGED=True, HAS_SINK=sink, SPLIT=None, CONSUMER_REGISTERS=launch.consumer_registers,
         PRODUCER_REGISTERS=launch.producer_registers,
     )  # fmt: skip
     pointers = dict(
         q="*bf16", cache="*u8", indices="*i32", indptr="*i32", extra_cache="*u8", extra_indices="*i32",
-        extra_indptr="*i32", sink="*fp32", out="*fp32" if split else "*bf16", lse="*fp32",
+        extra_indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32",
     )  # fmt: skip
     scalars = {name: "i32" for name in hopper_fp8.attend.arg_names if name not in pointers | constants}
     aligned = [name for name in scalars if name.startswith(("stride_q", "stride_out"))]

@@ -93,6 +93,26 @@ def test_one_part_where_two_are_not_cheaper():
     assert len(NARROW.parts(200)) == len(WIDE.parts(100)) == len(FEW.parts(100)) == len(PLANAR.parts(34)) == 1
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize("sink", [False, True])
+def test_both_parts_are_one_kernel(sink):
+    """One that both of them, whole rows and split ones, find in the instruction caches."""
+    from sparse_attn.ops.attention import launch
+    from sparse_attn.testing.launches import recording
+
+    def meta(*shape, dtype=torch.int32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, cache = meta(67, 128, LATENT.dim, dtype=torch.bfloat16), meta(900, 64, LATENT.row, dtype=torch.uint8)
+    ragged, none = (meta(67 * 2048), meta(68)), (None, None, None, "")
+    with recording("sm_90") as launches:
+        launch.sparse_attn_decode(
+            q, cache, *ragged, 0.05, LATENT.name, *none, meta(128, dtype=torch.float32) if sink else None
+        )
+    first, second, merging = launches
+    assert first == second and merging.kernel == "merge"
+
+
 def test_batch_invariant_steps_have_one_part():
     for shape in SHAPES:
         for rows in (1, 34, 67, 133):

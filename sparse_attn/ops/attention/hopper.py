@@ -109,7 +109,7 @@ def _left_rows(
             await_keys(bars, 0, phase)
         # Of stale memory after the last row.
         pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
-        finish(acc, l, m, 0, target, sums_to, drain, stride_out_head, HAS_SINK, False, ACC)
+        finish(acc, l, m, 0, target, None, sums_to, drain, stride_out_head, HAS_SINK, False, ACC)
         if token >= 0:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
             slot = name_keys(indices + begin, 0, 0, count, place, False)
@@ -146,7 +146,7 @@ def _right_rows(
         l = l + sums.index(0).load(ROW)
         wide = token.to(gl.int64)
         target = out + wide * stride_out_token + first_head * stride_out_head
-        finish(acc, l, m, 1, target, None, sink + first_head, stride_out_head, HAS_SINK, False, ACC)
+        finish(acc, l, m, 1, target, None, None, sink + first_head, stride_out_head, HAS_SINK, False, ACC)
         turn = turn ^ 1
         token, first_head, begin, count = _await_row(work, bars, turn)
 

@@ -288,8 +288,8 @@ def attend(
     extra_indices,
     extra_indptr,
     sink,  # fp32 [heads]; anything without HAS_SINK
-    out,  # bf16 [tokens, heads, VALUE]; SPLIT: fp32 [splits, tokens, heads, VALUE]
-    lse,  # fp32 [tokens, heads], natural log; SPLIT: [splits, tokens, heads], base 2
+    out,  # bf16 [tokens, heads, VALUE]; fp32 [splits, tokens, heads, VALUE] where rows are split, by a bf16 pointer
+    lse,  # fp32 [tokens, heads], natural log; [splits, tokens, heads], base 2
     num_slots,
     block_size,
     capacity,
@@ -316,7 +316,7 @@ def attend(
     PAGED: gl.constexpr,  # slots do not follow each other through the whole cache
     TWO: gl.constexpr,
     HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
+    SPLIT: gl.constexpr,  # whether programs share a row; None: told by the grid, for a step in two parts
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -361,26 +361,34 @@ def attend(
     end = tiles
     if TWO:
         end += (extra_count + TILE - 1) // TILE
-    split = gl.program_id(1)
-    start = split * 0
-    if SPLIT:  # the tiles of both rows count as one range
+    which = gl.program_id(1)
+    start = which * 0
+    if SPLIT is None:
+        split = gl.num_programs(1) > 1
+    else:
+        split: gl.constexpr = SPLIT
+    if SPLIT is None or SPLIT:  # the tiles of both rows count as one range
         share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)
-        start = gl.minimum(split * share, end)
+        start = gl.minimum(which * share, end)
         end = gl.minimum(start + share, end)
     keys_here = (end - start) * TILE
     wide = token.to(gl.int64)
     row = indices + begin
     extra_row = extra_indices + extra_begin
     source = q + wide * stride_q_token + first_head * stride_q_head
-    target = out + split.to(gl.int64) * stride_out_split + wide * stride_out_token + first_head * stride_out_head
-    sums_to = lse + split.to(gl.int64) * stride_lse_split + wide * stride_lse_token + first_head
+    place = which.to(gl.int64) * stride_out_split + wide * stride_out_token + first_head * stride_out_head
+    target = out + place
+    target_share = out.to(gl.pointer_type(gl.float32), bitcast=True) + place
+    sums_to = lse + which.to(gl.int64) * stride_lse_split + wide * stride_lse_token + first_head
     drain = sink + first_head
     gl.warp_specialize(
         [
             (left, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, keys_here, 0,
-                    scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, SPLIT, True)),
+                    scale_log2, target, target_share, sums_to, drain, stride_q_head, stride_out_head, split, HAS_REST, HAS_SINK,
+                    True)),
             (right, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, keys_here, 0,
-                     scale_log2, target, sums_to, drain, stride_q_head, stride_out_head, HAS_REST, HAS_SINK, SPLIT, True)),
+                     scale_log2, target, target_share, sums_to, drain, stride_q_head, stride_out_head, split, HAS_REST, HAS_SINK,
+                     True)),
             (_dequantise, (keys, keys_rest, named, bars, start, end, tiles, cache, row, count, num_slots, block_size,
                            stride_cache_block, extra_cache, extra_row, extra_count, extra_num_slots, extra_block_size,
                            stride_extra_block, 0, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO)),

@@ -81,11 +81,15 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     blocks = heads // config.HOPPER_HEADS
     out, lse = shapes.allocate_output(tokens, heads, keys.layout.value_dim, q)
     results = outputs(who, out, lse, chosen.parts, sink)
+    # Two kernels do not fit in the instruction caches: where some rows are split and some are not, one serves both.
+    whole_and_split = len({result.split for result in results}) > 1
     for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, blocks, results):
         hopper_fp8.attend[grid](
             rows.q,
             *caches.pointers,
-            *result.pointers,
+            result.to_lse if sink is None else sink,
+            result.to.view(q.dtype),
+            result.to_lse,
             *caches.sizes,
             blocks,
             early,
@@ -96,8 +100,8 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             *result.strides,
             LATENT=keys.layout.latent,
             **caches.constants,
-            HAS_SINK=result.has_sink,
-            SPLIT=result.split,
+            HAS_SINK=sink is not None if whole_and_split else result.has_sink,
+            SPLIT=None if whole_and_split else result.split,
             CONSUMER_REGISTERS=chosen.consumer_registers,
             PRODUCER_REGISTERS=chosen.producer_registers,
             num_warps=chosen.num_warps,

@@ -112,41 +112,40 @@ def masked(scores, slot, num_rows, scale_log2, FLAGS: gl.constexpr):
 
 
 @gluon.jit
-def normalise(m, l, drain, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr):
+def normalise(m, l, drain, HAS_SINK: gl.constexpr, split):
     """(what to multiply sums by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A sink ``drain`` adds to the
-    denominator, not to lse, which is in base 2 of a SPLIT row's share."""
+    denominator, not to lse. split: of a row's share lse is in base 2, and no sink counts yet."""
     empty = l == 0.0
     lse2 = m + gl.log2(gl.where(empty, 1.0, l))
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
     if HAS_SINK:
-        factor = factor / (1.0 + gl.exp2(drain * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
-    NATURAL: gl.constexpr = 1.0 if SPLIT else 0.6931471805599453
-    return factor, gl.where(empty, -float("inf"), lse2 * NATURAL)
+        drained = factor / (1.0 + gl.exp2(drain * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
+        factor = gl.where(split, factor, drained)
+    return factor, gl.where(empty, -float("inf"), lse2 * gl.where(split, 1.0, 0.6931471805599453))
 
 
 @gluon.jit
 def finish(
-    acc, l, m, half: gl.constexpr, out, lse, sink, stride_head, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
-    ACC: gl.constexpr,
-):  # fmt: skip
-    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns; a SPLIT
-    row's share stays fp32, its lse in base 2."""
+    acc, l, m, half: gl.constexpr, out, share, lse, sink, stride_head, HAS_SINK: gl.constexpr, split, ACC: gl.constexpr
+):
+    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns: as bf16 to
+    ``out``, or where rows are ``split`` as fp32 to ``share``, with lse in base 2."""
     ROW_P: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
     head = gl.arange(0, HEADS, layout=ROW_P)
     drain = gl.load(sink + head) if HAS_SINK else 0.0
-    factor, logarithm = normalise(m, l, drain, HAS_SINK, SPLIT)
+    factor, logarithm = normalise(m, l, drain, HAS_SINK, split)
     if half == 0:
         gl.store(lse + head, logarithm)
     values = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
-    if SPLIT:
+    if split:
         head_a = gl.arange(0, HEADS, layout=gl.SliceLayout(1, ACC))
         column_a = gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC)) + half * HALF
-        gl.store(out + gl.expand_dims(head_a * stride_head, 1) + gl.expand_dims(column_a, 0), values)
+        gl.store(share + gl.expand_dims(head_a * stride_head, 1) + gl.expand_dims(column_a, 0), values)
     else:
-        values = gl.convert_layout(values.to(gl.bfloat16), LINES)
+        lines = gl.convert_layout(values.to(gl.bfloat16), LINES)
         head_o = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINES))
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES)) + half * HALF
-        gl.store(out + gl.expand_dims(head_o * stride_head, 1) + gl.expand_dims(column, 0), values)
+        gl.store(out + gl.expand_dims(head_o * stride_head, 1) + gl.expand_dims(column, 0), lines)
 
 
 @gluon.jit

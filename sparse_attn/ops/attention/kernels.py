@@ -257,6 +257,7 @@ def merge(
     BLOCK_S: tl.constexpr,
     MORE_BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MORE_BLOCK_D: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     chain.wait(CHAINED)
@@ -270,8 +271,10 @@ def merge(
             _merge_token(
                 more_outs + token * stride_outs_token, more_lses + token * stride_lses_token, head, sink, out, lse,
                 more_states, d_v, to_log2, stride_more_outs_state, stride_outs_head, stride_more_lses_state,
-                stride_lses_head, MORE_BLOCK_S, BLOCK_D,
+                stride_lses_head, MORE_BLOCK_S, MORE_BLOCK_D,
             )  # fmt: skip
+            return
+        if tl.program_id(2) * BLOCK_D >= d_v:  # there for those tokens' narrower blocks
             return
     _merge_token(
         outs + row * stride_outs_token, lses + row * stride_lses_token, head, sink, out, lse, states, d_v, to_log2,

@@ -72,10 +72,12 @@ def merge(outs, lses, sink, out, lse, to_log2, more=None):
     tokens, heads, d_v = out.shape
     if tokens * heads == 0:
         return
-    states, more_states = outs.shape[0], more[0].shape[0] if more else 0
+    states, more_states = outs.shape[0], (more[0] if more else outs).shape[0]
     block_s, more_block_s = (max(2, triton.next_power_of_2(number)) for number in (states, more_states))
-    block_d = min(max(64, MERGED_ELEMENTS // max(block_s, more_block_s)), triton.next_power_of_2(d_v))
-    kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
+    block_d, more_block_d = (
+        min(max(64, MERGED_ELEMENTS // block), triton.next_power_of_2(d_v)) for block in (block_s, more_block_s)
+    )
+    kernels.merge[(tokens, heads, triton.cdiv(d_v, min(block_d, more_block_d)))](
         outs,
         lses,
         *(more or (None, None)),
@@ -95,6 +97,7 @@ def merge(outs, lses, sink, out, lse, to_log2, more=None):
         BLOCK_S=block_s,
         MORE_BLOCK_S=more_block_s,
         BLOCK_D=block_d,
+        MORE_BLOCK_D=more_block_d,
         num_warps=4,
         **chain.chained(target_of(out.device)),
     )
