@@ -301,7 +301,21 @@ HOPPER = [
         ATTENTION + "hopper_pair.py",
         "    l = l * rescale\n    sums.index(0).store(l)",
         "    sums.index(0).store(l)",
-        ("tests/test_attention_hopper.py::test_kinds_of_rows[64-512-full-None]",),
+        ("tests/test_attention_growing_scores.py::test_hopper_kernels[plain/bf16/512+0-64-spikes]",),
+    ),
+    Mutation(
+        "hopper-half-of-the-rows-rescaled", "a warp whose first eight rows kept their reference rescales none",
+        ATTENTION + "hopper_rescale.py",
+        "setp.neu.or.f32 other, ${first + 2}",
+        "setp.neu.or.f32 other, ${first}",
+        ("tests/test_attention_growing_scores.py::test_hopper_kernels[plain/bf16/512+0-64-spikes]",),
+    ),
+    Mutation(
+        "few-heads-first-reference-kept", "weights of few heads stay relative to the first tile's maximum",
+        ATTENTION + "hopper_few_heads.py",
+        "unsettled = gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST",
+        "unsettled = tile < 0",
+        ("tests/test_attention_growing_scores.py::test_hopper_kernels[plain/bf16/512+0-10-steps]",),
     ),
     Mutation(
         "hopper-empty-row-divided", "a row without keys is divided by its denominator, 0",

@@ -2,8 +2,9 @@
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
 columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys, which two
-or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them until the end; only
-the maximum crosses warps in every tile.
+or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them until the end, and
+weights are relative to the maximum of some tiles ago (hopper_rescale): what crosses warps in every tile is whether one exceeds
+MOST. Then the tile is weighed anew, as the first one is.
 
 Floor, bytes: every named record once. What bounds it over fp8 records: shared memory, out of which the matrix unit reads a key's
 2 * (d_qk + d_v) bytes whatever the number of heads, about 20 cycles, beside what producers store and read there (38 in all), and
@@ -35,6 +36,7 @@ from sparse_attn.ops.attention.hopper_few_keys import (
 )
 from sparse_attn.ops.attention.hopper_few_planar import ask_planar, put_planar
 from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise, row_range
+from sparse_attn.ops.attention.hopper_rescale import MOST
 
 WARPS = gl.constexpr(4)
 
@@ -87,12 +89,14 @@ def _column_maxima(z, maxima, N: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads, tiles, scale_log2, out, lse, sink,
-    stride_q_head, stride_out_head, N: gl.constexpr, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
+    query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads, tiles, scale_log2, out, lse,
+    sink, stride_q_head, stride_out_head, N: gl.constexpr, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
-    last = gl.maximum(tiles, 1) - 1
+    EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
+    last = tiles - 1
     _load_query(query, query_rest, source, heads, stride_q_head, N, HAS_REST)
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
@@ -101,20 +105,31 @@ def _consume(
     _await_keys(bars, 0)
     pending = _score(query, query_rest, keys, keys_rest, nothing, 0, 0, HAS_REST)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    for tile in range(last + 1):
+    for tile in range(tiles):
         zero = tile >> 20
         buffer = tile % BUFFERS
         exists = known.index(buffer).load(gl.SliceLayout(1, SUMS)) != 0
         z = gl.where(gl.expand_dims(exists, 1), scores * scale_log2, -float("inf"))
-        top = gl.maximum(m, gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD))
-        rescale = gl.expand_dims(gl.exp2(m - top), 0)
-        p = gl.exp2(z - gl.expand_dims(top, 0))
-        m = top
-        weights.index(zero).store(p.to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        l = l * rescale + p
-        acc = acc * rescale
+        p = z
+        unsettled = tile == 0
+        if tile > 0:
+            p = gl.exp2(z - gl.expand_dims(m, 0))
+            weights.index(zero).store(p.to(gl.bfloat16))
+            largest.index(zero).store(gl.max(gl.reshape(p, [WARPS, TILE // WARPS * N]), 1))
+            fence_async_shared()
+            barrier()
+            unsettled = gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST
+        if unsettled:
+            top = gl.maximum(m, gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD))
+            rescale = gl.expand_dims(gl.exp2(m - top), 0)
+            p = gl.exp2(z - gl.expand_dims(top, 0))
+            m = top
+            weights.index(zero).store(p.to(gl.bfloat16))
+            fence_async_shared()
+            barrier()
+            l = l * rescale
+            acc = acc * rescale
+        l = l + p
         product = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights.index(zero), acc, is_async=True)
         if tile < last:
             _await_keys(bars, tile + 1)
@@ -225,6 +240,7 @@ def attend(
     elif FP8:
         halves = gl.allocate_shared_memory(gl.int32, [2, 4, TILE, BLOCK], BLOCKS)
         scales = gl.allocate_shared_memory(gl.int32, [TILE, VALUE // GROUP], PLAIN)
+    largest = gl.allocate_shared_memory(gl.float32, [1, WARPS], FLAT)
     bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
@@ -272,9 +288,9 @@ def attend(
     if PLANAR:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
-                            tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
-                            HAS_REST, HAS_SINK, SPLIT)),
+                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads,
+                            all_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N, HAS_REST,
+                            HAS_SINK, SPLIT)),
                 (put_planar, (keys, four, two, one, scales, bars, 0, all_tiles, GROUP)),
                 (put_planar, (keys, four, two, one, scales, bars, 1, all_tiles, GROUP)),
                 (ask_planar, (keys, four, two, one, scales, known, bars, tiles, all_tiles, row, count, cache,
@@ -287,9 +303,9 @@ def attend(
     elif FP8:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
-                            tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
-                            HAS_REST, HAS_SINK, SPLIT)),
+                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads,
+                            all_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N, HAS_REST,
+                            HAS_SINK, SPLIT)),
                 (put_latents, (keys, halves, scales, bars, 0, all_tiles, GROUP)),
                 (put_latents, (keys, halves, scales, bars, 1, all_tiles, GROUP)),
                 (ask_latents, (keys_rest, halves, scales, known, bars, all_tiles, row, count, cache, num_slots,
@@ -301,11 +317,13 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, bars, source, heads,
-                            tiles + extra_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N,
-                            HAS_REST, HAS_SINK, SPLIT)),
-                (fill_rows, (keys, keys_rest, known, bars, 0, row, count, cache, num_slots, stride_cache, HAS_REST)),
-                (fill_rows, (keys, keys_rest, known, bars, 1, row, count, cache, num_slots, stride_cache, HAS_REST)),
+                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads,
+                            all_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N, HAS_REST,
+                            HAS_SINK, SPLIT)),
+                (fill_rows, (keys, keys_rest, known, bars, 0, all_tiles, row, count, cache, num_slots, stride_cache,
+                             HAS_REST)),
+                (fill_rows, (keys, keys_rest, known, bars, 1, all_tiles, row, count, cache, num_slots, stride_cache,
+                             HAS_REST)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -180,13 +180,13 @@ def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: g
 
 @gluon.jit
 def fill_rows(
-    keys, keys_rest, known, bars, which: gl.constexpr, indices, count, kv, num_rows, stride_row, HAS_REST: gl.constexpr
+    keys, keys_rest, known, bars, which: gl.constexpr, tiles, indices, count, kv, num_rows, stride_row,
+    HAS_REST: gl.constexpr,
 ):
     """bf16 rows, copied."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FIRST: gl.constexpr = which * SHARE
     place = gl.arange(0, SHARE, layout=gl.SliceLayout(1, LANES)) + FIRST
-    tiles = gl.maximum((count + TILE - 1) // TILE, 1)
     slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
     for tile in range(tiles):
         buffer = tile % BUFFERS

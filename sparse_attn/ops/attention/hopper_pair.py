@@ -2,8 +2,8 @@
 
 ``left_pair`` takes the even tile's scores and owns the first 256 output columns, ``right_pair`` scores the odd tile and owns
 the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the two agree
-on a running maximum per pair. Producers bring the tiles half by half, in the order in which the consumers free the halves.
-Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials, rescaling.
+per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the consumers free the halves.
+Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
 What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of it
@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import signal
+from sparse_attn.ops.attention.hopper_rescale import reference, rescale_sums, rescale_weights
 
 HEADS = gl.constexpr(64)  # of a program
 TILE = gl.constexpr(64)  # keys
@@ -177,9 +178,8 @@ def left_pair(
     ``last`` pair of a row the queries' memory is wanted."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    ROW_ACC: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     z = masked(scores, slot, num_rows, scale_log2, FLAGS)
-    top = gl.maximum(m, gl.max(z, 1))
+    top = reference(m, gl.max(z, 1))
     rescale = gl.exp2(m - top)
     p = gl.exp2(z - gl.expand_dims(top, 1))
     l = l * rescale + gl.sum(p, 1)
@@ -189,7 +189,7 @@ def left_pair(
     if PERSISTENT:
         if last:
             release(bars[QUERY_FREED], True)
-    acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
+    acc = rescale_sums(acc, rescale)
     own = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
     product = warpgroup_mma(own, keys.index(zero).slice(0, HALF, dim=1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
@@ -199,10 +199,13 @@ def left_pair(
     rescale = gl.exp2(m - top)
     l = l * rescale
     sums.index(0).store(l)
-    left_p.index(zero + HAS_REST).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
+    if FLAGS and not HAS_REST:  # elsewhere nothing is gained, or registers are spilled
+        left_p.index(zero).store(rescale_weights(own, rescale))
+    else:
+        left_p.index(zero + HAS_REST).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
     fence_async_shared()
     signal(bars[LEFT_P])
-    acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
+    acc = rescale_sums(acc, rescale)
     mbarrier.wait(bars[RIGHT_P], phase)
     product = warpgroup_mma(right_p.index(zero), keys.index(zero + 1).slice(0, HALF, dim=1), acc, is_async=True)
     return product, top, l
@@ -217,7 +220,6 @@ def right_pair(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    ROW_ACC: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
     await_keys(bars, 3, phase)
     pending = score_half(query.index(zero), keys.index(zero + 1), nothing, 1, True)
@@ -230,7 +232,7 @@ def right_pair(
     z = masked(scores, slot, num_rows, scale_log2, FLAGS)
     top = gl.max(z, 1)
     mbarrier.wait(bars[LEFT_MAX], phase)
-    top = gl.maximum(maxima.load(ROW), top)
+    top = reference(maxima.load(ROW), top)
     maxima.store(top)
     signal(bars[RIGHT_MAX])
     if PERSISTENT:
@@ -239,7 +241,7 @@ def right_pair(
     rescale = gl.exp2(m - top)
     p = gl.exp2(z - gl.expand_dims(top, 1))
     l = l * rescale + gl.sum(p, 1)
-    acc = acc * gl.expand_dims(gl.convert_layout(rescale, ROW_ACC), 1)
+    acc = rescale_sums(acc, rescale)
     rounded = p.to(gl.bfloat16)
     own = gl.convert_layout(rounded, OPERAND)
     product = warpgroup_mma(own, keys.index(zero + 1).slice(HALF, HALF, dim=1), acc, is_async=True)

@@ -1,0 +1,67 @@
+"""Scores that grow along a row, by much more than sums may lag behind them, in some heads and not in others."""
+
+import pytest
+import torch
+from conftest import big
+from test_attention_few_heads import LATENT, NARROW_ROWS, PLANAR, ROWS
+
+from sparse_attn import Ragged, allocate_cache, sparse_attn_decode
+from sparse_attn.layout import PlainLayout, PlanarFp8Layout
+from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
+
+SCALE = 0.05
+SMALL = PlainLayout("bf16", 32, 16), PlanarFp8Layout(48, 16, 16)
+
+
+def levels(kind, keys):
+    """The first column of the keys: a few that outweigh many (2^9, once 2^10.5), or steps of 2^11 and more up and down."""
+    if kind == "steps":
+        return (torch.randn(1 + keys // 16) * 20).cumsum(0).repeat_interleave(16)[:keys]
+    spikes = torch.zeros(keys)
+    spikes[keys // 9 :: 67] = 15.6
+    spikes[keys // 3 :: 301] = 18.2
+    return spikes
+
+
+def check(layout, heads, tokens, keys, extra, kind, device):
+    torch.manual_seed(keys)
+    q = torch.randn(tokens, heads, layout.dim, device=device) / 10
+    q[..., 0] = torch.tensor([8.0, -8.0, 0.0, 24.0, 7.0])[torch.arange(heads) % 5]
+    caches, slots = [], torch.arange(extra + keys, device=device)
+    for first, count in ((0, extra), (extra, keys)):
+        rows = torch.randn(count, layout.dim, device=device)
+        rows[:, 0] = levels(kind, extra + keys)[first : first + count].to(device)
+        cache = allocate_cache(layout, 1 + count // 64, 64, device)
+        layout.encode(cache, slots[:count], rows)
+        # Every token sees them from another one on.
+        seen = (slots[:count] + 37 * torch.arange(tokens, device=device).unsqueeze(1)) % max(count, 1)
+        indptr = torch.arange(tokens + 1, dtype=torch.int32, device=device) * count
+        caches.append((cache, Ragged(seen.flatten().int(), indptr)))
+    (second, more), (cache, ragged) = caches
+    options = dict(scale=SCALE, layout=layout)
+    if extra:
+        options |= dict(extra_cache=second, extra_ragged=more, extra_layout=layout)
+    q = q.bfloat16()
+    got = sparse_attn_decode(q, cache, ragged, **options, impl="triton")
+    want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
+    assert_close(got.out, want.out, DECODE_OUT)
+    assert_close(got.lse, want.lse, DECODE_LSE)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", ["spikes", "steps"])
+@pytest.mark.parametrize("layout", SMALL, ids=lambda layout: layout.name)
+def test_portable_kernel(layout, kind, device):
+    check(layout, 5, 3, 150, 0, kind, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["spikes", "steps"])
+@pytest.mark.parametrize("heads", [10, 32, 64, 128])
+@pytest.mark.parametrize("layout", [LATENT, PLANAR, ROWS, NARROW_ROWS], ids=lambda layout: layout.name)
+def test_hopper_kernels(layout, heads, kind, device):
+    """Whole rows, many programs that share one, and steps in two parts."""
+    for tokens, keys in ((140, 640), (3, 2048), (67, 1152)) if big(device) else ((2, 300),):
+        check(layout, heads, tokens, keys, 0, kind, device)
+        if layout is PLANAR:
+            check(layout, heads, tokens, keys, 200, kind, device)
