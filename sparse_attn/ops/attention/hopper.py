@@ -260,7 +260,7 @@ def attend(
     items,  # tokens * head_blocks, at least as many as programs
     head_blocks,
     early,  # whether the next launch may start while this one runs
-    scale_log2,
+    scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
     stride_kv_row,

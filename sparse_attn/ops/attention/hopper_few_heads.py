@@ -109,20 +109,21 @@ def _consume(
         zero = tile >> 20
         buffer = tile % BUFFERS
         exists = known.index(buffer).load(gl.SliceLayout(1, SUMS)) != 0
-        z = gl.where(gl.expand_dims(exists, 1), scores * scale_log2, -float("inf"))
+        z = gl.where(gl.expand_dims(exists, 1), scores, -float("inf"))
         p = z
         unsettled = tile == 0
         if tile > 0:
-            p = gl.exp2(z - gl.expand_dims(m, 0))
+            p = gl.exp2(z * scale_log2 - gl.expand_dims(m, 0))
             weights.index(zero).store(p.to(gl.bfloat16))
             largest.index(zero).store(gl.max(gl.reshape(p, [WARPS, TILE // WARPS * N]), 1))
             fence_async_shared()
             barrier()
             unsettled = gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST
         if unsettled:
-            top = gl.maximum(m, gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD))
+            seen = gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD)
+            top = gl.maximum(m, seen * scale_log2)
             rescale = gl.expand_dims(gl.exp2(m - top), 0)
-            p = gl.exp2(z - gl.expand_dims(top, 0))
+            p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 0))
             m = top
             weights.index(zero).store(p.to(gl.bfloat16))
             fence_async_shared()
@@ -197,7 +198,7 @@ def attend(
     extra_block_size,
     extra_capacity,
     early,  # as in hopper_fp8.attend
-    scale_log2,
+    scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
     stride_cache,  # of a row or block, in UNITs

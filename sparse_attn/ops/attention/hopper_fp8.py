@@ -298,7 +298,7 @@ def attend(
     extra_capacity,
     head_blocks,
     early,  # whether the next launch may start while this one runs
-    scale_log2,
+    scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
     stride_cache_block,  # in UNITs

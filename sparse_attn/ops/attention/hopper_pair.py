@@ -2,8 +2,8 @@
 
 ``left_pair`` takes the even tile's scores and owns the first 256 output columns, ``right_pair`` scores the odd tile and owns
 the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the two agree
-per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the consumers free the halves.
-Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
+per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the consumers free the
+halves. Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
 What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of it
@@ -103,13 +103,13 @@ def name_keys(named, tile: gl.constexpr, first, left_over, place, FLAGS: gl.cons
 
 
 @gluon.jit
-def masked(scores, slot, num_rows, scale_log2, FLAGS: gl.constexpr):
-    """Base-2 scores of a tile, -inf where ``slot`` names no row."""
+def masked(scores, slot, num_rows, FLAGS: gl.constexpr):
+    """Scores of a tile, -inf where ``slot`` names no row."""
     if FLAGS:
         valid = slot != 0
     else:
         valid = (slot >= 0) & (slot < num_rows)
-    return gl.where(gl.expand_dims(valid, 0), scores * scale_log2, -float("inf"))
+    return gl.where(gl.expand_dims(valid, 0), scores, -float("inf"))
 
 
 @gluon.jit
@@ -178,10 +178,10 @@ def left_pair(
     ``last`` pair of a row the queries' memory is wanted."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    z = masked(scores, slot, num_rows, scale_log2, FLAGS)
-    top = reference(m, gl.max(z, 1))
+    z = masked(scores, slot, num_rows, FLAGS)
+    top = reference(m, gl.max(z, 1) * scale_log2)
     rescale = gl.exp2(m - top)
-    p = gl.exp2(z - gl.expand_dims(top, 1))
+    p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 1))
     l = l * rescale + gl.sum(p, 1)
     m = top
     maxima.store(top)
@@ -229,8 +229,8 @@ def right_pair(
         pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True)
     slot = name_keys(named, 1, first, left_over, place, FLAGS)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    z = masked(scores, slot, num_rows, scale_log2, FLAGS)
-    top = gl.max(z, 1)
+    z = masked(scores, slot, num_rows, FLAGS)
+    top = gl.max(z, 1) * scale_log2
     mbarrier.wait(bars[LEFT_MAX], phase)
     top = reference(maxima.load(ROW), top)
     maxima.store(top)
@@ -239,7 +239,7 @@ def right_pair(
         if last:
             release(bars[QUERY_FREED], True)
     rescale = gl.exp2(m - top)
-    p = gl.exp2(z - gl.expand_dims(top, 1))
+    p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 1))
     l = l * rescale + gl.sum(p, 1)
     acc = rescale_sums(acc, rescale)
     rounded = p.to(gl.bfloat16)

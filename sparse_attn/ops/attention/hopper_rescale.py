@@ -18,12 +18,12 @@ WORDS = gl.constexpr(16)  # pairs of bf16 values of a thread
 
 
 def _unless_one(registers: int, values: int, product: str) -> str:
-    """PTX: registers from the ones behind them; where any thread of the warp has a factor that is not one, then ``product``
-    of each with its factor. A register holds so many ``values``, with fp32 factors behind all registers. A thread's values
-    are of two rows, by turns two of each."""
+    """PTX: registers from the ones behind them; where any thread of the warp has a factor that is not one, then ``product`` (to,
+    from, factor) for each. A register holds so many ``values``, with fp32 factors behind all registers. A thread's values are
+    of two rows, by turns two of each."""
     first = 2 * registers
     copies = "\n".join(f"mov.b32 ${at}, ${registers + at};" for at in range(registers))
-    products = "\n".join(product.format(f"${at}", f"${first + values * at}") for at in range(registers))
+    products = "\n".join(product.format(f"${at}", f"${registers + at}", f"${first + values * at}") for at in range(registers))
     return f"""{{
 .reg .pred one, other, any;
 .reg .b16 low, high;
@@ -42,17 +42,17 @@ def _constraints(registers: int, kind: str, values: int) -> str:
     return ",".join([f"={kind}"] * registers + [kind] * registers + ["f"] * (values * registers))
 
 
-TIMES = gl.constexpr(_unless_one(SUMS.value, 1, "mul.f32 {0}, {0}, {1};"))
+TIMES = gl.constexpr(_unless_one(SUMS.value, 1, "mul.f32 {0}, {0}, {2};"))
 TIMES_OPERANDS = gl.constexpr(_constraints(SUMS.value, "f", 1))
 TIMES_PAIR = gl.constexpr(
     _unless_one(
         WORDS.value,
         2,
-        """mov.b32 {{low, high}}, {0};
+        """mov.b32 {{low, high}}, {1};
 cvt.f32.bf16 x, low;
 cvt.f32.bf16 y, high;
-mul.f32 x, x, {1};
-mul.f32 y, y, {1};
+mul.f32 x, x, {2};
+mul.f32 y, y, {2};
 cvt.rn.bf16x2.f32 {0}, y, x;""",
     )
 )

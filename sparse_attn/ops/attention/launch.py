@@ -87,6 +87,8 @@ def merge_attn_states(
 
 def _on_hopper(who, q, keys, extra, scale, d_v, sink, batch_invariant) -> tuple[torch.Tensor, torch.Tensor] | None:
     """By a kernel of Hopper's own, over plain rows [num_rows, d_qk] or fp8 caches; None where none takes the call."""
+    if not scale > 0:  # they look for a row's largest score before they scale it
+        return None
     step = step_of(q, keys, extra, batch_invariant)
     if chosen := hopper_launch.choose_few_heads(q, keys, extra, d_v, step):
         return hopper_launch.attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen)
