@@ -20,15 +20,25 @@ def levels(kind, keys):
     if kind == "steps":
         return (torch.randn(1 + keys // 16) * 20).cumsum(0).repeat_interleave(16)[:keys]
     spikes = torch.zeros(keys)
-    spikes[keys // 9 :: 67] = 15.6
-    spikes[keys // 3 :: 301] = 18.2
+    spikes[keys // 3 :: 67] = 15.6
+    spikes[keys // 2 :: 301] = 18.2
     return spikes
+
+
+def queries(tokens, heads, dim):
+    """With the keys' last column scores grow in some heads, fall in others; in every third token they grow in none of the first
+    eight of 16 heads, in every third in none of the last eight: what a warp holds."""
+    head, slopes = torch.arange(heads), torch.tensor([8.0, -8.0, 0.0, 24.0, 7.0])
+    q = torch.randn(tokens, heads, dim) / 10
+    q[..., -1] = slopes[head % 5]
+    q[1::3, head % 16 < 8, -1] = -8.0
+    q[2::3, head % 16 >= 8, -1] = -8.0
+    return q.bfloat16()
 
 
 def check(layout, heads, tokens, keys, extra, kind, device, scale=0.05):
     torch.manual_seed(keys)
-    q = torch.randn(tokens, heads, layout.dim, device=device) / 10
-    q[..., -1] = torch.tensor([8.0, -8.0, 0.0, 24.0, 7.0])[torch.arange(heads) % 5]
+    q = queries(tokens, heads, layout.dim).to(device)
     caches, slots = [], torch.arange(extra + keys, device=device)
     for first, count in ((0, extra), (extra, keys)):
         rows = torch.randn(count, layout.dim, device=device) / 10
@@ -43,7 +53,6 @@ def check(layout, heads, tokens, keys, extra, kind, device, scale=0.05):
     options = dict(scale=scale, layout=layout)
     if extra:
         options |= dict(extra_cache=second, extra_ragged=more, extra_layout=layout)
-    q = q.bfloat16()
     got = sparse_attn_decode(q, cache, ragged, **options, impl="triton")
     want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
     assert_close(got.out[..., :-1], want.out[..., :-1], DECODE_OUT)
