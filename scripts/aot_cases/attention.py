@@ -44,6 +44,8 @@ def _decode() -> Iterator[Case]:
         yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
     merging = "sm_90 sparse_attn.ops.attention.kernels"
     yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=merging)
+    whole_and_split = "sm_90 sparse_attn.ops.attention.hopper_fp8"
+    yield _paged("deepseek_v32 fp8, batch 67 in two parts", 67, 128, latent, where=whole_and_split)
     fnuz = LatentFp8Layout(512, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v32 fnuz", 4, 128, fnuz, more=True, where="gfx942")
     yield _paged("deepseek_v32 fp8, blocks apart", 4, 128, latent, gap=64, more=True)
@@ -58,6 +60,8 @@ def _decode() -> Iterator[Case]:
         name = f"deepseek_v4, batch {batch}, {heads} heads"
         where = "hopper" if (batch, heads) in ((4, 64), (64, 32)) else ""
         yield _paged(name, batch, heads, planar, extra=planar, sink=True, more=more, where=where)
+    name = "deepseek_v4, batch 67 in two parts"
+    yield _paged(name, 67, 128, planar, extra=planar, sink=True, more=True, where=whole_and_split)
     fnuz = PlanarFp8Layout(448, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v4 fnuz", 4, 128, fnuz, extra=fnuz, sink=True, more=True)
     yield _paged("deepseek_v4, window layer", 128, 64, planar, sink=True, more=True)
