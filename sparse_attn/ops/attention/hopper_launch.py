@@ -84,12 +84,14 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     # Two kernels do not fit in the instruction caches: where some rows are split and some are not, one serves both.
     whole_and_split = len({result.split for result in results}) > 1
     for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, blocks, results):
+        split = None if whole_and_split else result.split
+        drain, to, to_lse = result.pointers
         hopper_fp8.attend[grid](
             rows.q,
             *caches.pointers,
-            result.to_lse if sink is None else sink,
-            result.to.view(q.dtype),
-            result.to_lse,
+            drain,
+            to.view(q.dtype),
+            to_lse,
             *caches.sizes,
             blocks,
             early,
@@ -100,8 +102,8 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             *result.strides,
             LATENT=keys.layout.latent,
             **caches.constants,
-            HAS_SINK=sink is not None if whole_and_split else result.has_sink,
-            SPLIT=None if whole_and_split else result.split,
+            HAS_SINK=sink is not None and not split,
+            SPLIT=split,
             CONSUMER_REGISTERS=chosen.consumer_registers,
             PRODUCER_REGISTERS=chosen.producer_registers,
             num_warps=chosen.num_warps,

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SLACK = gl.constexpr(8.0)  # in base 2
-MOST = gl.constexpr(256.0)  # what a weight may be
+MOST = gl.constexpr(2.0**SLACK.value)  # what a weight may be
 SUMS = gl.constexpr(128)  # fp32 values of a thread
 WORDS = gl.constexpr(16)  # pairs of bf16 values of a thread
 

@@ -32,8 +32,8 @@ class Output:
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """(sink, out, lse) of a program; the first is anything where there is none to count."""
-        return self.sink if self.has_sink else self.to_lse, self.to, self.to_lse
+        """(sink, out, lse) of a program; the first is anything where there is none."""
+        return self.to_lse if self.sink is None else self.sink, self.to, self.to_lse
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -73,10 +73,7 @@ def merge(outs, lses, sink, out, lse, to_log2, more=None):
     if tokens * heads == 0:
         return
     states, more_states = outs.shape[0], (more[0] if more else outs).shape[0]
-    block_s, more_block_s = (max(2, triton.next_power_of_2(number)) for number in (states, more_states))
-    block_d, more_block_d = (
-        min(max(64, MERGED_ELEMENTS // block), triton.next_power_of_2(d_v)) for block in (block_s, more_block_s)
-    )
+    (block_s, block_d), (more_block_s, more_block_d) = (_blocks(number, d_v) for number in (states, more_states))
     kernels.merge[(tokens, heads, triton.cdiv(d_v, min(block_d, more_block_d)))](
         outs,
         lses,
@@ -101,3 +98,9 @@ def merge(outs, lses, sink, out, lse, to_log2, more=None):
         num_warps=4,
         **chain.chained(target_of(out.device)),
     )
+
+
+def _blocks(states: int, d_v: int) -> tuple[int, int]:
+    """(states, values) that a merging program holds."""
+    block_s = max(2, triton.next_power_of_2(states))
+    return block_s, min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
