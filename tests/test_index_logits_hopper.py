@@ -42,7 +42,7 @@ def meta(*shape, dtype=torch.float32):
 
 @pytest.mark.aot
 @pytest.mark.parametrize("next_n", [0, 1, 2, 4])
-def test_compiles_for_hopper_without_spills(next_n):
+def test_compiles_for_hopper(next_n):
     from sparse_attn.ops.index_logits import hopper_paged, hopper_rows
     from sparse_attn.testing.launches import compile_launch, recording
 
@@ -58,10 +58,10 @@ def test_compiles_for_hopper_without_spills(next_n):
             chosen = config.mqa_config(90, 700, 64, 128, "e4m3fn", 1, H200).hopper
             hopper_rows.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen)
     compiled = compile_launch(launches[0])
-    assert compiled.spill_bytes == 0 and compiled.shared_memory <= H200.shared_memory
-    # Two consumers, three places that start a product of four steps and three that wait for one: ptxas, which waits for
-    # every step where it cannot tell what is in flight, has not taken them apart.
-    assert compiled.count("QGMMA") == 24 and compiled.count(r"WARPGROUP\.DEPBAR") == 6
+    assert compiled.spill_bytes <= 16 and compiled.shared_memory <= H200.shared_memory  # scalars of a unit, in 112 registers
+    # Four consumers, a product of four steps in each and one wait for it: ptxas, which waits for every step where it cannot
+    # tell what is in flight, has not taken them apart.
+    assert compiled.count("QGMMA") == 16 and compiled.count(r"WARPGROUP\.DEPBAR") == 4
 
 
 def codes(*shape):

@@ -96,7 +96,6 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
-    last = tiles - 1
     _load_query(query, query_rest, source, heads, stride_q_head, N, HAS_REST)
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
@@ -130,7 +129,7 @@ def _consume(
             acc = acc * rescale
         l = l + p
         product = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights.index(zero), acc, is_async=True)
-        if tile < last:
+        if tile + 1 < tiles:
             _await_keys(bars, tile + 1)
             pending = _score(query, query_rest, keys, keys_rest, nothing, zero, 1 - buffer, HAS_REST)
             if HAS_REST:

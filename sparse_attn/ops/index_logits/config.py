@@ -9,19 +9,18 @@ from sparse_attn.target import Target
 
 # The warp-specialised kernels' shapes: values of a key, heads of a row, columns of a product at most.
 HOPPER_DIM, HOPPER_HEADS, HOPPER_LANES = 128, (32, 64, 128), 256
-FEW_KEYS = 1 << 21  # of all rows of a paged call: a shorter pipeline starts sooner
 
 
 @dataclass(frozen=True)
 class HopperConfig:
     """lanes: columns of a unit, its rows times heads; programs: one to a multiprocessor; tiles: of 64 keys, in flight;
-    registers of a thread: the second consumer's and the producer's, the first consumer gets the rest."""
+    registers of a thread: the other consumers' and the producer's, the first consumer gets the rest."""
 
     lanes: int
     programs: int
-    tiles: int = 16
-    consumer_registers: int = 232
-    producer_registers: int = 40
+    tiles: int = 8
+    consumer_registers: int = 112
+    producer_registers: int = 32
 
 
 @dataclass(frozen=True)
@@ -77,8 +76,7 @@ def paged_config(
     hopper = None
     if native and _specialised(heads, dim, target):
         rows = min(HOPPER_LANES // heads, 4, 1 << (next_n - 1).bit_length())
-        few = requests * next_n * max_context_len <= FEW_KEYS
-        hopper = HopperConfig(rows * heads, target.num_sms, tiles=8 if few else 16)
+        hopper = HopperConfig(rows * heads, target.num_sms)
     return LogitsConfig(keys, 1, native, warps, stages, splits, hopper)
 
 

@@ -1,39 +1,37 @@
-"""What the Hopper kernels of index scores share: a program's part of the stages, and what becomes of a product.
+"""What the Hopper kernels of index scores share: a program's part of the tiles, and what becomes of a product.
 
 Both are persistent. A unit is the query rows that are multiplied together: keys stand in a product's rows, the heads of the
-unit's rows in its columns, its lanes. A producer warp fills a ring of stages by TMA, two warpgroups consume them in turn. A
-stage is two products, of two tiles of keys or of two halves of the lanes, and a consumer starts each product before it sums
-the one before, so that relu, weights and sums run under the matrix unit. Every program counts the stages of all units, from
-the lengths on the device, and takes as many as any other, next to each other.
+unit's rows in its columns, its lanes. A producer warp fills a ring of tiles by TMA, four warpgroups multiply them, at most 128
+lanes each, and sum while others multiply. Sums take more of a multiprocessor than products do, so what counts is how many
+instructions they are. Every program counts the tiles of all units, from the lengths on the device, and takes as many as any
+other, next to each other.
 
-Ring positions follow from how many stages and units came before, nothing else is carried from unit to unit. A consumer always
-starts the next product, behind a unit's last stage too: of whatever lies in the slot, and nobody reads it.
+Ring positions follow from how many tiles and units came before, nothing else is carried from unit to unit. A slot is filled for
+the same consumers every time: another one could wait for it while it is being filled the time before, and take the phase before
+that for its own.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 TILE = gl.constexpr(64)  # keys of a product
-CONSUMERS = gl.constexpr(2)
+CONSUMERS = gl.constexpr(4)
 QUERIES = gl.constexpr(2)  # units whose queries are in shared memory
-PRODUCTS = gl.constexpr(2)  # of a stage
 LANES = gl.constexpr(128)  # of a product, at most
-ALL = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
-def allocate_rings(STAGES: gl.constexpr):
-    """mbarriers of stages and of queries: (filled, freed, queries filled, queries freed)."""
+def allocate_rings(TILES: gl.constexpr, PRODUCTS: gl.constexpr):
+    """mbarriers of tiles, PRODUCTS of each, and of queries: (filled, freed, queries filled, queries freed)."""
     BARS: gl.constexpr = mbarrier.MBarrierLayout()
-    filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
-    freed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARS)
+    filled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
+    freed = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
     query_filled = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
     query_freed = gl.allocate_shared_memory(gl.int64, [QUERIES, 1], BARS)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(TILES):
         mbarrier.init(filled.index(i), count=1)
-        mbarrier.init(freed.index(i), count=1)
+        mbarrier.init(freed.index(i), count=PRODUCTS)
         if i < QUERIES:
             mbarrier.init(query_filled.index(i), count=1)
             mbarrier.init(query_freed.index(i), count=CONSUMERS)
@@ -47,16 +45,20 @@ def ring(use, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(tiles, slot, queries, place, which: gl.constexpr, HALVES: gl.constexpr):
-    """Start a stage's product ``which``: of one of its tiles and all lanes, or of its only tile and half of the lanes."""
-    COLUMNS: gl.constexpr = queries.shape[1] // HALVES
+def own_tile(turn: gl.constexpr, done, TURNS: gl.constexpr, TILES: gl.constexpr):
+    """The first tile behind ``done`` others that is its own, for a consumer that takes every TURNS-th of all: from 0 on."""
+    gl.static_assert(TILES % TURNS == 0)
+    return (turn - done % TURNS + TURNS) % TURNS
+
+
+@gluon.jit
+def multiply(tile, queries):
+    """Start the product of a tile's keys [1, TILE, D] and lanes [LANES, D]."""
+    COLUMNS: gl.constexpr = queries.shape[0]
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    a = tiles.index(slot if HALVES == PRODUCTS else slot * PRODUCTS + which).reshape([TILE, queries.shape[2]])
-    b = queries.index(place)
-    if HALVES == PRODUCTS:
-        b = b.slice(which * COLUMNS, COLUMNS, dim=0)
+    keys = tile.reshape([TILE, queries.shape[1]])
     nothing = gl.zeros([TILE, COLUMNS], gl.float32, RESULT)
-    return warpgroup_mma(a, b.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -66,7 +68,7 @@ def _add(a, b):
 
 @gluon.jit
 def share(total):
-    """[begin, end) of ``total`` stages: this program's."""
+    """[begin, end) of ``total`` tiles: this program's."""
     program = gl.program_id(0)
     each = total // gl.num_programs(0)
     more = total - each * gl.num_programs(0)
@@ -75,12 +77,12 @@ def share(total):
 
 
 @gluon.jit
-def search(stages, counted, begin, end, first, skipped, last):
-    """Go on looking for the units of stages ``begin`` and ``end - 1`` in the next chunk's ``stages`` per unit.
+def search(tiles, counted, begin, end, first, skipped, last):
+    """Go on looking for the units of tiles ``begin`` and ``end - 1`` in the next chunk's ``tiles`` per unit.
 
-    counted: stages of the chunks before. first, last: units that end before either; skipped: stages of those before ``begin``.
+    counted: tiles of the chunks before. first, last: units that end before either; skipped: tiles of those before ``begin``.
     """
-    upto = gl.associative_scan(stages, 0, _add) + counted
+    upto = gl.associative_scan(tiles, 0, _add) + counted
     before = upto <= begin
     first += gl.sum(before.to(gl.int32), 0)
     skipped = gl.maximum(skipped, gl.max(gl.where(before, upto, 0), 0))
@@ -88,36 +90,34 @@ def search(stages, counted, begin, end, first, skipped, last):
     return first, skipped, last
 
 
-@gluon.jit
-def sums(product, weights, ROWS: gl.constexpr):
-    """Of relu(product) [TILE, ROWS * heads] times ``weights``, over the heads of each row: a tuple of fp32 [TILE]."""
-    weighed = gl.maximum(product, 0.0, propagate_nan=ALL) * gl.expand_dims(weights, 0)
-    if ROWS == 1:
-        return (_sum(weighed),)
-    elif ROWS == 2:
-        front, back = _halves(weighed)
-        return _sum(front), _sum(back)
-    else:
-        gl.static_assert(ROWS == 4)
-        front, back = _halves(weighed)
-        return _pair(front) + _pair(back)
+@gluon.constexpr_function
+def scores_layout(rows, axes=0):
+    """Of a product's scores [TILE, rows]; with ``axes`` of 2 behind them, of shares by a lane's place among the four that share
+    rows of the accumulator. The first of those axes lies in registers, and for it a bit of the scores in lanes, a row's first."""
+    bits = [[0, 1], [0, 2]][: rows.bit_length() - 1] + [[8, 0], [0, 0]]
+    moved = 1 if axes == 2 else 2
+    places = [[0, 0] + [int(at == axis) for at in range(axes)] for axis in range(axes)]
+    registers = [bit + [0] * axes for bit in bits[moved:-1]] + places[:1]
+    lanes = places[1:] + [bit + [0] * axes for bit in bits[:moved][::-1] + [[1, 0], [2, 0], [4, 0]]]
+    warps = [[16, 0] + [0] * axes, [32, 0] + [0] * axes]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [TILE.value, rows] + [2] * axes)
 
 
 @gluon.jit
-def _halves(x):
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+def sums(product, halves, ROWS: gl.constexpr):
+    """relu(product) [TILE, ROWS * heads] times the weights, over the heads of each row: fp32 [TILE, ROWS].
 
-
-@gluon.jit
-def _pair(x):
-    front, back = _halves(x)
-    return _sum(front), _sum(back)
-
-
-@gluon.jit
-def _sum(x):
-    KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
-    return gl.convert_layout(gl.sum(x, 1), KEY, assert_trivial=True)
+    halves: of the weights, for x + |x| is 2 * relu(x). Additions run at twice the rate of maxima, and NaN stays NaN. Four lanes
+    have shares of four scores and end with one each, not all of them with all.
+    """
+    PAIRS: gl.constexpr = product.shape[1] // ROWS // 8
+    weighed = (product + gl.abs(product)) * gl.expand_dims(halves, 0)
+    columns = gl.permute(gl.reshape(weighed, [TILE, ROWS, PAIRS, 4, 2]), (0, 1, 3, 2, 4))
+    shares = gl.sum(gl.reshape(columns, [TILE, ROWS, 2, 2, PAIRS * 2]), 4)
+    shares = gl.sum(gl.convert_layout(shares, scores_layout(ROWS, 2)), 2)
+    if ROWS > 1:
+        shares = gl.convert_layout(shares, scores_layout(ROWS, 1))
+    return gl.convert_layout(gl.sum(shares, 2), scores_layout(ROWS), assert_trivial=True)
 
 
 def in_lines(tensor) -> bool:

@@ -21,19 +21,20 @@ from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
     LANES,
-    PRODUCTS,
     QUERIES,
     TILE,
     allocate_rings,
     multiply,
+    own_tile,
     ring,
+    scores_layout,
     search,
     share,
     sums,
 )
 
 CHUNK = gl.constexpr(128)  # units whose tiles are counted at a time
-SOON = 8  # stages of a program, during which the next launch may start
+SOON = 16  # tiles of a program, during which the next launch may start
 WINDOW = gl.constexpr(32)  # entries of a block table that the producer holds, one to a lane
 
 
@@ -50,13 +51,12 @@ def _lengths(lens, unit, stride_request, stride_row, ROWS: gl.constexpr, NEXT_N:
 
 
 @gluon.jit
-def _stages(lengths, max_context, BLOCKS: gl.constexpr):
-    """Stages of a unit, BLOCKS blocks each."""
-    SPAN: gl.constexpr = BLOCKS * TILE
+def _tiles(lengths, max_context):
+    """Tiles of a unit."""
     longest = gl.maximum(lengths[0], 0)
     for n in gl.static_range(1, len(lengths)):
         longest = gl.maximum(longest, lengths[n])
-    return (gl.minimum(longest, max_context) + SPAN - 1) // SPAN
+    return (gl.minimum(longest, max_context) + TILE - 1) // TILE
 
 
 @gluon.jit
@@ -68,36 +68,14 @@ def _chunk_lengths(lens, begin, units, stride_request, stride_row, ROWS: gl.cons
 
 
 @gluon.jit
-def _chunk_stages(lengths, begin, units, max_context, BLOCKS: gl.constexpr):
-    """Stages of CHUNK units, in every warp. The lengths are waited for here: ptxas hoists arithmetic, but no shared memory."""
+def _chunk_tiles(lengths, begin, units, max_context):
+    """Tiles of CHUNK units, in every warp. The lengths are waited for here: ptxas hoists arithmetic, but no shared memory."""
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [4], [0])
     copies = ()
     for n in gl.static_range(len(lengths)):
         copies = copies + (gl.convert_layout(lengths[n], EVERYWHERE),)
     there = begin + gl.arange(0, CHUNK, layout=EVERYWHERE) < units
-    return gl.where(there, _stages(copies, max_context, BLOCKS), 0)
-
-
-@gluon.jit
-def _limits(lens, first_row, max_context, stride_row, ROWS: gl.constexpr, NEXT_N: gl.constexpr):
-    """Positions that each row of a unit sees; none, of a row that does not exist."""
-    limits = ()
-    for n in gl.static_range(ROWS):
-        row = first_row + n
-        limit = gl.load(lens + row * stride_row, mask=row < NEXT_N, other=0)
-        limits = limits + (gl.minimum(limit, max_context),)
-    return limits
-
-
-@gluon.jit
-def _blocks(entry, stage, num_blocks, max_blocks, BLOCKS: gl.constexpr):
-    """The blocks of a stage, -1 where there is none: a tuple of PRODUCTS."""
-    blocks = ()
-    for which in gl.static_range(PRODUCTS):
-        at = stage * BLOCKS + which * BLOCKS // PRODUCTS
-        block = gl.load(entry + at, mask=at < max_blocks, other=-1)
-        blocks = blocks + (gl.where((block >= 0) & (block < num_blocks), block, -1),)
-    return blocks
+    return gl.where(there, _tiles(copies, max_context), 0)
 
 
 @gluon.jit
@@ -110,68 +88,46 @@ def _window(entry, column, max_blocks):
 def _fill(
     keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, lens, table, units, num_blocks,
     max_context, max_blocks, stride_request, stride_row, stride_table, first, skip, last, count, HEADS: gl.constexpr,
-    ROWS: gl.constexpr, NEXT_N: gl.constexpr, BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr, NEXT_N: gl.constexpr,
 ):  # fmt: skip
     """The producer: a unit's queries, then its blocks. What lies outside the cache comes as zeros and is read nowhere."""
-    STAGES: gl.constexpr = keys.shape[0] // BLOCKS
+    TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
-    PER: gl.constexpr = WINDOW // BLOCKS
     lane = gl.arange(0, WINDOW, layout=gl.BlockedLayout([1], [32], [1], [0]))
     done, turn = 0, 0
     for unit in range(first, last):
-        stages = _stages(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context, BLOCKS)
-        some = gl.maximum(gl.minimum(stages - skip, count - done), 0)
+        there = _tiles(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context)
+        some = gl.maximum(gl.minimum(there - skip, count - done), 0)
         if some > 0:
             request = unit // GROUPS
             entry = table + request.to(gl.int64) * stride_table
-            after = _window(entry, skip * BLOCKS + lane, max_blocks)
+            after = _window(entry, skip + lane, max_blocks)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_freed.index(place), phase ^ 1)
             mbarrier.expect(query_filled.index(place), queries.shape[1] * queries.shape[2])
             row = request * NEXT_N + unit % GROUPS * ROWS
             tma.async_copy_global_to_shared(q, [row * HEADS, 0], query_filled.index(place), queries.index(place))
-            for begin in range(0, some, PER):
+            for begin in range(0, some, WINDOW):
                 window = after
-                after = _window(entry, (skip + begin + PER) * BLOCKS + lane, max_blocks)
-                for i in range(begin, gl.minimum(begin + PER, some)):
-                    slot, phase = ring(done + i, STAGES)
+                after = _window(entry, skip + begin + WINDOW + lane, max_blocks)
+                for i in range(begin, gl.minimum(begin + WINDOW, some)):
+                    slot, phase = ring(done + i, TILES)
+                    block = gl.sum(gl.where(lane == i - begin, window, 0), 0)
+                    block = gl.where((block >= 0) & (block < num_blocks), block, -1)
                     mbarrier.wait(freed.index(slot), phase ^ 1)
-                    mbarrier.expect(filled.index(slot), BLOCKS * (keys.shape[2] * keys.shape[3] + scales.shape[2] * 4))
-                    for n in gl.static_range(BLOCKS):
-                        block = gl.sum(gl.where(lane == (i - begin) * BLOCKS + n, window, 0), 0)
-                        block = gl.where((block >= 0) & (block < num_blocks), block, -1)
-                        at = slot * BLOCKS + n
-                        tma.async_copy_global_to_shared(codes, [block, 0, 0], filled.index(slot), keys.index(at))
-                        tma.async_copy_global_to_shared(factors, [block, 0], filled.index(slot), scales.index(at))
+                    mbarrier.expect(filled.index(slot), keys.shape[2] * keys.shape[3] + scales.shape[2] * 4)
+                    tma.async_copy_global_to_shared(codes, [block, 0, 0], filled.index(slot), keys.index(slot))
+                    tma.async_copy_global_to_shared(factors, [block, 0], filled.index(slot), scales.index(slot))
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0
 
 
 @gluon.jit
-def _write(
-    product, weight, scale, tile, known, limits, to, present, max_context, stride_out, FROM: gl.constexpr, SOME: gl.constexpr,
-    CLEAN: gl.constexpr,
-):  # fmt: skip
-    """A product's scores, of SOME of the unit's rows."""
-    position = tile * TILE + gl.arange(0, TILE, layout=scale.type.layout)
-    scores = sums(product, weight, SOME)
-    for n in gl.static_range(SOME):
-        limit = limits[FROM + n]
-        score = gl.where(position < gl.where(known, limit, 0), scores[n] * scale, -float("inf"))
-        if CLEAN:
-            written = (position < max_context) & (FROM + n < present)
-        else:
-            written = position < limit
-        gl.store(to + (FROM + n) * stride_out + position, score, mask=written)
-
-
-@gluon.jit
 def _clear(
     out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS: gl.constexpr, NEXT_N: gl.constexpr,
-    BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """-inf behind the last stage of every unit; programs share a unit where there are fewer units."""
+    """-inf behind the last tile of every unit; programs share a unit where there are fewer units."""
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
     WIDTH: gl.constexpr = 512
     column = gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -180,8 +136,8 @@ def _clear(
     part = gl.program_id(0) // units
     for unit in range(gl.program_id(0) % units, units, programs):
         parts = gl.maximum((programs - unit + units - 1) // units, 1)
-        stages = _stages(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context, BLOCKS)
-        begin = stages * (BLOCKS * TILE)
+        there = _tiles(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context)
+        begin = there * TILE
         first_row = unit % GROUPS * ROWS
         to = out + ((unit // GROUPS).to(gl.int64) * NEXT_N + first_row) * stride_out + column
         for position in range(begin + part * WIDTH, max_context, parts * WIDTH):
@@ -195,59 +151,58 @@ def _score(
     keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, units, num_blocks,
     max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table, stride_out,
     first, skip, last, count, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr,
-    BLOCKS: gl.constexpr, CLEAN: gl.constexpr,
+    CLEAN: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: every second stage of the program's share."""
-    STAGES: gl.constexpr = keys.shape[0] // BLOCKS
+    """A consumer: LANES at most of every tile of the program's share that is its turn."""
+    TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
-    HALVES: gl.constexpr = PRODUCTS // BLOCKS
-    SOME: gl.constexpr = ROWS // HALVES
+    PARTS: gl.constexpr = (queries.shape[1] + LANES - 1) // LANES
+    SOME: gl.constexpr = ROWS // PARTS
+    FROM: gl.constexpr = which % PARTS * SOME
+    TURNS: gl.constexpr = CONSUMERS // PARTS
     LANE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME * HEADS, 32]))
-    KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+    SCORES: gl.constexpr = scores_layout(SOME)
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
+    key = gl.arange(0, TILE, layout=KEY)
     lane = gl.arange(0, SOME * HEADS, layout=LANE)
+    own = FROM + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
     if CLEAN and which == 0:  # while the first keys are under way
-        _clear(out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS, NEXT_N, BLOCKS)
+        _clear(out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS, NEXT_N)
     done, turn = 0, 0
-    for unit in range(first, last):
-        stages = _stages(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context, BLOCKS)
-        some = gl.maximum(gl.minimum(stages - skip, count - done), 0)
+    for nth in range(last - first):  # from 0, for units as wide as addresses take two registers
+        unit = first + nth
+        there = _tiles(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context)
+        some = gl.maximum(gl.minimum(there - skip, count - done), 0)
         if some > 0:
             request = (unit // GROUPS).to(gl.int64)
             first_row = unit % GROUPS * ROWS
             present = NEXT_N - first_row
             entry = table + request * stride_table
-            to = out + (request * NEXT_N + first_row) * stride_out
-            limits = _limits(lens + request * stride_request, first_row, max_context, stride_row, ROWS, NEXT_N)
-            row = lane // HEADS
+            to = gl.expand_dims(out + (request * NEXT_N + first_row + own) * stride_out, 0)
+            limit = gl.load(lens + request * stride_request + (first_row + own) * stride_row, mask=own < present, other=0)
+            limit = gl.expand_dims(gl.minimum(limit, max_context), 0)
+            written = limit
+            if CLEAN:
+                written = gl.expand_dims(gl.where(own < present, max_context, 0), 0)
+            row = FROM + lane // HEADS
             heads = weights + (request * NEXT_N + first_row + row) * stride_weights_row + lane % HEADS * stride_weights_head
-            front_weight = gl.load(heads, mask=row < present, other=0.0)
-            back_weight = front_weight
-            if HALVES == PRODUCTS:
-                back_weight = gl.load(heads + SOME * stride_weights_row, mask=SOME + row < present, other=0.0)
+            halves = 0.5 * gl.load(heads, mask=row < present, other=0.0)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_filled.index(place), phase)
-            own = (which + done) % CONSUMERS
-            slot, phase = ring(done + own, STAGES)
-            mbarrier.wait(filled.index(slot), phase, pred=own < some)
-            front = multiply(keys, slot, queries, place, 0, HALVES)
-            for i in range(own, some, CONSUMERS):
-                slot, phase = ring(done + i, STAGES)
-                blocks = _blocks(entry, skip + i, num_blocks, max_blocks, BLOCKS)
-                product = warpgroup_mma_wait(0, deps=(front,))
-                back = multiply(keys, slot, queries, place, 1, HALVES)
-                scale = scales.index(slot * BLOCKS).reshape([TILE]).load(KEY)
-                back_scale = scales.index(slot * BLOCKS + BLOCKS - 1).reshape([TILE]).load(KEY)
-                tile = (skip + i) * BLOCKS
-                _write(product, front_weight, scale, tile, blocks[0] >= 0, limits, to, present, max_context, stride_out, 0,
-                       SOME, CLEAN)  # fmt: skip
-                after, phase = ring(done + i + CONSUMERS, STAGES)
-                product = warpgroup_mma_wait(0, deps=(back,))
+            for i in range(own_tile(which // PARTS, done, TURNS, TILES), some, TURNS):
+                slot, phase = ring(done + i, TILES)
+                tile = skip + i
+                block = gl.load(entry + tile, mask=tile < max_blocks, other=-1)
+                mbarrier.wait(filled.index(slot), phase)
+                product = multiply(keys.index(slot), queries.index(place).slice(FROM * HEADS, SOME * HEADS, dim=0))
+                scale = scales.index(slot).reshape([TILE]).load(KEY)
+                product = warpgroup_mma_wait(0, deps=(product,))
                 signal(freed.index(slot))
-                mbarrier.wait(filled.index(after), phase, pred=i + CONSUMERS < some)
-                front = multiply(keys, after, queries, place, 0, HALVES)
-                _write(product, back_weight, back_scale, tile + BLOCKS - 1, blocks[1] >= 0, limits, to, present, max_context,
-                       stride_out, SOME * (HALVES - 1), SOME, CLEAN)  # fmt: skip
-            warpgroup_mma_wait(0, deps=(front,))
+                scores = sums(product, halves, SOME) * gl.expand_dims(scale, 1)
+                position = gl.expand_dims(tile * TILE + key, 1)
+                known = (block >= 0) & (block < num_blocks)
+                scores = gl.where(position < gl.where(known, limit, 0), scores, -float("inf"))
+                gl.store(to + position, scores, mask=position < written)
             signal(query_freed.index(place))
         done += some
         turn += (some > 0).to(gl.int32)
@@ -270,7 +225,7 @@ def paged_mqa_logits(
     num_blocks,
     max_context,
     max_blocks,
-    soon,  # stages of all units that are so few that the next launch may start meanwhile
+    soon,  # tiles of all units that are so few that the next launch may start meanwhile
     stride_weights_row,
     stride_weights_head,
     stride_lens_request,
@@ -285,31 +240,29 @@ def paged_mqa_logits(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    BLOCKS: gl.constexpr = PRODUCTS if ROWS * HEADS <= LANES else 1
-    STAGES: gl.constexpr = TILES // BLOCKS
     keys = gl.allocate_shared_memory(codes.dtype, [TILES] + codes.block_shape, codes.layout)
     scales = gl.allocate_shared_memory(factors.dtype, [TILES] + factors.block_shape, factors.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
-    filled, freed, query_filled, query_freed = allocate_rings(STAGES)
+    filled, freed, query_filled, query_freed = allocate_rings(TILES, (ROWS * HEADS + LANES - 1) // LANES)
     fence_async_shared()
     wait()
     lengths = _chunk_lengths(context_lens, 0, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
     # Every warp looks for the program's share by itself.
-    stages = _chunk_stages(lengths, 0, units, max_context, BLOCKS)
-    counted = gl.sum(stages, 0)
+    there = _chunk_tiles(lengths, 0, units, max_context)
+    counted = gl.sum(there, 0)
     total = counted
     for chunk in range(CHUNK, units, CHUNK):
         others = _chunk_lengths(context_lens, chunk, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
-        total += gl.sum(_chunk_stages(others, chunk, units, max_context, BLOCKS), 0)
+        total += gl.sum(_chunk_tiles(others, chunk, units, max_context), 0)
     if total <= soon:
         start_next()
     begin, end = share(total)
-    first, skipped, last = search(stages, 0, begin, end, 0, 0, 0)
+    first, skipped, last = search(there, 0, begin, end, 0, 0, 0)
     for chunk in range(CHUNK, units, CHUNK):
         others = _chunk_lengths(context_lens, chunk, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
-        stages = _chunk_stages(others, chunk, units, max_context, BLOCKS)
-        first, skipped, last = search(stages, counted, begin, end, first, skipped, last)
-        counted += gl.sum(stages, 0)
+        there = _chunk_tiles(others, chunk, units, max_context)
+        first, skipped, last = search(there, counted, begin, end, first, skipped, last)
+        counted += gl.sum(there, 0)
     last = gl.minimum(last + 1, units)
     count = end - begin
     skip = begin - skipped
@@ -319,17 +272,25 @@ def paged_mqa_logits(
             (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
                       out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
                       stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
-                      0, HEADS, ROWS, NEXT_N, BLOCKS, CLEAN)),
+                      0, HEADS, ROWS, NEXT_N, CLEAN)),
             (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
                       out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
                       stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
-                      1, HEADS, ROWS, NEXT_N, BLOCKS, CLEAN)),
+                      1, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
+                      out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
+                      stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
+                      2, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
+                      out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
+                      stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
+                      3, HEADS, ROWS, NEXT_N, CLEAN)),
             (_fill, (keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, context_lens,
                      block_table, units, num_blocks, max_context, max_blocks, stride_lens_request,
-                     stride_lens_row, stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N, BLOCKS)),
+                     stride_lens_row, stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """Index scores over contiguous fp8 keys on Hopper: see hopper.py.
 
 Floor: operations, 2 * heads * D per row and key. A unit's rows share its tiles, from the first key that one of them sees to
-the last. Predicted bound: the matrix unit, 512 clocks a stage of 64 keys and 256 lanes, against 340 for the two instructions
-per product of relu and sum, half of which run at half rate.
+the last. Predicted bound: the matrix unit, 512 clocks a tile of 64 keys and 256 lanes, against 330 for what is issued to sum it.
 """
 
 import torch
@@ -20,18 +19,21 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_attn.device.hopper import barrier, signal, wait
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
-    PRODUCTS,
+    LANES,
     QUERIES,
     TILE,
     allocate_rings,
     in_lines,
     multiply,
+    own_tile,
     ring,
+    scores_layout,
     search,
     share,
     sums,
 )
 
+HALVES = gl.constexpr(2)  # of a unit's lanes, a product each
 CHUNK = gl.constexpr(1024)  # units whose tiles are counted at a time
 
 
@@ -58,23 +60,12 @@ def _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS: gl
 
 
 @gluon.jit
-def _ranges(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS: gl.constexpr):
-    """(starts, lengths) of a unit's rows: tuples."""
-    starts, lengths = (), ()
-    for n in gl.static_range(ROWS):
-        start, end = _range(kv_start, kv_end, unit * ROWS + n, rows, keys, stride_start, stride_end)
-        starts = starts + (start,)
-        lengths = lengths + (gl.maximum(end - start, 0),)
-    return starts, lengths
-
-
-@gluon.jit
 def _fill(
     tiles, scales, queries, weights, filled, freed, query_filled, query_freed, k, k_scale, q, weight, kv_start, kv_end, rows,
     keys, stride_start, stride_end, first, skip, last, count, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The producer: a unit's queries and weights, then its tiles; zeros behind the last key and the last row."""
-    STAGES: gl.constexpr = tiles.shape[0]
+    TILES: gl.constexpr = tiles.shape[0]
     done, turn = 0, 0
     for unit in range(first, last):
         begin, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
@@ -87,7 +78,7 @@ def _fill(
             tma.async_copy_global_to_shared(q, [unit * queries.shape[1], 0], ready, queries.index(place))
             tma.async_copy_global_to_shared(weight, [unit * ROWS, 0], ready, weights.index(place))
             for i in range(0, some):
-                slot, phase = ring(done + i, STAGES)
+                slot, phase = ring(done + i, TILES)
                 at = (begin + skip + i) * TILE
                 mbarrier.wait(freed.index(slot), phase ^ 1)
                 mbarrier.expect(filled.index(slot), tiles.shape[1] * tiles.shape[2] + scales.shape[2] * 4)
@@ -99,55 +90,43 @@ def _fill(
 
 
 @gluon.jit
-def _write(product, weight, scale, tile, starts, lengths, to, stride_out, FROM: gl.constexpr):
-    """A product's scores, of the unit's rows from FROM on."""
-    position = tile * TILE + gl.arange(0, TILE, layout=scale.type.layout)
-    scores = sums(product, weight, len(starts) // PRODUCTS)
-    for n in gl.static_range(len(starts) // PRODUCTS):
-        inside = (position - starts[FROM + n]).to(gl.uint32) < lengths[FROM + n].to(gl.uint32)
-        gl.store(to + (FROM + n) * stride_out.to(gl.int64) + position, scores[n] * scale, mask=inside)
-
-
-@gluon.jit
 def _score(
     tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
     stride_start, stride_end, stride_out, first, skip, last, count, which: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: every second stage of the program's share."""
-    STAGES: gl.constexpr = tiles.shape[0]
-    LANES: gl.constexpr = queries.shape[1] // PRODUCTS
-    SOME: gl.constexpr = ROWS // PRODUCTS
+    """A consumer: half of the lanes, every second tile of the program's share."""
+    TILES: gl.constexpr = tiles.shape[0]
+    TURNS: gl.constexpr = CONSUMERS // HALVES
+    SOME: gl.constexpr = ROWS // HALVES
+    HALF: gl.constexpr = which % HALVES
     LANE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 32]))
-    KEY: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
+    SCORES: gl.constexpr = scores_layout(SOME)
+    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
+    key = gl.arange(0, TILE, layout=KEY)
+    row = HALF * SOME + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
     done, turn = 0, 0
-    for unit in range(first, last):
+    for nth in range(last - first):  # from 0, for units as wide as addresses take two registers
+        unit = first + nth
         begin, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
         some = gl.maximum(gl.minimum(there - skip, count - done), 0)
         if some > 0:
-            starts, lengths = _ranges(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
-            to = out + (unit * ROWS).to(gl.int64) * stride_out
+            start, end = _range(kv_start, kv_end, unit * ROWS + row, rows, keys, stride_start, stride_end)
+            to = gl.expand_dims(out + ((unit * ROWS + row).to(gl.int64) * stride_out + start), 0)
+            length = gl.expand_dims(gl.maximum(end - start, 0), 0).to(gl.uint32)
+            ahead = gl.expand_dims((begin + skip) * TILE + key, 1) - gl.expand_dims(start, 0)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_filled.index(place), phase)
-            weight = weights.index(place).reshape([PRODUCTS * LANES])
-            front_weight, back_weight = weight.slice(0, LANES).load(LANE), weight.slice(LANES, LANES).load(LANE)
-            own = (which + done) % CONSUMERS
-            slot, phase = ring(done + own, STAGES)
-            mbarrier.wait(filled.index(slot), phase, pred=own < some)
-            front = multiply(tiles, slot, queries, place, 0, PRODUCTS)
-            for i in range(own, some, CONSUMERS):
-                slot, phase = ring(done + i, STAGES)
-                product = warpgroup_mma_wait(0, deps=(front,))
-                back = multiply(tiles, slot, queries, place, 1, PRODUCTS)
+            halves = 0.5 * weights.index(place).reshape([HALVES * LANES]).slice(HALF * LANES, LANES).load(LANE)
+            for i in range(own_tile(which // HALVES, done, TURNS, TILES), some, TURNS):
+                slot, phase = ring(done + i, TILES)
+                mbarrier.wait(filled.index(slot), phase)
+                product = multiply(tiles.index(slot), queries.index(place).slice(HALF * LANES, LANES, dim=0))
                 scale = scales.index(slot).reshape([TILE]).load(KEY)
-                tile = begin + skip + i
-                _write(product, front_weight, scale, tile, starts, lengths, to, stride_out, 0)
-                after, phase = ring(done + i + CONSUMERS, STAGES)
-                product = warpgroup_mma_wait(0, deps=(back,))
+                product = warpgroup_mma_wait(0, deps=(product,))
                 signal(freed.index(slot))
-                mbarrier.wait(filled.index(after), phase, pred=i + CONSUMERS < some)
-                front = multiply(tiles, after, queries, place, 0, PRODUCTS)
-                _write(product, back_weight, scale, tile, starts, lengths, to, stride_out, SOME)
-            warpgroup_mma_wait(0, deps=(front,))
+                scores = sums(product, halves, SOME) * gl.expand_dims(scale, 1)
+                at = ahead + i * TILE
+                gl.store(to + at, scores, mask=at.to(gl.uint32) < length)
             signal(query_freed.index(place))
         done += some
         turn += (some > 0).to(gl.int32)
@@ -171,7 +150,7 @@ def mqa_logits(
     stride_start_row,
     stride_end_row,
     stride_out_row,
-    TILES: gl.constexpr,  # in flight, a stage each
+    TILES: gl.constexpr,  # in flight
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
@@ -182,7 +161,7 @@ def mqa_logits(
     scales = gl.allocate_shared_memory(k_scale.dtype, [TILES] + k_scale.block_shape, k_scale.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     weighing = gl.allocate_shared_memory(weights.dtype, [QUERIES] + weights.block_shape, weights.layout)
-    filled, freed, query_filled, query_freed = allocate_rings(TILES)
+    filled, freed, query_filled, query_freed = allocate_rings(TILES, HALVES)
     fence_async_shared()
     wait()
     _, there = _span(kv_start, kv_end, unit, rows, keys, stride_start_row, stride_end_row, ROWS)
@@ -208,11 +187,15 @@ def mqa_logits(
                       rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS)),
             (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
                       rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS)),
+            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 2, ROWS)),
+            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
+                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 3, ROWS)),
             (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
                      kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 4, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
 
 
