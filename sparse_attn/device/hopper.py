@@ -22,8 +22,14 @@ def start_next():
 
 
 @gluon.jit
+def arrive(bar):
+    """Everything this warpgroup did so far is done: say so. The compiler puts a barrier of its own behind it."""
+    barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
 def signal(bar):
-    """Everything this warpgroup did so far is done: say so. (No bytes are expected; behind ``mbarrier.arrive`` the compiler puts
-    a barrier of its own.)"""
+    """As ``arrive``, of no bytes, which the compiler puts no barrier behind."""
     barrier()
     mbarrier.expect(bar, 0)
