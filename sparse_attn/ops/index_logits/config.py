@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from sparse_attn.target import Target
 
 
-# The warp-specialised kernels' shapes: values of a key, heads of a row, columns of a product at most.
+# The warp-specialised kernels' shapes: values of a key, heads of a row, columns of a unit at most.
 HOPPER_DIM, HOPPER_HEADS, HOPPER_LANES = 128, (32, 64, 128), 256
 
 
