@@ -2,9 +2,9 @@
 
 Both are persistent. A unit is the query rows that are multiplied together: keys stand in a product's rows, the heads of the
 unit's rows in its columns, its lanes. A producer warp fills a ring of tiles by TMA, four warpgroups multiply them, at most 128
-lanes each, and sum while others multiply. Sums take more of a multiprocessor than products do, so what counts is how many
-instructions they are. Every program counts the tiles of all units, from the lengths on the device, and takes as many as any
-other, next to each other.
+lanes each, and sum while others multiply. Sums and products hinder each other, in whichever warps they are, so what counts is how
+many instructions the sums are. Every program counts the tiles of all units, from the lengths on the device, and takes as many as
+any other, next to each other.
 
 Ring positions follow from how many tiles and units came before, nothing else is carried from unit to unit. A slot is filled for
 the same consumers every time: another one could wait for it while it is being filled the time before, and take the phase before
@@ -21,9 +21,21 @@ QUERIES = gl.constexpr(2)  # units whose queries are in shared memory
 LANES = gl.constexpr(128)  # of a product, at most
 
 
+@gluon.constexpr_function
+def products(lanes):
+    """Of a tile and a unit of so many lanes."""
+    return -(-lanes // LANES.value)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
+
+
 @gluon.jit
 def allocate_rings(TILES: gl.constexpr, PRODUCTS: gl.constexpr):
     """mbarriers of tiles, PRODUCTS of each, and of queries: (filled, freed, queries filled, queries freed)."""
+    gl.static_assert(TILES % (CONSUMERS // PRODUCTS) == 0)  # then own_tile keeps a slot to its consumers
     BARS: gl.constexpr = mbarrier.MBarrierLayout()
     filled = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
     freed = gl.allocate_shared_memory(gl.int64, [TILES, 1], BARS)
@@ -45,17 +57,16 @@ def ring(use, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def own_tile(turn: gl.constexpr, done, TURNS: gl.constexpr, TILES: gl.constexpr):
-    """The first tile behind ``done`` others that is its own, for a consumer that takes every TURNS-th of all: from 0 on."""
-    gl.static_assert(TILES % TURNS == 0)
+def own_tile(turn: gl.constexpr, done, TURNS: gl.constexpr):
+    """The first tile behind ``done`` others that is its own, from 0 on, for a consumer that takes every TURNS-th of all."""
     return (turn - done % TURNS + TURNS) % TURNS
 
 
 @gluon.jit
 def multiply(tile, queries):
-    """Start the product of a tile's keys [1, TILE, D] and lanes [LANES, D]."""
+    """Start the product of a tile's keys [1, TILE, D] and some of a unit's lanes [lanes, D]."""
     COLUMNS: gl.constexpr = queries.shape[0]
-    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+    RESULT: gl.constexpr = product_layout(COLUMNS)
     keys = tile.reshape([TILE, queries.shape[1]])
     nothing = gl.zeros([TILE, COLUMNS], gl.float32, RESULT)
     return warpgroup_mma(keys, queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -107,8 +118,8 @@ def scores_layout(rows, axes=0):
 def sums(product, halves, ROWS: gl.constexpr):
     """relu(product) [TILE, ROWS * heads] times the weights, over the heads of each row: fp32 [TILE, ROWS].
 
-    halves: of the weights, for x + |x| is 2 * relu(x). Additions run at twice the rate of maxima, and NaN stays NaN. Four lanes
-    have shares of four scores and end with one each, not all of them with all.
+    halves: of the weights, for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN, and an addition runs at twice the
+    rate of a maximum. Four lanes have shares of four scores and end with one each, not all of them with all.
     """
     PAIRS: gl.constexpr = product.shape[1] // ROWS // 8
     weighed = (product + gl.abs(product)) * gl.expand_dims(halves, 0)

@@ -20,12 +20,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.index_logits.hopper import (
     CONSUMERS,
-    LANES,
     QUERIES,
     TILE,
     allocate_rings,
     multiply,
     own_tile,
+    product_layout,
+    products,
     ring,
     scores_layout,
     search,
@@ -148,19 +149,21 @@ def _clear(
 
 @gluon.jit
 def _score(
-    keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, units, num_blocks,
-    max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table, stride_out,
-    first, skip, last, count, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr,
-    CLEAN: gl.constexpr,
-):  # fmt: skip
-    """A consumer: LANES at most of every tile of the program's share that is its turn."""
+    common, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr, CLEAN: gl.constexpr
+):
+    """A consumer: of every tile of the program's share that is its turn LANES of the lanes, or all. common: to all consumers."""
+    (
+        keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, units, num_blocks,
+        max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table, stride_out,
+        first, skip, last, count,
+    ) = common  # fmt: skip
     TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
-    PARTS: gl.constexpr = (queries.shape[1] + LANES - 1) // LANES
+    PARTS: gl.constexpr = products(queries.shape[1])
     SOME: gl.constexpr = ROWS // PARTS
     FROM: gl.constexpr = which % PARTS * SOME
     TURNS: gl.constexpr = CONSUMERS // PARTS
-    LANE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME * HEADS, 32]))
+    LANE: gl.constexpr = gl.SliceLayout(0, product_layout(SOME * HEADS))
     SCORES: gl.constexpr = scores_layout(SOME)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
     key = gl.arange(0, TILE, layout=KEY)
@@ -189,7 +192,7 @@ def _score(
             halves = 0.5 * gl.load(heads, mask=row < present, other=0.0)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_filled.index(place), phase)
-            for i in range(own_tile(which // PARTS, done, TURNS, TILES), some, TURNS):
+            for i in range(own_tile(which // PARTS, done, TURNS), some, TURNS):
                 slot, phase = ring(done + i, TILES)
                 tile = skip + i
                 block = gl.load(entry + tile, mask=tile < max_blocks, other=-1)
@@ -243,7 +246,7 @@ def paged_mqa_logits(
     keys = gl.allocate_shared_memory(codes.dtype, [TILES] + codes.block_shape, codes.layout)
     scales = gl.allocate_shared_memory(factors.dtype, [TILES] + factors.block_shape, factors.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
-    filled, freed, query_filled, query_freed = allocate_rings(TILES, (ROWS * HEADS + LANES - 1) // LANES)
+    filled, freed, query_filled, query_freed = allocate_rings(TILES, products(queries.shape[1]))
     fence_async_shared()
     wait()
     lengths = _chunk_lengths(context_lens, 0, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
@@ -267,24 +270,17 @@ def paged_mqa_logits(
     count = end - begin
     skip = begin - skipped
     barrier()
+    common = (
+        keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table, out, units,
+        num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_lens_request, stride_lens_row,
+        stride_table_request, stride_out_row, first, skip, last, count,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
-                      out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
-                      stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
-                      0, HEADS, ROWS, NEXT_N, CLEAN)),
-            (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
-                      out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
-                      stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
-                      1, HEADS, ROWS, NEXT_N, CLEAN)),
-            (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
-                      out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
-                      stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
-                      2, HEADS, ROWS, NEXT_N, CLEAN)),
-            (_score, (keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table,
-                      out, units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head,
-                      stride_lens_request, stride_lens_row, stride_table_request, stride_out_row, first, skip, last, count,
-                      3, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (common, 0, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (common, 1, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (common, 2, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (common, 3, HEADS, ROWS, NEXT_N, CLEAN)),
             (_fill, (keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, context_lens,
                      block_table, units, num_blocks, max_context, max_blocks, stride_lens_request,
                      stride_lens_row, stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N)),

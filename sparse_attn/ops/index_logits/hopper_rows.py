@@ -26,6 +26,8 @@ from sparse_attn.ops.index_logits.hopper import (
     in_lines,
     multiply,
     own_tile,
+    product_layout,
+    products,
     ring,
     scores_layout,
     search,
@@ -33,7 +35,6 @@ from sparse_attn.ops.index_logits.hopper import (
     sums,
 )
 
-HALVES = gl.constexpr(2)  # of a unit's lanes, a product each
 CHUNK = gl.constexpr(1024)  # units whose tiles are counted at a time
 
 
@@ -90,20 +91,22 @@ def _fill(
 
 
 @gluon.jit
-def _score(
-    tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
-    stride_start, stride_end, stride_out, first, skip, last, count, which: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
-    """A consumer: half of the lanes, every second tile of the program's share."""
+def _score(common, which: gl.constexpr, ROWS: gl.constexpr):
+    """A consumer: of every tile of the program's share that is its turn LANES of the lanes. common: to all consumers."""
+    (
+        tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
+        stride_start, stride_end, stride_out, first, skip, last, count,
+    ) = common  # fmt: skip
     TILES: gl.constexpr = tiles.shape[0]
-    TURNS: gl.constexpr = CONSUMERS // HALVES
-    SOME: gl.constexpr = ROWS // HALVES
-    HALF: gl.constexpr = which % HALVES
-    LANE: gl.constexpr = gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 32]))
+    PARTS: gl.constexpr = products(queries.shape[1])
+    TURNS: gl.constexpr = CONSUMERS // PARTS
+    SOME: gl.constexpr = ROWS // PARTS
+    PART: gl.constexpr = which % PARTS
+    LANE: gl.constexpr = gl.SliceLayout(0, product_layout(LANES))
     SCORES: gl.constexpr = scores_layout(SOME)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
     key = gl.arange(0, TILE, layout=KEY)
-    row = HALF * SOME + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
+    row = PART * SOME + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
     done, turn = 0, 0
     for nth in range(last - first):  # from 0, for units as wide as addresses take two registers
         unit = first + nth
@@ -116,11 +119,11 @@ def _score(
             ahead = gl.expand_dims((begin + skip) * TILE + key, 1) - gl.expand_dims(start, 0)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_filled.index(place), phase)
-            halves = 0.5 * weights.index(place).reshape([HALVES * LANES]).slice(HALF * LANES, LANES).load(LANE)
-            for i in range(own_tile(which // HALVES, done, TURNS, TILES), some, TURNS):
+            halves = 0.5 * weights.index(place).reshape([PARTS * LANES]).slice(PART * LANES, LANES).load(LANE)
+            for i in range(own_tile(which // PARTS, done, TURNS), some, TURNS):
                 slot, phase = ring(done + i, TILES)
                 mbarrier.wait(filled.index(slot), phase)
-                product = multiply(tiles.index(slot), queries.index(place).slice(HALF * LANES, LANES, dim=0))
+                product = multiply(tiles.index(slot), queries.index(place).slice(PART * LANES, LANES, dim=0))
                 scale = scales.index(slot).reshape([TILE]).load(KEY)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 signal(freed.index(slot))
@@ -161,7 +164,7 @@ def mqa_logits(
     scales = gl.allocate_shared_memory(k_scale.dtype, [TILES] + k_scale.block_shape, k_scale.layout)
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     weighing = gl.allocate_shared_memory(weights.dtype, [QUERIES] + weights.block_shape, weights.layout)
-    filled, freed, query_filled, query_freed = allocate_rings(TILES, HALVES)
+    filled, freed, query_filled, query_freed = allocate_rings(TILES, products(queries.shape[1]))
     fence_async_shared()
     wait()
     _, there = _span(kv_start, kv_end, unit, rows, keys, stride_start_row, stride_end_row, ROWS)
@@ -181,16 +184,16 @@ def mqa_logits(
     count = end - begin
     skip = begin - skipped
     barrier()
+    common = (
+        tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
+        stride_start_row, stride_end_row, stride_out_row, first, skip, last, count,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 0, ROWS)),
-            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 1, ROWS)),
-            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 2, ROWS)),
-            (_score, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out,
-                      rows, keys, stride_start_row, stride_end_row, stride_out_row, first, skip, last, count, 3, ROWS)),
+            (_score, (common, 0, ROWS)),
+            (_score, (common, 1, ROWS)),
+            (_score, (common, 2, ROWS)),
+            (_score, (common, 3, ROWS)),
             (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
                      kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
         ],
