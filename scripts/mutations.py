@@ -277,6 +277,13 @@ PYTHON = [
         "chosen, num_rows=plan.kv_capacity, impl=impl",
         ("tests/test_pipeline.py::test_against_dense_oracle",),
     ),
+    Mutation(
+        "hopper-slots-change-hands", "which consumer takes a slot of scores depends on what came before",
+        "sparse_attn/ops/index_logits/hopper.py",
+        "return (turn - done % TURNS + TURNS) % TURNS",
+        "return (turn + done) % TURNS",
+        ("tests/test_index_logits_hopper.py::test_slots_keep_their_consumers",),
+    ),
 ]
 
 ATTENTION, SCORES = OPS + "attention/", OPS + "index_logits/"
@@ -390,7 +397,7 @@ HOPPER = [
     Mutation(
         "hopper-weights-of-the-other-rows", "the second half of the lanes is weighed as the first",
         SCORES + "hopper_rows.py",
-        ".slice(HALF * LANES, LANES).load(LANE)",
+        ".slice(PART * LANES, LANES).load(LANE)",
         ".slice(0, LANES).load(LANE)",
         ("tests/test_index_logits_hopper.py::test_rows[causal-64-True]",),
     ),

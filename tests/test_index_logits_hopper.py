@@ -36,6 +36,23 @@ def test_the_number_of_rows_chooses_no_kernel(rows):
     assert few == many is not None
 
 
+@pytest.mark.parametrize("lanes", [32, 128, 256])
+def test_slots_keep_their_consumers(lanes):
+    """Tiles of units of any length are taken by one consumer each, a ring's slot by the same one every time: another could wait
+    for a tile while the one before is on its way, and take the phase before that for its own."""
+    from sparse_attn.ops.index_logits import hopper
+
+    turns = hopper.CONSUMERS.value // hopper.products(lanes)
+    tiles = config.mqa_config(100, 5000, 64, 128, "e4m3fn", 1, H200).hopper.tiles
+    owners, done = {}, 0
+    for some in (1, 2, 3, 5, 31, 4, 7, 1, 1, 64, 6):
+        taken = [(done + i, turn) for turn in range(turns) for i in range(hopper.own_tile.fn(turn, done, turns), some, turns)]
+        assert sorted(tile for tile, _ in taken) == list(range(done, done + some))
+        for tile, turn in taken:
+            assert owners.setdefault(tile % tiles, turn) == turn
+        done += some
+
+
 def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
