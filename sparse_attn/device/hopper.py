@@ -23,7 +23,8 @@ def start_next():
 
 @gluon.jit
 def arrive(bar):
-    """Everything this warpgroup did so far is done: say so. The compiler puts a barrier of its own behind it."""
+    """Everything this warpgroup did so far is done: say so. The compiler puts a barrier of its own behind it.
+    Few heads keep it: see the sanitizer's part of scripts/results/NOTES.md."""
     barrier()
     mbarrier.arrive(bar, count=1)
 
