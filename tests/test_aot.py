@@ -63,6 +63,22 @@ def test_verdict():
         assert not failures("sm_80", "room.kernel", TARGETS["sm_80"], compiled)
 
 
+def test_memory_of_barriers():
+    from aot_cases.verdict import failures
+
+    from sparse_attn.testing.aot import Compiled
+
+    def found(*lines):
+        begun = "mov.b32 \t%r1, global_smem;\nadd.s32 \t%r2, %r1, 64;\n@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;\n"
+        compiled = Compiled(0, 0, 32, 0, 128, 32, 0, {"ptx": begun + "\n".join(lines)})
+        return failures("sm_90", "room.kernel", TARGETS["sm_90"], compiled)
+
+    assert not found("st.shared.b32 [global_smem+60], %r9;", "st.shared.b32 [%r1+72], %r9;")
+    assert not found("mbarrier.arrive.shared::cta.b64 _, [%r2];", "st.shared.b32 [%r3], %r9;")
+    for access in ("st.shared.b32 [global_smem+68], %r9;", "ld.shared.b32 %r9, [%r2];", "ld.shared.b32 %r9, [%r1+64];"):
+        assert found(access) == [f"{access} in the memory of an mbarrier"]
+
+
 def test_every_case_launches_something_on_every_target():
     from aot_cases import all_cases
 

@@ -12,6 +12,9 @@ UNASKED = 48 << 10  # bytes of shared memory; Triton asks for more where its own
 TENSOR_MEMORY = 512  # columns of sm_100
 FP8_INSTRUCTIONS = {"nvidia": ("ptx", r"e4m3|e5m2"), "amd": ("amdgcn", r"v_\w*(?:fp8|bf8)\w*")}
 WAITS = "griddepcontrol.wait"
+SHARED_ADDRESS = re.compile(r"(?:mov\.b32|add\.s32)\s+(%r\d+), (global_smem|%r\d+)(?:, (\d+))?;")
+SHARED_ACCESS = re.compile(r"\[(global_smem|%r\d+)(?:\+(\d+))?\]")
+BARRIER_BYTES = 8
 REACHES_MEMORY = re.compile(r"^\s*(?:@\S+\s+)?(?:ld|st|atom|red|cp|prefetch)\.\S*global", re.MULTILINE)
 
 # Bytes of a thread's stack, by kernel and target; "nvidia" stands for those that are not named. Others spill nothing.
@@ -58,4 +61,23 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
         waited = compiled.assembly["ptx"].find(WAITS)
         if not 0 <= waited < found.start():
             wrong.append(f"{found[0].strip()} before {WAITS}, which lets launches start early")
+    wrong += [f"{access} in the memory of an mbarrier" for access in _in_barriers(compiled.assembly.get("ptx", ""))]
     return wrong
+
+
+def _in_barriers(ptx: str) -> list[str]:
+    """Instructions that reach memory in which an mbarrier began and that are not for one, as far as addresses are known: the
+    compiler gives away the memory of mbarriers that nobody uses, and does not end them before."""
+    known = {"global_smem": 0}
+    barriers: set[int] = set()
+    accesses: list[tuple[int, str]] = []
+    for line in map(str.strip, ptx.splitlines()):
+        if (made := SHARED_ADDRESS.match(line)) and made[2] in known:
+            known[made[1]] = known[made[2]] + int(made[3] or 0)
+        elif (reached := SHARED_ACCESS.search(line)) and reached[1] in known:
+            address = known[reached[1]] + int(reached[2] or 0)
+            if "mbarrier.init" in line:
+                barriers.add(address)
+            elif "mbarrier" not in line:
+                accesses.append((address, line))
+    return [line for address, line in accesses if any(0 <= address - first < BARRIER_BYTES for first in barriers)]

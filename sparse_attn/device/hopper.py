@@ -22,15 +22,8 @@ def start_next():
 
 
 @gluon.jit
-def arrive(bar):
-    """Everything this warpgroup did so far is done: say so. The compiler puts a barrier of its own behind it.
-    Few heads keep it: see the sanitizer's part of scripts/results/NOTES.md."""
-    barrier()
-    mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
 def signal(bar):
-    """As ``arrive``, of no bytes, which the compiler puts no barrier behind."""
+    """Everything this warpgroup did so far is done: say so. (No bytes are expected; behind ``mbarrier.arrive`` the compiler puts
+    a barrier of its own.)"""
     barrier()
     mbarrier.expect(bar, 0)

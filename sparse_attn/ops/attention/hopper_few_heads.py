@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import arrive, barrier, start_next, wait
+from sparse_attn.device.hopper import barrier, signal, start_next, wait
 from sparse_attn.ops.attention.hopper_few_keys import (
     BLOCK,
     BUFFERS,
-    DONE,
     EMPTY,
     FULL,
+    KINDS,
     READY,
     SPENT,
     ask_latents,
@@ -71,7 +71,7 @@ def _score(query, query_rest, keys, keys_rest, nothing, zero, buffer, HAS_REST: 
 
 @gluon.jit
 def _await_keys(bars, tile):
-    mbarrier.wait(bars.index(FULL + tile % BUFFERS), tile // BUFFERS & 1)
+    mbarrier.wait(bars[FULL].index(tile % BUFFERS), tile // BUFFERS & 1)
     fence_async_shared()
 
 
@@ -96,7 +96,6 @@ def _consume(
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
-    last = tiles - 1
     _load_query(query, query_rest, source, heads, stride_q_head, N, HAS_REST)
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
@@ -111,15 +110,13 @@ def _consume(
         exists = known.index(buffer).load(gl.SliceLayout(1, SUMS)) != 0
         z = gl.where(gl.expand_dims(exists, 1), scores, -float("inf"))
         p = z
-        unsettled = tile == 0
         if tile > 0:
             p = gl.exp2(z * scale_log2 - gl.expand_dims(m, 0))
             weights.index(zero).store(p.to(gl.bfloat16))
             largest.index(zero).store(gl.max(gl.reshape(p, [WARPS, TILE // WARPS * N]), 1))
             fence_async_shared()
-            barrier()
-            unsettled = gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST
-        if unsettled:
+        barrier()
+        if (tile == 0) | (gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST):
             seen = gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD)
             top = gl.maximum(m, seen * scale_log2)
             rescale = gl.expand_dims(gl.exp2(m - top), 0)
@@ -132,18 +129,19 @@ def _consume(
             acc = acc * rescale
         l = l + p
         product = warpgroup_mma(keys.index(buffer).permute((1, 0)), weights.index(zero), acc, is_async=True)
-        if tile < last:
+        if tile + 1 < tiles:
             _await_keys(bars, tile + 1)
             pending = _score(query, query_rest, keys, keys_rest, nothing, zero, 1 - buffer, HAS_REST)
             if HAS_REST:
                 acc = warpgroup_mma_wait(2, deps=(product,))
             else:
                 acc = warpgroup_mma_wait(1, deps=(product,))
-            arrive(bars.index(SPENT + buffer))
+            signal(bars[SPENT].index(buffer))
             scores = warpgroup_mma_wait(0, deps=(pending,))
         else:
             acc = warpgroup_mma_wait(0, deps=(product,))
             scores = nothing
+            barrier()  # as in signal: else the compiler puts one into every turn
     head = gl.arange(0, N, layout=HEAD)
     drain = gl.load(sink + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
     factor, logarithm = normalise(m, gl.sum(l, 0), drain, HAS_SINK, SPLIT)
@@ -242,21 +240,22 @@ def attend(
         halves = gl.allocate_shared_memory(gl.int32, [2, 4, TILE, BLOCK], BLOCKS)
         scales = gl.allocate_shared_memory(gl.int32, [TILE, VALUE // GROUP], PLAIN)
     largest = gl.allocate_shared_memory(gl.float32, [1, WARPS], FLAT)
-    bars = gl.allocate_shared_memory(gl.int64, [DONE, 1], mbarrier.MBarrierLayout())
+    bars = ()  # none that is not used: the compiler would give its memory to others, which must not touch an mbarrier's
+    for _ in gl.static_range(KINDS if FP8 else READY):
+        bars = bars + (gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout()),)
     if HAS_REST:
         query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, N, REST], TILES)
         keys_rest = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, TILE, REST], TILES)
     else:
         query_rest = query
         keys_rest = keys
-    for which in gl.static_range(FULL, SPENT):  # a warpgroup says so once, and each of its threads of its copies
-        mbarrier.init(bars.index(which), count=2 + 1 + 128 if FP8 else 2 + 256)
-    for which in gl.static_range(SPENT, READY):
-        mbarrier.init(bars.index(which), count=1)
-    for which in gl.static_range(READY, EMPTY):
-        mbarrier.init(bars.index(which), count=128)
-    for which in gl.static_range(EMPTY, DONE):
-        mbarrier.init(bars.index(which), count=2)
+    for which in gl.static_range(2):
+        # A warpgroup says so once, and each of its threads of its copies.
+        mbarrier.init(bars[FULL].index(which), count=2 + 1 + 128 if FP8 else 2 + 256)
+        mbarrier.init(bars[SPENT].index(which), count=1)
+        if FP8:
+            mbarrier.init(bars[READY].index(which), count=128)
+            mbarrier.init(bars[EMPTY].index(which), count=2)
     fence_async_shared()
     wait()
     if early != 0:

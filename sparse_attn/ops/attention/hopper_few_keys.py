@@ -17,18 +17,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import arrive
+from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_fp8 import put_codes
 from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather
 
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
 BUFFERS = gl.constexpr(2)
-FULL = gl.constexpr(0)  # mbarriers: buffer filled, by all producers
-SPENT = gl.constexpr(2)  # buffer read for the last time, by the consumer
-READY = gl.constexpr(4)  # the codes of a tile's left or right half are there
-EMPTY = gl.constexpr(6)  # they are in registers of those who dequantise them
-DONE = gl.constexpr(8)  # how many mbarriers there are
+# mbarriers, two of each kind, in memory of its own: the compiler puts a barrier of the warpgroup between uses of one piece.
+FULL = gl.constexpr(0)  # buffer filled, by all producers
+SPENT = gl.constexpr(1)  # buffer read for the last time, by the consumer
+READY = gl.constexpr(2)  # the codes of a tile's left or right half are there
+EMPTY = gl.constexpr(3)  # they are in registers of those who dequantise them
+KINDS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -54,7 +55,7 @@ def in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO: gl.constexpr):
 @gluon.jit
 def await_room(bars, tile, buffer):
     """Until the ``buffer`` that ``tile`` takes was read for the last time."""
-    mbarrier.wait(bars.index(SPENT + buffer), tile // BUFFERS & 1 ^ 1)
+    mbarrier.wait(bars[SPENT].index(buffer), tile // BUFFERS & 1 ^ 1)
 
 
 @gluon.jit
@@ -101,9 +102,9 @@ def bring_rest(into, first: gl.constexpr, known, words, record, valid, bars, til
     """The bf16 values of a tile, from ``words`` on, into the words of a buffer from ``first`` on, and which of its keys exist."""
     await_room(bars, tile, buffer)
     copy_words(into.index(buffer).slice(first, REST // 2, dim=1), words, record, valid, LANES)
-    async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
+    async_copy.mbarrier_arrive(bars[FULL].index(buffer), increment_count=False)
     known.index(buffer).store(valid.to(gl.int32))
-    arrive(bars.index(FULL + buffer))
+    signal(bars[FULL].index(buffer))
 
 
 @gluon.jit
@@ -114,7 +115,7 @@ def _ask_latents(
     copy_codes(halves.index(half), words + half * (HALF // WORD), record, valid, CODES)
     if half == 0:
         copy_words(scales, words + VALUE // WORD, record, valid, LANES)
-    async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
+    async_copy.mbarrier_arrive(bars[READY].index(half), increment_count=False)
 
 
 @gluon.jit
@@ -141,11 +142,11 @@ def ask_latents(
         next_record = _latent_offsets(ahead, next_valid, block_size, stride_block, TOKEN, PAGED)
         ahead = tile_slots(tile + 2, tiles, indices, count, indices, count, place, False)
         if tile + 1 < tiles:
-            mbarrier.wait(bars.index(EMPTY), tile & 1)
+            mbarrier.wait(bars[EMPTY].index(0), tile & 1)
             _ask_latents(halves, scales, 0, words, next_record, next_valid, bars, CODES, LANES)
         bring_rest(into_rest, 0, known, words + REST_AT // WORD, record, valid, bars, tile, buffer, LANES)
         if tile + 1 < tiles:
-            mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
+            mbarrier.wait(bars[EMPTY].index(1), tile & 1)
             _ask_latents(halves, scales, 1, words, next_record, next_valid, bars, CODES, LANES)
         valid = next_valid
         record = next_record
@@ -162,20 +163,20 @@ def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: g
     into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
     for tile in range(tiles):
         buffer = tile % BUFFERS
-        mbarrier.wait(bars.index(READY), tile & 1)
+        mbarrier.wait(bars[READY].index(0), tile & 1)
         mine = scales.slice(FIRST, SHARE, dim=0)
         left_scales = mine.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
         right_scales = mine.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
         left = copied_codes(halves.index(0), FIRST, GROUPS, GROUP, CODES)
-        arrive(bars.index(EMPTY))
+        signal(bars[EMPTY].index(0))
         await_room(bars, tile, buffer)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
         put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
-        mbarrier.wait(bars.index(READY + 1), tile & 1)
+        mbarrier.wait(bars[READY].index(1), tile & 1)
         right = copied_codes(halves.index(1), FIRST, GROUPS, GROUP, CODES)
-        arrive(bars.index(EMPTY + 1))
+        signal(bars[EMPTY].index(1))
         put_codes(share.slice(HALF // 2, HALF // 2, dim=1), right, right_scales)
-        arrive(bars.index(FULL + buffer))
+        signal(bars[FULL].index(buffer))
 
 
 @gluon.jit
@@ -197,6 +198,6 @@ def fill_rows(
         gather(keys.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, 0, VALUE, LANES)
         if HAS_REST:
             gather(keys_rest.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, VALUE, REST, LANES)
-        async_copy.mbarrier_arrive(bars.index(FULL + buffer), increment_count=False)
+        async_copy.mbarrier_arrive(bars[FULL].index(buffer), increment_count=False)
         known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
-        arrive(bars.index(FULL + buffer))
+        signal(bars[FULL].index(buffer))

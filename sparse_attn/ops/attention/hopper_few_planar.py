@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import arrive
+from sparse_attn.device.hopper import signal
 from sparse_attn.ops.attention.hopper_few_keys import (
     BLOCK,
     BUFFERS,
@@ -65,7 +65,7 @@ def _ask_planar(
     else:
         copy_codes(two, words + 4 * BLOCK, record, valid, CODES)
         copy_codes(one, words + 6 * BLOCK, record, valid, CODES)
-    async_copy.mbarrier_arrive(bars.index(READY + half), increment_count=False)
+    async_copy.mbarrier_arrive(bars[READY].index(half), increment_count=False)
 
 
 @gluon.jit
@@ -98,12 +98,12 @@ def ask_planar(
         )  # fmt: skip
         ahead = tile_slots(tile + 2, tiles, indices, count, extra_indices, extra_count, place, TWO)
         if tile + 1 < all_tiles:
-            mbarrier.wait(bars.index(EMPTY), tile & 1)
+            mbarrier.wait(bars[EMPTY].index(0), tile & 1)
             _ask_planar(four, two, one, scales, 0, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
         rest = words + (VALUE - REST) // WORD
         bring_rest(into, (VALUE - REST) // 2, known, rest, record, valid, bars, tile, buffer, LANES)
         if tile + 1 < all_tiles:
-            mbarrier.wait(bars.index(EMPTY + 1), tile & 1)
+            mbarrier.wait(bars[EMPTY].index(1), tile & 1)
             _ask_planar(four, two, one, scales, 1, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
         words = next_words
         record = next_record
@@ -121,19 +121,19 @@ def put_planar(keys, four, two, one, scales, bars, which: gl.constexpr, all_tile
     into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
     for tile in range(all_tiles):
         buffer = tile % BUFFERS
-        mbarrier.wait(bars.index(READY), tile & 1)
+        mbarrier.wait(bars[READY].index(0), tile & 1)
         low, high = gl.split(scales.slice(FIRST, SHARE, dim=0).load(PAIRS))
         four_codes = copied_codes(four, FIRST, 4, GROUP, CODES)
-        arrive(bars.index(EMPTY))
+        signal(bars[EMPTY].index(0))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
         await_room(bars, tile, buffer)
         share = into.index(buffer).slice(FIRST, SHARE, dim=0)
         put_codes(share.slice(0, 2 * GROUP, dim=1), four_codes, _power(low, 0, 4, CODES))
-        mbarrier.wait(bars.index(READY + 1), tile & 1)
+        mbarrier.wait(bars[READY].index(1), tile & 1)
         two_codes = copied_codes(two, FIRST, 2, GROUP, CODES)
         one_codes = copied_codes(one, FIRST, 1, GROUP, CODES)
-        arrive(bars.index(EMPTY + 1))
+        signal(bars[EMPTY].index(1))
         put_codes(share.slice(2 * GROUP, GROUP, dim=1), two_codes, _power(high, 0, 2, CODES))
         put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one_codes, _power(high, 2, 1, CODES))
-        arrive(bars.index(FULL + buffer))
+        signal(bars[FULL].index(buffer))
