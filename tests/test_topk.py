@@ -191,6 +191,31 @@ def test_config_stays_within_its_means(target):
                 assert size <= 40 << 20
 
 
+def test_programs_spread_evenly():
+    """By their registers: of rows of 1025 to 4096 scores, up to three a multiprocessor, no more fit one than must."""
+    for rows in range(1, 400):
+        for width in (1024, 1025, 3000, 4096):
+            launch = config.config(rows, width, 1024, H200)
+            claimed = launch.claimed_registers
+            assert launch.spread == (claimed > 0) == (width > 1024 and rows <= 3 * 132)
+            if claimed:
+                assert claimed % 8 == 0 and 65536 // (32 * launch.num_warps * claimed) == -(-rows // 132)
+    assert config.config(8, 8192, 1024, H200).claimed_registers == config.config(500, 8192, 1024, H200).claimed_registers == 0
+    assert not config.config(8, 4096, 1024, dataclasses.replace(H200, arch=100)).spread
+
+
+@pytest.mark.aot
+def test_claimed_registers_are_given():
+    from sparse_attn.testing.launches import compile_launch, recording
+
+    from sparse_attn.ops.topk import launch
+
+    with recording("sm_90") as launches:
+        for rows in (132, 133, 396):
+            launch.top_k_per_row(torch.empty(rows, 4096, device="meta"), None, None, 1024)
+    assert [compile_launch(launch).registers for launch in launches] == [136, 88, 72]
+
+
 @pytest.mark.parametrize("target", [H200, MI300])
 def test_scratch_never_shrinks(target):
     for k in (1, 2048, 4096):

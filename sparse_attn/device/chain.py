@@ -29,6 +29,18 @@ def wait_only(CHAINED: tl.constexpr):
         tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
+@triton.constexpr_function
+def _claiming(registers):
+    return f"setmaxnreg.dec.sync.aligned.u32 {registers}; // for $0, which is nothing"
+
+
+@triton.jit
+def claim_registers(REGISTERS: tl.constexpr):
+    """Start with this many registers a thread, a multiple of 8 and the launch's maxnreg, needed or not: ptxas gives all of them
+    to a kernel that might change their number. So many programs fit a multiprocessor, and no more. sm_90."""
+    tl.inline_asm_elementwise(_claiming(REGISTERS), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
 def chained(target) -> dict[str, bool]:
     """What a kernel that waits is launched with on ``target``."""
     return {"CHAINED": True, "launch_pdl": True} if target.chains_launches else {"CHAINED": False}

@@ -35,7 +35,7 @@ from sparse_attn.ops.index_logits.hopper import (
 )
 
 CHUNK = gl.constexpr(128)  # units whose tiles are counted at a time
-SOON = 16  # tiles of a program, during which the next launch may start
+SOON = 64  # tiles of a program, during which the next launch may start
 WINDOW = gl.constexpr(32)  # entries of a block table that the producer holds, one to a lane
 
 

@@ -25,6 +25,9 @@ LEAST_DEALT = 4  # programs to share a row
 DEALT = 16384  # most that each of the programs that share a row holds of it
 BITS = 262144  # columns whose bits lie behind a table
 WORD = 32  # of them in a word
+LEAST_EVEN, MOST_EVEN = 2048, 3  # slots and programs of a multiprocessor for which programs claim registers to spread evenly
+WARPS_EVEN = 8  # of these
+REGISTERS = 65536  # of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class TopkConfig:
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
-    spread: bool = False  # a program leaves no room for another on its multiprocessor: they spread over all whenever they start
+    spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
     reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
 
     @property
@@ -62,6 +65,11 @@ class TopkConfig:
         if not self.window:
             return 0
         return max(self.slots // 4, self.held * self.programs // WORD)
+
+    @property
+    def claimed_registers(self) -> int:
+        """Of each thread, needed or not, by which programs spread; 0 where they do without."""
+        return self.max_registers or 0 if self.spread else 0
 
     @property
     def arrivals(self) -> int:
@@ -92,7 +100,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     if width <= HELD:
         slots = max(256, _power_of_two(width))
         if slots <= 4096:
-            return TopkConfig(True, slots, max(2, slots // 512), digits=True)
+            return _evenly(TopkConfig(True, slots, max(2, slots // 512), digits=True), rows, target)
         if slots == 8192:  # three programs on a multiprocessor, where there are as many
             few = rows <= target.num_sms
             registers = None if few else _at_most(80, target)
@@ -121,6 +129,16 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
         run=_run(width),
         max_registers=None if alone else _at_most(64, target),
     )
+
+
+def _evenly(launch: TopkConfig, rows: int, target: Target) -> TopkConfig:
+    """``launch`` with so many registers a thread that no multiprocessor holds more programs than all must: they crowd where
+    the launch before leaves room first, which costs more than what a program would do with the registers."""
+    each = -(-rows // target.num_sms)
+    if launch.slots < LEAST_EVEN or each > MOST_EVEN or not _is_hopper(target):
+        return launch
+    registers = 8 * (REGISTERS // (32 * WARPS_EVEN * (each + 1)) // 8 + 1)
+    return replace(launch, num_warps=WARPS_EVEN, max_registers=registers, spread=True)
 
 
 def _by_thresholds(rows: int, width: int, k: int, target: Target) -> TopkConfig:
@@ -153,7 +171,11 @@ def _by_thresholds(rows: int, width: int, k: int, target: Target) -> TopkConfig:
 
 def _at_most(registers: int, target: Target) -> int | None:
     """Registers of a thread where more programs at once were measured to outweigh the spills."""
-    return registers if (target.vendor, target.arch) == ("nvidia", 90) else None
+    return registers if _is_hopper(target) else None
+
+
+def _is_hopper(target: Target) -> bool:
+    return (target.vendor, target.arch) == ("nvidia", 90)
 
 
 def scratch(rows: int, width: int, k: int, target: Target) -> Scratch:

@@ -47,10 +47,13 @@ def select_short_rows(
     ALIGNED: tl.constexpr,
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
+    REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
     CHAINED: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
+    if REGISTERS > 0:
+        chain.claim_registers(REGISTERS)
     table = claim_table(memory, SLOTS // 4 if WINDOW > 0 else 0, THREADS)
     chain.wait(CHAINED)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
@@ -205,7 +208,8 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     if launch.short:
         select_short_rows[(rows,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
-            BLOCK_SIZE=block_size, SLOTS=launch.slots, WINDOW=launch.window, THREADS=threads, **options,
+            BLOCK_SIZE=block_size, SLOTS=launch.slots, WINDOW=launch.window, THREADS=threads,
+            REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
         )  # fmt: skip
     elif launch.held:
         offered, _ = views
