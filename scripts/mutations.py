@@ -62,6 +62,27 @@ KERNELS = [
         ("tests/test_topk.py::test_kernel_ranges_and_strides[short]",),
     ),
     Mutation(
+        "topk-lines-rounded-down", "the last line of a part's candidates is the next part's first one",
+        OPS + "topk/candidates.py",
+        "tl.atomic_add(taken, tl.cdiv(total, LANES), sem=\"relaxed\")",
+        "tl.atomic_add(taken, total // LANES, sem=\"relaxed\")",
+        ("tests/test_topk.py::test_kernel[staged-normal]",),
+    ),
+    Mutation(
+        "topk-too-few-candidates", "a bound that fewer than k scores of a row exceed is believed",
+        OPS + "topk/staged.py",
+        "hold = (taken <= SLOTS) & ((tl.sum(number, 0) >= k) | (tl.load(bounds + row) == float(\"-inf\")))",
+        "hold = taken <= SLOTS",
+        ("tests/test_topk.py::test_kernel_wrong_bound[normal]",),
+    ),
+    Mutation(
+        "topk-lines-in-one-turn", "what lies behind the table's room is stored where its first words were",
+        OPS + "topk/store.py",
+        "_line_up(table, words, place - first, rounds, left, here)",
+        "_line_up(table, words, place, rounds, left, here)",
+        ("tests/test_topk.py::test_kernel_more_lines_than_the_table_has_room_for",),
+    ),
+    Mutation(
         "topk-offers-unchecked", "what one program did not offer is not looked for",
         OPS + "topk/dealt.py",
         "enough = edge.to(tl.uint32, bitcast=True) <= bound",

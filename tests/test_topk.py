@@ -185,10 +185,13 @@ def test_config_stays_within_its_means(target):
                     assert launch.keep <= launch.slots // launch.programs and launch.programs >= 4
                 elif launch.sampled:
                     assert launch.span % launch.chunk == 0 and launch.span <= (1 << 16 if launch.digits else launch.chunk)
+                if launch.staged:
+                    assert launch.span * launch.programs >= width and launch.span <= 1 << 16
+                    assert launch.keep > k and launch.slots > launch.keep + 32 * launch.programs
                 assert width <= launch.slots if launch.short else launch.groups <= rows
-                assert launch.programs == 1 or launch.groups == rows
+                assert launch.programs == 1 or launch.groups == rows or launch.staged
                 size = sum(buffer.nbytes for buffer in config.scratch(rows, width, k, target).buffers)
-                assert size <= 40 << 20
+                assert size <= (66 if launch.staged else 40) << 20
 
 
 def test_programs_spread_evenly():
@@ -220,7 +223,7 @@ def test_claimed_registers_are_given():
 def test_scratch_never_shrinks(target):
     for k in (1, 2048, 4096):
         for width in (1, 8192, 8193, 20000, 32768, 32769, 131072, 1 << 20):
-            sizes = [size_of(config.scratch(rows, width, k, target)) for rows in range(1, 600)]
+            sizes = [size_of(config.scratch(rows, width, k, target)) for rows in range(1, 1200)]
             assert all(a.nbytes <= b.nbytes and a.counters <= b.counters for a, b in zip(sizes, sizes[1:]))
         for rows in (1, 5, 64, 300):
             sizes = [size_of(config.scratch(rows, width, k, target)) for width in range(1, 200000, 777)]
@@ -245,23 +248,35 @@ SIZES["dealt by digits"] = (
     ),
     420,
 )
+SIZES["words by digits"] = (config.TopkConfig(True, 512, 2, digits=True, words=True), 500)
+SIZES["staged"] = (
+    config.TopkConfig(
+        False, 128, 2, sampled=True, programs=4, groups=2, chunk=64, span=128, keep=60, samples=64, run=4, digits=True,
+        staged=True, reserve=8,
+    ),
+    420,
+)  # fmt: skip
 SIZES["spans by digits"] = (dataclasses.replace(LONG, digits=True, span=128), 420)
 
 
 def run(x, starts, ends, k, launch, device):
     from sparse_attn.ops.topk.launch import top_k_per_row as launched
 
-    if launch is not None and launch.programs > 1:
+    if launch is not None and launch.programs > 1 and not launch.staged:
         launch = dataclasses.replace(launch, groups=x.shape[0])
     moved = [None if limit is None else limit.to(device) for limit in (starts, ends)]
     return launched(x.to(device), *moved, k, launch).cpu()
 
 
+# fmt: off
 CASES = [
     (path, kind)
-    for path in ("short", "shared", "short by digits", "windowed", "searched by digits", "dealt by digits")
+    for path in (
+        "short", "shared", "short by digits", "words by digits", "windowed", "searched by digits", "dealt by digits", "staged",
+    )
     for kind in KINDS
 ] + [("shared by digits", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted
+# fmt: on
 
 
 @pytest.mark.kernel
@@ -312,10 +327,19 @@ def test_kernel_wrong_bound(kind, device, dirty_workspace):
     """Sampled positions that say nothing about the rest: too few candidates, and too many."""
     x = scores(kind, 1, 200)
     for keep in (1, 2000):
-        for launch in (LONG, SHARED, *DIGITS):
+        for launch in (LONG, SHARED, *DIGITS, SIZES["staged"][0]):
             launch = dataclasses.replace(launch, keep=keep)
             want = reference.top_k_per_row(x, None, None, 50)
             assert torch.equal(run(x, None, None, 50, launch, device), want)
+
+
+@pytest.mark.kernel
+def test_kernel_more_lines_than_the_table_has_room_for(device, dirty_workspace):
+    x = scores("grid", 2, 4096)
+    starts, ends = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4096, 4000], dtype=torch.int32)
+    for k in (3080, 3081, 4096):
+        want = reference.top_k_per_row(x, starts, ends, k)
+        assert torch.equal(run(x, starts, ends, k, config.config(4000, 4096, k, H200), device), want)
 
 
 @pytest.mark.kernel
@@ -363,8 +387,8 @@ def test_kernel_config_of_an_h200(rows, width, device, dirty_workspace):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_all_shapes(kind, device):
-    short = (1, 4096), (5, 8191), (140, 16001), (64, 20001), (700, 9999), (3, 32768)
-    for rows, width in (*short, (1, 131072), (3, 131071), (64, 131072), (2, 1 << 20)):
+    short = (1, 4096), (5, 8191), (140, 16001), (64, 20001), (700, 9999), (600, 8000), (3, 32768)
+    for rows, width in (*short, (1, 131072), (3, 131071), (64, 131072), (2, 1 << 20), (270, 40001), (300, 131072)):
         x = scores(kind, rows, width).to(device)
         limits = [limit.to(device) for limit in ranges(rows, width)]
         for k in (1, 512, 2048, 4096, 10000):
@@ -375,7 +399,7 @@ def test_gpu_all_shapes(kind, device):
 
 @pytest.mark.gpu
 def test_gpu_same_bits_every_time(device):
-    for rows, width in ((2, 131072), (64, 32768), (600, 16384), (128, 131072)):
+    for rows, width in ((2, 131072), (64, 32768), (600, 8192), (600, 16384), (128, 131072), (300, 65536)):
         x = scores("relu", rows, width).to(device)
         first = top_k_per_row(x, 2048)
         assert all(torch.equal(top_k_per_row(x, 2048), first) for _ in range(20))

@@ -24,6 +24,7 @@ ALLOWED_SPILLS = {
     "topk.select_short_rows": {"sm_90": 192, "nvidia": 600},
     "topk.select_long_rows": {"sm_90": 416, "nvidia": 384},
     "topk.dealt.select_dealt_rows": {"sm_90": 40, "nvidia": 64},
+    "topk.staged.select_candidates": {"sm_90": 64, "nvidia": 8},
     # A scalar or two of a row.
     "ragged.pack_rows": {"nvidia": 8},
     # Addresses beside the tile of sums; measured at the peers' pace all the same.

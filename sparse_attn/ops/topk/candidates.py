@@ -47,6 +47,19 @@ def _words(line, base, start, end, limit, CHUNK: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
+def _span(table, line, start, end, first, last, limit, CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr):
+    """_words of a span's columns in [first, last), in the table, of whose scan one chunk's would not be worth it."""
+    for base in range(first, last, CHUNK):
+        words = _words(line, base, start, end, limit, CHUNK, ALIGNED)
+        place = (base - first) // LANES + tl.arange(0, CHUNK // LANES)
+        tables.store_one(table, place, words.to(tl.int32, bitcast=True))
+    tl.debug_barrier()
+    word = tl.arange(0, SPAN // LANES)
+    words = tl.where(first + word * LANES < last, tables.load_one(table, word), 0)
+    return words.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def collect(
     candidates, line, start, end, first, last, limit, capacity, table,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
@@ -61,17 +74,12 @@ def collect(
     word = tl.arange(0, SPAN // LANES)
     for begin in range(first, last, SPAN):
         if THREADS > 0:
-            for base in range(begin, tl.minimum(begin + SPAN, last), CHUNK):
-                words = _words(line, base, start, end, limit, CHUNK, ALIGNED)
-                place = (base - begin) // LANES + tl.arange(0, CHUNK // LANES)
-                tables.store_one(table, place, words.to(tl.int32, bitcast=True))
-            tl.debug_barrier()
-            words = tl.where(begin + word * LANES < last, tables.load_one(table, word), 0)
+            words = _span(table, line, start, end, begin, tl.minimum(begin + SPAN, last), limit, CHUNK, SPAN, ALIGNED)
             tl.debug_barrier()
         else:
             words = _words(line, begin, start, end, limit, SPAN, ALIGNED)
         left = begin - start + word * LANES
-        words, place, rounds, total = store.ranked(words.to(tl.uint32, bitcast=True))
+        words, place, rounds, total = store.ranked(words)
         store.unpack(candidates, words, found + place, rounds, left, capacity)
         found += total
     if THREADS > 0:
@@ -80,10 +88,25 @@ def collect(
 
 
 @triton.jit
-def locate(number, capacity, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr):
-    """Where the candidates of a row lie, number[p] of them from p * capacity on, each program's from a new line on.
+def collect_part(
+    columns, scores, taken, line, start, end, first, limit, table,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Store the columns (relative to start) of scores above ``limit`` in [first, first + SPAN), in order, and these scores, from
+    the first of SLOTS on that ``taken``, lines of a row that are, leaves. Returns (that slot, how many, stored or not)."""
+    words = _span(table, line, start, end, first, tl.minimum(first + SPAN, end), limit, CHUNK, SPAN, ALIGNED)
+    words, place, rounds, total = store.ranked(words)
+    begin = tl.atomic_add(taken, tl.cdiv(total, LANES), sem="relaxed") * LANES
+    left = first - start + tl.arange(0, SPAN // LANES) * LANES
+    store.unpack_scored(columns + begin, scores + begin, line + start, words, place, rounds, left, SLOTS - begin)
+    return begin, total
 
-    Returns (place of every slot, whether there is one, slots taken).
+
+@triton.jit
+def locate(number, begins, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr):
+    """Where the candidates of a row lie, number[p] of them from begins[p] on, each program's from a new line on.
+
+    Returns (place of every line's first slot, whether there is a candidate in each slot, slots taken).
     """
     lines = tl.cdiv(number, LANES)
     before = tl.cumsum(lines, 0) - lines
@@ -95,6 +118,6 @@ def locate(number, capacity, PROGRAMS: tl.constexpr, SLOTS: tl.constexpr):
         owner = tl.where(tl.gather(before, owner + jump, 0) <= line, owner + jump, owner)
         jump = jump // 2
     skipped = (line - tl.gather(before, owner, 0)) * LANES
-    place = (owner * capacity + skipped)[:, None] + tl.arange(0, LANES)[None, :]
+    place = tl.gather(begins, owner, 0) + skipped
     there = tl.arange(0, LANES)[None, :] < (tl.gather(number, owner, 0) - skipped)[:, None]
     return place, there, tl.sum(lines, 0) * LANES

@@ -25,6 +25,11 @@ LEAST_DEALT = 4  # programs to share a row
 DEALT = 16384  # most that each of the programs that share a row holds of it
 BITS = 262144  # columns whose bits lie behind a table
 WORD = 32  # of them in a word
+STAGED = 2  # rows a multiprocessor beyond which each stage of long ones is a launch
+MOST_STAGED = 1024  # rows that have room for their candidates at a time
+PART, MOST_PARTS = 8192, 16  # columns of which a program collects the candidates, at least; parts of a row, at most
+SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
+WIDE_ROW = 1 << 18
 LEAST_EVEN, MOST_EVEN = 2048, 3  # slots and programs of a multiprocessor for which programs claim registers to spread evenly
 WARPS_EVEN = 8  # of these
 REGISTERS = 65536  # of a multiprocessor
@@ -36,7 +41,8 @@ class TopkConfig:
 
     slots: scores a program holds at once: a whole short row, or the candidates of a long one. sampled: whether long
     rows are cut down to candidates first; without it (k near or above ``slots``) they are searched where they lie.
-    programs: programs that share one row, a power of two; groups: rows in flight, each group takes every groups-th row.
+    programs: programs that share one row, a power of two; groups: rows in flight, each group takes every groups-th row
+    (staged: one after the other).
     chunk: columns a program reads at once; span: columns it collects the candidates of at once, without digits a chunk.
     keep: candidates aimed at. samples, run: scores that estimate the bound, and how many of them lie side by side.
     """
@@ -54,15 +60,18 @@ class TopkConfig:
     run: int = 1
     digits: bool = False  # search by digits counted in shared memory
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
+    words: bool = False  # what is selected is stored word by word of bits, not score by score: fewer instructions, more barriers
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
-    reserve: int = 0  # programs to have scratch for: what no call with fewer rows or columns exceeds
+    staged: bool = False  # a launch for all rows' bounds, then for ``groups`` rows one that collects and one that selects
+    collect_registers: int | None = None  # max_registers of the former
+    reserve: int = 0  # programs, of stages rows, to have scratch for: what no call with fewer rows or columns exceeds
 
     @property
     def listed(self) -> int:
         """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column."""
-        if not self.window:
+        if not (self.window or self.words or self.staged):
             return 0
         return max(self.slots // 4, self.held * self.programs // WORD)
 
@@ -73,7 +82,7 @@ class TopkConfig:
 
     @property
     def arrivals(self) -> int:
-        """Counters it takes, one for each row in flight that several programs may share."""
+        """Counters it takes, one for each row in flight that several programs may share; stages leave them alone."""
         return 0 if self.short or not self.sampled else self.groups
 
     def capacity(self, width: int) -> int:
@@ -103,9 +112,9 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
             return _evenly(TopkConfig(True, slots, max(2, slots // 512), digits=True), rows, target)
         if slots == 8192:  # three programs on a multiprocessor, where there are as many
             few = rows <= target.num_sms
-            registers = None if few else _at_most(80, target)
-            return TopkConfig(True, slots, 8, digits=True, max_registers=registers, spread=few)
-        return TopkConfig(True, slots, 16, digits=True, window=WINDOW, spread=True)
+            registers = None if few else _at_most(64, target)
+            return TopkConfig(True, slots, 8, digits=True, words=not few, max_registers=registers, spread=few)
+        return TopkConfig(True, slots, 16, digits=True, words=True, window=WINDOW, spread=True)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)
         registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor
@@ -120,12 +129,20 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     common = TopkConfig(False, slots, 16, sampled=True, programs=programs, groups=groups, digits=True, reserve=reserve)
     if alone and programs >= LEAST_DEALT and each <= DEALT and each * programs <= BITS and 2 * k <= slots:
         return replace(common, chunk=4096, keep=slots // programs * 3 // 4, held=each, window=WINDOW, spread=True)
+    if rows > STAGED * target.num_sms:
+        parts = min(_power_of_two(-(-width // PART)), MOST_PARTS)
+        return TopkConfig(
+            False, slots, 8, sampled=True, digits=True, staged=True, programs=parts, groups=min(rows, MOST_STAGED),
+            chunk=2048, span=max(_power_of_two(-(-width // parts)), PART), keep=_between(k, slots),
+            samples=SAMPLES if width <= WIDE_ROW else 2 * SAMPLES, run=4, reserve=rows,
+            max_registers=_at_most(64 if slots < CANDIDATES else 80, target), collect_registers=_at_most(32, target),
+        )  # fmt: skip
     return replace(
         common,
         chunk=min(each, 16384 if alone else 8192),
         span=min(each, SPAN),
         keep=_between(k, slots),
-        samples=4096,
+        samples=SAMPLES,
         run=_run(width),
         max_registers=None if alone else _at_most(64, target),
     )
@@ -136,7 +153,7 @@ def _evenly(launch: TopkConfig, rows: int, target: Target) -> TopkConfig:
     the launch before leaves room first, which costs more than what a program would do with the registers."""
     each = -(-rows // target.num_sms)
     if launch.slots < LEAST_EVEN or each > MOST_EVEN or not _is_hopper(target):
-        return launch
+        return replace(launch, words=each > MOST_EVEN)
     registers = 8 * (REGISTERS // (32 * WARPS_EVEN * (each + 1)) // 8 + 1)
     return replace(launch, num_warps=WARPS_EVEN, max_registers=registers, spread=True)
 
@@ -189,6 +206,19 @@ def scratch_of(launch: TopkConfig, width: int) -> Scratch:
     """
     if launch.short or not launch.sampled:
         return Scratch()
+    if launch.staged:
+        rows, parts = launch.groups, launch.programs
+        return Scratch(
+            (
+                Buffer("bounds", (launch.reserve,), torch.float32),
+                Buffer("taken", (launch.reserve,), torch.int32),
+                Buffer("begins", (rows, parts), torch.int32),
+                Buffer("counts", (rows, parts), torch.int32),
+                Buffer("columns", (rows, launch.slots), torch.int32),
+                Buffer("scores", (rows, launch.slots), torch.float32),
+            ),
+            launch.arrivals,
+        )
     programs = max(launch.groups * launch.programs, launch.reserve)
     whole = launch.reserve or launch.held
     return Scratch(
@@ -206,7 +236,7 @@ def _slots(width: int, k: int, most: int) -> int:
 
 
 def _run(width: int) -> int:
-    return 4 if width <= 1 << 18 else 1
+    return 4 if width <= WIDE_ROW else 1
 
 
 def _power_of_two(value: int) -> int:

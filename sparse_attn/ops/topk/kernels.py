@@ -4,7 +4,7 @@ it), then number the chosen scores in column order and store their columns.
 A row that no program holds is cut down first. Where the programs that share it hold it together, each offers its highest
 scores (dealt.py). Else a sample gives a bound that about ``keep`` scores exceed, programs that share the row collect the
 columns above it in order, and the last one to arrive searches those. If the bound was off, or ties fill the row, that program
-searches the row itself: slower, equally exact.
+searches the row itself: slower, equally exact. Of many rows, these are launches one behind the other (staged.py).
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import chain
-from sparse_attn.ops.topk import dealt, destination, thresholds, tiles
+from sparse_attn.ops.topk import dealt, destination, staged, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_held, select_row
@@ -45,6 +45,7 @@ def select_short_rows(
     BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,  # at least width
     ALIGNED: tl.constexpr,
+    WORDS: tl.constexpr,  # whether what is selected is stored word by word of bits, not score by score
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
     REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
@@ -54,7 +55,7 @@ def select_short_rows(
     row = tl.program_id(0).to(tl.int64)
     if REGISTERS > 0:
         chain.claim_registers(REGISTERS)
-    table = claim_table(memory, SLOTS // 4 if WINDOW > 0 else 0, THREADS)
+    table = claim_table(memory, SLOTS // 4 if WORDS else 0, THREADS)
     chain.wait(CHAINED)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     line = logits + row * stride_logits_row * UNIT
@@ -64,11 +65,11 @@ def select_short_rows(
     )
     if SLOTS >= BRANCHED:
         if end - base <= SLOTS // 4:
-            select_row(out, line, base, start, end, table, target, k, SLOTS // 4, ALIGNED, 0, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS // 4, ALIGNED, False, 0, THREADS)
         else:
-            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WINDOW, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WORDS, WINDOW, THREADS)
     else:
-        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WINDOW, THREADS)
+        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WORDS, WINDOW, THREADS)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
@@ -150,7 +151,8 @@ def select_long_rows(
                             counts + group * PROGRAMS + mate, mask=mate * each < chunks, other=0, cache_modifier=".cg"
                         )
                         held = tl.sum(number, 0)
-                        place, inside, taken = locate(number, capacity, PROGRAMS, SLOTS)
+                        lines, inside, taken = locate(number, mate * capacity, PROGRAMS, SLOTS)
+                        place = lines[:, None] + tl.arange(0, tiles.LANES)[None, :]
                         mine = candidates + (group * PROGRAMS).to(tl.int64) * capacity
                     hold = (taken <= SLOTS) & ((held >= k) | everything)
                     again = hold == 0
@@ -195,10 +197,10 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     target = target_of(logits.device)
     options = {"num_warps": launch.num_warps, "ALIGNED": aligned, **chain.chained(target)}
     threads = 32 * launch.num_warps if launch.digits else 0
-    programs = rows if launch.short else launch.groups * launch.programs
-    words = tables.WORDS + launch.listed
+    programs = rows if launch.short else (rows if launch.staged else launch.groups) * launch.programs
+    words = tables.WORDS.value + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
-    if launch.max_registers is not None:
+    if launch.max_registers is not None and not launch.staged:
         options["maxnreg"] = launch.max_registers
     ragged, sizes, block_size = (None, None, None), (1, 0, 0), 1
     if slots is not None:
@@ -208,7 +210,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     if launch.short:
         select_short_rows[(rows,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
-            BLOCK_SIZE=block_size, SLOTS=launch.slots, WINDOW=launch.window, THREADS=threads,
+            BLOCK_SIZE=block_size, SLOTS=launch.slots, WORDS=launch.words, WINDOW=launch.window, THREADS=threads,
             REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
         )  # fmt: skip
     elif launch.held:
@@ -219,6 +221,8 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
             BLOCK_SIZE=block_size, MOST=launch.slots // launch.programs, HELD=launch.held, PROGRAMS=launch.programs,
             CHUNK=launch.chunk, WINDOW=launch.window, LIST=launch.listed, THREADS=threads, **options,
         )  # fmt: skip
+    elif launch.staged:
+        staged.launch_stages(logits, row_starts, row_ends, out, memory, launch, views, strides, threads, options)
     else:
         candidates, counts = views if launch.sampled else (out, out)
         select_long_rows[(programs,)](

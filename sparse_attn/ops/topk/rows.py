@@ -56,7 +56,10 @@ def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: 
     # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
     zero = tables.load_one(table, tl.full([], tables.ZERO, tl.int32)).to(tl.float32, bitcast=True)
     keys = radix.held_keys(scores, zero, tl.arange(0, SLOTS), start, end)
-    edge, at_key, below = radix.search_held(table, keys, k, SLOTS // 4, WINDOW, THREADS)
+    if WINDOW > 0:
+        edge, at_key, below = radix.search_held(table, keys, k, SLOTS // 4, WINDOW, THREADS)
+    else:
+        edge, at_key, below = radix.search(table, keys, k, k, THREADS)
     need = tl.where(at_key <= k, 0, k - below)
     store.mark(table, keys, edge, need)
     return tl.minimum(at_key, k), need
@@ -65,15 +68,18 @@ def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: 
 @triton.jit
 def select_row(
     out, line, base, start, end, table, target, k,
-    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
+    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Select in a row that ends at most SLOTS columns behind ``base``."""
-    if WINDOW > 0:
+    if WORDS:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
         left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)
         count, need = _search_and_mark(table, scores, start - base, end - base, k, SLOTS, WINDOW, THREADS)
         destination.tell(target, count)
-        store.marked(out, table, need, left, count, target, SLOTS)
+        if WINDOW > 0:
+            store.marked(out, table, need, left, count, target, SLOTS)
+        else:
+            store.marked_lines(out, table, need, left, count, target, SLOTS, THREADS)
     else:
         columns = base + tiles.of(SLOTS)
         scores, inside = tiles.load(line, columns, start, end, ALIGNED)

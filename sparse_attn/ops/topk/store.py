@@ -73,15 +73,47 @@ def ranked(words):
 
 
 @triton.jit
+def _first_bit(words):
+    """(the number of the first bit that is set, the words without it)"""
+    rest = words & (words - 1)
+    return ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127, rest
+
+
+@triton.jit
 def unpack(out, words, place, rounds, left, most):
     """Store left[i] + the number of every bit that is set in words[i], at out[place[i] ..], none at ``most`` and beyond.
 
     rounds: the most that are set in one.
     """
     for _ in range(rounds):
-        rest = words & (words - 1)
-        bit = ((words ^ rest).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+        bit, rest = _first_bit(words)
         tl.store(out + place, left + bit, mask=(words != 0) & (place < most))
+        place += 1
+        words = rest
+
+
+@triton.jit
+def _line_up(table, words, place, rounds, left, most):
+    """unpack into the table, those whose place is in [0, most): threads store far from each other, as many places as a word has
+    bits, and lines of memory should be written whole."""
+    tl.debug_barrier()
+    for _ in range(rounds):
+        bit, rest = _first_bit(words)
+        wanted = (words != 0) & (place.to(tl.uint32, bitcast=True) < most.to(tl.uint32))
+        tables.store_some(table, place, left + bit, wanted.to(tl.int32))
+        place += 1
+        words = rest
+    tl.debug_barrier()
+
+
+@triton.jit
+def unpack_scored(out, scores, source, words, place, rounds, left, most):
+    """The same, and source[what is stored] into ``scores`` at the same place."""
+    for _ in range(rounds):
+        bit, rest = _first_bit(words)
+        wanted = (words != 0) & (place < most)
+        tl.store(out + place, left + bit, mask=wanted)
+        tl.store(scores + place, tl.load(source + left + bit, mask=wanted), mask=wanted)
         place += 1
         words = rest
 
@@ -131,13 +163,38 @@ def mark(table, keys, edge, need):
 
 
 @triton.jit
-def marked(out, table, need, left, count, target, SLOTS: tl.constexpr):
-    """Store what was marked below and the first ``need`` marked equal, ``count`` in all; left: see of_words."""
+def _marked_words(table, need, SLOTS: tl.constexpr):
+    """uint32 [SLOTS / 32]: what was marked below and the first ``need`` marked equal."""
     low, high = tables.load_marks(table, tl.arange(0, SLOTS // 32))
     words = _line(low, high)
     if need > 0:
         words |= first_ones(_line(low >> 4, high >> 4), need)
-    of_words(out, words, left, count, target)
+    return words
+
+
+@triton.jit
+def marked(out, table, need, left, count, target, SLOTS: tl.constexpr):
+    """Store what was marked below and the first ``need`` marked equal, ``count`` in all; left: see of_words."""
+    of_words(out, _marked_words(table, need, SLOTS), left, count, target)
+
+
+@triton.jit
+def marked_lines(out, table, need, left, count, target, SLOTS: tl.constexpr, THREADS: tl.constexpr, columns=None, whole=True):
+    """The same by whole lines, of a table with a list of SLOTS / 4 keys, which is left as it may be. columns: int32, of which
+    those at what would be stored are, unless ``whole``."""
+    ROOM: tl.constexpr = tables.WORDS + SLOTS // 4
+    words, place, rounds, _ = ranked(_marked_words(table, need, SLOTS))
+    begin = destination.begin(target)
+    for first in range(0, count, ROOM):
+        here = tl.minimum(count - first, ROOM)
+        _line_up(table, words, place - first, rounds, left, here)
+        for line in range(0, here, 4 * THREADS):
+            slot = line + tl.arange(0, 4 * THREADS)
+            value = tables.load_one(table, tl.minimum(slot, ROOM - 1))
+            if columns is not None:
+                value = tl.where(whole, value, tl.load(columns + value, mask=(slot < here) & (whole == 0), other=0))
+            tl.store(out + begin + first + slot, value, mask=slot < here)
+    destination.finish(out, target, begin, count)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ LENGTH = tl.constexpr(2048 + 1)  # word of the list's length
 ZERO = tl.constexpr(2048 + 2)  # word that is 0
 NOTE = tl.constexpr(2048 + 4)  # word of the note
 LIST = tl.constexpr(2048 + 8)  # first word of the list
-WORDS = 2048 + 8  # without a list
+WORDS = tl.constexpr(2048 + 8)  # without a list
 
 LOAD = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 STORE = tl.constexpr(
@@ -30,6 +30,7 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
+STORE_SOME = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.u32 $0, 0; }")
 
 
 def _push() -> str:
@@ -63,7 +64,7 @@ COUNT_LEADING = tl.constexpr(
 
 @triton.constexpr_function
 def _claiming(longest):
-    return f"{{ .shared .align 16 .b8 table[{4 * (WORDS + longest)}]; mov.u32 $0, table; }}"
+    return f"{{ .shared .align 16 .b8 table[{4 * (WORDS.value + longest)}]; mov.u32 $0, table; }}"
 
 
 @triton.jit
@@ -119,6 +120,16 @@ def store_one(table, word, value):
     else:
         operands = [table + word * 4, value]
         tl.inline_asm_elementwise(STORE_ONE, "=r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def store_some(table, word, value, wanted):
+    """Where ``wanted`` (32 bits) is not 0."""
+    if table.dtype.is_ptr():
+        tl.store(table + word, value, mask=wanted != 0)
+    else:
+        operands = [table + word * 4, value, wanted]
+        tl.inline_asm_elementwise(STORE_SOME, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
