@@ -125,6 +125,16 @@ def test_budget():
         assert size.nbytes <= (512 << 20) + (16 << 20)
 
 
+@pytest.mark.parametrize("top_k", [512, 2048, 4096])
+def test_room_for_the_most_columns_serves_fewer(top_k):
+    """Though more rows of them are held at once."""
+    for budget in (40 << 20, 512 << 20):
+        widths = (8192, 32768, 32769, 40000, 65536, 131072, 163840, 1 << 19, 1 << 20)
+        buffers = [config.scratch(8192, width, top_k, budget, H200).buffers for width in widths]
+        rooms = [sum(buffer.nbytes for buffer in some if buffer.name != "logits") for some in buffers]
+        assert max(rooms) <= rooms[-1] + 4096 and (15 << 20) - 65536 < rooms[-1] < 16 << 20, rooms
+
+
 # --- contract
 
 

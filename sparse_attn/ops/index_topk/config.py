@@ -11,13 +11,20 @@ from sparse_attn.ops.topk import config as selection
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
+ROOM = 15 << 20  # bytes for candidates: rows held at once are more where they have fewer columns, and must not take more
+
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
     """rows: query rows, ``group`` of which stay together (next_n); width: keys a row may see (capacity or bound)."""
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
-    return scratch_of(some, width, selection.config(some, width, top_k, target))
+    return scratch_of(some, width, select_config(some, width, top_k, target))
+
+
+def select_config(rows: int, width: int, top_k: int, target: Target) -> selection.TopkConfig:
+    """How ``rows`` held at once are selected."""
+    return selection.config(rows, width, top_k, target, ROOM)
 
 
 def scratch_of(rows: int, width: int, select: selection.TopkConfig) -> Scratch:
@@ -31,7 +38,7 @@ def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: 
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
-    return slots_scratch_of(some, width, selection.config(some, width, top_k, target), rows, target)
+    return slots_scratch_of(some, width, select_config(some, width, top_k, target), rows, target)
 
 
 def slots_scratch_of(step: int, width: int, select: selection.TopkConfig, rows: int, target: Target) -> Scratch:

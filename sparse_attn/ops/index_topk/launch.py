@@ -38,7 +38,7 @@ def index_topk_prefill(
     target = target_of(q.device)
     step = shapes.rows_at_once(rows, keys, logits_bytes)
     score = scoring.mqa_config(step, keys, *q.shape[1:], flavour, q.element_size(), target)
-    select = select or selection.config(step, keys, top_k, target)
+    select = select or config.select_config(step, keys, top_k, target)
     (buffer, *views), counters = workspace.take(
         "index_topk_prefill", config.scratch_of(step, keys, select), q.device
     )
@@ -122,7 +122,7 @@ def _decode_step(
     """How many rows are scored at a time, and how they are selected."""
     requests, next_n = q.shape[:2]
     step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
-    return step, select or selection.config(step, max_context_len, top_k, target_of(q.device))
+    return step, select or config.select_config(step, max_context_len, top_k, target_of(q.device))
 
 
 def _select_decode(

@@ -26,7 +26,8 @@ DEALT = 16384  # most that each of the programs that share a row holds of it
 BITS = 262144  # columns whose bits lie behind a table
 WORD = 32  # of them in a word
 STAGED = 2  # rows a multiprocessor beyond which each stage of long ones is a launch
-MOST_STAGED = 1024  # rows that have room for their candidates at a time
+MOST_STAGED = 8192  # rows whose bounds are found at a time
+ROOM = 64 << 20  # bytes for the candidates of as many of them
 PART, MOST_PARTS = 8192, 16  # columns of which a program collects the candidates, at least; parts of a row, at most
 SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
 WIDE_ROW = 1 << 18
@@ -64,7 +65,7 @@ class TopkConfig:
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
-    staged: bool = False  # a launch for all rows' bounds, then for ``groups`` rows one that collects and one that selects
+    staged: bool = False  # a launch for the bounds of ``reserve`` rows, then for ``groups`` one that collects, one that selects
     collect_registers: int | None = None  # max_registers of the former
     reserve: int = 0  # programs, of stages rows, to have scratch for: what no call with fewer rows or columns exceeds
 
@@ -99,13 +100,18 @@ class TopkConfig:
         return self if self.short else replace(self, groups=min(self.groups, rows))
 
 
-def config(rows: int, width: int, k: int, target: Target) -> TopkConfig:
-    """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many."""
-    chosen = _by_digits if target.vendor == "nvidia" else _by_thresholds
-    return chosen(rows, width, k, target)
+def config(rows: int, width: int, k: int, target: Target, room: int | None = None) -> TopkConfig:
+    """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many.
+
+    room: bytes that the candidates of two long rows or more take, be it with fewer columns or more; None: what they need, at most
+    ROOM.
+    """
+    if target.vendor == "nvidia":
+        return _by_digits(rows, width, k, target, room)
+    return _by_thresholds(rows, width, k, target)
 
 
-def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
+def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None = None) -> TopkConfig:
     if width <= HELD:
         slots = max(256, _power_of_two(width))
         if slots <= 4096:
@@ -125,16 +131,20 @@ def _by_digits(rows: int, width: int, k: int, target: Target) -> TopkConfig:
     alone = rows * programs <= target.num_sms  # on a multiprocessor
     each = max(_power_of_two(-(-width // programs)), SHARE)
     reserve = min(rows * MOST_PROGRAMS, 2 * target.num_sms)
+    if room is not None and rows > 1:
+        reserve = max(reserve, room // (4 * slots))
     groups = rows if alone else min(rows, 2 * target.num_sms)
     common = TopkConfig(False, slots, 16, sampled=True, programs=programs, groups=groups, digits=True, reserve=reserve)
     if alone and programs >= LEAST_DEALT and each <= DEALT and each * programs <= BITS and 2 * k <= slots:
         return replace(common, chunk=4096, keep=slots // programs * 3 // 4, held=each, window=WINDOW, spread=True)
     if rows > STAGED * target.num_sms:
         parts = min(_power_of_two(-(-width // PART)), MOST_PARTS)
+        bounded = min(rows, MOST_STAGED)
+        groups = ((ROOM if room is None else room) - 8 * bounded) // (8 * slots + 8 * parts)
         return TopkConfig(
-            False, slots, 8, sampled=True, digits=True, staged=True, programs=parts, groups=min(rows, MOST_STAGED),
+            False, slots, 8, sampled=True, digits=True, staged=True, programs=parts, groups=min(bounded, groups),
             chunk=2048, span=max(_power_of_two(-(-width // parts)), PART), keep=_between(k, slots),
-            samples=SAMPLES if width <= WIDE_ROW else 2 * SAMPLES, run=4, reserve=rows,
+            samples=SAMPLES if width <= WIDE_ROW else 2 * SAMPLES, run=4, reserve=bounded,
             max_registers=_at_most(64 if slots < CANDIDATES else 80, target), collect_registers=_at_most(32, target),
         )  # fmt: skip
     return replace(

@@ -151,23 +151,30 @@ def select_candidates(
 
 
 def launch_stages(logits, row_starts, row_ends, out, memory, launch, views, strides, threads, options) -> None:
-    """As kernels.launch_top_k: the bounds of all rows, then launch.groups rows at a time. options: of every launch."""
+    """As kernels.launch_top_k: the bounds of launch.reserve rows, then of these launch.groups at a time. options: of every
+    launch."""
     bounds, taken, begins, counts, columns, scores = views
     rows, width = logits.shape
     parts = {"CHUNK": launch.chunk, "SPAN": launch.span, "PARTS": launch.programs, "SLOTS": launch.slots}
-    bound_rows[(rows,)](
-        logits, row_starts, row_ends, bounds, taken, memory, width, launch.keep, *strides,
-        SLOTS=launch.slots, SAMPLES=launch.samples, RUN=launch.run, THREADS=threads, **options,
-    )  # fmt: skip
-    for first in range(0, rows, launch.groups):
-        some = slice(first, min(first + launch.groups, rows))
-        number = some.stop - first
-        inputs = logits[some], *(None if limit is None else limit[some] for limit in (row_starts, row_ends))
-        collect_parts[(number * launch.programs,)](
-            *inputs, bounds[some], taken[some], begins, counts, columns, scores, memory, width, *strides,
-            maxnreg=launch.collect_registers, **parts, **options,
+
+    def inputs(some):
+        return logits[some], *(None if limit is None else limit[some] for limit in (row_starts, row_ends))
+
+    for bounded in range(0, rows, launch.reserve):
+        end = min(bounded + launch.reserve, rows)
+        bound_rows[(end - bounded,)](
+            *inputs(slice(bounded, end)), bounds, taken, memory, width, launch.keep, *strides,
+            SLOTS=launch.slots, SAMPLES=launch.samples, RUN=launch.run, THREADS=threads, **options,
         )  # fmt: skip
-        select_candidates[(number,)](
-            *inputs, out[some], bounds[some], begins, counts, columns, scores, memory, width, out.shape[1], *strides,
-            THREADS=threads, maxnreg=launch.max_registers, **parts, **options,
-        )  # fmt: skip
+        for first in range(bounded, end, launch.groups):
+            some = slice(first, min(first + launch.groups, end))
+            here = slice(first - bounded, some.stop - bounded)
+            number = some.stop - first
+            collect_parts[(number * launch.programs,)](
+                *inputs(some), bounds[here], taken[here], begins, counts, columns, scores, memory, width, *strides,
+                maxnreg=launch.collect_registers, **parts, **options,
+            )  # fmt: skip
+            select_candidates[(number,)](
+                *inputs(some), out[some], bounds[here], begins, counts, columns, scores, memory, width, out.shape[1], *strides,
+                THREADS=threads, maxnreg=launch.max_registers, **parts, **options,
+            )  # fmt: skip
