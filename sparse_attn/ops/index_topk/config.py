@@ -11,7 +11,8 @@ from sparse_attn.ops.topk import config as selection
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-ROOM = 15 << 20  # bytes for candidates: rows held at once are more where they have fewer columns, and must not take more
+# Bytes for candidates, a little below 16 MiB: with fewer columns more rows are held at once, which must not take more.
+ROOM = (16 << 20) - (1 << 16)
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:

@@ -48,7 +48,8 @@ def _words(line, base, start, end, limit, CHUNK: tl.constexpr, ALIGNED: tl.const
 
 @triton.jit
 def _span(table, line, start, end, first, last, limit, CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr):
-    """_words of a span's columns in [first, last), in the table, of whose scan one chunk's would not be worth it."""
+    """_words of the columns in [first, last), SPAN at most, put together in the table: a scan of them costs more than reading a
+    chunk."""
     for base in range(first, last, CHUNK):
         words = _words(line, base, start, end, limit, CHUNK, ALIGNED)
         place = (base - first) // LANES + tl.arange(0, CHUNK // LANES)
@@ -67,8 +68,7 @@ def collect(
     """Store the columns (relative to start) of scores above ``limit`` in [first, last), in order; returns their number,
     stored or not. first is a multiple of 32.
 
-    A scan costs more than reading a chunk: with a table, which is zero before and after, it holds a bit for each column
-    of a span, and the span is scanned once.
+    A table, where there is one, is zero before and after.
     """
     found = tl.full([], 0, tl.int32)
     word = tl.arange(0, SPAN // LANES)

@@ -61,7 +61,7 @@ class TopkConfig:
     run: int = 1
     digits: bool = False  # search by digits counted in shared memory
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
-    words: bool = False  # what is selected is stored word by word of bits, not score by score: fewer instructions, more barriers
+    words: bool = False  # what is selected is stored by words of bits, not by scores: fewer instructions, more barriers
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
@@ -103,8 +103,7 @@ class TopkConfig:
 def config(rows: int, width: int, k: int, target: Target, room: int | None = None) -> TopkConfig:
     """Short rows: one program each. Long rows: as many programs a row as fill the machine, one when rows are many.
 
-    room: bytes that the candidates of two long rows or more take, be it with fewer columns or more; None: what they need, at most
-    ROOM.
+    room: bytes for the candidates of two long rows or more, the same whatever their columns; None: what they need, at most ROOM.
     """
     if target.vendor == "nvidia":
         return _by_digits(rows, width, k, target, room)
@@ -140,7 +139,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
     if rows > STAGED * target.num_sms:
         parts = min(_power_of_two(-(-width // PART)), MOST_PARTS)
         bounded = min(rows, MOST_STAGED)
-        groups = ((ROOM if room is None else room) - 8 * bounded) // (8 * slots + 8 * parts)
+        groups = ((ROOM if room is None else room) - 8 * bounded) // (8 * slots + 8 * parts) // 16 * 16  # aligned pointers
         return TopkConfig(
             False, slots, 8, sampled=True, digits=True, staged=True, programs=parts, groups=min(bounded, groups),
             chunk=2048, span=max(_power_of_two(-(-width // parts)), PART), keep=_between(k, slots),
@@ -159,11 +158,15 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
 
 
 def _evenly(launch: TopkConfig, rows: int, target: Target) -> TopkConfig:
-    """``launch`` with so many registers a thread that no multiprocessor holds more programs than all must: they crowd where
-    the launch before leaves room first, which costs more than what a program would do with the registers."""
+    """``launch``, of few rows with so many registers a thread that no multiprocessor holds more programs than all must: they
+    crowd where the launch before leaves room first. Of many rows with fewer instructions."""
     each = -(-rows // target.num_sms)
-    if launch.slots < LEAST_EVEN or each > MOST_EVEN or not _is_hopper(target):
-        return replace(launch, words=each > MOST_EVEN)
+    if launch.slots < LEAST_EVEN:
+        return launch
+    if each > MOST_EVEN:
+        return replace(launch, words=True)
+    if not _is_hopper(target):
+        return launch
     registers = 8 * (REGISTERS // (32 * WARPS_EVEN * (each + 1)) // 8 + 1)
     return replace(launch, num_warps=WARPS_EVEN, max_registers=registers, spread=True)
 

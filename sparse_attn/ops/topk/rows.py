@@ -70,7 +70,7 @@ def select_row(
     out, line, base, start, end, table, target, k,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Select in a row that ends at most SLOTS columns behind ``base``."""
+    """Select in a row that ends at most SLOTS columns behind ``base``. WORDS: see TopkConfig.words; WINDOW: only with it."""
     if WORDS:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
         left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)

@@ -94,7 +94,7 @@ def select_candidates(
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
     out,  # int32 [rows, k]
-    bounds,
+    bounds,  # these as before
     begins,
     counts,
     columns,
