@@ -16,6 +16,15 @@ from sparse_attn.ops.topk.candidates import collect_part, locate, sampled_bound
 from sparse_attn.ops.topk.rows import claim_table, search_and_select
 
 
+@triton.jit
+def _row_of(
+    logits, row_starts, row_ends, row, width, stride_logits_row, stride_starts_row, stride_ends_row, ALIGNED: tl.constexpr
+):
+    """(column 0 of a row, where what counts of it starts, where that ends)"""
+    start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
+    return logits + row * stride_logits_row * (4 if ALIGNED else 1), start, end
+
+
 @triton.jit(do_not_specialize=["width", "keep", "stride_logits_row"])
 def bound_rows(
     logits,  # fp32 [rows, width]
@@ -36,15 +45,14 @@ def bound_rows(
     THREADS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
     table = claim_table(memory, 0, THREADS)
     chain.wait(CHAINED)
-    start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
+    strides = stride_logits_row, stride_starts_row, stride_ends_row
+    line, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
     tl.store(taken + row, 0)
     if end - start > SLOTS:
-        source = logits + row * stride_logits_row * UNIT + start
-        _, limit, _ = sampled_bound(source, end - start, keep, table, SAMPLES, RUN, THREADS)
+        _, limit, _ = sampled_bound(line + start, end - start, keep, table, SAMPLES, RUN, THREADS)
         tl.store(bounds + row, limit)
 
 
@@ -71,15 +79,14 @@ def collect_parts(
     ALIGNED: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    UNIT: tl.constexpr = 4 if ALIGNED else 1
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     table = tables.claim(memory, 0)
     chain.wait(CHAINED)
-    start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
+    strides = stride_logits_row, stride_starts_row, stride_ends_row
+    line, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
     first = (start // tiles.LANES) * tiles.LANES + part * SPAN
     if (end - start > SLOTS) & (first < end):
-        line = logits + row * stride_logits_row * UNIT
         begin, count = collect_part(
             columns + row * SLOTS, scores + row * SLOTS, taken + row, line, start, end, first, tl.load(bounds + row), table,
             SLOTS, CHUNK, SPAN, ALIGNED,
@@ -113,13 +120,13 @@ def select_candidates(
     THREADS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
     table = claim_table(memory, SLOTS // 4, THREADS)
     chain.wait(CHAINED)
-    start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
+    strides = stride_logits_row, stride_starts_row, stride_ends_row
+    source, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
+    source += start
     length = end - start
-    source = logits + row * stride_logits_row * UNIT + start
     target = row, k
     line = tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES
     lane = tl.arange(0, tiles.LANES)
