@@ -27,7 +27,7 @@ BITS = 262144  # columns whose bits lie behind a table
 WORD = 32  # of them in a word
 STAGED = 2  # rows a multiprocessor beyond which each stage of long ones is a launch
 MOST_STAGED = 8192  # rows whose bounds are found at a time
-ROOM = 64 << 20  # bytes for the candidates of as many of them
+ROOM = 65 << 20  # bytes for the candidates of 1024 of them, or more
 PART, MOST_PARTS = 8192, 16  # columns of which a program collects the candidates, at least; parts of a row, at most
 SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
 WIDE_ROW = 1 << 18
@@ -139,7 +139,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
     if rows > STAGED * target.num_sms:
         parts = min(_power_of_two(-(-width // PART)), MOST_PARTS)
         bounded = min(rows, MOST_STAGED)
-        groups = ((ROOM if room is None else room) - 8 * bounded) // (8 * slots + 8 * parts) // 16 * 16  # aligned pointers
+        groups = ((ROOM if room is None else room) - 8 * bounded) // (8 * slots + 8 * parts) // 16 * 16
         return TopkConfig(
             False, slots, 8, sampled=True, digits=True, staged=True, programs=parts, groups=min(bounded, groups),
             chunk=2048, span=max(_power_of_two(-(-width // parts)), PART), keep=_between(k, slots),

@@ -158,8 +158,8 @@ def select_candidates(
 
 
 def launch_stages(logits, row_starts, row_ends, out, memory, launch, views, strides, threads, options) -> None:
-    """As kernels.launch_top_k: the bounds of launch.reserve rows, then of these launch.groups at a time. options: of every
-    launch."""
+    """As kernels.launch_top_k: the bounds of launch.reserve rows, then of these at most launch.groups at a time, each time about
+    as many. options: of every launch."""
     bounds, taken, begins, counts, columns, scores = views
     rows, width = logits.shape
     parts = {"CHUNK": launch.chunk, "SPAN": launch.span, "PARTS": launch.programs, "SLOTS": launch.slots}
@@ -173,8 +173,10 @@ def launch_stages(logits, row_starts, row_ends, out, memory, launch, views, stri
             *inputs(slice(bounded, end)), bounds, taken, memory, width, launch.keep, *strides,
             SLOTS=launch.slots, SAMPLES=launch.samples, RUN=launch.run, THREADS=threads, **options,
         )  # fmt: skip
-        for first in range(bounded, end, launch.groups):
-            some = slice(first, min(first + launch.groups, end))
+        times = triton.cdiv(end - bounded, launch.groups)
+        step = min(triton.cdiv(end - bounded, 16 * times) * 16, launch.groups)  # pointers stay aligned
+        for first in range(bounded, end, step):
+            some = slice(first, min(first + step, end))
             here = slice(first - bounded, some.stop - bounded)
             number = some.stop - first
             collect_parts[(number * launch.programs,)](
