@@ -209,9 +209,8 @@ def test_programs_spread_evenly():
 
 @pytest.mark.aot
 def test_claimed_registers_are_given():
-    from sparse_attn.testing.launches import compile_launch, recording
-
     from sparse_attn.ops.topk import launch
+    from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:
         for rows in (132, 133, 396):
@@ -248,7 +247,7 @@ SIZES["dealt by digits"] = (
     ),
     420,
 )
-SIZES["words by digits"] = (config.TopkConfig(True, 512, 2, digits=True, words=True), 500)
+SIZES["lines by digits"] = (config.TopkConfig(True, 512, 2, digits=True, lines=True), 500)
 SIZES["staged"] = (
     config.TopkConfig(
         False, 128, 2, sampled=True, programs=4, groups=2, chunk=64, span=128, keep=60, samples=64, run=4, digits=True,
@@ -272,7 +271,7 @@ def run(x, starts, ends, k, launch, device):
 CASES = [
     (path, kind)
     for path in (
-        "short", "shared", "short by digits", "words by digits", "windowed", "searched by digits", "dealt by digits", "staged",
+        "short", "shared", "short by digits", "lines by digits", "windowed", "searched by digits", "dealt by digits", "staged",
     )
     for kind in KINDS
 ] + [("shared by digits", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted

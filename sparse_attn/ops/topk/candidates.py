@@ -98,7 +98,7 @@ def collect_part(
     words, place, rounds, total = store.ranked(words)
     begin = tl.atomic_add(taken, tl.cdiv(total, LANES), sem="relaxed") * LANES
     left = first - start + tl.arange(0, SPAN // LANES) * LANES
-    store.unpack_scored(columns + begin, scores + begin, line + start, words, place, rounds, left, SLOTS - begin)
+    store.unpack(columns + begin, words, place, rounds, left, SLOTS - begin, line + start, scores + begin)
     return begin, total
 
 

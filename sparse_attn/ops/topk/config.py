@@ -61,18 +61,18 @@ class TopkConfig:
     run: int = 1
     digits: bool = False  # search by digits counted in shared memory
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
-    words: bool = False  # what is selected is stored by words of bits, not by scores: fewer instructions, more barriers
+    lines: bool = False  # what is selected is stored by words of bits, then by whole lines: fewer instructions, more barriers
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
     staged: bool = False  # a launch for the bounds of ``reserve`` rows, then for ``groups`` one that collects, one that selects
-    collect_registers: int | None = None  # max_registers of the former
+    collect_registers: int | None = None  # as max_registers, of the one that collects
     reserve: int = 0  # programs, of stages rows, to have scratch for: what no call with fewer rows or columns exceeds
 
     @property
     def listed(self) -> int:
         """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column."""
-        if not (self.window or self.words or self.staged):
+        if not (self.window or self.lines or self.staged):
             return 0
         return max(self.slots // 4, self.held * self.programs // WORD)
 
@@ -115,11 +115,11 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
         slots = max(256, _power_of_two(width))
         if slots <= 4096:
             return _evenly(TopkConfig(True, slots, max(2, slots // 512), digits=True), rows, target)
-        if slots == 8192:  # three programs on a multiprocessor, where there are as many
+        if slots == 8192:  # four programs on a multiprocessor, where there are as many
             few = rows <= target.num_sms
             registers = None if few else _at_most(64, target)
-            return TopkConfig(True, slots, 8, digits=True, words=not few, max_registers=registers, spread=few)
-        return TopkConfig(True, slots, 16, digits=True, words=True, window=WINDOW, spread=True)
+            return TopkConfig(True, slots, 8, digits=True, lines=not few, max_registers=registers, spread=few)
+        return TopkConfig(True, slots, 16, digits=True, window=WINDOW, spread=True)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)
         registers = _at_most(64, target)  # two programs of 16 warps on a multiprocessor
@@ -164,7 +164,7 @@ def _evenly(launch: TopkConfig, rows: int, target: Target) -> TopkConfig:
     if launch.slots < LEAST_EVEN:
         return launch
     if each > MOST_EVEN:
-        return replace(launch, words=True)
+        return replace(launch, lines=True)
     if not _is_hopper(target):
         return launch
     registers = 8 * (REGISTERS // (32 * WARPS_EVEN * (each + 1)) // 8 + 1)

@@ -45,7 +45,7 @@ def select_short_rows(
     BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,  # at least width
     ALIGNED: tl.constexpr,
-    WORDS: tl.constexpr,  # whether what is selected is stored word by word of bits, not score by score
+    LINES: tl.constexpr,  # whether what is selected is stored by whole lines
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
     REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
@@ -55,7 +55,7 @@ def select_short_rows(
     row = tl.program_id(0).to(tl.int64)
     if REGISTERS > 0:
         chain.claim_registers(REGISTERS)
-    table = claim_table(memory, SLOTS // 4 if WORDS else 0, THREADS)
+    table = claim_table(memory, SLOTS // 4 if LINES or WINDOW > 0 else 0, THREADS)
     chain.wait(CHAINED)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     line = logits + row * stride_logits_row * UNIT
@@ -67,9 +67,9 @@ def select_short_rows(
         if end - base <= SLOTS // 4:
             select_row(out, line, base, start, end, table, target, k, SLOTS // 4, ALIGNED, False, 0, THREADS)
         else:
-            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WORDS, WINDOW, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, THREADS)
     else:
-        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, WORDS, WINDOW, THREADS)
+        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, THREADS)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
@@ -181,7 +181,7 @@ class Slots(NamedTuple):
 
 
 def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slots: Slots | None = None) -> None:
-    """Select k of every row of ``logits``, in one launch: columns into out [rows, k], or with ``slots``, then without
+    """Select k of every row of ``logits``, in one launch or in stages: columns into out [rows, k], or with ``slots``, then without
     row_starts, into out [rows * k].
 
     launch: a TopkConfig, with ``slots`` one that packs; views, counters: what its scratch asks for.
@@ -198,7 +198,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     options = {"num_warps": launch.num_warps, "ALIGNED": aligned, **chain.chained(target)}
     threads = 32 * launch.num_warps if launch.digits else 0
     programs = rows if launch.short else (rows if launch.staged else launch.groups) * launch.programs
-    words = tables.WORDS.value + launch.listed
+    words = tables.LIST.value + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None and not launch.staged:
         options["maxnreg"] = launch.max_registers
@@ -210,7 +210,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     if launch.short:
         select_short_rows[(rows,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
-            BLOCK_SIZE=block_size, SLOTS=launch.slots, WORDS=launch.words, WINDOW=launch.window, THREADS=threads,
+            BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, THREADS=threads,
             REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
         )  # fmt: skip
     elif launch.held:

@@ -49,15 +49,20 @@ def select_held(out, scores, inside, values, key2, key3, table, target, k, THREA
 
 
 @triton.jit
-def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr):
-    """Mark what is to be selected of the SLOTS scores a program holds: how many are, and of how many the need is for the
-    first that are marked equal (all: 0)."""
+def _keys(table, scores, start, end):
+    """Of the scores a program holds, those in [start, end)."""
     tl.debug_barrier()
     # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
     zero = tables.load_one(table, tl.full([], tables.ZERO, tl.int32)).to(tl.float32, bitcast=True)
-    keys = radix.held_keys(scores, zero, tl.arange(0, SLOTS), start, end)
+    return radix.held_keys(scores, zero, tl.arange(0, scores.shape[0]), start, end)
+
+
+@triton.jit
+def search_and_mark(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr):
+    """Mark what is to be selected of the keys a program holds: how many are, and of how many the need is for the first that are
+    marked equal (all: 0)."""
     if WINDOW > 0:
-        edge, at_key, below = radix.search_held(table, keys, k, SLOTS // 4, WINDOW, THREADS)
+        edge, at_key, below = radix.search_held(table, keys, k, keys.shape[0] // 4, WINDOW, THREADS)
     else:
         edge, at_key, below = radix.search(table, keys, k, k, THREADS)
     need = tl.where(at_key <= k, 0, k - below)
@@ -68,18 +73,18 @@ def _search_and_mark(table, scores, start, end, k, SLOTS: tl.constexpr, WINDOW: 
 @triton.jit
 def select_row(
     out, line, base, start, end, table, target, k,
-    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, WORDS: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
+    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Select in a row that ends at most SLOTS columns behind ``base``. WORDS: see TopkConfig.words; WINDOW: only with it."""
-    if WORDS:
+    """Select in a row that ends at most SLOTS columns behind ``base``."""
+    if LINES or WINDOW > 0:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
         left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)
-        count, need = _search_and_mark(table, scores, start - base, end - base, k, SLOTS, WINDOW, THREADS)
+        count, need = search_and_mark(table, _keys(table, scores, start - base, end - base), k, WINDOW, THREADS)
         destination.tell(target, count)
-        if WINDOW > 0:
-            store.marked(out, table, need, left, count, target, SLOTS)
-        else:
+        if LINES:
             store.marked_lines(out, table, need, left, count, target, SLOTS, THREADS)
+        else:
+            store.marked(out, table, need, left, count, target, SLOTS)
     else:
         columns = base + tiles.of(SLOTS)
         scores, inside = tiles.load(line, columns, start, end, ALIGNED)

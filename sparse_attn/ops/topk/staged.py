@@ -13,7 +13,7 @@ from sparse_attn.device import chain
 from sparse_attn.ops.topk import radix, store, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.candidates import collect_part, locate, sampled_bound
-from sparse_attn.ops.topk.rows import claim_table, search_and_select
+from sparse_attn.ops.topk.rows import claim_table, search_and_mark, search_and_select
 
 
 @triton.jit
@@ -147,12 +147,8 @@ def select_candidates(
         held = tl.load(scores + row * SLOTS + line[:, None] + lane[None, :], mask=inside, other=0.0)
     if hold:
         keys = tl.reshape(radix.falling_keys(held, inside), [SLOTS])
-        edge, at_key, below = radix.search(table, keys, k, k, THREADS)
-        need = tl.where(at_key <= k, 0, k - below)
-        store.mark(table, keys, edge, need)
-        store.marked_lines(
-            out, table, need, line, tl.minimum(at_key, k), target, SLOTS, THREADS, columns + row * SLOTS, whole
-        )
+        count, need = search_and_mark(table, keys, k, 0, THREADS)
+        store.marked_lines(out, table, need, line, count, target, SLOTS, THREADS, columns + row * SLOTS, whole)
     else:
         search_and_select(out, source, length, tl.full([], 0, tl.int64), table, target, k, CHUNK, THREADS)
 

@@ -80,14 +80,18 @@ def _first_bit(words):
 
 
 @triton.jit
-def unpack(out, words, place, rounds, left, most):
-    """Store left[i] + the number of every bit that is set in words[i], at out[place[i] ..], none at ``most`` and beyond.
+def unpack(out, words, place, rounds, left, most, source=None, values=None):
+    """Store left[i] + the number of every bit that is set in words[i], at out[place[i] ..], none at ``most`` and beyond; with a
+    ``source``, source[what is stored] into ``values``, too, at the same place.
 
     rounds: the most that are set in one.
     """
     for _ in range(rounds):
         bit, rest = _first_bit(words)
-        tl.store(out + place, left + bit, mask=(words != 0) & (place < most))
+        wanted = (words != 0) & (place < most)
+        tl.store(out + place, left + bit, mask=wanted)
+        if source is not None:
+            tl.store(values + place, tl.load(source + left + bit, mask=wanted), mask=wanted)
         place += 1
         words = rest
 
@@ -104,18 +108,6 @@ def _line_up(table, words, place, rounds, left, most):
         place += 1
         words = rest
     tl.debug_barrier()
-
-
-@triton.jit
-def unpack_scored(out, scores, source, words, place, rounds, left, most):
-    """The same, and source[what is stored] into ``scores`` at the same place."""
-    for _ in range(rounds):
-        bit, rest = _first_bit(words)
-        wanted = (words != 0) & (place < most)
-        tl.store(out + place, left + bit, mask=wanted)
-        tl.store(scores + place, tl.load(source + left + bit, mask=wanted), mask=wanted)
-        place += 1
-        words = rest
 
 
 @triton.jit
@@ -182,7 +174,7 @@ def marked(out, table, need, left, count, target, SLOTS: tl.constexpr):
 def marked_lines(out, table, need, left, count, target, SLOTS: tl.constexpr, THREADS: tl.constexpr, columns=None, whole=True):
     """The same by whole lines, of a table with a list of SLOTS / 4 keys, which is left as it may be. columns: int32, of which
     those at what would be stored are, unless ``whole``."""
-    ROOM: tl.constexpr = tables.WORDS + SLOTS // 4
+    ROOM: tl.constexpr = tables.LIST + SLOTS // 4
     words, place, rounds, _ = ranked(_marked_words(table, need, SLOTS))
     begin = destination.begin(target)
     for first in range(0, count, ROOM):

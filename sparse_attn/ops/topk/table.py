@@ -14,8 +14,7 @@ BINS = tl.constexpr(2048)
 LENGTH = tl.constexpr(2048 + 1)  # word of the list's length
 ZERO = tl.constexpr(2048 + 2)  # word that is 0
 NOTE = tl.constexpr(2048 + 4)  # word of the note
-LIST = tl.constexpr(2048 + 8)  # first word of the list
-WORDS = tl.constexpr(2048 + 8)  # without a list
+LIST = tl.constexpr(2048 + 8)  # first word of the list: how many come before it
 
 LOAD = tl.constexpr("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];")
 STORE = tl.constexpr(
@@ -64,12 +63,12 @@ COUNT_LEADING = tl.constexpr(
 
 @triton.constexpr_function
 def _claiming(longest):
-    return f"{{ .shared .align 16 .b8 table[{4 * (WORDS.value + longest)}]; mov.u32 $0, table; }}"
+    return f"{{ .shared .align 16 .b8 table[{4 * (LIST.value + longest)}]; mov.u32 $0, table; }}"
 
 
 @triton.jit
 def claim(memory, LONGEST: tl.constexpr):
-    """The program's table, with a list of at most LONGEST keys. memory: int32 [programs, WORDS + LONGEST], or None for
+    """The program's table, with a list of at most LONGEST keys. memory: int32 [programs, LIST + LONGEST], or None for
     shared memory, to be claimed once a kernel."""
     if memory is None:
         zero = tl.full([], 0, tl.int32)
