@@ -130,8 +130,11 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
     alone = rows * programs <= target.num_sms  # on a multiprocessor
     each = max(_power_of_two(-(-width // programs)), SHARE)
     reserve = min(rows * MOST_PROGRAMS, 2 * target.num_sms)
-    if room is not None and rows > 1:
-        reserve = max(reserve, room // (4 * slots))
+    if room is not None:
+        for most in (CANDIDATES, slots):  # whole programs': the most columns take the most
+            room -= room % (4 * (most + 1))
+        if rows > 1:
+            reserve = max(reserve, room // (4 * (slots + 1)))
     groups = rows if alone else min(rows, 2 * target.num_sms)
     common = TopkConfig(False, slots, 16, sampled=True, programs=programs, groups=groups, digits=True, reserve=reserve)
     if alone and programs >= LEAST_DEALT and each <= DEALT and each * programs <= BITS and 2 * k <= slots:
