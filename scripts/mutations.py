@@ -64,14 +64,14 @@ KERNELS = [
     Mutation(
         "topk-lines-rounded-down", "the last line of a part's candidates is the next part's first one",
         OPS + "topk/candidates.py",
-        "tl.atomic_add(taken, tl.cdiv(total, LANES), sem=\"relaxed\")",
-        "tl.atomic_add(taken, total // LANES, sem=\"relaxed\")",
+        'tl.atomic_add(taken, tl.cdiv(total, LANES), sem="relaxed")',
+        'tl.atomic_add(taken, total // LANES, sem="relaxed")',
         ("tests/test_topk.py::test_kernel[staged-normal]",),
     ),
     Mutation(
         "topk-too-few-candidates", "a bound that fewer than k scores of a row exceed is believed",
         OPS + "topk/staged.py",
-        "hold = (taken <= SLOTS) & ((tl.sum(number, 0) >= k) | (tl.load(bounds + row) == float(\"-inf\")))",
+        'hold = (taken <= SLOTS) & ((tl.sum(number, 0) >= k) | (tl.load(bounds + row) == float("-inf")))',
         "hold = taken <= SLOTS",
         ("tests/test_topk.py::test_kernel_wrong_bound[normal]",),
     ),

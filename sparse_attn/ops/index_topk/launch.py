@@ -1,4 +1,4 @@
-"""The GPU implementation: for some rows at a time, one launch scores and one selects, over the same scratch."""
+"""The GPU implementation: for some rows at a time, one launch scores and one or more select, over the same scratch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU implementation: one launch."""
+"""The GPU implementation: one launch, or stages of many long rows."""
 
 from __future__ import annotations
 
