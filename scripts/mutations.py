@@ -78,9 +78,30 @@ KERNELS = [
     Mutation(
         "topk-lines-in-one-turn", "what lies behind the table's room is stored where its first words were",
         OPS + "topk/store.py",
-        "_line_up(table, words, place - first, rounds, left, here)",
-        "_line_up(table, words, place, rounds, left, here)",
+        "lists.line_up(table, words, place - first, left, here)",
+        "lists.line_up(table, words, place, left, here)",
         ("tests/test_topk.py::test_kernel_more_lines_than_the_table_has_room_for",),
+    ),
+    Mutation(
+        "topk-halves-any-tie", "of equal scores that share the last half, any are selected",
+        OPS + "topk/halves.py",
+        "keys = tl.where(there, (behind << 15) | column, -1)",
+        "keys = tl.where(there, (behind << 15) | (column ^ 0x7FFF), -1)",
+        ("tests/test_topk.py::test_kernel[halves-grid]", "tests/test_topk.py::test_kernel_scores_that_share_a_half[3]"),
+    ),
+    Mutation(
+        "topk-halves-tiny-below-zero", "tiny scores below zero, which share its half, are not looked at again",
+        OPS + "topk/halves.py",
+        "span = tl.where(half == 0, 1 << 17, 1 << 16)",
+        "span = tl.where(half == 0, 1 << 16, 1 << 16)",
+        ("tests/test_topk.py::test_kernel_scores_that_share_a_half[700]",),
+    ),
+    Mutation(
+        "topk-halves-nothing-counted", "beside the lowest scores, what is not to be selected is counted",
+        OPS + "topk/halves.py",
+        "least = tl.minimum(_least_key(chunks), NOTHING - (tables.BINS - 1))",
+        "least = _least_key(chunks)",
+        ("tests/test_topk.py::test_kernel_scores_that_share_a_half[700]",),
     ),
     Mutation(
         "topk-offers-unchecked", "what one program did not offer is not looked for",

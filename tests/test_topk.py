@@ -180,6 +180,9 @@ def test_config_stays_within_its_means(target):
                 if launch.digits:  # every thread counts
                     counted = {launch.slots, launch.chunk, launch.samples} - {0}
                     assert min(counted) >= 32 * launch.num_warps and 4 * 32 * launch.num_warps <= table.BINS.value
+                if launch.halves:
+                    assert launch.slots % launch.halves == 0 and launch.halves >= 4 * 32 * launch.num_warps
+                    assert launch.slots // 32 >= 32 * launch.num_warps  # a word of marks a thread: none is held twice
                 if launch.held:
                     assert width <= launch.held * launch.programs and k <= launch.slots
                     assert launch.keep <= launch.slots // launch.programs and launch.programs >= 4
@@ -215,7 +218,8 @@ def test_claimed_registers_are_given():
     with recording("sm_90") as launches:
         for rows in (132, 133, 396):
             launch.top_k_per_row(torch.empty(rows, 4096, device="meta"), None, None, 1024)
-    assert [compile_launch(launch).registers for launch in launches] == [136, 88, 72]
+        launch.top_k_per_row(torch.empty(8, 20000, device="meta"), None, None, 1024)
+    assert [compile_launch(launch).registers for launch in launches] == [136, 88, 72, 128]
 
 
 @pytest.mark.parametrize("target", [H200, MI300])
@@ -255,6 +259,8 @@ SIZES["staged"] = (
     ),
     420,
 )  # fmt: skip
+HALVES = config.TopkConfig(True, 2048, 2, digits=True, halves=512)
+SIZES |= {"halves": (HALVES, 2000), "halves by lines": (dataclasses.replace(HALVES, lines=True), 1500)}
 SIZES["spans by digits"] = (dataclasses.replace(LONG, digits=True, span=128), 420)
 
 
@@ -271,7 +277,7 @@ def run(x, starts, ends, k, launch, device):
 CASES = [
     (path, kind)
     for path in (
-        "short", "shared", "short by digits", "lines by digits", "windowed", "searched by digits", "dealt by digits", "staged",
+        "short", "shared", "short by digits", "lines by digits", "windowed", "searched by digits", "dealt by digits", "staged", "halves",
     )
     for kind in KINDS
 ] + [("shared by digits", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted
@@ -356,6 +362,28 @@ def test_kernel_dealt_unevenly(keep, device, dirty_workspace):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("k", [3, 200, 700])
+def test_kernel_scores_that_share_a_half(k, device, dirty_workspace):
+    """As many as threads or more share the half of the k-th: zeros and what is as small, equal ones, those that differ little."""
+    launch, width = SIZES["halves"]
+    generator = torch.Generator().manual_seed(k)
+    x = torch.rand(9, width, generator=generator)
+    x[0] = torch.where(x[0] < 0.9, 1.0, 1 + x[0])
+    x[1] = 1 + x[1] / 200
+    x[2] = torch.where(x[2] < 0.5, 0.0, (x[2] - 0.7) * 1e-41)
+    x[3] = 1 + (x[3] * 3).floor() / 2**20
+    x[4] = torch.where(x[4] < 0.8, 2.5, NAN).index_fill(0, torch.arange(5), -INF)
+    x[5] = -1 - x[5] / 300
+    x[6] = torch.where(x[6] < 0.2, 0.0, -1e-41)
+    x[8, 17::50] = 5  # 40 of them
+    x[7] = torch.where(x[7] < 0.1, -3e38, torch.where(x[7] < 0.5, NAN, -INF))
+    starts = torch.tensor([0, 2, 7, 0, 1, 3, 0, 0, 0], dtype=torch.int32)
+    ends = torch.tensor([2000, 1999, 1400, 777, 2000, 1501, 2000, 2000, 2000], dtype=torch.int32)
+    want = reference.top_k_per_row(x, starts, ends, k)
+    assert torch.equal(run(x, starts, ends, k, launch, device), want)
+
+
+@pytest.mark.kernel
 def test_kernel_far_shorter_rows(device, dirty_workspace):
     """Rows of which a quarter of the slots, and rows of which more, hold what competes."""
     launch = config.TopkConfig(True, 16384, 16, digits=True, window=config.WINDOW)
@@ -386,7 +414,7 @@ def test_kernel_config_of_an_h200(rows, width, device, dirty_workspace):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_all_shapes(kind, device):
-    short = (1, 4096), (5, 8191), (140, 16001), (64, 20001), (700, 9999), (600, 8000), (3, 32768)
+    short = (1, 4096), (5, 8191), (140, 16001), (64, 20001), (700, 9999), (600, 8000), (3200, 5000), (3, 32768)
     for rows, width in (*short, (1, 131072), (3, 131071), (64, 131072), (2, 1 << 20), (270, 33001)):
         x = scores(kind, rows, width).to(device)
         limits = [limit.to(device) for limit in ranges(rows, width)]

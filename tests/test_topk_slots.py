@@ -18,7 +18,7 @@ from test_index_topk import LAYOUTS, decode_case, to
 
 INT_MAX = 2**31 - 1
 DIRT = 12345
-PATHS = ("short", "short by digits", "windowed", "dealt by digits")
+PATHS = ("short", "short by digits", "windowed", "halves", "halves by lines", "dealt by digits")
 
 
 def tables(requests, columns, seed=0):
@@ -69,7 +69,7 @@ def test_kernel(path, device, dirty_workspace):
 @pytest.mark.kernel
 def test_columns_of_a_short_table_are_not_read(device, dirty_workspace):
     """Columns behind the table's last block, none of which competes."""
-    for path in ("windowed", "dealt by digits", "short"):
+    for path in ("windowed", "dealt by digits", "short", "halves"):
         launch, width = SIZES[path]
         x, ends = scores("normal", 2, width), torch.full((2,), width, dtype=torch.int32)
         x[:, 96:] = -float("inf")

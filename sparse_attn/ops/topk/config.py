@@ -62,6 +62,7 @@ class TopkConfig:
     digits: bool = False  # search by digits counted in shared memory
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
     lines: bool = False  # what is selected is stored by words of bits, then by whole lines: fewer instructions, more barriers
+    halves: int = 0  # columns that a program reads at once of a short row, to hold the upper halves of its scores
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
@@ -72,6 +73,8 @@ class TopkConfig:
     @property
     def listed(self) -> int:
         """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column."""
+        if self.halves:
+            return self.slots // 4 + 32 * self.num_warps
         if not (self.window or self.lines or self.staged):
             return 0
         return max(self.slots // 4, self.held * self.programs // WORD)
@@ -115,10 +118,11 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
         slots = max(256, _power_of_two(width))
         if slots <= 4096:
             return _evenly(TopkConfig(True, slots, max(2, slots // 512), digits=True), rows, target)
+        few = rows <= target.num_sms
+        if _is_hopper(target) and (slots > 8192 or not few):
+            return _by_halves(slots, rows, few, target)
         if slots == 8192:  # four programs on a multiprocessor, where there are as many
-            few = rows <= target.num_sms
-            registers = None if few else _at_most(64, target)
-            return TopkConfig(True, slots, 8, digits=True, lines=not few, max_registers=registers, spread=few)
+            return TopkConfig(True, slots, 8, digits=True, lines=not few, spread=few)
         return TopkConfig(True, slots, 16, digits=True, window=WINDOW, spread=True)
     if 5 * k > 4 * CANDIDATES:
         groups = min(rows, 2 * target.num_sms)
@@ -158,6 +162,18 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
         run=_run(width),
         max_registers=None if alone else _at_most(64, target),
     )
+
+
+def _by_halves(slots: int, rows: int, few: bool, target: Target) -> TopkConfig:
+    """Of few rows one program a multiprocessor; of many as many as hold its registers in 16 to 32 warps, of 8192 columns in
+    small programs where those come in three turns or more."""
+    common = TopkConfig(True, slots, 16, digits=True, lines=slots < HELD, halves=8192, max_registers=128, spread=True)
+    if few:
+        return common
+    if slots > 8192:
+        return replace(common, num_warps=slots // 4096, halves=4096, spread=False)
+    turns = rows // (8 * target.num_sms)
+    return replace(common, num_warps=4 if turns >= 3 else 8, halves=2048, max_registers=64, spread=False)
 
 
 def _evenly(launch: TopkConfig, rows: int, target: Target) -> TopkConfig:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import chain
-from sparse_attn.ops.topk import destination, memory, radix, store, tiles
+from sparse_attn.ops.topk import destination, lists, memory, radix, store, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_row
 
@@ -76,7 +76,7 @@ def choose(
         tables.store_one(table, tables.LIST + place, place * 0)
         tl.debug_barrier()
         if at_key > k:  # of the scores that equal the last one, those that come first
-            tables.set_bits(table, columns, keys ^ edge, tl.full([], 0, tl.int32))
+            lists.set_bits(table, columns, keys ^ edge, tl.full([], 0, tl.int32))
             tl.debug_barrier()
             equal = tables.load_one(table, tables.LIST + place).to(tl.uint32, bitcast=True)
             equal = store.first_ones(equal, k - below)
@@ -84,7 +84,7 @@ def choose(
             tables.store_one(table, tables.LIST + place, equal.to(tl.int32, bitcast=True))
             tl.debug_barrier()
             edge -= 1
-        tables.set_bits(table, columns, keys, edge)
+        lists.set_bits(table, columns, keys, edge)
         tl.debug_barrier()
         words = tables.load_one(table, tables.LIST + place).to(tl.uint32, bitcast=True)
         store.of_words(out, words, left, tl.minimum(at_key, k), target)
@@ -142,7 +142,7 @@ def select_dealt_rows(
     )
     if end - base <= SLOTS:
         if part == 0:
-            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, False, 0, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, False, 0, 0, THREADS)
     else:
         first = offered + (row * PROGRAMS).to(tl.int64) * stride_offered
         offer(

@@ -1,6 +1,8 @@
 """Exact selection without sorting: find a key with exactly k scores at or above it (or the k-th key, when ties straddle
 it), then number the chosen scores in column order and store their columns.
 
+A short row is held by one program: its scores or, in half the registers, what bf16 keeps of them (halves.py).
+
 A row that no program holds is cut down first. Where the programs that share it hold it together, each offers its highest
 scores (dealt.py). Else a sample gives a bound that about ``keep`` scores exceed, programs that share the row collect the
 columns above it in order, and the last one to arrive searches those. If the bound was off, or ties fill the row, that program
@@ -47,6 +49,7 @@ def select_short_rows(
     ALIGNED: tl.constexpr,
     LINES: tl.constexpr,  # whether what is selected is stored by whole lines
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
+    HALVES: tl.constexpr,  # columns read at once of which the upper halves are held; 0: whole scores are
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
     REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
     CHAINED: tl.constexpr,
@@ -55,7 +58,8 @@ def select_short_rows(
     row = tl.program_id(0).to(tl.int64)
     if REGISTERS > 0:
         chain.claim_registers(REGISTERS)
-    table = claim_table(memory, SLOTS // 4 if LINES or WINDOW > 0 else 0, THREADS)
+    marks: tl.constexpr = SLOTS // 4 if LINES or WINDOW > 0 else 0
+    table = claim_table(memory, SLOTS // 4 + THREADS if HALVES > 0 else marks, THREADS)
     chain.wait(CHAINED)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     line = logits + row * stride_logits_row * UNIT
@@ -63,13 +67,14 @@ def select_short_rows(
     target = destination.of_row(
         row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS
     )
-    if SLOTS >= BRANCHED:
-        if end - base <= SLOTS // 4:
-            select_row(out, line, base, start, end, table, target, k, SLOTS // 4, ALIGNED, False, 0, THREADS)
+    BRANCH: tl.constexpr = SLOTS // 4 if SLOTS >= BRANCHED else 0
+    if BRANCH > 0:
+        if end - base <= BRANCH:
+            select_row(out, line, base, start, end, table, target, k, BRANCH, ALIGNED, False, 0, 0, THREADS)
         else:
-            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, HALVES, THREADS)
     else:
-        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, THREADS)
+        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, HALVES, THREADS)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
@@ -210,8 +215,8 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     if launch.short:
         select_short_rows[(rows,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
-            BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, THREADS=threads,
-            REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
+            BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, HALVES=launch.halves,
+            THREADS=threads, REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
         )  # fmt: skip
     elif launch.held:
         offered, _ = views

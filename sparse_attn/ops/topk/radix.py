@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device.cast import INTERPRETED
+from sparse_attn.ops.topk import lists
 from sparse_attn.ops.topk import table as tables
 
 LAST = tl.constexpr(-8388609)  # 0xff7fffff, the key of the lowest finite score
@@ -59,7 +60,7 @@ def start(table, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _digit(table, wanted, spare, THREADS: tl.constexpr):
+def first_digit(table, wanted, spare, THREADS: tl.constexpr):
     """The first digit with at least ``wanted`` keys at or below it, how many lie below it, how many have it.
 
     ``spare`` keys are taken to have the last digit beside those counted: with them there must be as many as wanted.
@@ -107,20 +108,20 @@ def _digit(table, wanted, spare, THREADS: tl.constexpr):
 def _leading(table, k, THREADS: tl.constexpr):
     """From the counters of leading digits: (least key with that digit, keys below it, keys with it), where there are fewer
     than k (-1, all keys, 0)."""
-    digit, below, having = _digit(table, k, SPARE, THREADS)
+    digit, below, having = first_digit(table, k, SPARE, THREADS)
     few = digit == ALL
     return tl.where(few, -1, digit << LEADING), below, tl.where(few, 0, having)
 
 
 @triton.jit
-def _next(table, base, shift, below, k, THREADS: tl.constexpr):
+def next_digit(table, base, shift, below, k, THREADS: tl.constexpr):
     """The same from the counters of the digits at ``shift`` of keys from ``base`` on."""
-    digit, more, having = _digit(table, k - below, 0, THREADS)
+    digit, more, having = first_digit(table, k - below, 0, THREADS)
     return base + (digit << shift), below + more, having
 
 
 @triton.jit
-def _edge(base, shift, below, having):
+def edge_of(base, shift, below, having):
     """(the last key that starts as base does, keys at or below it); LAST where there are too few."""
     return tl.where(base == -1, LAST, base + ((1 << shift) - 1)), below + having
 
@@ -151,7 +152,7 @@ def _narrow(table, keys, k, enough, few, WINDOW: tl.constexpr, THREADS: tl.const
     going = spare > 0
     while going:
         tables.count(table, keys, base, shift)
-        digit, more, having = _digit(table, k - below, spare, THREADS)
+        digit, more, having = first_digit(table, k - below, spare, THREADS)
         missed = having >= SPARE
         windows -= 1
         at = base + (digit << shift)
@@ -179,8 +180,8 @@ def search(table, keys, k, enough, THREADS: tl.constexpr):
     while (below + having > enough) & (shift > 0):
         shift = tl.maximum(shift - tables.BITS, 0)
         tables.count(table, keys, base, shift)
-        base, below, having = _next(table, base, shift, below, k, THREADS)
-    edge, at_most = _edge(base, shift, below, having)
+        base, below, having = next_digit(table, base, shift, below, k, THREADS)
+    edge, at_most = edge_of(base, shift, below, having)
     return edge, at_most, below
 
 
@@ -188,7 +189,7 @@ def search(table, keys, k, enough, THREADS: tl.constexpr):
 def search_windows(table, keys, k, enough, WINDOW: tl.constexpr, THREADS: tl.constexpr):
     """The same, by windows first: see _narrow."""
     base, shift, below, having = _narrow(table, keys, k, enough, 0, WINDOW, THREADS)
-    edge, at_most = _edge(base, shift, below, having)
+    edge, at_most = edge_of(base, shift, below, having)
     return edge, at_most, below
 
 
@@ -232,7 +233,7 @@ def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THR
     tables.store_one(table, tl.full([], tables.LENGTH, tl.int32), tl.full([], 0, tl.int32))
     base, shift, below, having = _narrow(table, keys, k, k, LONGEST, WINDOW, THREADS)
     if (below + having > k) & (shift > 0):
-        tables.push(table, keys, base, tl.full([], 1, tl.int32) << shift)
+        lists.push(table, keys, base, tl.full([], 1, tl.int32) << shift)
         tl.debug_barrier()
         listed = having
         if (listed <= FEW) & (listed <= THREADS):
@@ -245,8 +246,8 @@ def search_held(table, keys, k, LONGEST: tl.constexpr, WINDOW: tl.constexpr, THR
                 place = first + tl.arange(0, 2 * THREADS)
                 some = tl.where(place < listed, tables.load_one(table, tables.LIST + tl.minimum(place, listed - 1)), -1)
                 tables.count(table, some, base, shift)
-            base, below, having = _next(table, base, shift, below, k, THREADS)
-    edge, at_most = _edge(base, shift, below, having)
+            base, below, having = next_digit(table, base, shift, below, k, THREADS)
+    edge, at_most = edge_of(base, shift, below, having)
     return edge, at_most, below
 
 
@@ -267,6 +268,6 @@ def search_row(table, source, length, k, CHUNK: tl.constexpr, THREADS: tl.conste
         shift = tl.maximum(shift - tables.BITS, 0)
         for first in range(0, length, CHUNK):
             tables.count(table, _row_keys(source, length, first, CHUNK), base, shift)
-        base, below, having = _next(table, base, shift, below, k, THREADS)
-    edge, at_most = _edge(base, shift, below, having)
+        base, below, having = next_digit(table, base, shift, below, k, THREADS)
+    edge, at_most = edge_of(base, shift, below, having)
     return edge, at_most, below

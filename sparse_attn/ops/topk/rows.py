@@ -6,7 +6,7 @@ Where a program can count in shared memory, the search goes by digits (radix.py)
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import destination, memory, radix, store, thresholds, tiles
+from sparse_attn.ops.topk import destination, halves, memory, radix, store, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 
 
@@ -73,10 +73,13 @@ def search_and_mark(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr)
 @triton.jit
 def select_row(
     out, line, base, start, end, table, target, k,
-    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, WINDOW: tl.constexpr, THREADS: tl.constexpr,
+    SLOTS: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, WINDOW: tl.constexpr, HALVES: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """Select in a row that ends at most SLOTS columns behind ``base``."""
-    if LINES or WINDOW > 0:
+    if HALVES > 0:
+        halves.select_row(out, line, base, start, end, table, target, k, SLOTS, HALVES, ALIGNED, LINES, THREADS)
+    elif LINES or WINDOW > 0:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
         left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)
         count, need = search_and_mark(table, _keys(table, scores, start - base, end - base), k, WINDOW, THREADS)

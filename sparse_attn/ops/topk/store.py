@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import destination, memory
+from sparse_attn.ops.topk import destination, lists, memory
 from sparse_attn.ops.topk import table as tables
 
 LANES_OF_FOUR = tl.constexpr(8)
@@ -97,20 +97,6 @@ def unpack(out, words, place, rounds, left, most, source=None, values=None):
 
 
 @triton.jit
-def _line_up(table, words, place, rounds, left, most):
-    """unpack into the table, those whose place is in [0, most): threads store far from each other, as many places as a word has
-    bits, and lines of memory should be written whole."""
-    tl.debug_barrier()
-    for _ in range(rounds):
-        bit, rest = _first_bit(words)
-        wanted = (words != 0) & (place.to(tl.uint32, bitcast=True) < most.to(tl.uint32))
-        tables.store_some(table, place, left + bit, wanted.to(tl.int32))
-        place += 1
-        words = rest
-    tl.debug_barrier()
-
-
-@triton.jit
 def _nibbles(marks):
     """Truth of every column -> int32, four bits of every four."""
     marks = tl.reshape(marks.to(tl.int32), [marks.shape[0] // 4, 4])
@@ -143,24 +129,36 @@ def first_ones(words, need):
 @triton.jit
 def mark(table, keys, edge, need):
     """Mark all keys below ``edge``, unsigned, and apart from them those equal to it; together where need is 0."""
-    place = tl.arange(0, keys.shape[0] // 4)
+    tl.debug_barrier()
+    mark_some(table, keys, 0, edge, need)
+    tl.debug_barrier()
+
+
+@triton.jit
+def mark_some(table, keys, first, edge, need):
+    """The same for keys from slot ``first`` on, a multiple of 4."""
+    place = first // 4 + tl.arange(0, keys.shape[0] // 4)
     keys = keys.to(tl.uint32, bitcast=True)
     edge = edge.to(tl.uint32, bitcast=True)
-    tl.debug_barrier()
     if need == 0:
-        tables.store_marks(table, place, _nibbles(keys <= edge))
+        lists.store_marks(table, place, _nibbles(keys <= edge))
     else:
-        tables.store_marks(table, place, _nibbles(keys < edge) | (_nibbles(keys == edge) << 4))
-    tl.debug_barrier()
+        lists.store_marks(table, place, _nibbles(keys < edge) | (_nibbles(keys == edge) << 4))
+
+
+@triton.jit
+def words_of_marks(table, SLOTS: tl.constexpr):
+    """uint32 [SLOTS / 32], twice: what was marked below, and equal."""
+    low, high = lists.load_marks(table, tl.arange(0, SLOTS // 32))
+    return _line(low, high), _line(low >> 4, high >> 4)
 
 
 @triton.jit
 def _marked_words(table, need, SLOTS: tl.constexpr):
     """uint32 [SLOTS / 32]: what was marked below and the first ``need`` marked equal."""
-    low, high = tables.load_marks(table, tl.arange(0, SLOTS // 32))
-    words = _line(low, high)
+    words, equal = words_of_marks(table, SLOTS)
     if need > 0:
-        words |= first_ones(_line(low >> 4, high >> 4), need)
+        words |= first_ones(equal, need)
     return words
 
 
@@ -174,12 +172,23 @@ def marked(out, table, need, left, count, target, SLOTS: tl.constexpr):
 def marked_lines(out, table, need, left, count, target, SLOTS: tl.constexpr, THREADS: tl.constexpr, columns=None, whole=True):
     """The same by whole lines, of a table with a list of SLOTS / 4 keys, which is left as it may be. columns: int32, of which
     those at what would be stored are, unless ``whole``."""
+    lines_of_words(out, table, _marked_words(table, need, SLOTS), left, count, target, SLOTS, THREADS, columns, whole)
+
+
+@triton.jit
+def lines_of_words(
+    out, table, words, left, count, target, SLOTS: tl.constexpr, THREADS: tl.constexpr, columns=None, whole=True
+):  # fmt: skip
+    """of_words by whole lines, otherwise as marked_lines: threads store far from each other, as many places as a word has bits, so
+    that goes to the table first."""
     ROOM: tl.constexpr = tables.LIST + SLOTS // 4
-    words, place, rounds, _ = ranked(_marked_words(table, need, SLOTS))
+    words, place, _, _ = ranked(words)
     begin = destination.begin(target)
     for first in range(0, count, ROOM):
         here = tl.minimum(count - first, ROOM)
-        _line_up(table, words, place - first, rounds, left, here)
+        tl.debug_barrier()
+        lists.line_up(table, words, place - first, left, here)
+        tl.debug_barrier()
         for line in range(0, here, 4 * THREADS):
             slot = line + tl.arange(0, 4 * THREADS)
             value = tables.load_one(table, tl.minimum(slot, ROOM - 1))
@@ -192,7 +201,7 @@ def marked_lines(out, table, need, left, count, target, SLOTS: tl.constexpr, THR
 @triton.jit
 def of_words(out, words, left, count, target):
     """Store the row's selection, the ``count`` bits that are set; left: what is stored for the first bit of each word."""
-    words, place, rounds, _ = ranked(words)
+    words, place, _, _ = ranked(words)
     begin = destination.begin(target)
-    unpack(out + begin, words, place, rounds, left, count)
+    memory.scatter_bits(out + begin, words, place, left)
     destination.finish(out, target, begin, count)

@@ -29,33 +29,29 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
-STORE_SOME = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.u32 $0, 0; }")
 
 
-def _push() -> str:
-    """PTX that appends those of the keys $4 to $7 that lie in [$8, $8 + $12): hardly any four hold one that is wanted."""
-    appends = "".join(
-        f"""setp.lt.u32 p, {distance}, $12;  @p atom.shared.add.u32 at, [$16 + {4 * LENGTH.value}], 1;
-    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + {4 * LIST.value}], {key};
-    """
-        for distance, key in zip("abcd", ("$4", "$5", "$6", "$7"))
-    )
-    return f"""{{ .reg .pred p; .reg .b32 a, b, c, d, m, at;
-    sub.u32 a, $4, $8;  sub.u32 b, $5, $8;  sub.u32 c, $6, $8;  sub.u32 d, $7, $8;
-    min.u32 m, a, b;  min.u32 m, m, c;  min.u32 m, m, d;  setp.ge.u32 p, m, $12;  @p bra DONE;
-    {appends}DONE: mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }}"""
-
-
-PUSH = tl.constexpr(_push())
-SET_BIT = tl.constexpr(
-    """{ .reg .pred p; .reg .b32 word, bit;
-    setp.le.u32 p, $2, $3;  shr.u32 word, $1, 5;  mad.lo.u32 word, word, 4, $4;  and.b32 bit, $1, 31;
-    shl.b32 bit, 1, bit;  @p red.shared.or.b32 [word], bit;  mov.u32 $0, 0; }"""
+# The keys of two halves (see halves.py), how far they lie behind the first one, at most the last counter.
+COUNT_HALVES = tl.constexpr(
+    """{ .reg .b32 key, sign, low, last;
+    mov.b32 last, 0x07ff07ff;  prmt.b32 sign, $1, 0, 0xBB99;  lop3.b32 key, $1, sign, 0x7fff7fff, 0xd2;
+    add.u16x2 key, key, $2;  min.u16x2 key, key, last;
+    and.b32 low, key, 0xffff;  shr.u32 key, key, 16;  mad.lo.u32 low, low, 4, $3;  mad.lo.u32 key, key, 4, $3;
+    red.shared.add.u32 [low], 1;  red.shared.add.u32 [key], 1;  mov.u32 $0, 0; }"""
 )
-STORE_BYTE = tl.constexpr(
-    "{ .reg .b16 b; .reg .b32 at; add.u32 at, $1, $2; cvt.u16.u32 b, $3; st.shared.u8 [at], b; mov.u32 $0, 0; }"
+
+# The same in counter (distance - $3) >> $4, of those below $5 for which there is such a counter.
+COUNT_HALVES_FROM = tl.constexpr(
+    """{ .reg .pred p, q; .reg .b32 key, sign, low;
+    prmt.b32 sign, $1, 0, 0xBB99;  lop3.b32 key, $1, sign, 0x7fff7fff, 0xd2;  add.u16x2 key, key, $2;
+    and.b32 low, key, 0xffff;  shr.u32 key, key, 16;  setp.ge.u32 p, low, $5;  setp.ge.u32 q, key, $5;
+    sub.u32 low, low, $3;  sub.u32 key, key, $3;  shr.u32 low, low, $4;  shr.u32 key, key, $4;
+    min.u32 low, low, 2048;  min.u32 key, key, 2048;  selp.b32 low, 2048, low, p;  selp.b32 key, 2048, key, q;
+    mad.lo.u32 low, low, 4, $6;  mad.lo.u32 key, key, 4, $6;
+    red.shared.add.u32 [low], 1;  red.shared.add.u32 [key], 1;  mov.u32 $0, 0; }"""
 )
-LOAD_TWO = tl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
+
+
 COUNT_LEADING = tl.constexpr(
     "{ .reg .b32 bin; shr.u32 bin, $1, 21; mad.lo.u32 bin, bin, 4, $2; red.shared.add.u32 [bin], 1; mov.u32 $0, 0; }"
 )
@@ -122,16 +118,6 @@ def store_one(table, word, value):
 
 
 @triton.jit
-def store_some(table, word, value, wanted):
-    """Where ``wanted`` (32 bits) is not 0."""
-    if table.dtype.is_ptr():
-        tl.store(table + word, value, mask=wanted != 0)
-    else:
-        operands = [table + word * 4, value, wanted]
-        tl.inline_asm_elementwise(STORE_SOME, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def count(table, keys, base, shift):
     """One more in counter (key - base) >> shift, unsigned, of every key for which there is such a counter.
 
@@ -146,58 +132,47 @@ def count(table, keys, base, shift):
 
 
 @triton.jit
+def count_halves(table, words, least):
+    """One more in the counter of how far the key of each half of a word lies behind ``least``, in the last where it lies further.
+    As many words as keys for ``count``."""
+    if table.dtype.is_ptr():
+        tl.atomic_add(table + tl.minimum(_behind(words, least), BINS - 1), 1)
+        tl.atomic_add(table + tl.minimum(_behind(words >> 16, least), BINS - 1), 1)
+    else:
+        operands = [words, _twice(-least), table]
+        tl.inline_asm_elementwise(COUNT_HALVES, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def count_halves_from(table, words, least, end, base, shift):
+    """One more in the counter (distance - base) >> shift of every half that lies less than ``end`` behind, where there is one."""
+    if table.dtype.is_ptr():
+        for half in tl.static_range(2):
+            behind = _behind(words >> (16 * half), least)
+            bin = tl.minimum((behind - base).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32), BINS).to(tl.int32)
+            tl.atomic_add(table + tl.where(behind < end, bin, BINS), 1)
+    else:
+        operands = [words, _twice(-least), base, shift, end, table]
+        asm: tl.constexpr = COUNT_HALVES_FROM
+        tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _behind(half, least):
+    key = half ^ tl.where((half & 0x8000) == 0, 0x7FFF, 0)
+    return (key - least) & 0xFFFF
+
+
+@triton.jit
+def _twice(half):
+    half = half & 0xFFFF
+    return half | (half << 16)
+
+
+@triton.jit
 def count_leading(table, keys):
     """One more in the counter of every key's 11 leading bits; as many keys as for ``count``."""
     if table.dtype.is_ptr():
         tl.atomic_add(table + (keys.to(tl.uint32, bitcast=True) >> 21).to(tl.int32), 1)
     else:
         tl.inline_asm_elementwise(COUNT_LEADING, "=r,r,r", [keys, table], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def push(table, keys, base, span):
-    """Append the keys in [base, base + span), unsigned, to the list, in any order. Four keys at least to a thread."""
-    if table.dtype.is_ptr():
-        wanted = (keys - base).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
-        at = tl.atomic_add(table + LENGTH + tl.zeros_like(keys), 1, mask=wanted)
-        tl.store(table + LIST + at, keys, mask=wanted)
-    else:
-        operands = [keys, base, span, table]
-        tl.inline_asm_elementwise(
-            PUSH, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=4
-        )
-
-
-@triton.jit
-def set_bits(table, columns, keys, most):
-    """Set bit ``column`` of the words behind the table where keys <= most, unsigned."""
-    if table.dtype.is_ptr():
-        chosen = keys.to(tl.uint32, bitcast=True) <= most.to(tl.uint32, bitcast=True)
-        tl.atomic_or(table + LIST + (columns >> 5), tl.full([], 1, tl.int32) << (columns & 31), mask=chosen)
-    else:
-        operands = [columns, keys, most, table + LIST * 4]
-        tl.inline_asm_elementwise(SET_BIT, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def store_marks(table, place, marks):
-    """Byte ``place`` behind the table; in the interpreter, a word."""
-    if table.dtype.is_ptr():
-        tl.store(table + LIST + place, marks)
-    else:
-        operands = [table + LIST * 4, place, marks]
-        tl.inline_asm_elementwise(STORE_BYTE, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def load_marks(table, line):
-    """The eight bytes of a line, as two words."""
-    if table.dtype.is_ptr():
-        at = table + LIST + line * 8
-        low = tl.load(at) | (tl.load(at + 1) << 8) | (tl.load(at + 2) << 16) | (tl.load(at + 3) << 24)
-        high = tl.load(at + 4) | (tl.load(at + 5) << 8) | (tl.load(at + 6) << 16) | (tl.load(at + 7) << 24)
-        return low, high
-    else:
-        types: tl.constexpr = (tl.int32, tl.int32)
-        at = table + LIST * 4 + line * 8
-        return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,r", [at], dtype=types, is_pure=False, pack=1)

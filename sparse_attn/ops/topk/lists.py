@@ -1,0 +1,171 @@
+"""Behind a program's table of counters: a list of keys or columns, words to store, or marks, a byte for every four columns.
+
+As the table, they are an address in shared memory, or a pointer where the launcher passed one.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.ops.topk.table import LENGTH, LIST
+
+
+def _push() -> str:
+    """PTX that appends those of the keys $4 to $7 that lie in [$8, $8 + $12): hardly any four hold one that is wanted."""
+    appends = "".join(
+        f"""setp.lt.u32 p, {distance}, $12;  @p atom.shared.add.u32 at, [$16 + {4 * LENGTH.value}], 1;
+    @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + {4 * LIST.value}], {key};
+    """
+        for distance, key in zip("abcd", ("$4", "$5", "$6", "$7"))
+    )
+    return f"""{{ .reg .pred p; .reg .b32 a, b, c, d, m, at;
+    sub.u32 a, $4, $8;  sub.u32 b, $5, $8;  sub.u32 c, $6, $8;  sub.u32 d, $7, $8;
+    min.u32 m, a, b;  min.u32 m, m, c;  min.u32 m, m, d;  setp.ge.u32 p, m, $12;  @p bra DONE;
+    {appends}DONE: mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }}"""
+
+
+PUSH = tl.constexpr(_push())
+SET_BIT = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 word, bit;
+    setp.le.u32 p, $2, $3;  shr.u32 word, $1, 5;  mad.lo.u32 word, word, 4, $4;  and.b32 bit, $1, 31;
+    shl.b32 bit, 1, bit;  @p red.shared.or.b32 [word], bit;  mov.u32 $0, 0; }"""
+)
+STORE_BYTE = tl.constexpr(
+    "{ .reg .b16 b; .reg .b32 at; add.u32 at, $1, $2; cvt.u16.u32 b, $3; st.shared.u8 [at], b; mov.u32 $0, 0; }"
+)
+# What is stored for the bits of a word, the last bit first, from place $3 + the number of bits down, below $4.
+LINE_UP = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 word, bit, place, at;
+    mov.b32 word, $1;  popc.b32 place, word;  add.s32 place, place, $3;
+    setp.eq.u32 p, word, 0;  @p bra DONE;
+    NEXT: bfind.u32 bit, word;  shl.b32 at, 1, bit;  xor.b32 word, word, at;  add.s32 bit, bit, $2;  sub.s32 place, place, 1;
+    mad.lo.u32 at, place, 4, $5;  setp.lt.u32 p, place, $4;  @p st.shared.b32 [at], bit;
+    setp.ne.u32 p, word, 0;  @p bra NEXT;
+    DONE: mov.u32 $0, 0; }"""
+)
+# Appends the columns of a word's bits, the first of which is $2, to a list at $3, the length of which is at $4.
+APPEND = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 word, bit, at;
+    mov.b32 word, $1;  setp.eq.u32 p, word, 0;  @p bra DONE;
+    NEXT: bfind.u32 bit, word;  shl.b32 at, 1, bit;  xor.b32 word, word, at;  add.s32 bit, bit, $2;
+    atom.shared.add.u32 at, [$4], 1;  mad.lo.u32 at, at, 4, $3;  st.shared.b32 [at], bit;
+    setp.ne.u32 p, word, 0;  @p bra NEXT;
+    DONE: mov.u32 $0, 0; }"""
+)
+# How many of the $3 keys at $2, of which there are whole fours, lie below $1; $3 where that is the last key.
+RANK = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 a, b, c, d, at, end;
+    mov.u32 $0, $3;  setp.eq.u32 p, $1, 0xffffffff;  @p bra DONE;  mov.u32 $0, 0;  mov.b32 at, $2;  mad.lo.u32 end, $3, 4, at;
+    NEXT: ld.shared.v4.b32 {a, b, c, d}, [at];  add.u32 at, at, 16;
+    setp.lt.u32 p, a, $1;  @p add.u32 $0, $0, 1;  setp.lt.u32 p, b, $1;  @p add.u32 $0, $0, 1;
+    setp.lt.u32 p, c, $1;  @p add.u32 $0, $0, 1;  setp.lt.u32 p, d, $1;  @p add.u32 $0, $0, 1;
+    setp.lt.u32 p, at, end;  @p bra NEXT;
+    DONE: }"""
+)
+SET_MARK = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 word, bit, four;
+    setp.ne.u32 p, $2, 0;  shr.u32 word, $1, 4;  mad.lo.u32 word, word, 4, $3;  bfe.u32 four, $1, 2, 2;
+    and.b32 bit, $1, 3;  mad.lo.u32 bit, four, 8, bit;  shl.b32 bit, 1, bit;
+    @p red.shared.or.b32 [word], bit;  mov.u32 $0, 0; }"""
+)
+LOAD_TWO = tl.constexpr("ld.shared.v2.b32 {$0, $1}, [$2];")
+
+
+@triton.jit
+def push(table, keys, base, span):
+    """Append the keys in [base, base + span), unsigned, to the list, in any order. Four keys at least to a thread."""
+    if table.dtype.is_ptr():
+        wanted = (keys - base).to(tl.uint32, bitcast=True) < span.to(tl.uint32, bitcast=True)
+        at = tl.atomic_add(table + LENGTH + tl.zeros_like(keys), 1, mask=wanted)
+        tl.store(table + LIST + at, keys, mask=wanted)
+    else:
+        operands = [keys, base, span, table]
+        tl.inline_asm_elementwise(
+            PUSH, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=4
+        )
+
+
+@triton.jit
+def append(table, words, left, FIRST: tl.constexpr):
+    """Append left[i] + the number of every bit that is set in words[i] to the list from word FIRST on, in any order."""
+    if table.dtype.is_ptr():
+        for bit in range(32):
+            there = ((words >> bit) & 1) != 0
+            at = tl.atomic_add(table + LENGTH + tl.zeros_like(left), 1, mask=there)
+            tl.store(table + FIRST + at, left + bit, mask=there)
+    else:
+        operands = [words, left, table + FIRST * 4, table + LENGTH * 4]
+        tl.inline_asm_elementwise(APPEND, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def rank(table, keys, FIRST: tl.constexpr, number):
+    """How many of the ``number`` keys from word FIRST on lie below each of ``keys``, all unsigned and different; ``number`` or one
+    less for -1, the last one, with which that list is filled up to a whole four."""
+    if table.dtype.is_ptr():
+        below = tl.zeros_like(keys)
+        for at in range(number):
+            other = tl.load(table + FIRST + at).to(tl.uint32, bitcast=True)
+            below += (other < keys.to(tl.uint32, bitcast=True)).to(tl.int32)
+        return below
+    else:
+        operands = [keys, table + FIRST * 4, number]
+        return tl.inline_asm_elementwise(RANK, "=&r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def set_bits(table, columns, keys, most):
+    """Set bit ``column`` of the words behind the table where keys <= most, unsigned."""
+    if table.dtype.is_ptr():
+        chosen = keys.to(tl.uint32, bitcast=True) <= most.to(tl.uint32, bitcast=True)
+        tl.atomic_or(table + LIST + (columns >> 5), tl.full([], 1, tl.int32) << (columns & 31), mask=chosen)
+    else:
+        operands = [columns, keys, most, table + LIST * 4]
+        tl.inline_asm_elementwise(SET_BIT, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def store_marks(table, place, marks):
+    """The lowest byte of ``marks`` as byte ``place`` behind the table; in the interpreter, as a word."""
+    if table.dtype.is_ptr():
+        tl.store(table + LIST + place, marks & 0xFF)
+    else:
+        operands = [table + LIST * 4, place, marks]
+        tl.inline_asm_elementwise(STORE_BYTE, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def set_marks(table, columns, wanted):
+    """Mark the columns that are ``wanted`` (int32) as store_marks does the first four bits of bytes."""
+    if table.dtype.is_ptr():
+        tl.atomic_or(table + LIST + (columns >> 2), tl.full([], 1, tl.int32) << (columns & 3), mask=wanted != 0)
+    else:
+        operands = [columns, wanted, table + LIST * 4]
+        tl.inline_asm_elementwise(SET_MARK, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_marks(table, line):
+    """The eight bytes of a line, as two words."""
+    if table.dtype.is_ptr():
+        at = table + LIST + line * 8
+        low = tl.load(at) | (tl.load(at + 1) << 8) | (tl.load(at + 2) << 16) | (tl.load(at + 3) << 24)
+        high = tl.load(at + 4) | (tl.load(at + 5) << 8) | (tl.load(at + 6) << 16) | (tl.load(at + 7) << 24)
+        return low, high
+    else:
+        types: tl.constexpr = (tl.int32, tl.int32)
+        at = table + LIST * 4 + line * 8
+        return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,r", [at], dtype=types, is_pure=False, pack=1)
+
+
+@triton.jit
+def line_up(table, words, place, left, most):
+    """Store left[i] + the number of every bit that is set in words[i] (uint32), in words place[i] .. of the table, those below
+    ``most``."""
+    if table.dtype.is_ptr():
+        for bit in range(32):
+            there = ((words >> bit) & 1) != 0
+            tl.store(table + place, left + bit, mask=there & (place >= 0) & (place < most))
+            place += there.to(tl.int32)
+    else:
+        operands = [words, left, place, most, table]
+        tl.inline_asm_elementwise(LINE_UP, "=r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
