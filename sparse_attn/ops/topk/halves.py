@@ -123,8 +123,8 @@ def _search_all(table, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.c
         below += more
         having = tl.where(few, 0, having)
         going = (few == 0) & (shift > 0)
-        shift = shift * 0
-        spare = spare * 0
+        shift = zero
+        spare = zero
     return base, below, having
 
 

@@ -86,7 +86,8 @@ def push(table, keys, base, span):
 
 @triton.jit
 def append(table, words, left, FIRST: tl.constexpr):
-    """Append left[i] + the number of every bit that is set in words[i] to the list from word FIRST on, in any order."""
+    """Append left[i] + the number of every bit that is set in words[i] to the list from word FIRST on, in any order. At least as
+    many words as threads: every copy would be appended."""
     if table.dtype.is_ptr():
         for bit in range(32):
             there = ((words >> bit) & 1) != 0

@@ -1,9 +1,8 @@
 """Counters in a program's shared memory, which the language cannot name: PTX on NVIDIA, memory in the interpreter.
 
 A table is BINS counters, behind them one for what is not to be counted, the length of a list, and a note of four words;
-then comes a list of keys, or a byte of marks for every four columns. It is an address in shared memory, or a pointer where
-the launcher passed one. Triton may hold a tensor of fewer elements than threads several times over: that matters to the
-counting alone, which counts every copy.
+what comes then, lists.py has. It is an address in shared memory, or a pointer where the launcher passed one. Triton may hold
+a tensor of fewer elements than threads several times over: that matters where every copy is counted.
 """
 
 import triton
@@ -29,8 +28,6 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
-
-
 # The keys of two halves (see halves.py), how far they lie behind the first one, at most the last counter.
 COUNT_HALVES = tl.constexpr(
     """{ .reg .b32 key, sign, low, last;
@@ -39,7 +36,6 @@ COUNT_HALVES = tl.constexpr(
     and.b32 low, key, 0xffff;  shr.u32 key, key, 16;  mad.lo.u32 low, low, 4, $3;  mad.lo.u32 key, key, 4, $3;
     red.shared.add.u32 [low], 1;  red.shared.add.u32 [key], 1;  mov.u32 $0, 0; }"""
 )
-
 # The same in counter (distance - $3) >> $4, of those below $5 for which there is such a counter.
 COUNT_HALVES_FROM = tl.constexpr(
     """{ .reg .pred p, q; .reg .b32 key, sign, low;
@@ -50,8 +46,6 @@ COUNT_HALVES_FROM = tl.constexpr(
     mad.lo.u32 low, low, 4, $6;  mad.lo.u32 key, key, 4, $6;
     red.shared.add.u32 [low], 1;  red.shared.add.u32 [key], 1;  mov.u32 $0, 0; }"""
 )
-
-
 COUNT_LEADING = tl.constexpr(
     "{ .reg .b32 bin; shr.u32 bin, $1, 21; mad.lo.u32 bin, bin, 4, $2; red.shared.add.u32 [bin], 1; mov.u32 $0, 0; }"
 )
