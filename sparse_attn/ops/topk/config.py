@@ -72,7 +72,8 @@ class TopkConfig:
 
     @property
     def listed(self) -> int:
-        """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column."""
+        """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column; for the
+        marks of halves and a list of a word a thread."""
         if self.halves:
             return self.slots // 4 + 32 * self.num_warps
         if not (self.window or self.lines or self.staged):

@@ -1,5 +1,4 @@
-"""Search by the upper halves of scores: bf16 towards zero, two neighbours to a word. Half the registers of a row and a third of
-the instructions; what shares the k-th's half is told apart by its scores, read again.
+"""The upper halves of scores: bf16 towards zero, two neighbours to a word.
 
 A half's key: 16 bits that ascend as scores fall, with the falling key's upper half but for zeros: tiny negative scores share
 theirs with zero.
@@ -9,12 +8,10 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device.cast import INTERPRETED
-from sparse_attn.ops.topk import destination, lists, memory, radix, store, tiles
 from sparse_attn.ops.topk import table as tables
 
 NOTHING = tl.constexpr(0xFF80)  # -inf, and its key: what is not to be selected
 NO_TWO = tl.constexpr(-8323200)  # two of them, 0xff80ff80
-OPEN = tl.constexpr(17)  # bits that zero's half leaves open; others leave 16
 
 ROUND = tl.constexpr("{ .reg .b32 zero; mov.b32 zero, 0; cvt.rz.bf16x2.f32 $0, $2, $1; add.rn.bf16x2 $0, $0, zero; }")
 GREATER = tl.constexpr("max.bf16x2 $0, $1, $2;")
@@ -24,8 +21,30 @@ MARK = tl.constexpr(
 )
 
 
+def _count(registers: str, both: str, each: str, table: str) -> str:
+    """PTX that counts two halves, $1, whose keys lie so far behind the first one, minus $2: ``both`` is done with these distances
+    in ``high``, ``each`` with one in ``low`` and one in ``high``."""
+    return f"""{{ .reg .b32 high, low, sign; {registers}
+    prmt.b32 sign, $1, 0, 0xBB99;  lop3.b32 high, $1, sign, 0x7fff7fff, 0xd2;  add.u16x2 high, high, $2;  {both}
+    and.b32 low, high, 0xffff;  shr.u32 high, high, 16;  {each}
+    mad.lo.u32 low, low, 4, {table};  mad.lo.u32 high, high, 4, {table};
+    red.shared.add.u32 [low], 1;  red.shared.add.u32 [high], 1;  mov.u32 $0, 0; }}"""
+
+
+COUNT = tl.constexpr(_count(".reg .b32 last;", "mov.b32 last, 0x07ff07ff;  min.u16x2 high, high, last;", "", "$3"))
+COUNT_FROM = tl.constexpr(
+    _count(
+        ".reg .pred p, q;", "",
+        """setp.ge.u32 p, low, $5;  setp.ge.u32 q, high, $5;
+    sub.u32 low, low, $3;  sub.u32 high, high, $3;  shr.u32 low, low, $4;  shr.u32 high, high, $4;
+    min.u32 low, low, 2048;  min.u32 high, high, 2048;  selp.b32 low, 2048, low, p;  selp.b32 high, 2048, high, q;""",
+        "$6",
+    )
+)  # fmt: skip
+
+
 @triton.jit
-def _round(first, second):
+def round_two(first, second):
     """fp32 -> words: both towards zero, -0.0 as 0.0, NaN as NaN."""
     if INTERPRETED:
         return _rounded(first) | (_rounded(second) << 16)
@@ -40,224 +59,75 @@ def _rounded(score):
 
 
 @triton.jit
-def _greater(words, others):
+def lower(words):
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def upper(words):
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def greater(words, others):
+    """The greater one of either half, a number rather than NaN."""
     if INTERPRETED:
-        low = tl.where(_lower(words) > _lower(others), words, others) & 0xFFFF
-        return low | (tl.where(_upper(words) > _upper(others), words, others) & -65536)
+        low = tl.where(lower(words) > lower(others), words, others) & 0xFFFF
+        return low | (tl.where(upper(words) > upper(others), words, others) & -65536)
     else:
         return tl.inline_asm_elementwise(GREATER, "=r,r,r", [words, others], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _lower(words):
-    return (words << 16).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _upper(words):
-    return (words & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _key(half):
+def key(half):
     """16 bits of a score -> its key, and back."""
     return half ^ tl.where(half < 0x8000, 0x7FFF, 0)
 
 
 @triton.jit
-def load(line, first, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The scores in [first, end) of a line of SLOTS, first below 4, as a tuple of chunks: int32 [CHUNK / 2], -inf beside them.
-    ALIGNED: see tiles.load."""
-    loaded = ()
-    for chunk in tl.static_range(SLOTS // CHUNK):
-        pair = chunk * (CHUNK // 2) + tl.arange(0, CHUNK // 2)
-        if ALIGNED:
-            pairs = line.to(tl.pointer_type(tl.int64))
-            both = tl.load(pairs + pair, mask=pair < ((end + 3) // 4) * 2)
-            one, other = both.to(tl.int32), (both >> 32).to(tl.int32)
-            words = _round(one.to(tl.float32, bitcast=True), other.to(tl.float32, bitcast=True))
-        else:
-            one = tl.load(line + 2 * pair, mask=2 * pair < end)
-            other = tl.load(line + 2 * pair + 1, mask=2 * pair + 1 < end)
-            words = _round(one, other)
-        loaded = loaded + (words,)
-    chunks = ()
-    for chunk in tl.static_range(SLOTS // CHUNK):
-        words = loaded[chunk]
-        column = chunk * CHUNK + 2 * tl.arange(0, CHUNK // 2)
-        if (chunk + 1) * CHUNK > end:
-            words = tl.where(column + 1 < end, words, tl.where(column < end, (words & 0xFFFF) | (NO_TWO & -65536), NO_TWO))
-        if chunk == 0:
-            if first > 0:
-                words = tl.where(column >= first, words, tl.where(column + 1 >= first, (words & -65536) | NOTHING, NO_TWO))
-        chunks = chunks + (words,)
-    return chunks
+def _behind(half, least):
+    """How far a half's key lies behind ``least``."""
+    return (key(half & 0xFFFF) - least) & 0xFFFF
 
 
 @triton.jit
-def _least_key(chunks):
-    greatest = tl.full(chunks[0].shape, NO_TWO, tl.int32)
-    for chunk in tl.static_range(len(chunks)):
-        greatest = _greater(chunks[chunk], greatest)
-    greatest = tl.maximum(_lower(greatest), _upper(greatest))
-    return _key((tl.max(greatest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+def _minus(half):
+    half = -half & 0xFFFF
+    return half | (half << 16)
 
 
 @triton.jit
-def _search_all(table, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """search in two digits, by the same code."""
-    zero = tl.full([], 0, tl.int32)
-    base = zero
-    shift = tl.full([], 16 - tables.BITS, tl.int32)
-    spare = tl.full([], radix.SPARE, tl.int32)
-    below = zero
-    having = zero
-    going = spare > 0
-    while going:
-        for chunk in tl.static_range(len(chunks)):
-            if chunk * CHUNK < end:
-                tables.count_halves_from(table, chunks[chunk], least, zero + NOTHING - least, base, shift)
-        digit, more, having = radix.first_digit(table, k - below, spare, THREADS)
-        few = digit == tables.BINS - 1
-        base = tl.where(few, zero + NOTHING - least, base + (digit << shift))
-        below += more
-        having = tl.where(few, 0, having)
-        going = (few == 0) & (shift > 0)
-        shift = zero
-        spare = zero
-    return base, below, having
+def count(table, words, least):
+    """One more in the counter of how far the key of each half of a word lies behind ``least``, in the last one where that is
+    further. As many words as keys for ``tables.count``."""
+    if table.dtype.is_ptr():
+        tl.atomic_add(table + tl.minimum(_behind(words, least), tables.BINS - 1), 1)
+        tl.atomic_add(table + tl.minimum(_behind(words >> 16, least), tables.BINS - 1), 1)
+    else:
+        operands = [words, _minus(least), table]
+        tl.inline_asm_elementwise(COUNT, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def search(table, chunks, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """(the k-th's half, how many scores have a higher one, how many have it); where there are fewer than k (-inf's, all, 0)."""
-    # What is not to be selected lies behind the digits from there.
-    least = tl.minimum(_least_key(chunks), NOTHING - (tables.BINS - 1))
-    for chunk in tl.static_range(len(chunks)):
-        if chunk * CHUNK < end:
-            tables.count_halves(table, chunks[chunk], least)
-    behind, below, having = radix.first_digit(table, k, radix.SPARE, THREADS)
-    if behind == tables.BINS - 1:
-        behind, below, having = _search_all(table, chunks, least, end, k, CHUNK, THREADS)
-    return _key(least + behind), below, having
+def count_from(table, words, least, end, base, shift):
+    """One more in the counter (distance - base) >> shift of every half that lies less than ``end`` behind, where there is one."""
+    if table.dtype.is_ptr():
+        for half in tl.static_range(2):
+            behind = _behind(words >> (16 * half), least)
+            tables.count(table, tl.where(behind < end, behind, -1), base, shift)
+    else:
+        operands = [words, _minus(least), base, shift, end, table]
+        tl.inline_asm_elementwise(COUNT_FROM, "=r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def mark(table, chunks, half, CHUNK: tl.constexpr):
-    """Mark what has a higher half, and apart from that what has this one."""
+def marks(words, half):
+    """Whether each half of a word is greater than ``half``, and whether it is equal: bits 0 and 4, of the second 17 and 21."""
     both = half | (half << 16)
-    tl.debug_barrier()
-    for chunk in tl.static_range(len(chunks)):
-        words = chunks[chunk]
-        if INTERPRETED:
-            score = _upper(both)
-            above = (_lower(words) > score).to(tl.int32) | ((_upper(words) > score).to(tl.int32) << 17)
-            equal = (_lower(words) == score).to(tl.int32) | ((_upper(words) == score).to(tl.int32) << 17)
-            marks = above | (equal << 4)
-        else:
-            marks = tl.inline_asm_elementwise(MARK, "=r,r,r", [words, both], dtype=tl.int32, is_pure=True, pack=1)
-        marks = tl.sum(tl.reshape(marks, [CHUNK // 4, 2]) << (2 * tl.arange(0, 2))[None, :], 1)
-        lists.store_marks(table, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4), marks | (marks >> 16))
-    tl.debug_barrier()
-
-
-@triton.jit
-def _keys_again(source, first, end, begin, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The falling keys of CHUNK slots from ``begin`` on, of those in [first, end)."""
-    slot = tl.arange(0, CHUNK)
-    scores = tiles.load_held(source + begin, end - begin, CHUNK, ALIGNED)
-    return radix.falling_keys(scores, (slot >= first - begin) & (slot < end - begin))
-
-
-@triton.jit
-def _marked_again(
-    table, source, first, end, half, need, above, equal, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
-):
-    """marked_words where many share the half: they may all be equal; else whole scores are searched and marked."""
-    CHUNK: tl.constexpr = min(16 * THREADS, SLOTS)
-    base = _key(half) << 16
-    shift = tl.full([], OPEN - tables.BITS, tl.int32)
-    span = tl.where(half == 0, 1 << 17, 1 << 16).to(tl.uint32, bitcast=True)
-    least = tl.full([CHUNK], 1 << 17, tl.int32)
-    greatest = tl.full([CHUNK], -1, tl.int32)
-    for begin in range(0, end, CHUNK):
-        keys = _keys_again(source, first, end, begin, CHUNK, ALIGNED)
-        tables.count(table, keys, base, shift)
-        behind = keys - base
-        there = behind.to(tl.uint32, bitcast=True) < span
-        least = tl.where(there, tl.minimum(least, behind), least)
-        greatest = tl.where(there, tl.maximum(greatest, behind), greatest)
-    if tl.min(least, 0) < tl.max(greatest, 0):
-        digit, below, having = radix.first_digit(table, need, 0, THREADS)
-        base += digit << shift
-        if below + having > need:
-            shift = tl.full([], 0, tl.int32)
-            for begin in range(0, end, CHUNK):
-                tables.count(table, _keys_again(source, first, end, begin, CHUNK, ALIGNED), base, shift)
-            base, below, having = radix.next_digit(table, base, shift, below, need, THREADS)
-        edge, at_most = radix.edge_of(base, shift, below, having)
-        need = tl.where(at_most <= need, 0, need - below)
-        for begin in range(0, end, CHUNK):
-            store.mark_some(table, _keys_again(source, first, end, begin, CHUNK, ALIGNED), begin, edge, need)
-        tl.debug_barrier()
-        above, equal = store.words_of_marks(table, SLOTS)
-    if need > 0:
-        above |= store.first_ones(equal, need)
-    return above
-
-
-@triton.jit
-def _mark_few(table, source, half, need, having, equal, SLOTS: tl.constexpr, THREADS: tl.constexpr):
-    """Mark the highest ``need`` of the ``having``, at most THREADS, that share a half as if theirs were higher."""
-    LISTED: tl.constexpr = tables.LIST + SLOTS // 4
-    tl.static_assert(SLOTS <= 1 << 15 and SLOTS // 32 >= THREADS)
-    lists.append(table, equal, tl.arange(0, SLOTS // 32) * 32, LISTED)
-    tl.debug_barrier()
-    place = tl.arange(0, THREADS)
-    there = place < having
-    column = tables.load_one(table, LISTED + place)
-    bits = memory.look_up(source.to(tl.pointer_type(tl.int32)), tl.where(there, column, 1 << 30), 1 << 29)
-    # 17 bits that a half leaves open, and the column.
-    behind = radix.falling_keys(bits.to(tl.float32, bitcast=True), there) - (_key(half) << 16)
-    keys = tl.where(there, (behind << 15) | column, -1)
-    tables.store_one(table, LISTED + place, keys)
-    tl.debug_barrier()
-    lists.set_marks(table, column, (lists.rank(table, keys, LISTED, having) < need).to(tl.int32))
-    tl.debug_barrier()
-
-
-@triton.jit
-def marked_words(
-    table, source, first, end, half, need, having, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
-):
-    """uint32 [SLOTS / 32]: a bit for all that is marked as higher and for the highest ``need`` of the ``having`` that share a
-    half, of equal ones the first. source: the row's scores from the first slot on, of which those in [first, end) count."""
-    above, equal = store.words_of_marks(table, SLOTS)
-    if having <= need:
-        above |= tl.where(having > 0, equal, equal ^ equal)
-    elif having <= THREADS:
-        _mark_few(table, source, half, need, having, equal, SLOTS, THREADS)
-        above, equal = store.words_of_marks(table, SLOTS)
+    if INTERPRETED:
+        score = upper(both)
+        above = (lower(words) > score).to(tl.int32) | ((upper(words) > score).to(tl.int32) << 17)
+        equal = (lower(words) == score).to(tl.int32) | ((upper(words) == score).to(tl.int32) << 17)
+        return above | (equal << 4)
     else:
-        above = _marked_again(table, source, first, end, half, need, above, equal, SLOTS, ALIGNED, THREADS)
-    return above
-
-
-@triton.jit
-def select_row(
-    out, line, base, start, end, table, target, k,
-    SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """As rows.select_row, CHUNK columns read at once."""
-    source, first, length = line + base, start - base, end - base
-    chunks = load(source, first, length, SLOTS, CHUNK, ALIGNED)
-    half, below, having = search(table, chunks, length, k, CHUNK, THREADS)
-    count = tl.minimum(below + having, k)
-    destination.tell(target, count)
-    mark(table, chunks, half, CHUNK)
-    words = marked_words(table, source, first, length, half, k - below, having, SLOTS, ALIGNED, THREADS)
-    left = destination.values(target, base - start + tl.arange(0, SLOTS // 32) * 32)
-    if LINES:
-        store.lines_of_words(out, table, words, left, count, target, SLOTS, THREADS)
-    else:
-        store.of_words(out, words, left, count, target)
+        return tl.inline_asm_elementwise(MARK, "=r,r,r", [words, both], dtype=tl.int32, is_pure=True, pack=1)

@@ -1,7 +1,7 @@
 """Exact selection without sorting: find a key with exactly k scores at or above it (or the k-th key, when ties straddle
 it), then number the chosen scores in column order and store their columns.
 
-A short row is held by one program: its scores or, in half the registers, what bf16 keeps of them (halves.py).
+A short row is held by one program: its scores or, in half the registers, what bf16 keeps of them (half_rows.py).
 
 A row that no program holds is cut down first. Where the programs that share it hold it together, each offers its highest
 scores (dealt.py). Else a sample gives a bound that about ``keep`` scores exceed, programs that share the row collect the
@@ -50,6 +50,7 @@ def select_short_rows(
     LINES: tl.constexpr,  # whether what is selected is stored by whole lines
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     HALVES: tl.constexpr,  # columns read at once of which the upper halves are held; 0: whole scores are
+    LIST: tl.constexpr,  # words behind the table
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
     REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
     CHAINED: tl.constexpr,
@@ -58,8 +59,7 @@ def select_short_rows(
     row = tl.program_id(0).to(tl.int64)
     if REGISTERS > 0:
         chain.claim_registers(REGISTERS)
-    marks: tl.constexpr = SLOTS // 4 if LINES or WINDOW > 0 else 0
-    table = claim_table(memory, SLOTS // 4 + THREADS if HALVES > 0 else marks, THREADS)
+    table = claim_table(memory, LIST, THREADS)
     chain.wait(CHAINED)
     start, end = tiles.limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     line = logits + row * stride_logits_row * UNIT
@@ -216,7 +216,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
         select_short_rows[(rows,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
             BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, HALVES=launch.halves,
-            THREADS=threads, REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
+            LIST=launch.listed, THREADS=threads, REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
         )  # fmt: skip
     elif launch.held:
         offered, _ = views

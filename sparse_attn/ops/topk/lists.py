@@ -32,25 +32,6 @@ SET_BIT = tl.constexpr(
 STORE_BYTE = tl.constexpr(
     "{ .reg .b16 b; .reg .b32 at; add.u32 at, $1, $2; cvt.u16.u32 b, $3; st.shared.u8 [at], b; mov.u32 $0, 0; }"
 )
-# What is stored for the bits of a word, the last bit first, from place $3 + the number of bits down, below $4.
-LINE_UP = tl.constexpr(
-    """{ .reg .pred p; .reg .b32 word, bit, place, at;
-    mov.b32 word, $1;  popc.b32 place, word;  add.s32 place, place, $3;
-    setp.eq.u32 p, word, 0;  @p bra DONE;
-    NEXT: bfind.u32 bit, word;  shl.b32 at, 1, bit;  xor.b32 word, word, at;  add.s32 bit, bit, $2;  sub.s32 place, place, 1;
-    mad.lo.u32 at, place, 4, $5;  setp.lt.u32 p, place, $4;  @p st.shared.b32 [at], bit;
-    setp.ne.u32 p, word, 0;  @p bra NEXT;
-    DONE: mov.u32 $0, 0; }"""
-)
-# Appends the columns of a word's bits, the first of which is $2, to a list at $3, the length of which is at $4.
-APPEND = tl.constexpr(
-    """{ .reg .pred p; .reg .b32 word, bit, at;
-    mov.b32 word, $1;  setp.eq.u32 p, word, 0;  @p bra DONE;
-    NEXT: bfind.u32 bit, word;  shl.b32 at, 1, bit;  xor.b32 word, word, at;  add.s32 bit, bit, $2;
-    atom.shared.add.u32 at, [$4], 1;  mad.lo.u32 at, at, 4, $3;  st.shared.b32 [at], bit;
-    setp.ne.u32 p, word, 0;  @p bra NEXT;
-    DONE: mov.u32 $0, 0; }"""
-)
 # How many of the $3 keys at $2, of which there are whole fours, lie below $1; $3 where that is the last key.
 RANK = tl.constexpr(
     """{ .reg .pred p; .reg .b32 a, b, c, d, at, end;
@@ -82,20 +63,6 @@ def push(table, keys, base, span):
         tl.inline_asm_elementwise(
             PUSH, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=4
         )
-
-
-@triton.jit
-def append(table, words, left, FIRST: tl.constexpr):
-    """Append left[i] + the number of every bit that is set in words[i] to the list from word FIRST on, in any order. At least as
-    many words as threads: every copy would be appended."""
-    if table.dtype.is_ptr():
-        for bit in range(32):
-            there = ((words >> bit) & 1) != 0
-            at = tl.atomic_add(table + LENGTH + tl.zeros_like(left), 1, mask=there)
-            tl.store(table + FIRST + at, left + bit, mask=there)
-    else:
-        operands = [words, left, table + FIRST * 4, table + LENGTH * 4]
-        tl.inline_asm_elementwise(APPEND, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -156,17 +123,3 @@ def load_marks(table, line):
         types: tl.constexpr = (tl.int32, tl.int32)
         at = table + LIST * 4 + line * 8
         return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,r", [at], dtype=types, is_pure=False, pack=1)
-
-
-@triton.jit
-def line_up(table, words, place, left, most):
-    """Store left[i] + the number of every bit that is set in words[i] (uint32), in words place[i] .. of the table, those below
-    ``most``."""
-    if table.dtype.is_ptr():
-        for bit in range(32):
-            there = ((words >> bit) & 1) != 0
-            tl.store(table + place, left + bit, mask=there & (place >= 0) & (place < most))
-            place += there.to(tl.int32)
-    else:
-        operands = [words, left, place, most, table]
-        tl.inline_asm_elementwise(LINE_UP, "=r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)

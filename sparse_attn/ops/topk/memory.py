@@ -10,16 +10,6 @@ SCATTER = tl.constexpr(
     @p st.global.b32 [at], $3;  mov.u32 $0, 0; }"""
 )
 
-# The last bit of a word comes first, from place $3 + the number of bits down; a warp goes on as long as one of its words has bits.
-SCATTER_BITS = tl.constexpr(
-    """{ .reg .pred p; .reg .b32 word, bit, place, one; .reg .b64 at;
-    mov.b32 word, $2;  popc.b32 place, word;  add.s32 place, place, $3;
-    setp.eq.u32 p, word, 0;  @p bra DONE;
-    NEXT: bfind.u32 bit, word;  shl.b32 one, 1, bit;  xor.b32 word, word, one;  add.s32 bit, bit, $4;  sub.s32 place, place, 1;
-    mad.wide.s32 at, place, 4, $1;  st.global.b32 [at], bit;  setp.ne.u32 p, word, 0;  @p bra NEXT;
-    DONE: mov.u32 $0, 0; }"""
-)
-
 LOOK_UP = tl.constexpr(
     """{ .reg .pred p; .reg .b64 at; setp.lt.s32 p, $2, $3; mad.wide.s32 at, $2, 4, $1;
     mov.b32 $0, 0; @p ld.global.b32 $0, [at]; }"""
@@ -48,16 +38,3 @@ def scatter(out, place, values, keys, most):
     else:
         operands = [out, place, values, keys, most]
         tl.inline_asm_elementwise(SCATTER, "=r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def scatter_bits(out, words, place, left):
-    """Store left[i] + the number of every bit that is set in words[i] (uint32), at out[place[i] ..]."""
-    if INTERPRETED:
-        for bit in range(32):
-            there = ((words >> bit) & 1) != 0
-            tl.store(out + place, left + bit, mask=there)
-            place += there.to(tl.int32)
-    else:
-        operands = [out, words, place, left]
-        tl.inline_asm_elementwise(SCATTER_BITS, "=r,l,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)

@@ -6,7 +6,7 @@ Where a program can count in shared memory, the search goes by digits (radix.py)
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import destination, halves, memory, radix, store, thresholds, tiles
+from sparse_attn.ops.topk import destination, half_rows, memory, radix, store, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 
 
@@ -78,7 +78,7 @@ def select_row(
 ):  # fmt: skip
     """Select in a row that ends at most SLOTS columns behind ``base``."""
     if HALVES > 0:
-        halves.select_row(out, line, base, start, end, table, target, k, SLOTS, HALVES, ALIGNED, LINES, THREADS)
+        half_rows.select_row(out, line, base, start, end, table, target, k, SLOTS, HALVES, ALIGNED, LINES, THREADS)
     elif LINES or WINDOW > 0:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
         left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk import destination, lists, memory
+from sparse_attn.ops.topk import bits, destination, lists, memory
 from sparse_attn.ops.topk import table as tables
 
 LANES_OF_FOUR = tl.constexpr(8)
@@ -187,7 +187,7 @@ def lines_of_words(
     for first in range(0, count, ROOM):
         here = tl.minimum(count - first, ROOM)
         tl.debug_barrier()
-        lists.line_up(table, words, place - first, left, here)
+        bits.line_up(table, words, place - first, left, here)
         tl.debug_barrier()
         for line in range(0, here, 4 * THREADS):
             slot = line + tl.arange(0, 4 * THREADS)
@@ -203,5 +203,5 @@ def of_words(out, words, left, count, target):
     """Store the row's selection, the ``count`` bits that are set; left: what is stored for the first bit of each word."""
     words, place, _, _ = ranked(words)
     begin = destination.begin(target)
-    memory.scatter_bits(out + begin, words, place, left)
+    bits.scatter(out + begin, words, place, left)
     destination.finish(out, target, begin, count)

@@ -28,24 +28,6 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
-# The keys of two halves (see halves.py), how far they lie behind the first one, at most the last counter.
-COUNT_HALVES = tl.constexpr(
-    """{ .reg .b32 key, sign, low, last;
-    mov.b32 last, 0x07ff07ff;  prmt.b32 sign, $1, 0, 0xBB99;  lop3.b32 key, $1, sign, 0x7fff7fff, 0xd2;
-    add.u16x2 key, key, $2;  min.u16x2 key, key, last;
-    and.b32 low, key, 0xffff;  shr.u32 key, key, 16;  mad.lo.u32 low, low, 4, $3;  mad.lo.u32 key, key, 4, $3;
-    red.shared.add.u32 [low], 1;  red.shared.add.u32 [key], 1;  mov.u32 $0, 0; }"""
-)
-# The same in counter (distance - $3) >> $4, of those below $5 for which there is such a counter.
-COUNT_HALVES_FROM = tl.constexpr(
-    """{ .reg .pred p, q; .reg .b32 key, sign, low;
-    prmt.b32 sign, $1, 0, 0xBB99;  lop3.b32 key, $1, sign, 0x7fff7fff, 0xd2;  add.u16x2 key, key, $2;
-    and.b32 low, key, 0xffff;  shr.u32 key, key, 16;  setp.ge.u32 p, low, $5;  setp.ge.u32 q, key, $5;
-    sub.u32 low, low, $3;  sub.u32 key, key, $3;  shr.u32 low, low, $4;  shr.u32 key, key, $4;
-    min.u32 low, low, 2048;  min.u32 key, key, 2048;  selp.b32 low, 2048, low, p;  selp.b32 key, 2048, key, q;
-    mad.lo.u32 low, low, 4, $6;  mad.lo.u32 key, key, 4, $6;
-    red.shared.add.u32 [low], 1;  red.shared.add.u32 [key], 1;  mov.u32 $0, 0; }"""
-)
 COUNT_LEADING = tl.constexpr(
     "{ .reg .b32 bin; shr.u32 bin, $1, 21; mad.lo.u32 bin, bin, 4, $2; red.shared.add.u32 [bin], 1; mov.u32 $0, 0; }"
 )
@@ -123,44 +105,6 @@ def count(table, keys, base, shift):
     else:
         operands = [keys, base, shift, table]
         tl.inline_asm_elementwise(COUNT, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def count_halves(table, words, least):
-    """One more in the counter of how far the key of each half of a word lies behind ``least``, in the last where it lies further.
-    As many words as keys for ``count``."""
-    if table.dtype.is_ptr():
-        tl.atomic_add(table + tl.minimum(_behind(words, least), BINS - 1), 1)
-        tl.atomic_add(table + tl.minimum(_behind(words >> 16, least), BINS - 1), 1)
-    else:
-        operands = [words, _twice(-least), table]
-        tl.inline_asm_elementwise(COUNT_HALVES, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def count_halves_from(table, words, least, end, base, shift):
-    """One more in the counter (distance - base) >> shift of every half that lies less than ``end`` behind, where there is one."""
-    if table.dtype.is_ptr():
-        for half in tl.static_range(2):
-            behind = _behind(words >> (16 * half), least)
-            bin = tl.minimum((behind - base).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32), BINS).to(tl.int32)
-            tl.atomic_add(table + tl.where(behind < end, bin, BINS), 1)
-    else:
-        operands = [words, _twice(-least), base, shift, end, table]
-        asm: tl.constexpr = COUNT_HALVES_FROM
-        tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _behind(half, least):
-    key = half ^ tl.where((half & 0x8000) == 0, 0x7FFF, 0)
-    return (key - least) & 0xFFFF
-
-
-@triton.jit
-def _twice(half):
-    half = half & 0xFFFF
-    return half | (half << 16)
 
 
 @triton.jit

@@ -1,0 +1,211 @@
+"""Search a row by the upper halves of its scores: half the registers and a third of the instructions of whole ones. What shares
+the k-th's half is told apart by its scores, read again.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.ops.topk import bits, destination, halves, lists, memory, radix, store, tiles
+from sparse_attn.ops.topk import table as tables
+
+OPEN = tl.constexpr(17)  # bits that zero's half leaves open; others leave 16
+OF_ZERO, OF_OTHERS = tl.constexpr(1 << 17), tl.constexpr(1 << 16)  # keys that share a half
+
+
+@triton.jit
+def load(line, first, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The scores in [first, end) of a line of SLOTS, first below 4, as a tuple of chunks: int32 [CHUNK / 2], -inf beside them.
+    ALIGNED: see tiles.load."""
+    loaded = ()  # all of them, before any is looked at
+    for chunk in tl.static_range(SLOTS // CHUNK):
+        pair = chunk * (CHUNK // 2) + tl.arange(0, CHUNK // 2)
+        if ALIGNED:
+            pairs = line.to(tl.pointer_type(tl.int64))
+            both = tl.load(pairs + pair, mask=pair < ((end + 3) // 4) * 2)
+            one, other = both.to(tl.int32), (both >> 32).to(tl.int32)
+            words = halves.round_two(one.to(tl.float32, bitcast=True), other.to(tl.float32, bitcast=True))
+        else:
+            one = tl.load(line + 2 * pair, mask=2 * pair < end)
+            other = tl.load(line + 2 * pair + 1, mask=2 * pair + 1 < end)
+            words = halves.round_two(one, other)
+        loaded = loaded + (words,)
+    chunks = ()
+    for chunk in tl.static_range(SLOTS // CHUNK):
+        words = loaded[chunk]
+        column = chunk * CHUNK + 2 * tl.arange(0, CHUNK // 2)
+        if (chunk + 1) * CHUNK > end:
+            words = tl.where(
+                column + 1 < end,
+                words,
+                tl.where(column < end, (words & 0xFFFF) | (halves.NO_TWO & -65536), halves.NO_TWO),
+            )
+        if chunk == 0:
+            if first > 0:
+                words = tl.where(
+                    column >= first,
+                    words,
+                    tl.where(column + 1 >= first, (words & -65536) | halves.NOTHING, halves.NO_TWO),
+                )
+        chunks = chunks + (words,)
+    return chunks
+
+
+@triton.jit
+def _least_key(chunks):
+    greatest = tl.full(chunks[0].shape, halves.NO_TWO, tl.int32)
+    for chunk in tl.static_range(len(chunks)):
+        greatest = halves.greater(chunks[chunk], greatest)
+    greatest = tl.maximum(halves.lower(greatest), halves.upper(greatest))
+    return halves.key((tl.max(greatest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _search_all(table, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+    """As search, in two digits, which the same code counts."""
+    zero = tl.full([], 0, tl.int32)
+    base = zero
+    shift = tl.full([], 16 - tables.BITS, tl.int32)
+    spare = tl.full([], radix.SPARE, tl.int32)
+    below = zero
+    having = zero
+    going = spare > 0
+    while going:
+        for chunk in tl.static_range(len(chunks)):
+            if chunk * CHUNK < end:
+                halves.count_from(table, chunks[chunk], least, zero + halves.NOTHING - least, base, shift)
+        digit, more, having = radix.first_digit(table, k - below, spare, THREADS)
+        few = digit == tables.BINS - 1
+        base = tl.where(few, zero + halves.NOTHING - least, base + (digit << shift))
+        below += more
+        having = tl.where(few, 0, having)
+        going = (few == 0) & (shift > 0)
+        shift = zero
+        spare = zero
+    return base, below, having
+
+
+@triton.jit
+def search(table, chunks, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+    """(the k-th's half, how many scores have a higher one, how many have it); where there are fewer than k (-inf's, all, 0)."""
+    # What is not to be selected lies behind the digits from there.
+    least = tl.minimum(_least_key(chunks), halves.NOTHING - (tables.BINS - 1))
+    for chunk in tl.static_range(len(chunks)):
+        if chunk * CHUNK < end:
+            halves.count(table, chunks[chunk], least)
+    behind, below, having = radix.first_digit(table, k, radix.SPARE, THREADS)
+    if behind == tables.BINS - 1:
+        behind, below, having = _search_all(table, chunks, least, end, k, CHUNK, THREADS)
+    return halves.key(least + behind), below, having
+
+
+@triton.jit
+def mark(table, chunks, half, CHUNK: tl.constexpr):
+    """Mark what has a higher half, and apart from that what has this one."""
+    tl.debug_barrier()
+    for chunk in tl.static_range(len(chunks)):
+        marks = halves.marks(chunks[chunk], half)
+        marks = tl.sum(tl.reshape(marks, [CHUNK // 4, 2]) << (2 * tl.arange(0, 2))[None, :], 1)
+        lists.store_marks(table, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4), marks | (marks >> 16))
+    tl.debug_barrier()
+
+
+@triton.jit
+def _keys_again(source, first, end, begin, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The falling keys of CHUNK slots from ``begin`` on, of those in [first, end)."""
+    slot = tl.arange(0, CHUNK)
+    scores = tiles.load_held(source + begin, end - begin, CHUNK, ALIGNED)
+    return radix.falling_keys(scores, (slot >= first - begin) & (slot < end - begin))
+
+
+@triton.jit
+def _marked_again(
+    table, source, first, end, half, need, above, equal, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
+):
+    """marked_words where many share the half: they may all be equal; else whole scores are searched and marked."""
+    CHUNK: tl.constexpr = min(16 * THREADS, SLOTS)
+    base = halves.key(half) << 16
+    shift = tl.full([], OPEN - tables.BITS, tl.int32)
+    span = tl.where(half == 0, OF_ZERO, OF_OTHERS).to(tl.uint32, bitcast=True)
+    least = tl.full([CHUNK], OF_ZERO, tl.int32)
+    greatest = tl.full([CHUNK], -1, tl.int32)
+    for begin in range(0, end, CHUNK):
+        keys = _keys_again(source, first, end, begin, CHUNK, ALIGNED)
+        tables.count(table, keys, base, shift)
+        behind = keys - base
+        there = behind.to(tl.uint32, bitcast=True) < span
+        least = tl.where(there, tl.minimum(least, behind), least)
+        greatest = tl.where(there, tl.maximum(greatest, behind), greatest)
+    if tl.min(least, 0) < tl.max(greatest, 0):
+        digit, below, having = radix.first_digit(table, need, 0, THREADS)
+        base += digit << shift
+        if below + having > need:
+            shift = tl.full([], 0, tl.int32)
+            for begin in range(0, end, CHUNK):
+                tables.count(table, _keys_again(source, first, end, begin, CHUNK, ALIGNED), base, shift)
+            base, below, having = radix.next_digit(table, base, shift, below, need, THREADS)
+        edge, at_most = radix.edge_of(base, shift, below, having)
+        need = tl.where(at_most <= need, 0, need - below)
+        for begin in range(0, end, CHUNK):
+            store.mark_some(table, _keys_again(source, first, end, begin, CHUNK, ALIGNED), begin, edge, need)
+        tl.debug_barrier()
+        above, equal = store.words_of_marks(table, SLOTS)
+    if need > 0:
+        above |= store.first_ones(equal, need)
+    return above
+
+
+@triton.jit
+def _mark_few(table, source, half, need, having, equal, SLOTS: tl.constexpr, THREADS: tl.constexpr):
+    """Mark the highest ``need`` of the ``having``, at most THREADS, that share a half as if theirs were higher."""
+    LISTED: tl.constexpr = tables.LIST + SLOTS // 4
+    tl.static_assert(SLOTS <= 1 << 15 and SLOTS // 32 >= THREADS)
+    bits.append(table, equal, tl.arange(0, SLOTS // 32) * 32, LISTED)
+    tl.debug_barrier()
+    place = tl.arange(0, THREADS)
+    there = place < having
+    column = tables.load_one(table, LISTED + place)
+    score = memory.look_up(source.to(tl.pointer_type(tl.int32)), tl.where(there, column, 1 << 30), 1 << 29)
+    # 17 bits that a half leaves open, and the column.
+    behind = radix.falling_keys(score.to(tl.float32, bitcast=True), there) - (halves.key(half) << 16)
+    keys = tl.where(there, (behind << 15) | column, -1)
+    tables.store_one(table, LISTED + place, keys)
+    tl.debug_barrier()
+    lists.set_marks(table, column, (lists.rank(table, keys, LISTED, having) < need).to(tl.int32))
+    tl.debug_barrier()
+
+
+@triton.jit
+def marked_words(
+    table, source, first, end, half, need, having, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
+):
+    """uint32 [SLOTS / 32]: a bit for all that is marked as higher and for the highest ``need`` of the ``having`` that share a
+    half, of equal ones the first. source: the row's scores from the first slot on, of which those in [first, end) count."""
+    above, equal = store.words_of_marks(table, SLOTS)
+    if having <= need:
+        above |= tl.where(having > 0, equal, 0)
+    elif having <= THREADS:
+        _mark_few(table, source, half, need, having, equal, SLOTS, THREADS)
+        above, equal = store.words_of_marks(table, SLOTS)
+    else:
+        above = _marked_again(table, source, first, end, half, need, above, equal, SLOTS, ALIGNED, THREADS)
+    return above
+
+
+@triton.jit
+def select_row(
+    out, line, base, start, end, table, target, k,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """As rows.select_row, CHUNK columns read at once."""
+    source, first, length = line + base, start - base, end - base
+    chunks = load(source, first, length, SLOTS, CHUNK, ALIGNED)
+    half, below, having = search(table, chunks, length, k, CHUNK, THREADS)
+    count = tl.minimum(below + having, k)
+    destination.tell(target, count)
+    mark(table, chunks, half, CHUNK)
+    words = marked_words(table, source, first, length, half, k - below, having, SLOTS, ALIGNED, THREADS)
+    left = destination.values(target, base - start + tl.arange(0, SLOTS // 32) * 32)
+    if LINES:
+        store.lines_of_words(out, table, words, left, count, target, SLOTS, THREADS)
+    else:
+        store.of_words(out, words, left, count, target)
