@@ -120,7 +120,7 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
         if slots <= 4096:
             return _evenly(TopkConfig(True, slots, max(2, slots // 512), digits=True), rows, target)
         few = rows <= target.num_sms
-        if _is_hopper(target) and (slots > 8192 or not few):
+        if _is_hopper(target) and (slots > 8192 or not few or 8 * k <= slots):
             return _by_halves(slots, rows, few, target)
         if slots == 8192:  # four programs on a multiprocessor, where there are as many
             return TopkConfig(True, slots, 8, digits=True, lines=not few, spread=few)
@@ -168,11 +168,11 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
 def _by_halves(slots: int, rows: int, few: bool, target: Target) -> TopkConfig:
     """Of few rows one program a multiprocessor; of many as many as hold its registers in 16 to 32 warps, of 8192 columns in
     small programs where those come in three turns or more."""
-    common = TopkConfig(True, slots, 16, digits=True, lines=slots < HELD, halves=8192, max_registers=128, spread=True)
+    common = TopkConfig(True, slots, 8, digits=True, lines=slots < HELD, halves=4096, max_registers=136, spread=True)
     if few:
-        return common
+        return replace(common, lines=False) if slots < HELD else replace(common, num_warps=16, halves=8192, max_registers=128)
     if slots > 8192:
-        return replace(common, num_warps=slots // 4096, halves=4096, spread=False)
+        return replace(common, num_warps=slots // 4096, max_registers=128, spread=False)
     turns = rows // (8 * target.num_sms)
     return replace(common, num_warps=4 if turns >= 3 else 8, halves=2048, max_registers=64, spread=False)
 
