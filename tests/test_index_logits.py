@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from conftest import big
@@ -10,6 +12,8 @@ from expecttest import assert_expected_inline
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, LatentFp8Layout, PlainLayout, fp8_decode, fp8_quantise
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_logits import reference
+from sparse_attn.ops.topk.shapes import GROUP
+from sparse_attn.target import target_of
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
 
@@ -287,6 +291,48 @@ def test_paged_kernel(device):
             got = run_paged(inputs, width, layout, "triton")
             want = reference.paged_mqa_logits(*inputs, width, layout.name)
             compare.assert_same_diff(got, want)
+
+
+def check_highest(launch, rows, width, limits, device):
+    """launch(out, maxima, group): the scores' bits are what they are without, groups are whole, what lies around is untouched."""
+    room = -(-width // GROUP) * GROUP
+    dirt = lambda columns: torch.full((rows + 1, columns), 12345.0, device=device)  # noqa: E731
+    plain, wide, highest = dirt(room + 3), dirt(room + 3), dirt(room // GROUP + 3)
+    launch(plain[:rows, :width], None, 1)
+    launch(wide[:rows, :width], highest[:rows, : room // GROUP], GROUP)
+    limits = limits.reshape(-1, 1).clamp(0, width)
+    column = torch.arange(room, device=device)
+    scores = wide[:rows, :room]
+    seen, whole = column < limits, column < -(-limits // GROUP) * GROUP
+    assert torch.equal(scores[seen].view(torch.int32), plain[:rows, :room][seen].view(torch.int32))
+    assert (scores[whole & ~seen] == -math.inf).all()
+    groups = scores.masked_fill(~whole, -math.inf).unflatten(1, (-1, GROUP))
+    want = groups.masked_fill(groups.isnan(), -math.inf).amax(2).masked_fill(groups.isnan().all(2), math.nan)
+    there = whole[:, ::GROUP]
+    torch.testing.assert_close(highest[:rows, : room // GROUP][there], want[there], rtol=0, atol=0, equal_nan=True)
+    for around in (wide[rows], wide[:, room:], highest[rows], highest[:, room // GROUP :]):
+        assert (around == 12345.0).all()
+
+
+@pytest.mark.kernel
+def test_paged_kernel_gives_the_highest_of_groups(device):
+    from sparse_attn.ops.index_logits import config, kernels
+
+    for case, (name, lens, heads, block_size, padding) in enumerate(PAGED_CASES):
+        torch.manual_seed(case)
+        layout = LAYOUTS[name]
+        q, cache, weights, limits, table = paged_inputs(layout, lens, heads, block_size, device, padding)
+        flavour = getattr(layout, "flavour", "none")
+        if flavour != "none":
+            q = q.view(torch.uint8)
+        for width in (155, 64):
+            chosen = config.paged_config(*q.shape, width, flavour, q.element_size(), target_of(torch.device(device)))
+            check_highest(
+                lambda out, maxima, group: kernels.launch_paged_mqa_logits(
+                    q, cache, weights, limits, table, width, flavour, out, chosen, clean=False, maxima=maxima, group=group
+                ),
+                len(weights), width, limits, device,
+            )  # fmt: skip
 
 
 @pytest.mark.kernel

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from test_index_logits import check_highest
 
 from sparse_attn import IndexFp8Layout
 from sparse_attn.layout import fp8_encode
@@ -187,6 +188,28 @@ def test_paged(next_n, heads, clean):
     paged_case(lens, heads, 3333, clean=clean, padding=64 * 9)
     paged_case([[i * 7 % 300 + j for j in after] for i in range(300)], heads, 301, clean=clean)
     paged_case([[5000 + j for j in after], [200] * next_n], heads, 5005, clean=clean, table_width=9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [32, 64, 128])
+@pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
+def test_paged_gives_the_highest_of_groups(next_n, heads):
+    torch.manual_seed(next_n)
+    lens = [[2999 + j for j in range(next_n)], [17 * j for j in range(next_n)], [5] * next_n, [64 * 9] * next_n]
+    lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+    cache = torch.randint(0, 120, (300, 64, LAYOUT.row), dtype=torch.uint8, device="cuda")
+    cache.view(300, -1)[:, 64 * 128 :].view(torch.float32).uniform_(0.5, 1.5)
+    cache[7, 3, :] = 0x7F  # a key of NaN
+    table = torch.randint(-1, 301, (4, 53), dtype=torch.int32, device="cuda")
+    q, weights = codes(4, next_n, heads, 128), torch.randn(4 * next_n, heads, device="cuda")
+    for width in (3333, 2999):
+        chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
+        check_highest(
+            lambda out, maxima, group: kernels.launch_paged_mqa_logits(
+                q, cache, weights, lens, table, width, "e4m3fn", out, chosen, clean=False, maxima=maxima, group=group
+            ),
+            4 * next_n, width, lens, "cuda",
+        )  # fmt: skip
 
 
 @pytest.mark.gpu

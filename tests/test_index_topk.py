@@ -244,6 +244,34 @@ def test_decode_kernel(layout, device, dirty_workspace):
         assert torch.equal(got.cpu(), want)
 
 
+GROUPED = selection.TopkConfig(False, 2048, 2, groups=4, tops=2048, digits=True, halves=512)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", ["fp8", "fp32"])
+def test_decode_kernel_with_the_highest_of_groups(layout, device, dirty_workspace):
+    """Rows of more keys than are held at once, and a budget that two requests exceed."""
+    from sparse_attn.ops.index_topk import launch
+
+    layout, context = LAYOUTS[layout], 2605
+    case = to(device, decode_case(layout, 3, 2, context))
+    case[3][2] = torch.tensor([context - 2, 2100], dtype=torch.int32)
+    want = top_k_per_row(full_logits(case, layout, context, impl="triton").cpu(), 200, row_ends=case[3].cpu().reshape(-1))
+    for logits_bytes in (1 << 20, 4 * 4 * 2624):
+        got = launch.index_topk_decode(*case, 200, context, layout.name, logits_bytes, GROUPED)
+        assert torch.equal(got.cpu(), want)
+
+
+def test_grouped_decode_takes_as_much_as_is_planned():
+    """Most at the most columns, of those that are selected so."""
+    for rows in (1, 128, 1000):
+        sizes = [
+            workspace.size_of(config.slots_scratch(rows, width, 2048, 1 << 32, H200)).nbytes
+            for width in (32768, 32769, 65536, 131072, config.MOST_GROUPED)
+        ]
+        assert sizes == sorted(sizes) and sizes[-1] <= rows * (config.MOST_GROUPED * 9 // 2 + 256)
+
+
 @pytest.mark.kernel
 def test_scratch_is_exact(device):
     case = to(device, prefill_case(3, 40))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from test_topk import KINDS, SIZES, scores
+from test_topk_grouped import EXACT, highest
 
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout
@@ -18,7 +19,8 @@ from test_index_topk import LAYOUTS, decode_case, to
 
 INT_MAX = 2**31 - 1
 DIRT = 12345
-PATHS = ("short", "short by digits", "windowed", "halves", "halves by lines", "dealt by digits")
+SIZES |= {"grouped": (EXACT, 8 * 1000)}
+PATHS = ("short", "short by digits", "windowed", "halves", "halves by lines", "dealt by digits", "grouped")
 
 
 def tables(requests, columns, seed=0):
@@ -43,6 +45,9 @@ def packed(x, ends, k, launch, table, block_size, next_n, device):
     around = torch.full((rows * k + 2 * 64,), DIRT, dtype=torch.int32, device=device)
     indptr = torch.full((rows + 3,), DIRT, dtype=torch.int32, device=device)
     views, counters = workspace.take("test", config.scratch_of(launch, width), torch.device(device))
+    if launch.tops:
+        x = x.masked_fill(torch.arange(width) >= ends[:, None], -torch.inf)
+        views[0].copy_(highest(x))
     states = torch.zeros(rows, dtype=torch.int64, device=device)
     slots = kernels.Slots(indptr[1:-1], states, table.to(device), block_size, next_n)
     kernels.launch_top_k(x.to(device), None, ends.to(device), around[64:-64], launch, views, counters, slots)
@@ -59,7 +64,7 @@ def test_kernel(path, device, dirty_workspace):
     kinds = ("normal", "zeros", "relu", "nothing", "special", "narrow")
     x = torch.cat([scores(kind, 1, width) for kind in kinds])
     ends = torch.tensor([width - 3, 0, INT_MAX, width, 9, width], dtype=torch.int32)
-    for k, block_size in ((24, 32), (1100, 64))[: 1 if path == "dealt by digits" else 2]:
+    for k, block_size in ((24, 32), (1100, 64))[: 1 if path in ("dealt by digits", "grouped") else 2]:
         table = tables(3, -(-width // block_size))
         got = packed(x, ends, k, launch, table, block_size, 2, device)
         want = expected(x, ends, k, table, block_size, 2)
@@ -69,7 +74,7 @@ def test_kernel(path, device, dirty_workspace):
 @pytest.mark.kernel
 def test_columns_of_a_short_table_are_not_read(device, dirty_workspace):
     """Columns behind the table's last block, none of which competes."""
-    for path in ("windowed", "dealt by digits", "short", "halves"):
+    for path in ("windowed", "dealt by digits", "short", "halves", "grouped"):
         launch, width = SIZES[path]
         x, ends = scores("normal", 2, width), torch.full((2,), width, dtype=torch.int32)
         x[:, 96:] = -float("inf")
@@ -86,6 +91,8 @@ def test_which_selections_pack():
 
     assert all(packs(rows, width) for rows in (1, 8, 64, 132) for width in (100, 4096, 32768))
     assert all(packs(rows, 131072) for rows in (1, 8, 16)) and not packs(32, 131072) and not packs(1, 1 << 20)
+    grouped = config.grouped(132, 131072, 2048, H200)
+    assert grouped.packs(132, H200) and not grouped.packs(133, H200)
     assert not packs(1, 131072, 8192) and not any(packs(rows, width) for rows in (133, 4096) for width in (4096, 131072))
 
 
@@ -143,7 +150,8 @@ def test_gpu(layout, device, monkeypatch):
     for requests, next_n, context, k, apart in (
         (1, 1, 4000, 2048, 0), (1, 1, 32768, 2048, 0), (1, 1, 131072, 2048, 0), (7, 2, 131072, 512, 0),
         (14, 2, 65536, 2048, 0), (64, 2, 8192, 512, 0), (132, 1, 30000, 2048, 0), (3, 1, 9000, 8192, 0),
-        (67, 2, 3000, 512, 1), (64, 1, 131072, 2048, 1), (9, 1, 40000, 8192, 1),
+        (64, 1, 131072, 2048, 0), (3, 1, 40000, 4096, 0),
+        (67, 2, 3000, 512, 1), (67, 2, 131072, 2048, 1), (9, 1, 40000, 8192, 1),
     ):  # fmt: skip
         case = to(device, decode_case(layout, requests, next_n, context, block=64))
         chosen = index_topk_decode(*case, k, context, layout)

@@ -126,8 +126,8 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             )
             yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
             yield attention_config.scratch(special, part.heads, part.d_v)
-        if part.keys:
-            yield part.select_scratch(rows, part.keys, part.top_k, bounds.logits_bytes, target, part.group)
+        for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
+            yield part.select_scratch(rows, keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.
     for rows in range(part.group, part.most + 1, part.group):
         narrow = bounds.logits_bytes // (4 * rows) // 64 * 64

@@ -114,6 +114,18 @@ def scores_layout(rows, axes=0):
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [TILE.value, rows] + [2] * axes)
 
 
+@gluon.constexpr_function
+def maxima_layout(rows, group):
+    """What is left of scores_layout when each group of neighbouring keys is one: fp32 [TILE / group, rows]."""
+    scores = scores_layout(rows)
+    registers, lanes, warps = (
+        [[key // group, row] for key, row in bases] for bases in (scores.reg_bases, scores.lane_bases, scores.warp_bases)
+    )
+    return gl.DistributedLinearLayout(
+        [base for base in registers if any(base)], lanes, warps, [], [TILE.value // group, rows]
+    )
+
+
 @gluon.jit
 def sums(product, halves, ROWS: gl.constexpr):
     """relu(product) [TILE, ROWS * heads] times the weights, over the heads of each row: fp32 [TILE, ROWS].

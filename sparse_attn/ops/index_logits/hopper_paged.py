@@ -23,6 +23,7 @@ from sparse_attn.ops.index_logits.hopper import (
     QUERIES,
     TILE,
     allocate_rings,
+    maxima_layout,
     multiply,
     own_tile,
     product_layout,
@@ -149,13 +150,14 @@ def _clear(
 
 @gluon.jit
 def _score(
-    common, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr, CLEAN: gl.constexpr
-):
+    common, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr, CLEAN: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
     """A consumer: of every tile of the program's share that is its turn LANES of the lanes, or all. common: to all consumers."""
     (
-        keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, units, num_blocks,
-        max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table, stride_out,
-        first, skip, last, count,
+        keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, maxima, units,
+        num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table,
+        stride_out, stride_maxima, first, skip, last, count,
     ) = common  # fmt: skip
     TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
@@ -169,6 +171,10 @@ def _score(
     key = gl.arange(0, TILE, layout=KEY)
     lane = gl.arange(0, SOME * HEADS, layout=LANE)
     own = FROM + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
+    if GROUP > 1:
+        MAXIMA: gl.constexpr = maxima_layout(SOME, GROUP)
+        group = gl.arange(0, TILE // GROUP, layout=gl.SliceLayout(1, MAXIMA))
+        own_maxima = FROM + gl.arange(0, SOME, layout=gl.SliceLayout(0, MAXIMA))
     if CLEAN and which == 0:  # while the first keys are under way
         _clear(out, lens, units, max_context, stride_request, stride_row, stride_out, ROWS, NEXT_N)
     done, turn = 0, 0
@@ -187,6 +193,11 @@ def _score(
             written = limit
             if CLEAN:
                 written = gl.expand_dims(gl.where(own < present, max_context, 0), 0)
+            if GROUP > 1:
+                to_maxima = gl.expand_dims(maxima + (request * NEXT_N + first_row + own_maxima) * stride_maxima, 0)
+                groups = gl.where(own_maxima < present, (max_context + GROUP - 1) // GROUP, 0)
+                groups = gl.expand_dims(groups, 0)
+                written = (limit + GROUP - 1) // GROUP * GROUP
             row = FROM + lane // HEADS
             heads = weights + (request * NEXT_N + first_row + row) * stride_weights_row + lane % HEADS * stride_weights_head
             halves = 0.5 * gl.load(heads, mask=row < present, other=0.0)
@@ -206,6 +217,11 @@ def _score(
                 known = (block >= 0) & (block < num_blocks)
                 scores = gl.where(position < gl.where(known, limit, 0), scores, -float("inf"))
                 gl.store(to + position, scores, mask=position < written)
+                if GROUP > 1:
+                    highest = gl.max(gl.reshape(scores, [TILE // GROUP, GROUP, SOME]), 1)
+                    highest = gl.convert_layout(highest, MAXIMA, assert_trivial=True)
+                    at = gl.expand_dims(tile * (TILE // GROUP) + group, 1)
+                    gl.store(to_maxima + at, highest, mask=at < groups)
             signal(query_freed.index(place))
         done += some
         turn += (some > 0).to(gl.int32)
@@ -213,9 +229,11 @@ def _score(
 
 
 @gluon.jit(
-    do_not_specialize=["units", "num_blocks", "max_context", "max_blocks", "soon", "stride_table_request", "stride_out_row"],
-    do_not_specialize_on_alignment=["context_lens", "block_table", "weights", "out"],
-)
+    do_not_specialize=[
+        "units", "num_blocks", "max_context", "max_blocks", "soon", "stride_table_request", "stride_out_row", "stride_maxima_row"
+    ],
+    do_not_specialize_on_alignment=["context_lens", "block_table", "weights", "out", "maxima"],
+)  # fmt: skip
 def paged_mqa_logits(
     q,  # fp8 [requests * NEXT_N * HEADS, D], boxes of ROWS * HEADS
     codes,  # fp8 [num_blocks, TILE, D], boxes of a block
@@ -224,6 +242,7 @@ def paged_mqa_logits(
     context_lens,  # int32 [requests, NEXT_N]
     block_table,  # int32 [requests, max_blocks]
     out,  # fp32 [requests * NEXT_N, max_context]
+    maxima,  # fp32 [requests * NEXT_N, cdiv(max_context, GROUP)], where GROUP is not 1
     units,  # requests * cdiv(NEXT_N, ROWS)
     num_blocks,
     max_context,
@@ -235,10 +254,12 @@ def paged_mqa_logits(
     stride_lens_row,
     stride_table_request,
     stride_out_row,
+    stride_maxima_row,
     HEADS: gl.constexpr,
     ROWS: gl.constexpr,
     NEXT_N: gl.constexpr,
     CLEAN: gl.constexpr,
+    GROUP: gl.constexpr,  # neighbours whose highest score goes to ``maxima``
     TILES: gl.constexpr,  # in flight
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -271,16 +292,16 @@ def paged_mqa_logits(
     skip = begin - skipped
     barrier()
     common = (
-        keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table, out, units,
-        num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_lens_request, stride_lens_row,
-        stride_table_request, stride_out_row, first, skip, last, count,
+        keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table, out, maxima,
+        units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_lens_request,
+        stride_lens_row, stride_table_request, stride_out_row, stride_maxima_row, first, skip, last, count,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_score, (common, 0, HEADS, ROWS, NEXT_N, CLEAN)),
-            (_score, (common, 1, HEADS, ROWS, NEXT_N, CLEAN)),
-            (_score, (common, 2, HEADS, ROWS, NEXT_N, CLEAN)),
-            (_score, (common, 3, HEADS, ROWS, NEXT_N, CLEAN)),
+            (_score, (common, 0, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
+            (_score, (common, 1, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
+            (_score, (common, 2, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
+            (_score, (common, 3, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
             (_fill, (keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, context_lens,
                      block_table, units, num_blocks, max_context, max_blocks, stride_lens_request,
                      stride_lens_row, stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N)),
@@ -297,7 +318,9 @@ def fits(q, cache) -> bool:
     return whole and cache.data_ptr() % 16 == 0 and q.is_contiguous() and q.data_ptr() % 16 == 0
 
 
-def launch(q, cache, weights, context_lens, block_table, max_context_len, out, chosen, *, clean, early=False):
+def launch(
+    q, cache, weights, context_lens, block_table, max_context_len, out, chosen, *, clean, early=None, maxima=None, group=1,
+):  # fmt: skip
     """As kernels.launch_paged_mqa_logits, where ``fits``."""
     requests, next_n, heads, dim = q.shape
     num_blocks, block_size, row = cache.shape
@@ -320,19 +343,22 @@ def launch(q, cache, weights, context_lens, block_table, max_context_len, out, c
         context_lens,
         block_table,
         out,
+        out if maxima is None else maxima,
         units,
         num_blocks,
         max_context_len,
         block_table.shape[1],
-        2**31 - 1 if early else SOON * chosen.programs,
+        SOON * chosen.programs if early is None else (2**31 - 1 if early else -1),
         *weights.stride(),
         *context_lens.stride(),
         block_table.stride(0),
         out.stride(0),
+        0 if maxima is None else maxima.stride(0),
         HEADS=heads,
         ROWS=rows,
         NEXT_N=next_n,
         CLEAN=clean,
+        GROUP=1 if maxima is None else group,
         TILES=chosen.tiles,
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,

@@ -147,8 +147,10 @@ def clear_outside(
 
 
 @triton.jit(
-    do_not_specialize=["max_context", "max_blocks", "num_blocks", "block_size", "stride_table_request", "stride_out_row"]
-)
+    do_not_specialize=[
+        "max_context", "max_blocks", "num_blocks", "block_size", "stride_table_request", "stride_out_row", "stride_maxima_row"
+    ]
+)  # fmt: skip
 def paged_mqa_logits(
     q,  # [requests, next_n, heads, D]
     cache,  # [num_blocks, block_size, row]
@@ -156,6 +158,7 @@ def paged_mqa_logits(
     context_lens,  # int32 [requests, next_n]
     block_table,  # int32 [requests, max_blocks]
     out,  # fp32 [requests * next_n, max_context]
+    maxima,  # fp32 [requests * next_n, cdiv(max_context, GROUP)] or None
     max_context,
     num_blocks,
     block_size,
@@ -171,6 +174,7 @@ def paged_mqa_logits(
     stride_lens_row,
     stride_table_request,
     stride_out_row,
+    stride_maxima_row,
     D: tl.constexpr,
     PAD_D: tl.constexpr,
     PAD_H: tl.constexpr,
@@ -181,6 +185,7 @@ def paged_mqa_logits(
     FP8_DOT: tl.constexpr,
     FNUZ: tl.constexpr,
     CLEAN: tl.constexpr,
+    GROUP: tl.constexpr,  # neighbours whose highest score goes to ``maxima``
     KEYS: tl.constexpr,
     STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -236,8 +241,13 @@ def paged_mqa_logits(
             scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
             score = score * tl.load(scale_at, mask=known, other=0.0)[:, None]
         score = tl.where(known[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
-        written = (row < NEXT_N)[None, :] & (position < max_context)[:, None]
+        written = (row < NEXT_N)[None, :] & (position < tl.cdiv(max_context, GROUP) * GROUP)[:, None]
         tl.store(out_row[None, :] + position[:, None], score, mask=written)
+        if maxima is not None:
+            group = begin // GROUP + tl.arange(0, KEYS // GROUP)
+            highest = tl.max(tl.reshape(score, [KEYS // GROUP, GROUP, PAD_N]), 1)
+            to = maxima + (request * NEXT_N + row) * stride_maxima_row
+            tl.store(to[None, :] + group[:, None], highest, mask=(row < NEXT_N)[None, :] & (group * GROUP < max_context)[:, None])
     if CLEAN:
         dead = tl.maximum(tl.cdiv(longest - first, step), 0) * step + first
         for begin in range(dead, max_context, step):
@@ -302,10 +312,13 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
 
 
 def launch_paged_mqa_logits(
-    q, cache, weights, context_lens, block_table, max_context_len, flavour, out, config, *, clean, early=False
-):
+    q, cache, weights, context_lens, block_table, max_context_len, flavour, out, config, *, clean, early=None,
+    maxima=None, group=1,
+):  # fmt: skip
     """Fill fp32 ``out`` [requests * next_n, max_context_len] (any row stride); flavour "none" for an unquantised cache.
-    early: whether the next launch may start meanwhile, however long this one takes, where launches are chained."""
+    early: where launches are chained, whether the next one may start meanwhile; None: where this one is short. maxima: fp32
+    [requests * next_n, cdiv(max_context_len, group)] gets the highest score of every ``group`` neighbours of which the row sees
+    one, NaN where all are. Groups are whole: ``out``, whose rows have room for it, gets -inf behind the row's last score."""
     requests, next_n, heads, dim = q.shape
     if requests * next_n == 0 or max_context_len == 0:
         return
@@ -314,8 +327,9 @@ def launch_paged_mqa_logits(
 
         if hopper_paged.fits(q, cache):
             hopper_paged.launch(
-                q, cache, weights, context_lens, block_table, max_context_len, out, config.hopper, clean=clean, early=early
-            )
+                q, cache, weights, context_lens, block_table, max_context_len, out, config.hopper, clean=clean, early=early,
+                maxima=maxima, group=group,
+            )  # fmt: skip
             return
     pad_h = triton.next_power_of_2(heads)
     pad_n = min(triton.next_power_of_2(next_n), max(1, LANES // pad_h))
@@ -327,6 +341,7 @@ def launch_paged_mqa_logits(
         context_lens,
         block_table,
         out,
+        maxima,
         max_context_len,
         cache.shape[0],
         cache.shape[1],
@@ -338,6 +353,7 @@ def launch_paged_mqa_logits(
         *context_lens.stride(),
         block_table.stride(0),
         out.stride(0),
+        0 if maxima is None else maxima.stride(0),
         D=dim,
         PAD_D=max(32, triton.next_power_of_2(dim)),
         PAD_H=pad_h,
@@ -348,6 +364,7 @@ def launch_paged_mqa_logits(
         FP8_DOT=config.fp8_dot,
         FNUZ=flavour == "e4m3fnuz",
         CLEAN=clean,
+        GROUP=group,
         KEYS=config.keys,
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -13,6 +13,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 # Bytes for candidates, a little below 16 MiB: with fewer columns more rows are held at once, which must not take more.
 ROOM = (16 << 20) - (1 << 16)
+MOST_GROUPED = selection.GROUP * selection.HELD  # columns, beyond which a decode selection takes less beside its logits
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
@@ -28,6 +29,11 @@ def select_config(rows: int, width: int, top_k: int, target: Target) -> selectio
     return selection.config(rows, width, top_k, target, ROOM)
 
 
+def decode_config(rows: int, width: int, top_k: int, target: Target) -> selection.TopkConfig:
+    """The same of index_topk_decode, whose scores come with the highest of every group where that is of use."""
+    return selection.grouped(rows, width, top_k, target) or select_config(rows, width, top_k, target)
+
+
 def scratch_of(rows: int, width: int, select: selection.TopkConfig) -> Scratch:
     """The same for ``rows`` held at once."""
     chosen = selection.scratch_of(select, width)
@@ -39,7 +45,7 @@ def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: 
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
-    return slots_scratch_of(some, width, select_config(some, width, top_k, target), rows, target)
+    return slots_scratch_of(some, width, decode_config(some, width, top_k, target), rows, target)
 
 
 def slots_scratch_of(step: int, width: int, select: selection.TopkConfig, rows: int, target: Target) -> Scratch:

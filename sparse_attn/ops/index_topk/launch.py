@@ -122,7 +122,7 @@ def _decode_step(
     """How many rows are scored at a time, and how they are selected."""
     requests, next_n = q.shape[:2]
     step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
-    return step, select or config.select_config(step, max_context_len, top_k, target_of(q.device))
+    return step, select or config.decode_config(step, max_context_len, top_k, target_of(q.device))
 
 
 def _select_decode(
@@ -142,9 +142,10 @@ def _select_decode(
         rows = slice(first, min(first + step, requests * next_n))
         some = slice(first // next_n, rows.stop // next_n)
         logits = buffer[: rows.stop - first, :max_context_len]
+        maxima = views[0][: rows.stop - first] if select.tops else None
         score_kernels.launch_paged_mqa_logits(
             q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, flavour, logits,
-            score, clean=False, early=select.spread,
+            score, clean=False, early=select.early, maxima=maxima, group=selection.GROUP,
         )  # fmt: skip
         selection_kernels.launch_top_k(
             logits, None, limits[rows], out[rows] if slots is None else out, select.fewer(logits.shape[0]), views, counters,

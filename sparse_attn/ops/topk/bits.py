@@ -9,10 +9,9 @@ from sparse_attn.ops.topk.table import LENGTH
 
 def _each_bit(registers: str, first: str, store: str) -> str:
     """PTX that goes through the bits of a word, $1, the last one first: ``store`` is done with ``bit``, $2 + its number.
-    ``first``: before that. They may use ``one`` and the predicate p."""
+    ``first``: before that, if there are any. They may use ``one`` and the predicate p."""
     return f"""{{ .reg .pred p; .reg .b32 word, bit, one; {registers}
-    mov.b32 word, $1;  {first}
-    setp.eq.u32 p, word, 0;  @p bra DONE;
+    mov.b32 word, $1;  setp.eq.u32 p, word, 0;  @p bra DONE;  {first}
     NEXT: bfind.u32 bit, word;  shl.b32 one, 1, bit;  xor.b32 word, word, one;  add.s32 bit, bit, $2;
     {store}
     setp.ne.u32 p, word, 0;  @p bra NEXT;
@@ -33,8 +32,11 @@ LINE_UP = tl.constexpr(
     )
 )  # fmt: skip
 APPEND = tl.constexpr(
-    _each_bit("", "", "atom.shared.add.u32 one, [$4], 1;  mad.lo.u32 one, one, 4, $3;  st.shared.b32 [one], bit;")
-)
+    _each_bit(
+        ".reg .b32 at;", "popc.b32 one, word;  atom.shared.add.u32 at, [$4], one;  mad.lo.u32 at, at, 4, $3;",
+        "st.shared.b32 [at], bit;  add.u32 at, at, 4;",
+    )
+)  # fmt: skip
 
 
 @triton.jit

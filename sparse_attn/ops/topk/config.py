@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from sparse_attn.ops.topk.shapes import GROUP
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
@@ -25,6 +26,7 @@ LEAST_DEALT = 4  # programs to share a row
 DEALT = 16384  # most that each of the programs that share a row holds of it
 BITS = 262144  # columns whose bits lie behind a table
 WORD = 32  # of them in a word
+ROOM_FOR_TIES = 1024  # slots beside those of k groups
 STAGED = 2  # rows a multiprocessor beyond which each stage of long ones is a launch
 MOST_STAGED = 8192  # rows whose bounds are found at a time
 ROOM = 65 << 20  # bytes for the candidates of 1024 of them, or more
@@ -66,6 +68,7 @@ class TopkConfig:
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start
+    tops: int = 0  # rows come with the highest scores of groups, of which a program holds so many, then the groups chosen
     staged: bool = False  # a launch for the bounds of ``reserve`` rows, then for ``groups`` one that collects, one that selects
     collect_registers: int | None = None  # as max_registers, of the one that collects
     reserve: int = 0  # programs, of stages rows, to have scratch for: what no call with fewer rows or columns exceeds
@@ -75,7 +78,7 @@ class TopkConfig:
         """Words behind a table of counters: for a list of the scores held that share a digit, or a bit for every column; for the
         marks of halves and a list of a word a thread."""
         if self.halves:
-            return self.slots // 4 + 32 * self.num_warps
+            return _power_of_two(self.slots) // 4 + 32 * self.num_warps
         if not (self.window or self.lines or self.staged):
             return 0
         return max(self.slots // 4, self.held * self.programs // WORD)
@@ -84,6 +87,11 @@ class TopkConfig:
     def claimed_registers(self) -> int:
         """Of each thread, needed or not, by which programs spread; 0 where they do without."""
         return self.max_registers or 0 if self.spread else 0
+
+    @property
+    def early(self) -> bool | None:
+        """Whether programs should start before what they select from is there; None: where that is soon."""
+        return False if self.tops else self.spread or None
 
     @property
     def arrivals(self) -> int:
@@ -97,7 +105,7 @@ class TopkConfig:
 
     def packs(self, rows: int, target: Target) -> bool:
         """Whether rows can be stored one behind the other: programs that hold them certainly run all at once."""
-        return (self.short or self.held > 0) and rows * self.programs <= target.num_sms
+        return (self.short or self.held > 0 or self.tops > 0) and rows * self.programs <= target.num_sms
 
     def fewer(self, rows: int) -> TopkConfig:
         """The same launch for no more rows than it was made for."""
@@ -177,6 +185,20 @@ def _by_halves(slots: int, rows: int, few: bool, target: Target) -> TopkConfig:
     return replace(common, num_warps=4 if turns >= 3 else 8, halves=2048, max_registers=64, spread=False)
 
 
+def grouped(rows: int, width: int, k: int, target: Target) -> TopkConfig | None:
+    """Where the highest scores of groups come with rows; None: where they are of no use, or a program cannot hold as many."""
+    maxima, chosen = -(-width // GROUP), GROUP * k
+    least = max(HELD, min(8 * chosen, 2 * HELD))  # narrower rows are sooner searched themselves
+    if not _is_hopper(target) or max(maxima, chosen) > HELD or _power_of_two(width) < least:
+        return None
+    warps = 8 if max(maxima, chosen) <= 8192 else 16
+    held = min(-(-(chosen + ROOM_FOR_TIES) // 4096) * 4096, HELD)
+    return TopkConfig(
+        False, max(held, 1024 * warps), warps, tops=max(_power_of_two(maxima), 1024 * warps), groups=rows, digits=True,
+        halves=4096, max_registers=128,
+    )  # fmt: skip
+
+
 def _evenly(launch: TopkConfig, rows: int, target: Target) -> TopkConfig:
     """``launch``, of few rows with so many registers a thread that no multiprocessor holds more programs than all must: they
     crowd where the launch before leaves room first. Of many rows with fewer instructions."""
@@ -237,6 +259,9 @@ def scratch_of(launch: TopkConfig, width: int) -> Scratch:
 
     It never shrinks as rows or columns are added, so that a reservation for the most serves all.
     """
+    if launch.tops:
+        maxima = -(-width // (4 * GROUP)) * 4  # rows start at multiples of 16 bytes
+        return Scratch((Buffer("maxima", (launch.groups, maxima), torch.float32),))
     if launch.short or not launch.sampled:
         return Scratch()
     if launch.staged:

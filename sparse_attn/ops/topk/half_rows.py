@@ -1,5 +1,8 @@
 """Search a row by the upper halves of its scores: half the registers and a third of the instructions of whole ones. What shares
 the k-th's half is told apart by its scores, read again.
+
+A ``source`` says where a row's scores lie: (its first,) where they lie side by side; (its line, groups) where GROUP slots each
+stand for as many neighbours, ``groups`` a list of whose in the program's memory.
 """
 
 import triton
@@ -9,24 +12,55 @@ from sparse_attn.ops.topk import bits, destination, halves, lists, memory, radix
 from sparse_attn.ops.topk import table as tables
 
 OPEN = tl.constexpr(17)  # bits that zero's half leaves open; others leave 16
+NOTHING_TWICE = tl.constexpr(-0x7FFFFF00800000)  # two scores of -inf
 OF_ZERO, OF_OTHERS = tl.constexpr(1 << 17), tl.constexpr(1 << 16)  # keys that share a half
 
 
 @triton.jit
-def load(line, first, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
+def columns_of(source, slots):
+    """Columns of a source's line; anything for slots behind its last."""
+    if len(source) == 1:
+        return slots
+    else:
+        return tables.load_one(source[1], slots // tiles.GROUP) * tiles.GROUP + slots % tiles.GROUP
+
+
+@triton.jit
+def _two(both):
+    """A word of the halves of two scores."""
+    one, other = both.to(tl.int32), (both >> 32).to(tl.int32)
+    return halves.round_two(one.to(tl.float32, bitcast=True), other.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def load_groups(source, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+    """The scores of a source of groups of SLOTS, those of slots below ``end``, as load does."""
+    PAIRS: tl.constexpr = tiles.GROUP // 2
+    pairs = source[0].to(tl.pointer_type(tl.int64))
+    chunks = ()
+    for chunk in tl.static_range(SLOTS // CHUNK):
+        place = chunk * (CHUNK // tiles.GROUP) + tl.arange(0, CHUNK // tiles.GROUP)
+        pair = tables.load_one(source[1], place)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+        both = tl.load(pairs + pair, mask=(place * tiles.GROUP < end)[:, None], other=NOTHING_TWICE)
+        chunks = chunks + (both,)
+    words = ()
+    for chunk in tl.static_range(SLOTS // CHUNK):
+        words = words + (tl.reshape(_two(chunks[chunk]), [CHUNK // 2]),)
+    return words
+
+
+@triton.jit
+def load(line, first, end, there, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     """The scores in [first, end) of a line of SLOTS, first below 4, as a tuple of chunks: int32 [CHUNK / 2], -inf beside them.
-    ALIGNED: see tiles.load."""
+    there: how many may be read, ``end`` or what is known before it. ALIGNED: see tiles.load."""
     loaded = ()  # all of them, before any is looked at
     for chunk in tl.static_range(SLOTS // CHUNK):
         pair = chunk * (CHUNK // 2) + tl.arange(0, CHUNK // 2)
         if ALIGNED:
-            pairs = line.to(tl.pointer_type(tl.int64))
-            both = tl.load(pairs + pair, mask=pair < ((end + 3) // 4) * 2)
-            one, other = both.to(tl.int32), (both >> 32).to(tl.int32)
-            words = halves.round_two(one.to(tl.float32, bitcast=True), other.to(tl.float32, bitcast=True))
+            words = _two(tl.load(line.to(tl.pointer_type(tl.int64)) + pair, mask=pair < ((there + 3) // 4) * 2))
         else:
-            one = tl.load(line + 2 * pair, mask=2 * pair < end)
-            other = tl.load(line + 2 * pair + 1, mask=2 * pair + 1 < end)
+            one = tl.load(line + 2 * pair, mask=2 * pair < there)
+            other = tl.load(line + 2 * pair + 1, mask=2 * pair + 1 < there)
             words = halves.round_two(one, other)
         loaded = loaded + (words,)
     chunks = ()
@@ -51,12 +85,14 @@ def load(line, first, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl
 
 
 @triton.jit
-def _least_key(chunks):
+def least_key(chunks):
+    """Where digits begin: with the highest score's key, or so that what is not to be selected lies behind all but the last."""
     greatest = tl.full(chunks[0].shape, halves.NO_TWO, tl.int32)
     for chunk in tl.static_range(len(chunks)):
         greatest = halves.greater(chunks[chunk], greatest)
     greatest = tl.maximum(halves.lower(greatest), halves.upper(greatest))
-    return halves.key((tl.max(greatest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+    least = halves.key((tl.max(greatest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+    return tl.minimum(least, halves.NOTHING - (tables.BINS - 1))
 
 
 @triton.jit
@@ -85,17 +121,25 @@ def _search_all(table, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.c
 
 
 @triton.jit
-def search(table, chunks, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """(the k-th's half, how many scores have a higher one, how many have it); where there are fewer than k (-inf's, all, 0)."""
-    # What is not to be selected lies behind the digits from there.
-    least = tl.minimum(_least_key(chunks), halves.NOTHING - (tables.BINS - 1))
+def search(table, chunks, least, last, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+    """(the k-th's half, how many scores have a higher one, how many have it); where there are fewer than k (-inf's, all, 0).
+    least: see least_key; last: a digit that the k-th certainly comes before, or the last of all."""
     for chunk in tl.static_range(len(chunks)):
         if chunk * CHUNK < end:
-            halves.count(table, chunks[chunk], least)
+            halves.count(table, chunks[chunk], least, last)
     behind, below, having = radix.first_digit(table, k, radix.SPARE, THREADS)
     if behind == tables.BINS - 1:
         behind, below, having = _search_all(table, chunks, least, end, k, CHUNK, THREADS)
     return halves.key(least + behind), below, having
+
+
+@triton.jit
+def clear_marks(table, HELD: tl.constexpr, SLOTS: tl.constexpr):
+    """Mark none of the slots from HELD on, a multiple of 64, which ``mark`` leaves alone."""
+    if HELD < SLOTS:
+        at = tl.arange(0, SLOTS // 64) * 4
+        zero = at * 0
+        tables.store(table, tables.LIST + at, zero, zero, zero, zero, (at * 16 >= HELD).to(tl.int32))
 
 
 @triton.jit
@@ -113,7 +157,10 @@ def mark(table, chunks, half, CHUNK: tl.constexpr):
 def _keys_again(source, first, end, begin, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     """The falling keys of CHUNK slots from ``begin`` on, of those in [first, end)."""
     slot = tl.arange(0, CHUNK)
-    scores = tiles.load_held(source + begin, end - begin, CHUNK, ALIGNED)
+    if len(source) == 1:
+        scores = tiles.load_held(source[0] + begin, end - begin, CHUNK, ALIGNED)
+    else:
+        scores = tl.load(source[0] + columns_of(source, begin + slot), mask=slot < end - begin)
     return radix.falling_keys(scores, (slot >= first - begin) & (slot < end - begin))
 
 
@@ -149,28 +196,52 @@ def _marked_again(
             store.mark_some(table, _keys_again(source, first, end, begin, CHUNK, ALIGNED), begin, edge, need)
         tl.debug_barrier()
         above, equal = store.words_of_marks(table, SLOTS)
+    else:
+        radix.start(table, THREADS)
     if need > 0:
         above |= store.first_ones(equal, need)
     return above
 
 
 @triton.jit
+def _mark_first(table, LISTED: tl.constexpr, having, need, PARTS: tl.constexpr, THREADS: tl.constexpr):
+    """Mark the slots, their last 15 bits, of the ``need`` first of the ``having`` keys in the list from word LISTED on. PARTS:
+    threads to a key, of which each compares it with a part of the list."""
+    KEYS: tl.constexpr = THREADS // PARTS
+    thread = tl.arange(0, THREADS)
+    each = tl.cdiv(having, 4 * PARTS) * 4
+    keys = tables.load_one(table, LISTED + thread % KEYS)
+    ranks = lists.rank(table, keys, LISTED + thread // KEYS * each, each)
+    if PARTS > 1:
+        ranks = tl.sum(tl.reshape(ranks, [PARTS, KEYS]), 0)
+        keys = tables.load_one(table, LISTED + tl.arange(0, KEYS))
+    lists.set_marks(table, keys & 0x7FFF, ((keys != -1) & (ranks < need)).to(tl.int32))
+
+
+@triton.jit
 def _mark_few(table, source, half, need, having, equal, SLOTS: tl.constexpr, THREADS: tl.constexpr):
     """Mark the highest ``need`` of the ``having``, at most THREADS, that share a half as if theirs were higher."""
-    LISTED: tl.constexpr = tables.LIST + SLOTS // 4
+    LISTED: tl.constexpr = tables.LIST + SLOTS // 16
     tl.static_assert(SLOTS <= 1 << 15 and SLOTS // 32 >= THREADS)
     bits.append(table, equal, tl.arange(0, SLOTS // 32) * 32, LISTED)
     tl.debug_barrier()
     place = tl.arange(0, THREADS)
     there = place < having
-    column = tables.load_one(table, LISTED + place)
-    score = memory.look_up(source.to(tl.pointer_type(tl.int32)), tl.where(there, column, 1 << 30), 1 << 29)
-    # 17 bits that a half leaves open, and the column.
+    slot = tables.load_one(table, LISTED + place)
+    column = tl.where(there, columns_of(source, tl.where(there, slot, 0)), 1 << 30)
+    score = memory.look_up(source[0].to(tl.pointer_type(tl.int32)), column, 1 << 29)
+    # 17 bits that a half leaves open, and the slot.
     behind = radix.falling_keys(score.to(tl.float32, bitcast=True), there) - (halves.key(half) << 16)
-    keys = tl.where(there, (behind << 15) | column, -1)
+    keys = tl.where(there, (behind << 15) | slot, -1)
     tables.store_one(table, LISTED + place, keys)
     tl.debug_barrier()
-    lists.set_marks(table, column, (lists.rank(table, keys, LISTED, having) < need).to(tl.int32))
+    if having <= THREADS // 4:
+        _mark_first(table, LISTED, having, need, 4, THREADS)
+    elif having <= THREADS // 2:
+        _mark_first(table, LISTED, having, need, 2, THREADS)
+    else:
+        _mark_first(table, LISTED, having, need, 1, THREADS)
+    tables.store_one(table, tl.full([], tables.LENGTH, tl.int32), tl.full([], 0, tl.int32))
     tl.debug_barrier()
 
 
@@ -179,7 +250,7 @@ def marked_words(
     table, source, first, end, half, need, having, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
 ):
     """uint32 [SLOTS / 32]: a bit for all that is marked as higher and for the highest ``need`` of the ``having`` that share a
-    half, of equal ones the first. source: the row's scores from the first slot on, of which those in [first, end) count."""
+    half, of equal ones the first. Of the source's scores those in [first, end) count."""
     above, equal = store.words_of_marks(table, SLOTS)
     if having <= need:
         above |= tl.where(having > 0, equal, 0)
@@ -197,9 +268,9 @@ def select_row(
     SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """As rows.select_row, CHUNK columns read at once."""
-    source, first, length = line + base, start - base, end - base
-    chunks = load(source, first, length, SLOTS, CHUNK, ALIGNED)
-    half, below, having = search(table, chunks, length, k, CHUNK, THREADS)
+    source, first, length = (line + base,), start - base, end - base
+    chunks = load(line + base, first, length, length, SLOTS, CHUNK, ALIGNED)
+    half, below, having = search(table, chunks, least_key(chunks), tables.BINS - 1, length, k, CHUNK, THREADS)
     count = tl.minimum(below + having, k)
     destination.tell(target, count)
     mark(table, chunks, half, CHUNK)

@@ -31,7 +31,7 @@ def _count(registers: str, both: str, each: str, table: str) -> str:
     red.shared.add.u32 [low], 1;  red.shared.add.u32 [high], 1;  mov.u32 $0, 0; }}"""
 
 
-COUNT = tl.constexpr(_count(".reg .b32 last;", "mov.b32 last, 0x07ff07ff;  min.u16x2 high, high, last;", "", "$3"))
+COUNT = tl.constexpr(_count("", "min.u16x2 high, high, $3;", "", "$4"))
 COUNT_FROM = tl.constexpr(
     _count(
         ".reg .pred p, q;", "",
@@ -91,21 +91,20 @@ def _behind(half, least):
 
 
 @triton.jit
-def _minus(half):
-    half = -half & 0xFFFF
-    return half | (half << 16)
+def _twice(half):
+    return (half & 0xFFFF) | (half << 16)
 
 
 @triton.jit
-def count(table, words, least):
-    """One more in the counter of how far the key of each half of a word lies behind ``least``, in the last one where that is
+def count(table, words, least, last):
+    """One more in the counter of how far the key of each half of a word lies behind ``least``, in the ``last`` one where that is
     further. As many words as keys for ``tables.count``."""
     if table.dtype.is_ptr():
-        tl.atomic_add(table + tl.minimum(_behind(words, least), tables.BINS - 1), 1)
-        tl.atomic_add(table + tl.minimum(_behind(words >> 16, least), tables.BINS - 1), 1)
+        tl.atomic_add(table + tl.minimum(_behind(words, least), last), 1)
+        tl.atomic_add(table + tl.minimum(_behind(words >> 16, least), last), 1)
     else:
-        operands = [words, _minus(least), table]
-        tl.inline_asm_elementwise(COUNT, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+        operands = [words, _twice(-least), _twice(last), table]
+        tl.inline_asm_elementwise(COUNT, "=r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -116,7 +115,7 @@ def count_from(table, words, least, end, base, shift):
             behind = _behind(words >> (16 * half), least)
             tables.count(table, tl.where(behind < end, behind, -1), base, shift)
     else:
-        operands = [words, _minus(least), base, shift, end, table]
+        operands = [words, _twice(-least), base, shift, end, table]
         tl.inline_asm_elementwise(COUNT_FROM, "=r,r,r,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 

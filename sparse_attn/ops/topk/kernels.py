@@ -3,10 +3,11 @@ it), then number the chosen scores in column order and store their columns.
 
 A short row is held by one program: its scores or, in half the registers, what bf16 keeps of them (half_rows.py).
 
-A row that no program holds is cut down first. Where the programs that share it hold it together, each offers its highest
-scores (dealt.py). Else a sample gives a bound that about ``keep`` scores exceed, programs that share the row collect the
-columns above it in order, and the last one to arrive searches those. If the bound was off, or ties fill the row, that program
-searches the row itself: slower, equally exact. Of many rows, these are launches one behind the other (staged.py).
+A row that no program holds is cut down first. Where the highest scores of its groups came with it, k groups are left
+(grouped.py). Where the programs that share it hold it together, each offers its highest scores (dealt.py). Else a sample gives
+a bound that about ``keep`` scores exceed, programs that share the row collect the columns above it in order, and the last one
+to arrive searches those. If the bound was off, or ties fill the row, that program searches the row itself: slower, equally
+exact. Of many rows, these are launches one behind the other (staged.py).
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import chain
-from sparse_attn.ops.topk import dealt, destination, staged, thresholds, tiles
+from sparse_attn.ops.topk import dealt, destination, grouped, staged, thresholds, tiles
 from sparse_attn.ops.topk import table as tables
 from sparse_attn.ops.topk.candidates import collect, locate, sampled_bound
 from sparse_attn.ops.topk.rows import claim_table, search_and_select, select_held, select_row
@@ -189,7 +190,9 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     """Select k of every row of ``logits``, in one launch or in stages: columns into out [rows, k], or with ``slots``, then without
     row_starts, into out [rows * k].
 
-    launch: a TopkConfig, with ``slots`` one that packs; views, counters: what its scratch asks for.
+    launch: a TopkConfig, with ``slots`` one that packs; views, counters: what its scratch asks for. Where it has ``tops``, the
+    view holds the highest scores of groups, without row_starts; a row begins at a multiple of 32 bytes and ends, for the row's
+    last group, with -inf.
     """
     rows, width = logits.shape
     k = out.numel() // rows
@@ -200,19 +203,28 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     aligned = stride % 4 == 0 and logits.data_ptr() % 16 == 0 and -(-width // 4) * 4 <= readable
     strides = (stride // 4 if aligned else stride, stride_starts, stride_ends)
     target = target_of(logits.device)
-    options = {"num_warps": launch.num_warps, "ALIGNED": aligned, **chain.chained(target)}
+    chained = {"num_warps": launch.num_warps, **chain.chained(target)}
     threads = 32 * launch.num_warps if launch.digits else 0
-    programs = rows if launch.short else (rows if launch.staged else launch.groups) * launch.programs
+    programs = rows if launch.short or launch.tops else (rows if launch.staged else launch.groups) * launch.programs
     words = tables.LIST.value + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None and not launch.staged:
-        options["maxnreg"] = launch.max_registers
+        chained["maxnreg"] = launch.max_registers
+    options = {"ALIGNED": aligned, **chained}
     ragged, sizes, block_size = (None, None, None), (1, 0, 0), 1
     if slots is not None:
         ragged, table, block_size = (slots.indptr, slots.states, slots.block_table), slots.block_table, slots.block_size
         sizes = (slots.next_n, table.shape[1], table.stride(0))
     next_n, max_blocks, stride_table = sizes
-    if launch.short:
+    if launch.tops:
+        (maxima,) = views
+        grouped.select_grouped_rows[(rows,)](
+            logits, maxima, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, stride // tiles.GROUP,
+            maxima.stride(0) // 4, stride_ends, stride_table,
+            BLOCK_SIZE=block_size, TOPS=launch.tops, HELD=launch.slots, SLOTS=triton.next_power_of_2(launch.slots),
+            CHUNK=launch.halves, LIST=launch.listed, THREADS=threads, **chained,
+        )  # fmt: skip
+    elif launch.short:
         select_short_rows[(rows,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
             BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, HALVES=launch.halves,

@@ -66,17 +66,17 @@ def push(table, keys, base, span):
 
 
 @triton.jit
-def rank(table, keys, FIRST: tl.constexpr, number):
-    """How many of the ``number`` keys from word FIRST on lie below each of ``keys``, all unsigned and different; ``number`` or one
-    less for -1, the last one, with which that list is filled up to a whole four."""
+def rank(table, keys, first, number):
+    """How many of the ``number`` keys from word first[i] on, whole fours, lie below keys[i], unsigned; that many for -1, the last
+    one."""
     if table.dtype.is_ptr():
         below = tl.zeros_like(keys)
         for at in range(number):
-            other = tl.load(table + FIRST + at).to(tl.uint32, bitcast=True)
+            other = tl.load(table + first + at).to(tl.uint32, bitcast=True)
             below += (other < keys.to(tl.uint32, bitcast=True)).to(tl.int32)
-        return below
+        return tl.where(keys == -1, number, below)
     else:
-        operands = [keys, table + FIRST * 4, number]
+        operands = [keys, table + first * 4, number]
         return tl.inline_asm_elementwise(RANK, "=&r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -93,9 +93,9 @@ def set_bits(table, columns, keys, most):
 
 @triton.jit
 def store_marks(table, place, marks):
-    """The lowest byte of ``marks`` as byte ``place`` behind the table; in the interpreter, as a word."""
+    """The lowest byte of ``marks`` as byte ``place`` behind the table."""
     if table.dtype.is_ptr():
-        tl.store(table + LIST + place, marks & 0xFF)
+        tl.store((table + LIST).to(tl.pointer_type(tl.int8)) + place, marks.to(tl.int8))
     else:
         operands = [table + LIST * 4, place, marks]
         tl.inline_asm_elementwise(STORE_BYTE, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
@@ -105,7 +105,8 @@ def store_marks(table, place, marks):
 def set_marks(table, columns, wanted):
     """Mark the columns that are ``wanted`` (int32) as store_marks does the first four bits of bytes."""
     if table.dtype.is_ptr():
-        tl.atomic_or(table + LIST + (columns >> 2), tl.full([], 1, tl.int32) << (columns & 3), mask=wanted != 0)
+        bit = ((columns >> 2) & 3) * 8 + (columns & 3)
+        tl.atomic_or(table + LIST + (columns >> 4), tl.full([], 1, tl.int32) << bit, mask=wanted != 0)
     else:
         operands = [columns, wanted, table + LIST * 4]
         tl.inline_asm_elementwise(SET_MARK, "=r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
@@ -115,10 +116,8 @@ def set_marks(table, columns, wanted):
 def load_marks(table, line):
     """The eight bytes of a line, as two words."""
     if table.dtype.is_ptr():
-        at = table + LIST + line * 8
-        low = tl.load(at) | (tl.load(at + 1) << 8) | (tl.load(at + 2) << 16) | (tl.load(at + 3) << 24)
-        high = tl.load(at + 4) | (tl.load(at + 5) << 8) | (tl.load(at + 6) << 16) | (tl.load(at + 7) << 24)
-        return low, high
+        at = table + LIST + line * 2
+        return tl.load(at), tl.load(at + 1)
     else:
         types: tl.constexpr = (tl.int32, tl.int32)
         at = table + LIST * 4 + line * 8

@@ -2,6 +2,8 @@
 
 import torch
 
+GROUP = 8  # neighbours whose highest score may come with them
+
 
 def allocate_indices(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Uninitialised int32 [rows, k] on the device of ``logits`` [rows, width]."""

@@ -73,6 +73,13 @@ def ranked(words):
 
 
 @triton.jit
+def places(words):
+    """How many bits are set in the words before each."""
+    ones = ones_of(words)
+    return tl.cumsum(ones, 0) - ones
+
+
+@triton.jit
 def _first_bit(words):
     """(the number of the first bit that is set, the words without it)"""
     rest = words & (words - 1)

@@ -50,6 +50,15 @@ def claim(memory, LONGEST: tl.constexpr):
 
 
 @triton.jit
+def behind(table, word):
+    """What starts ``word`` words behind a table, as another one."""
+    if table.dtype.is_ptr():
+        return table + word
+    else:
+        return table + word * 4
+
+
+@triton.jit
 def load(table, word):
     """Four counters from ``word``, a multiple of 4, on."""
     if table.dtype.is_ptr():

@@ -3,7 +3,10 @@
 import triton
 import triton.language as tl
 
+from sparse_attn.ops.topk import shapes
+
 LANES = tl.constexpr(32)  # columns of a tile's line: a tile is read line by line
+GROUP = tl.constexpr(shapes.GROUP)
 
 
 @triton.jit

@@ -1,0 +1,140 @@
+"""Selection where the highest score of every group comes with the rows: what the k groups hold, and nothing else is read."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from test_topk import KINDS, brute_force, scores
+
+from sparse_attn import workspace
+from sparse_attn.ops.topk import config, reference
+from sparse_attn.ops.topk.shapes import GROUP
+from sparse_attn.target import H200
+from sparse_attn.workspace import size_of
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+DIRT = 12345
+WIDTH = 12000
+EXACT = config.TopkConfig(False, 2048, 2, tops=2048, digits=True, halves=512)  # holds 256 groups
+ROOMY = dataclasses.replace(EXACT, slots=2560)  # and 64 more, in a tile of 4096
+
+
+def highest(x):
+    """Of every group, NaN where there are only those."""
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP), value=-math.inf).unflatten(1, (-1, GROUP))
+    top = groups.masked_fill(groups.isnan(), -math.inf).amax(2)
+    return top.masked_fill(groups.isnan().all(2), math.nan)
+
+
+def world(x, ends):
+    """What scoring leaves: -inf up to the end of a row's last group, anything behind it, in scores and highest ones."""
+    column = torch.arange(x.shape[1])
+    ends = ends.clamp(0, x.shape[1])[:, None]
+    x = torch.where(column < ends, x, torch.where(column < -(-ends // GROUP) * GROUP, -math.inf, math.inf))
+    top = highest(x)
+    return x, torch.where(torch.arange(top.shape[1]) * GROUP < ends, top, math.inf)
+
+
+def selected(x, top, ends, k, launch, device):
+    """Where rows begin at multiples of 32 bytes, between canaries."""
+    from sparse_attn.ops.topk import kernels
+
+    rows, width = x.shape
+    launch = dataclasses.replace(launch, groups=rows)
+    wide = torch.full((rows, -(-width // GROUP) * GROUP + 24), math.inf, device=device)
+    wide[:, :width] = x
+    views, counters = workspace.take("test", config.scratch_of(launch, width), torch.device(device))
+    views[0].fill_(math.inf)[:, : top.shape[1]] = top
+    around = torch.full((rows + 2, k), DIRT, dtype=torch.int32, device=device)
+    kernels.launch_top_k(wide[:, :width], None, ends.to(device), around[1:-1], launch, views, counters)
+    assert (around[0] == DIRT).all() and (around[-1] == DIRT).all()
+    return around[1:-1].cpu()
+
+
+def check(x, ends, ks, launch, device):
+    x, top = world(x, ends)
+    for k in ks:
+        want = reference.top_k_per_row(x, None, ends, k)
+        assert torch.equal(selected(x, top, ends, k, launch, device), want), k
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel(kind, device, dirty_workspace):
+    """Rows of more groups than are held, and of fewer."""
+    x = scores(kind, 3, WIDTH)
+    check(x, torch.tensor([WIDTH - 3, 2049, INT_MAX]), (256,), EXACT, device)
+    check(x[:2], torch.tensor([WIDTH, 2041]), (1, 200), ROOMY, device)
+
+
+@pytest.mark.kernel
+def test_kernel_ends(device, dirty_workspace):
+    x = scores("grid", 8, 5000)
+    ends = torch.tensor([0, INT_MIN, 1, 7, 2048, 2049, 2561, 4993], dtype=torch.int32)
+    x, top = world(x, ends)
+    got = selected(x, top, ends, 99, EXACT, device)
+    assert torch.equal(got, brute_force(x, None, ends, 99))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("launch", [EXACT, ROOMY])
+def test_kernel_reads_no_other_group(launch, device, dirty_workspace):
+    """Scores of groups that are not among the k, of equal ones the first, could be anything; with room, those that share the
+    k-th's half are read, too."""
+    k = 130
+    x, ends = scores("relu", 2, WIDTH), torch.tensor([WIDTH, WIDTH - 77], dtype=torch.int32)
+    x, top = world(x, ends)
+    want = reference.top_k_per_row(x, None, ends, k)
+    there = torch.arange(top.shape[1]) * GROUP < ends[:, None]
+    chosen = reference.top_k_per_row(top.masked_fill(~there, -math.inf), None, None, k).long()
+    poisoned = torch.full_like(x, math.inf).unflatten(1, (-1, GROUP))
+    groups = x.unflatten(1, (-1, GROUP))
+    for row in range(2):
+        least = top[row, chosen[row]].min()
+        read = (top[row].bfloat16() >= least.bfloat16() * 0.98) & there[row]
+        poisoned[row, read] = groups[row, read]
+    assert torch.equal(selected(poisoned.flatten(1), top, ends, k, launch, device), want)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("share", [3, 40, 700])
+def test_kernel_groups_that_share_a_half(share, device, dirty_workspace):
+    """More of them than there is room for: a few are told apart by a list, many by another search."""
+    x = scores("narrow", 2, WIDTH) - 2
+    x[:, : 8 * share] = 1 + torch.rand(2, 8 * share, generator=torch.Generator().manual_seed(0)) / 1000
+    ends = torch.full((2,), WIDTH, dtype=torch.int32)
+    for k in (share - 1, min(share + 50, 256)):
+        check(x, ends, (min(k, 256),), EXACT, device)
+
+
+def test_config():
+    """What a program holds: the highest scores of a row, GROUP * k scores, a word of marks a thread."""
+    for rows in (1, 132, 133, 4096):
+        for width in (1, 8192, 16385, 32768, 32769, 65536, 131072, 163840, 262144, 262145):
+            for k in (1, 512, 1024, 2048, 4096, 4097):
+                launch = config.grouped(rows, width, k, H200)
+                assert (launch is None) == (k > 4096 or width > 262144 or (width <= 32768 and (width <= 16384 or k > 512)))
+                if launch is not None:
+                    assert launch.slots >= GROUP * k and launch.tops * GROUP >= width and launch.groups == rows
+                    assert launch.slots % launch.halves == launch.tops % launch.halves == 0
+                    assert max(launch.slots, launch.tops) <= 1 << 15
+                    assert min(launch.slots, launch.tops) // 32 >= 32 * launch.num_warps
+                    assert launch.packs(rows, H200) == (rows <= 132) and launch.early is False
+                    assert size_of(config.scratch_of(launch, width)).nbytes <= rows * (width / 2 + 16) + 256
+    assert config.grouped(1, 131072, 2048, dataclasses.replace(H200, arch=100)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_gpu(kind, device):
+    """Twenty times the same bits; what published models select, and the most."""
+    for rows, width, k in ((3, 131072, 2048), (150, 40001, 512), (2, 262144, 4096), (5, 163840, 2047), (2, 32768, 512)):
+        x = scores(kind, rows, width)
+        ends = torch.randint(-5, width + 5, (rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+        ends[0] = width
+        x, top = world(x, ends)
+        want = reference.top_k_per_row(x, None, ends, k)
+        launch = config.grouped(rows, width, k, H200)
+        for _ in range(20 if rows < 4 else 1):
+            assert torch.equal(selected(x, top, ends, k, launch, device), want), (rows, width)
