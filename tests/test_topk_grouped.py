@@ -64,8 +64,8 @@ def check(x, ends, ks, launch, device):
 def test_kernel(kind, device, dirty_workspace):
     """Rows of more groups than are held, and of fewer."""
     x = scores(kind, 3, WIDTH)
-    check(x, torch.tensor([WIDTH - 3, 2049, INT_MAX]), (256,), EXACT, device)
-    check(x[:2], torch.tensor([WIDTH, 2041]), (1, 200), ROOMY, device)
+    check(x, torch.tensor([WIDTH - 3, 2049, INT_MAX], dtype=torch.int32), (256,), EXACT, device)
+    check(x[:2], torch.tensor([WIDTH, 2041], dtype=torch.int32), (1, 200), ROOMY, device)
 
 
 @pytest.mark.kernel

@@ -19,7 +19,7 @@ from test_index_topk import LAYOUTS, decode_case, to
 
 INT_MAX = 2**31 - 1
 DIRT = 12345
-SIZES |= {"grouped": (EXACT, 8 * 1000)}
+SIZES = SIZES | {"grouped": (EXACT, 8 * 1000)}
 PATHS = ("short", "short by digits", "windowed", "halves", "halves by lines", "dealt by digits", "grouped")
 
 
