@@ -85,8 +85,8 @@ KERNELS = [
     Mutation(
         "topk-halves-any-tie", "of equal scores that share the last half, any are selected",
         OPS + "topk/half_rows.py",
-        "keys = tl.where(there, (behind << 15) | column, -1)",
-        "keys = tl.where(there, (behind << 15) | (column ^ 0x7FFF), -1)",
+        "keys = tl.where(there, (behind << 15) | slot, -1)",
+        "keys = tl.where(there, (behind << 15) | (slot ^ 0x7FFF), -1)",
         ("tests/test_topk.py::test_kernel[halves-grid]", "tests/test_topk.py::test_kernel_scores_that_share_a_half[3]"),
     ),
     Mutation(
@@ -99,9 +99,30 @@ KERNELS = [
     Mutation(
         "topk-halves-nothing-counted", "beside the lowest scores, what is not to be selected is counted",
         OPS + "topk/half_rows.py",
-        "least = tl.minimum(_least_key(chunks), halves.NOTHING - (tables.BINS - 1))",
-        "least = _least_key(chunks)",
+        "return tl.minimum(least, halves.NOTHING - (tables.BINS - 1))",
+        "return least",
         ("tests/test_topk.py::test_kernel_scores_that_share_a_half[700]",),
+    ),
+    Mutation(
+        "topk-grouped-any-of-equals", "of more groups that share the k-th's half than there is room for, the first are searched",
+        OPS + "topk/grouped.py",
+        "need = tl.where(below + having <= CAPACITY, having, k - below)",
+        "need = having",
+        ("tests/test_topk_grouped.py::test_kernel_groups_that_share_a_half[700]",),
+    ),
+    Mutation(
+        "topk-grouped-one-not-held", "a row of one group more than is held loses it",
+        OPS + "topk/grouped.py",
+        "whole = end <= HELD",
+        "whole = end <= HELD + 8",
+        ("tests/test_topk_grouped.py::test_kernel[equal]", "tests/test_topk_grouped.py::test_kernel[ascending]"),
+    ),
+    Mutation(
+        "scores-last-group-left-out", "a last group that is not whole has no highest score",
+        OPS + "index_logits/kernels.py",
+        "(group * GROUP < max_context)[:, None]",
+        "(group * GROUP + GROUP <= max_context)[:, None]",
+        ("tests/test_index_logits.py::test_paged_kernel_gives_the_highest_of_groups",),
     ),
     Mutation(
         "topk-offers-unchecked", "what one program did not offer is not looked for",
@@ -456,6 +477,13 @@ HOPPER = [
         "position < gl.where(known, limit, 0)",
         "position <= gl.where(known, limit, 0)",
         ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
+    ),
+    Mutation(
+        "hopper-last-group-open", "what lies behind a row's last score stays in its last group",
+        SCORES + "hopper_paged.py",
+        "written = (limit + GROUP - 1) // GROUP * GROUP",
+        "written = limit",
+        ("tests/test_index_logits_hopper.py::test_paged_gives_the_highest_of_groups[1-64]",),
     ),
 ]
 # fmt: on

@@ -166,12 +166,12 @@ def _fused() -> Iterator[Case]:
         yield Case("index_topk_decode", name, index_topk.index_topk_decode, decode, more)
     for name, requests, next_n, k, width, more, where in (
         ("deepseek_v32", 1, 1, 2048, 32768, True, "sm_90"),
-        ("deepseek_v32, 131072", 4, 1, 2048, 131072, True, ""),
+        ("deepseek_v32, 131072", 4, 1, 2048, 131072, True, "sm_90"),
         ("deepseek_v32, 64 x 131072", 64, 1, 2048, 131072, True, ""),
         ("deepseek_v32, 1024 rows", 1024, 1, 2048, 32768, True, ""),
         ("deepseek_v32, 1024 of 2 tokens x 131072", 1024, 2, 2048, 131072, True, ""),
         ("deepseek_v4_flash", 64, 1, 512, 8192, False, ""),
-        ("deepseek_v4, 64 of 4 tokens x 32768", 64, 4, 512, 32768, True, ""),
+        ("deepseek_v4, 64 of 4 tokens x 65536", 64, 4, 512, 65536, True, ""),
     ):
         slots = (
             tensor(requests, next_n, 64, 128, dtype=U8), floats(requests * next_n, 64), cache_of(FN), integers(requests, next_n),

@@ -186,10 +186,9 @@ def _by_halves(slots: int, rows: int, few: bool, target: Target) -> TopkConfig:
 
 
 def grouped(rows: int, width: int, k: int, target: Target) -> TopkConfig | None:
-    """Where the highest scores of groups come with rows; None: where they are of no use, or a program cannot hold as many."""
+    """Of rows that come with the highest scores of groups; None: where a program holds all of a row, or not as much of it."""
     maxima, chosen = -(-width // GROUP), GROUP * k
-    least = max(HELD, min(8 * chosen, 2 * HELD))  # narrower rows are sooner searched themselves
-    if not _is_hopper(target) or max(maxima, chosen) > HELD or _power_of_two(width) < least:
+    if not _is_hopper(target) or width <= HELD or max(maxima, chosen) > HELD:
         return None
     warps = 8 if max(maxima, chosen) <= 8192 else 16
     held = min(-(-(chosen + ROOM_FOR_TIES) // 4096) * 4096, HELD)
