@@ -88,7 +88,8 @@ def index_topk_decode(
     weights: fp32 [requests * next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n],
     row (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
     [requests, max_blocks]; positions beyond it or of a block outside the cache are not candidates. max_context_len: the
-    host's bound on every length. logits_bytes: how much logits may be held at once, at least one request.
+    host's bound on every length. logits_bytes: how much logits may be held at once, at least one request; what selecting
+    takes beside them is 16 MiB at most, or an eighth as much.
 
     Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
     """

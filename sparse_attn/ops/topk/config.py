@@ -176,13 +176,14 @@ def _by_digits(rows: int, width: int, k: int, target: Target, room: int | None =
 def _by_halves(slots: int, rows: int, few: bool, target: Target) -> TopkConfig:
     """Of few rows one program a multiprocessor; of many as many as hold its registers in 16 to 32 warps, of 8192 columns in
     small programs where those come in three turns or more."""
-    common = TopkConfig(True, slots, 8, digits=True, lines=slots < HELD, halves=4096, max_registers=136, spread=True)
+    one = TopkConfig(True, slots, 8, digits=True, halves=4096, max_registers=136, spread=True)
     if few:
-        return replace(common, lines=False) if slots < HELD else replace(common, num_warps=16, halves=8192, max_registers=128)
+        return one if slots < HELD else replace(one, num_warps=16, halves=8192, max_registers=128)
+    several = replace(one, lines=slots < HELD, spread=False)
     if slots > 8192:
-        return replace(common, num_warps=slots // 4096, max_registers=128, spread=False)
+        return replace(several, num_warps=slots // 4096, max_registers=128)
     turns = rows // (8 * target.num_sms)
-    return replace(common, num_warps=4 if turns >= 3 else 8, halves=2048, max_registers=64, spread=False)
+    return replace(several, num_warps=4 if turns >= 3 else 8, halves=2048, max_registers=64)
 
 
 def grouped(rows: int, width: int, k: int, target: Target) -> TopkConfig | None:
