@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_topk import KINDS, brute_force, scores
 
 from sparse_attn import workspace
@@ -42,8 +44,9 @@ def selected(x, top, ends, k, launch, device):
 
     rows, width = x.shape
     launch = dataclasses.replace(launch, groups=rows)
-    wide = torch.full((rows, -(-width // GROUP) * GROUP + 24), math.inf, device=device)
-    wide[:, :width] = x
+    whole = -(-width // GROUP) * GROUP
+    wide = torch.full((rows, whole + 24), math.inf, device=device)
+    wide[:, :whole] = torch.nn.functional.pad(x, (0, whole - width), value=-math.inf)
     views, counters = workspace.take("test", config.scratch_of(launch, width), torch.device(device))
     views[0].fill_(math.inf)[:, : top.shape[1]] = top
     around = torch.full((rows + 2, k), DIRT, dtype=torch.int32, device=device)
@@ -65,7 +68,7 @@ def test_kernel(kind, device, dirty_workspace):
     """Rows of more groups than are held, and of fewer."""
     x = scores(kind, 3, WIDTH)
     check(x, torch.tensor([WIDTH - 3, 2049, INT_MAX], dtype=torch.int32), (256,), EXACT, device)
-    check(x[:2], torch.tensor([WIDTH, 2041], dtype=torch.int32), (1, 200), ROOMY, device)
+    check(x[:2, 1:], torch.tensor([INT_MAX, 2041], dtype=torch.int32), (1, 200), ROOMY, device)
 
 
 @pytest.mark.kernel
@@ -106,6 +109,25 @@ def test_kernel_groups_that_share_a_half(share, device, dirty_workspace):
     ends = torch.full((2,), WIDTH, dtype=torch.int32)
     for k in (share - 1, min(share + 50, 256)):
         check(x, ends, (min(k, 256),), EXACT, device)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def any_row(device, data):
+    """Widths and bounds beside whole groups and what is held, some scores of one value."""
+    launch = data.draw(st.sampled_from((EXACT, ROOMY)))
+    width = data.draw(st.integers(launch.slots - 20, GROUP * launch.tops))
+    bounds = st.one_of(st.just(width), st.integers(0, width), st.integers(launch.slots - 9, launch.slots + 9))
+    ends = torch.tensor(data.draw(st.lists(bounds, min_size=1, max_size=2)), dtype=torch.int32)
+    x = scores(data.draw(st.sampled_from(KINDS)), len(ends), width, seed=data.draw(st.integers(0, 999)))
+    first, step = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 400))
+    x[:, first::step] = data.draw(st.sampled_from((0.0, 1.0, math.inf, math.nan)))
+    check(x, ends, (data.draw(st.integers(1, 256)),), launch, device)
+
+
+@pytest.mark.kernel
+def test_kernel_any_row(device):
+    any_row(device)
 
 
 def test_config():
