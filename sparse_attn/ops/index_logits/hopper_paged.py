@@ -171,6 +171,7 @@ def _score(
     key = gl.arange(0, TILE, layout=KEY)
     lane = gl.arange(0, SOME * HEADS, layout=LANE)
     own = FROM + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
+    gl.static_assert(GROUP == 1 or not CLEAN)  # what is written ends with a group
     if GROUP > 1:
         MAXIMA: gl.constexpr = maxima_layout(SOME, GROUP)
         group = gl.arange(0, TILE // GROUP, layout=gl.SliceLayout(1, MAXIMA))

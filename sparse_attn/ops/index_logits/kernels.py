@@ -364,7 +364,7 @@ def launch_paged_mqa_logits(
         FP8_DOT=config.fp8_dot,
         FNUZ=flavour == "e4m3fnuz",
         CLEAN=clean,
-        GROUP=group,
+        GROUP=1 if maxima is None else group,
         KEYS=config.keys,
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -64,7 +64,7 @@ class TopkConfig:
     digits: bool = False  # search by digits counted in shared memory
     held: int = 0  # scores that each of the programs sharing a row holds of it, dealt out in sectors; 0: they collect candidates
     lines: bool = False  # what is selected is stored by words of bits, then by whole lines: fewer instructions, more barriers
-    halves: int = 0  # columns that a program reads at once of a short row, to hold the upper halves of its scores
+    halves: int = 0  # columns that a program reads at once of a short row, or of groups, to hold the upper halves of its scores
     window: int = 0  # bits behind the digits that begin with the highest score held; 0: the leading digit comes first
     max_registers: int | None = None
     spread: bool = False  # no more programs fit a multiprocessor than must: they spread over all whenever they start

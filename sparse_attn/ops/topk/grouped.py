@@ -92,8 +92,8 @@ def select_grouped_rows(
     groups = tables.behind(table, tables.LIST + SLOTS // 16 + THREADS)
     whole = end <= HELD  # all groups are searched
     if whole:
-        place = tl.arange(0, SLOTS // tiles.GROUP)
-        tables.store_one(groups, tl.minimum(place, CAPACITY - 1), tl.minimum(place, CAPACITY - 1))
+        place = tl.minimum(tl.arange(0, SLOTS // tiles.GROUP), CAPACITY - 1)
+        tables.store_one(groups, place, place)
         listed, least, last = number, zero, zero + (tables.BINS - 1)
     else:
         listed, least, last = _list_highest(groups, table, chunks, tops, number, k, TOPS, CAPACITY, CHUNK, THREADS)

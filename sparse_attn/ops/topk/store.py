@@ -74,7 +74,7 @@ def ranked(words):
 
 @triton.jit
 def places(words):
-    """How many bits are set in the words before each."""
+    """How many bits are set in the words before each: ranked, where only that is wanted and words are few."""
     ones = ones_of(words)
     return tl.cumsum(ones, 0) - ones
 
