@@ -7,6 +7,7 @@ import torch
 
 from sparse_attn import pipeline, workspace
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.ops.index_topk.config import MOST_GROUPED, slots_scratch
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, Selection, cache_layouts, workspace_size
 from sparse_attn.runtime.steps import Model
@@ -291,6 +292,14 @@ def test_workspace_size():
     assert workspace_size(deepseek_v32(), bounds, CPU) == (0, 0)
     assert workspace_size(deepseek_v32(), replace(bounds, logits_bytes=1 << 20), H200).nbytes < size.nbytes
     assert bounds.num_blocks == 64 * 2560
+
+
+def test_workspace_serves_a_narrower_decode_that_takes_more():
+    """Beside its logits, for a bound of which rows are selected by the highest scores of groups."""
+    narrow, wide = (slots_scratch(400, width, 2048, 1 << 30, H200) for width in (MOST_GROUPED, 270000))
+    assert workspace.size_of(narrow).nbytes > workspace.size_of(wide).nbytes
+    planned = workspace_size(deepseek_v32(), Bounds(400, 0, 270000, logits_bytes=1 << 30), H200)
+    assert planned.nbytes >= workspace.size_of(narrow).nbytes
 
 
 @pytest.mark.parametrize(
