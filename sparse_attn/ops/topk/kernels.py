@@ -205,7 +205,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     target = target_of(logits.device)
     chained = {"num_warps": launch.num_warps, **chain.chained(target)}
     threads = 32 * launch.num_warps if launch.digits else 0
-    programs = rows if launch.short else (rows if launch.staged else launch.groups) * launch.programs
+    programs = rows if launch.short or launch.tops else (rows if launch.staged else launch.groups) * launch.programs
     words = tables.LIST.value + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None and not launch.staged:
@@ -218,14 +218,14 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     next_n, max_blocks, stride_table = sizes
     if launch.tops:
         (maxima,) = views
-        grouped.select_grouped_rows[(rows,)](
+        grouped.select_grouped_rows[(programs,)](
             logits, maxima, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, stride // tiles.GROUP,
             maxima.stride(0) // 4, stride_ends, stride_table,
             BLOCK_SIZE=block_size, TOPS=launch.tops, HELD=launch.slots, SLOTS=triton.next_power_of_2(launch.slots),
             CHUNK=launch.halves, LIST=launch.listed, THREADS=threads, **chained,
         )  # fmt: skip
     elif launch.short:
-        select_short_rows[(rows,)](
+        select_short_rows[(programs,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
             BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, HALVES=launch.halves,
             LIST=launch.listed, THREADS=threads, REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
