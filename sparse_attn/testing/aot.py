@@ -89,7 +89,9 @@ def _read_cubin(assembly) -> tuple[int, int, int, int, int]:
         file.write(assembly["cubin"])
         file.flush()
         usage = _nvidia_tool("cuobjdump", "-res-usage", file.name)
-    registers, stack, claimed = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    # Declared arrays: from sm_90 on the tool also counts a KiB that the system takes, beside what a launch may ask for.
+    claimed = sum(map(int, re.findall(r"\.shared\s[^;\[]*\[(\d+)\];", assembly["ptx"])))
     return claimed, registers, stack, int(re.search(r"\.(?:reqntid|maxntid) (\d+)", assembly["ptx"])[1]), 32
 
 
