@@ -359,7 +359,7 @@ def launch(
         ROWS=rows,
         NEXT_N=next_n,
         CLEAN=clean,
-        GROUP=1 if maxima is None else group,
+        GROUP=group,
         TILES=chosen.tiles,
         CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,

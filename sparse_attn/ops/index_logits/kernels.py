@@ -316,9 +316,10 @@ def launch_paged_mqa_logits(
     maxima=None, group=1,
 ):  # fmt: skip
     """Fill fp32 ``out`` [requests * next_n, max_context_len] (any row stride); flavour "none" for an unquantised cache.
-    early: where launches are chained, whether the next one may start meanwhile; None: where this one is short. maxima: fp32
-    [requests * next_n, cdiv(max_context_len, group)] gets the highest score of every ``group`` neighbours of which the row sees
-    one, NaN where all are. Groups are whole: ``out``, whose rows have room for it, gets -inf behind the row's last score."""
+    early: where launches are chained, whether the next one may start meanwhile; None: where this one is short. maxima, which goes
+    with a ``group`` above 1: fp32 [requests * next_n, cdiv(max_context_len, group)] gets the highest score of every ``group``
+    neighbours of which the row sees one, NaN where all are. Groups are whole: ``out``, whose rows have room for it, gets -inf
+    behind the row's last score."""
     requests, next_n, heads, dim = q.shape
     if requests * next_n == 0 or max_context_len == 0:
         return
@@ -364,7 +365,7 @@ def launch_paged_mqa_logits(
         FP8_DOT=config.fp8_dot,
         FNUZ=flavour == "e4m3fnuz",
         CLEAN=clean,
-        GROUP=1 if maxima is None else group,
+        GROUP=group,
         KEYS=config.keys,
         STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -142,10 +142,10 @@ def _select_decode(
         rows = slice(first, min(first + step, requests * next_n))
         some = slice(first // next_n, rows.stop // next_n)
         logits = buffer[: rows.stop - first, :max_context_len]
-        maxima = views[0][: rows.stop - first] if select.tops else None
+        highest = {"maxima": views[0][: rows.stop - first], "group": selection.GROUP} if select.tops else {}
         score_kernels.launch_paged_mqa_logits(
             q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, flavour, logits,
-            score, clean=False, early=select.early, maxima=maxima, group=selection.GROUP,
+            score, clean=False, early=select.early, **highest,
         )  # fmt: skip
         selection_kernels.launch_top_k(
             logits, None, limits[rows], out[rows] if slots is None else out, select.fewer(logits.shape[0]), views, counters,
