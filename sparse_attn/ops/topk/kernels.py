@@ -205,7 +205,7 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
     target = target_of(logits.device)
     chained = {"num_warps": launch.num_warps, **chain.chained(target)}
     threads = 32 * launch.num_warps if launch.digits else 0
-    programs = rows if launch.short or launch.tops else (rows if launch.staged else launch.groups) * launch.programs
+    programs = (rows if launch.short or launch.tops or launch.staged else launch.groups) * launch.programs
     words = tables.LIST.value + launch.listed
     memory = logits.new_zeros((programs, words), dtype=torch.int32) if threads and interpreting() else None
     if launch.max_registers is not None and not launch.staged:
