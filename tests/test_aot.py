@@ -33,6 +33,23 @@ def test_a_launch_that_starts_early_waits_before_it_reads():
 
 
 @pytest.mark.aot
+def test_claimed_memory_is_what_is_declared():
+    """Not what the system takes of every program on sm_90."""
+    from sparse_attn.ops.topk import table
+    from sparse_attn.testing.launches import compile_launch
+
+    import aot
+
+    claimed = {}
+    for name in ("attention.merge", "topk.staged.bound_rows"):
+        work, _ = aot.gather(["sm_90"], [name], False)
+        compiled = [compile_launch(launch) for launch in work]
+        claimed[name] = {one.claimed for one in compiled}
+        assert any(one.shared_memory > one.claimed for one in compiled)
+    assert claimed == {"attention.merge": {0}, "topk.staged.bound_rows": {4 * table.LIST.value}}
+
+
+@pytest.mark.aot
 def test_failures_are_reported(monkeypatch, capsys):
     import aot
 
