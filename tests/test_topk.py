@@ -263,6 +263,7 @@ SIZES["staged"] = (
 )  # fmt: skip
 HALVES = config.TopkConfig(True, 2048, 2, digits=True, halves=512)
 SIZES |= {"halves": (HALVES, 2000), "halves by lines": (dataclasses.replace(HALVES, lines=True), 1500)}
+SIZES["halves of few rows"] = (dataclasses.replace(HALVES, spread=True), 2000)
 SIZES["spans by digits"] = (dataclasses.replace(LONG, digits=True, span=128), 420)
 
 
@@ -280,7 +281,7 @@ CASES = [
     (path, kind)
     for path in (
         "short", "shared", "short by digits", "lines by digits", "windowed", "searched by digits", "dealt by digits", "staged",
-        "halves",
+        "halves", "halves of few rows",
     )
     for kind in KINDS
 ] + [("shared by digits", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted
@@ -365,10 +366,11 @@ def test_kernel_dealt_unevenly(keep, device, dirty_workspace):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("path", ["halves", "halves of few rows"])
 @pytest.mark.parametrize("k", [3, 200, 700])
-def test_kernel_scores_that_share_a_half(k, device, dirty_workspace):
+def test_kernel_scores_that_share_a_half(path, k, device, dirty_workspace):
     """As many as threads or more share the half of the k-th: zeros and what is as small, equal ones, those that differ little."""
-    launch, width = SIZES["halves"]
+    launch, width = SIZES[path]
     generator = torch.Generator().manual_seed(k)
     x = torch.rand(9, width, generator=generator)
     x[0] = torch.where(x[0] < 0.9, 1.0, 1 + x[0])
@@ -384,6 +386,18 @@ def test_kernel_scores_that_share_a_half(k, device, dirty_workspace):
     ends = torch.tensor([2000, 1999, 1400, 777, 2000, 1501, 2000, 2000, 2000], dtype=torch.int32)
     want = reference.top_k_per_row(x, starts, ends, k)
     assert torch.equal(run(x, starts, ends, k, launch, device), want)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("k", [63, 64, 65, 200, 256, 257])
+def test_kernel_highest_scores_dealt_to_all_threads(k, device, dirty_workspace):
+    """Each of the 64 threads holds one score far above all others: what lies behind the least of those is counted after all."""
+    launch, width = SIZES["halves of few rows"]
+    x = scores("normal", 2, width)
+    x[0, : 4 * 64 : 4] = 1000 + torch.arange(64.0)
+    x[1, 3 : 4 * 64 : 4] = 1000.0
+    want = reference.top_k_per_row(x, None, None, k)
+    assert torch.equal(run(x, None, None, k, launch, device), want)
 
 
 @pytest.mark.kernel

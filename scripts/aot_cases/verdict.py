@@ -25,6 +25,8 @@ ALLOWED_SPILLS = {
     "topk.select_long_rows": {"sm_90": 416, "nvidia": 384},
     "topk.dealt.select_dealt_rows": {"sm_90": 40, "nvidia": 64},
     "topk.staged.select_candidates": {"sm_90": 64, "nvidia": 16},
+    # An address, in one of two forms; which, ptxas and every line decide. Measured with it.
+    "topk.grouped.select_grouped_rows": {"sm_90": 8},
     # A scalar or two of a row.
     "ragged.pack_rows": {"nvidia": 8},
     # Addresses beside the tile of sums; measured at the peers' pace all the same.

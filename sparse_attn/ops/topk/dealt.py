@@ -142,7 +142,7 @@ def select_dealt_rows(
     )
     if end - base <= SLOTS:
         if part == 0:
-            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, False, 0, 0, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, False, 0, 0, True, THREADS)
     else:
         first = offered + (row * PROGRAMS).to(tl.int64) * stride_offered
         offer(

@@ -37,15 +37,14 @@ def _list_highest(
 ):  # fmt: skip
     """List which groups are searched of the ``number`` whose highest scores are given: (how many; where digits begin, and one that
     the k-th score's certainly comes before)."""
-    least = half_rows.least_key(chunks)
-    end = tl.full([], tables.BINS - 1, tl.int32)
-    half, below, having = half_rows.search(table, chunks, least, end, number, k, CHUNK, THREADS)
+    least, last = half_rows.digits(chunks, k, True, THREADS)
+    half, below, having = half_rows.search(table, chunks, least, last, number, k, True, CHUNK, THREADS)
     half_rows.mark(table, chunks, half, CHUNK)
     # Where there is room, all that share the k-th's half: which of them are the highest is to be looked for.
     need = tl.where(below + having <= CAPACITY, having, k - below)
-    words = half_rows.marked_words(table, (tops,), end * 0, number, half, need, having, TOPS, True, THREADS)
+    words = half_rows.marked_words(table, (tops,), last * 0, number, half, need, having, TOPS, True, THREADS)
     bits.line_up(groups, words, store.places(words), tl.arange(0, TOPS // 32) * 32, CAPACITY)
-    return below + need, least, tl.minimum(halves.key(half) - least + 1, end)
+    return below + need, least, tl.minimum(halves.key(half) - least + 1, tables.BINS - 1)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "k", "next_n", "max_blocks", "stride_logits_row", "stride_maxima_row"])
@@ -103,8 +102,8 @@ def select_grouped_rows(
     held = listed * tiles.GROUP
     chunks = half_rows.load_groups(source, held, HELD, CHUNK)
     if whole:
-        least = half_rows.least_key(chunks)
-    half, below, having = half_rows.search(table, chunks, least, last, held, k, CHUNK, THREADS)
+        least, last = half_rows.digits(chunks, k, True, THREADS)
+    half, below, having = half_rows.search(table, chunks, least, last, held, k, True, CHUNK, THREADS)
     count = tl.minimum(below + having, k)
     destination.tell(target, count)
     half_rows.mark(table, chunks, half, CHUNK)

@@ -85,14 +85,30 @@ def load(line, first, end, there, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIG
 
 
 @triton.jit
-def least_key(chunks):
-    """Where digits begin: with the highest score's key, or so that what is not to be selected lies behind all but the last."""
+def digits(chunks, k, FEW: tl.constexpr, THREADS: tl.constexpr):
+    """(where digits begin, one that the k-th score probably comes before, or the last one).
+
+    They begin with the highest score's key, or so that what is not to be selected lies behind all but the last. Counting scores
+    that share a digit costs nothing. So where rows are FEW, and a program waits for that, all scores behind the least of its
+    threads' highest ones do: of the k highest a thread has k / THREADS in the mean, and while that is at most 4 hardly ever does
+    every thread have one.
+    """
     greatest = tl.full(chunks[0].shape, halves.NO_TWO, tl.int32)
     for chunk in tl.static_range(len(chunks)):
         greatest = halves.greater(chunks[chunk], greatest)
-    greatest = tl.maximum(halves.lower(greatest), halves.upper(greatest))
-    least = halves.key((tl.max(greatest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
-    return tl.minimum(least, halves.NOTHING - (tables.BINS - 1))
+    highest = tl.maximum(halves.lower(greatest), halves.upper(greatest))
+    last = tl.full([], tables.BINS - 1, tl.int32)
+    WORDS: tl.constexpr = highest.shape[0]
+    if FEW and WORDS >= THREADS:
+        EACH: tl.constexpr = min(2, WORDS // THREADS)  # words side by side in a thread
+        highest = tl.max(tl.max(tl.reshape(highest, [WORDS // (EACH * THREADS), THREADS, EACH]), 2), 0)
+        keys = halves.key((highest.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+        least, minus_most = tl.split(tl.min(tl.join(keys, -keys), 0))  # both in one reduction
+        least = tl.minimum(least, halves.NOTHING - (tables.BINS - 1))
+        return least, tl.where(k <= 4 * THREADS, tl.minimum(1 - minus_most - least, last), last)
+    else:
+        least = halves.key((tl.max(highest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
+        return tl.minimum(least, halves.NOTHING - (tables.BINS - 1)), last
 
 
 @triton.jit
@@ -121,13 +137,27 @@ def _search_all(table, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.c
 
 
 @triton.jit
-def search(table, chunks, least, last, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """(the k-th's half, how many scores have a higher one, how many have it); where there are fewer than k (-inf's, all, 0).
-    least: see least_key; last: a digit that the k-th certainly comes before, or the last of all."""
+def _search_from(table, chunks, least, last, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+    """(the k-th's digit, how many scores have a lesser one, how many have it)."""
     for chunk in tl.static_range(len(chunks)):
         if chunk * CHUNK < end:
             halves.count(table, chunks[chunk], least, last)
-    behind, below, having = radix.first_digit(table, k, radix.SPARE, THREADS)
+    return radix.first_digit(table, k, radix.SPARE, THREADS)
+
+
+@triton.jit
+def search(table, chunks, least, last, end, k, FEW: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr):
+    """(the k-th's half, how many scores have a higher one, how many have it); where there are fewer than k (-inf's, all, 0).
+    least, last, FEW: see digits."""
+    if FEW:
+        behind, below, having = least, least, least
+        going = k >= 0
+        while going:
+            behind, below, having = _search_from(table, chunks, least, last, end, k, CHUNK, THREADS)
+            going = (behind == last) & (last < tables.BINS - 1)
+            last = tl.full([], tables.BINS - 1, tl.int32)
+    else:
+        behind, below, having = _search_from(table, chunks, least, last, end, k, CHUNK, THREADS)
     if behind == tables.BINS - 1:
         behind, below, having = _search_all(table, chunks, least, end, k, CHUNK, THREADS)
     return halves.key(least + behind), below, having
@@ -265,12 +295,14 @@ def marked_words(
 @triton.jit
 def select_row(
     out, line, base, start, end, table, target, k,
-    SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, THREADS: tl.constexpr,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, FEW: tl.constexpr,
+    THREADS: tl.constexpr,
 ):  # fmt: skip
     """As rows.select_row, CHUNK columns read at once."""
     source, first, length = (line + base,), start - base, end - base
     chunks = load(line + base, first, length, length, SLOTS, CHUNK, ALIGNED)
-    half, below, having = search(table, chunks, least_key(chunks), tables.BINS - 1, length, k, CHUNK, THREADS)
+    least, last = digits(chunks, k, FEW, THREADS)
+    half, below, having = search(table, chunks, least, last, length, k, FEW, CHUNK, THREADS)
     count = tl.minimum(below + having, k)
     destination.tell(target, count)
     mark(table, chunks, half, CHUNK)

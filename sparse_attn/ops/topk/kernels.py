@@ -51,6 +51,7 @@ def select_short_rows(
     LINES: tl.constexpr,  # whether what is selected is stored by whole lines
     WINDOW: tl.constexpr,  # bits behind digits that begin with the row's highest score; 0: the leading digit comes first
     HALVES: tl.constexpr,  # columns read at once of which the upper halves are held; 0: whole scores are
+    FEW: tl.constexpr,  # whether rows are so few that what a program waits for counts, not what it issues
     LIST: tl.constexpr,  # words behind the table
     THREADS: tl.constexpr,  # of the program, where the search goes by digits, else 0
     REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
@@ -71,11 +72,11 @@ def select_short_rows(
     BRANCH: tl.constexpr = SLOTS // 4 if SLOTS >= BRANCHED else 0
     if BRANCH > 0:
         if end - base <= BRANCH:
-            select_row(out, line, base, start, end, table, target, k, BRANCH, ALIGNED, False, 0, 0, THREADS)
+            select_row(out, line, base, start, end, table, target, k, BRANCH, ALIGNED, False, 0, 0, FEW, THREADS)
         else:
-            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, HALVES, THREADS)
+            select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, HALVES, FEW, THREADS)
     else:
-        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, HALVES, THREADS)
+        select_row(out, line, base, start, end, table, target, k, SLOTS, ALIGNED, LINES, WINDOW, HALVES, FEW, THREADS)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "k", "keep", "capacity", "stride_logits_row"])
@@ -228,7 +229,8 @@ def launch_top_k(logits, row_starts, row_ends, out, launch, views, counters, slo
         select_short_rows[(programs,)](
             logits, row_starts, row_ends, out, *ragged, memory, rows, width, k, next_n, max_blocks, *strides, stride_table,
             BLOCK_SIZE=block_size, SLOTS=launch.slots, LINES=launch.lines, WINDOW=launch.window, HALVES=launch.halves,
-            LIST=launch.listed, THREADS=threads, REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
+            FEW=launch.spread, LIST=launch.listed, THREADS=threads,
+            REGISTERS=0 if interpreting() else launch.claimed_registers, **options,
         )  # fmt: skip
     elif launch.held:
         offered, _ = views

@@ -74,11 +74,11 @@ def search_and_mark(table, keys, k, WINDOW: tl.constexpr, THREADS: tl.constexpr)
 def select_row(
     out, line, base, start, end, table, target, k,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr, LINES: tl.constexpr, WINDOW: tl.constexpr, HALVES: tl.constexpr,
-    THREADS: tl.constexpr,
+    FEW: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Select in a row that ends at most SLOTS columns behind ``base``."""
+    """Select in a row that ends at most SLOTS columns behind ``base``. FEW: whether what a program waits for counts."""
     if HALVES > 0:
-        half_rows.select_row(out, line, base, start, end, table, target, k, SLOTS, HALVES, ALIGNED, LINES, THREADS)
+        half_rows.select_row(out, line, base, start, end, table, target, k, SLOTS, HALVES, ALIGNED, LINES, FEW, THREADS)
     elif LINES or WINDOW > 0:
         scores = tiles.load_held(line + base, end - base, SLOTS, ALIGNED)
         left = destination.values(target, base - start + tl.arange(0, SLOTS // tiles.LANES) * tiles.LANES)
