@@ -7,36 +7,45 @@ from sparse_attn.device.cast import INTERPRETED
 from sparse_attn.ops.topk.table import LENGTH
 
 
-def _each_bit(registers: str, first: str, store: str) -> str:
-    """PTX that goes through the bits of a word, $1, the last one first: ``store`` is done with ``bit``, $2 + its number.
-    ``first``: before that, if there are any. They may use ``one`` and the predicate p."""
-    return f"""{{ .reg .pred p; .reg .b32 word, bit, one; {registers}
+def _from_both_ends(registers: str, first: str, store: str, store_last: str) -> str:
+    """PTX that goes through the bits of a word, $1: ``store`` is done with ``bit``, $2 + the number of the first that is left, then
+    ``store_last`` with ``last``, that of the last one, where p says that it is another. ``first``: before that, if there are any."""
+    return f"""{{ .reg .pred p, q; .reg .b32 word, rest, one, other, bit, last; {registers}
     mov.b32 word, $1;  setp.eq.u32 p, word, 0;  @p bra DONE;  {first}
-    NEXT: bfind.u32 bit, word;  shl.b32 one, 1, bit;  xor.b32 word, word, one;  add.s32 bit, bit, $2;
+    NEXT: bfind.u32 last, word;  shl.b32 other, 1, last;  sub.u32 rest, word, 1;  and.b32 rest, word, rest;
+    xor.b32 one, word, rest;  bfind.u32 bit, one;  setp.ne.u32 p, one, other;  not.b32 other, other;  and.b32 word, rest, other;
+    add.s32 bit, bit, $2;  add.s32 last, last, $2;
     {store}
+    {store_last}
     setp.ne.u32 p, word, 0;  @p bra NEXT;
     DONE: mov.u32 $0, 0; }}"""
 
 
-BEHIND_THE_LAST = "popc.b32 place, word;  add.s32 place, place, $3;"
 SCATTER = tl.constexpr(
-    _each_bit(
-        ".reg .b32 place; .reg .b64 at;", BEHIND_THE_LAST,
-        "sub.s32 place, place, 1;  mad.wide.s32 at, place, 4, $4;  st.global.b32 [at], bit;",
+    _from_both_ends(
+        ".reg .b32 ones; .reg .b64 at, to;",
+        "mad.wide.s32 at, $3, 4, $4;  popc.b32 ones, word;  mad.wide.u32 to, ones, 4, at;",
+        "st.global.b32 [at], bit;  add.s64 at, at, 4;",
+        "add.s64 to, to, -4;  @p st.global.b32 [to], last;",
     )
 )  # fmt: skip
 LINE_UP = tl.constexpr(
-    _each_bit(
-        ".reg .b32 place;", BEHIND_THE_LAST,
-        "sub.s32 place, place, 1;  mad.lo.u32 one, place, 4, $5;  setp.lt.u32 p, place, $4;  @p st.shared.b32 [one], bit;",
+    _from_both_ends(
+        ".reg .b32 place, to, at;",
+        "mov.b32 place, $3;  popc.b32 to, word;  add.s32 to, to, place;",
+        "mad.lo.u32 at, place, 4, $5;  setp.lt.u32 q, place, $4;  @q st.shared.b32 [at], bit;  add.s32 place, place, 1;",
+        "sub.s32 to, to, 1;  mad.lo.u32 at, to, 4, $5;  setp.lt.and.u32 q, to, $4, p;  @q st.shared.b32 [at], last;",
     )
 )  # fmt: skip
+# One more for every bit: ptxas makes a scan across the warp of an addition of several.
 APPEND = tl.constexpr(
-    _each_bit(
-        ".reg .b32 at;", "popc.b32 one, word;  atom.shared.add.u32 at, [$4], one;  mad.lo.u32 at, at, 4, $3;",
-        "st.shared.b32 [at], bit;  add.u32 at, at, 4;",
-    )
-)  # fmt: skip
+    """{ .reg .pred p; .reg .b32 word, bit, one, at;
+    mov.b32 word, $1;  setp.eq.u32 p, word, 0;  @p bra DONE;
+    NEXT: bfind.u32 bit, word;  shl.b32 one, 1, bit;  xor.b32 word, word, one;  add.s32 bit, bit, $2;
+    atom.shared.add.u32 at, [$4], 1;  mad.lo.u32 at, at, 4, $3;  st.shared.b32 [at], bit;
+    setp.ne.u32 p, word, 0;  @p bra NEXT;
+    DONE: mov.u32 $0, 0; }"""
+)
 
 
 @triton.jit
