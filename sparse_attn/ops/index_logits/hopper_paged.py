@@ -37,6 +37,7 @@ from sparse_attn.ops.index_logits.hopper import (
 
 CHUNK = gl.constexpr(128)  # units whose tiles are counted at a time
 SOON = 64  # tiles of a program, during which the next launch may start
+STAYS = gl.constexpr(8 << 20)  # bytes of scores, up to which the L2 holds them beside the keys that stream through it
 WINDOW = gl.constexpr(32)  # entries of a block table that the producer holds, one to a lane
 
 
@@ -149,6 +150,15 @@ def _clear(
 
 
 @gluon.jit
+def _store(to, values, mask, stay):
+    """``stay``: in the L2 while it has anything else to evict. A write between reads costs DRAM more than its bytes."""
+    if stay:
+        gl.store(to, values, mask=mask, eviction_policy="evict_last")
+    else:
+        gl.store(to, values, mask=mask)
+
+
+@gluon.jit
 def _score(
     common, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr, CLEAN: gl.constexpr,
     GROUP: gl.constexpr,
@@ -157,7 +167,7 @@ def _score(
     (
         keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, maxima, units,
         num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table,
-        stride_out, stride_maxima, first, skip, last, count,
+        stride_out, stride_maxima, first, skip, last, count, stay,
     ) = common  # fmt: skip
     TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
@@ -217,12 +227,12 @@ def _score(
                 position = gl.expand_dims(tile * TILE + key, 1)
                 known = (block >= 0) & (block < num_blocks)
                 scores = gl.where(position < gl.where(known, limit, 0), scores, -float("inf"))
-                gl.store(to + position, scores, mask=position < written)
+                _store(to + position, scores, position < written, stay)
                 if GROUP > 1:
                     highest = gl.max(gl.reshape(scores, [TILE // GROUP, GROUP, SOME]), 1)
                     highest = gl.convert_layout(highest, MAXIMA, assert_trivial=True)
                     at = gl.expand_dims(tile * (TILE // GROUP) + group, 1)
-                    gl.store(to_maxima + at, highest, mask=at < groups)
+                    _store(to_maxima + at, highest, at < groups, stay)
             signal(query_freed.index(place))
         done += some
         turn += (some > 0).to(gl.int32)
@@ -290,12 +300,13 @@ def paged_mqa_logits(
         counted += gl.sum(there, 0)
     last = gl.minimum(last + 1, units)
     count = end - begin
+    stay = total <= STAYS // (TILE * ROWS * 4)
     skip = begin - skipped
     barrier()
     common = (
         keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table, out, maxima,
         units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_lens_request,
-        stride_lens_row, stride_table_request, stride_out_row, stride_maxima_row, first, skip, last, count,
+        stride_lens_row, stride_table_request, stride_out_row, stride_maxima_row, first, skip, last, count, stay,
     )  # fmt: skip
     gl.warp_specialize(
         [
