@@ -213,6 +213,33 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
 
 
 @pytest.mark.gpu
+def test_more_scores_than_are_to_stay_in_the_l2():
+    """With one request more there are; the others' scores and the highest of groups have the same bits."""
+    from sparse_attn.ops.index_logits import hopper_paged
+
+    torch.manual_seed(0)
+    width = 131072
+    fewer = hopper_paged.STAYS.value // (4 * width)
+    cache = torch.randint(0, 120, (300, 64, LAYOUT.row), dtype=torch.uint8, device="cuda")
+    cache.view(300, -1)[:, 64 * 128 :].view(torch.float32).uniform_(0.5, 1.5)
+    table = torch.randint(0, 300, (fewer + 1, width // 64), dtype=torch.int32, device="cuda")
+    q, weights = codes(fewer + 1, 1, 64, 128), torch.randn(fewer + 1, 64, device="cuda")
+    lens = torch.full((fewer + 1, 1), width, dtype=torch.int32, device="cuda")
+    results = []
+    for requests in (fewer, fewer + 1):
+        chosen = config.paged_config(requests, 1, 64, 128, width, "e4m3fn", 1, H200)
+        out = torch.full((requests, width), math.nan, device="cuda")
+        maxima = torch.full((requests, width // 8), math.nan, device="cuda")
+        kernels.launch_paged_mqa_logits(
+            q[:requests], cache, weights[:requests], lens[:requests], table[:requests], width, "e4m3fn", out, chosen,
+            clean=False, maxima=maxima, group=8,
+        )  # fmt: skip
+        results.append((out[:fewer], maxima[:fewer]))
+        assert torch.equal(maxima, out.unflatten(1, (-1, 8)).amax(2))
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
+@pytest.mark.gpu
 def test_twenty_times_the_same_bits():
     rows_case(4500, 2000, 64, "causal", True, repeats=20)
     paged_case([[33000 - 770 * i, 33001 - 770 * i] for i in range(40)], 64, 33001, repeats=20)
