@@ -98,17 +98,17 @@ def digits(chunks, k, FEW: tl.constexpr, THREADS: tl.constexpr):
         greatest = halves.greater(chunks[chunk], greatest)
     highest = tl.maximum(halves.lower(greatest), halves.upper(greatest))
     last = tl.full([], tables.BINS - 1, tl.int32)
-    WORDS: tl.constexpr = highest.shape[0]
-    if FEW and WORDS >= THREADS:
-        EACH: tl.constexpr = min(2, WORDS // THREADS)  # words side by side in a thread
-        highest = tl.max(tl.max(tl.reshape(highest, [WORDS // (EACH * THREADS), THREADS, EACH]), 2), 0)
+    if FEW:
+        # Of each thread, which has words side by side in pairs; then least and greatest keys in one reduction.
+        highest = tl.max(tl.max(tl.reshape(highest, [highest.shape[0] // (2 * THREADS), THREADS, 2]), 2), 0)
         keys = halves.key((highest.to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
-        least, minus_most = tl.split(tl.min(tl.join(keys, -keys), 0))  # both in one reduction
-        least = tl.minimum(least, halves.NOTHING - (tables.BINS - 1))
-        return least, tl.where(k <= 4 * THREADS, tl.minimum(1 - minus_most - least, last), last)
+        least, minus_most = tl.split(tl.min(tl.join(keys, -keys), 0))
     else:
         least = halves.key((tl.max(highest, 0).to(tl.int32, bitcast=True) >> 16) & 0xFFFF)
-        return tl.minimum(least, halves.NOTHING - (tables.BINS - 1)), last
+    least = tl.minimum(least, halves.NOTHING - (tables.BINS - 1))
+    if FEW:
+        last = tl.where(k <= 4 * THREADS, tl.minimum(1 - minus_most - least, last), last)
+    return least, last
 
 
 @triton.jit
