@@ -190,6 +190,12 @@ def test_paged(next_n, heads, clean):
     paged_case([[5000 + j for j in after], [200] * next_n], heads, 5005, clean=clean, table_width=9)
 
 
+def random_cache():
+    cache = torch.randint(0, 120, (300, 64, LAYOUT.row), dtype=torch.uint8, device="cuda")
+    cache.view(300, -1)[:, 64 * 128 :].view(torch.float32).uniform_(0.5, 1.5)
+    return cache
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [32, 64, 128])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
@@ -197,8 +203,7 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
     torch.manual_seed(next_n)
     lens = [[2999 + j for j in range(next_n)], [17 * j for j in range(next_n)], [5] * next_n, [64 * 9] * next_n]
     lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
-    cache = torch.randint(0, 120, (300, 64, LAYOUT.row), dtype=torch.uint8, device="cuda")
-    cache.view(300, -1)[:, 64 * 128 :].view(torch.float32).uniform_(0.5, 1.5)
+    cache = random_cache()
     cache[7, 3, :] = 0x7F  # a key of NaN
     table = torch.randint(-1, 301, (4, 53), dtype=torch.int32, device="cuda")
     q, weights = codes(4, next_n, heads, 128), torch.randn(4 * next_n, heads, device="cuda")
@@ -214,29 +219,29 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
 
 @pytest.mark.gpu
 def test_more_scores_than_are_to_stay_in_the_l2():
-    """With one request more there are; the others' scores and the highest of groups have the same bits."""
+    """With one request more there are; the others' scores have the same bits, and the highest of groups come with either."""
     from sparse_attn.ops.index_logits import hopper_paged
 
     torch.manual_seed(0)
     width = 131072
     fewer = hopper_paged.STAYS.value // (4 * width)
-    cache = torch.randint(0, 120, (300, 64, LAYOUT.row), dtype=torch.uint8, device="cuda")
-    cache.view(300, -1)[:, 64 * 128 :].view(torch.float32).uniform_(0.5, 1.5)
+    cache = random_cache()
     table = torch.randint(0, 300, (fewer + 1, width // 64), dtype=torch.int32, device="cuda")
     q, weights = codes(fewer + 1, 1, 64, 128), torch.randn(fewer + 1, 64, device="cuda")
     lens = torch.full((fewer + 1, 1), width, dtype=torch.int32, device="cuda")
-    results = []
+    chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
+    scored = []
     for requests in (fewer, fewer + 1):
-        chosen = config.paged_config(requests, 1, 64, 128, width, "e4m3fn", 1, H200)
-        out = torch.full((requests, width), math.nan, device="cuda")
-        maxima = torch.full((requests, width // 8), math.nan, device="cuda")
-        kernels.launch_paged_mqa_logits(
-            q[:requests], cache, weights[:requests], lens[:requests], table[:requests], width, "e4m3fn", out, chosen,
-            clean=False, maxima=maxima, group=8,
-        )  # fmt: skip
-        results.append((out[:fewer], maxima[:fewer]))
-        assert torch.equal(maxima, out.unflatten(1, (-1, 8)).amax(2))
-    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+        def launch(out, maxima, group):
+            kernels.launch_paged_mqa_logits(
+                q[:requests], cache, weights[:requests], lens[:requests], table[:requests], width, "e4m3fn", out, chosen,
+                clean=False, maxima=maxima, group=group,
+            )  # fmt: skip
+            scored.append(out[:fewer])
+
+        check_highest(launch, requests, width, lens[:requests], "cuda")
+    assert all(torch.equal(scored[0], other) for other in scored[1:])
 
 
 @pytest.mark.gpu
