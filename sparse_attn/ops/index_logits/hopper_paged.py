@@ -89,11 +89,12 @@ def _window(entry, column, max_blocks):
 
 @gluon.jit
 def _fill(
-    keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, lens, table, units, num_blocks,
+    keys, scales, ends, queries, filled, freed, query_filled, query_freed, codes, factors, q, lens, table, units, num_blocks,
     max_context, max_blocks, stride_request, stride_row, stride_table, first, skip, last, count, HEADS: gl.constexpr,
     ROWS: gl.constexpr, NEXT_N: gl.constexpr,
 ):  # fmt: skip
-    """The producer: a unit's queries, then its blocks. What lies outside the cache comes as zeros and is read nowhere."""
+    """The producer: a unit's queries, then its blocks, each with where its keys end at the latest: at 0 where the cache has no
+    such block, which comes as zeros and is read nowhere."""
     TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
     lane = gl.arange(0, WINDOW, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -116,8 +117,11 @@ def _fill(
                 for i in range(begin, gl.minimum(begin + WINDOW, some)):
                     slot, phase = ring(done + i, TILES)
                     block = gl.sum(gl.where(lane == i - begin, window, 0), 0)
-                    block = gl.where((block >= 0) & (block < num_blocks), block, -1)
+                    known = (block >= 0) & (block < num_blocks)
+                    block = gl.where(known, block, -1)
+                    end = gl.where(known, 2**31 - 1, 0)
                     mbarrier.wait(freed.index(slot), phase ^ 1)
+                    ends.index(slot).store(gl.full([1], end, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
                     mbarrier.expect(filled.index(slot), keys.shape[2] * keys.shape[3] + scales.shape[2] * 4)
                     tma.async_copy_global_to_shared(codes, [block, 0, 0], filled.index(slot), keys.index(slot))
                     tma.async_copy_global_to_shared(factors, [block, 0], filled.index(slot), scales.index(slot))
@@ -165,9 +169,9 @@ def _score(
 ):  # fmt: skip
     """A consumer: of every tile of the program's share that is its turn LANES of the lanes, or all. common: to all consumers."""
     (
-        keys, scales, queries, filled, freed, query_filled, query_freed, weights, lens, table, out, maxima, units,
-        num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_request, stride_row, stride_table,
-        stride_out, stride_maxima, first, skip, last, count, stay,
+        keys, scales, ends, queries, filled, freed, query_filled, query_freed, weights, lens, out, maxima, units, max_context,
+        stride_weights_row, stride_weights_head, stride_request, stride_row, stride_out, stride_maxima, first, skip, last, count,
+        stay,
     ) = common  # fmt: skip
     TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
@@ -197,7 +201,6 @@ def _score(
             request = (unit // GROUPS).to(gl.int64)
             first_row = unit % GROUPS * ROWS
             present = NEXT_N - first_row
-            entry = table + request * stride_table
             to = gl.expand_dims(out + (request * NEXT_N + first_row + own) * stride_out, 0)
             limit = gl.load(lens + request * stride_request + (first_row + own) * stride_row, mask=own < present, other=0)
             limit = gl.expand_dims(gl.minimum(limit, max_context), 0)
@@ -217,16 +220,15 @@ def _score(
             for i in range(own_tile(which // PARTS, done, TURNS), some, TURNS):
                 slot, phase = ring(done + i, TILES)
                 tile = skip + i
-                block = gl.load(entry + tile, mask=tile < max_blocks, other=-1)
                 mbarrier.wait(filled.index(slot), phase)
                 product = multiply(keys.index(slot), queries.index(place).slice(FROM * HEADS, SOME * HEADS, dim=0))
-                scale = scales.index(slot).reshape([TILE]).load(KEY)
                 product = warpgroup_mma_wait(0, deps=(product,))
+                scale = scales.index(slot).reshape([TILE]).load(KEY)
+                end = gl.expand_dims(ends.index(slot).load(KEY), 1)
                 signal(freed.index(slot))
                 scores = sums(product, halves, SOME) * gl.expand_dims(scale, 1)
                 position = gl.expand_dims(tile * TILE + key, 1)
-                known = (block >= 0) & (block < num_blocks)
-                scores = gl.where(position < gl.where(known, limit, 0), scores, -float("inf"))
+                scores = gl.where(position < gl.minimum(limit, end), scores, -float("inf"))
                 _store(to + position, scores, position < written, stay)
                 if GROUP > 1:
                     highest = gl.max(gl.reshape(scores, [TILE // GROUP, GROUP, SOME]), 1)
@@ -277,6 +279,7 @@ def paged_mqa_logits(
 ):
     keys = gl.allocate_shared_memory(codes.dtype, [TILES] + codes.block_shape, codes.layout)
     scales = gl.allocate_shared_memory(factors.dtype, [TILES] + factors.block_shape, factors.layout)
+    ends = gl.allocate_shared_memory(gl.int32, [TILES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
     filled, freed, query_filled, query_freed = allocate_rings(TILES, products(queries.shape[1]))
     fence_async_shared()
@@ -304,9 +307,9 @@ def paged_mqa_logits(
     skip = begin - skipped
     barrier()
     common = (
-        keys, scales, queries, filled, freed, query_filled, query_freed, weights, context_lens, block_table, out, maxima,
-        units, num_blocks, max_context, max_blocks, stride_weights_row, stride_weights_head, stride_lens_request,
-        stride_lens_row, stride_table_request, stride_out_row, stride_maxima_row, first, skip, last, count, stay,
+        keys, scales, ends, queries, filled, freed, query_filled, query_freed, weights, context_lens, out, maxima, units,
+        max_context, stride_weights_row, stride_weights_head, stride_lens_request, stride_lens_row, stride_out_row,
+        stride_maxima_row, first, skip, last, count, stay,
     )  # fmt: skip
     gl.warp_specialize(
         [
@@ -314,7 +317,7 @@ def paged_mqa_logits(
             (_score, (common, 1, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
             (_score, (common, 2, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
             (_score, (common, 3, HEADS, ROWS, NEXT_N, CLEAN, GROUP)),
-            (_fill, (keys, scales, queries, filled, freed, query_filled, query_freed, codes, factors, q, context_lens,
+            (_fill, (keys, scales, ends, queries, filled, freed, query_filled, query_freed, codes, factors, q, context_lens,
                      block_table, units, num_blocks, max_context, max_blocks, stride_lens_request,
                      stride_lens_row, stride_table_request, first, skip, last, count, HEADS, ROWS, NEXT_N)),
         ],
