@@ -481,8 +481,15 @@ HOPPER = [
     Mutation(
         "hopper-one-position-too-many", "a row sees the position at its length",
         SCORES + "hopper_paged.py",
-        "position < gl.where(known, limit, 0)",
-        "position <= gl.where(known, limit, 0)",
+        "position < gl.minimum(limit, end)",
+        "position <= gl.minimum(limit, end)",
+        ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
+    ),
+    Mutation(
+        "hopper-ends-of-other-tiles", "what says that a block is none of the cache's lies with another tile's keys",
+        SCORES + "hopper_paged.py",
+        "ends.index(slot).store(",
+        "ends.index(slot ^ 1).store(",
         ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
     ),
     Mutation(
