@@ -8,7 +8,14 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
 from sparse_attn.ops import index_logits
-from sparse_attn.ops.index_topk import config, index_topk_decode, index_topk_decode_slots, index_topk_prefill, shapes
+from sparse_attn.ops.index_topk import (
+    DECODE_LOGITS_BYTES,
+    config,
+    index_topk_decode,
+    index_topk_decode_slots,
+    index_topk_prefill,
+    shapes,
+)
 from sparse_attn.ops.topk import config as selection
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.target import H200, target_of
@@ -270,6 +277,17 @@ def test_grouped_decode_takes_as_much_as_is_planned():
             for width in (32768, 32769, 65536, 131072, config.MOST_GROUPED)
         ]
         assert sizes == sorted(sizes) and sizes[-1] <= rows * (config.MOST_GROUPED * 9 // 2 + 256)
+
+
+@pytest.mark.parametrize("top_k", [512, 1024, 2048, 4096])
+def test_a_decode_selection_takes_less_than_half_of_its_logits(top_k):
+    step = shapes.rows_at_once(128, 163840, DECODE_LOGITS_BYTES)
+    scratches = (
+        config.scratch_of(step, 163840, config.decode_config(step, 163840, top_k, H200)),
+        config.slots_scratch(128, 163840, top_k, DECODE_LOGITS_BYTES, H200),
+    )
+    for scratch in scratches:
+        assert 0 < workspace.size_of(scratch).nbytes < 128 * 163840 * 4 // 2
 
 
 @pytest.mark.kernel

@@ -14,6 +14,7 @@ from sparse_attn.ops.index_topk import op
 from sparse_attn.types import Ragged
 
 LOGITS_BYTES = 512 << 20
+DECODE_LOGITS_BYTES = 32 << 20  # 64 rows of 131072 keys; models, which have the room that prefill takes, give what that has
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 
@@ -79,7 +80,7 @@ def index_topk_decode(
     max_context_len: int,
     layout: IndexFp8Layout | PlainLayout,
     *,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int = DECODE_LOGITS_BYTES,
     impl: str = "auto",
 ) -> torch.Tensor:
     """The ``top_k`` best positions of every decode row among its request's cached keys.
@@ -109,7 +110,7 @@ def index_topk_decode_slots(
     max_context_len: int,
     layout: IndexFp8Layout | PlainLayout,
     *,
-    logits_bytes: int = LOGITS_BYTES,
+    logits_bytes: int = DECODE_LOGITS_BYTES,
     impl: str = "auto",
 ) -> Ragged:
     """Where in a paged cache the ``top_k`` best positions of every decode row lie.
