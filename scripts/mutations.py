@@ -125,6 +125,13 @@ KERNELS = [
         ("tests/test_topk_grouped.py::test_kernel[equal]", "tests/test_topk_grouped.py::test_kernel[ascending]"),
     ),
     Mutation(
+        "scores-entry-of-the-tile-before", "a tile's keys come from the block of the tile before",
+        OPS + "index_logits/kernels.py",
+        "upcoming = _entry(table, (begin + step) // block_size, max_blocks)",
+        "upcoming = _entry(table, begin // block_size, max_blocks)",
+        ("tests/test_index_logits.py::test_paged_kernel",),
+    ),
+    Mutation(
         "scores-last-group-left-out", "a last group that is not whole has no highest score",
         OPS + "index_logits/kernels.py",
         "(group * GROUP < max_context)[:, None]",

@@ -263,6 +263,8 @@ PAGED_CASES = [  # layout, lens, heads, block size, padding
     ("fp8", [[70, 71], [0, -4], [INT_MAX, 150], [3, INT_MIN]], 3, 16, 0),
     ("fp8 odd", [[40]], 5, 7, 4),
     ("fnuz", [[33, 34, 35], [1, 2, 0]], 16, 64, 64),
+    ("fp8", [[150, 129], [INT_MAX, 128], [0, 5]], 3, 128, 32),  # a tile of keys lies in one block
+    ("fp8", [[70, 155, 64]] + [[0, 0, 3]] * 8, 30, 64, 0),  # the same, of half as many keys, tile after tile
     ("bf16", [[130], [5]], 4, 16, 16),
     ("fp32", [[50, 51]], 2, 8, 0),
     ("fp8", [[9, 70, 33], [0, 0, 66]], 80, 16, 0),  # rows of a request in programs of their own

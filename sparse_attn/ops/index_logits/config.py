@@ -64,15 +64,15 @@ def paged_config(
 ) -> LogitsConfig:
     lanes = next_n * heads
     native = flavour == "e4m3fn" and target.fp8_dot
-    keys = 128 if lanes <= 64 else 64  # 64 lanes of 128 fp32 sums fill half the registers
+    keys = 64 if native or lanes > 64 else 128  # 64: a usual block; 64 lanes of 128 fp32 sums fill half the registers
     warps = 4
     if element == 4:  # multiplied without a matrix unit: few products in a thread, for its operands are many
         keys, warps = (32 if lanes <= 64 else 16), (4 if lanes <= 32 else 8)
     elif lanes > 64 and not native and target.vendor == "nvidia" and not target.reads_shared_operands:
         warps = 8  # keys are decoded in registers, beside the sums
-    stages = 1 if element == 4 else (4 if native else 2)
+    stages = 1 if element == 4 else (3 if native else 2)
     tiles = -(-max_context_len // keys)
-    splits = max(1, min(tiles, 4 * target.num_sms // max(requests, 1)))
+    splits = max(1, min(tiles, (6 if native else 4) * target.num_sms // max(requests, 1)))
     hopper = None
     if native and _specialised(heads, dim, target):
         rows = min(HOPPER_LANES // heads, 4, 1 << (next_n - 1).bit_length())

@@ -146,6 +146,12 @@ def clear_outside(
         tl.store(out_row + column, nothing, mask=(column >= end) & (column < keys))
 
 
+@triton.jit
+def _entry(table, column, max_blocks):
+    """-1 behind the table's last."""
+    return tl.load(table + column, mask=column < max_blocks, other=-1)
+
+
 @triton.jit(
     do_not_specialize=[
         "max_context", "max_blocks", "num_blocks", "block_size", "stride_table_request", "stride_out_row", "stride_maxima_row"
@@ -187,6 +193,7 @@ def paged_mqa_logits(
     CLEAN: tl.constexpr,
     GROUP: tl.constexpr,  # neighbours whose highest score goes to ``maxima``
     KEYS: tl.constexpr,
+    IN_BLOCK: tl.constexpr,  # KEYS keys lie in one block
     STAGES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -217,15 +224,28 @@ def paged_mqa_logits(
     table = block_table + request * stride_table_request
 
     first = tl.program_id(1) * KEYS
+    upcoming = -1
+    if IN_BLOCK:
+        upcoming = _entry(table, first // block_size, max_blocks)
     for begin in tl.range(first, longest, step, num_stages=STAGES):
         position = begin + tl.arange(0, KEYS)
-        table_column = position // block_size
-        mapped = (position < longest) & (table_column < max_blocks)
-        block = tl.load(table + table_column, mask=mapped, other=-1)
+        if IN_BLOCK:
+            table_column = begin // block_size
+            entry = upcoming
+            upcoming = _entry(table, (begin + step) // block_size, max_blocks)
+            block = tl.where(position < longest, entry, -1)
+        else:
+            table_column = position // block_size
+            mapped = (position < longest) & (table_column < max_blocks)
+            block = tl.load(table + table_column, mask=mapped, other=-1)
+            entry = block
         known = (block >= 0) & (block < num_blocks)
-        base = cache + block.to(tl.int64) * stride_cache_block
+        base = cache + entry.to(tl.int64) * stride_cache_block
         within = position - table_column * block_size
-        k_at = base[:, None] + (within * D)[:, None] + column[None, :]
+        if FP8:  # on their way while keys are multiplied
+            scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
+            scale = tl.load(scale_at, mask=known, other=0.0)
+        k_at = (base + within * D)[:, None] + column[None, :]
         if FP8_DOT:
             k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
         if D == PAD_D:
@@ -238,8 +258,7 @@ def paged_mqa_logits(
         weighed = _weighed(products, weight, real_lane, WHOLE_H)
         score = tl.sum(tl.reshape(weighed, [KEYS, PAD_N, PAD_H]), 2)
         if FP8:
-            scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
-            score = score * tl.load(scale_at, mask=known, other=0.0)[:, None]
+            score = score * scale[:, None]
         score = tl.where(known[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
         written = (row < NEXT_N)[None, :] & (position < tl.cdiv(max_context, GROUP) * GROUP)[:, None]
         tl.store(out_row[None, :] + position[:, None], score, mask=written)
@@ -367,6 +386,7 @@ def launch_paged_mqa_logits(
         CLEAN=clean,
         GROUP=group,
         KEYS=config.keys,
+        IN_BLOCK=flavour == "e4m3fn" and cache.shape[1] % config.keys == 0,  # elsewhere registers would be spilled
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         **chain.chained(target_of(q.device)),
