@@ -90,7 +90,8 @@ def index_topk_decode(
     row (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
     [requests, max_blocks]; positions beyond it or of a block outside the cache are not candidates. max_context_len: the
     host's bound on every length. logits_bytes: how much logits may be held at once, at least one request; what selecting
-    takes beside them is 16 MiB at most, or an eighth as much.
+    takes beside them is 16 MiB at most, or an eighth as much. Rows that do not fit, each counted as max_context_len long,
+    take launches of their own.
 
     Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
     """
