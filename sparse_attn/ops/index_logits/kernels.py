@@ -30,9 +30,13 @@ def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr)
 
 
 @triton.jit
-def _weighed(products, weights, real, WHOLE_H: tl.constexpr):
-    """relu(products) [KEYS, lanes] times ``weights``, 0 where a lane is no ``real`` head."""
-    weighed = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+def _weighed(products, weights, real, WHOLE_H: tl.constexpr, HALVES: tl.constexpr):
+    """relu(products) [KEYS, lanes] times ``weights``, 0 where a lane is no ``real`` head. HALVES: ``weights`` are halves of them,
+    for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN; on NVIDIA an addition runs at twice the rate of a maximum."""
+    if HALVES:
+        weighed = (products + tl.abs(products)) * weights[None, :]
+    else:
+        weighed = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
     if not WHOLE_H:
         weighed = tl.where(real[None, :], weighed, 0.0)  # an infinite key times the zeros of padding is NaN
     return weighed
@@ -117,7 +121,7 @@ def mqa_logits(
         start = tl.load(kv_start + m64 * stride_start_row)
         end = tl.load(kv_end + m64 * stride_end_row)
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_H], tl.float32))
-        score = tl.sum(_weighed(products, weight, real_head, WHOLE_H), 1)
+        score = tl.sum(_weighed(products, weight, real_head, WHOLE_H, False), 1)
         if k_scale is not None:
             score = score * scale
         score = tl.where((key >= start) & (key < end), score, float("-inf"))
@@ -220,6 +224,8 @@ def paged_mqa_logits(
     )
     weight_at = weights + (request * NEXT_N + lane_row) * stride_weights_row + head * stride_weights_head
     weight = tl.load(weight_at, mask=real_lane, other=0.0)
+    if FP8_DOT:
+        weight = 0.5 * weight
     out_row = out + (request * NEXT_N + row) * stride_out_row
     table = block_table + request * stride_table_request
 
@@ -255,7 +261,7 @@ def paged_mqa_logits(
                 tl.load(k_at, mask=known[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
             )
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_N * PAD_H], tl.float32))
-        weighed = _weighed(products, weight, real_lane, WHOLE_H)
+        weighed = _weighed(products, weight, real_lane, WHOLE_H, FP8_DOT)
         score = tl.sum(tl.reshape(weighed, [KEYS, PAD_N, PAD_H]), 2)
         if FP8:
             score = score * scale[:, None]
