@@ -100,6 +100,9 @@ class Workspace:
                 f"workspace_size(spec, bounds, target) with bounds that cover this call (max_batch, max_batched_tokens, "
                 f"max_model_len, next_n, logits_bytes)"
             )
+        if self.device.type == "cuda":  # what this stream still reads may have been allocated on another one
+            for old in (self._scratch, self._counters):
+                old.record_stream(torch.cuda.current_stream(self.device))
         self._allocate(largest((self.size, size)))
 
     def take(self, who: str, scratch: Scratch) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -157,6 +157,20 @@ def test_two_graphs_on_two_streams(name):
 
 
 @pytest.mark.gpu
+def test_what_was_loaded_may_be_overwritten():
+    model = model_of()
+    tokens, seq_lens, table = torch.tensor([9], device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda"), table_of(1)
+    want = eager_tokens(model, caches_of(model, 1), eager_state(tokens.clone(), seq_lens.clone(), table), 5)
+    graph = graph_of(model, caches_of(model, 1), (1,))
+    with torch.cuda.stream(graph.stream):
+        torch.cuda._sleep(100_000_000)  # the graph is behind
+    graph.load(tokens, seq_lens, table)
+    tokens.fill_(8)
+    seq_lens.fill_(0)
+    assert torch.equal(graph.run(5).wait(), want)
+
+
+@pytest.mark.gpu
 def test_stop_ids_end_a_row_on_the_device():
     model = model_of()
     tokens, seq_lens = torch.tensor([9]), torch.tensor([1], dtype=torch.int32)

@@ -114,3 +114,15 @@ def test_growth_while_capturing_is_an_error():
     with torch.cuda.graph(graph, stream=stream), workspace.use(owner):
         with pytest.raises(RuntimeError, match="op needs 512 bytes and 4 counters.*cannot grow while its stream is capturing"):
             workspace.take("op", SCRATCH, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_what_is_outgrown_is_kept_for_the_stream_that_reads_it():
+    size = 1 << 20
+    owner, side = Workspace((size, 0), "cuda"), torch.cuda.Stream()
+    before = owner._scratch.data_ptr()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # an op that reads what owner lent it
+        owner.grow(WorkspaceSize(2 * size, 0), "op")
+    assert torch.empty(size, dtype=torch.uint8, device="cuda").data_ptr() != before
+    torch.cuda.synchronize()

@@ -109,7 +109,8 @@ class DecodeGraph:
     ) -> None:
         """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for a
         row that is out; its blocks, int32 [n, at most max_blocks]; where the caches have rings its ring blocks, int32 [n,
-        ring_blocks]. Tensors may lie on the host or the device."""
+        ring_blocks]. Tensors may lie on the host or the device; the current stream waits until they were read, the host does
+        not, so leave pinned ones alone until a token has arrived."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
@@ -134,6 +135,7 @@ class DecodeGraph:
             self._seq_lens[:rows].copy_(seq_lens, non_blocking=True)
             self._block_table.fill_(-1)
             self._block_table[:rows, : block_table.shape[1]].copy_(block_table, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self.stream)  # the caller may write to these tensors, or let go of them
         self._rows = rows
 
     def run(self, steps: int) -> TokenStream:
