@@ -264,6 +264,14 @@ def test_plan_knows_every_preset(name, cache, capsys):
 def test_plan_errors(capsys):
     assert main(["plan", "--preset", "tiny-v32", "--max-model-len", "8193"]) == 2
     assert "--max-model-len: got 8193" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "/nonexistent"])
+    assert "--model: got '/nonexistent', allowed: a folder with a config.json, or one" in capsys.readouterr().err
+
+
+def test_plan_of_a_shipped_model(capsys):
+    assert main(["plan", "--model", "reader-v4"]) == 0
+    assert "full entries cache" in capsys.readouterr().out
 
 
 def test_shipped_text_is_longer_than_top_k():

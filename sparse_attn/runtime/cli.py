@@ -86,7 +86,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", type=_spec_of_preset, dest="spec", metavar="|".join(PRESETS))
-    model.add_argument("--model", type=_spec_of_folder, dest="spec", metavar="DIR", help="a folder with a config.json")
+    model.add_argument("--model", type=_spec_of_folder, dest="spec", metavar="NAME|DIR",
+                       help=f"a folder with a config.json, or a model that ships here: {', '.join(shipped_models())}")  # fmt: skip
     parser.add_argument("--max-batch", type=positive, default=1, metavar="N", help="requests (default: %(default)s)")
     parser.add_argument("--max-batched-tokens", type=positive, default=8192, metavar="N",
                         help="tokens of a step (default: %(default)s)")  # fmt: skip
@@ -262,14 +263,11 @@ def _spec_of_preset(name: str) -> Spec | CompressedSpec:
         refuse(str(error))
 
 
-def _spec_of_folder(folder: str) -> Spec | CompressedSpec:
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        refuse(f"{folder} holds no config.json")
+def _spec_of_folder(given: str) -> Spec | CompressedSpec:
     try:
-        return from_hf_config(json.loads(path.read_text()))
+        return from_hf_config(json.loads((folder_of(given) / "config.json").read_text()))
     except ValueError as error:
-        refuse(str(error))
+        refuse(str(error).removeprefix("--model: "))
 
 
 def _ids(given: str) -> list[int]:
