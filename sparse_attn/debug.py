@@ -97,14 +97,13 @@ def ranges(start: str, starts: torch.Tensor | None, end: str, ends: torch.Tensor
         at_most(end, ends, width, of)
 
 
-def slots(name: str, values: torch.Tensor, cache: torch.Tensor, written: torch.Tensor | None = None) -> None:
-    """-1 or a slot of ``cache``, and none of them twice among those that are ``written``."""
+def slots(name: str, values: torch.Tensor, cache: torch.Tensor) -> None:
+    """-1 or a slot of ``cache``, and none of them twice."""
     count = cache.shape[0] * cache.shape[1]
     places(name, values, count, "slots of the cache")
     order = values.argsort(stable=True)
     again = torch.zeros_like(values, dtype=torch.bool)
-    written = values >= 0 if written is None else written & (values >= 0)
-    order = order[written[order]]
+    order = order[values[order] >= 0]
     again[order[1:]] = values[order[1:]] == values[order[:-1]]
     refuse(name, values, again, "slots that no other row writes")
 
@@ -146,8 +145,9 @@ def gathered(
     indptr("kv_indptr", kv_indptr, capacity, "capacity")
     lengths = kv_indptr.long().diff()
     room = columns * block_size
-    refuse("kv_indptr", kv_indptr[1:], lengths > room, "at most {} (what the row of block_table has room for)",
-           limit=kv_indptr[:-1].long() + room)  # fmt: skip
+    before = torch.cat([kv_indptr[:1], kv_indptr[:-1]]).long()
+    refuse("kv_indptr", kv_indptr, kv_indptr > before + room, "at most {} (what the row of block_table has room for)",
+           limit=before + room)  # fmt: skip
     first = torch.zeros_like(lengths)
     if starts is not None:
         refuse("starts", starts, (starts < 0) & (lengths > 0), "at least 0")

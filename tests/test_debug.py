@@ -52,7 +52,7 @@ GOOD = {
         slot_mapping=ints(-1, 11, -1), layout=PLAIN.name,
     ),
     "gather_kv_cache": lambda: dict(
-        cache=allocate_cache(PLAIN, 4, 4, "cpu"), block_table=ints([INT_MIN, 3, 0], [1, 2, 3]), kv_indptr=ints(0, 5, 14),
+        cache=allocate_cache(PLAIN, 5, 4, "cpu"), block_table=ints([INT_MIN, 3, 0], [1, 2, 4]), kv_indptr=ints(0, 5, 14),
         starts=ints(7, 14), capacity=14, layout=PLAIN.name, dtype=torch.float32,
     ),
     "indexer_q_rope_quant": lambda: dict(
@@ -147,6 +147,7 @@ SLOTS_BAD = [
     (dict(slot_mapping=longs(-1, 12, 0)), "slot_mapping[1]: got 12, allowed: -1, or 0 to 11 (slots of the cache)"),
     (dict(slot_mapping=ints(-1, 3, INT_MIN)), f"slot_mapping[2]: got {INT_MIN}"),
     (dict(slot_mapping=longs(3, -1, 3)), "slot_mapping[2]: got 3, allowed: slots that no other row writes"),
+    (dict(slot_mapping=longs(0, -1, 0)), "slot_mapping[2]: got 0, allowed: slots that no other row writes"),
 ]
 BAD = {
     "indexer_k_quant_and_cache": SLOTS_BAD,
@@ -154,14 +155,15 @@ BAD = {
     "gather_indexer_k": [
         (dict(kv_indptr=ints(0, 7, 6)), "kv_indptr[2]: got 6, allowed: at least 7 (the value before it)"),
         (dict(kv_indptr=ints(0, 7, 14)), "kv_indptr[2]: got 14, allowed: 0 to 13 (capacity)"),
-        (dict(kv_indptr=ints(0, 0, 13)), "kv_indptr[1]: got 13, allowed: at most 12 (what the row of block_table"),
+        (dict(kv_indptr=ints(0, 0, 13)), "kv_indptr[2]: got 13, allowed: at most 12 (what the row of block_table"),
+        (dict(kv_indptr=ints(0, 5, 18), capacity=18), "kv_indptr[2]: got 18, allowed: at most 17 (what the row of block_table"),
         (dict(block_table=ints([3, 4, 0], [1, 2, 0])), "block_table[0, 1]: got 4, allowed: -1, or 0 to 3"),
     ],
     "gather_kv_cache": [
         (dict(starts=ints(-1, 14)), "starts[0]: got -1, allowed: at least 0"),
         (dict(kv_indptr=ints(0, 14, 13)), "kv_indptr[2]: got 13"),
-        (dict(block_table=ints([0, 3, 0], [9, 2, 3])), "block_table[1, 0]: got 9"),
-        (dict(starts=None), f"block_table[0, 0]: got {INT_MIN}, allowed: -1, or 0 to 3 (blocks of the cache)"),
+        (dict(block_table=ints([0, 3, 0], [5, 2, 3])), "block_table[1, 0]: got 5"),
+        (dict(starts=None), f"block_table[0, 0]: got {INT_MIN}, allowed: -1, or 0 to 4 (blocks of the cache)"),
     ],
     "indexer_q_rope_quant": [
         (dict(positions=ints(0, 9, 0)), "positions[1]: got 9, allowed: -1, or 0 to 8 (rows of cos_sin)"),

@@ -31,7 +31,7 @@ def compress_and_cache(
     valid = (positions >= 0) & (request_ids >= 0)
     _in_order(positions, request_ids, valid)
     complete = valid & ((positions + 1) % ratio == 0)
-    debug.slots("slot_mapping", torch.where(complete, slot_mapping, -1), cache, complete)
+    debug.slots("slot_mapping", torch.where(complete, slot_mapping, -1), cache)
     rotated = torch.where(complete & (slot_mapping >= 0), positions, -1)
     debug.places("positions", rotated, cos_sin.shape[0] + ratio - 1, "entries begin within the rows of cos_sin")
     # An entry may pool from the state what lies before the step, and every row goes there.
