@@ -137,6 +137,23 @@ def test_layer_lists_must_fit():
         dataclasses.replace(tiny_v32(), moe_layers=(False, True, True))
 
 
+def test_end_of_text_as_none_one_or_many():
+    for given, ids in ((None, ()), (7, (7,)), ([7, 9], (7, 9))):
+        assert from_hf_config(PUBLISHED_V32 | {"eos_token_id": given}).eos_token_ids == ids
+    assert from_hf_config({key: value for key, value in PUBLISHED_V32.items() if key != "eos_token_id"}).eos_token_ids == ()
+
+
+def test_rope_starts_within_the_index_key():
+    for start, message in ((-2, "index.rope_start: got -2"), (18, "rope_dim: got 16, allowed: even, and with index.rope_start 18")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(tiny_v32(), index=dataclasses.replace(tiny_v32().index, rope_start=start))
+
+
+def test_moe_score():
+    with pytest.raises(ValueError, match="moe.score: got 'softmax', allowed: sigmoid"):
+        dataclasses.replace(tiny_v32().moe, score="softmax")
+
+
 def test_moe_spec_is_static():
     with pytest.raises(dataclasses.FrozenInstanceError):
         tiny_v32().moe.num_experts = 3

@@ -64,9 +64,11 @@ class CompressedSpec:
             raise ValueError(f"layer_kinds: got {sorted(set(self.layer_kinds))}, allowed: {', '.join(LAYER_KINDS)}")
         if self.rope_dim % 2 or not 0 < self.rope_dim < self.head_dim:
             raise ValueError(f"rope_dim: got {self.rope_dim}, allowed: even, below head_dim = {self.head_dim}")
-        if self.index.rope_start + self.rope_dim > self.index.head_dim:
+        if self.rope_dim > self.index.head_dim:
+            raise ValueError(f"rope_dim: got {self.rope_dim}, allowed: at most index.head_dim = {self.index.head_dim}")
+        if not 0 <= self.index.rope_start <= self.index.head_dim - self.rope_dim:
             raise ValueError(
-                f"index.rope_start: got {self.index.rope_start}, allowed: at most index.head_dim - rope_dim = "
+                f"index.rope_start: got {self.index.rope_start}, allowed: 0 to index.head_dim - rope_dim = "
                 f"{self.index.head_dim - self.rope_dim}"
             )
         if self.o_groups < 1 or self.num_heads % self.o_groups:

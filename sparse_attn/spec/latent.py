@@ -56,6 +56,8 @@ class Spec:
                 raise ValueError(f"{name}: got {entries} entries, allowed: num_layers = {self.num_layers}")
         if not self.index_layers or not self.index_layers[0]:
             raise ValueError("index_layers: the first layer has no selection to share, it must run its own indexer")
+        if self.index.rope_start < 0:
+            raise ValueError(f"index.rope_start: got {self.index.rope_start}, allowed: at least 0")
         if self.rope_dim % 2 or self.index.rope_start + self.rope_dim > self.index.head_dim:
             raise ValueError(
                 f"rope_dim: got {self.rope_dim}, allowed: even, and with index.rope_start {self.index.rope_start} "
