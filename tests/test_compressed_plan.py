@@ -201,6 +201,8 @@ def test_opcheck_kernel(device):
         (build_window_plan, dict(window=0), "window: got 0"),
         (build_window_plan, dict(window=4, plan=CASES["mixed"]._replace(kv_indptr=CASES["mixed"].kv_indptr[1:])),
          r"plan.kv_indptr: got shape \[3\]"),
+        (build_window_plan, dict(window=4, plan=CASES["mixed"]._replace(
+            context_lens=torch.zeros(1, 99, dtype=torch.int32))), r"plan.context_lens: got shape \[1, 99\], allowed: no more rows"),
         (build_compressed_plan, dict(ratio=4, block_size=2, plan=CASES["mixed"]._replace(
             block_table=CASES["mixed"].block_table.T.contiguous().T)), "plan.block_table: got stride"),
         (build_window_plan, dict(window=4, impl="cuda"), "impl: got 'cuda'"),

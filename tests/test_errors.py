@@ -12,7 +12,7 @@ import torch
 import sparse_attn
 from sparse_attn import registration
 from sparse_attn.layout import PlainLayout
-from sparse_attn.ops import attention, index_logits
+from sparse_attn.ops import attention, index_logits, index_topk, ragged
 
 OPS = Path(sparse_attn.__file__).parent / "ops"
 FUNCTIONS = [
@@ -60,6 +60,10 @@ PAGED = dict(
     block_table=torch.zeros(2, 4, dtype=torch.int32), max_context_len=8, layout=PlainLayout("fp32", 16), **WEIGHTS,
 )  # fmt: skip
 MERGE = dict(outs=torch.zeros(2, 3, 4, 8), lses=torch.zeros(2, 3, 4))
+ROWS = dict(q=torch.zeros(2, 3, 16), kv=torch.zeros(5, 16), scale=1.0, d_v=16, ragged=sparse_attn.Ragged(
+    torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)))  # fmt: skip
+SELECT = {name: value for name, value in PAGED.items()} | dict(top_k=2)
+WIDE = torch.zeros(1, 1, dtype=torch.int32).expand(1 << 16, 1 << 15)  # 2^31 indices
 
 
 @pytest.mark.parametrize(
@@ -74,8 +78,33 @@ MERGE = dict(outs=torch.zeros(2, 3, 4, 8), lses=torch.zeros(2, 3, 4))
         (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(3, 4, 8)), "outs"),
         (attention.merge_attn_states, MERGE, dict(lses=torch.zeros(2, 4, 3)), "lses"),
         (attention.merge_attn_states, MERGE, dict(sink=torch.zeros(2)), "sink"),
+        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(0, 3, 4, 8), lses=torch.zeros(0, 3, 4)), "outs states"),
+        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(2, 3, 4, 0)), "outs d_v"),
+        (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 0, 16)), "q"),
+        (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 129, 16)), "q"),
+        (attention.sparse_attn_prefill, ROWS, dict(d_v=0), "d_v"),
+        (attention.sparse_attn_prefill, ROWS, dict(d_v=17), "d_v"),
+        (index_topk.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 0, 16), weights=torch.ones(2, 0)), "q"),
+        (index_topk.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 129, 16), weights=torch.ones(2, 129)), "q"),
+        (ragged.build_ragged_indices_from_dense, {}, dict(indices=WIDE), "indices"),
     ],
 )
 def test_errors_name_the_argument(function, good, change, name):
     with pytest.raises((TypeError, ValueError), match=rf"^{name}: got"):
+        function(**(good | change))
+
+
+@pytest.mark.parametrize(
+    "function,good,change",
+    [
+        (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 128, 16))),
+        (attention.sparse_attn_prefill, ROWS, dict(d_v=1)),
+        (attention.sparse_attn_prefill, ROWS, dict(kv=torch.zeros(5, 1, 16))),
+        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(1, 3, 4, 1), lses=torch.zeros(1, 3, 4))),
+        (index_topk.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 128, 16), weights=torch.ones(2, 128))),
+        (ragged.build_ragged_indices_from_dense, {}, dict(indices=WIDE[1:])),
+    ],
+)
+def test_what_is_just_allowed_reaches_an_implementation(function, good, change):
+    with pytest.raises(AssertionError, match="was asked for$"):
         function(**(good | change))

@@ -48,8 +48,10 @@ planar_fp8/448+64/64/e4m3fn: 584 elements a token""",
 
 
 @pytest.mark.parametrize(
-    "name", ["planar/3", "planar_fp8/448+64/60/e4m3fn", "plain/fp64/3+0", "plain/bf16/3", "index_fp8/128/e5m2/raw", "latent_fp8/512+64/96/e4m3fn/raw"]
-)
+    "name",
+    ["planar/3", "planar_fp8/448+64/60/e4m3fn", "planar_fp8/15+2/5/e4m3fn", "plain/fp64/3+0", "plain/bf16/3",
+     "index_fp8/128/e5m2/raw", "index_fp8/128/e4m3fn/pow3", "latent_fp8/512+64/96/e4m3fn/raw"],
+)  # fmt: skip
 def test_unknown_names_are_refused(name):
     with pytest.raises(ValueError, match=f"^layout: got '{name.replace('+', '.')}'"):
         parse_layout(name)

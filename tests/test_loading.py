@@ -232,8 +232,10 @@ def test_folders_that_are_no_checkpoint(tmp_path, weights):
         save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "a.safetensors")
         save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "b.safetensors")
         load(tmp_path)
-    with pytest.raises(ValueError, match="quant_method 'gptq'"):
-        load(write(tmp_path, weights, CONFIG | {"quantization_config": {"quant_method": "gptq"}}))
+    for wrong in (dict(quant_method="gptq"), dict(quant_method="gptq", weight_block_size=[128, 128]), dict(quant_method="fp8"),
+                  dict(quant_method="fp8", weight_block_size=[128])):  # fmt: skip
+        with pytest.raises(ValueError, match=f"quant_method '{wrong['quant_method']}' with weight_block_size"):
+            load(write(tmp_path, weights, CONFIG | {"quantization_config": wrong}))
 
 
 @pytest.mark.parametrize("make", [tiny_v32, tiny_glm5])

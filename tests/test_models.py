@@ -14,10 +14,14 @@ import torch
 from model_harness import Requests
 
 from sparse_attn.models.loading import load
-from sparse_attn.models.moe import experts_dense, experts_grouped, route
+from sparse_attn.models.moe import experts_dense, experts_grouped, moe, route
+from sparse_attn.models.norms import rms_norm, unit_rms
 from sparse_attn.models.params import random_params
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.spec import tiny_glm5, tiny_v32
+from sparse_attn.runtime.steps import Model
+from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
 
 TOLERANCE = 2e-4
 DECODE_STEPS = 32
@@ -191,6 +195,58 @@ def test_padded_decode_requests_change_nothing():
     torch.testing.assert_close(want, got, rtol=1e-5, atol=1e-5)
     changed = sum((a.view(torch.int32) != b.view(torch.int32)).any(-1).sum() for a, b in zip(before, padded.caches.kv))
     assert changed == len(before)  # one row per layer
+
+
+@pytest.mark.parametrize(
+    "make, change, error, message",
+    [
+        (tiny_v32, dict(tokens=torch.zeros(2)), TypeError, "tokens: got dtype torch.float32, allowed: torch.int64, torch.int32"),
+        (tiny_v32, dict(tokens=torch.zeros(3).long()), ValueError, r"tokens: got shape \[3\], allowed: \[2\], a row per row of the"),
+        (tiny_v32, dict(tokens=torch.zeros(1, 2).long()), ValueError, r"tokens: got shape \[1, 2\]"),
+        (tiny_v32, dict(kv=lambda kv: kv[:-1]), ValueError, r"caches.kv: got \d+ entries, allowed: num_layers = \d+"),
+        (tiny_v32, dict(index=lambda index: (None, *index[1:])), ValueError,
+         r"caches.index\[0\]: got None, allowed: a tensor, the layer has such a cache"),
+        (tiny_glm5, dict(index=lambda index: (index[0],) * len(index)), ValueError,
+         r"caches.index\[\d\]: got a tensor, allowed: None, the layer has no such cache"),
+        (tiny_v4, dict(state=lambda state: (None,) * len(state)), ValueError, r"caches.state\[\d\]: got None"),
+        (tiny_v4, dict(ring_table=None), ValueError, r"plan.ring_table: got None, allowed: int32 \[requests, ring blocks\]"),
+    ],
+)  # fmt: skip
+def test_what_a_forward_refuses(make, change, error, message):
+    model = Model(spec := make(), random_params(spec, seed=0), cache_layouts(spec, "fp32"))
+    caches = model.allocate_caches(1, 256, requests=1, step_rows=2)
+    loc, table = torch.tensor([0, 2], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    plan = build_step_plan(loc, loc[1:], table, torch.arange(2), kv_capacity=2, max_context=256)
+    if model.has_rings:
+        plan = plan._replace(ring_table=change.get("ring_table", table))
+    for name in caches._fields:
+        if name in change:
+            caches = caches._replace(**{name: change[name](getattr(caches, name))})
+    with pytest.raises(error, match="^" + message):
+        model(change.get("tokens", torch.zeros(2).long()), caches, plan)
+
+
+def test_blocks_hold_whole_entries():
+    model = Model(spec := tiny_v4(), {"embed": torch.empty(0)}, cache_layouts(spec, "fp32"))
+    with pytest.raises(ValueError, match="^block_size: got 64, allowed: multiples of the compression ratio 128"):
+        model.allocate_caches(1, 64, requests=1, step_rows=2)
+
+
+def test_norms_of_nothing():
+    for x in (torch.zeros(2, 8), torch.zeros(2, 8).bfloat16()):
+        assert torch.equal(unit_rms(x, 1e-6), x) and torch.equal(rms_norm(x, torch.ones(8, dtype=x.dtype), 1e-6), x)
+
+
+def test_no_shared_experts():
+    spec = tiny_v32()
+    alone = replace(spec, moe=replace(spec.moe, num_shared=0))
+    shared = {name for name in param_shapes(spec) if "moe.shared" in name}
+    assert shared and param_shapes(spec).keys() - param_shapes(alone).keys() == shared
+    params, x = random_params(alone, seed=0), torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    layer = f"layers.{spec.moe_layers.index(True)}.moe."
+    weights, ids = route(x, params, layer, alone.moe, None, impl="reference")
+    want = experts_dense(x, weights, ids, params[layer + "gate_up"], params[layer + "down"])
+    assert torch.equal(moe(x, params, layer, alone.moe, impl="reference"), want)
 
 
 def test_gate_logits_are_not_rounded():

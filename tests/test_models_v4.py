@@ -138,18 +138,27 @@ def test_small_chunks_in_small_rings(chunk):
     assert (prefill("all kinds", cuts, step_rows=chunk)[1] - want).abs().max() < TOLERANCE
 
 
-def test_prefill_in_place_equals_gathered(monkeypatch):
+@pytest.fixture
+def in_place(monkeypatch):
+    """From now on prefill rows attend in place."""
     from sparse_attn.models import deepseek_v4
     from sparse_attn.runtime import steps
 
+    forward = functools.partial(deepseek_v4.forward, prefill_in_place=True)
+    return lambda: monkeypatch.setattr(steps.deepseek_v4, "forward", forward)
+
+
+def test_prefill_in_place_equals_gathered(in_place):
     gathered = prefill("all kinds", (129,))[1]
-    in_place = functools.partial(deepseek_v4.forward, prefill_in_place=True)
-    monkeypatch.setattr(steps.deepseek_v4, "forward", in_place)
+    in_place()
     torch.testing.assert_close(prefill("all kinds", (129,))[1], gathered, rtol=1e-4, atol=1e-4)
 
 
-def test_mixed_steps():
+@pytest.mark.parametrize("form", ["gathered", "in place"])
+def test_mixed_steps(form, in_place):
     """While the first request decodes, the second prefills in chunks beside it, with padded rows behind."""
+    if form == "in place":
+        in_place()
     results = theirs("all kinds")[1]
     requests, logits = requests_of("all kinds"), [[], []]
     logits[0] += requests.step(prefill=[(0, results[0][0][: PROMPTS[0]])], padding=2)

@@ -204,6 +204,11 @@ def test_cache_bytes():
     assert nbytes(spec, "fp8", 1, 1) == 78 * 656 + spec.num_index_layers * 132
 
 
+def test_layers_of_one_kind_take_no_other_cache():
+    spec, bounds = replace(tiny_v4(), layer_kinds=("window",) * 5), Bounds(3, 50, 700, block_size=256)
+    assert [use.kind for use in pipeline.cache_uses(spec, cache_layouts(spec, "fp8"), bounds)] == ["window"]
+
+
 def test_cache_bytes_are_those_of_the_tensors():
     spec, bounds = tiny_v4(), Bounds(3, 50, 700, next_n=2, block_size=256)
     for kind in ("fp8", "bf16"):
