@@ -1,0 +1,230 @@
+"""What is launched for which shape, as tables to read: a change of theirs wants a new run on the GPU they are for."""
+
+from __future__ import annotations
+
+import torch
+from expecttest import assert_expected_inline
+
+from sparse_attn.layout import LatentFp8Layout
+from sparse_attn.ops.attention import config as attention
+from sparse_attn.ops.index_logits import config as scores
+from sparse_attn.ops.topk import config as topk
+from sparse_attn.target import H200
+from sparse_attn.testing.launches import TARGETS
+
+LATENT = LatentFp8Layout(512, 64)
+CACHES = ("fp32", 4, False, False), ("bf16", 2, False, False), ("fp8", 2, True, False), ("bf16 and fp8", 2, False, True)
+COUNTS = (1, 2, 8, 33, 64, 66, 67)
+
+
+def table(head, *rows):
+    """Lines of columns as wide as their widest entry."""
+    lines = [[str(entry) for entry in row] for row in (head, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(f"{entry:<{width}}" for entry, width in zip(line, widths)).rstrip() for line in lines)
+
+
+def tile(launch):
+    return f"{launch.block_h}x{launch.block_k} {launch.num_warps}w {launch.num_stages}s{'' if launch.hoist else ' unhoisted'}"
+
+
+def test_portable_attention():
+    """Heads x keys of a tile, warps, stages."""
+    rows = []
+    for name, target in TARGETS.items():
+        for heads in (8, 32, 128):
+            tiles = [
+                tile(attention.config(4096, heads, 576, 4096 * 2048, size, fp8, target, mixed=mixed))
+                for _, size, fp8, mixed in CACHES
+            ]
+            rows.append((name, heads, *tiles))
+    assert_expected_inline(table(("target", "heads", *(name for name, *_ in CACHES)), *rows), """\
+target  heads  fp32         bf16                   fp8                    bf16 and fp8
+sm_80   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_80   32     16x16 4w 1s  32x32 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_80   128    16x16 4w 1s  64x32 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_86   8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_86   32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_86   128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_89   8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_89   32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_89   128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_90   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_90   32     16x16 4w 1s  32x64 8w 2s            32x64 8w 2s            32x64 8w 2s
+sm_90   128    16x16 4w 1s  64x64 8w 2s            64x64 8w 3s            64x64 8w 2s
+sm_100  8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_100  32     16x16 4w 1s  32x64 8w 2s            16x64 8w 2s            32x64 8w 2s
+sm_100  128    16x16 4w 1s  64x32 8w 2s unhoisted  64x64 8w 3s unhoisted  64x32 8w 2s unhoisted
+sm_120  8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_120  32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_120  128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+gfx942  8      16x16 4w 1s  16x16 8w 2s            16x16 8w 2s            16x16 8w 2s
+gfx942  32     16x16 4w 1s  16x16 8w 2s            16x16 8w 2s            16x16 8w 2s
+gfx942  128    16x16 4w 1s  16x16 8w 2s            16x16 8w 3s            16x16 8w 2s
+gfx950  8      16x16 4w 1s  16x32 4w 2s            16x16 4w 2s            16x16 4w 2s
+gfx950  32     16x16 4w 1s  32x32 4w 2s            32x16 4w 2s            32x16 4w 2s
+gfx950  128    16x16 4w 1s  64x32 4w 2s            64x16 4w 2s            64x16 4w 2s""")
+
+
+def test_attention_of_few_rows():
+    """Programs that share a row of 2048 keys of 576 values, by the portable kernel."""
+    rows = [
+        (name, *(attention.config(count, 128, 576, count * 2048, 2, True, target).splits for count in COUNTS))
+        for name, target in TARGETS.items()
+    ]
+    assert_expected_inline(table(("target", *COUNTS), *rows), """\
+target  1    2   8   33  64  66  67
+sm_80   13   6   1   1   1   1   1
+sm_86   10   5   1   1   1   1   1
+sm_89   17   8   2   1   1   1   1
+sm_90   32   32  8   2   1   1   1
+sm_100  32   32  9   2   1   1   1
+sm_120  23   11  2   1   1   1   1
+gfx942  38   19  4   1   1   1   1
+gfx950  128  64  16  3   2   1   1""")
+
+
+def test_attention_on_hopper():
+    """Of rows of 2048 keys: registers, and how often a row is split."""
+    rows = []
+    for tokens in (1, 8, 22, 32, 44, 66, 67, 128, 133, 4096):
+        plain = [attention.hopper(tokens, heads, 576, 512, torch.bfloat16, H200) for heads in (64, 128)]
+        fp8 = [attention.hopper_fp8(tokens, heads, tokens * 2048, LATENT, torch.bfloat16, H200) for heads in (64, 128)]
+        few = [
+            attention.hopper_few_heads(tokens, heads, 576, 512, tokens * 2048, layout, torch.bfloat16, H200)
+            for layout in (None, LATENT)
+            for heads in (16, 32)
+        ]
+        rows.append((tokens, *("-" if one is None else "whole" for one in plain), *map(shares, fp8), *map(shares, few)))
+    head = ("rows", *(f"{form} {heads}" for form, heads in (("bf16", 64), ("bf16", 128), ("fp8", 64), ("fp8", 128))))
+    assert_expected_inline(table((*head, "bf16 16", "bf16 32", "fp8 16", "fp8 32"), *rows), """\
+rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32       fp8 16        fp8 32
+1     -        -         1x16          1x16          1x32          1x32          1x32          1x32
+8     -        -         8x16          8x8           8x16          8x16          8x16          8x16
+22    -        whole     22x6          22x3          22x6          22x6          22x6          22x6
+32    -        whole     32x4          32x2          32x4          32x4          32x4          32x4
+44    whole    whole     44x3          44x1          44x3          44x3          44x3          44x3
+66    whole    whole     66x2          66x1          66x2          66x2          66x2          66x2
+67    whole    whole     66x2 + 1x16   66x1 + 1x16   66x2 + 1x32   66x2 + 1x32   66x2 + 1x32   66x2 + 1x32
+128   whole    whole     128x1         128x1         128x1         128x1         128x1         128x1
+133   whole    whole     132x1 + 1x16  132x1 + 1x16  132x1 + 1x32  132x1 + 1x32  132x1 + 1x32  132x1 + 1x32
+4096  whole    whole     4096x1        4096x1        4096x1        4096x1        4096x1        4096x1""")
+    registers = [
+        (form, launch.consumer_registers if hasattr(launch, "consumer_registers") else "the rest", launch.producer_registers,
+         getattr(launch, "asker_registers", "-"))
+        for form, launch in (
+            ("bf16 rows", attention.hopper(4096, 128, 576, 512, torch.bfloat16, H200)),
+            ("fp8", attention.hopper_fp8(64, 128, 64 * 2048, LATENT, torch.bfloat16, H200)),
+            ("few heads, bf16", attention.hopper_few_heads(64, 16, 576, 512, 64 * 2048, None, torch.bfloat16, H200)),
+            ("few heads, 16, fp8", attention.hopper_few_heads(64, 16, 576, 512, 64 * 2048, LATENT, torch.bfloat16, H200)),
+            ("few heads, 32, fp8", attention.hopper_few_heads(64, 32, 576, 512, 64 * 2048, LATENT, torch.bfloat16, H200)),
+        )
+    ]  # fmt: skip
+    assert_expected_inline(table(("registers", "consumer", "producer", "asker"), *registers), """\
+registers           consumer  producer  asker
+bf16 rows           216       72        -
+fp8                 192       64        -
+few heads, bf16     the rest  136       96
+few heads, 16, fp8  the rest  112       96
+few heads, 32, fp8  the rest  104       80""")
+
+
+def shares(launch):
+    """rows x splits of every part."""
+    return " + ".join(f"{part.rows}x{part.splits}" for part in launch.parts)
+
+
+def test_index_scores():
+    """Keys of a tile, rows of a program (of prefill), warps, stages, programs of a request (of decode, 32 requests)."""
+    rows = []
+    for name, target in TARGETS.items():
+        for flavour, element in (("e4m3fn", 1), ("e4m3fnuz", 1), ("none", 2), ("none", 4)):
+            prefill = scores.mqa_config(4096, 32768, 64, 128, flavour, element, target)
+            decode = [scores.paged_config(32, next_n, 64, 128, 32768, flavour, element, target) for next_n in (1, 2)]
+            rows.append((name, f"{flavour}, {element} B", *map(scoring, (prefill, *decode))))
+    assert_expected_inline(table(("target", "queries", "prefill", "decode, 1 row", "decode, 2 rows"), *rows), """\
+target  queries        prefill                    decode, 1 row             decode, 2 rows
+sm_80   e4m3fn, 1 B    128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
+sm_80   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
+sm_80   none, 2 B      128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
+sm_80   none, 4 B      32 16 rows 8w 1s           32 /13 8w 1s              16 /13 8w 1s
+sm_86   e4m3fn, 1 B    128 64 rows 8w 2s          128 /10 4w 2s             64 /10 8w 2s
+sm_86   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /10 4w 2s             64 /10 8w 2s
+sm_86   none, 2 B      128 64 rows 8w 2s          128 /10 4w 2s             64 /10 8w 2s
+sm_86   none, 4 B      32 16 rows 8w 1s           32 /10 8w 1s              16 /10 8w 1s
+sm_89   e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /26 4w 3s fp8          64 /26 4w 3s fp8
+sm_89   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /17 4w 2s             64 /17 8w 2s
+sm_89   none, 2 B      128 64 rows 8w 2s          128 /17 4w 2s             64 /17 8w 2s
+sm_89   none, 4 B      32 16 rows 8w 1s           32 /17 8w 1s              16 /17 8w 1s
+sm_90   e4m3fn, 1 B    hopper 256 lanes, 8 tiles  hopper 64 lanes, 8 tiles  hopper 128 lanes, 8 tiles
+sm_90   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /16 4w 2s             64 /16 4w 2s
+sm_90   none, 2 B      128 64 rows 8w 2s          128 /16 4w 2s             64 /16 4w 2s
+sm_90   none, 4 B      32 16 rows 4w 1s           32 /16 8w 1s              16 /16 8w 1s
+sm_100  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /27 4w 3s fp8          64 /27 4w 3s fp8
+sm_100  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /18 4w 2s             64 /18 4w 2s
+sm_100  none, 2 B      128 64 rows 8w 2s          128 /18 4w 2s             64 /18 4w 2s
+sm_100  none, 4 B      32 16 rows 4w 1s           32 /18 8w 1s              16 /18 8w 1s
+sm_120  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /35 4w 3s fp8          64 /35 4w 3s fp8
+sm_120  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /23 4w 2s             64 /23 8w 2s
+sm_120  none, 2 B      128 64 rows 8w 2s          128 /23 4w 2s             64 /23 8w 2s
+sm_120  none, 4 B      32 16 rows 8w 1s           32 /23 8w 1s              16 /23 8w 1s
+gfx942  e4m3fn, 1 B    128 64 rows 8w 2s          128 /38 4w 2s             64 /38 4w 2s
+gfx942  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /38 4w 2s             64 /38 4w 2s
+gfx942  none, 2 B      128 64 rows 8w 2s          128 /38 4w 2s             64 /38 4w 2s
+gfx942  none, 4 B      32 16 rows 8w 1s           32 /38 8w 1s              16 /38 8w 1s
+gfx950  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /48 4w 3s fp8          64 /48 4w 3s fp8
+gfx950  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /32 4w 2s             64 /32 4w 2s
+gfx950  none, 2 B      128 64 rows 8w 2s          128 /32 4w 2s             64 /32 4w 2s
+gfx950  none, 4 B      32 16 rows 8w 1s           32 /32 8w 1s              16 /32 8w 1s""")
+
+
+def scoring(launch):
+    if launch.hopper:
+        return f"hopper {launch.hopper.lanes} lanes, {launch.hopper.tiles} tiles"
+    per = f"{launch.rows} rows" if launch.rows > 1 else f"/{launch.splits}"
+    return f"{launch.keys} {per} {launch.num_warps}w {launch.num_stages}s{' fp8' if launch.fp8_dot else ''}"
+
+
+def selections(name):
+    """Of k = 2048, by rows and columns: scores held of a whole row, or candidates / programs that share it. *: spread over all
+    multiprocessors; =: stored by lines."""
+    widths, rows = (1024, 4096, 8192, 32768, 131072, 1 << 20), (1, 8, 64, 200, 4096)
+    chosen = [(count, *(selecting(topk.config(count, width, 2048, TARGETS[name])) for width in widths)) for count in rows]
+    return table(("rows", *widths), *chosen)
+
+
+def selecting(launch):
+    kinds = (("halves", launch.halves), ("staged", launch.staged), ("dealt", launch.held), ("digits", launch.digits))
+    kind = next((name for name, there in kinds if there), "thresholds")
+    held = f"{launch.slots}" if launch.short else f"{launch.slots}/{launch.programs}"
+    return f"{kind} {held} {launch.num_warps}w{'*' if launch.spread else ''}{'=' if launch.lines else ''}"
+
+
+def test_selection_on_hopper():
+    assert_expected_inline(selections("sm_90"), """\
+rows  1024            4096             8192             32768              131072              1048576
+1     digits 1024 2w  digits 4096 8w*  digits 8192 8w*  halves 32768 16w*  dealt 8192/16 16w*  digits 8192/64 16w
+8     digits 1024 2w  digits 4096 8w*  digits 8192 8w*  halves 32768 16w*  dealt 8192/16 16w*  digits 8192/16 16w
+64    digits 1024 2w  digits 4096 8w*  digits 8192 8w*  halves 32768 16w*  digits 8192/2 16w   digits 8192/2 16w
+200   digits 1024 2w  digits 4096 8w*  halves 8192 8w=  halves 32768 8w    digits 8192/1 16w   digits 8192/1 16w
+4096  digits 1024 2w  digits 4096 8w=  halves 8192 4w=  halves 32768 8w    staged 8192/16 8w   staged 8192/16 8w""")
+
+
+def test_selection_on_ampere():
+    assert_expected_inline(selections("sm_80"), """\
+rows  1024            4096             8192             32768              131072              1048576
+1     digits 1024 2w  digits 4096 8w   digits 8192 8w*  digits 32768 16w*  dealt 8192/16 16w*  digits 8192/64 16w
+8     digits 1024 2w  digits 4096 8w   digits 8192 8w*  digits 32768 16w*  dealt 8192/8 16w*   digits 8192/8 16w
+64    digits 1024 2w  digits 4096 8w   digits 8192 8w*  digits 32768 16w*  digits 8192/1 16w   digits 8192/1 16w
+200   digits 1024 2w  digits 4096 8w   digits 8192 8w=  digits 32768 16w*  digits 8192/1 16w   digits 8192/1 16w
+4096  digits 1024 2w  digits 4096 8w=  digits 8192 8w=  digits 32768 16w*  staged 8192/16 8w   staged 8192/16 8w""")
+
+
+def test_selection_on_amd():
+    assert_expected_inline(selections("gfx942"), """\
+rows  1024                4096                8192                32768                  131072                 1048576
+1     thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/16 8w  thresholds 8192/64 8w  thresholds 8192/64 8w
+8     thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/16 8w  thresholds 8192/16 8w  thresholds 8192/16 8w
+64    thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/8 8w   thresholds 8192/8 8w   thresholds 8192/8 8w
+200   thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/2 8w   thresholds 8192/2 8w   thresholds 8192/2 8w
+4096  thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/1 8w   thresholds 8192/1 8w   thresholds 8192/1 8w""")
