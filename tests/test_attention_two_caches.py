@@ -174,7 +174,7 @@ def test_errors_name_the_argument(change, name, kind):
 
 def test_splits_count_the_keys_of_both_caches():
     def splits(main, extra):
-        return config.config(4, 64, 512, 4 * (main + extra), 2, True, H200).splits
+        return config.config(4, 64, 512, 512, 4 * (main + extra), 2, True, H200).splits
 
     assert splits(128, 0) == 2 and splits(0, 512) == 8 and splits(128, 512) == 10
 
@@ -383,7 +383,7 @@ def test_kernel_on_hopper():
     from sparse_attn.testing.aot import compile_kernel
 
     cache, indices = allocate_cache(V4, 2, 64, "cpu"), torch.zeros(640, dtype=torch.int32)
-    chosen = config.config(1, 64, 512, 640, 2, True, H200)
+    chosen = config.config(1, 64, 512, 512, 640, 2, True, H200)
     keys = launch._arguments(launch.Keys(cache, V4, indices, indices), chosen.block_k).constants
     constants = dict(
         keys, D_V=512, D_REST=0, PAD_V=512, PAD_REST=16, SPLIT=chosen.splits > 1, BLOCK_H=chosen.block_h,

@@ -34,7 +34,7 @@ def test_portable_attention():
     for name, target in TARGETS.items():
         for heads in (8, 32, 128):
             tiles = [
-                tile(attention.config(4096, heads, 576, 4096 * 2048, size, fp8, target, mixed=mixed))
+                tile(attention.config(4096, heads, 576, 512, 4096 * 2048, size, fp8, target, mixed=mixed))
                 for _, size, fp8, mixed in CACHES
             ]
             rows.append((name, heads, *tiles))
@@ -59,8 +59,8 @@ sm_120  8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 
 sm_120  32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
 sm_120  128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
 gfx942  8      16x16 4w 1s  16x16 8w 2s            16x16 8w 2s            16x16 8w 2s
-gfx942  32     16x16 4w 1s  16x16 8w 2s            16x16 8w 2s            16x16 8w 2s
-gfx942  128    16x16 4w 1s  16x16 8w 2s            16x16 8w 3s            16x16 8w 2s
+gfx942  32     16x16 4w 1s  32x16 4w 2s            32x16 4w 2s            32x16 4w 2s
+gfx942  128    16x16 4w 1s  64x16 4w 2s            32x16 4w 2s            32x16 4w 2s
 gfx950  8      16x16 4w 1s  16x32 4w 2s            16x16 4w 2s            16x16 4w 2s
 gfx950  32     16x16 4w 1s  32x32 4w 2s            32x16 4w 2s            32x16 4w 2s
 gfx950  128    16x16 4w 1s  64x32 4w 2s            64x16 4w 2s            64x16 4w 2s""")
@@ -69,7 +69,7 @@ gfx950  128    16x16 4w 1s  64x32 4w 2s            64x16 4w 2s            64x16 
 def test_attention_of_few_rows():
     """Programs that share a row of 2048 keys of 576 values, by the portable kernel."""
     rows = [
-        (name, *(attention.config(count, 128, 576, count * 2048, 2, True, target).splits for count in COUNTS))
+        (name, *(attention.config(count, 128, 576, 512, count * 2048, 2, True, target).splits for count in COUNTS))
         for name, target in TARGETS.items()
     ]
     assert_expected_inline(table(("target", *COUNTS), *rows), """\
@@ -80,7 +80,7 @@ sm_89   17   8   2   1   1   1   1
 sm_90   32   32  8   2   1   1   1
 sm_100  32   32  9   2   1   1   1
 sm_120  23   11  2   1   1   1   1
-gfx942  38   19  4   1   1   1   1
+gfx942  76   38  9   2   1   1   1
 gfx950  128  64  16  3   2   1   1""")
 
 

@@ -119,7 +119,7 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
         yield ragged_config.scratch(rows, target)
         for attended in part.attended:
             launch = attention_config.config(
-                rows, part.heads, part.d_qk, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
+                rows, part.heads, part.d_qk, part.d_v, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
             )
             special = attention_config.largest_special_parts(
                 rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target

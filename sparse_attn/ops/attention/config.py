@@ -37,15 +37,16 @@ class AttentionConfig:
 
 
 def config(
-    tokens: int, heads: int, d_qk: int, capacity: int, query_bytes: int, fp8: bool, target: Target, mixed: bool = False
+    tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, query_bytes: int, fp8: bool, target: Target,
+    mixed: bool = False,
 ) -> AttentionConfig:
     """capacity: how many indices the rows may hold in all, of two caches together; query_bytes: bytes of one q element;
     fp8: whether every cache is; mixed: whether only one of two is."""
     tile = _tile(min(64, max(16, 1 << (heads - 1).bit_length())), query_bytes, fp8, mixed, target)
-    block_h, block_k, num_stages = tile.block_h, tile.block_k, tile.num_stages
-    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes, fp8) > target.shared_memory and block_k > 16:
+    block_h, block_k, sizes = tile.block_h, tile.block_k, (tile.num_stages, d_qk, d_v, query_bytes, fp8, target)
+    while _shared_bytes(block_h, block_k, *sizes) > target.shared_memory and block_k > 16:
         block_k //= 2
-    while _shared_bytes(block_h, block_k, num_stages, d_qk, query_bytes, fp8) > target.shared_memory and block_h > 16:
+    while _shared_bytes(block_h, block_k, *sizes) > target.shared_memory and block_h > 16:
         block_h //= 2
     programs = tokens * -(-heads // block_h)
     row = -(-capacity // max(tokens, 1))
@@ -63,6 +64,8 @@ def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, target: Target) 
         return AttentionConfig(16, 64, 8, 2)
     if target.arch == "gfx950":  # here too; four waves have 512 registers each
         return AttentionConfig(heads, 16 if fp8 or mixed else 32, 4, 2)
+    if target.vendor == "amd":  # waves beyond the 16 heads of each multiply the same keys again
+        return AttentionConfig(16, 16, 8, 2) if heads == 16 else AttentionConfig(32 if fp8 or mixed else heads, 16, 4, 2)
     if heads < 64:
         spills = heads == 32 and fp8 and target.reads_shared_operands and target.arch != 90
         return AttentionConfig(16 if spills else heads, 64, 8, 2)
@@ -72,14 +75,19 @@ def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, target: Target) 
     return AttentionConfig(64, 64, 8, 3 if fp8 else 2)
 
 
-def _shared_bytes(block_h: int, block_k: int, num_stages: int, d_qk: int, element: int, fp8: bool) -> int:
+def _shared_bytes(
+    block_h: int, block_k: int, num_stages: int, d_qk: int, d_v: int, element: int, fp8: bool, target: Target
+) -> int:
     """At least about what the compiler takes: queries, key tiles in flight, and for fp8 one dequantised tile.
 
     An fp8 record is an eighth longer than one byte per value: its scales and its bf16 values. Two caches are read one
-    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger.
+    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger. On AMD queries
+    pass through on their way into registers, before there are tiles.
     """
     keys = block_k * d_qk
     tiles = keys * element + (num_stages - 1) * keys * 9 // 8 if fp8 else num_stages * keys * element
+    if target.vendor == "amd":
+        return max(block_h * (1 << (max(d_v, d_qk - d_v) - 1).bit_length()) * element, tiles)
     return block_h * d_qk * element + tiles + 1024
 
 

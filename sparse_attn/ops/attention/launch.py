@@ -106,7 +106,7 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
     kinds = {part.layout is not None for part in (keys, extra) if part is not None}
     step, target = step_of(q, keys, extra, batch_invariant), target_of(q.device)
     launch = config.config(
-        step.tokens, heads, d_qk, step.capacity, q.element_size(), kinds == {True}, target,
+        step.tokens, heads, d_qk, d_v, step.capacity, q.element_size(), kinds == {True}, target,
         mixed=len(kinds) > 1,
     )  # fmt: skip
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
