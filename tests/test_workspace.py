@@ -118,11 +118,12 @@ def test_growth_while_capturing_is_an_error():
 
 @pytest.mark.gpu
 def test_what_is_outgrown_is_kept_for_the_stream_that_reads_it():
-    size = 1 << 20
+    size = 1 << 22
     owner, side = Workspace((size, 0), "cuda"), torch.cuda.Stream()
     before = owner._scratch.data_ptr()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)  # an op that reads what owner lent it
+        torch.empty(2 * size, dtype=torch.uint8, device="cuda")  # so that growing asks no memory of the driver, which may wait
+        torch.cuda._sleep(1_000_000_000)  # an op that reads what owner lent it
         owner.grow(WorkspaceSize(2 * size, 0), "op")
     assert torch.empty(size, dtype=torch.uint8, device="cuda").data_ptr() != before
     torch.cuda.synchronize()
