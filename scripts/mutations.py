@@ -261,13 +261,6 @@ KERNELS = [
         ("tests/test_attention.py::test_merge_kernel",),
     ),
     Mutation(
-        "merge-of-the-last-part-at-the-first", "shares of a step's second part are looked for behind its own",
-        OPS + "attention/kernels.py",
-        "token = row - first_tokens",
-        "token = row",
-        ("tests/test_attention.py::test_merge_kernel_of_two_parts",),
-    ),
-    Mutation(
         "shares-of-two-caches-overlap", "a share that starts in the first cache takes a whole share of the second",
         OPS + "attention/kernels.py",
         "tl.maximum(extra_first + share, 0))",
@@ -294,8 +287,8 @@ PYTHON = [
     Mutation(
         "merge-that-does-not-wait", "a merge that starts while its shares are written reads them",
         OPS + "attention/kernels.py",
-        "    chain.wait(CHAINED)\n    row = tl.program_id(0)",
-        "    row = tl.program_id(0)",
+        "    chain.wait(CHAINED)\n    token = tl.program_id(0)",
+        "    token = tl.program_id(0)",
         ("tests/test_aot.py::test_a_launch_that_starts_early_waits_before_it_reads",),
     ),
     Mutation(
@@ -435,6 +428,27 @@ HOPPER = [
         "share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)",
         "share = end // gl.num_programs(1)",
         ("tests/test_attention_hopper_fp8_latents.py::test_kinds_of_rows[64-random-None]",),
+    ),
+    Mutation(
+        "hopper-scales-of-shares-swapped", "each half of a share gets the other's scale",
+        ATTENTION + "hopper_pair.py",
+        "gl.store(scales + 2 * gl.arange(0, HEADS, layout=ROW) + half, up * factor)",
+        "gl.store(scales + 2 * gl.arange(0, HEADS, layout=ROW) + (1 - half), up * factor)",
+        ("tests/test_attention_hopper_fp8_latents.py::test_shares_of_any_size[1.0-300]",),
+    ),
+    Mutation(
+        "hopper-merge-of-the-last-part-at-the-first", "shares of a step's second part are looked for behind its own",
+        ATTENTION + "hopper_merge.py",
+        "row = gl.where(first, row, row - tokens)",
+        "row = gl.where(first, row, row)",
+        ("tests/test_attention_parts.py::test_merging[False-2-16]",),
+    ),
+    Mutation(
+        "hopper-later-states-lost", "of more states than are merged at a time the first ones count",
+        ATTENTION + "hopper_merge.py",
+        "for begin in range(0, states, STATES):",
+        "for begin in range(0, gl.minimum(states, STATES), STATES):",
+        ("tests/test_attention_parts.py::test_merging[False-70-None]",),
     ),
     Mutation(
         "few-heads-int32-offsets", "offsets of records behind 2^31 words wrap",

@@ -356,26 +356,3 @@ def test_kernel_without_tokens_or_rows(device):
 @pytest.mark.kernel
 def test_opcheck_kernel(device):
     check_opcheck("triton", device)
-
-
-@pytest.mark.kernel
-@pytest.mark.parametrize("states, more_states", [(2, 16), (3, 2)])
-def test_merge_kernel_of_two_parts(states, more_states, device):
-    """One launch merges the tokens of both parts, each of its own number of shares, as two would."""
-    from sparse_attn.ops.attention.output import merge
-
-    generator = torch.Generator().manual_seed(states)
-
-    def shares(number, tokens):
-        lses = torch.randn(number, tokens, 3, generator=generator)
-        lses[torch.rand(lses.shape, generator=generator) < 0.3] = -INF
-        return torch.randn(number, tokens, 3, 40, generator=generator).to(device), lses.to(device)
-
-    first, more = shares(states, 4), shares(more_states, 2)
-    sink = torch.tensor([0.3, -INF, INF], device=device)
-    out, lse = torch.full((6, 3, 40), math.nan, device=device), torch.full((6, 3), math.nan, device=device)
-    merge(*first, sink, out, lse, 1.0, more)
-    for (outs, lses), rows in ((first, slice(0, 4)), (more, slice(4, 6))):
-        want = reference.merge_attn_states(outs, lses * math.log(2), sink)
-        torch.testing.assert_close(out[rows], want[0], rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(lse[rows], want[1], rtol=1e-5, atol=1e-6)

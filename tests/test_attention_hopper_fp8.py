@@ -13,6 +13,7 @@ from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_dec
 from sparse_attn.ops.attention import config, hopper_launch, launch
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import H200, Target
+from sparse_attn.workspace import Buffer, Scratch, largest, size_of
 
 INF = math.inf
 LATENT = LatentFp8Layout(512, 64)
@@ -35,7 +36,7 @@ def test_where_it_applies():
 
 
 def test_how_it_splits():
-    """Where that spares three pairs of a row; all run at once."""
+    """Where that spares two pairs of a row; all run at once."""
 
     def splits(*shape):
         (part,) = chosen(*shape).parts
@@ -43,23 +44,18 @@ def test_how_it_splits():
 
     tokens = (1, 8, 32, 64, 128)
     assert [splits(n, 128) for n in tokens] == [9, 5, 2, 1, 1]
-    assert [splits(n, 64, 640) for n in tokens] == [5, 5, 3, 1, 1]
+    assert [splits(n, 64, 640) for n in tokens] == [5, 5, 3, 2, 1]
     assert [splits(n, 128, 2048, LATENT) for n in tokens] == [16, 8, 2, 1, 1]
     assert [splits(n, 64, 2048, LATENT) for n in (4, 8, 9)] == [16, 16, 8]
-    assert [splits(1, 64, keys) for keys in (0, 1, 384, 385)] == [1, 1, 1, 4]
+    assert [splits(1, 64, keys) for keys in (0, 1, 256, 257, 385)] == [1, 1, 1, 3, 4]
     for n in range(1, 200, 7):
         for keys in (1, 640, 2048, 100_000):
             for part in chosen(n, 64, keys).parts:
                 assert part.splits * part.rows <= max(part.rows, H200.num_sms)
 
 
-def shares(parts):
-    """Rows of partial results."""
-    return sum(part.rows * part.splits for part in parts if part.splits > 1)
-
-
-def test_parts_that_are_reserved():
-    """Of a row's keys and of any fewer; for few heads as for many."""
+def test_scratch_that_is_reserved():
+    """Of a row's keys and of any fewer; for few heads, whose shares are fp32, as for many."""
     for tokens in (1, 5, 24, 33, 100, 140, 264, 265, 3000):
         for heads in (16, 64, 128):
             for keys in (1, 500, 2200):
@@ -70,13 +66,30 @@ def test_parts_that_are_reserved():
                     )
                 else:
                     all_chosen = (config.hopper_fp8(tokens, heads, n, V4, torch.bfloat16, H200) for n in shorter)
-                most = config.largest_special_parts(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
-                parts = [launch.parts for launch in all_chosen]
-                assert most in parts or shares(most) == 0
-                assert shares(most) == max(map(shares, parts))
+                reserved = config.largest_special_scratch(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
+                needed = {config.scratch(launch.parts, heads, 512, heads > 16) for launch in all_chosen}
+                assert reserved in needed
+                assert size_of(reserved) == largest(map(size_of, needed))
     for heads, target in ((48, H200), (16, replace(H200, arch=80))):
         sizes = (1, heads, 512, 512, 500)
-        assert config.largest_special_parts(*sizes, V4, torch.bfloat16, target) == (Part(0, 1, 1),)
+        assert config.largest_special_scratch(*sizes, V4, torch.bfloat16, target) == Scratch()
+
+
+def test_layout_of_shares():
+    (part,) = config.hopper_fp8(1, 128, 2048, V4, torch.bfloat16, H200).parts
+    assert part == Part(0, 1, 16)
+    assert config.scratch((part,), 128, 512, scaled=True).buffers == (
+        Buffer("partial_out", (16, 1, 128, 512), torch.float16),
+        Buffer("partial_lse", (16, 1, 128), torch.float32),
+        Buffer("partial_scale", (16, 1, 128, 2), torch.float32),
+    )
+
+
+def test_how_many_states_are_merged_at_a_time():
+    sizes = {states: config.merged(states) for states in (2, 3, 4, 5, 8, 9, 17, 32, 33, 132)}
+    assert sizes == {2: (2, 1), 3: (4, 1), 4: (4, 1), 5: (8, 2), 8: (8, 2), 9: (16, 4), 17: (32, 8), 32: (32, 8),
+                     33: (32, 8), 132: (32, 8)}  # fmt: skip
+    assert config.merge_leaves_room(16 * 132, H200) and not config.merge_leaves_room(16 * 132 + 1, H200)
 
 
 FORMS = {
@@ -104,7 +117,7 @@ def test_compiles_for_hopper(form):
     )  # fmt: skip
     pointers = dict(
         q="*bf16", cache="*u8", indices="*i32", indptr="*i32", extra_cache="*u8", extra_indices="*i32",
-        extra_indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32",
+        extra_indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32", scales="*fp32",
     )  # fmt: skip
     scalars = {name: "i32" for name in hopper_fp8.attend.arg_names if name not in pointers | constants}
     aligned = [name for name in scalars if name.startswith(("stride_q", "stride_out"))]

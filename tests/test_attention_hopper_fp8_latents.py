@@ -96,6 +96,35 @@ def test_every_code_and_large_scales():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [300, 4000])
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e25, 2e38])
+def test_shares_of_any_size(size, width):
+    """Split rows of values that fp16 cannot hold without its scale; beside sums beyond fp32, 1 is still 1."""
+    torch.manual_seed(0)
+    cache = allocate_cache(LAYOUT, 10, 64, "cuda")
+    values, overflows = torch.rand(640, 576, device="cuda") + 0.5, size == 2e38
+    if overflows:
+        values[:, :128] *= size
+    else:
+        values *= size
+        values[:, :256] *= 1000.0
+    LAYOUT.encode(cache, torch.arange(640, device="cuda"), values)
+    tokens = 5
+    slots = torch.randint(0, 640, (tokens * width,), device="cuda", dtype=torch.int32)
+    ragged = Ragged(slots, torch.arange(tokens + 1, dtype=torch.int32, device="cuda") * width)
+    q = torch.zeros(tokens, 64, 576, device="cuda", dtype=torch.bfloat16)
+    keys = Keys(cache, LAYOUT, *ragged)
+    (part,) = hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, False)).parts
+    assert part.splits == (3 if width == 300 else 16)
+    got, want = (
+        sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LAYOUT, impl=impl).out for impl in ("triton", "reference")
+    )
+    assert want.isfinite().all() and got[..., :128].isinf().all() == overflows
+    compared = slice(128, 512) if overflows else slice(512)
+    torch.testing.assert_close(got[..., compared], want[..., compared], rtol=2**-7, atol=0)
+
+
+@pytest.mark.gpu
 def test_offsets_beyond_2_31():
     """Of words, which the producers count in."""
     cache = allocate_cache(LAYOUT, 206_000, 64, "cuda")

@@ -4,6 +4,7 @@ rows of both parts are right."""
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -15,13 +16,16 @@ import torch
 from test_attention_two_caches import V4, Case, check_case
 
 from sparse_attn import LatentFp8Layout, PlainLayout, workspace
-from sparse_attn.ops.attention import config
+from sparse_attn.ops.attention import config, reference
+from sparse_attn.ops.attention.hopper_launch import merge_shares
 from sparse_attn.ops.attention.inputs import Keys, step_of
+from sparse_attn.ops.attention.output import Output
 from sparse_attn.ops.attention.parts import PAIRS, TILES, Part, parts_of
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import preset
 from sparse_attn.target import H200
 
+INF = math.inf
 LATENT = LatentFp8Layout(512, 64)
 
 
@@ -110,7 +114,7 @@ def test_both_parts_are_one_kernel(sink):
             q, cache, *ragged, 0.05, LATENT.name, *none, meta(128, dtype=torch.float32) if sink else None
         )
     first, second, merging = launches
-    assert first == second and merging.kernel == "merge"
+    assert first == second and (merging.module, merging.kernel) == ("sparse_attn.ops.attention.hopper_merge", "merge")
 
 
 def test_batch_invariant_steps_have_one_part():
@@ -131,19 +135,56 @@ def test_one_row_more_never_costs_a_third_more(shape):
 
 
 def need(parts, heads):
-    return workspace.size_of(config.scratch(parts, heads, 512))
+    return workspace.size_of(config.scratch(parts, heads, 512, scaled=heads > config.FEW_HEADS))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("states, more_states", [(2, 16), (3, 2), (5, 40), (9, None), (70, None)])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_merging(states, more_states, scaled, device):
+    """One launch merges the tokens of both parts, each of its own number of shares, some of which are empty."""
+    torch.manual_seed(states)
+
+    def shares(number, tokens):
+        lses = torch.randn(number, tokens, 3, device=device) * 20
+        lses[torch.rand(lses.shape, device=device) < 0.3] = -INF
+        lses[:, 0, 0] = -INF
+        values = torch.randn(number, tokens, 3, 512, device=device)
+        if not scaled:
+            return values, [values, lses]
+        values, scales = values.half(), torch.rand(number, tokens, 3, 2, device=device) + 0.5
+        # Of 32 columns thread i of four holds the pairs i, 4 + i, 8 + i and 12 + i, and stores them side by side.
+        stored = values.unflatten(3, (16, 4, 4, 2)).transpose(4, 5).flatten(3).contiguous()
+        return values.unflatten(3, (2, 256)).float().mul(scales.unsqueeze(4)).flatten(3), [stored, lses, scales]
+
+    sink = torch.tensor([0.3, -INF, INF], device=device)
+    out = torch.full((6, 3, 512), math.nan, device=device, dtype=torch.bfloat16)
+    lse = torch.full((6, 3), math.nan, device=device)
+    slices = (slice(0, 4), slice(4, 6)) if more_states else (slice(0, 6),)
+    parts = [shares(number, len(lse[rows])) for number, rows in zip((states, more_states), slices)]
+    merge_shares([Output(out[rows], lse[rows], sink, stored) for rows, (_, stored) in zip(slices, parts)])
+    for rows, (outs, stored) in zip(slices, parts):
+        want = reference.merge_attn_states(outs, stored[1] * math.log(2), sink)
+        torch.testing.assert_close(out[rows].float(), want[0], rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(lse[rows], want[1], rtol=1e-5, atol=1e-6)
+
+
+def portable_need(rows, heads, keys):
+    chosen = config.config(rows, heads, LATENT.dim, 512, rows * keys, 2, True, H200)
+    return workspace.size_of(config.scratch((Part(0, rows, chosen.splits),), heads, 512))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_what_is_reserved_serves_every_part(heads):
-    """Of as many rows as a step may have or fewer, with as many keys each or fewer."""
+    """Of as many rows as a step may have or fewer, with as many keys each or fewer, by either kernel."""
     spec = replace(preset("deepseek_v32"), num_heads=heads)
     bounds = Bounds(140, 0, 4096, logits_bytes=0)
     reserved = workspace_size(spec, bounds, H200, cache_layouts(spec, "fp8"))
     needed = workspace.largest(
-        need(Shape(heads, keys).parts(rows), heads)
+        size
         for rows in range(1, 141)
         for keys in range(64, spec.index.top_k + 1, 64)
+        for size in (need(Shape(heads, keys).parts(rows), heads), portable_need(rows, heads, keys))
     )
     assert reserved.nbytes == needed.nbytes
 

@@ -42,7 +42,7 @@ def _decode() -> Iterator[Case]:
     for batch, heads, more in heads_too:
         name = f"deepseek_v32 fp8, batch {batch}, {heads} heads"
         yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
-    merging = "sm_90 sparse_attn.ops.attention.kernels"
+    merging = "sm_90 sparse_attn.ops.attention.hopper_merge"
     yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=merging)
     whole_and_split = "sm_90 sparse_attn.ops.attention.hopper_fp8"
     yield _paged("deepseek_v32 fp8, batch 67 in two parts", 67, 128, latent, where=whole_and_split)

@@ -121,11 +121,10 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             launch = attention_config.config(
                 rows, part.heads, part.d_qk, part.d_v, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
             )
-            special = attention_config.largest_special_parts(
+            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
+            yield attention_config.largest_special_scratch(
                 rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target
             )
-            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
-            yield attention_config.scratch(special, part.heads, part.d_v)
         for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
             yield part.select_scratch(rows, keys, part.top_k, bounds.logits_bytes, target, part.group)
     # A narrower call fits more rows into the budget, and so may leave less of it unused.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,6 +162,17 @@ def leaves_room(programs: int, target: Target) -> bool:
     return 4 * programs <= 3 * target.num_sms
 
 
+def merged(states: int) -> tuple[int, int]:
+    """(states at a time, lanes that share them) of the kernel that merges so many on Hopper."""
+    at_once = min(32, max(2, 1 << (states - 1).bit_length()))
+    return at_once, max(1, at_once // 4)
+
+
+def merge_leaves_room(pairs: int, target: Target) -> bool:
+    """Whether the launch behind a merge by so many ``pairs`` of warps may start while they run."""
+    return pairs <= 16 * target.num_sms
+
+
 def _is_hopper(target: Target, dtype: torch.dtype) -> bool:
     return (target.vendor, target.arch) == ("nvidia", 90) and dtype == torch.bfloat16
 
@@ -173,38 +185,37 @@ def _hopper_reads(layout: Fp8Layout) -> bool:
     return (layout.latent, layout.rope, layout.flavour) == (codes, HOPPER_REST, "e4m3fn") and layout.group in groups
 
 
-def largest_special_parts(
+def largest_special_scratch(
     tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
-) -> tuple[Part, ...]:
-    """The parts that need the most scratch in the kernel that Hopper has for this shape: for rows of ``keys`` indices or fewer,
-    since fewer keys may be split more often. None of them split where there is no such kernel."""
-    unsplit = (Part(0, tokens, 1),)
+) -> Scratch:
+    """The most scratch that the kernel that Hopper has for this shape needs: for rows of ``keys`` indices or fewer, since fewer
+    keys may be split more often. None where there is no such kernel."""
     if not _is_hopper(target, dtype) or tokens > (MOST_TURNS + 1) * target.num_sms:
-        return unsplit
+        return Scratch()
 
     def parts(row: int) -> tuple[Part, ...]:
         chosen = hopper_few_heads(tokens, heads, d_qk, d_v, tokens * row, layout, dtype, target)
         if chosen is None and layout is not None:
             chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
-        return unsplit if chosen is None else chosen.parts
+        return () if chosen is None else chosen.parts
 
-    return max((parts(row) for row in range(keys, 0, -FEW_TILE)), key=_shares, default=unsplit)
+    most = max((parts(row) for row in range(keys, 0, -FEW_TILE)), key=_shares, default=())
+    return scratch(most, heads, d_v, scaled=heads > FEW_HEADS)
 
 
 def _shares(parts: tuple[Part, ...]) -> int:
     return sum(part.rows * part.splits for part in parts if part.splits > 1)
 
 
-def scratch(parts: tuple[Part, ...], heads: int, d_v: int) -> Scratch:
-    """fp32 partial outputs and base-2 lse of every split, for each part of a step that is split."""
-    split = [part for part in parts if part.splits > 1]
-    return Scratch(
-        tuple(
-            buffer
-            for part in split
-            for buffer in (
-                Buffer("partial_out", (part.splits, part.rows, heads, d_v), torch.float32),
-                Buffer("partial_lse", (part.splits, part.rows, heads), torch.float32),
-            )
-        )
-    )
+def scratch(parts: tuple[Part, ...], heads: int, d_v: int, scaled: bool = False) -> Scratch:
+    """fp32 partial outputs and base-2 lse of every split, for each part of a step that is split; scaled: fp16 outputs, and a
+    scale for each half of their columns."""
+    return Scratch(tuple(buffer for part in parts if part.splits > 1 for buffer in _shares_of(part, heads, d_v, scaled)))
+
+
+def _shares_of(part: Part, heads: int, d_v: int, scaled: bool) -> Iterator[Buffer]:
+    sums = part.splits, part.rows, heads
+    yield Buffer("partial_out", (*sums, d_v), torch.float16 if scaled else torch.float32)
+    yield Buffer("partial_lse", sums, torch.float32)
+    if scaled:
+        yield Buffer("partial_scale", (*sums, 2), torch.float32)

@@ -109,7 +109,7 @@ def _left_rows(
             await_keys(bars, 0, phase)
         # Of stale memory after the last row.
         pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
-        finish(acc, l, m, 0, target, None, sums_to, drain, stride_out_head, HAS_SINK, False, ACC)
+        finish(acc, l, m, 0, target, sums_to, None, drain, stride_out_head, HAS_SINK, False, ACC)
         if token >= 0:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
             slot = name_keys(indices + begin, 0, 0, count, place, False)

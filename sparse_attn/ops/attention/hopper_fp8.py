@@ -288,8 +288,9 @@ def attend(
     extra_indices,
     extra_indptr,
     sink,  # fp32 [heads]; anything without HAS_SINK
-    out,  # bf16 [tokens, heads, VALUE]; fp32 [splits, tokens, heads, VALUE] where rows are split, by a bf16 pointer
+    out,  # bf16 [tokens, heads, VALUE]; fp16 [splits, tokens, heads, VALUE] where rows are split, by a bf16 pointer
     lse,  # fp32 [tokens, heads], natural log; [splits, tokens, heads], base 2
+    scales,  # fp32 [splits, tokens, heads, 2], of both halves of the columns; anything where no rows are split
     num_slots,
     block_size,
     capacity,
@@ -376,18 +377,18 @@ def attend(
     row = indices + begin
     extra_row = extra_indices + extra_begin
     source = q + wide * stride_q_token + first_head * stride_q_head
-    place = which.to(gl.int64) * stride_out_split + wide * stride_out_token + first_head * stride_out_head
-    target = out + place
-    target_share = out.to(gl.pointer_type(gl.float32), bitcast=True) + place
-    sums_to = lse + which.to(gl.int64) * stride_lse_split + wide * stride_lse_token + first_head
+    target = out + which.to(gl.int64) * stride_out_split + wide * stride_out_token + first_head * stride_out_head
+    place = which.to(gl.int64) * stride_lse_split + wide * stride_lse_token + first_head
+    sums_to = lse + place
+    scales_to = scales + 2 * place
     drain = sink + first_head
     gl.warp_specialize(
         [
             (left, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, keys_here, 0,
-                    scale_log2, target, target_share, sums_to, drain, stride_q_head, stride_out_head, split, HAS_REST, HAS_SINK,
+                    scale_log2, target, sums_to, scales_to, drain, stride_q_head, stride_out_head, split, HAS_REST, HAS_SINK,
                     True)),
             (right, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, keys_here, 0,
-                     scale_log2, target, target_share, sums_to, drain, stride_q_head, stride_out_head, split, HAS_REST, HAS_SINK,
+                     scale_log2, target, sums_to, scales_to, drain, stride_q_head, stride_out_head, split, HAS_REST, HAS_SINK,
                      True)),
             (_dequantise, (keys, keys_rest, named, bars, start, end, tiles, cache, row, count, num_slots, block_size,
                            stride_cache_block, extra_cache, extra_row, extra_count, extra_num_slots, extra_block_size,

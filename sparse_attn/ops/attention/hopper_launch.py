@@ -14,7 +14,7 @@ from sparse_attn import workspace
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config, shapes
 from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
-from sparse_attn.ops.attention.output import LOG2_E, Output, merge_shares, outputs
+from sparse_attn.ops.attention.output import LOG2_E, Output, outputs
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
 
@@ -80,7 +80,7 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     tokens, heads, _ = q.shape
     blocks = heads // config.HOPPER_HEADS
     out, lse = shapes.allocate_output(tokens, heads, keys.layout.value_dim, q)
-    results = outputs(who, out, lse, chosen.parts, sink)
+    results = outputs(who, out, lse, chosen.parts, sink, scaled=True)
     # Two kernels do not fit in the instruction caches: where some rows are split and some are not, one serves both.
     whole_and_split = len({result.split for result in results}) > 1
     for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, blocks, results):
@@ -92,6 +92,7 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             drain,
             to.view(q.dtype),
             to_lse,
+            *(result.to_scale or [to_lse]),
             *caches.sizes,
             blocks,
             early,
@@ -154,6 +155,35 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
         )
     merge_shares(results)
     return out, lse
+
+
+def merge_shares(results: list[Output]) -> None:
+    """What of a step is in shares into its (out, lse), in one launch: one part, or two whose rows follow each other."""
+    from sparse_attn.ops.attention import hopper_merge
+
+    split = [result for result in results if result.split]
+    if not split:
+        return
+    first, last = split[0], split[-1]
+    tokens, heads = sum(part.lse.shape[0] for part in split), first.lse.shape[1]
+    states, sharers = config.merged(max(part.to.shape[0] for part in split))
+    hopper_merge.merge[(heads, tokens)](
+        *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, *(part.to_scale or [part.to_lse]))),
+        first.lse if first.sink is None else first.sink,
+        first.out,
+        first.lse,
+        first.lse.shape[0],
+        first.to.shape[0],
+        last.to.shape[0],
+        config.merge_leaves_room(tokens * heads * sharers, target_of(first.out.device)),
+        STATES=states,
+        SHARERS=sharers,
+        SCALED=bool(first.to_scale),
+        MORE=len(split) > 1,
+        HAS_SINK=first.sink is not None,
+        num_warps=2 * sharers,
+        launch_pdl=True,
+    )
 
 
 class Rows(NamedTuple):

@@ -56,6 +56,17 @@ LINES = gl.constexpr(
     )
 )
 
+# The same in the order in which a thread holds them, 16 bytes of a row each: nothing is exchanged.
+SHARES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 256],
+    )
+)
+
 LOWEST = gl.constexpr(-1e30)  # a finite "nothing yet"
 
 
@@ -126,27 +137,46 @@ def normalise(m, l, drain, HAS_SINK: gl.constexpr, split):
 
 
 @gluon.jit
+def _powers(sums):
+    """(2^-n, 2^n) for each row of ``sums``, such that 2^-n times the largest of them lies in [2^14, 2^15); of a row with an
+    infinite one (1, 1). (A maximum leaves NaN out.)"""
+    exponent = gl.max(gl.abs(sums), 1).to(gl.int32, bitcast=True) >> 23
+    exponent = gl.where(exponent == 255, 127 + 14, gl.maximum(exponent, 15))
+    down = (127 + 14 + 127 - exponent) << 23
+    up = (exponent - 14) << 23
+    return down.to(gl.float32, bitcast=True), up.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _store(out, stride_head, values, half: gl.constexpr, LAYOUT: gl.constexpr):
+    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT)) + half * HALF
+    pointers = out + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0)
+    gl.store(pointers, gl.convert_layout(values, LAYOUT))
+
+
+@gluon.jit
 def finish(
-    acc, l, m, half: gl.constexpr, out, share, lse, sink, stride_head, HAS_SINK: gl.constexpr, split, ACC: gl.constexpr
+    acc, l, m, half: gl.constexpr, out, lse, scales, sink, stride_head, HAS_SINK: gl.constexpr, split, ACC: gl.constexpr
 ):
-    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns: as bf16 to
-    ``out``, or where rows are ``split`` as fp32 to ``share``, with lse in base 2."""
-    ROW_P: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-    head = gl.arange(0, HEADS, layout=ROW_P)
+    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16; or
+    where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to 2^-12 of each
+    value, an eighth of what rounding the output costs, or 2^-39 of the row's largest in this half."""
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    head = gl.arange(0, HEADS, layout=m.type.layout)
     drain = gl.load(sink + head) if HAS_SINK else 0.0
     factor, logarithm = normalise(m, l, drain, HAS_SINK, split)
     if half == 0:
         gl.store(lse + head, logarithm)
-    values = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, ACC)), 1)
+    factor = gl.convert_layout(factor, ROW)
     if split:
-        head_a = gl.arange(0, HEADS, layout=gl.SliceLayout(1, ACC))
-        column_a = gl.arange(0, HALF, layout=gl.SliceLayout(0, ACC)) + half * HALF
-        gl.store(share + gl.expand_dims(head_a * stride_head, 1) + gl.expand_dims(column_a, 0), values)
+        down, up = _powers(acc)
+        gl.store(scales + 2 * gl.arange(0, HEADS, layout=ROW) + half, up * factor)
+        values = (acc * gl.expand_dims(down, 1)).to(gl.float16).to(gl.bfloat16, bitcast=True)
+        mixed = gl.permute(gl.reshape(values, [HEADS, HALF // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
+        _store(out, stride_head, gl.reshape(mixed, [HEADS, HALF]), half, SHARES)
     else:
-        lines = gl.convert_layout(values.to(gl.bfloat16), LINES)
-        head_o = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LINES))
-        column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LINES)) + half * HALF
-        gl.store(out + gl.expand_dims(head_o * stride_head, 1) + gl.expand_dims(column, 0), lines)
+        _store(out, stride_head, (acc * gl.expand_dims(factor, 1)).to(gl.bfloat16), half, LINES)
 
 
 @gluon.jit

@@ -51,7 +51,7 @@ def _load_query(query, rest, source, stride_head, bars, half: gl.constexpr, HAS_
 @gluon.jit
 def left(
     query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
-    out, share, lse, sink, stride_q_head, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    out, lse, scales, sink, stride_q_head, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
     FLAGS: gl.constexpr,
 ):  # fmt: skip
     """The left-hand consumer of one row."""
@@ -88,13 +88,13 @@ def left(
             acc = warpgroup_mma_wait(0, deps=(product,))
             scores = nothing
     l = l + sums.index(1).load(ROW)
-    finish(acc, l, m, 0, out, share, lse, sink, stride_out_head, HAS_SINK, split, ACC)
+    finish(acc, l, m, 0, out, lse, scales, sink, stride_out_head, HAS_SINK, split, ACC)
 
 
 @gluon.jit
 def right(
     query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
-    out, share, lse, sink, stride_q_head, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
+    out, lse, scales, sink, stride_q_head, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
     FLAGS: gl.constexpr,
 ):  # fmt: skip
     """The right-hand consumer of one row."""
@@ -116,4 +116,4 @@ def right(
         )  # fmt: skip
         phase = phase ^ 1
     l = l + sums.index(0).load(ROW)
-    finish(acc, l, m, 1, out, share, lse, sink, stride_out_head, HAS_SINK, split, ACC)
+    finish(acc, l, m, 1, out, lse, scales, sink, stride_out_head, HAS_SINK, split, ACC)

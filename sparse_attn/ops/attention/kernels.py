@@ -203,14 +203,34 @@ def attend(
     )
 
 
-@triton.jit
-def _merge_token(
-    outs, lses, head, sink, out, lse, states, d_v, to_log2, stride_outs_state, stride_outs_head, stride_lses_state,
-    stride_lses_head, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The states of a token and head, at ``outs`` and ``lses``, into ``out`` and ``lse``."""
+@triton.jit(do_not_specialize=["states"])
+def merge(
+    outs,  # [states, tokens, heads, d_v]
+    lses,  # fp32 [states, tokens, heads]
+    sink,  # fp32 [heads] or None
+    out,  # [tokens, heads, d_v]
+    lse,  # fp32 [tokens, heads], natural log
+    states,
+    d_v,
+    to_log2,  # lses * to_log2 are base 2
+    stride_outs_state,
+    stride_outs_token,
+    stride_outs_head,
+    stride_lses_state,
+    stride_lses_token,
+    stride_lses_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    chain.wait(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
     state = tl.arange(0, BLOCK_S)
-    lse_at = lses + state.to(tl.int64) * stride_lses_state + head * stride_lses_head
+    lse_at = lses + token * stride_lses_token + state.to(tl.int64) * stride_lses_state + head * stride_lses_head
     lse2 = tl.load(lse_at, mask=state < states, other=float("-inf")) * to_log2
     m = tl.max(lse2, 0)
     weight = tl.exp2(lse2 - tl.where(m == float("-inf"), 0.0, m))
@@ -220,63 +240,10 @@ def _merge_token(
     if sink is not None:
         factor = factor * sink_factor(tl.load(sink + head), merged)
     if tl.program_id(2) == 0:
-        tl.store(lse, merged * 0.6931471805599453)
+        tl.store(lse + token * stride_lse_token + head, merged * 0.6931471805599453)
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    outs_at = outs + state.to(tl.int64) * stride_outs_state + head * stride_outs_head
+    outs_at = outs + token * stride_outs_token + state.to(tl.int64) * stride_outs_state + head * stride_outs_head
     counted = (weight > 0.0)[:, None] & (column < d_v)[None, :]
     values = tl.load(outs_at[:, None] + column[None, :], mask=counted, other=0.0).to(tl.float32)
-    total = tl.sum(weight[:, None] * values, 0) * factor
-    tl.store(out + column, cast(total, out.dtype.element_ty), mask=column < d_v)
-
-
-@triton.jit(do_not_specialize=["first_tokens", "states", "more_states"])
-def merge(
-    outs,  # [states, first_tokens, heads, d_v]
-    lses,  # fp32 [states, first_tokens, heads]
-    more_outs,  # those of the tokens behind these, or None
-    more_lses,
-    sink,  # fp32 [heads] or None
-    out,  # [tokens, heads, d_v]
-    lse,  # fp32 [tokens, heads], natural log
-    first_tokens,
-    states,
-    more_states,
-    d_v,
-    to_log2,  # lses * to_log2 are base 2
-    stride_outs_state,
-    stride_outs_token,
-    stride_outs_head,
-    stride_lses_state,
-    stride_lses_token,
-    stride_lses_head,
-    stride_more_outs_state,
-    stride_more_lses_state,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    BLOCK_S: tl.constexpr,
-    MORE_BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MORE_BLOCK_D: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    chain.wait(CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    out += row * stride_out_token + head * stride_out_head
-    lse += row * stride_lse_token + head
-    if more_outs is not None:
-        if row >= first_tokens:
-            token = row - first_tokens
-            _merge_token(
-                more_outs + token * stride_outs_token, more_lses + token * stride_lses_token, head, sink, out, lse,
-                more_states, d_v, to_log2, stride_more_outs_state, stride_outs_head, stride_more_lses_state,
-                stride_lses_head, MORE_BLOCK_S, MORE_BLOCK_D,
-            )  # fmt: skip
-            return
-        if tl.program_id(2) * BLOCK_D >= d_v:  # there for those tokens' narrower blocks
-            return
-    _merge_token(
-        outs + row * stride_outs_token, lses + row * stride_lses_token, head, sink, out, lse, states, d_v, to_log2,
-        stride_outs_state, stride_outs_head, stride_lses_state, stride_lses_head, BLOCK_S, BLOCK_D,
-    )  # fmt: skip
+    total = cast(tl.sum(weight[:, None] * values, 0) * factor, out.dtype.element_ty)
+    tl.store(out + token * stride_out_token + head * stride_out_head + column, total, mask=column < d_v)

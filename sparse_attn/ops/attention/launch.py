@@ -11,7 +11,7 @@ from sparse_attn.device import chain
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 from sparse_attn.ops.attention import config, hopper_launch, kernels, shapes
 from sparse_attn.ops.attention.inputs import Keys, are_apart, step_of
-from sparse_attn.ops.attention.output import LOG2_E, merge, merge_shares, outputs
+from sparse_attn.ops.attention.output import LOG2_E, merge, outputs
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
 
@@ -142,7 +142,8 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
         num_warps=launch.num_warps,
         **chain.chained(target),
     )
-    merge_shares([result])
+    if result.split:
+        merge(result.to, result.to_lse, sink, out, lse, 1.0)
     return out, lse
 
 

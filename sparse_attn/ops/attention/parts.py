@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 MOST_TURNS = 4  # behind more whole ones, another is not worth a part of its own
 WORTH = 0.94  # two parts cost less than this much of what one does
-PAIRS_SPARED = 3  # at least, of a row's longest share, by splitting it
+PAIRS_SPARED = 2  # at least, of a row's longest share, by splitting it
 TILE_TURNS = 2  # of splits of tiles, at most
 
 
