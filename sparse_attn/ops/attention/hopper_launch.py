@@ -92,7 +92,7 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
             drain,
             to.view(q.dtype),
             to_lse,
-            *(result.to_scale or [to_lse]),
+            result.scales,
             *caches.sizes,
             blocks,
             early,
@@ -168,7 +168,7 @@ def merge_shares(results: list[Output]) -> None:
     tokens, heads = sum(part.lse.shape[0] for part in split), first.lse.shape[1]
     states, sharers = config.merged(max(part.to.shape[0] for part in split))
     hopper_merge.merge[(heads, tokens)](
-        *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, *(part.to_scale or [part.to_lse]))),
+        *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)),
         first.lse if first.sink is None else first.sink,
         first.out,
         first.lse,
@@ -178,7 +178,7 @@ def merge_shares(results: list[Output]) -> None:
         config.merge_leaves_room(tokens * heads * sharers, target_of(first.out.device)),
         STATES=states,
         SHARERS=sharers,
-        SCALED=bool(first.to_scale),
+        SCALED=first.scaled,
         MORE=len(split) > 1,
         HAS_SINK=first.sink is not None,
         num_warps=2 * sharers,

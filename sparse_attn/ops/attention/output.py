@@ -23,7 +23,8 @@ class Output:
 
     def __init__(self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, shares: list[torch.Tensor]):
         self.out, self.lse, self.sink, self.split = out, lse, sink, bool(shares)
-        self.to, self.to_lse, *self.to_scale = shares or (out.unsqueeze(0), lse.unsqueeze(0))
+        self.to, self.to_lse, *scales = shares or (out.unsqueeze(0), lse.unsqueeze(0))
+        self.scaled, self.scales = bool(scales), (scales or [self.to_lse])[0]  # anything where there are none
 
     @property
     def has_sink(self) -> bool:
