@@ -4,7 +4,7 @@ The matrix unit takes 64 rows of its first operand at least. Here they are keys 
 columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys, which two
 or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them until the end, and
 weights are relative to the maximum of some tiles ago (hopper_rescale): what crosses warps in every tile is whether one exceeds
-MOST. Then the tile is weighed anew, as the first one is.
+MOST. Then the tile is weighed anew, as the first one is. As in hopper_fp8, warps specialise while the launch before still runs.
 
 Floor, bytes: every named record once. What bounds it over fp8 records: shared memory, out of which the matrix unit reads a key's
 2 * (d_qk + d_v) bytes whatever the number of heads, about 20 cycles, beside what producers store and read there (38 in all), and
@@ -42,7 +42,7 @@ WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _load_query(query, query_rest, source, heads, stride_head, N: gl.constexpr, HAS_REST: gl.constexpr):
+def _ask_queries(query, query_rest, source, heads, stride_head, N: gl.constexpr, HAS_REST: gl.constexpr):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     head = gl.arange(0, N, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, VALUE, layout=gl.SliceLayout(0, WIDE))
@@ -55,9 +55,6 @@ def _load_query(query, query_rest, source, heads, stride_head, N: gl.constexpr, 
         pointers_r = source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0)
         async_copy.async_copy_global_to_shared(query_rest.index(0), pointers_r, mask=gl.expand_dims(head_r < heads, 1))
     async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -88,15 +85,60 @@ def _column_maxima(z, maxima, N: gl.constexpr):
 
 
 @gluon.jit
+def _part(begin, count, first, share):
+    """What tiles [first, first + share) of a row, ``first`` possibly negative, leave of its (begin, count)."""
+    skipped = gl.minimum(gl.maximum(first, 0) * TILE, count)
+    end = gl.minimum(gl.maximum(first + share, 0) * TILE, count)
+    return begin + skipped, gl.maximum(end - skipped, 0)
+
+
+@gluon.jit
+def _own_keys(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
+    """Of this program's share of its row: (begin and count of the indices, and of those into the second cache; tiles of the
+    first cache's keys, and of all)."""
+    indptr, extra_indptr, capacity, extra_capacity = row
+    token = gl.program_id(0)
+    begin, count = row_range(indptr, token, capacity)
+    extra_begin = 0
+    extra_count = 0
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
+    if SPLIT:  # the tiles of both rows count as one range
+        tiles = (count + TILE - 1) // TILE
+        both = tiles + (extra_count + TILE - 1) // TILE
+        share = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
+        first = gl.program_id(1) * share
+        begin, count = _part(begin, count, first, share)
+        if TWO:
+            extra_begin, extra_count = _part(extra_begin, extra_count, first - tiles, share)
+    tiles = (count + TILE - 1) // TILE
+    extra_tiles = (extra_count + TILE - 1) // TILE
+    # An empty row has one, of keys that do not exist.
+    return begin, count, extra_begin, extra_count, tiles, gl.maximum(tiles + extra_tiles, 1)
+
+
+@gluon.jit
 def _consume(
-    query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads, tiles, scale_log2, out, lse,
-    sink, stride_q_head, stride_out_head, N: gl.constexpr, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
+    consumer, N: gl.constexpr, HAS_REST: gl.constexpr, TWO: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr
+):
+    (row, query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, q, heads, early, scale_log2, out, lse, sink,
+     stride_q_token, stride_q_head, stride_out_split, stride_out_token, stride_out_head, stride_lse_split,
+     stride_lse_token) = consumer  # fmt: skip
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
-    _load_query(query, query_rest, source, heads, stride_q_head, N, HAS_REST)
+    wait()
+    if early != 0:
+        start_next()
+    token = gl.program_id(0).to(gl.int64)
+    split = gl.program_id(1).to(gl.int64)
+    _ask_queries(query, query_rest, q + token * stride_q_token, heads, stride_q_head, N, HAS_REST)
+    _, _, _, _, _, tiles = _own_keys(row, TWO, SPLIT)
+    out += split * stride_out_split + token * stride_out_token
+    lse += split * stride_lse_split + token * stride_lse_token
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
     m = gl.full([N], LOWEST, gl.float32, HEAD)
@@ -163,11 +205,57 @@ def _consume(
 
 
 @gluon.jit
-def _part(begin, count, first, share):
-    """What tiles [first, first + share) of a row, ``first`` possibly negative, leave of its (begin, count)."""
-    skipped = gl.minimum(gl.maximum(first, 0) * TILE, count)
-    end = gl.minimum(gl.maximum(first + share, 0) * TILE, count)
-    return begin + skipped, gl.maximum(end - skipped, 0)
+def _put_latents(row, keys, halves, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr):
+    wait()
+    _, _, _, _, _, tiles = _own_keys(row, False, SPLIT)
+    put_latents(keys, halves, scales, bars, which, tiles, GROUP)
+
+
+@gluon.jit
+def _ask_latents(
+    row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size, stride_block, TOKEN: gl.constexpr,
+    REST_AT: gl.constexpr, PAGED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    wait()
+    begin, count, _, _, _, tiles = _own_keys(row, False, SPLIT)
+    ask_latents(
+        keys_rest, halves, scales, known, bars, tiles, indices + begin, count, cache, num_slots, block_size, stride_block, TOKEN,
+        REST_AT, PAGED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _put_planar(
+    row, keys, four, two, one, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr
+):
+    wait()
+    _, _, _, _, _, tiles = _own_keys(row, TWO, SPLIT)
+    put_planar(keys, four, two, one, scales, bars, which, tiles, GROUP)
+
+
+@gluon.jit
+def _ask_planar(
+    row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size, stride_block, extra_indices,
+    extra_cache, extra_num_slots, extra_block_size, stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr,
+    TWO: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    wait()
+    begin, count, extra_begin, extra_count, tiles, all_tiles = _own_keys(row, TWO, SPLIT)
+    ask_planar(
+        keys, four, two, one, scales, known, bars, tiles, all_tiles, indices + begin, count, cache, num_slots, block_size,
+        stride_block, extra_indices + extra_begin, extra_count, extra_cache, extra_num_slots, extra_block_size,
+        stride_extra_block, TOKEN, SCALES, TWO,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _fill_rows(
+    row, keys, keys_rest, known, bars, which: gl.constexpr, indices, kv, num_rows, stride_row, HAS_REST: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    wait()
+    begin, count, _, _, _, tiles = _own_keys(row, False, SPLIT)
+    fill_rows(keys, keys_rest, known, bars, which, tiles, indices + begin, count, kv, num_rows, stride_row, HAS_REST)
 
 
 @gluon.jit(
@@ -257,45 +345,20 @@ def attend(
             mbarrier.init(bars[READY].index(which), count=128)
             mbarrier.init(bars[EMPTY].index(which), count=2)
     fence_async_shared()
-    wait()
-    if early != 0:
-        start_next()
     barrier()
-
-    token = gl.program_id(0)
-    begin, count = row_range(indptr, token, capacity)
-    extra_begin = 0
-    extra_count = 0
-    if TWO:
-        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
-    split = gl.program_id(1)
-    if SPLIT:  # the tiles of both rows count as one range
-        tiles = (count + TILE - 1) // TILE
-        both = tiles + (extra_count + TILE - 1) // TILE
-        share = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
-        begin, count = _part(begin, count, split * share, share)
-        if TWO:
-            extra_begin, extra_count = _part(extra_begin, extra_count, split * share - tiles, share)
-    tiles = (count + TILE - 1) // TILE
-    extra_tiles = (extra_count + TILE - 1) // TILE
-    wide = token.to(gl.int64)
-    row = indices + begin
-    extra_row = extra_indices + extra_begin
-    source = q + wide * stride_q_token
-    target = out + split.to(gl.int64) * stride_out_split + wide * stride_out_token
-    sums_to = lse + split.to(gl.int64) * stride_lse_split + wide * stride_lse_token
-    all_tiles = gl.maximum(tiles + extra_tiles, 1)  # an empty row has one, of keys that do not exist
+    row = (indptr, extra_indptr, capacity, extra_capacity)
+    consumer = (row, query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, q, heads, early, scale_log2, out,
+                lse, sink, stride_q_token, stride_q_head, stride_out_split, stride_out_token, stride_out_head,
+                stride_lse_split, stride_lse_token)
     if PLANAR:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads,
-                            all_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N, HAS_REST,
-                            HAS_SINK, SPLIT)),
-                (put_planar, (keys, four, two, one, scales, bars, 0, all_tiles, GROUP)),
-                (put_planar, (keys, four, two, one, scales, bars, 1, all_tiles, GROUP)),
-                (ask_planar, (keys, four, two, one, scales, known, bars, tiles, all_tiles, row, count, cache,
-                              num_slots, block_size, stride_cache, extra_row, extra_count, extra_cache, extra_num_slots,
-                              extra_block_size, stride_extra, TOKEN, SCALES, TWO)),
+                (_consume, (consumer, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
+                (_put_planar, (row, keys, four, two, one, scales, bars, 0, GROUP, TWO, SPLIT)),
+                (_put_planar, (row, keys, four, two, one, scales, bars, 1, GROUP, TWO, SPLIT)),
+                (_ask_planar, (row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size,
+                               stride_cache, extra_indices, extra_cache, extra_num_slots, extra_block_size, stride_extra,
+                               TOKEN, SCALES, TWO, SPLIT)),
             ],
             [4, 4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS, ASKER_REGISTERS],
@@ -303,13 +366,11 @@ def attend(
     elif FP8:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads,
-                            all_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N, HAS_REST,
-                            HAS_SINK, SPLIT)),
-                (put_latents, (keys, halves, scales, bars, 0, all_tiles, GROUP)),
-                (put_latents, (keys, halves, scales, bars, 1, all_tiles, GROUP)),
-                (ask_latents, (keys_rest, halves, scales, known, bars, all_tiles, row, count, cache, num_slots,
-                               block_size, stride_cache, TOKEN, REST_AT, PAGED)),
+                (_consume, (consumer, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
+                (_put_latents, (row, keys, halves, scales, bars, 0, GROUP, SPLIT)),
+                (_put_latents, (row, keys, halves, scales, bars, 1, GROUP, SPLIT)),
+                (_ask_latents, (row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size,
+                                stride_cache, TOKEN, REST_AT, PAGED, SPLIT)),
             ],
             [4, 4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS, ASKER_REGISTERS],
@@ -317,13 +378,9 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (_consume, (query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, source, heads,
-                            all_tiles, scale_log2, target, sums_to, sink, stride_q_head, stride_out_head, N, HAS_REST,
-                            HAS_SINK, SPLIT)),
-                (fill_rows, (keys, keys_rest, known, bars, 0, all_tiles, row, count, cache, num_slots, stride_cache,
-                             HAS_REST)),
-                (fill_rows, (keys, keys_rest, known, bars, 1, all_tiles, row, count, cache, num_slots, stride_cache,
-                             HAS_REST)),
+                (_consume, (consumer, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
+                (_fill_rows, (row, keys, keys_rest, known, bars, 0, indices, cache, num_slots, stride_cache, HAS_REST, SPLIT)),
+                (_fill_rows, (row, keys, keys_rest, known, bars, 1, indices, cache, num_slots, stride_cache, HAS_REST, SPLIT)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

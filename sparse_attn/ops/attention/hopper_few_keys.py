@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_fp8 import put_codes
+from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
 from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather
 
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised

@@ -21,7 +21,7 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     in_cache,
     tile_slots,
 )
-from sparse_attn.ops.attention.hopper_fp8 import put_codes
+from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
 from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD
 
 

@@ -1,4 +1,4 @@
-"""The two consumers of hopper_pair over the pairs of one row, whose queries they fetch."""
+"""The two consumers of hopper_pair over the pairs of one row, whose queries they fetch. Producers say which keys exist."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     HEADS,
     LOWEST,
     NARROW,
-    PAIR,
     QUERY,
     REST,
     TILE,
@@ -27,8 +26,8 @@ from sparse_attn.ops.attention.hopper_pair import (
 
 
 @gluon.jit
-def _load_query(query, rest, source, stride_head, bars, half: gl.constexpr, HAS_REST: gl.constexpr):
-    """This warpgroup's half of the queries, then wait for the other half."""
+def ask_queries(query, rest, source, stride_head, half: gl.constexpr, HAS_REST: gl.constexpr):
+    """Have this warpgroup's half of the queries copied."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)) + half * HALF
@@ -42,6 +41,11 @@ def _load_query(query, rest, source, stride_head, bars, half: gl.constexpr, HAS_
             rest.index(0), source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0)
         )
     async_copy.commit_group()
+
+
+@gluon.jit
+def _await_queries(bars):
+    """This warpgroup's half, then the other one's."""
     async_copy.wait_group(0)
     fence_async_shared()
     signal(bars[QUERY])
@@ -50,18 +54,15 @@ def _load_query(query, rest, source, stride_head, bars, half: gl.constexpr, HAS_
 
 @gluon.jit
 def left(
-    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
-    out, lse, scales, sink, stride_q_head, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-    FLAGS: gl.constexpr,
+    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, pairs, scale_log2, out,
+    lse, scales, sink, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """The left-hand consumer of one row."""
-    COLUMNS: gl.constexpr = NARROW if FLAGS else HALF
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    """The left-hand consumer of one row, whose queries are under way."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NARROW, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-    _load_query(query, query_rest, source, stride_q_head, bars, 0, HAS_REST)
-    pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
+    _await_queries(bars)
     acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
     m = gl.full([HEADS], LOWEST, gl.float32, ROW)
     l = gl.zeros([HEADS], gl.float32, ROW)
@@ -72,10 +73,10 @@ def left(
     scores = warpgroup_mma_wait(0, deps=(pending,))
     for i in range(pairs):
         zero = i >> 20
-        slot = name_keys(named, 0, i * PAIR, count - i * PAIR, place, FLAGS)
+        slot = name_keys(named, 0, 0, 0, place, True)
         product, m, l = left_pair(
-            scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, False,
-            HAS_REST, FLAGS, False,
+            scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, 0, scale_log2, zero, phase, False, HAS_REST, True,
+            False,
         )  # fmt: skip
         phase = phase ^ 1
         if i + 1 < pairs:
@@ -93,26 +94,23 @@ def left(
 
 @gluon.jit
 def right(
-    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, source, named, count, num_rows, scale_log2,
-    out, lse, scales, sink, stride_q_head, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-    FLAGS: gl.constexpr,
+    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, pairs, scale_log2, out,
+    lse, scales, sink, stride_out_head, split, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
 ):  # fmt: skip
-    """The right-hand consumer of one row."""
-    COLUMNS: gl.constexpr = NARROW if FLAGS else HALF
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    """The right-hand consumer of one row, whose queries are under way."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NARROW, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-    _load_query(query, query_rest, source, stride_q_head, bars, 1, HAS_REST)
-    pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
+    _await_queries(bars)
     acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
     m = gl.full([HEADS], LOWEST, gl.float32, ROW)
     l = gl.zeros([HEADS], gl.float32, ROW)
     phase = 0
     for i in range(pairs):
         acc, m, l = right_pair(
-            named, i * PAIR + TILE, count - i * PAIR - TILE, place, acc, m, l, query, query_rest, keys, keys_rest, right_p,
-            left_p, maxima, sums, bars, num_rows, scale_log2, i >> 20, phase, False, HAS_REST, FLAGS, False,
+            named, 0, 0, place, acc, m, l, query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, 0,
+            scale_log2, i >> 20, phase, False, HAS_REST, True, False,
         )  # fmt: skip
         phase = phase ^ 1
     l = l + sums.index(0).load(ROW)

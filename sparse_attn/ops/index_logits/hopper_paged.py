@@ -100,12 +100,12 @@ def _fill(
     lane = gl.arange(0, WINDOW, layout=gl.BlockedLayout([1], [32], [1], [0]))
     done, turn = 0, 0
     for unit in range(first, last):
+        request = unit // GROUPS
+        entry = table + request.to(gl.int64) * stride_table
+        after = _window(entry, skip + lane, max_blocks)  # on its way while lengths are
         there = _tiles(_lengths(lens, unit, stride_request, stride_row, ROWS, NEXT_N), max_context)
         some = gl.maximum(gl.minimum(there - skip, count - done), 0)
         if some > 0:
-            request = unit // GROUPS
-            entry = table + request.to(gl.int64) * stride_table
-            after = _window(entry, skip + lane, max_blocks)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_freed.index(place), phase ^ 1)
             mbarrier.expect(query_filled.index(place), queries.shape[1] * queries.shape[2])
