@@ -41,7 +41,7 @@ def test_how_it_splits():
         (part,) = chosen(tokens, **shape).parts
         return part.splits
 
-    assert [splits(tokens) for tokens in (1, 8, 32, 64, 83, 100, 128, 4096)] == [32, 16, 4, 2, 3, 1, 1, 1]
+    assert [splits(tokens) for tokens in (1, 8, 32, 64, 85, 100, 128, 4096)] == [32, 16, 4, 2, 3, 1, 1, 1]
     assert splits(1, keys=3) == splits(1, keys=0) == 1
 
 

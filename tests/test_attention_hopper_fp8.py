@@ -89,6 +89,9 @@ def test_how_many_states_are_merged_at_a_time():
     sizes = {states: config.merged(states) for states in (2, 3, 4, 5, 8, 9, 17, 32, 33, 132)}
     assert sizes == {2: (2, 1), 3: (4, 1), 4: (4, 1), 5: (8, 2), 8: (8, 2), 9: (16, 4), 17: (32, 8), 32: (32, 8),
                      33: (32, 8), 132: (32, 8)}  # fmt: skip
+    beside = {(few, more): config.merged(few, more)[0] for few in (2, 3, 6) for more in (2, 9, 16, 32)}
+    assert beside == {(2, 2): 2, (2, 9): 4, (2, 16): 4, (2, 32): 8, (3, 2): 4, (3, 9): 4, (3, 16): 4, (3, 32): 8,
+                      (6, 2): 8, (6, 9): 8, (6, 16): 8, (6, 32): 8}  # fmt: skip
     assert config.merge_leaves_room(16 * 132, H200) and not config.merge_leaves_room(16 * 132 + 1, H200)
 
 

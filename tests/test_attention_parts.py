@@ -77,6 +77,7 @@ def test_which_parts():
     assert WIDE.parts(67) == (Part(0, 66, 1), Part(66, 1, 16))
     assert NARROW.parts(67) == (Part(0, 66, 2), Part(66, 1, 16))
     assert NARROW.parts(140) == (Part(0, 132, 1), Part(132, 8, 16))
+    assert PLANAR.parts(34) == (Part(0, 33, 2), Part(33, 1, 9))
     assert PLANAR.parts(133) == (Part(0, 132, 1), Part(132, 1, 9))
     assert FEW.parts(67) == (Part(0, 66, 2), Part(66, 1, 32))
     assert FEW.parts(72) == (Part(0, 66, 2), Part(66, 6, 16)), "one merge serves both"
@@ -94,7 +95,7 @@ def test_one_part_where_two_are_not_cheaper():
             assert len(shape.parts(rows)) == 1, (shape, rows)
         for rows in (0, 1, 100, 130, 133):
             assert len(shape.parts(133, rows * 20)) == 1, "hardly any keys"
-    assert len(NARROW.parts(200)) == len(WIDE.parts(100)) == len(FEW.parts(100)) == len(PLANAR.parts(34)) == 1
+    assert len(NARROW.parts(200)) == len(WIDE.parts(100)) == len(FEW.parts(100)) == len(PLANAR.parts(40)) == 1
 
 
 @pytest.mark.aot
@@ -131,7 +132,7 @@ def test_batch_invariant_steps_have_one_part():
 def test_one_row_more_never_costs_a_third_more(shape):
     """By the model that parts are chosen by."""
     for before, after in pairwise(range(1, 301)):
-        assert shape.cost(after) <= 1.3 * shape.cost(before), (before, after)
+        assert 3 * shape.cost(after) <= 4 * shape.cost(before), (before, after)
 
 
 def need(parts, heads):

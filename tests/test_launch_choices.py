@@ -103,7 +103,7 @@ rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32      
 8     -        -         8x16          8x8           8x16          8x16          8x16          8x16
 22    -        whole     22x6          22x3          22x6          22x6          22x6          22x6
 32    -        whole     32x4          32x2          32x4          32x4          32x4          32x4
-44    whole    whole     44x3          44x1          44x3          44x3          44x3          44x3
+44    whole    whole     44x3          33x2 + 11x6   44x3          44x3          44x3          44x3
 66    whole    whole     66x2          66x1          66x2          66x2          66x2          66x2
 67    whole    whole     66x2 + 1x16   66x1 + 1x16   66x2 + 1x32   66x2 + 1x32   66x2 + 1x32   66x2 + 1x32
 128   whole    whole     128x1         128x1         128x1         128x1         128x1         128x1

@@ -20,6 +20,7 @@ HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
 HANDED_OUT = Scratch(counters=1)  # how many of their rows the persistent kernel's programs have taken
 FEW_HEADS = 32  # the kernel for few heads takes no more
 FEW_TILE = 64  # keys it takes at a time
+MERGE_TURNS = 4  # in which the states of a few rows are merged, among many of fewer
 
 Fp8Layout = LatentFp8Layout | PlanarFp8Layout
 
@@ -162,9 +163,9 @@ def leaves_room(programs: int, target: Target) -> bool:
     return 4 * programs <= 3 * target.num_sms
 
 
-def merged(states: int) -> tuple[int, int]:
-    """(states at a time, lanes that share them) of the kernel that merges so many on Hopper."""
-    at_once = min(32, max(2, 1 << (states - 1).bit_length()))
+def merged(states: int, more: int = 0) -> tuple[int, int]:
+    """(states at a time, lanes that share them) of the kernel that merges so many on Hopper, and ``more`` of a few rows."""
+    at_once = min(32, max(2, 1 << (max(states, -(-more // MERGE_TURNS)) - 1).bit_length()))
     return at_once, max(1, at_once // 4)
 
 

@@ -166,7 +166,7 @@ def merge_shares(results: list[Output]) -> None:
         return
     first, last = split[0], split[-1]
     tokens, heads = sum(part.lse.shape[0] for part in split), first.lse.shape[1]
-    states, sharers = config.merged(max(part.to.shape[0] for part in split))
+    states, sharers = config.merged(*(part.to.shape[0] for part in split))
     hopper_merge.merge[(heads, tokens)](
         *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)),
         first.lse if first.sink is None else first.sink,

@@ -52,6 +52,8 @@ def merge(
     head = gl.program_id(0)
     row = gl.program_id(1).to(gl.int64)
     all_tokens = gl.num_programs(1)
+    if MORE:  # the few that have more states first, while others merge theirs
+        row = all_tokens - 1 - row
     wait()
     if early != 0:
         start_next()

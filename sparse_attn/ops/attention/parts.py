@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 MOST_TURNS = 4  # behind more whole ones, another is not worth a part of its own
-WORTH = 0.94  # two parts cost less than this much of what one does
+WORTH = 0.98  # two parts cost less than this much of what one does
 PAIRS_SPARED = 2  # at least, of a row's longest share, by splitting it
 TILE_TURNS = 2  # of splits of tiles, at most
 
@@ -60,8 +60,8 @@ def tile_splits(programs: int, tiles: int, num_sms: int) -> int:
     return min((1, *even), key=lambda splits: TILES.cost((Part(0, programs, splits),), 1, tiles, num_sms))
 
 
-PAIRS = Kind(1.2, 2.0, 0.8, pair_splits)
-TILES = Kind(2, 1, 3, tile_splits)
+PAIRS = Kind(1.2, 0.8, 0.8, pair_splits)
+TILES = Kind(3, 2, 2, tile_splits)
 
 
 @functools.lru_cache(maxsize=1 << 14)
