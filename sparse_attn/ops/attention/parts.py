@@ -60,7 +60,7 @@ def tile_splits(programs: int, tiles: int, num_sms: int) -> int:
     return min((1, *even), key=lambda splits: TILES.cost((Part(0, programs, splits),), 1, tiles, num_sms))
 
 
-PAIRS = Kind(1.2, 0.8, 0.8, pair_splits)
+PAIRS = Kind(1.2, 0.85, 0.8, pair_splits)
 TILES = Kind(3, 2, 2, tile_splits)
 
 
