@@ -71,7 +71,7 @@ def _left_rows(
     zero = count >> 31
     pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, 0, HAS_REST)
     pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
-    slot = name_keys(indices + begin, 0, 0, count, place, False)
+    slot = name_keys(indices + begin, 0, 0, count, place, True)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     while token >= 0:
         pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
@@ -82,7 +82,7 @@ def _left_rows(
             zero = i >> 20
             product, m, l = left_pair(
                 scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase,
-                i + 1 == pairs, HAS_REST, False, True,
+                i + 1 == pairs, HAS_REST, True,
             )  # fmt: skip
             phase = phase ^ 1
             if i + 1 < pairs:
@@ -91,7 +91,7 @@ def _left_rows(
                 release(bars[FREED + 2], True)
                 pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
                 ahead = (i + 1) * PAIR
-                slot = name_keys(indices + begin, 0, ahead, count - ahead, place, False)
+                slot = name_keys(indices + begin, 0, ahead, count - ahead, place, True)
                 scores = warpgroup_mma_wait(0, deps=(pending,))
             else:
                 acc = warpgroup_mma_wait(0, deps=(product,))
@@ -112,7 +112,7 @@ def _left_rows(
         finish(acc, l, m, 0, target, sums_to, None, drain, stride_out_head, HAS_SINK, False, ACC)
         if token >= 0:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
-            slot = name_keys(indices + begin, 0, 0, count, place, False)
+            slot = name_keys(indices + begin, 0, 0, count, place, True)
             scores = warpgroup_mma_wait(0, deps=(pending,))
         else:
             scores = warpgroup_mma_wait(0, deps=(pending,))
@@ -140,7 +140,7 @@ def _right_rows(
             before = i * PAIR + TILE
             acc, m, l = right_pair(
                 indices, begin + before, count - before, place, acc, m, l, query, query_rest, keys, keys_rest, right_p,
-                left_p, maxima, sums, bars, num_rows, scale_log2, i >> 20, phase, i + 1 == pairs, HAS_REST, False, True,
+                left_p, maxima, sums, bars, num_rows, scale_log2, i >> 20, phase, i + 1 == pairs, HAS_REST, True,
             )  # fmt: skip
             phase = phase ^ 1
         l = l + sums.index(0).load(ROW)

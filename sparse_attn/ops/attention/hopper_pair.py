@@ -5,6 +5,7 @@ the last 256; each multiplies its own probabilities out of registers and the oth
 per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the consumers free the
 halves. Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
 What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
+PERSISTENT: the consumers attend row after row (hopper) and look up which keys exist; else one row (hopper_row), and are told.
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of it
 and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
@@ -104,22 +105,22 @@ def score_half(query, keys, scores, half: gl.constexpr, first: gl.constexpr):
 
 
 @gluon.jit
-def name_keys(named, tile: gl.constexpr, first, left_over, place, FLAGS: gl.constexpr):
-    """What a tile's keys are called: the indices ``named`` from ``first`` on, of which ``left_over`` are the row's; with FLAGS
-    what the producer says in shared memory of the tiles' keys, once they are there."""
-    if FLAGS:
-        return named.index(tile).load(place.type.layout)
-    else:
+def name_keys(named, tile: gl.constexpr, first, left_over, place, PERSISTENT: gl.constexpr):
+    """What a tile's keys are called: the indices ``named`` from ``first`` on, of which ``left_over`` are the row's; unless
+    PERSISTENT what the producer says in shared memory of the tiles' keys, once they are there."""
+    if PERSISTENT:
         return gl.load(named + (first + place), mask=place < left_over, other=-1)
+    else:
+        return named.index(tile).load(place.type.layout)
 
 
 @gluon.jit
-def masked(scores, slot, num_rows, FLAGS: gl.constexpr):
+def masked(scores, slot, num_rows, PERSISTENT: gl.constexpr):
     """Scores of a tile, -inf where ``slot`` names no row."""
-    if FLAGS:
-        valid = slot != 0
-    else:
+    if PERSISTENT:
         valid = (slot >= 0) & (slot < num_rows)
+    else:
+        valid = slot != 0
     return gl.where(gl.expand_dims(valid, 0), scores, -float("inf"))
 
 
@@ -202,13 +203,13 @@ def score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, h
 @gluon.jit
 def left_pair(
     scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, last,
-    HAS_REST: gl.constexpr, FLAGS: gl.constexpr, PERSISTENT: gl.constexpr,
+    HAS_REST: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """From an even tile's scores to (the product of the odd one, not awaited, m, l). PERSISTENT: after the
-    ``last`` pair of a row the queries' memory is wanted."""
+    ``last`` pair of a row the queries' memory is wanted for the next one's."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    z = masked(scores, slot, num_rows, FLAGS)
+    z = masked(scores, slot, num_rows, PERSISTENT)
     top = reference(m, gl.max(z, 1) * scale_log2)
     rescale = gl.exp2(m - top)
     p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 1))
@@ -229,7 +230,7 @@ def left_pair(
     rescale = gl.exp2(m - top)
     l = l * rescale
     sums.index(0).store(l)
-    if FLAGS and not HAS_REST:  # elsewhere nothing is gained, or registers are spilled
+    if not PERSISTENT and not HAS_REST:  # elsewhere nothing is gained, or registers are spilled
         left_p.index(zero).store(rescale_weights(own, rescale))
     else:
         left_p.index(zero + HAS_REST).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
@@ -244,7 +245,7 @@ def left_pair(
 @gluon.jit
 def right_pair(
     named, first, left_over, place, acc, m, l, query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars,
-    num_rows, scale_log2, zero, phase, last, HAS_REST: gl.constexpr, FLAGS: gl.constexpr, PERSISTENT: gl.constexpr,
+    num_rows, scale_log2, zero, phase, last, HAS_REST: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """All of a pair: (acc, m, l). named, first, left_over: as in name_keys of the odd tile; PERSISTENT as in left_pair."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -257,9 +258,9 @@ def right_pair(
     pending = score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
     if HAS_REST:
         pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True)
-    slot = name_keys(named, 1, first, left_over, place, FLAGS)
+    slot = name_keys(named, 1, first, left_over, place, PERSISTENT)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    z = masked(scores, slot, num_rows, FLAGS)
+    z = masked(scores, slot, num_rows, PERSISTENT)
     top = gl.max(z, 1) * scale_log2
     mbarrier.wait(bars[LEFT_MAX], phase)
     top = reference(maxima.load(ROW), top)

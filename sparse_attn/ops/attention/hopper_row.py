@@ -73,10 +73,9 @@ def left(
     scores = warpgroup_mma_wait(0, deps=(pending,))
     for i in range(pairs):
         zero = i >> 20
-        slot = name_keys(named, 0, 0, 0, place, True)
+        slot = name_keys(named, 0, 0, 0, place, False)
         product, m, l = left_pair(
-            scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, 0, scale_log2, zero, phase, False, HAS_REST, True,
-            False,
+            scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, 0, scale_log2, zero, phase, False, HAS_REST, False,
         )  # fmt: skip
         phase = phase ^ 1
         if i + 1 < pairs:
@@ -110,7 +109,7 @@ def right(
     for i in range(pairs):
         acc, m, l = right_pair(
             named, 0, 0, place, acc, m, l, query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars, 0,
-            scale_log2, i >> 20, phase, False, HAS_REST, True, False,
+            scale_log2, i >> 20, phase, False, HAS_REST, False,
         )  # fmt: skip
         phase = phase ^ 1
     l = l + sums.index(0).load(ROW)
