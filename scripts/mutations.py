@@ -431,7 +431,7 @@ HOPPER = [
     ),
     Mutation(
         "hopper-last-share-lost", "what does not divide evenly among a row's programs is attended by none",
-        ATTENTION + "hopper_fp8.py",
+        ATTENTION + "hopper_fp8_keys.py",
         "share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)",
         "share = end // gl.num_programs(1)",
         ("tests/test_attention_hopper_fp8_latents.py::test_kinds_of_rows[64-random-None]",),

@@ -32,10 +32,11 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     SPENT,
     ask_latents,
     fill_rows,
+    own_keys,
     put_latents,
 )
 from sparse_attn.ops.attention.hopper_few_planar import ask_planar, put_planar
-from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise, row_range
+from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise
 from sparse_attn.ops.attention.hopper_rescale import MOST
 
 WARPS = gl.constexpr(4)
@@ -85,39 +86,6 @@ def _column_maxima(z, maxima, N: gl.constexpr):
 
 
 @gluon.jit
-def _part(begin, count, first, share):
-    """What tiles [first, first + share) of a row, ``first`` possibly negative, leave of its (begin, count)."""
-    skipped = gl.minimum(gl.maximum(first, 0) * TILE, count)
-    end = gl.minimum(gl.maximum(first + share, 0) * TILE, count)
-    return begin + skipped, gl.maximum(end - skipped, 0)
-
-
-@gluon.jit
-def _own_keys(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
-    """Of this program's share of its row: (begin and count of the indices, and of those into the second cache; tiles of the
-    first cache's keys, and of all)."""
-    indptr, extra_indptr, capacity, extra_capacity = row
-    token = gl.program_id(0)
-    begin, count = row_range(indptr, token, capacity)
-    extra_begin = 0
-    extra_count = 0
-    if TWO:
-        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
-    if SPLIT:  # the tiles of both rows count as one range
-        tiles = (count + TILE - 1) // TILE
-        both = tiles + (extra_count + TILE - 1) // TILE
-        share = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
-        first = gl.program_id(1) * share
-        begin, count = _part(begin, count, first, share)
-        if TWO:
-            extra_begin, extra_count = _part(extra_begin, extra_count, first - tiles, share)
-    tiles = (count + TILE - 1) // TILE
-    extra_tiles = (extra_count + TILE - 1) // TILE
-    # An empty row has one, of keys that do not exist.
-    return begin, count, extra_begin, extra_count, tiles, gl.maximum(tiles + extra_tiles, 1)
-
-
-@gluon.jit
 def _consume(
     consumer, N: gl.constexpr, HAS_REST: gl.constexpr, TWO: gl.constexpr, HAS_SINK: gl.constexpr, SPLIT: gl.constexpr
 ):
@@ -133,7 +101,7 @@ def _consume(
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1).to(gl.int64)
     _ask_queries(query, query_rest, q + token * stride_q_token, heads, stride_q_head, N, HAS_REST)
-    _, _, _, _, _, tiles = _own_keys(row, TWO, SPLIT)
+    _, _, _, _, _, tiles = own_keys(row, TWO, SPLIT)
     out += split * stride_out_split + token * stride_out_token
     lse += split * stride_lse_split + token * stride_lse_token
     async_copy.wait_group(0)
@@ -202,60 +170,6 @@ def _consume(
         column_o = gl.arange(0, VALUE, layout=gl.SliceLayout(0, WIDE))
         pointers_o = out + gl.expand_dims(head_o * stride_out_head, 1) + gl.expand_dims(column_o, 0)
         gl.store(pointers_o, query.index(0).load(WIDE), mask=gl.expand_dims(head_o < heads, 1))
-
-
-@gluon.jit
-def _put_latents(row, keys, halves, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr):
-    wait()
-    _, _, _, _, _, tiles = _own_keys(row, False, SPLIT)
-    put_latents(keys, halves, scales, bars, which, tiles, GROUP)
-
-
-@gluon.jit
-def _ask_latents(
-    row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size, stride_block, TOKEN: gl.constexpr,
-    REST_AT: gl.constexpr, PAGED: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    wait()
-    begin, count, _, _, _, tiles = _own_keys(row, False, SPLIT)
-    ask_latents(
-        keys_rest, halves, scales, known, bars, tiles, indices + begin, count, cache, num_slots, block_size, stride_block, TOKEN,
-        REST_AT, PAGED,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _put_planar(
-    row, keys, four, two, one, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr
-):
-    wait()
-    _, _, _, _, _, tiles = _own_keys(row, TWO, SPLIT)
-    put_planar(keys, four, two, one, scales, bars, which, tiles, GROUP)
-
-
-@gluon.jit
-def _ask_planar(
-    row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size, stride_block, extra_indices,
-    extra_cache, extra_num_slots, extra_block_size, stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr,
-    TWO: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    wait()
-    begin, count, extra_begin, extra_count, tiles, all_tiles = _own_keys(row, TWO, SPLIT)
-    ask_planar(
-        keys, four, two, one, scales, known, bars, tiles, all_tiles, indices + begin, count, cache, num_slots, block_size,
-        stride_block, extra_indices + extra_begin, extra_count, extra_cache, extra_num_slots, extra_block_size,
-        stride_extra_block, TOKEN, SCALES, TWO,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _fill_rows(
-    row, keys, keys_rest, known, bars, which: gl.constexpr, indices, kv, num_rows, stride_row, HAS_REST: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
-    wait()
-    begin, count, _, _, _, tiles = _own_keys(row, False, SPLIT)
-    fill_rows(keys, keys_rest, known, bars, which, tiles, indices + begin, count, kv, num_rows, stride_row, HAS_REST)
 
 
 @gluon.jit(
@@ -354,11 +268,11 @@ def attend(
         gl.warp_specialize(
             [
                 (_consume, (consumer, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
-                (_put_planar, (row, keys, four, two, one, scales, bars, 0, GROUP, TWO, SPLIT)),
-                (_put_planar, (row, keys, four, two, one, scales, bars, 1, GROUP, TWO, SPLIT)),
-                (_ask_planar, (row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size,
-                               stride_cache, extra_indices, extra_cache, extra_num_slots, extra_block_size, stride_extra,
-                               TOKEN, SCALES, TWO, SPLIT)),
+                (put_planar, (row, keys, four, two, one, scales, bars, 0, GROUP, TWO, SPLIT)),
+                (put_planar, (row, keys, four, two, one, scales, bars, 1, GROUP, TWO, SPLIT)),
+                (ask_planar, (row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size,
+                              stride_cache, extra_indices, extra_cache, extra_num_slots, extra_block_size, stride_extra,
+                              TOKEN, SCALES, TWO, SPLIT)),
             ],
             [4, 4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS, ASKER_REGISTERS],
@@ -367,10 +281,10 @@ def attend(
         gl.warp_specialize(
             [
                 (_consume, (consumer, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
-                (_put_latents, (row, keys, halves, scales, bars, 0, GROUP, SPLIT)),
-                (_put_latents, (row, keys, halves, scales, bars, 1, GROUP, SPLIT)),
-                (_ask_latents, (row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size,
-                                stride_cache, TOKEN, REST_AT, PAGED, SPLIT)),
+                (put_latents, (row, keys, halves, scales, bars, 0, GROUP, SPLIT)),
+                (put_latents, (row, keys, halves, scales, bars, 1, GROUP, SPLIT)),
+                (ask_latents, (row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size,
+                               stride_cache, TOKEN, REST_AT, PAGED, SPLIT)),
             ],
             [4, 4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS, ASKER_REGISTERS],
@@ -379,8 +293,8 @@ def attend(
         gl.warp_specialize(
             [
                 (_consume, (consumer, N, HAS_REST, TWO, HAS_SINK, SPLIT)),
-                (_fill_rows, (row, keys, keys_rest, known, bars, 0, indices, cache, num_slots, stride_cache, HAS_REST, SPLIT)),
-                (_fill_rows, (row, keys, keys_rest, known, bars, 1, indices, cache, num_slots, stride_cache, HAS_REST, SPLIT)),
+                (fill_rows, (row, keys, keys_rest, known, bars, 0, indices, cache, num_slots, stride_cache, HAS_REST, SPLIT)),
+                (fill_rows, (row, keys, keys_rest, known, bars, 1, indices, cache, num_slots, stride_cache, HAS_REST, SPLIT)),
             ],
             [4, 4],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

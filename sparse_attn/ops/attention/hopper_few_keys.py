@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import signal
+from sparse_attn.device.hopper import signal, wait
 from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
-from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather
+from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
 
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
@@ -30,6 +30,39 @@ SPENT = gl.constexpr(1)  # buffer read for the last time, by the consumer
 READY = gl.constexpr(2)  # the codes of a tile's left or right half are there
 EMPTY = gl.constexpr(3)  # they are in registers of those who dequantise them
 KINDS = gl.constexpr(4)
+
+
+@gluon.jit
+def _part(begin, count, first, share):
+    """What tiles [first, first + share) of a row, ``first`` possibly negative, leave of its (begin, count)."""
+    skipped = gl.minimum(gl.maximum(first, 0) * TILE, count)
+    end = gl.minimum(gl.maximum(first + share, 0) * TILE, count)
+    return begin + skipped, gl.maximum(end - skipped, 0)
+
+
+@gluon.jit
+def own_keys(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
+    """Of this program's share of its row: (begin and count of the indices, and of those into the second cache; tiles of the
+    first cache's keys, and of all)."""
+    indptr, extra_indptr, capacity, extra_capacity = row
+    token = gl.program_id(0)
+    begin, count = row_range(indptr, token, capacity)
+    extra_begin = 0
+    extra_count = 0
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
+    if SPLIT:  # the tiles of both rows count as one range
+        tiles = (count + TILE - 1) // TILE
+        both = tiles + (extra_count + TILE - 1) // TILE
+        share = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
+        first = gl.program_id(1) * share
+        begin, count = _part(begin, count, first, share)
+        if TWO:
+            extra_begin, extra_count = _part(extra_begin, extra_count, first - tiles, share)
+    tiles = (count + TILE - 1) // TILE
+    extra_tiles = (extra_count + TILE - 1) // TILE
+    # An empty row has one, of keys that do not exist.
+    return begin, count, extra_begin, extra_count, tiles, gl.maximum(tiles + extra_tiles, 1)
 
 
 @gluon.jit
@@ -120,10 +153,13 @@ def _ask_latents(
 
 @gluon.jit
 def ask_latents(
-    keys_rest, halves, scales, known, bars, tiles, indices, count, cache, num_slots, block_size, stride_block,
-    TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr,
+    row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size, stride_block,
+    TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Of interleaved records: VALUE codes and their fp32 scales, and REST bf16 values."""
+    wait()
+    begin, count, _, _, _, tiles = own_keys(row, False, SPLIT)
+    indices += begin
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -153,8 +189,10 @@ def ask_latents(
 
 
 @gluon.jit
-def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: gl.constexpr):
+def put_latents(row, keys, halves, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr):
     """A share of every tile's codes, dequantised by fp32 scales."""
+    wait()
+    _, _, _, _, _, tiles = own_keys(row, False, SPLIT)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
@@ -181,10 +219,13 @@ def put_latents(keys, halves, scales, bars, which: gl.constexpr, tiles, GROUP: g
 
 @gluon.jit
 def fill_rows(
-    keys, keys_rest, known, bars, which: gl.constexpr, tiles, indices, count, kv, num_rows, stride_row,
-    HAS_REST: gl.constexpr,
-):
+    row, keys, keys_rest, known, bars, which: gl.constexpr, indices, kv, num_rows, stride_row, HAS_REST: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
     """bf16 rows, copied."""
+    wait()
+    begin, count, _, _, _, tiles = own_keys(row, False, SPLIT)
+    indices += begin
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     FIRST: gl.constexpr = which * SHARE
     place = gl.arange(0, SHARE, layout=gl.SliceLayout(1, LANES)) + FIRST

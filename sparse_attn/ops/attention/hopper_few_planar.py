@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import signal
+from sparse_attn.device.hopper import signal, wait
 from sparse_attn.ops.attention.hopper_few_keys import (
     BLOCK,
     BUFFERS,
@@ -19,6 +19,7 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     copy_codes,
     copy_words,
     in_cache,
+    own_keys,
     tile_slots,
 )
 from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
@@ -70,12 +71,15 @@ def _ask_planar(
 
 @gluon.jit
 def ask_planar(
-    keys, four, two, one, scales, known, bars, tiles, all_tiles, indices, count, cache, num_slots, block_size,
-    stride_block, extra_indices, extra_count, extra_cache, extra_num_slots, extra_block_size, stride_extra_block,
-    TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
+    row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size, stride_block, extra_indices,
+    extra_cache, extra_num_slots, extra_block_size, stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr,
+    TWO: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16 values.
-    tiles: of the first cache."""
+    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16 values."""
+    wait()
+    begin, count, extra_begin, extra_count, tiles, all_tiles = own_keys(row, TWO, SPLIT)
+    indices += begin
+    extra_indices += extra_begin
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
@@ -111,8 +115,12 @@ def ask_planar(
 
 
 @gluon.jit
-def put_planar(keys, four, two, one, scales, bars, which: gl.constexpr, all_tiles, GROUP: gl.constexpr):
+def put_planar(
+    row, keys, four, two, one, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr
+):
     """A share of every tile's codes, dequantised by ue8m0 scales."""
+    wait()
+    _, _, _, _, _, all_tiles = own_keys(row, TWO, SPLIT)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparse_attn.device.hopper import barrier, start_next, wait
-from sparse_attn.ops.attention.hopper_fp8_keys import dequantise
+from sparse_attn.ops.attention.hopper_fp8_keys import dequantise, own_tiles
 from sparse_attn.ops.attention.hopper_pair import (
     FILLED,
     FREED,
@@ -24,32 +24,8 @@ from sparse_attn.ops.attention.hopper_pair import (
     TILE,
     VALUE,
     allocate_barriers,
-    row_range,
 )
 from sparse_attn.ops.attention.hopper_row import ask_queries, left, right
-
-
-@gluon.jit
-def _own_tiles(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
-    """(begin and count of the indices of this program's row, of those into the second cache; tiles of the first cache's keys;
-    [start, end) of this program's tiles, where both caches' are one range)."""
-    indptr, extra_indptr, capacity, extra_capacity, head_blocks = row
-    token = gl.program_id(0) // head_blocks
-    begin, count = row_range(indptr, token, capacity)
-    extra_begin = begin
-    extra_count = count
-    if TWO:
-        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
-    tiles = (count + TILE - 1) // TILE
-    end = tiles
-    if TWO:
-        end += (extra_count + TILE - 1) // TILE
-    start = gl.program_id(1) * 0
-    if SPLIT is None or SPLIT:
-        share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)
-        start = gl.minimum(gl.program_id(1) * share, end)
-        end = gl.minimum(start + share, end)
-    return begin, count, extra_begin, extra_count, tiles, start, end
 
 
 @gluon.jit
@@ -70,7 +46,7 @@ def _consume(
         if early != 0:
             start_next()
     ask_queries(query, query_rest, q + token * stride_q_token + first_head * stride_q_head, stride_q_head, half, HAS_REST)
-    _, _, _, _, _, start, end = _own_tiles(row, TWO, SPLIT)
+    _, _, _, _, _, start, end = own_tiles(row, TWO, SPLIT)
     if SPLIT is None:
         split = gl.num_programs(1) > 1
     else:
@@ -89,25 +65,6 @@ def _consume(
             query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, pairs, scale_log2, target,
             lse + place, scales + 2 * place, sink + first_head, stride_out_head, split, HAS_REST, HAS_SINK,
         )  # fmt: skip
-
-
-@gluon.jit
-def _produce(
-    row, producer, tile: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr,
-    REST_AT: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """The producer of the even or odd tiles."""
-    (
-        keys, keys_rest, named, bars, cache, indices, num_slots, block_size, stride_block, extra_cache, extra_indices,
-        extra_num_slots, extra_block_size, extra_stride_block,
-    ) = producer  # fmt: skip
-    wait()
-    begin, count, extra_begin, extra_count, tiles, start, end = _own_tiles(row, TWO, SPLIT)
-    dequantise(
-        keys, keys_rest, named, bars, start, end, tiles, cache, indices + begin, count, num_slots, block_size, stride_block,
-        extra_cache, extra_indices + extra_begin, extra_count, extra_num_slots, extra_block_size, extra_stride_block, tile,
-        LATENT, GROUP, TOKEN, SCALES, REST_AT, SCALES > 0, PAGED, TWO,
-    )  # fmt: skip
 
 
 @gluon.jit(
@@ -199,8 +156,8 @@ def attend(
         [
             (_consume, (row, consumer, early, 0, HAS_REST, TWO, HAS_SINK, SPLIT)),
             (_consume, (row, consumer, early, 1, HAS_REST, TWO, HAS_SINK, SPLIT)),
-            (_produce, (row, producer, 0, LATENT, GROUP, TOKEN, SCALES, REST_AT, PAGED, TWO, SPLIT)),
-            (_produce, (row, producer, 1, LATENT, GROUP, TOKEN, SCALES, REST_AT, PAGED, TWO, SPLIT)),
+            (dequantise, (row, producer, 0, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, SPLIT)),
+            (dequantise, (row, producer, 1, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, SPLIT)),
         ],
         [4, 4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

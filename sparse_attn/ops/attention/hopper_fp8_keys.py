@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import barrier, signal
-from sparse_attn.ops.attention.hopper_pair import FILLED, FREED, HALF, REST, TILE, UNIT, VALUE, WORD, gather
+from sparse_attn.device.hopper import barrier, signal, wait
+from sparse_attn.ops.attention.hopper_pair import FILLED, FREED, HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
 
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
 
@@ -54,6 +54,29 @@ BY_PAIR = gl.constexpr(
     _decode("""cvt.rn.bf16x2.f32 pair, g, f;
 mul.rn.bf16x2 {}, pair, $3;""")
 )
+
+
+@gluon.jit
+def own_tiles(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
+    """(begin and count of the indices of this program's row, of those into the second cache; tiles of the first cache's keys;
+    [start, end) of this program's tiles, where both caches' are one range)."""
+    indptr, extra_indptr, capacity, extra_capacity, head_blocks = row
+    token = gl.program_id(0) // head_blocks
+    begin, count = row_range(indptr, token, capacity)
+    extra_begin = begin
+    extra_count = count
+    if TWO:
+        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
+    tiles = (count + TILE - 1) // TILE
+    end = tiles
+    if TWO:
+        end += (extra_count + TILE - 1) // TILE
+    start = gl.program_id(1) * 0
+    if SPLIT is None or SPLIT:
+        share = (end + gl.num_programs(1) - 1) // gl.num_programs(1)
+        start = gl.minimum(gl.program_id(1) * share, end)
+        end = gl.minimum(start + share, end)
+    return begin, count, extra_begin, extra_count, tiles, start, end
 
 
 @gluon.jit
@@ -200,14 +223,20 @@ def _tell(bar, COPIES: gl.constexpr):
 
 @gluon.jit
 def dequantise(
-    keys, keys_rest, named, bars, start, end, tiles, cache, indices, count, num_slots, block_size, stride_block,
-    extra_cache, extra_indices, extra_count, extra_num_slots, extra_block_size, extra_stride_block, tile: gl.constexpr,
-    LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr, REST_AT: gl.constexpr,
-    PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
+    row, producer, tile: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr,
+    REST_AT: gl.constexpr, PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """A producer: the even (``tile`` 0) or odd tiles of [start, end). Left takes the halves of an even tile in their
+    """A producer: the even (``tile`` 0) or odd tiles of a program's. Left takes the halves of an even tile in their
     order, right those of an odd one in the other. ptxas has a thread await all its loads together, so records are located
     and indices are read where codes have just been put away."""
+    (
+        keys, keys_rest, named, bars, cache, indices, num_slots, block_size, stride_block, extra_cache, extra_indices,
+        extra_num_slots, extra_block_size, extra_stride_block,
+    ) = producer  # fmt: skip
+    wait()
+    begin, count, extra_begin, extra_count, tiles, start, end = own_tiles(row, TWO, SPLIT)
+    indices += begin
+    extra_indices += extra_begin
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
