@@ -135,9 +135,8 @@ def attend(
         left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
         query_rest = query
         keys_rest = keys
-    COPIED: gl.constexpr = 128 if PLANAR else 129  # with bf16 values every thread of a producer, planar ones alone
-    for which in gl.static_range(FILLED, FREED):
-        mbarrier.init(bars[which], count=COPIED if (which % 2 == 1) == PLANAR else 1)
+    for which in gl.static_range(FILLED, FREED):  # with bf16 values: every thread of a producer, too
+        mbarrier.init(bars[which], count=129 if (which % 2 == 1) == PLANAR else 1)
     for which in gl.static_range(FREED, QUERY):
         mbarrier.init(bars[which], count=1)
     mbarrier.init(bars[QUERY], count=2)

@@ -118,14 +118,16 @@ def _locate(
 
 
 @gluon.jit
-def _load_codes(record, valid, first: gl.constexpr, missing, GROUP: gl.constexpr, CODES: gl.constexpr):
-    """A part, from column ``first`` of half a tile on: int32 [TILE, groups, words of a group]. missing: of its groups, the
-    last."""
+def _load_codes(
+    record, valid, first: gl.constexpr, groups: gl.constexpr, missing, GROUP: gl.constexpr, CODES: gl.constexpr
+):
+    """Groups from column ``first`` of half a tile on, the last of which may be ``missing``: int32 [TILE, groups, words of a
+    group]."""
     WORDS: gl.constexpr = GROUP // WORD
-    group = gl.arange(0, PART // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
+    group = gl.arange(0, groups, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
     at = gl.expand_dims(record, 1) + gl.expand_dims(group * WORDS + first // WORD, 0)
-    there = gl.expand_dims(valid, 1) & gl.expand_dims(group < PART // GROUP - missing, 0)
+    there = gl.expand_dims(valid, 1) & gl.expand_dims(group < groups - missing, 0)
     return gl.load(
         gl.expand_dims(at, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0), mask=gl.expand_dims(there, 2), other=0
     )
@@ -133,16 +135,20 @@ def _load_codes(record, valid, first: gl.constexpr, missing, GROUP: gl.constexpr
 
 @gluon.jit
 def _load_half(
-    record, scales, valid, half, LATENT: gl.constexpr, GROUP: gl.constexpr, PLANAR: gl.constexpr, CODES: gl.constexpr
-):
+    record, scales, valid, half, LATENT: gl.constexpr, GROUP: gl.constexpr, PLANAR: gl.constexpr, CODES: gl.constexpr,
+    KNOWN: gl.constexpr,
+):  # fmt: skip
     """(codes of both parts of half a tile, their scales). Planar: a word [TILE] holds the scales of the half, both times; else
     fp32 [TILE, groups] of either part."""
     near = record + half * (HALF // WORD)
+    GROUPS: gl.constexpr = PART // GROUP
+    groups: gl.constexpr = GROUPS - half if PLANAR and KNOWN else GROUPS
     missing = 0
     if PLANAR:
         first_scales = gl.load(scales + half, mask=valid, other=0)
         second_scales = first_scales
-        missing = half  # bf16 values take the place of one group of the right half
+        if not KNOWN:
+            missing = half  # bf16 values take the place of one group of the right half
     else:
         group = gl.arange(0, PART // GROUP, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
         at = record.to(gl.pointer_type(gl.float32), bitcast=True) + (LATENT // WORD + half * (HALF // GROUP))
@@ -150,8 +156,8 @@ def _load_half(
         readable = gl.expand_dims(valid, 1)
         first_scales = gl.load(at, mask=readable, other=0.0)
         second_scales = gl.load(at + PART // GROUP, mask=readable, other=0.0)
-    first_part = _load_codes(near, valid, 0, 0, GROUP, CODES)
-    second_part = _load_codes(near, valid, PART, missing, GROUP, CODES)
+    first_part = _load_codes(near, valid, 0, GROUPS, 0, GROUP, CODES)
+    second_part = _load_codes(near, valid, PART, groups, missing, GROUP, CODES)
     return first_part, second_part, first_scales, second_scales
 
 
@@ -200,7 +206,7 @@ def _put_half(
 ):  # fmt: skip
     """Dequantise half a tile into shared memory."""
     _put_part(into, first_part, first_scales, 0, GROUP, PLANAR)
-    if PLANAR:
+    if PLANAR and second_part.shape[1] > 1:
         if half == 0:
             _put_part(into, second_part, second_scales, PART, GROUP, PLANAR)
         else:
@@ -213,12 +219,61 @@ def _put_half(
 
 @gluon.jit
 def _tell(bar, COPIES: gl.constexpr):
-    """Half a tile is there; COPIES: once what each thread had copied is."""
-    if COPIES:
-        barrier()
+    """Half a tile is there; COPIES: once what each thread had copied is, too."""
+    if COPIES:  # behind what was stored: a barrier stands between two uses of an mbarrier
         async_copy.mbarrier_arrive(bar, increment_count=False)
+    signal(bar)
+
+
+@gluon.jit
+def _bring(
+    late, zero, keys, keys_rest, halves, named, bars, cache_of, valid, record, scales_at, next_slot, at, phase, pending,
+    tile: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr,
+    REST_AT: gl.constexpr, PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr, CODES: gl.constexpr,
+    KNOWN: gl.constexpr,
+):  # fmt: skip
+    """The half of a tile that is needed first, or ``late``, out of ``pending`` into its place; then ask for the next one."""
+    SOON: gl.constexpr = tile
+    LATER: gl.constexpr = 1 - tile
+    (
+        tiles, end, words, indices, count, num_slots, block_size, stride_block, extra_words, extra_indices, extra_count,
+        extra_num_slots, extra_block_size, extra_stride_block, place,
+    ) = cache_of  # fmt: skip
+    here = zero + tile
+    if late == 0:
+        mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
+        named.index(here).store(valid.to(gl.int32))
     else:
-        signal(bar)
+        mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
+    if PLANAR:
+        if (late ^ tile) == 1:
+            _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, REST_AT)
+            barrier()  # which the compiler wants before the next store, and would have both halves pass
+    first_part, second_part, first_scales, second_scales = pending
+    _put_half(
+        halves.index(2 * here + (late ^ tile)), late ^ tile, first_part, second_part, first_scales, second_scales, GROUP, PLANAR, CODES
+    )
+    if late == 0:
+        if not PLANAR and tile == 0:
+            _copy_rest(keys_rest.index(here), record, valid, REST_AT)
+            async_copy.mbarrier_arrive(bars[FILLED], increment_count=False)
+        _tell(bars[FILLED + 2 * tile + SOON], PLANAR and SOON == 1)
+        if not PLANAR and tile == 1:
+            mbarrier.wait(bars[FREED + 1], phase)  # left's probabilities were read there
+            _copy_rest(keys_rest.index(here), record, valid, REST_AT)
+            async_copy.mbarrier_arrive(bars[FILLED + 2], increment_count=False)
+    else:
+        _tell(bars[FILLED + 2 * tile + LATER], PLANAR and LATER == 1)
+        at += 2
+        phase = phase ^ 1
+        valid, record, scales_at = _locate(
+            next_slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots,
+            extra_block_size, extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
+        )  # fmt: skip
+    pending = _load_half(record, scales_at, valid, late ^ LATER, LATENT, GROUP, PLANAR, CODES, KNOWN)
+    if late == 1:
+        next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    return valid, record, scales_at, next_slot, at, phase, pending
 
 
 @gluon.jit
@@ -241,7 +296,7 @@ def dequantise(
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     SOON: gl.constexpr = tile  # the half that is needed first
-    LATER: gl.constexpr = 1 - tile
+    COMPACT: gl.constexpr = SPLIT is None or SPLIT  # few pairs a program: code costs more than what it spares
     halves = keys._reinterpret(gl.int32, [4, TILE, HALF // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     extra_words = extra_cache.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -255,44 +310,21 @@ def dequantise(
         slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots, extra_block_size,
         extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
     )  # fmt: skip
-    first_part, second_part, first_scales, second_scales = _load_half(
-        record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES
-    )
-    for step in range(2 * pairs):
-        here = (step >> 20) + tile
-        late = step & 1
-        half = late ^ tile
-        if late == 0:
-            mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
-            named.index(here).store(valid.to(gl.int32))
-        else:
-            mbarrier.wait(bars[FREED + 2 * tile + LATER], phase)
-        if PLANAR:
-            if half == 1:
-                _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, REST_AT)
-                barrier()  # which the compiler wants before the next store, and would have both halves pass
-        _put_half(
-            halves.index(2 * here + half), half, first_part, second_part, first_scales, second_scales, GROUP, PLANAR, CODES
-        )
-        if late == 0:
-            if not PLANAR and tile == 0:
-                _copy_rest(keys_rest.index(here), record, valid, REST_AT)
-                async_copy.mbarrier_arrive(bars[FILLED], increment_count=False)
-            _tell(bars[FILLED + 2 * tile + SOON], PLANAR and SOON == 1)
-            if not PLANAR and tile == 1:
-                mbarrier.wait(bars[FREED + 1], phase)  # left's probabilities were read there
-                _copy_rest(keys_rest.index(here), record, valid, REST_AT)
-                async_copy.mbarrier_arrive(bars[FILLED + 2], increment_count=False)
-        else:
-            _tell(bars[FILLED + 2 * tile + LATER], PLANAR and LATER == 1)
-            at += 2
-            phase = phase ^ 1
-            valid, record, scales_at = _locate(
-                next_slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots,
-                extra_block_size, extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
+    pending = _load_half(record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES, not COMPACT)
+    cache_of = (
+        tiles, end, words, indices, count, num_slots, block_size, stride_block, extra_words, extra_indices, extra_count,
+        extra_num_slots, extra_block_size, extra_stride_block, place,
+    )  # fmt: skip
+    if COMPACT:
+        for step in range(2 * pairs):
+            valid, record, scales_at, next_slot, at, phase, pending = _bring(
+                step & 1, step >> 20, keys, keys_rest, halves, named, bars, cache_of, valid, record, scales_at, next_slot, at,
+                phase, pending, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, False,
             )  # fmt: skip
-        first_part, second_part, first_scales, second_scales = _load_half(
-            record, scales_at, valid, half ^ 1, LATENT, GROUP, PLANAR, CODES
-        )
-        if late == 1:
-            next_slot = _slots(at + 2, end, tiles, indices, count, extra_indices, extra_count, place, TWO)
+    else:
+        for i in range(pairs):
+            for late in gl.static_range(2):
+                valid, record, scales_at, next_slot, at, phase, pending = _bring(
+                    late, i >> 20, keys, keys_rest, halves, named, bars, cache_of, valid, record, scales_at, next_slot, at,
+                    phase, pending, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, True,
+                )  # fmt: skip
