@@ -448,14 +448,21 @@ HOPPER = [
         ATTENTION + "hopper_merge.py",
         "row = gl.where(first, row, row - tokens)",
         "row = gl.where(first, row, row)",
-        ("tests/test_attention_parts.py::test_merging[False-2-16]",),
+        ("tests/test_attention_parts.py::test_merging[False-2-16-3]",),
     ),
     Mutation(
         "hopper-later-states-lost", "of more states than are merged at a time the first ones count",
         ATTENTION + "hopper_merge.py",
         "for begin in range(0, states, STATES):",
         "for begin in range(0, gl.minimum(states, STATES), STATES):",
-        ("tests/test_attention_parts.py::test_merging[False-70-None]",),
+        ("tests/test_attention_parts.py::test_merging[False-70-None-3]",),
+    ),
+    Mutation(
+        "hopper-second-head-weighed-as-the-first", "of two heads of a merging program both go by the first one's sums",
+        ATTENTION + "hopper_merge.py",
+        "gl.load(lses + place + gl.expand_dims(half // 2, 0)",
+        "gl.load(lses + place + gl.expand_dims(half // 4, 0)",
+        ("tests/test_attention_parts.py::test_merging[False-2-None-4]",),
     ),
     Mutation(
         "few-heads-int32-offsets", "offsets of records behind 2^31 words wrap",

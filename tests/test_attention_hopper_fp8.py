@@ -11,6 +11,7 @@ from test_attention_two_caches import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.ops.attention import config, hopper_launch, launch
+from sparse_attn.ops.attention.merging import leaves_room, merge_of
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import H200, Target
 from sparse_attn.workspace import Buffer, Scratch, largest, size_of
@@ -86,13 +87,29 @@ def test_layout_of_shares():
 
 
 def test_how_many_states_are_merged_at_a_time():
-    sizes = {states: config.merged(states) for states in (2, 3, 4, 5, 8, 9, 17, 32, 33, 132)}
-    assert sizes == {2: (2, 1), 3: (4, 1), 4: (4, 1), 5: (8, 2), 8: (8, 2), 9: (16, 4), 17: (32, 8), 32: (32, 8),
-                     33: (32, 8), 132: (32, 8)}  # fmt: skip
-    beside = {(few, more): config.merged(few, more)[0] for few in (2, 3, 6) for more in (2, 9, 16, 32)}
+    sizes = {states: merge_of(H200, 3, 64, states)[:3] for states in (2, 3, 5, 6, 7, 8, 9, 16, 17, 33, 132)}
+    assert sizes == {2: (2, 1, 2), 3: (4, 1, 1), 5: (8, 1, 1), 6: (8, 1, 1), 7: (8, 2, 1), 8: (8, 2, 1), 9: (16, 2, 1),
+                     16: (16, 2, 1), 17: (32, 4, 1), 33: (32, 4, 1), 132: (32, 4, 1)}  # fmt: skip
+    beside = {(few, more): merge_of(H200, 3, 64, few, more).at_once for few in (2, 3, 6) for more in (2, 9, 16, 32)}
     assert beside == {(2, 2): 2, (2, 9): 4, (2, 16): 4, (2, 32): 8, (3, 2): 4, (3, 9): 4, (3, 16): 4, (3, 32): 8,
                       (6, 2): 8, (6, 9): 8, (6, 16): 8, (6, 32): 8}  # fmt: skip
-    assert config.merge_leaves_room(16 * 132, H200) and not config.merge_leaves_room(16 * 132 + 1, H200)
+
+
+def test_heads_of_a_merging_program():
+    """Two where programs are many and do little, and heads are even."""
+    assert [merge_of(H200, rows, 64, 4).heads for rows in (33, 34)] == [1, 2]
+    assert [merge_of(H200, 9, heads, 2).heads for heads in (1, 7, 8)] == [1, 1, 2]
+    assert merge_of(H200, 200, 64, 5).heads == 1
+
+
+def test_attention_that_lets_the_next_launch_start():
+    """Where the merge's programs do not crowd on what attention leaves, or are so many that most do not."""
+    assert leaves_room(H200, 99, None) and not leaves_room(H200, 100, None)
+    early = {rows: leaves_room(H200, 10 * rows, merge_of(H200, rows, 32, 10)) for rows in (6, 8, 9, 13)}
+    assert early == {6: True, 8: True, 9: False, 13: False}
+    early = {rows: leaves_room(H200, 5 * rows, merge_of(H200, rows, 64, 5)) for rows in (8, 13, 16, 26)}
+    assert early == {8: True, 13: False, 16: False, 26: True}
+    assert not leaves_room(H200, 200, merge_of(H200, 20, 16, 10))
 
 
 FORMS = {

@@ -140,27 +140,30 @@ def need(parts, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("states, more_states", [(2, 16), (3, 2), (5, 40), (9, None), (70, None)])
+@pytest.mark.parametrize(
+    "states, more_states, heads",
+    [(2, 16, 3), (3, 2, 3), (5, 40, 3), (9, None, 3), (70, None, 3), (2, None, 4), (2, 40, 360), (4, 16, 360)],
+)
 @pytest.mark.parametrize("scaled", [False, True])
-def test_merging(states, more_states, scaled, device):
+def test_merging(states, more_states, heads, scaled, device):
     """One launch merges the tokens of both parts, each of its own number of shares, some of which are empty."""
     torch.manual_seed(states)
 
     def shares(number, tokens):
-        lses = torch.randn(number, tokens, 3, device=device) * 20
+        lses = torch.randn(number, tokens, heads, device=device) * 20
         lses[torch.rand(lses.shape, device=device) < 0.3] = -INF
         lses[:, 0, 0] = -INF
-        values = torch.randn(number, tokens, 3, 512, device=device)
+        values = torch.randn(number, tokens, heads, 512, device=device)
         if not scaled:
             return values, [values, lses]
-        values, scales = values.half(), torch.rand(number, tokens, 3, 2, device=device) + 0.5
+        values, scales = values.half(), torch.rand(number, tokens, heads, 2, device=device) + 0.5
         # Of 32 columns thread i of four holds the pairs i, 4 + i, 8 + i and 12 + i, and stores them side by side.
         stored = values.unflatten(3, (16, 4, 4, 2)).transpose(4, 5).flatten(3).contiguous()
         return values.unflatten(3, (2, 256)).float().mul(scales.unsqueeze(4)).flatten(3), [stored, lses, scales]
 
-    sink = torch.tensor([0.3, -INF, INF], device=device)
-    out = torch.full((6, 3, 512), math.nan, device=device, dtype=torch.bfloat16)
-    lse = torch.full((6, 3), math.nan, device=device)
+    sink = torch.tensor([0.3, -INF, INF], device=device).repeat(heads)[:heads].contiguous()
+    out = torch.full((6, heads, 512), math.nan, device=device, dtype=torch.bfloat16)
+    lse = torch.full((6, heads), math.nan, device=device)
     slices = (slice(0, 4), slice(4, 6)) if more_states else (slice(0, 6),)
     parts = [shares(number, len(lse[rows])) for number, rows in zip((states, more_states), slices)]
     merge_shares([Output(out[rows], lse[rows], sink, stored) for rows, (_, stored) in zip(slices, parts)])

@@ -20,7 +20,6 @@ HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
 HANDED_OUT = Scratch(counters=1)  # how many of their rows the persistent kernel's programs have taken
 FEW_HEADS = 32  # the kernel for few heads takes no more
 FEW_TILE = 64  # keys it takes at a time
-MERGE_TURNS = 4  # in which the states of a few rows are merged, among many of fewer
 
 Fp8Layout = LatentFp8Layout | PlanarFp8Layout
 
@@ -155,23 +154,6 @@ def hopper_few_heads(
     asker = 96 if padded == 16 else 80
     tiles = max(1, -(-capacity // (tokens * FEW_TILE)))
     return FewHeadsConfig(padded, registers, asker, parts_of(TILES, tokens, 1, tiles, target.num_sms, invariant))
-
-
-def leaves_room(programs: int, target: Target) -> bool:
-    """Whether the launch behind ``programs``, of which a multiprocessor holds one, may start while they run: its own crowd on
-    what these leave."""
-    return 4 * programs <= 3 * target.num_sms
-
-
-def merged(states: int, more: int = 0) -> tuple[int, int]:
-    """(states at a time, lanes that share them) of the kernel that merges so many on Hopper, and ``more`` of a few rows."""
-    at_once = min(32, max(2, 1 << (max(states, -(-more // MERGE_TURNS)) - 1).bit_length()))
-    return at_once, max(1, at_once // 4)
-
-
-def merge_leaves_room(pairs: int, target: Target) -> bool:
-    """Whether the launch behind a merge by so many ``pairs`` of warps may start while they run."""
-    return pairs <= 16 * target.num_sms
 
 
 def _is_hopper(target: Target, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from sparse_attn import workspace
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config, shapes
 from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
+from sparse_attn.ops.attention.merging import Merge, leaves_room, merge_of
 from sparse_attn.ops.attention.output import LOG2_E, Output, outputs
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
@@ -49,7 +50,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
         indices.numel(),
         items,
         blocks,
-        config.leaves_room(programs, target),
+        leaves_room(target, programs, None),
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -161,13 +162,13 @@ def merge_shares(results: list[Output]) -> None:
     """What of a step is in shares into its (out, lse), in one launch: one part, or two whose rows follow each other."""
     from sparse_attn.ops.attention import hopper_merge
 
-    split = [result for result in results if result.split]
-    if not split:
+    merge = _merge_of(results)
+    if merge is None:
         return
+    split = [result for result in results if result.split]
     first, last = split[0], split[-1]
     tokens, heads = sum(part.lse.shape[0] for part in split), first.lse.shape[1]
-    states, sharers = config.merged(*(part.to.shape[0] for part in split))
-    hopper_merge.merge[(heads, tokens)](
+    hopper_merge.merge[(heads // merge.heads, tokens)](
         *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)),
         first.lse if first.sink is None else first.sink,
         first.out,
@@ -175,15 +176,24 @@ def merge_shares(results: list[Output]) -> None:
         first.lse.shape[0],
         first.to.shape[0],
         last.to.shape[0],
-        config.merge_leaves_room(tokens * heads * sharers, target_of(first.out.device)),
-        STATES=states,
-        SHARERS=sharers,
+        STATES=merge.at_once,
+        HEADS=merge.heads,
+        SHARERS=merge.sharers,
         SCALED=first.scaled,
         MORE=len(split) > 1,
         HAS_SINK=first.sink is not None,
-        num_warps=2 * sharers,
+        num_warps=2 * merge.sharers,
         launch_pdl=True,
     )
+
+
+def _merge_of(results: list[Output]) -> Merge | None:
+    """How the shares of a step's parts are merged, if there are any."""
+    split = [result for result in results if result.split]
+    if not split:
+        return None
+    tokens, heads = sum(part.lse.shape[0] for part in split), split[0].lse.shape[1]
+    return merge_of(target_of(split[0].out.device), tokens, heads, *(part.to.shape[0] for part in split))
 
 
 class Rows(NamedTuple):
@@ -217,10 +227,11 @@ class Launch(NamedTuple):
 def _launches(whole: Rows, parts: tuple[Part, ...], blocks: int, results: list[Output]) -> Iterator[Launch]:
     """Of each part, whose rows ``blocks`` programs share or a multiple."""
     target = target_of(whole.q.device)
+    merge = _merge_of(results) if len(parts) == 1 else None
     for part, result in zip(parts, results):
         rows, programs = whole.of(part), part.rows * blocks
         # Another part's programs need a multiprocessor each, as these do.
-        early = part is not parts[-1] or config.leaves_room(programs * part.splits, target)
+        early = part is not parts[-1] or leaves_room(target, programs * part.splits, merge)
         yield Launch((programs, part.splits), rows, _caches(rows.keys, rows.extra), result, early)
 
 

@@ -16,8 +16,14 @@ from sparse_attn.device.hopper import start_next, wait
 from sparse_attn.ops.attention.hopper_pair import HALF, VALUE, normalise
 
 
+@gluon.jit
+def _by_half(each, SUMS: gl.constexpr):
+    """A number of each half, beside its columns."""
+    return gl.expand_dims(gl.convert_layout(each, gl.SliceLayout(1, SUMS)), 1)
+
+
 @gluon.jit(
-    do_not_specialize=["tokens", "states", "more_states", "early"],
+    do_not_specialize=["tokens", "states", "more_states"],
     do_not_specialize_on_alignment=["sink", "lse"],  # of some rows of a step
 )
 def merge(
@@ -33,8 +39,8 @@ def merge(
     tokens,
     states,
     more_states,
-    early,  # as in hopper_fp8.attend
     STATES: gl.constexpr,  # at a time
+    HEADS: gl.constexpr,  # of a program
     SHARERS: gl.constexpr,  # lanes that share them
     SCALED: gl.constexpr,
     MORE: gl.constexpr,
@@ -43,21 +49,20 @@ def merge(
     LOAD: gl.constexpr = 8 if SCALED else 4  # values of 16 bytes
     WIDE: gl.constexpr = gl.BlockedLayout([1, 1, LOAD], [SHARERS, 1, 32 // SHARERS], [1, 2, SHARERS], [2, 1, 0])
     EACH: gl.constexpr = gl.SliceLayout(2, WIDE)  # of a state and a half
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [2 * SHARERS], [0])
+    SUMS: gl.constexpr = gl.SliceLayout(0, WIDE)
     state = gl.arange(0, STATES, layout=gl.SliceLayout(1, EACH))
-    half = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(0, EACH)), 0)
-    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE))), 0)
-    inside = gl.expand_dims(half * HALF, 2) + gl.expand_dims(column, 1)
-    lane = gl.arange(0, STATES, layout=LANES)
-    head = gl.program_id(0)
+    half = gl.arange(0, 2 * HEADS, layout=gl.SliceLayout(0, EACH))  # of the program's heads, one after the other
+    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
+    inside = gl.expand_dims(gl.expand_dims(half * HALF, 0), 2) + gl.expand_dims(gl.expand_dims(column, 0), 1)
+    heads = gl.num_programs(0) * HEADS
+    head = gl.program_id(0) * HEADS
     row = gl.program_id(1).to(gl.int64)
     all_tokens = gl.num_programs(1)
     if MORE:  # the few that have more states first, while others merge theirs
         row = all_tokens - 1 - row
     wait()
-    if early != 0:
-        start_next()
-    to = row * gl.num_programs(0) + head
+    start_next()
+    to = row * heads + head
     if MORE:
         first = row < tokens
         outs = gl.where(first, outs, more_outs)
@@ -66,33 +71,33 @@ def merge(
         states = gl.where(first, states, more_states)
         row = gl.where(first, row, row - tokens)
         tokens = gl.where(first, tokens, all_tokens - tokens)
-    step = (tokens * gl.num_programs(0)).to(gl.int64)  # from state to state, in rows of a head
-    at = row * gl.num_programs(0) + head
-    m = float("-inf")
-    l = 0.0
-    total = gl.zeros([2, HALF], gl.float32, gl.SliceLayout(0, WIDE))
+    step = (tokens * heads).to(gl.int64)  # from state to state, in rows of a head
+    at = row * heads + head
+    m = gl.full([2 * HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
+    l = gl.zeros([2 * HEADS], gl.float32, gl.SliceLayout(0, EACH))
+    total = gl.zeros([2 * HEADS, HALF], gl.float32, SUMS)
     for begin in range(0, states, STATES):
         there = gl.expand_dims(begin + state < states, 1)
         place = gl.expand_dims(at + (begin + state) * step, 1)
         pointers = outs + gl.expand_dims(place * VALUE, 2) + inside
         values = gl.load(pointers, mask=gl.expand_dims(there, 2), other=0.0)
+        share = gl.load(lses + place + gl.expand_dims(half // 2, 0), mask=there, other=float("-inf"))
         if SCALED:
-            scale = gl.load(scales + 2 * place + half, mask=there, other=0.0)
-        share = gl.load(lses + place, mask=there, other=float("-inf"))
-        every = gl.load(lses + at + (begin + lane) * step, mask=begin + lane < states, other=float("-inf"))
-        top = gl.maximum(m, gl.max(every, 0))
+            scale = gl.load(scales + 2 * place + gl.expand_dims(half, 0), mask=there, other=0.0)
+        top = gl.maximum(m, gl.max(share, 0))
         base = gl.where(top == float("-inf"), 0.0, top)
         rescale = gl.exp2(m - base)
         m = top
-        l = l * rescale + gl.sum(gl.exp2(every - base), 0)
-        weight = gl.exp2(share - base)
+        weight = gl.exp2(share - gl.expand_dims(base, 0))
+        l = l * rescale + gl.sum(weight, 0)
         if SCALED:
             weight = weight * scale
-        total = total * rescale + gl.sum(values.to(gl.float32) * gl.expand_dims(weight, 2), 0)
-    factor, logarithm = normalise(m, l, gl.load(sink + head) if HAS_SINK else 0.0, HAS_SINK, False)
-    gl.store(lse + to, logarithm)
-    merged = (total * factor).to(gl.bfloat16)
+        total = total * _by_half(rescale, SUMS) + gl.sum(values.to(gl.float32) * gl.expand_dims(weight, 2), 0)
+    drain = gl.load(sink + head + half // 2) if HAS_SINK else 0.0
+    factor, logarithm = normalise(m, l, drain, HAS_SINK, False)
+    gl.store(lse + to + half // 2, logarithm, mask=half % 2 == 0)
+    merged = (total * _by_half(factor, SUMS)).to(gl.bfloat16)
     if SCALED:
-        merged = gl.permute(gl.reshape(merged, [VALUE // 32, 4, 4, 2]), (0, 2, 1, 3))
-    merged = gl.reshape(merged, [VALUE])
-    gl.store(out + to * VALUE + gl.arange(0, VALUE, layout=merged.type.layout), merged)
+        merged = gl.permute(gl.reshape(merged, [HEADS * VALUE // 32, 4, 4, 2]), (0, 2, 1, 3))
+    merged = gl.reshape(merged, [HEADS * VALUE])
+    gl.store(out + to * VALUE + gl.arange(0, HEADS * VALUE, layout=merged.type.layout), merged)
