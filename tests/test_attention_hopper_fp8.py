@@ -102,9 +102,8 @@ def test_heads_of_a_merging_program():
     assert merge_of(H200, 200, 64, 5).heads == 1
 
 
-def test_attention_that_lets_the_next_launch_start():
+def test_attention_that_lets_its_merge_start():
     """Where the merge's programs do not crowd on what attention leaves, or are so many that most do not."""
-    assert leaves_room(H200, 99, None) and not leaves_room(H200, 100, None)
     early = {rows: leaves_room(H200, 10 * rows, merge_of(H200, rows, 32, 10)) for rows in (6, 8, 9, 13)}
     assert early == {6: True, 8: True, 9: False, 13: False}
     early = {rows: leaves_room(H200, 5 * rows, merge_of(H200, rows, 64, 5)) for rows in (8, 13, 16, 26)}

@@ -250,9 +250,8 @@ def _bring(
             _copy_rest(keys.index(here).slice(VALUE - REST, REST, dim=1), record, valid, REST_AT)
             barrier()  # which the compiler wants before the next store, and would have both halves pass
     first_part, second_part, first_scales, second_scales = pending
-    _put_half(
-        halves.index(2 * here + (late ^ tile)), late ^ tile, first_part, second_part, first_scales, second_scales, GROUP, PLANAR, CODES
-    )
+    into = halves.index(2 * here + (late ^ tile))
+    _put_half(into, late ^ tile, first_part, second_part, first_scales, second_scales, GROUP, PLANAR, CODES)
     if late == 0:
         if not PLANAR and tile == 0:
             _copy_rest(keys_rest.index(here), record, valid, REST_AT)

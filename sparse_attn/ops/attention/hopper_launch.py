@@ -37,9 +37,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
     result = Output(out, lse, sink, [])
     _, handed_out = workspace.take(who, config.HANDED_OUT, q.device)
-    target = target_of(q.device)
-    programs = min(items, target.num_sms)
-    hopper.attend[(programs,)](
+    hopper.attend[(min(items, target_of(q.device).num_sms),)](
         q,
         rows,
         indices,
@@ -50,7 +48,6 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
         indices.numel(),
         items,
         blocks,
-        leaves_room(target, programs, None),
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),
@@ -230,8 +227,7 @@ def _launches(whole: Rows, parts: tuple[Part, ...], blocks: int, results: list[O
     merge = _merge_of(results) if len(parts) == 1 else None
     for part, result in zip(parts, results):
         rows, programs = whole.of(part), part.rows * blocks
-        # Another part's programs need a multiprocessor each, as these do.
-        early = part is not parts[-1] or leaves_room(target, programs * part.splits, merge)
+        early = merge is None or leaves_room(target, programs * part.splits, merge)
         yield Launch((programs, part.splits), rows, _caches(rows.keys, rows.extra), result, early)
 
 

@@ -2,7 +2,8 @@
 
 Programs that start early go where there is room: those of a merge on the multiprocessors that attention leaves, of which each
 may then have many times its part of the work. Where they are few that costs less than a launch's start does; where they are far
-more than fit there, most of them go where attention ends. The limits are fits to steps that were timed either way.
+more than fit there, most of them go where attention ends. The limits are fits to steps that were timed either way. (Any other
+launch behind attention may start early.)
 """
 
 from __future__ import annotations
@@ -37,10 +38,7 @@ def merge_of(target: Target, tokens: int, heads: int, states: int, more: int = 0
     return Merge(at_once, sharers, 2 if several and heads % 2 == 0 else 1, tokens * heads * sharers)
 
 
-def leaves_room(target: Target, programs: int, merge: Merge | None) -> bool:
-    """Whether the launch behind attention's ``programs``, of which a multiprocessor holds one, may start while they run: the
-    ``merge`` of what they leave, or another one."""
-    if merge is None:
-        return 4 * programs <= 3 * target.num_sms
+def leaves_room(target: Target, programs: int, merge: Merge) -> bool:
+    """Whether ``merge`` may start while attention's ``programs`` run, of which a multiprocessor holds one."""
     left = max(0, target.num_sms - programs)
     return merge.pairs <= FEW * left or merge.pairs >= max(CROWD * left, MANY * target.num_sms)
