@@ -420,7 +420,14 @@ HOPPER = [
         ATTENTION + "hopper_fp8_keys.py",
         "missing = half ",
         "missing = 1 ",
-        ("tests/test_attention_hopper_fp8.py::test_every_code_and_every_scale",),
+        ("tests/test_attention_hopper_fp8.py::test_every_code_and_every_scale[8]",),
+    ),
+    Mutation(
+        "hopper-left-halves-of-whole-rows-as-short", "the same, where rows are whole",
+        ATTENTION + "hopper_fp8_keys.py",
+        "GROUPS - half if PLANAR and KNOWN",
+        "GROUPS - 1 if PLANAR and KNOWN",
+        ("tests/test_attention_hopper_fp8.py::test_every_code_and_every_scale[256]",),
     ),
     Mutation(
         "hopper-keys-that-are-not-there", "keys that no index names score as zeros instead of nothing",

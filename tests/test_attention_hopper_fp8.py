@@ -179,8 +179,9 @@ def test_what_it_cannot_load_takes_the_portable_kernel(device):
 
 
 @pytest.mark.gpu
-def test_every_code_and_every_scale():
-    """A row's only key comes out as it is stored: NaN codes, scales from 2^-127 to infinity."""
+@pytest.mark.parametrize("rows", [256, 8])
+def test_every_code_and_every_scale(rows):
+    """A row's only key comes out as it is stored: NaN codes, scales from 2^-127 to infinity. Whole rows, and split ones."""
     cache = allocate_cache(V4, 2, 128, "cuda")
     plane = 128 * V4.token_bytes
     codes = torch.arange(256 * 448, device="cuda").mul(37).remainder(256).view(2, 128, 448).to(torch.uint8)
@@ -189,12 +190,18 @@ def test_every_code_and_every_scale():
     cache.flatten(1)[:, :plane] = torch.cat([codes, rest], 2).flatten(1)
     scales = torch.arange(256, device="cuda").view(2, 128, 1) - torch.arange(8, device="cuda")
     cache.flatten(1)[:, plane : plane + 1024] = scales.clamp_min(0).to(torch.uint8).flatten(1)
-    slots = Ragged(
-        torch.arange(256, dtype=torch.int32, device="cuda"), torch.arange(257, dtype=torch.int32, device="cuda")
-    )
-    q = torch.zeros(256, 64, 512, device="cuda", dtype=torch.bfloat16)
-    got, want = (
-        sparse_attn_decode(q, cache, slots, scale=1.0, layout=V4, impl=impl).out for impl in ("triton", "reference")
-    )
+    spare = 0 if rows == 256 else rows * 1152  # indices that no row has, but for which rows are split
+    assert (config.hopper_fp8(rows, 64, rows + spare, V4, torch.bfloat16, H200).parts[0].splits > 1) == (rows == 8)
+    q = torch.zeros(rows, 64, 512, device="cuda", dtype=torch.bfloat16)
+    bounds = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
+
+    def attended(impl):
+        outs = []
+        for first in range(0, 256, rows):
+            slots = torch.arange(first, first + rows + spare, dtype=torch.int32, device="cuda")
+            outs.append(sparse_attn_decode(q, cache, Ragged(slots, bounds), scale=1.0, layout=V4, impl=impl).out)
+        return torch.cat(outs)
+
+    got, want = attended("triton"), attended("reference")
     assert torch.equal(got.isnan(), want.isnan()) and not want.isnan().all(2).all()
     torch.testing.assert_close(got.nan_to_num(), want.nan_to_num(), rtol=2**-8, atol=1e-37)

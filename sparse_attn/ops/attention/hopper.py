@@ -245,7 +245,7 @@ def _supply(
     signal(bars[QUERY])
 
 
-@gluon.jit(do_not_specialize=["num_rows", "capacity", "items", "head_blocks"])
+@gluon.jit(do_not_specialize=["num_rows", "capacity", "items", "head_blocks", "early"])
 def attend(
     q,  # bf16 [tokens, heads, VALUE (+ REST)], heads a multiple of 64
     kv,  # bf16 [num_rows, VALUE (+ REST)]
@@ -259,6 +259,7 @@ def attend(
     capacity,
     items,  # tokens * head_blocks, at least as many as programs
     head_blocks,
+    early,  # whether the next launch may start while this one runs
     scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
@@ -296,7 +297,8 @@ def attend(
     mbarrier.init(bars[QUERY_FREED], count=256)
     fence_async_shared()
     wait()
-    start_next()
+    if early != 0:
+        start_next()
     barrier()
     gl.warp_specialize(
         [

@@ -37,7 +37,9 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
     result = Output(out, lse, sink, [])
     _, handed_out = workspace.take(who, config.HANDED_OUT, q.device)
-    hopper.attend[(min(items, target_of(q.device).num_sms),)](
+    num_sms = target_of(q.device).num_sms
+    programs = min(items, num_sms)
+    hopper.attend[(programs,)](
         q,
         rows,
         indices,
@@ -48,6 +50,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
         indices.numel(),
         items,
         blocks,
+        4 * programs <= 3 * num_sms,  # behind more, an early start costs many rows more than it spares
         scale * LOG2_E,
         q.stride(0),
         q.stride(1),

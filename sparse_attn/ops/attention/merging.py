@@ -2,8 +2,7 @@
 
 Programs that start early go where there is room: those of a merge on the multiprocessors that attention leaves, of which each
 may then have many times its part of the work. Where they are few that costs less than a launch's start does; where they are far
-more than fit there, most of them go where attention ends. The limits are fits to steps that were timed either way. (Any other
-launch behind attention may start early.)
+more than fit there, most of them go where attention ends. The limits are fits to steps that were timed either way.
 """
 
 from __future__ import annotations
