@@ -5,8 +5,8 @@ on their way in registers while it waits. Codes become bf16 exactly as the refer
 any size count. Rows that an index does not name are zeros, and the producers tell the consumers which. The fence between these
 stores and the matrix unit is the consumers', after their wait: here it would await loads, too.
 
-Both halves of a tile are one piece of code, told at run time which it is: in a layer code is found nowhere, and costs 4 to 5 us
-for 90 KB.
+Where rows are split both halves of a tile are one piece of code, told at run time which it is: a program walks few pairs, and in a
+layer code is found nowhere, and costs 4 to 5 us for 90 KB. Whole rows walk many, and have either half's code.
 
 Interleaved: a record is LATENT codes, an fp32 scale per GROUP of them, and REST bf16 values that only score. Planar: VALUE - REST
 codes and REST bf16 values that are the last of the value; power-of-two scales lie behind the records of a block, one byte per
@@ -295,7 +295,7 @@ def dequantise(
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     SOON: gl.constexpr = tile  # the half that is needed first
-    COMPACT: gl.constexpr = SPLIT is None or SPLIT  # few pairs a program: code costs more than what it spares
+    COMPACT: gl.constexpr = SPLIT is None or SPLIT
     halves = keys._reinterpret(gl.int32, [4, TILE, HALF // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     extra_words = extra_cache.to(gl.pointer_type(gl.int32), bitcast=True)
