@@ -19,6 +19,7 @@ from sparse_attn import LatentFp8Layout, PlainLayout, workspace
 from sparse_attn.ops.attention import config, reference
 from sparse_attn.ops.attention.hopper_launch import merge_shares
 from sparse_attn.ops.attention.inputs import Keys, step_of
+from sparse_attn.ops.attention.merging import merge_of
 from sparse_attn.ops.attention.output import Output
 from sparse_attn.ops.attention.parts import PAIRS, TILES, Part, parts_of
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
@@ -171,6 +172,27 @@ def test_merging(states, more_states, heads, scaled, device):
         want = reference.merge_attn_states(outs, stored[1] * math.log(2), sink)
         torch.testing.assert_close(out[rows].float(), want[0], rtol=2**-8, atol=1e-6)
         torch.testing.assert_close(lse[rows], want[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_row_is_merged_alike_by_programs_of_one_head_and_of_two(scaled, device):
+    """As batch_invariant asks for: alone a row has too few heads for programs of two."""
+    torch.manual_seed(0)
+    tokens, heads, states = 6, 360, 4
+    assert [merge_of(H200, rows, heads, states).heads for rows in (1, tokens)] == [1, 2]
+    shares = [torch.randn(states, tokens, heads, 512, device=device), torch.randn(states, tokens, heads, device=device)]
+    if scaled:
+        shares = [shares[0].half(), shares[1], torch.rand(states, tokens, heads, 2, device=device)]
+
+    def merged(rows):
+        out = torch.empty(len(range(tokens)[rows]), heads, 512, device=device, dtype=torch.bfloat16)
+        lse = torch.empty(out.shape[:2], device=device)
+        merge_shares([Output(out, lse, None, [share[:, rows].contiguous() for share in shares])])
+        return out, lse
+
+    together, alone = merged(slice(None)), [merged(slice(row, row + 1)) for row in range(tokens)]
+    assert all(torch.equal(whole, torch.cat(rows)) for whole, rows in zip(together, zip(*alone)))
 
 
 def portable_need(rows, heads, keys):
