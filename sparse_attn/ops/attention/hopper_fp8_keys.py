@@ -227,18 +227,19 @@ def _tell(bar, COPIES: gl.constexpr):
 
 @gluon.jit
 def _bring(
-    late, zero, keys, keys_rest, halves, named, bars, cache_of, valid, record, scales_at, next_slot, at, phase, pending,
-    tile: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr, SCALES: gl.constexpr,
-    REST_AT: gl.constexpr, PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr, CODES: gl.constexpr,
-    KNOWN: gl.constexpr,
+    late, zero, given, state, tile: gl.constexpr, LATENT: gl.constexpr, GROUP: gl.constexpr, TOKEN: gl.constexpr,
+    SCALES: gl.constexpr, REST_AT: gl.constexpr, PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
+    CODES: gl.constexpr, KNOWN: gl.constexpr,
 ):  # fmt: skip
-    """The half of a tile that is needed first, or ``late``, out of ``pending`` into its place; then ask for the next one."""
+    """The half of a tile that is needed first, or ``late``, into its place; then ask for the next one. given: to every one;
+    state: of a producer between two halves. KNOWN: late is when the kernel is compiled."""
     SOON: gl.constexpr = tile
     LATER: gl.constexpr = 1 - tile
     (
-        tiles, end, words, indices, count, num_slots, block_size, stride_block, extra_words, extra_indices, extra_count,
-        extra_num_slots, extra_block_size, extra_stride_block, place,
-    ) = cache_of  # fmt: skip
+        keys, keys_rest, halves, named, bars, tiles, end, words, indices, count, num_slots, block_size, stride_block,
+        extra_words, extra_indices, extra_count, extra_num_slots, extra_block_size, extra_stride_block, place,
+    ) = given  # fmt: skip
+    valid, record, scales_at, next_slot, at, phase, pending = state
     here = zero + tile
     if late == 0:
         mbarrier.wait(bars[FREED + 2 * tile + SOON], phase)
@@ -295,7 +296,7 @@ def dequantise(
     ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     SOON: gl.constexpr = tile  # the half that is needed first
-    COMPACT: gl.constexpr = SPLIT is None or SPLIT
+    KNOWN: gl.constexpr = SPLIT is not None and not SPLIT
     halves = keys._reinterpret(gl.int32, [4, TILE, HALF // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     extra_words = extra_cache.to(gl.pointer_type(gl.int32), bitcast=True)
@@ -309,21 +310,20 @@ def dequantise(
         slot, at, tiles, words, num_slots, block_size, stride_block, extra_words, extra_num_slots, extra_block_size,
         extra_stride_block, TOKEN // WORD, SCALES // WORD, PAGED, TWO,
     )  # fmt: skip
-    pending = _load_half(record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES, not COMPACT)
-    cache_of = (
-        tiles, end, words, indices, count, num_slots, block_size, stride_block, extra_words, extra_indices, extra_count,
-        extra_num_slots, extra_block_size, extra_stride_block, place,
+    pending = _load_half(record, scales_at, valid, SOON, LATENT, GROUP, PLANAR, CODES, KNOWN)
+    given = (
+        keys, keys_rest, halves, named, bars, tiles, end, words, indices, count, num_slots, block_size, stride_block,
+        extra_words, extra_indices, extra_count, extra_num_slots, extra_block_size, extra_stride_block, place,
     )  # fmt: skip
-    if COMPACT:
-        for step in range(2 * pairs):
-            valid, record, scales_at, next_slot, at, phase, pending = _bring(
-                step & 1, step >> 20, keys, keys_rest, halves, named, bars, cache_of, valid, record, scales_at, next_slot, at,
-                phase, pending, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, False,
-            )  # fmt: skip
-    else:
+    state = valid, record, scales_at, next_slot, at, phase, pending
+    if KNOWN:
         for i in range(pairs):
             for late in gl.static_range(2):
-                valid, record, scales_at, next_slot, at, phase, pending = _bring(
-                    late, i >> 20, keys, keys_rest, halves, named, bars, cache_of, valid, record, scales_at, next_slot, at,
-                    phase, pending, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, True,
-                )  # fmt: skip
+                state = _bring(
+                    late, i >> 20, given, state, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, True
+                )
+    else:
+        for step in range(2 * pairs):
+            state = _bring(
+                step & 1, step >> 20, given, state, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, False
+            )
