@@ -162,13 +162,12 @@ def merge_shares(results: list[Output]) -> None:
     """What of a step is in shares into its (out, lse), in one launch: one part, or two whose rows follow each other."""
     from sparse_attn.ops.attention import hopper_merge
 
-    merge = _merge_of(results)
-    if merge is None:
-        return
     split = [result for result in results if result.split]
+    if not split:
+        return
     first, last = split[0], split[-1]
-    tokens, heads = sum(part.lse.shape[0] for part in split), first.lse.shape[1]
-    hopper_merge.merge[(heads // merge.heads, tokens)](
+    at_once, sharers, heads, _, grid = _merge_of(split)
+    hopper_merge.merge[grid](
         *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)),
         first.lse if first.sink is None else first.sink,
         first.out,
@@ -176,22 +175,19 @@ def merge_shares(results: list[Output]) -> None:
         first.lse.shape[0],
         first.to.shape[0],
         last.to.shape[0],
-        STATES=merge.at_once,
-        HEADS=merge.heads,
-        SHARERS=merge.sharers,
+        STATES=at_once,
+        HEADS=heads,
+        SHARERS=sharers,
         SCALED=first.scaled,
         MORE=len(split) > 1,
         HAS_SINK=first.sink is not None,
-        num_warps=2 * merge.sharers,
+        num_warps=2 * sharers,
         launch_pdl=True,
     )
 
 
-def _merge_of(results: list[Output]) -> Merge | None:
-    """How the shares of a step's parts are merged, if there are any."""
-    split = [result for result in results if result.split]
-    if not split:
-        return None
+def _merge_of(split: list[Output]) -> Merge:
+    """How the shares of a step's ``split`` parts are merged."""
     tokens, heads = sum(part.lse.shape[0] for part in split), split[0].lse.shape[1]
     return merge_of(target_of(split[0].out.device), tokens, heads, *(part.to.shape[0] for part in split))
 
@@ -227,9 +223,9 @@ class Launch(NamedTuple):
 def _launches(whole: Rows, parts: tuple[Part, ...], blocks: int, results: list[Output]) -> Iterator[Launch]:
     """Of each part, whose rows ``blocks`` programs share or a multiple."""
     target = target_of(whole.q.device)
-    merge = _merge_of(results) if len(parts) == 1 else None
     for part, result in zip(parts, results):
         rows, programs = whole.of(part), part.rows * blocks
+        merge = _merge_of(results) if result.split and len(parts) == 1 else None
         early = merge is None or leaves_room(target, programs * part.splits, merge)
         yield Launch((programs, part.splits), rows, _caches(rows.keys, rows.extra), result, early)
 

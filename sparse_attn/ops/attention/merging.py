@@ -20,12 +20,13 @@ CROWD, MANY = 40, 12  # and so many more there do not matter, if there are so ma
 
 class Merge(NamedTuple):
     """at_once: states under way together, which so many lanes, ``sharers``, share; heads: of a program; pairs: of warps, of all
-    rows and heads, if each has its own."""
+    rows and heads, if each has its own; grid: of programs."""
 
     at_once: int
     sharers: int
     heads: int
     pairs: int
+    grid: tuple[int, int]
 
 
 def merge_of(target: Target, tokens: int, heads: int, states: int, more: int = 0) -> Merge:
@@ -34,7 +35,8 @@ def merge_of(target: Target, tokens: int, heads: int, states: int, more: int = 0
     at_once = min(32, max(2, 1 << (states - 1).bit_length()))
     sharers = 1 if states <= ALONE else 2 if states <= TWO else 4
     several = at_once == 2 or at_once == 4 and tokens * heads > PROGRAMS * target.num_sms
-    return Merge(at_once, sharers, 2 if several and heads % 2 == 0 else 1, tokens * heads * sharers)
+    together = 2 if several and heads % 2 == 0 else 1
+    return Merge(at_once, sharers, together, tokens * heads * sharers, (heads // together, tokens))
 
 
 def leaves_room(target: Target, programs: int, merge: Merge) -> bool:
