@@ -17,6 +17,7 @@ from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT
 
 TOKENS, TINY_TOKENS = 4096, 9
+WINDOW = 128  # of V4's rows: the last tokens, each of which they see
 
 
 class Case(NamedTuple):
@@ -25,14 +26,16 @@ class Case(NamedTuple):
     top_k: int
     rows: int
     sink: bool = False
-    lengths: bool = False  # per-row lengths, uniform in [128, top_k]
+    lengths: str = ""  # of rows: "ragged", uniform in [128, top_k], or "prompt", what the tokens of one from its first on see
 
 
 V32 = [Case(576, heads, 2048, rows) for heads in (128, 64) for rows in (8192, 32768, 131072)]
 V4 = [Case(512, heads, k, rows, sink=True) for heads, k in ((64, 640), (128, 1152)) for rows in (8192, 32768, 65536)]
 V4 += [Case(512, heads, k, 32768, sink=True) for heads, k in ((128, 640), (64, 1152), (64, 512), (128, 1024))]
-RAGGED = [Case(576, heads, 2048, 32768, lengths=True) for heads in (128, 64)]
-RAGGED += [Case(512, heads, k, 32768, sink=True, lengths=True) for heads, k in ((64, 640), (128, 1152))]
+RAGGED = [Case(576, heads, 2048, 32768, lengths="ragged") for heads in (128, 64)]
+RAGGED += [Case(512, heads, k, 32768, sink=True, lengths="ragged") for heads, k in ((64, 640), (128, 1152))]
+PROMPT = [Case(576, heads, 2048, TOKENS, lengths="prompt") for heads in (128, 64)]
+PROMPT += [Case(512, heads, k, TOKENS * 5 // 4, True, "prompt") for heads, k in ((64, 640), (128, 1152))]
 FEW_HEADS = [Case(576, heads, 2048, 32768) for heads in (16, 32)] + [Case(512, heads, 640, 32768, True) for heads in (16, 32)]
 PORTABLE = [Case(576, 128, 2048, 32768), Case(576, 64, 2048, 32768), Case(512, 128, 1152, 32768), Case(512, 64, 640, 32768)]
 
@@ -54,8 +57,16 @@ def prefill_v4(run: Run) -> Iterator[Record]:
 @suite("prefill_ragged")
 def prefill_ragged(run: Run) -> Iterator[Record]:
     "The same with rows of ragged length, uniform in [128, top-k]."
-    tiny = [Case(576, 4, 160, 300, lengths=True), Case(512, 4, 160, 300, sink=True, lengths=True)]
+    tiny = [Case(576, 4, 160, 300, lengths="ragged"), Case(512, 4, 160, 300, sink=True, lengths="ragged")]
     for case in run.pick(RAGGED, tiny):
+        yield measure(run, case)
+
+
+@suite("prefill_prompt")
+def prefill_prompt(run: Run) -> Iterator[Record]:
+    "The same for a prompt's first 4096 tokens, which see no more keys than there are."
+    tiny = [Case(576, 4, 160, 300, lengths="prompt"), Case(512, 4, 160, 300, sink=True, lengths="prompt")]
+    for case in run.pick(PROMPT, tiny):
         yield measure(run, case)
 
 
@@ -100,9 +111,7 @@ def measure(run: Run, case: Case) -> Record:
     q = normal(tokens, heads, case.d_qk, device=run.device)
     kv = normal(case.rows, case.d_qk, device=run.device)
     dense = distinct_rows(tokens, case.rows, top_k, run.device)
-    lengths = sink = None
-    if case.lengths:
-        lengths = torch.randint(128, top_k + 1, (tokens,), device=run.device, dtype=torch.int32)
+    lengths, sink = _lengths(case, tokens, run.device), None
     if case.sink:  # about as heavy as the keys together
         sink = torch.randn(heads, device=run.device) + 6
     scale = case.d_qk**-0.5
@@ -132,7 +141,18 @@ def measure(run: Run, case: Case) -> Record:
         flops=2 * pairs * heads * (case.d_qk + D_V),
         nbytes=2 * (q.numel() + kv.numel() + tokens * heads * D_V) + 4 * pairs,
     )
-    shape = f", d {case.d_qk}, lengths" if case.lengths else ""
+    shape = f", d {case.d_qk}, {'lengths' if case.lengths == 'ragged' else case.lengths}" if case.lengths else ""
     name = f"heads {heads}, top-k {top_k}, rows {case.rows}{shape}"
     calls, peer_calls = [lambda: ours(q)], run.peers and [lambda: theirs(their_q)]
     return run.compare(name, calls, "FlashMLA sparse_fwd", peer_calls, floor, target_ms=20, rest_s=0.4)
+
+
+def _lengths(case: Case, tokens: int, device: torch.device) -> torch.Tensor | None:
+    if case.lengths == "ragged":
+        return torch.randint(128, case.top_k + 1, (tokens,), device=device, dtype=torch.int32)
+    if case.lengths == "prompt":
+        seen = torch.arange(1, tokens + 1, device=device, dtype=torch.int32)
+        if case.sink:  # DeepSeek-V4: its window, and of all before it one compressed key for every four tokens
+            return seen.clamp(max=WINDOW) + (seen // 4).clamp(max=case.top_k - WINDOW)
+        return seen.clamp(max=case.top_k)
+    return None

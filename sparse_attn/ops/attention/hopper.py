@@ -2,7 +2,8 @@
 
 The consumers are hopper_pair's. A third warpgroup gathers the keys. It also draws the items, from a counter, because rows
 differ in length, and fetches an item's queries and first keys while the consumers finish the one before; they store their
-sums from registers, so that nothing of an item stays in the way of the next.
+sums from registers, so that nothing of an item stays in the way of the next. The last rows come first: of a prompt they see
+the most keys, and few programs are busy while the last items are attended.
 
 Floors as in kernels.attend. What bounds it: every program pulls its own keys through the L2, and ``left``'s chain of a pair.
 Structure and layouts that Hopper likes were found in a study of Triton's Gluon; what is measured stands in
@@ -171,6 +172,14 @@ def _claim(items, handed_out):
 
 
 @gluon.jit
+def _row_and_heads(item, items, head_blocks):
+    """(token, first head) of an item, both from the last to the first."""
+    behind = items - 1 - item
+    token = behind // head_blocks
+    return token, (behind - token * head_blocks) * HEADS
+
+
+@gluon.jit
 def _supply(
     query, query_rest, keys, keys_rest, work, bars, q, indices, indptr, handed_out, kv, num_rows, capacity, items,
     head_blocks, stride_q_token, stride_q_head, stride_kv, HAS_REST: gl.constexpr,
@@ -181,14 +190,14 @@ def _supply(
     place = gl.arange(0, TILE, layout=gl.SliceLayout(1, LANES))
     everyone = place >= 0
     item = gl.program_id(0)
-    begin, count = row_range(indptr, item // head_blocks, capacity)
+    token, first_head = _row_and_heads(item, items, head_blocks)
+    begin, count = row_range(indptr, token, capacity)
     phase = 1
     turn = 1
     even = gl.load(indices + (begin + place), mask=place < count, other=-1)
     odd = gl.load(indices + (begin + TILE + place), mask=TILE + place < count, other=-1)
     while item < items:
-        token = item // head_blocks
-        first_head = (item - token * head_blocks) * HEADS
+        token, first_head = _row_and_heads(item, items, head_blocks)
         mbarrier.wait(bars[QUERY_FREED], turn)
         turn = turn ^ 1
         zero = count >> 31
@@ -211,7 +220,8 @@ def _supply(
             odd_rows = kv + odd.to(gl.int64) * stride_kv
             if i == gl.maximum(pairs - 2, 0):
                 next_item = _claim(items, handed_out)
-                next_begin, next_count = row_range(indptr, gl.minimum(next_item, items - 1) // head_blocks, capacity)
+                next_token, _ = _row_and_heads(gl.minimum(next_item, items - 1), items, head_blocks)
+                next_begin, next_count = row_range(indptr, next_token, capacity)
                 next_count = gl.where(next_item < items, next_count, 0)
             last = i + 1 == pairs
             ahead = gl.where(last, next_begin, begin + (i + 1) * PAIR) + place

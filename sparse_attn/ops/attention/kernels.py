@@ -142,7 +142,7 @@ def attend(
     CHAINED: tl.constexpr,
 ):
     chain.wait_only(CHAINED)
-    token = tl.program_id(0).to(tl.int64)
+    token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the last ones see the most keys of a prompt
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     known_head = head < heads
     value_column = tl.arange(0, PAD_V)
