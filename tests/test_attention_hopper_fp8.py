@@ -204,4 +204,6 @@ def test_every_code_and_every_scale(rows):
 
     got, want = attended("triton"), attended("reference")
     assert torch.equal(got.isnan(), want.isnan()) and not want.isnan().all(2).all()
-    torch.testing.assert_close(got.nan_to_num(), want.nan_to_num(), rtol=2**-8, atol=1e-37)
+    got, want = (some.nan_to_num().float().unflatten(2, (2, 256)) for some in (got, want))
+    least = 1e-37 if rows == 256 else want.abs().amax(3, keepdim=True) * 2**-39 + 1e-37  # shares are fp16, scaled by halves
+    assert ((got - want).abs() <= want.abs() * 2**-8 + least).all()
