@@ -175,6 +175,20 @@ def test_merging(states, more_states, heads, scaled, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2**16 - 1, 2**16 + 1])
+def test_merging_more_rows_than_a_grid_takes(tokens, device):
+    """As a step of that many has, if it is batch invariant."""
+    outs, lses = torch.randn(2, tokens, 2, 512, device=device), torch.randn(2, tokens, 2, device=device)
+    out = torch.full((tokens + 1, 2, 512), math.nan, device=device, dtype=torch.bfloat16)
+    lse = torch.full((tokens + 1, 2), math.nan, device=device)
+    merge_shares([Output(out[:-1], lse[:-1], None, [outs, lses])])
+    want = reference.merge_attn_states(outs, lses * math.log(2), None)
+    torch.testing.assert_close(out[:-1].float(), want[0], rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(lse[:-1], want[1], rtol=1e-5, atol=1e-6)
+    assert out[-1].isnan().all() and lse[-1].isnan().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_row_is_merged_alike_by_programs_of_one_head_and_of_two(scaled, device):
     """As batch_invariant asks for: alone a row has too few heads for programs of two."""
@@ -195,8 +209,8 @@ def test_a_row_is_merged_alike_by_programs_of_one_head_and_of_two(scaled, device
     assert all(torch.equal(whole, torch.cat(rows)) for whole, rows in zip(together, zip(*alone)))
 
 
-def portable_need(rows, heads, keys):
-    chosen = config.config(rows, heads, LATENT.dim, 512, rows * keys, 2, True, H200)
+def portable_need(rows, heads, keys, d_qk=LATENT.dim):
+    chosen = config.config(rows, heads, d_qk, 512, rows * keys, 2, True, H200)
     return workspace.size_of(config.scratch((Part(0, rows, chosen.splits),), heads, 512))
 
 
@@ -213,6 +227,22 @@ def test_what_is_reserved_serves_every_part(heads):
         for size in (need(Shape(heads, keys).parts(rows), heads), portable_need(rows, heads, keys))
     )
     assert reserved.nbytes == needed.nbytes
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_what_is_reserved_serves_prefill_rows_in_place(heads):
+    """Which are attended to as decode rows are, and beside them."""
+    spec = replace(preset("deepseek_v4_flash"), num_heads=heads)
+    bounds = Bounds(20, 120, 1 << 20, logits_bytes=0)
+    gathered, in_place = (workspace_size(spec, replace(bounds, prefill_in_place=some), H200) for some in (False, True))
+    most = spec.window + (1 << 20) // spec.full_ratio
+    needed = workspace.largest(
+        size
+        for rows in range(1, 141)
+        for keys in range(64, most + 1, 64)
+        for size in (need(Shape(heads, keys, V4).parts(rows), heads), portable_need(rows, heads, keys, V4.dim))
+    )
+    assert gathered.nbytes < in_place.nbytes == needed.nbytes
 
 
 @contextlib.contextmanager

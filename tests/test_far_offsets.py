@@ -151,6 +151,29 @@ def assert_same(got, want):
     assert want.lse.isfinite().all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [3, 64])
+def test_attention_of_queries_whose_heads_are_far_apart(heads, device):
+    """As those of many rows are where they lie head by head, which the kernels for Hopper leave to the portable one."""
+    tokens, layout = 140, LatentFp8Layout(512, 64)
+    apart = (2**31 // (heads - 1) // 16 + 1) * 16
+    close = torch.randn(tokens, heads, layout.dim, device=device).bfloat16()
+    q = torch.empty(heads * apart, dtype=torch.bfloat16, device=device).as_strided(close.shape, (layout.dim, apart, 1))
+    q.copy_(close)
+    cache = torch.zeros(4, 64, layout.row, dtype=torch.uint8, device=device)
+    layout.encode(cache, torch.arange(256, device=device), torch.randn(256, layout.dim, device=device))
+    indptr = 200 * torch.arange(tokens + 1, dtype=torch.int32, device=device)
+    rows = Ragged(torch.randint(-1, 256, (200 * tokens,), dtype=torch.int32, device=device), indptr)
+    kv = layout.decode(cache, torch.arange(256, device=device)).bfloat16()
+    for over, attend in (
+        (kv, lambda q: sparse_attn_prefill(q, kv, rows, scale=0.04, d_v=512)),
+        (cache, lambda q: sparse_attn_decode(q, cache, rows, scale=0.04, layout=layout)),
+    ):
+        got, want = attend(q), attend(close)
+        compare.assert_close(got.out, want.out, compare.DECODE_OUT, f"over {over.dtype}")
+        compare.assert_close(got.lse, want.lse, compare.DECODE_LSE)
+
+
 @pytest.mark.kernel
 def test_attention_over_rows_side_by_side(device):
     """Blocks that follow each other without a gap: a slot is an offset in rows."""

@@ -25,7 +25,7 @@ class Bounds:
     """What no step exceeds. max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens:
     prefill rows (0: no prefills). max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill
     requests, the plan's kv_capacity; None: max_model_len. logits_bytes: the budget given to the forward. dtype: the
-    model's.
+    model's. prefill_in_place: whether the forward lets prefill rows attend in place (V4's may).
     """
 
     max_batch: int
@@ -36,6 +36,7 @@ class Bounds:
     kv_rows: int | None = None
     logits_bytes: int = LOGITS_BYTES
     dtype: torch.dtype = torch.bfloat16
+    prefill_in_place: bool = False
 
     def __post_init__(self):
         for name, least in (("max_batch", 0), ("max_batched_tokens", 0), ("max_model_len", 1), ("next_n", 1),
@@ -71,9 +72,9 @@ def workspace_size(
 
 @dataclass(frozen=True)
 class _Part:
-    """Decode rows or prefill rows. select_scratch: of what selects for them. most: rows at most, in groups of ``group``. keys:
-    index keys a row is scored against. attended: indices a row holds, for each kind of layer. fp8: the layout attention
-    reads, if fp8."""
+    """Decode rows, prefill rows, or both where they attend at once. select_scratch: of what selects for them. most: rows at
+    most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a row holds, for each kind of
+    layer. fp8: the layout attention reads, if fp8."""
 
     select_scratch: Callable[..., Scratch]
     most: int
@@ -100,15 +101,18 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     entries = {"window": 0, "indexed": spec.index.top_k, "full": bounds.max_model_len // spec.full_ratio}
     attended = tuple(spec.window + entries[kind] for kind in sorted(set(spec.layer_kinds)))
-    shape = (spec.index.top_k, spec.num_heads, spec.head_dim, spec.head_dim, attended)
+    shape = (spec.index.top_k, spec.num_heads, spec.head_dim, spec.head_dim)
     decode_keys, prefill_keys = (
         tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
         for tokens in (bounds.max_model_len, kv_rows)
     )
     fp8 = None if isinstance(layouts.kv, PlainLayout) else layouts.kv
     decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
-    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, fp8)
-    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, prefill_keys, *shape, None)
+    prefill_rows, gathering = bounds.max_batched_tokens, () if bounds.prefill_in_place else attended
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, attended, fp8)
+    yield _Part(index_topk_config.scratch, prefill_rows, 1, prefill_keys, *shape, gathering, None)
+    if bounds.prefill_in_place:
+        yield _Part(index_topk_config.scratch, decode_rows + prefill_rows, 1, 0, *shape, attended, fp8)
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:

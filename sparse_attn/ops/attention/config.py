@@ -10,7 +10,7 @@ import torch
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
 from sparse_attn.ops.attention.parts import MOST_TURNS, PAIRS, TILES, Part, parts_of
 from sparse_attn.target import Target
-from sparse_attn.workspace import Buffer, Scratch
+from sparse_attn.workspace import Buffer, Scratch, size_of
 
 # What the Hopper kernels take: columns of a value, and columns that only score (of planar records: the value's last).
 HOPPER_VALUE, HOPPER_REST = 512, 64
@@ -172,7 +172,7 @@ def largest_special_scratch(
     tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
 ) -> Scratch:
     """The most scratch that the kernel that Hopper has for this shape needs: for rows of ``keys`` indices or fewer, since fewer
-    keys may be split more often. None where there is no such kernel."""
+    keys may be split more often; nothing where there is no such kernel."""
     if not _is_hopper(target, dtype) or tokens > (MOST_TURNS + 1) * target.num_sms:
         return Scratch()
 
@@ -182,12 +182,8 @@ def largest_special_scratch(
             chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
         return () if chosen is None else chosen.parts
 
-    most = max((parts(row) for row in range(keys, 0, -FEW_TILE)), key=_shares, default=())
-    return scratch(most, heads, d_v, scaled=heads > FEW_HEADS)
-
-
-def _shares(parts: tuple[Part, ...]) -> int:
-    return sum(part.rows * part.splits for part in parts if part.splits > 1)
+    all_of = (scratch(parts(row), heads, d_v, scaled=heads > FEW_HEADS) for row in range(keys, 0, -FEW_TILE))
+    return max(all_of, key=lambda one: size_of(one).nbytes, default=Scratch())
 
 
 def scratch(parts: tuple[Part, ...], heads: int, d_v: int, scaled: bool = False) -> Scratch:

@@ -19,10 +19,12 @@ from sparse_attn.ops.attention.output import LOG2_E, Output, outputs
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
 
+MOST_ROWS = 2**16 - 1  # of a launch whose grid has them along its second axis
+
 
 def choose_rows(q: torch.Tensor, keys: Keys, d_v: int, step: Step) -> config.HopperConfig | None:
     """For plain rows [num_rows, d_qk]."""
-    if not (_copies_whole_lines(q) and _copies_whole_lines(keys.cache) and keys.cache.dtype == q.dtype):
+    if not (_asks(q) and _copies_whole_lines(keys.cache) and keys.cache.dtype == q.dtype):
         return None
     return config.hopper(step.tokens, *q.shape[1:], d_v, q.dtype, target_of(q.device))
 
@@ -69,7 +71,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
 
 def choose_fp8(q: torch.Tensor, keys: Keys, extra: Keys | None, step: Step) -> config.HopperConfig | None:
     """For fp8 caches and whole blocks of heads."""
-    if keys.layout is None or not (_copies_whole_lines(q) and _reads(keys, extra)):
+    if keys.layout is None or not (_asks(q) and _reads(keys, extra)):
         return None
     sizes = (step.tokens, q.shape[1], step.capacity)
     return config.hopper_fp8(*sizes, keys.layout, q.dtype, target_of(q.device), step.invariant)
@@ -119,7 +121,7 @@ def choose_few_heads(
     q: torch.Tensor, keys: Keys, extra: Keys | None, d_v: int, step: Step
 ) -> config.FewHeadsConfig | None:
     """For at most config.FEW_HEADS heads over plain rows [num_rows, d_qk] or fp8 caches."""
-    if keys.layout is None and keys.cache.dtype != q.dtype or not (_copies_whole_lines(q) and _reads(keys, extra)):
+    if keys.layout is None and keys.cache.dtype != q.dtype or not (_asks(q) and _reads(keys, extra)):
         return None
     sizes = (step.tokens, *q.shape[1:], d_v, step.capacity)
     return config.hopper_few_heads(*sizes, keys.layout, q.dtype, target_of(q.device), step.invariant)
@@ -159,31 +161,38 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
 
 
 def merge_shares(results: list[Output]) -> None:
-    """What of a step is in shares into its (out, lse), in one launch: one part, or two whose rows follow each other."""
+    """What of a step is in shares into its (out, lse): one part, or two whose rows follow each other. In one launch, unless a
+    batch-invariant step has more rows than fit."""
     from sparse_attn.ops.attention import hopper_merge
 
     split = [result for result in results if result.split]
     if not split:
         return
     first, last = split[0], split[-1]
-    at_once, sharers, heads, _, grid = _merge_of(split)
-    hopper_merge.merge[grid](
-        *(tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)),
-        first.lse if first.sink is None else first.sink,
-        first.out,
-        first.lse,
-        first.lse.shape[0],
-        first.to.shape[0],
-        last.to.shape[0],
-        STATES=at_once,
-        HEADS=heads,
-        SHARERS=sharers,
-        SCALED=first.scaled,
-        MORE=len(split) > 1,
-        HAS_SINK=first.sink is not None,
-        num_warps=2 * sharers,
-        launch_pdl=True,
-    )
+    at_once, sharers, heads, _, (programs, rows) = _merge_of(split)
+    shares = [tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)]
+    out, lse = first.out, first.lse
+    for begin in range(0, rows, MOST_ROWS):
+        if begin:
+            shares = [share[:, MOST_ROWS:] for share in shares]
+            out, lse = out[MOST_ROWS:], lse[MOST_ROWS:]
+        hopper_merge.merge[programs, min(rows - begin, MOST_ROWS)](
+            *shares,
+            first.lse if first.sink is None else first.sink,
+            out,
+            lse,
+            first.lse.shape[0],
+            first.to.shape[0],
+            last.to.shape[0],
+            STATES=at_once,
+            HEADS=heads,
+            SHARERS=sharers,
+            SCALED=first.scaled,
+            MORE=len(split) > 1,
+            HAS_SINK=first.sink is not None,
+            num_warps=2 * sharers,
+            launch_pdl=True,
+        )
 
 
 def _merge_of(split: list[Output]) -> Merge:
@@ -262,14 +271,21 @@ def _sizes(keys: Keys) -> tuple[int, int, int]:
     return num_blocks * block_size, block_size, keys.indices.numel()
 
 
+def _asks(q: torch.Tensor) -> bool:
+    """Whether queries can be copied, whose heads lie within 32-bit offsets."""
+    return _copies_whole_lines(q) and (q.shape[1] - 1) * q.stride(1) < 2**31
+
+
 def _reads(keys: Keys, extra: Keys | None) -> bool:
-    """Whether the producers can read these caches: two of them planar and alike, and blocks where 16-byte loads may start."""
+    """Whether the producers can read these caches: two of them planar and alike, blocks where 16-byte loads may start, records
+    within 32-bit offsets of their block, in words."""
     if extra is not None and not (isinstance(keys.layout, PlanarFp8Layout) and extra.layout == keys.layout):
         return False
     return all(
         part.cache.numel() > 0
         and part.cache.data_ptr() % config.HOPPER_UNIT == 0
         and _stride_bytes(part.cache) % config.HOPPER_UNIT == 0
+        and part.cache.shape[1:].numel() * part.cache.element_size() <= 2**33
         for part in ((keys,) if extra is None else (keys, extra))
     )
 
