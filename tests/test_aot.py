@@ -33,6 +33,23 @@ def test_a_launch_that_starts_early_waits_before_it_reads():
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("kernel, waits", [("hopper_few_heads.attend", 3), ("hopper.attend", 1), ("topk.staged.bound_rows", 1)])
+def test_a_wait_that_is_missing_is_seen(kernel, waits):
+    """Of warps that wait for themselves, of those that wait for all they start, and where there are no others."""
+    from sparse_attn.testing.launches import compile_launch
+
+    import aot
+    from aot_cases.waits import WAITS, reaches_memory_early
+
+    launch, *_ = aot.gather(["sm_90"], [kernel], False)[0]
+    before, *behind = compile_launch(launch).assembly["ptx"].split(f"{WAITS};")
+    assert len(behind) == waits and not reaches_memory_early(f"{WAITS};".join([before, *behind]))
+    for missing in range(waits):
+        ptx = before + "".join(f"{WAITS if at != missing else ''};{part}" for at, part in enumerate(behind))
+        assert reaches_memory_early(ptx)
+
+
+@pytest.mark.aot
 def test_claimed_memory_is_what_is_declared():
     """Not what the system takes of every program on sm_90."""
     from sparse_attn.ops.topk import table

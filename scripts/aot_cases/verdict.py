@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from aot_cases.waits import WAITS, reaches_memory_early
 from sparse_attn.target import Target
 from sparse_attn.testing.aot import Compiled
 
@@ -11,11 +12,9 @@ MAX_THREADS = 1024  # of a program
 UNASKED = 48 << 10  # bytes of shared memory; Triton asks for more where its own part alone is more
 TENSOR_MEMORY = 512  # columns of sm_100
 FP8_INSTRUCTIONS = {"nvidia": ("ptx", r"e4m3|e5m2"), "amd": ("amdgcn", r"v_\w*(?:fp8|bf8)\w*")}
-WAITS = "griddepcontrol.wait"
 SHARED_ADDRESS = re.compile(r"(?:mov\.b32|add\.s32)\s+(%r\d+), (global_smem|%r\d+)(?:, (\d+))?;")
 SHARED_ACCESS = re.compile(r"\[(global_smem|%r\d+)(?:\+(\d+))?\]")
 BARRIER_BYTES = 8
-REACHES_MEMORY = re.compile(r"^\s*(?:@\S+\s+)?(?:ld|st|atom|red|cp|prefetch)\.\S*global", re.MULTILINE)
 
 # Bytes of a thread's stack, by kernel and target; "nvidia" stands for those that are not named. Others spill nothing.
 ALLOWED_SPILLS = {
@@ -60,10 +59,8 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
     stage, pattern = FP8_INSTRUCTIONS[target.vendor]
     if not target.fp8_dot and (found := re.search(pattern, compiled.assembly[stage])):
         wrong.append(f"an fp8 instruction, {found[0]}, where there is no e4m3fn hardware")
-    if target.chains_launches and (found := REACHES_MEMORY.search(compiled.assembly["ptx"])):
-        waited = compiled.assembly["ptx"].find(WAITS)
-        if not 0 <= waited < found.start():
-            wrong.append(f"{found[0].strip()} before {WAITS}, which lets launches start early")
+    if target.chains_launches and (found := reaches_memory_early(compiled.assembly["ptx"])):
+        wrong.append(f"{found} before {WAITS}, which lets launches start early")
     wrong += [f"{access} in the memory of an mbarrier" for access in _in_barriers(compiled.assembly.get("ptx", ""))]
     return wrong
 
