@@ -11,7 +11,7 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 
 @gluon.jit
 def wait():
-    """As chain.wait_only; before a kernel specialises its warps."""
+    """As chain.wait_only: in each partition of warps that specialise, or before there are any."""
     gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -5,8 +5,8 @@ on their way in registers while it waits. Codes become bf16 exactly as the refer
 any size count. Rows that an index does not name are zeros, and the producers tell the consumers which. The fence between these
 stores and the matrix unit is the consumers', after their wait: here it would await loads, too.
 
-Where rows are split both halves of a tile are one piece of code, told at run time which it is: a program walks few pairs, and in a
-layer code is found nowhere, and costs 4 to 5 us for 90 KB. Whole rows walk many, and have either half's code.
+Where rows are split, or some of a step's are, both halves of a tile are one piece of code, told at run time which it is: a program
+walks few pairs, and in a layer code is found nowhere, and costs 4 to 5 us for 90 KB. Whole rows walk many, and have either half's code.
 
 Interleaved: a record is LATENT codes, an fp32 scale per GROUP of them, and REST bf16 values that only score. Planar: VALUE - REST
 codes and REST bf16 values that are the last of the value; power-of-two scales lie behind the records of a block, one byte per

@@ -161,7 +161,7 @@ def finish(
     acc, l, m, half: gl.constexpr, out, lse, scales, sink, stride_head, HAS_SINK: gl.constexpr, split, ACC: gl.constexpr
 ):
     """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16; or
-    where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to 2^-12 of each
+    where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to 2^-11 of each
     value, an eighth of what rounding the output costs, or 2^-39 of the row's largest in this half."""
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     head = gl.arange(0, HEADS, layout=m.type.layout)

@@ -1,4 +1,4 @@
-"""The GPU implementation: one attention launch, on Hopper one or two, each with a merge where its rows are split."""
+"""The GPU implementation: one attention launch, on Hopper one or two, and one that merges the rows that are split."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class Merge(NamedTuple):
     grid: tuple[int, int]
 
 
-def merge_of(target: Target, tokens: int, heads: int, states: int, more: int = 0) -> Merge:
-    """For ``tokens`` rows of so many ``states`` each, but for a few of them that have ``more``."""
-    states = max(states, -(-more // TURNS))
+def merge_of(target: Target, tokens: int, heads: int, states: int, more_states: int = 0) -> Merge:
+    """For ``tokens`` rows of so many ``states`` each, but for a few of them that have ``more_states``."""
+    states = max(states, -(-more_states // TURNS))
     at_once = min(32, max(2, 1 << (states - 1).bit_length()))
     sharers = 1 if states <= ALONE else 2 if states <= TWO else 4
     several = at_once == 2 or at_once == 4 and tokens * heads > PROGRAMS * target.num_sms

@@ -1,7 +1,7 @@
 """How the Hopper kernels' steps are launched: in one part, or in two where few rows would need a turn of their own.
 
-A multiprocessor runs one program at a time. Rows that fill all of them for whole turns are a part; the rows left over are
-another, each of them split over many programs.
+A multiprocessor runs one program at a time. Rows that fill all of them, whole for some turns or split for one, are a part; the
+rows left over are another, each of them split over more programs.
 """
 
 from __future__ import annotations
