@@ -91,7 +91,8 @@ def test_verdict():
     asking = Compiled(50000, 9000, 255, 0, 128, 32, 0, ptx)
     assert "more than a launch grants" in failures("sm_90", "room.kernel", TARGETS["sm_90"], asking)[0]
     load, wait = "\t@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n", "\tgriddepcontrol.wait; // for %r0\n"
-    for text, expected in ((wait + load, []), (load + wait, ["ld.global"]), (load, ["ld.global"]), ("ld.param.b64", [])):
+    early = ["ld.global.b32"]
+    for text, expected in ((wait + load, []), (load + wait, early), (load, early), ("ld.param.b64", [])):
         compiled = Compiled(0, 0, 32, 0, 128, 32, 0, {"ptx": text})
         assert [found.split()[1] for found in failures("sm_90", "room.kernel", TARGETS["sm_90"], compiled)] == expected
         assert not failures("sm_80", "room.kernel", TARGETS["sm_80"], compiled)

@@ -165,13 +165,14 @@ def test_attention_of_queries_whose_heads_are_far_apart(heads, device):
     indptr = 200 * torch.arange(tokens + 1, dtype=torch.int32, device=device)
     rows = Ragged(torch.randint(-1, 256, (200 * tokens,), dtype=torch.int32, device=device), indptr)
     kv = layout.decode(cache, torch.arange(256, device=device)).bfloat16()
-    for over, attend in (
-        (kv, lambda q: sparse_attn_prefill(q, kv, rows, scale=0.04, d_v=512)),
-        (cache, lambda q: sparse_attn_decode(q, cache, rows, scale=0.04, layout=layout)),
+    for over, attend, options in (
+        (kv, sparse_attn_prefill, dict(d_v=512)),
+        (cache, sparse_attn_decode, dict(layout=layout)),
     ):
-        got, want = attend(q), attend(close)
-        compare.assert_close(got.out, want.out, compare.DECODE_OUT, f"over {over.dtype}")
-        compare.assert_close(got.lse, want.lse, compare.DECODE_LSE)
+        got = attend(q, over, rows, scale=0.04, impl="triton", **options)
+        want = attend(close, over, rows, scale=0.04, impl="reference", **options)
+        compare.assert_close(got.out, want.out, compare.PREFILL_OUT, f"over {over.dtype}")
+        compare.assert_close(got.lse, want.lse, compare.PREFILL_LSE)
 
 
 @pytest.mark.kernel

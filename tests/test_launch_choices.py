@@ -13,7 +13,10 @@ from sparse_attn.target import H200
 from sparse_attn.testing.launches import TARGETS
 
 LATENT = LatentFp8Layout(512, 64)
-CACHES = ("fp32", 4, False, False), ("bf16", 2, False, False), ("fp8", 2, True, False), ("bf16 and fp8", 2, False, True)
+CACHES = (
+    ("fp32", 4, False, False, False), ("bf16", 2, False, False, False), ("bf16, apart", 2, False, False, True),
+    ("fp8", 2, True, False, False), ("bf16 and fp8", 2, False, True, False),
+)  # fmt: skip
 COUNTS = (1, 2, 8, 33, 64, 66, 67)
 
 
@@ -34,36 +37,36 @@ def test_portable_attention():
     for name, target in TARGETS.items():
         for heads in (8, 32, 128):
             tiles = [
-                tile(attention.config(4096, heads, 576, 512, 4096 * 2048, size, fp8, target, mixed=mixed))
-                for _, size, fp8, mixed in CACHES
+                tile(attention.config(4096, heads, 576, 512, 4096 * 2048, size, fp8, target, mixed=mixed, apart=apart))
+                for _, size, fp8, mixed, apart in CACHES
             ]
             rows.append((name, heads, *tiles))
     assert_expected_inline(table(("target", "heads", *(name for name, *_ in CACHES)), *rows), """\
-target  heads  fp32         bf16                   fp8                    bf16 and fp8
-sm_80   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
-sm_80   32     16x16 4w 1s  32x32 8w 2s            16x64 8w 2s            16x64 8w 2s
-sm_80   128    16x16 4w 1s  64x32 8w 2s            16x64 8w 2s            16x64 8w 2s
-sm_86   8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_86   32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_86   128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_89   8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_89   32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_89   128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_90   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
-sm_90   32     16x16 4w 1s  32x64 8w 2s            32x64 8w 2s            32x64 8w 2s
-sm_90   128    16x16 4w 1s  64x64 8w 2s            64x64 8w 3s            64x64 8w 2s
-sm_100  8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
-sm_100  32     16x16 4w 1s  32x64 8w 2s            16x64 8w 2s            32x64 8w 2s
-sm_100  128    16x16 4w 1s  64x32 8w 2s unhoisted  64x64 8w 3s unhoisted  64x32 8w 2s unhoisted
-sm_120  8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_120  32     16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
-sm_120  128    16x16 4w 1s  32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
-gfx942  8      16x16 4w 1s  16x16 8w 2s            16x16 8w 2s            16x16 8w 2s
-gfx942  32     16x16 4w 1s  32x16 4w 2s            32x16 4w 2s            32x16 4w 2s
-gfx942  128    16x16 4w 1s  64x16 4w 2s            32x16 4w 2s            32x16 4w 2s
-gfx950  8      16x16 4w 1s  16x32 4w 2s            16x16 4w 2s            16x16 4w 2s
-gfx950  32     16x16 4w 1s  32x32 4w 2s            32x16 4w 2s            32x16 4w 2s
-gfx950  128    16x16 4w 1s  64x32 4w 2s            64x16 4w 2s            64x16 4w 2s""")
+target  heads  fp32         bf16                   bf16, apart            fp8                    bf16 and fp8
+sm_80   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_80   32     16x16 4w 1s  32x32 8w 2s            32x32 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_80   128    16x16 4w 1s  64x32 8w 2s            64x32 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_86   8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_86   32     16x16 4w 1s  32x16 8w 2s            32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_86   128    16x16 4w 1s  32x16 8w 2s            32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_89   8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_89   32     16x16 4w 1s  32x16 8w 2s            32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_89   128    16x16 4w 1s  32x16 8w 2s            32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_90   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_90   32     16x16 4w 1s  32x64 8w 2s            32x64 8w 2s            32x64 8w 2s            32x64 8w 2s
+sm_90   128    16x16 4w 1s  64x64 8w 2s            64x64 8w 2s unhoisted  64x64 8w 3s            64x64 8w 2s
+sm_100  8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
+sm_100  32     16x16 4w 1s  32x64 8w 2s            32x64 8w 2s            16x64 8w 2s            32x64 8w 2s
+sm_100  128    16x16 4w 1s  64x32 8w 2s unhoisted  64x32 8w 2s unhoisted  64x64 8w 3s unhoisted  64x32 8w 2s unhoisted
+sm_120  8      16x16 4w 1s  16x32 8w 2s            16x32 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_120  32     16x16 4w 1s  32x16 8w 2s            32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+sm_120  128    16x16 4w 1s  32x16 8w 2s            32x16 8w 2s            16x32 8w 2s            16x32 8w 2s
+gfx942  8      16x16 4w 1s  16x16 8w 2s            16x16 8w 2s            16x16 8w 2s            16x16 8w 2s
+gfx942  32     16x16 4w 1s  32x16 4w 2s            32x16 4w 2s            32x16 4w 2s            32x16 4w 2s
+gfx942  128    16x16 4w 1s  64x16 4w 2s            64x16 4w 2s            32x16 4w 2s            32x16 4w 2s
+gfx950  8      16x16 4w 1s  16x32 4w 2s            16x32 4w 2s            16x16 4w 2s            16x16 4w 2s
+gfx950  32     16x16 4w 1s  32x32 4w 2s            32x32 4w 2s            32x16 4w 2s            32x16 4w 2s
+gfx950  128    16x16 4w 1s  64x32 4w 2s            64x32 4w 2s            64x16 4w 2s            64x16 4w 2s""")
 
 
 def test_attention_of_few_rows():

@@ -39,11 +39,11 @@ class AttentionConfig:
 
 def config(
     tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, query_bytes: int, fp8: bool, target: Target,
-    mixed: bool = False,
+    mixed: bool = False, apart: bool = False,
 ) -> AttentionConfig:
     """capacity: how many indices the rows may hold in all, of two caches together; query_bytes: bytes of one q element;
-    fp8: whether every cache is; mixed: whether only one of two is."""
-    tile = _tile(min(64, max(16, 1 << (heads - 1).bit_length())), query_bytes, fp8, mixed, target)
+    fp8: whether every cache is; mixed: whether only one of two is; apart: whether blocks of plain rows lie apart."""
+    tile = _tile(min(64, max(16, 1 << (heads - 1).bit_length())), query_bytes, fp8, mixed, apart, target)
     block_h, block_k, sizes = tile.block_h, tile.block_k, (tile.num_stages, d_qk, d_v, query_bytes, fp8, target)
     while _shared_bytes(block_h, block_k, *sizes) > target.shared_memory and block_k > 16:
         block_k //= 2
@@ -56,7 +56,7 @@ def config(
     return replace(tile, block_h=block_h, block_k=block_k, splits=splits)
 
 
-def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, target: Target) -> AttentionConfig:
+def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, apart: bool, target: Target) -> AttentionConfig:
     """What a program takes at a time where shared memory allows."""
     if query_bytes == 4:
         return AttentionConfig(min(heads, 16), 16, 4, 1)
@@ -73,7 +73,7 @@ def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, target: Target) 
     if target.reads_shared_operands and target.arch != 90:
         # Plain tiles lie in shared memory twice. Hoisted addresses beside the sums, which pass through registers, spill.
         return AttentionConfig(64, 64, 8, 3, hoist=False) if fp8 else AttentionConfig(64, 32, 8, 2, hoist=False)
-    return AttentionConfig(64, 64, 8, 3 if fp8 else 2)
+    return AttentionConfig(64, 64, 8, 3 if fp8 else 2, hoist=not apart or target.arch != 90)  # measured there alone
 
 
 def _shared_bytes(

@@ -103,11 +103,13 @@ def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
     tokens, heads, d_qk = q.shape
     if tokens == 0:
         return shapes.allocate_output(tokens, heads, d_v, q)
-    kinds = {part.layout is not None for part in (keys, extra) if part is not None}
+    parts = (keys,) if extra is None else (keys, extra)
+    kinds = {part.layout is not None for part in parts}
+    apart = any(part.layout is None and are_apart(part.cache) for part in parts)
     step, target = step_of(q, keys, extra, batch_invariant), target_of(q.device)
     launch = config.config(
         step.tokens, heads, d_qk, d_v, step.capacity, q.element_size(), kinds == {True}, target,
-        mixed=len(kinds) > 1,
+        mixed=len(kinds) > 1, apart=apart,
     )  # fmt: skip
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
     (result,) = outputs(who, out, lse, (Part(0, tokens, launch.splits),), sink)
