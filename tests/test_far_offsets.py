@@ -158,10 +158,10 @@ def test_attention_of_queries_whose_heads_are_far_apart(heads, device):
     tokens, layout = 140, LatentFp8Layout(512, 64)
     apart = (2**31 // (heads - 1) // 16 + 1) * 16
     close = torch.randn(tokens, heads, layout.dim, device=device).bfloat16()
-    q = torch.empty(heads * apart, dtype=torch.bfloat16, device=device).as_strided(close.shape, (layout.dim, apart, 1))
-    q.copy_(close)
+    memory = torch.full((heads * apart,), torch.nan, dtype=torch.bfloat16, device=device)
+    q = memory.as_strided(close.shape, (layout.dim, apart, 1)).copy_(close)
     cache = torch.zeros(4, 64, layout.row, dtype=torch.uint8, device=device)
-    layout.encode(cache, torch.arange(256, device=device), torch.randn(256, layout.dim, device=device))
+    layout.encode(cache, torch.arange(256, device=device), torch.randn(256, layout.dim, device=device) / 10)
     indptr = 200 * torch.arange(tokens + 1, dtype=torch.int32, device=device)
     rows = Ragged(torch.randint(-1, 256, (200 * tokens,), dtype=torch.int32, device=device), indptr)
     kv = layout.decode(cache, torch.arange(256, device=device)).bfloat16()
@@ -169,8 +169,8 @@ def test_attention_of_queries_whose_heads_are_far_apart(heads, device):
         (kv, sparse_attn_prefill, dict(d_v=512)),
         (cache, sparse_attn_decode, dict(layout=layout)),
     ):
-        got = attend(q, over, rows, scale=0.04, impl="triton", **options)
-        want = attend(close, over, rows, scale=0.04, impl="reference", **options)
+        got = attend(q, over, rows, scale=0.4, impl="triton", **options)
+        want = attend(close, over, rows, scale=0.4, impl="reference", **options)
         compare.assert_close(got.out, want.out, compare.PREFILL_OUT, f"over {over.dtype}")
         compare.assert_close(got.lse, want.lse, compare.PREFILL_LSE)
 

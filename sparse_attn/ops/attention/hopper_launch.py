@@ -176,7 +176,8 @@ def merge_shares(results: list[Output]) -> None:
         if begin:
             shares = [share[:, MOST_ROWS:] for share in shares]
             out, lse = out[MOST_ROWS:], lse[MOST_ROWS:]
-        hopper_merge.merge[programs, min(rows - begin, MOST_ROWS)](
+        grid = programs, min(rows - begin, MOST_ROWS)
+        hopper_merge.merge[grid](
             *shares,
             first.lse if first.sink is None else first.sink,
             out,
