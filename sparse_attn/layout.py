@@ -12,6 +12,7 @@ them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,24 @@ def _spans(cache: torch.Tensor, slots: torch.Tensor, block_offset: int, stride: 
     return start.unsqueeze(-1) + torch.arange(width, device=cache.device)
 
 
+def _check_sizes(**sizes: tuple[int, int]) -> None:
+    """ValueError unless each of (size, least) is at least that."""
+    for name, (size, least) in sizes.items():
+        if size < least:
+            raise ValueError(f"{name}: got {size}, allowed: at least {least}")
+
+
+def _check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(allowed)}")
+
+
+def _check_groups(latent: int, group: int) -> None:
+    _check_sizes(latent=(latent, 1), group=(group, 1))
+    if latent % group:
+        raise ValueError(f"latent: got {latent}, allowed: multiples of the scale group {group}")
+
+
 @dataclass(frozen=True)
 class PlainLayout:
     """Unquantised rows: ``latent`` values that are key and value, then ``rope`` values that are key alone."""
@@ -109,6 +128,10 @@ class PlainLayout:
     dtype_name: str
     latent: int
     rope: int = 0
+
+    def __post_init__(self):
+        _check_choice("dtype_name", self.dtype_name, PLAIN_DTYPE)
+        _check_sizes(latent=(self.latent, 1), rope=(self.rope, 0))
 
     @property
     def name(self) -> str:
@@ -153,6 +176,11 @@ class IndexFp8Layout:
     flavour: str = "e4m3fn"
     scale_rule: str = "pow2"
 
+    def __post_init__(self):
+        _check_sizes(dim=(self.dim, 1))
+        _check_choice("flavour", self.flavour, FP8_MAX)
+        _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+
     @property
     def name(self) -> str:
         return f"index_fp8/{self.dim}/{self.flavour}/{self.scale_rule}"
@@ -196,6 +224,12 @@ class LatentFp8Layout:
     group: int = 128
     flavour: str = "e4m3fn"
     scale_rule: str = "raw"
+
+    def __post_init__(self):
+        _check_groups(self.latent, self.group)
+        _check_sizes(rope=(self.rope, 0))
+        _check_choice("flavour", self.flavour, FP8_MAX)
+        _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
 
     @property
     def name(self) -> str:
@@ -265,6 +299,13 @@ class PlanarFp8Layout:
     flavour: str = "e4m3fn"
 
     scale_rule = "pow2"
+
+    def __post_init__(self):
+        _check_groups(self.latent, self.group)
+        _check_sizes(rope=(self.rope, 0))
+        _check_choice("flavour", self.flavour, FP8_MAX)
+        if self.latent % BF16_BYTES:
+            raise ValueError(f"latent: got {self.latent}, allowed: even numbers, bf16 values stand behind it")
 
     @property
     def name(self) -> str:
@@ -341,42 +382,28 @@ Layout = PlainLayout | IndexFp8Layout | LatentFp8Layout | PlanarFp8Layout
 @functools.cache
 def parse_layout(name: str) -> Layout:
     """The layout a name stands for; ValueError where it stands for none."""
+    if not isinstance(name, str):
+        raise TypeError(f"layout: got {type(name).__name__}, allowed is a name")
     kind, _, rest = name.partition("/")
     try:
         if kind == "plain":
             dtype_name, dims = rest.split("/")
             latent, rope = map(int, dims.split("+"))
-            return _validated(PlainLayout(dtype_name, latent, rope))
+            return PlainLayout(dtype_name, latent, rope)
         if kind == "index_fp8":
             dim, flavour, rule = rest.split("/")
-            return _validated(IndexFp8Layout(int(dim), flavour, rule))
+            return IndexFp8Layout(int(dim), flavour, rule)
         if kind == "latent_fp8":
             dims, group, flavour, rule = rest.split("/")
             latent, rope = map(int, dims.split("+"))
-            return _validated(LatentFp8Layout(latent, rope, int(group), flavour, rule))
+            return LatentFp8Layout(latent, rope, int(group), flavour, rule)
         if kind == "planar_fp8":
             dims, group, flavour = rest.split("/")
             latent, rope = map(int, dims.split("+"))
-            return _validated(PlanarFp8Layout(latent, rope, int(group), flavour))
+            return PlanarFp8Layout(latent, rope, int(group), flavour)
     except ValueError as error:
         raise ValueError(f"layout: got {name!r}: {error}") from None
     raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8, planar_fp8")
-
-
-def _validated(layout: Layout) -> Layout:
-    if isinstance(layout, PlainLayout):
-        if layout.dtype_name not in PLAIN_DTYPE:
-            raise ValueError(f"dtype {layout.dtype_name!r} is none of {', '.join(PLAIN_DTYPE)}")
-        return layout
-    if layout.flavour not in FP8_MAX:
-        raise ValueError(f"fp8 flavour {layout.flavour!r} is none of {', '.join(FP8_MAX)}")
-    if layout.scale_rule not in SCALE_RULES:
-        raise ValueError(f"scale rule {layout.scale_rule!r} is none of {', '.join(SCALE_RULES)}")
-    if isinstance(layout, (LatentFp8Layout, PlanarFp8Layout)) and layout.latent % layout.group:
-        raise ValueError(f"latent {layout.latent} is not a multiple of the scale group {layout.group}")
-    if isinstance(layout, PlanarFp8Layout) and layout.latent % BF16_BYTES:
-        raise ValueError(f"latent {layout.latent} is odd, and bf16 values stand behind it")
-    return layout
 
 
 def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:

@@ -225,6 +225,14 @@ def test_empty(rows, keys):
     assert index_logits.bf16_mqa_logits(q, k, torch.zeros(rows, 2), bounds, bounds).shape == (rows, keys)
 
 
+@pytest.mark.kernel
+def test_no_rows_of_a_request(device):
+    q, cache, weights, lens, table = paged_inputs(LAYOUTS["fp8"], [[9], [10]], 3, 4, device)
+    inputs = q[:, :0], cache, weights[:0], lens[:, :0], table
+    for impl in ("reference", "triton"):
+        assert run_paged(inputs, 12, LAYOUTS["fp8"], impl).shape == (0, 12)
+
+
 MQA_CASES = [  # rows, keys, heads, dim, flavour
     (19, 100, 3, 16, "e4m3fn"),
     (5, 70, 20, 24, "e4m3fnuz"),

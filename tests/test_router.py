@@ -164,6 +164,9 @@ def test_opcheck(dtype):
     logits, bias = inputs(5, 16, dtype=dtype)
     opcheck("biased_grouped_topk", logits, bias, 3, 4, 2, True, 2.5, "sigmoid", "auto")
     opcheck("biased_grouped_topk", logits[:0], bias, 3, 1, 1, False, 1.0, "sqrtsoftplus", "reference")
+    by_expert = logits.t().contiguous().t()
+    for groups, kept in ((4, 2), (1, 1)):
+        opcheck("biased_grouped_topk", by_expert, bias, 3, groups, kept, True, 2.5, "sigmoid", "auto")
 
 
 def test_empty():

@@ -44,7 +44,7 @@ def paged_mqa_logits(
     position = torch.arange(max_context_len, device=q.device)
     column = position // block_size
     mapped = column < block_table.shape[1]
-    for request in range(requests):
+    for request in range(requests if next_n else 0):
         limit = context_lens[request].clamp(0, max_context_len)
         block = torch.full_like(position, -1)
         block[mapped] = block_table[request, column[mapped]].long()

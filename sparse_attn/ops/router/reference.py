@@ -30,7 +30,7 @@ def biased_grouped_topk(
         biased = torch.where(kept.unsqueeze(2), groups, NEVER).flatten(1)
     ids = descending(biased)[:, :top_k]
     selectable = biased.gather(1, ids) > NEVER
-    return weigh(torch.where(selectable, scores.gather(1, ids), 0.0), renormalise, routed_scale), ids.to(torch.int32)
+    return weigh(torch.where(selectable, scores.gather(1, ids), 0.0), ids, renormalise, routed_scale)
 
 
 def hash_route(
@@ -47,7 +47,7 @@ def hash_route(
     valid = known.unsqueeze(1) & (ids >= 0) & (ids < experts)
     ids = torch.where(valid, ids, 0)
     chosen = torch.where(valid, score_of(logits, score).gather(1, ids), 0.0)
-    return weigh(chosen, renormalise, routed_scale), ids.to(torch.int32)
+    return weigh(chosen, ids, renormalise, routed_scale)
 
 
 def score_of(logits: torch.Tensor, score: str) -> torch.Tensor:
@@ -56,12 +56,14 @@ def score_of(logits: torch.Tensor, score: str) -> torch.Tensor:
     return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
 
 
-def weigh(scores: torch.Tensor, renormalise: bool, routed_scale: float) -> torch.Tensor:
-    """The weights of chosen experts' scores [tokens, top_k]."""
+def weigh(
+    scores: torch.Tensor, ids: torch.Tensor, renormalise: bool, routed_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, int32 ids) [tokens, top_k] of chosen experts, contiguous whatever the logits or a table were."""
     if renormalise:
         total = scores.sum(1, keepdim=True)
         scores = scores / torch.where(total == 0, 1.0, total)
-    return scores * routed_scale
+    return (scores * routed_scale).contiguous(), ids.to(torch.int32).contiguous()
 
 
 def descending(values: torch.Tensor) -> torch.Tensor:
