@@ -12,10 +12,11 @@ them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from sparse_attn import checks
 
 # Largest magnitude the writers scale to. e4m3fnuz could hold 240; with 224 = 448 / 2 its bytes equal those of e4m3fn and
 # only the scale doubles, which is what vLLM does.
@@ -103,20 +104,9 @@ def _spans(cache: torch.Tensor, slots: torch.Tensor, block_offset: int, stride: 
     return start.unsqueeze(-1) + torch.arange(width, device=cache.device)
 
 
-def _check_sizes(**sizes: tuple[int, int]) -> None:
-    """ValueError unless each of (size, least) is at least that."""
-    for name, (size, least) in sizes.items():
-        if size < least:
-            raise ValueError(f"{name}: got {size}, allowed: at least {least}")
-
-
-def _check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(allowed)}")
-
-
 def _check_groups(latent: int, group: int) -> None:
-    _check_sizes(latent=(latent, 1), group=(group, 1))
+    checks.check_at_least("latent", latent, 1)
+    checks.check_at_least("group", group, 1)
     if latent % group:
         raise ValueError(f"latent: got {latent}, allowed: multiples of the scale group {group}")
 
@@ -130,8 +120,9 @@ class PlainLayout:
     rope: int = 0
 
     def __post_init__(self):
-        _check_choice("dtype_name", self.dtype_name, PLAIN_DTYPE)
-        _check_sizes(latent=(self.latent, 1), rope=(self.rope, 0))
+        checks.check_choice("dtype_name", self.dtype_name, PLAIN_DTYPE)
+        checks.check_at_least("latent", self.latent, 1)
+        checks.check_at_least("rope", self.rope, 0)
 
     @property
     def name(self) -> str:
@@ -177,9 +168,9 @@ class IndexFp8Layout:
     scale_rule: str = "pow2"
 
     def __post_init__(self):
-        _check_sizes(dim=(self.dim, 1))
-        _check_choice("flavour", self.flavour, FP8_MAX)
-        _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+        checks.check_at_least("dim", self.dim, 1)
+        checks.check_choice("flavour", self.flavour, FP8_MAX)
+        checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
 
     @property
     def name(self) -> str:
@@ -227,9 +218,9 @@ class LatentFp8Layout:
 
     def __post_init__(self):
         _check_groups(self.latent, self.group)
-        _check_sizes(rope=(self.rope, 0))
-        _check_choice("flavour", self.flavour, FP8_MAX)
-        _check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+        checks.check_at_least("rope", self.rope, 0)
+        checks.check_choice("flavour", self.flavour, FP8_MAX)
+        checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
 
     @property
     def name(self) -> str:
@@ -302,8 +293,8 @@ class PlanarFp8Layout:
 
     def __post_init__(self):
         _check_groups(self.latent, self.group)
-        _check_sizes(rope=(self.rope, 0))
-        _check_choice("flavour", self.flavour, FP8_MAX)
+        checks.check_at_least("rope", self.rope, 0)
+        checks.check_choice("flavour", self.flavour, FP8_MAX)
         if self.latent % BF16_BYTES:
             raise ValueError(f"latent: got {self.latent}, allowed: even numbers, bf16 values stand behind it")
 

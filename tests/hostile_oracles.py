@@ -336,7 +336,7 @@ def step_plan(query_start_loc, seq_lens, slot_mapping, num_decodes, next_n):
     kv_indptr = [0]
     for b in range(num_decodes, len(lengths)):
         kv_indptr.append(kv_indptr[-1] + (max(lengths[b], 0) if starts[b + 1] > starts[b] else 0))
-    ids, positions, kv = [], [], []
+    ids, kv = [], []
     for row, slot in enumerate(slot_mapping.tolist()):
         request, position = -1, -1
         if row < decode_rows:

@@ -9,7 +9,7 @@ import torch
 from conftest import big
 from expecttest import assert_expected_inline
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.ops import attention
 from sparse_attn.ops.attention import reference
 from sparse_attn.testing import compare

@@ -61,12 +61,12 @@ def test_unknown_names_are_refused(name):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: PlainLayout("fp64", 8), "dtype_name: got 'fp64', allowed: bf16, fp16, fp32"),
+        (lambda: PlainLayout("fp64", 8), "dtype_name: got 'fp64', allowed: 'bf16', 'fp16', 'fp32'"),
         (lambda: PlainLayout("bf16", 0), "latent: got 0, allowed: at least 1"),
         (lambda: PlainLayout("bf16", 8, -1), "rope: got -1, allowed: at least 0"),
         (lambda: IndexFp8Layout(0), "dim: got 0, allowed: at least 1"),
-        (lambda: IndexFp8Layout(8, "e5m2"), "flavour: got 'e5m2', allowed: e4m3fn, e4m3fnuz"),
-        (lambda: IndexFp8Layout(8, scale_rule="up"), "scale_rule: got 'up', allowed: raw, pow2"),
+        (lambda: IndexFp8Layout(8, "e5m2"), "flavour: got 'e5m2', allowed: 'e4m3fn', 'e4m3fnuz'"),
+        (lambda: IndexFp8Layout(8, scale_rule="up"), "scale_rule: got 'up', allowed: 'raw', 'pow2'"),
         (lambda: LatentFp8Layout(100, 8, 64), "latent: got 100, allowed: multiples of the scale group 64"),
         (lambda: LatentFp8Layout(64, 8, 0), "group: got 0, allowed: at least 1"),
         (lambda: PlanarFp8Layout(15, 2, 5), "latent: got 15, allowed: even numbers, bf16 values stand behind it"),

@@ -17,7 +17,6 @@ from test_compile import (
     check_decode,
     check_step,
     decode_state,
-    filled_caches,
     fresh,
     model_of,
     no_more_compilations,

@@ -117,7 +117,7 @@ def _attention(
 def _compress(hidden: torch.Tensor, params: Params, prefix: str, spec: CompressedSpec, layer: int) -> torch.Tensor:
     """The complete entries of ``hidden`` [B, L, D], [B, L // ratio, dim], as ops.compressor pools them."""
     ratio, dim, overlap = spec.ratio(layer), params[prefix + "norm"].shape[0], spec.layer_kinds[layer] == "indexed"
-    batch, length, count = hidden.shape[0], hidden.shape[1], hidden.shape[1] // ratio
+    batch, count = hidden.shape[0], hidden.shape[1] // ratio
     whole = hidden[:, : count * ratio].flatten(0, 1)
     kv, gate = F.linear(whole.float(), params[prefix + "kv_gate"].float()).chunk(2, dim=-1)
     kv, gate = (x.unflatten(0, (batch, count, ratio)) for x in (kv, gate))

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.runtime import quality_report, report, showing, text
 from sparse_attn.runtime.arguments import DTYPES, device_of, positive, refuse

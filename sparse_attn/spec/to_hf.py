@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from sparse_attn.spec import hf_compressed, hf_latent
+from sparse_attn.spec import hf_compressed
 from sparse_attn.spec.compressed import CompressedSpec
 from sparse_attn.spec.hf import from_hf_config
 from sparse_attn.spec.latent import Spec
