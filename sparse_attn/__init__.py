@@ -36,7 +36,7 @@ from sparse_attn.ops.ragged import (
 )
 from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
-from sparse_attn.ops.sampling import sample
+from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.ops.step_plan import build_compressed_plan, build_step_plan, build_window_plan
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.pipeline import (
@@ -78,7 +78,7 @@ __all__ = [
     "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform", "hash_routed_experts", "hyper_head",
     "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill",
     "indexer_k_quant_and_cache", "indexer_q_rope_quant", "lse_to_base2", "lse_to_flashmla", "merge_attn_states",
-    "parse_layout", "preset", "release", "reserve", "rope_table", "sample", "sparse_attn_decode", "sparse_attn_prefill",
-    "target_of", "top_k_per_row", "use", "window_indices", "workspace_size", "write_index_keys", "write_kv_cache",
+    "parse_layout", "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode",
+    "sparse_attn_prefill", "target_of", "top_k_per_row", "use", "window_indices", "workspace_size", "write_index_keys", "write_kv_cache",
     "write_latents",
 ]  # fmt: skip

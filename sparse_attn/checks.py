@@ -5,6 +5,7 @@ They look at shapes, dtypes, strides and devices only, so they cost no synchroni
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
 
 import torch
@@ -59,6 +60,14 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: got device {tensor.device}, allowed: {home[1]} (that of {home[0]})")
 
 
+def check_integer(name: str, value: object, minimum: int | None = None) -> None:
+    """TypeError unless ``value`` is an integer (torch's and numpy's are, True is not), ValueError below ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
+        raise TypeError(f"{name}: got {value!r}, allowed: an integer")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}: got {value}, allowed: at least {minimum}")
+
+
 def check_at_least(name: str, value: int, minimum: int) -> None:
     if value < minimum:
         raise ValueError(f"{name}: got {value}, allowed: at least {minimum}")
@@ -72,3 +81,18 @@ def check_room(name: str, rows: int, width: int) -> None:
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(map(repr, allowed))}")
+
+
+def check_temperature(temperature: float) -> None:
+    """TypeError unless it is a number, ValueError unless it is 0 or positive and finite."""
+    if isinstance(temperature, bool) or not isinstance(temperature, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"temperature: got {temperature!r}, allowed: a number")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: got {temperature}, allowed: 0 (greedy) or positive and finite")
+
+
+def check_seed(name: str, seed: int) -> None:
+    """TypeError unless it is an integer, ValueError unless it fits 64 bits with a sign."""
+    check_integer(name, seed)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{name}: got {seed}, allowed: a signed 64-bit integer")

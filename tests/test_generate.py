@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.sampling import sample
+from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Model, Sampling, generate
 from sparse_attn.runtime.report import dynamo_counts
@@ -49,9 +49,29 @@ def test_noise_is_that_of_the_position_that_was_fed(model):
     """What prefill and decode drew is drawn again from the logits, each row's with the noise of its position."""
     sampling = Sampling(temperature=1.0, seed=7)
     found = generate(model, PROMPTS, max_new_tokens=8, prefill_tokens=50, sampling=sampling, keep_logits=True)
-    for prompt, tokens, logits in zip(PROMPTS, found.tokens, found.logits):
-        drawn = sample(logits, torch.arange(len(logits)), temperature=1.0, seed=7)
+    for prompt, tokens, logits, seed in zip(PROMPTS, found.tokens, found.logits, row_seeds(7, 3).tolist()):
+        drawn = sample(logits, torch.arange(len(logits)), temperature=1.0, seed=seed)
         assert drawn[len(prompt) - 1 :].tolist() == tokens
+
+
+def test_copies_of_a_prompt_draw_apart_and_the_first_as_it_does_alone(model):
+    sampling = Sampling(temperature=2.0, seed=7)
+    alone = generate(model, [PROMPTS[1]], max_new_tokens=6, sampling=sampling).tokens[0]
+    copies = generate(model, [PROMPTS[1]] * 8, max_new_tokens=6, sampling=sampling).tokens
+    assert copies[0] == alone and len(set(map(tuple, copies))) == 8
+
+
+def test_a_prompt_with_a_seed_draws_the_same_in_any_batch_and_place(model):
+    """Chunks of prefill end within prompts, so that their first tokens are drawn in different steps."""
+    common = dict(max_new_tokens=6, sampling=Sampling(temperature=2.0, seed=1))
+    alone = generate(model, [PROMPTS[2]], **common | dict(sampling=Sampling(temperature=2.0, seed=-5))).tokens[0]
+    for place, prompts in ((0, PROMPTS[::-1]), (2, PROMPTS), (1, [PROMPTS[0], PROMPTS[2]])):
+        seeds = [None] * len(prompts)
+        seeds[place] = -5
+        found = generate(model, prompts, seeds=seeds, prefill_tokens=37, **common).tokens
+        unseeded = generate(model, prompts, prefill_tokens=37, **common).tokens
+        assert found[place] == alone != unseeded[place]
+        assert found[:place] + found[place + 1 :] == unseeded[:place] + unseeded[place + 1 :]
 
 
 def test_rows_advance_until_they_stop():
@@ -186,3 +206,17 @@ def test_what_cannot_be_captured_is_refused():
         generate(model, PROMPTS, max_new_tokens=2, graph=True)
     found = generate(Model(spec, model.params, model.layouts), [[5]], max_new_tokens=1, graph=True)
     assert (found.graph_captures, found.graph_replays) == (0, 0)  # nothing to decode
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_captured_and_compiled_draws_are_the_references(name):
+    """Streams of places and a prompt's own seed, on a CPU, eager on the GPU, and captured."""
+    torch._dynamo.reset()
+    spec = preset(name)
+    host, gpu = (Model(spec, random_params(spec, 0, device), cache_layouts(spec, "fp32")) for device in ("cpu", "cuda"))
+    common = dict(max_new_tokens=12, sampling=Sampling(temperature=1.5, seed=2), seeds=[None, None, 77, None])
+    want = generate(host, [PROMPTS[1]] * 4, **common).tokens
+    assert len(set(map(tuple, want))) == 4
+    for ways in ({}, dict(graph=True), dict(graph=True, compile=True)):
+        assert generate(gpu, [PROMPTS[1]] * 4, **common, **ways).tokens == want, ways

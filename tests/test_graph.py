@@ -103,6 +103,27 @@ def test_captured_at_nothing_replays_to_the_maximum(name, cache):
 
 
 @pytest.mark.gpu
+def test_captured_rows_draw_from_the_streams_they_are_loaded_with():
+    """Three copies of one row: streams of their rows, then seeds of their own, then the rows' again, all by one capture."""
+    model, sampling, steps = model_of(cache="fp32"), Sampling(temperature=2.0, seed=11), 12
+    graph = graph_of(model, caches_of(model, 3), (4,), sampling)
+    tokens, lens = torch.tensor([9, 9, 9]), torch.ones(3, dtype=torch.int32)
+    own = torch.tensor([5, 2**62, 11])
+    for seeds in (None, own, None):
+        graph.load(tokens, lens, table_of(3), seeds=seeds)
+        got = graph.run(steps).wait()
+        state = eager_state(tokens, lens, table_of(3))._replace(seeds=None if seeds is None else seeds.cuda())
+        assert torch.equal(got, eager_tokens(model, caches_of(model, 3), state, steps, sampling))
+        assert len(set(map(tuple, got.T.tolist()))) == 3
+        first = got[:, 0] if seeds is None else got[:, 2]
+        alone = eager_state(tokens[:1], lens[:1], table_of(1))
+        assert torch.equal(first, eager_tokens(model, caches_of(model, 1), alone, steps, sampling)[:, 0])
+    for seeds, error in ((own.int(), TypeError), (own[:2], ValueError)):
+        with pytest.raises(error, match="^seeds: got"):
+            graph.load(tokens, lens, table_of(3), seeds=seeds)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
 def test_batches_shrink_and_grow_between_replays(name):
     model = model_of(name)

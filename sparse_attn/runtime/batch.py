@@ -36,11 +36,12 @@ def prepare(
     block_size: int | None,
     prefill_tokens: int,
     stop_ids: Sequence[int] = (),
+    seeds: torch.Tensor | None = None,
 ) -> Batch:
     """Room for requests of ``lengths`` tokens each, prefilled ``prefill_tokens`` a step, to grow to ``reach``.
 
     block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects every request's
-    first token behind its prompt.
+    first token behind its prompt. stop_ids, seeds: the state's.
     """
     device, count, max_context = model.device, len(lengths), max(reach)
     block_size = default_block_size(model.spec) if block_size is None else block_size
@@ -56,6 +57,7 @@ def prepare(
         query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device),
         stop_ids=torch.tensor(stop_ids, dtype=torch.int64, device=device),
         ring_table=torch.arange(count, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
+        seeds=None if seeds is None else seeds.to(device),
     )
     chunks = list(prefill_chunks(lengths, prefill_tokens))
     bounds = Bounds(

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn import workspace
+from sparse_attn import checks, workspace
+from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
@@ -55,6 +56,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
+    seeds: Sequence[int | None] | None = None,
     block_size: int | None = None,
     prefill_tokens: int = 2048,
     keep_logits: bool = False,
@@ -64,6 +66,8 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
+    seeds: one a prompt, which then draws what it draws alone under that seed, whatever the batch; None, for all or for one:
+    the random stream (sampling.seed, its place among the prompts), where the first one's is that of sampling.seed alone.
     block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
     step takes at most, counted over requests. compile: run the forward under
     torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step. ValueError for empty
@@ -78,6 +82,7 @@ def generate(
     tables, caches, state, chunks, max_context, bounds = prepare(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
         block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
+        seeds=_streams(seeds, sampling.seed, batch),
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
     captured = None
@@ -106,7 +111,7 @@ def generate(
                 sampling=sampling, workspace_size=scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
                 impl=model.impl, keep_logits=keep_logits,
             )  # fmt: skip
-            captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
+            captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, state.seeds)
             steps = _replayed(captured, count)
         else:
             if compile and count:  # a step of padding
@@ -140,6 +145,20 @@ def generate(
         captured.captures if captured else 0,
         captured.replays if captured else 0,
     )
+
+
+def _streams(seeds: Sequence[int | None] | None, seed: int, count: int) -> torch.Tensor:
+    """int64 [count], the prompts' own seeds, or those of their places."""
+    streams = row_seeds(seed, count)
+    if seeds is None:
+        return streams
+    if len(seeds) != count:
+        raise ValueError(f"seeds: got {len(seeds)}, allowed: {count}, one a prompt")
+    for number, own in enumerate(seeds):
+        if own is not None:
+            checks.check_seed(f"seeds[{number}]", own)
+            streams[number] = int(own)
+    return streams
 
 
 def check_capturable(device: torch.device, impl: str) -> None:

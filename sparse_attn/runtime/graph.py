@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from sparse_attn import workspace
+from sparse_attn import checks, workspace
+from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.steps import AnyCaches, Decode, Sampling, Step, advance, decode_plan
 from sparse_attn.types import WindowCaches
 from sparse_attn.workspace import Workspace, WorkspaceSize
@@ -85,6 +86,8 @@ class DecodeGraph:
         if isinstance(caches, WindowCaches):
             self._ring_table = torch.full((rows, ring_blocks), -1, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._seeds = row_seeds(sampling.seed, rows, device)
+        self._row_seeds = self._seeds.clone()  # of rows that bring none
         self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self._history = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -106,10 +109,12 @@ class DecodeGraph:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         ring_table: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
     ) -> None:
         """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for a
         row that is out; its blocks, int32 [n, at most max_blocks]; where the caches have rings its ring blocks, int32 [n,
-        ring_blocks]. Tensors may lie on the host or the device; the current stream waits until they were read, the host does
+        ring_blocks]; the seed it draws with, int64 [n], None for the streams (seed of the sampling, row), which change with
+        a request's row. Tensors may lie on the host or the device; the current stream waits until they were read, the host does
         not, so leave pinned ones alone until a token has arrived."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
@@ -125,8 +130,12 @@ class DecodeGraph:
         if ring_table is not None and tuple(ring_table.shape) != (rows, self._ring_table.shape[1]):
             width = self._ring_table.shape[1]
             raise ValueError(f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {width}]")
+        if seeds is not None:
+            checks.check_dtype("seeds", seeds, (torch.int64,))
+            checks.check_shape("seeds", seeds, (rows,), "[rows]")
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
+            self._seeds[:rows].copy_(self._row_seeds[:rows] if seeds is None else seeds, non_blocking=True)
             if ring_table is not None:
                 self._ring_table.fill_(-1)
                 self._ring_table[:rows].copy_(ring_table, non_blocking=True)
@@ -173,6 +182,7 @@ class DecodeGraph:
             self._query_start_loc[: rows + 1],
             self._stop_ids,
             None if self._ring_table is None else self._ring_table[:rows],
+            self._seeds[:rows],
         )
 
     def _decode(self, rows: int) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn.models import deepseek_v4, deepseek_v32
-from sparse_attn.ops.sampling import sample
+from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
@@ -72,7 +72,8 @@ class Model(torch.nn.Module):
 
 
 class Sampling(NamedTuple):
-    """temperature 0 is greedy, the lowest id on ties. stop_ids end a row; they belong to its output."""
+    """temperature 0 is greedy, the lowest id on ties. seed: request n draws from the random stream (seed, n), unless it has
+    a seed of its own. stop_ids end a row; they belong to its output."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -84,7 +85,8 @@ class Decode(NamedTuple):
 
     tokens: int64 [B], to be fed. seq_lens: int32 [B], tokens of the request including that one, 0 once it has stopped.
     block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S]. ring_table:
-    int32 [B, ring blocks], for models with rings.
+    int32 [B, ring blocks], for models with rings. seeds: int64 [B], of the rows' random streams; None: the streams (seed of
+    the sampling, row).
     """
 
     tokens: torch.Tensor
@@ -93,6 +95,7 @@ class Decode(NamedTuple):
     query_start_loc: torch.Tensor
     stop_ids: torch.Tensor
     ring_table: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
 
 
 def prefill_step(
@@ -125,8 +128,8 @@ def prefill_step(
     logits = model(torch.tensor(ids, device=device), caches, plan)
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
-    rows = ends[last].to(device)
-    state.tokens[requests[last].to(device)] = draw(logits[rows], plan.positions[rows], sampling)
+    rows, whose = ends[last].to(device), requests[last].to(device)
+    state.tokens[whose] = draw(logits[rows], plan.positions[rows], sampling, _seeds(state, sampling)[whose])
     return logits
 
 
@@ -158,15 +161,22 @@ def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "a
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:
     """Draw every row's next token from the logits of the one it fed. A row that drew a stop id, or that would hold more
     than ``max_context`` tokens, is padding from now on."""
-    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling))
+    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling, _seeds(state, sampling)))
     state.seq_lens.add_((state.seq_lens > 0).to(torch.int32))
     state.seq_lens.masked_fill_(state.seq_lens > max_context, 0)
     stop(state)
 
 
-def draw(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """The token after each of ``positions``, int64 [B]."""
-    return sample(logits, positions, temperature=sampling.temperature, seed=sampling.seed)
+def draw(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, seeds: torch.Tensor) -> torch.Tensor:
+    """The token after each of ``positions``, int64 [B]. seeds: int64 [B], of the rows' streams."""
+    return sample(logits, positions, temperature=sampling.temperature, seed=seeds)
+
+
+def _seeds(state: Decode, sampling: Sampling) -> torch.Tensor:
+    """int64 [B]."""
+    if state.seeds is not None:
+        return state.seeds
+    return row_seeds(sampling.seed, state.tokens.shape[0], state.tokens.device)
 
 
 def stop(state: Decode) -> None:

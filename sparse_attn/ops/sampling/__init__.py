@@ -14,12 +14,17 @@ from sparse_attn.ops.sampling import reference
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def sample(logits: torch.Tensor, positions: torch.Tensor, *, temperature: float, seed: int) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, positions: torch.Tensor, *, temperature: float, seed: int | torch.Tensor
+) -> torch.Tensor:
     """Token ids int64 [rows], drawn from softmax(logits / temperature), or the largest logit when temperature is 0.
 
     logits: fp32, bf16 or fp16 [rows, vocab]; NaN counts as -inf, which is never drawn unless the whole row is.
-    positions: int32 or int64 [rows], any value: rows with equal position, seed and logits draw the same token.
-    Ties go to the lowest id, a row without a logit above -inf to 0.
+    positions: int32 or int64 [rows], any value.
+    seed: of all rows, or int64 [rows], a row's each. Rows with equal position, seed and logits draw the same token: rows
+    that shall not take their seeds from row_seeds.
+    Greedy ties go to the lowest id, a row without a logit above -inf to 0. A temperature below 2**-160, where no noise
+    outweighs a difference of two fp32 numbers, is greedy.
 
     TypeError or ValueError for wrong dtypes, shapes, an empty vocabulary, a temperature that is negative or not
     finite, or a seed outside int64.
@@ -31,8 +36,19 @@ def sample(logits: torch.Tensor, positions: torch.Tensor, *, temperature: float,
     checks.check_same_device(logits=logits, positions=positions)
     if logits.shape[1] < 1:
         raise ValueError(f"logits: got shape {list(logits.shape)}, allowed: [rows, at least 1]")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: got {temperature}, allowed: 0 (greedy) or positive and finite")
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed: got {seed}, allowed: a signed 64-bit integer")
+    checks.check_temperature(temperature)
+    if isinstance(seed, torch.Tensor):
+        checks.check_dtype("seed", seed, (torch.int64,))
+        checks.check_shape("seed", seed, (logits.shape[0],), "[rows]")
+        checks.check_same_device(logits=logits, seed=seed)
+    else:
+        checks.check_seed("seed", seed)
     return reference.sample(logits, positions, temperature, seed)
+
+
+def row_seeds(seed: int, rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    """int64 [rows], the random streams (seed, 0), (seed, 1), ... as seeds of ``sample``. Row 0's is ``seed`` itself; no two
+    seeds share the stream of one row."""
+    checks.check_seed("seed", seed)
+    checks.check_integer("rows", rows, 0)
+    return reference.row_seeds(int(seed), rows, device)

@@ -5,20 +5,35 @@ from __future__ import annotations
 import torch
 
 WORD = 0xFFFFFFFF
+GREEDY_BELOW = 2.0**-160  # noise spans less than 2**5, two fp32 logits that differ do so by 2**-149 or more
 
 
-def sample(logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int | torch.Tensor
+) -> torch.Tensor:
     scores = torch.where(torch.isnan(logits), float("-inf"), logits.float())
-    if temperature == 0:
+    if temperature < GREEDY_BELOW:
         return scores.argmax(1)
     noise = gumbel(uniform_bits(positions, logits.shape[1], seed))
     return (scores.double() * (1.0 / temperature) + noise).argmax(1)
 
 
-def uniform_bits(positions: torch.Tensor, vocab: int, seed: int) -> torch.Tensor:
+def row_seeds(seed: int, rows: int, device: torch.device | str) -> torch.Tensor:
+    """A Feistel network over the two words of ``seed``, keyed by the row: for every row a bijection of seeds."""
+    row = torch.arange(rows, dtype=torch.int64, device=device)
+    low, high, key = seed & WORD, (seed >> 32) & WORD, row
+    for _ in range(2):
+        key = _mix(key)
+        high = high ^ _mix(low ^ key)
+        key = _mix(key)
+        low = low ^ _mix(high ^ key)
+    return torch.where(row == 0, seed, (high << 32) | low)
+
+
+def uniform_bits(positions: torch.Tensor, vocab: int, seed: int | torch.Tensor) -> torch.Tensor:
     """int64 [rows, vocab] holding 32 random bits that depend on (seed, position, vocabulary id) and on nothing else."""
     where = positions.long()
-    key = torch.full_like(where, seed)
+    key = seed if isinstance(seed, torch.Tensor) else torch.full_like(where, seed)
     row = _mix(_mix(where & WORD) ^ (key & WORD))
     row = _mix(_mix(row ^ ((where >> 32) & WORD)) ^ ((key >> 32) & WORD))
     ids = torch.arange(vocab, dtype=torch.int64, device=positions.device)
