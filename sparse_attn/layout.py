@@ -12,7 +12,7 @@ them.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -111,6 +111,12 @@ def _check_groups(latent: int, group: int) -> None:
         raise ValueError(f"latent: got {latent}, allowed: multiples of the scale group {group}")
 
 
+def _name() -> str:
+    """What __post_init__ fills: a plain string, because Dynamo cannot format the numbers of a layout that a compiled function
+    is given."""
+    return field(init=False, repr=False, compare=False)
+
+
 @dataclass(frozen=True)
 class PlainLayout:
     """Unquantised rows: ``latent`` values that are key and value, then ``rope`` values that are key alone."""
@@ -118,15 +124,13 @@ class PlainLayout:
     dtype_name: str
     latent: int
     rope: int = 0
+    name: str = _name()
 
     def __post_init__(self):
         checks.check_choice("dtype_name", self.dtype_name, PLAIN_DTYPE)
         checks.check_at_least("latent", self.latent, 1)
         checks.check_at_least("rope", self.rope, 0)
-
-    @property
-    def name(self) -> str:
-        return f"plain/{self.dtype_name}/{self.latent}+{self.rope}"
+        object.__setattr__(self, "name", f"plain/{self.dtype_name}/{self.latent}+{self.rope}")
 
     @property
     def dim(self) -> int:
@@ -166,15 +170,13 @@ class IndexFp8Layout:
     dim: int
     flavour: str = "e4m3fn"
     scale_rule: str = "pow2"
+    name: str = _name()
 
     def __post_init__(self):
         checks.check_at_least("dim", self.dim, 1)
         checks.check_choice("flavour", self.flavour, FP8_MAX)
         checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
-
-    @property
-    def name(self) -> str:
-        return f"index_fp8/{self.dim}/{self.flavour}/{self.scale_rule}"
+        object.__setattr__(self, "name", f"index_fp8/{self.dim}/{self.flavour}/{self.scale_rule}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -215,16 +217,15 @@ class LatentFp8Layout:
     group: int = 128
     flavour: str = "e4m3fn"
     scale_rule: str = "raw"
+    name: str = _name()
 
     def __post_init__(self):
         _check_groups(self.latent, self.group)
         checks.check_at_least("rope", self.rope, 0)
         checks.check_choice("flavour", self.flavour, FP8_MAX)
         checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
-
-    @property
-    def name(self) -> str:
-        return f"latent_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}/{self.scale_rule}"
+        name = f"latent_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}/{self.scale_rule}"
+        object.__setattr__(self, "name", name)
 
     @property
     def dim(self) -> int:
@@ -291,16 +292,15 @@ class PlanarFp8Layout:
 
     scale_rule = "pow2"
 
+    name: str = _name()
+
     def __post_init__(self):
         _check_groups(self.latent, self.group)
         checks.check_at_least("rope", self.rope, 0)
         checks.check_choice("flavour", self.flavour, FP8_MAX)
         if self.latent % BF16_BYTES:
             raise ValueError(f"latent: got {self.latent}, allowed: even numbers, bf16 values stand behind it")
-
-    @property
-    def name(self) -> str:
-        return f"planar_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}"
+        object.__setattr__(self, "name", f"planar_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}")
 
     @property
     def dim(self) -> int:
@@ -397,18 +397,8 @@ def parse_layout(name: str) -> Layout:
     raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8, planar_fp8")
 
 
-def row_stride(cache: torch.Tensor, layout: Layout) -> int:
-    """Elements from a token's record to the next one's, as ``cache`` has them; a planar block's planes are never apart."""
-    if isinstance(layout, (PlainLayout, LatentFp8Layout)):
-        return cache.stride(1)
-    return layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.dim
-
-
-def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: bool = False) -> None:
-    """TypeError or ValueError unless ``cache`` can hold blocks of ``layout``: dtype, row size, contiguous blocks.
-
-    padded_rows: records of a layout that is not planar may lie apart.
-    """
+def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
+    """TypeError or ValueError unless ``cache`` can hold blocks of ``layout``: dtype, row size, contiguous blocks."""
     if not isinstance(cache, torch.Tensor):
         raise TypeError(f"{name}: got {type(cache).__name__}, allowed is a torch.Tensor")
     if cache.dtype != layout.dtype:
@@ -419,12 +409,10 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
         )
     if cache.shape[1] < 1:
         raise ValueError(f"{name}: got block_size {cache.shape[1]}, allowed: at least 1")
-    padded_rows = padded_rows and isinstance(layout, (PlainLayout, LatentFp8Layout))
-    step = max(cache.stride(1), layout.row) if padded_rows else layout.row
-    least = (cache.shape[1] - 1) * step + layout.row
-    if cache.stride(2) != 1 or cache.stride(1) != step or cache.stride(0) < least:
-        row = f"at least {layout.row}" if padded_rows else layout.row
-        raise ValueError(f"{name}: got strides {cache.stride()}, allowed: (at least {least}, {row}, 1)")
+    if cache.stride(2) != 1 or cache.stride(1) != layout.row or cache.stride(0) < cache.shape[1] * layout.row:
+        raise ValueError(
+            f"{name}: got strides {cache.stride()}, allowed: (at least {cache.shape[1] * layout.row}, {layout.row}, 1)"
+        )
     if isinstance(layout, IndexFp8Layout) and cache.shape[1] * layout.dim % SCALE_BYTES:
         raise ValueError(
             f"{name}: got {cache.shape[1]} x {layout.dim} code bytes before a block's fp32 scales, allowed: "
@@ -435,11 +423,10 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
             f"{name}: got records of {layout.row} bytes with fp32 scales at byte {layout.scale_offset}, allowed: "
             f"multiples of {SCALE_BYTES}"
         )
-    for dim, stride in enumerate(("block stride", "row stride") if padded_rows else ("block stride",)):
-        if layout.dtype == torch.uint8 and cache.stride(dim) % SCALE_BYTES:
-            raise ValueError(
-                f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
-            )
+    if layout.dtype == torch.uint8 and cache.stride(0) % SCALE_BYTES:
+        raise ValueError(
+            f"{name}: got block stride {cache.stride(0)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
+        )
     # Dynamo cannot trace storage_offset; a compiled function is handed the caches an eager one would be.
     if layout.dtype == torch.uint8 and not torch.compiler.is_compiling() and cache.storage_offset() % SCALE_BYTES:
         raise ValueError(
