@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from sparse_attn import debug
+from sparse_attn.autocast import no_autocast
 from sparse_attn.target import resolve_impl
 
 NAMESPACE = "sparse_attn"
@@ -22,6 +23,7 @@ def define_op(room: str, name: str, signature: str, fake: Callable) -> torch._op
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
 
+    @no_autocast
     def real(*args):
         *arguments, impl = args
         device = next(value.device for value in arguments if isinstance(value, torch.Tensor))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparse_attn.autocast import no_autocast
 from sparse_attn.layout import allocate_cache
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
@@ -21,6 +22,7 @@ from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
 
 
+@no_autocast
 def forward(
     params: dict[str, torch.Tensor],
     spec: Spec,

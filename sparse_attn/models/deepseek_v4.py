@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparse_attn.autocast import no_autocast
 from sparse_attn.layout import allocate_cache
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
@@ -22,6 +23,7 @@ from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import HyperMix, StepPlan, WindowCaches
 
 
+@no_autocast
 def forward(
     params: dict[str, torch.Tensor],
     spec: CompressedSpec,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn import pipeline
+from sparse_attn.autocast import no_autocast
 from sparse_attn.models.norms import layer_norm, rms_norm
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
@@ -18,6 +19,7 @@ from sparse_attn.spec import Spec
 from sparse_attn.types import StepPlan
 
 
+@no_autocast
 def select(
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
@@ -56,6 +58,7 @@ def select(
     )
 
 
+@no_autocast
 def attention(
     hidden: torch.Tensor,
     params: dict[str, torch.Tensor],

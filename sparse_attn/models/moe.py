@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.spec import MoeSpec
 
@@ -28,6 +29,7 @@ def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+@no_autocast
 def gated_mlp(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, clamp: float | None = None
 ) -> torch.Tensor:
@@ -35,6 +37,7 @@ def gated_mlp(
     return F.linear(gated(F.linear(x, gate_up), clamp), down)
 
 
+@no_autocast
 def experts_dense(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -51,6 +54,7 @@ def experts_dense(
     return (out.float() * share.t().unsqueeze(-1)).sum(0).to(x.dtype)
 
 
+@no_autocast
 def experts_grouped(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -72,6 +76,7 @@ def experts_grouped(
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
+@no_autocast
 def route(
     x: torch.Tensor,
     params: dict[str, torch.Tensor],
@@ -92,6 +97,7 @@ def route(
     )  # fmt: skip
 
 
+@no_autocast
 def moe(
     x: torch.Tensor,
     params: dict[str, torch.Tensor],

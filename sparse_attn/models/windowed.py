@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparse_attn.autocast import no_autocast
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.index_query import indexer_q_rope_quant
@@ -21,6 +22,7 @@ from sparse_attn.types import StepPlan, WindowCaches
 Params = dict[str, torch.Tensor]
 
 
+@no_autocast
 def compress(
     hidden: torch.Tensor,
     params: Params,
@@ -47,6 +49,7 @@ def compress(
     )  # fmt: skip
 
 
+@no_autocast
 def select(
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
@@ -86,6 +89,7 @@ def select(
     )  # fmt: skip
 
 
+@no_autocast
 def attention(
     hidden: torch.Tensor,
     params: Params,

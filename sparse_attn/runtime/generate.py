@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn import checks, workspace
+from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.graph import DecodeGraph
@@ -50,6 +51,7 @@ class Quiet:
 Progress = Callable[[str, int], Quiet]  # (what is counted, how many) -> something to update and close
 
 
+@no_autocast
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int]],

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn import checks
+from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.hyper_connection import op
 from sparse_attn.types import HyperMix
 
@@ -17,6 +18,7 @@ STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_STREAMS = 16
 
 
+@no_autocast
 def hyper_mix(
     streams: torch.Tensor,
     fn: torch.Tensor,
@@ -71,6 +73,7 @@ def hyper_merge(
     return op.hyper_merge(out, streams, post.contiguous(), comb.contiguous(), impl)
 
 
+@no_autocast
 def hyper_head(
     streams: torch.Tensor,
     fn: torch.Tensor,
