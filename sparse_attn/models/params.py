@@ -21,6 +21,7 @@ from sparse_attn.spec import CompressedSpec, Spec
 # through every layer.
 FP32_NAMES = ("index.weights", "moe.gate", "moe.bias", ".sink", ".position_bias", ".fn", ".base", ".scale")
 INTEGER_NAMES = ("moe.table",)
+ROPE_NAMES = ("rope", "rope_compressed")
 
 
 def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -30,9 +31,14 @@ def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith(FP32_NAMES) else dtype
 
 
+def keeps_dtype(name: str) -> bool:
+    """Whether a weight's dtype is the same in models of every dtype."""
+    return name.endswith(FP32_NAMES + INTEGER_NAMES) or name in ROPE_NAMES
+
+
 def hold(value: torch.Tensor) -> torch.nn.Parameter:
-    """``value`` as a weight of fixed shape."""
-    return torch.nn.Parameter(value, requires_grad=False)
+    """``value`` as a weight of fixed shape; a parameter is one already."""
+    return value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value, requires_grad=False)
 
 
 def model_rope_tables(

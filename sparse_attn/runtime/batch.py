@@ -67,7 +67,7 @@ def prepare(
         block_size=block_size,
         kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
         logits_bytes=model.logits_bytes,
-        dtype=model.params["embed"].dtype,
+        dtype=model.embed.dtype,
     )
     return Batch(tables, caches, state, chunks, max_context, bounds)
 

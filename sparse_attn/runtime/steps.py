@@ -11,64 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
+from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
-from sparse_attn.spec import CompressedSpec, Spec
-from sparse_attn.types import Caches, StepPlan, WindowCaches
+from sparse_attn.types import StepPlan
 
-AnyCaches = Caches | WindowCaches
 Step = Callable[[torch.Tensor, AnyCaches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
-
-
-class Model(torch.nn.Module):
-    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
-
-    A module, because Dynamo takes the numbers among a module's attributes for constants.
-    """
-
-    def __init__(
-        self,
-        spec: Spec | CompressedSpec,
-        params: dict[str, torch.Tensor],
-        layouts: CacheLayouts,
-        impl: str = "auto",
-        logits_bytes: int = LOGITS_BYTES,
-    ):
-        super().__init__()
-        self.spec, self.params, self.layouts = spec, params, layouts
-        self.impl, self.logits_bytes = impl, logits_bytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.params["embed"].device
-
-    @property
-    def has_rings(self) -> bool:
-        """Whether requests own rings beside blocks: window keys and compressor state."""
-        return isinstance(self.spec, CompressedSpec)
-
-    def allocate_caches(
-        self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
-    ) -> AnyCaches:
-        """Zeroed caches. num_blocks, block_size: of what is paged. requests, step_rows, next_n: see
-        models.deepseek_v4.allocate_caches; without meaning for a model without rings."""
-        if self.has_rings:
-            return deepseek_v4.allocate_caches(
-                self.spec, self.layouts, num_blocks, block_size, self.device,
-                requests=requests, step_rows=step_rows, next_n=next_n,
-            )  # fmt: skip
-        return deepseek_v32.allocate_caches(self.spec, self.layouts, num_blocks, block_size, self.device)
-
-    def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward."""
-        forward = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
-        return forward(
-            self.params, self.spec, tokens, caches, plan,
-            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
-        )  # fmt: skip
 
 
 class Sampling(NamedTuple):

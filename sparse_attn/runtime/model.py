@@ -1,0 +1,116 @@
+"""A forward with its fixed arguments, as an nn.Module: weights are its parameters."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sparse_attn.models import deepseek_v4, deepseek_v32
+from sparse_attn.models.params import hold, keeps_dtype
+from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
+from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.types import Caches, StepPlan, WindowCaches
+
+AnyCaches = Caches | WindowCaches
+
+
+class Weights(torch.nn.Module):
+    """A node in the tree of a model's weights."""
+
+
+class Model(torch.nn.Module):
+    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
+
+    Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict() holds
+    what ``params`` does, and load_state_dict() takes it. ``to`` moves all of them; a new dtype reaches those that
+    models.params holds in the model's dtype. Dynamo takes the numbers among a module's attributes for constants.
+    """
+
+    def __init__(
+        self,
+        spec: Spec | CompressedSpec,
+        params: Mapping[str, torch.Tensor],
+        layouts: CacheLayouts,
+        impl: str = "auto",
+        logits_bytes: int = LOGITS_BYTES,
+    ):
+        super().__init__()
+        self.spec, self.layouts = spec, layouts
+        self.impl, self.logits_bytes = impl, logits_bytes
+        self._places = []  # (name, the parameters of its node, its name there), because a walk over the tree takes long
+        for name, value in params.items():
+            *path, leaf = name.split(".")
+            node: torch.nn.Module = self
+            for part in path:
+                if not hasattr(node, part):
+                    node.add_module(part, Weights())
+                node = getattr(node, part)
+            node.register_parameter(leaf, hold(value))
+            self._places.append((name, node._parameters, leaf))
+        self._count_alone()
+
+    @property
+    def params(self) -> Mapping[str, torch.nn.Parameter]:
+        """The weights by name, as the forwards take them; read-only."""
+        return types.MappingProxyType(self._weights())
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.device
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether requests own rings beside blocks: window keys and compressor state."""
+        return isinstance(self.spec, CompressedSpec)
+
+    def allocate_caches(
+        self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
+    ) -> AnyCaches:
+        """Zeroed caches. num_blocks, block_size: of what is paged. requests, step_rows, next_n: see
+        models.deepseek_v4.allocate_caches; without meaning for a model without rings."""
+        if self.has_rings:
+            return deepseek_v4.allocate_caches(
+                self.spec, self.layouts, num_blocks, block_size, self.device,
+                requests=requests, step_rows=step_rows, next_n=next_n,
+            )  # fmt: skip
+        return deepseek_v32.allocate_caches(self.spec, self.layouts, num_blocks, block_size, self.device)
+
+    def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
+        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward."""
+        forward = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
+        return forward(
+            self._weights(), self.spec, tokens, caches, plan,
+            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
+        )  # fmt: skip
+
+    def _weights(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameters[leaf] for name, parameters, leaf in self._places}
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
+        fixed = {id(value) for name, value in self._weights().items() if keeps_dtype(name)}
+
+        def moved(value: torch.Tensor) -> torch.Tensor:
+            found = fn(value)
+            return value.to(found.device) if id(value) in fixed and found.dtype != value.dtype else found
+
+        return super()._apply(moved, recurse)
+
+    def _count_alone(self) -> None:
+        """Give this model's forward a code object of its own: Dynamo counts compilations per code object, and would
+        refuse the next model once it had compiled a few."""
+        shared = type(self).forward
+        own = types.FunctionType(
+            shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__
+        )
+        own.__kwdefaults__, own.__annotations__, own.__doc__ = shared.__kwdefaults__, shared.__annotations__, shared.__doc__
+        self.forward = types.MethodType(own, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "forward"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._count_alone()
