@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.device.grid import MOST
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config, shapes
 from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
@@ -18,8 +19,6 @@ from sparse_attn.ops.attention.merging import Merge, leaves_room, merge_of
 from sparse_attn.ops.attention.output import LOG2_E, Output, outputs
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
-
-MOST_ROWS = 2**16 - 1  # of a launch whose grid has them along its second axis
 
 
 def choose_rows(q: torch.Tensor, keys: Keys, d_v: int, step: Step) -> config.HopperConfig | None:
@@ -172,11 +171,11 @@ def merge_shares(results: list[Output]) -> None:
     at_once, sharers, heads, _, (programs, rows) = _merge_of(split)
     shares = [tensor for part in (first, last) for tensor in (part.to, part.to_lse, part.scales)]
     out, lse = first.out, first.lse
-    for begin in range(0, rows, MOST_ROWS):
+    for begin in range(0, rows, MOST):
         if begin:
-            shares = [share[:, MOST_ROWS:] for share in shares]
-            out, lse = out[MOST_ROWS:], lse[MOST_ROWS:]
-        grid = programs, min(rows - begin, MOST_ROWS)
+            shares = [share[:, MOST:] for share in shares]
+            out, lse = out[MOST:], lse[MOST:]
+        grid = programs, min(rows - begin, MOST)
         hopper_merge.merge[grid](
             *shares,
             first.lse if first.sink is None else first.sink,

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sparse_attn import workspace
-from sparse_attn.device import chain
+from sparse_attn.device import chain, grid
 from sparse_attn.ops.attention import config, kernels
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.target import target_of
@@ -67,9 +67,15 @@ def merge(outs, lses, sink, out, lse, to_log2):
     tokens, heads, d_v = out.shape
     if tokens * heads == 0:
         return
+    if heads > grid.MOST:
+        for some in grid.spans(heads):
+            drain = None if sink is None else sink[some]
+            merge(outs[:, :, some], lses[:, :, some], drain, out[:, some], lse[:, some], to_log2)
+        return
     states = outs.shape[0]
     block_s = max(2, triton.next_power_of_2(states))
     block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
+    grid.check("outs d_v", d_v, block_d)
     kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
         outs,
         lses,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain
+from sparse_attn.device import chain, grid
 from sparse_attn.layout import (
     FP8_MAX,
     INDEX_AMAX_FLOOR,
@@ -44,6 +44,7 @@ def compress_and_cache(
     span = 2 * ratio if overlap else ratio
     target = target_of(kv.device)
     launch = config.config(kind.dim, span, target)
+    grid.check("kv width", width, launch.keep_columns)
     row_strides = kv.stride(0), gate.stride(0), position_bias.stride(0)
     common = positions, request_ids, state, state_table
     sizes = state_table.shape[0], state_table.shape[1], state.shape[0], state.shape[1]

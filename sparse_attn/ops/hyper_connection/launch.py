@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain
+from sparse_attn.device import chain, grid
 from sparse_attn.ops.hyper_connection import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -56,6 +56,7 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
         return merged
     target = target_of(streams.device)
     launch = config.config(count, hidden, target)
+    grid.check("streams hidden", hidden, launch.merge_columns)
     kernels.merge[(tokens, triton.cdiv(hidden, launch.merge_columns))](
         out,
         streams,

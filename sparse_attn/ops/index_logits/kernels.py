@@ -8,7 +8,7 @@ write 4 bytes per row and key.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import chain, grid
 from sparse_attn.device.cast import INTERPRETED, dot
 from sparse_attn.device.fp8 import decode_fp8, decode_fp8_bf16
 from sparse_attn.target import target_of
@@ -301,6 +301,11 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
                     **chain.chained(target_of(q.device)),
                 )
             return
+    if rows > grid.MOST * config.rows:
+        for some in grid.spans(rows, config.rows):
+            ranges = kv_start[some], kv_end[some]
+            launch_mqa_logits(q[some], k, k_scale, weights[some], *ranges, flavour, out[some], config, clean=clean)
+        return
     pad_h = max(16, triton.next_power_of_2(heads))
     mqa_logits[(triton.cdiv(keys, config.keys), triton.cdiv(rows, config.rows))](
         q,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.device import chain
+from sparse_attn.device import chain, grid
 from sparse_attn.layout import FP8_MAX, INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_query import config, kernels, shapes
 from sparse_attn.target import target_of
@@ -29,6 +29,7 @@ def indexer_q_rope_quant(
     quantise = isinstance(form, IndexFp8Layout)
     target = target_of(q.device)
     launch = config.config(heads, dim, target)
+    grid.check("q heads", heads, launch.heads)
     kernels.indexer_q_rope_quant[(tokens, -(-heads // launch.heads))](
         q,
         weights,
