@@ -80,6 +80,8 @@ def test_shared_index_layers():
     assert all(shared_index_layers(5))
     from_pattern = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 4, "index_topk_pattern": "FSSF"})
     assert from_pattern.index_layers == (True, False, False, True)
+    longer = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 3, "index_topk_pattern": "FSSF"})
+    assert longer.index_layers == (True, False, False)
     listed = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]})
     assert listed.index_layers == (True, False)
     assert listed.num_index_layers == 1
@@ -107,14 +109,14 @@ def test_presets_by_name():
         ({"q_lora_rank": None}, "q_lora_rank: missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type: got 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings: missing"),
-        ({"rope_scaling": PUBLISHED_V32["rope_scaling"] | {"truncate": False}}, "truncate"),
+        ({"rope_scaling": PUBLISHED_V32["rope_scaling"] | {"truncate": "no"}}, "rope truncate: got 'no', allowed: true or false"),
         ({"rope_theta": None}, "rope_theta: missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
         ({"layer_types": ["full_attention"] * 61}, "layer_types"),
         ({"first_k_dense_replace": None}, "first_k_dense_replace: missing"),
         ({"indexer_types": ["shared"] * 61}, "index_layers: the first layer"),
-        ({"index_topk_pattern": "FX"}, "indexer_types: got 'FX'"),
+        ({"index_topk_pattern": "FX"}, "index_topk_pattern: got 'FX', allowed: 61 or more times 'full'"),
         ({"n_group": 3}, "num_groups: got 3 for 256 experts"),
         ({"topk_group": 9}, "top_groups: got 9"),
         ({"num_experts_per_tok": 129}, "experts_per_token: got 129, allowed: 1 to 128"),

@@ -73,6 +73,10 @@ class CompressedSpec:
             )
         if self.o_groups < 1 or self.num_heads % self.o_groups:
             raise ValueError(f"o_groups: got {self.o_groups}, allowed: a divisor of num_heads = {self.num_heads}")
+        if not 1 <= self.moe.experts_per_token <= self.moe.num_experts:
+            raise ValueError(
+                f"moe.experts_per_token: got {self.moe.experts_per_token}, allowed: 1 to num_experts = {self.moe.num_experts}"
+            )
         for name in ("window", "indexed_ratio", "full_ratio", "streams", "sinkhorn_iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 1")

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparse_attn.spec import hf_compressed, hf_latent
 from sparse_attn.spec.compressed import CompressedSpec
+from sparse_attn.spec.fields import short
 from sparse_attn.spec.latent import Spec
 
 
@@ -15,10 +16,12 @@ def from_hf_config(config: Mapping[str, Any]) -> Spec | CompressedSpec:
 
     ValueError where a key is missing or asks for something the forward does not compute.
     """
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config: got {type(config).__name__}, allowed: an object")
     model_type = config.get("model_type")
-    if model_type in hf_latent.MODEL_TYPES:
+    if isinstance(model_type, str) and model_type in hf_latent.MODEL_TYPES:
         return hf_latent.latent_spec(config)
     if model_type == hf_compressed.MODEL_TYPE:
         return hf_compressed.compressed_spec(config)
     allowed = ", ".join((*hf_latent.MODEL_TYPES, hf_compressed.MODEL_TYPE))
-    raise ValueError(f"config model_type: got {model_type!r}, allowed: {allowed}")
+    raise ValueError(f"config model_type: got {short(model_type)}, allowed: {allowed}")

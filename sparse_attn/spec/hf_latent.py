@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sparse_attn.spec.fields import Fields, yarn_of
+from sparse_attn.spec.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, short, yarn_of
 from sparse_attn.spec.latent import Spec, leading_dense, shared_index_layers
 from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 
 # model_type -> whether the indexer's rope is interleaved where the file does not say.
 MODEL_TYPES = {"deepseek_v32": False, "glm_moe_dsa": True}
 # What files call this attention; transformers 5.23 says the latter.
-LAYER_TYPES = {"deepseek_sparse_attention", "indexed_attention"}
+LAYER_TYPES = dict.fromkeys(("deepseek_sparse_attention", "indexed_attention"))
 # What the forward computes; a file that asks for anything else is refused.
 _FIXED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid",
@@ -24,87 +24,91 @@ def latent_spec(config: Mapping[str, Any]) -> Spec:
     """The spec of a config.json of DeepSeek-V3.2 or GLM-5."""
     fields = Fields(config)
     fields.refuse_unless(_FIXED)
-    need, model_type = fields.need, fields.model_type
-    layers = need("num_hidden_layers")
-    nope, rope_dim = need("qk_nope_head_dim"), need("qk_rope_head_dim")
-    theta, yarn, scale = _rope_of(config, nope + rope_dim)
+    size, number, model_type = fields.size, fields.number, fields.model_type
+    layers = size("num_hidden_layers", at_most=MAX_LAYERS)
+    nope, rope_dim = size("qk_nope_head_dim"), size("qk_rope_head_dim", at_least=2)
+    theta, yarn, scale = _rope_of(fields, nope + rope_dim)
     return Spec(
         name=model_type,
-        vocab_size=need("vocab_size"),
-        hidden_size=need("hidden_size"),
+        vocab_size=size("vocab_size"),
+        hidden_size=size("hidden_size"),
         num_layers=layers,
-        num_heads=need("num_attention_heads"),
-        q_lora=need("q_lora_rank"),
-        kv_lora=need("kv_lora_rank"),
+        num_heads=size("num_attention_heads"),
+        q_lora=size("q_lora_rank"),
+        kv_lora=size("kv_lora_rank"),
         nope_dim=nope,
         rope_dim=rope_dim,
-        v_dim=need("v_head_dim"),
+        v_dim=size("v_head_dim"),
         index=IndexSpec(
-            num_heads=need("index_n_heads"),
-            head_dim=need("index_head_dim"),
-            top_k=need("index_topk"),
-            rope_interleaved=bool(config.get("indexer_rope_interleave", MODEL_TYPES[model_type])),
+            num_heads=size("index_n_heads"),
+            head_dim=size("index_head_dim"),
+            top_k=size("index_topk", at_most=MAX_POSITIONS),
+            rope_interleaved=fields.flag("indexer_rope_interleave", MODEL_TYPES[model_type]),
         ),
         moe=MoeSpec(
-            num_experts=need("n_routed_experts", "num_local_experts", "num_experts"),
-            experts_per_token=need("num_experts_per_tok"),
-            num_groups=need("n_group"),
-            top_groups=need("topk_group"),
-            routed_scale=float(need("routed_scaling_factor")),
-            renormalise=bool(need("norm_topk_prob")),
-            num_shared=config.get("n_shared_experts") or 0,
-            intermediate_size=need("moe_intermediate_size"),
+            num_experts=size("n_routed_experts", "num_local_experts", "num_experts", at_least=0, at_most=MAX_EXPERTS),
+            experts_per_token=size("num_experts_per_tok", at_least=0),
+            num_groups=size("n_group", at_least=0),
+            top_groups=size("topk_group", at_least=0),
+            routed_scale=number("routed_scaling_factor"),
+            renormalise=fields.flag("norm_topk_prob"),
+            num_shared=_num_shared_of(fields),
+            intermediate_size=size("moe_intermediate_size", at_least=0),
         ),
-        dense_intermediate_size=need("intermediate_size"),
-        moe_layers=_moe_layers_of(config, layers),
-        index_layers=_index_layers_of(config, layers),
-        max_positions=need("max_position_embeddings"),
+        dense_intermediate_size=size("intermediate_size", at_least=0),
+        moe_layers=_moe_layers_of(fields, layers),
+        index_layers=_index_layers_of(fields, layers),
+        max_positions=size("max_position_embeddings", at_most=MAX_POSITIONS),
         rope_theta=theta,
         softmax_scale=scale,
         yarn=yarn,
-        rms_eps=float(need("rms_norm_eps")),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rms_eps=number("rms_norm_eps", at_least=0),
+        tie_embeddings=fields.flag("tie_word_embeddings", False),
         eos_token_ids=fields.ids("eos_token_id"),
     )
 
 
-def _moe_layers_of(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    kinds = config.get("layer_types")
-    if kinds is not None and not (kinds and set(kinds) <= LAYER_TYPES):
-        raise ValueError(f"config layer_types: got {sorted(set(kinds))}, allowed: {' or '.join(sorted(LAYER_TYPES))} alone")
-    types = config.get("mlp_layer_types")
-    if types is None:
-        if config.get("first_k_dense_replace") is None:
-            raise ValueError("config first_k_dense_replace: missing, and so is mlp_layer_types; one of them is needed")
-        return leading_dense(layers, config["first_k_dense_replace"])
-    if len(types) != layers or not set(types) <= {"dense", "sparse"}:
-        raise ValueError(f"config mlp_layer_types: got {types!r}, allowed: {layers} times 'dense' or 'sparse'")
-    return tuple(kind == "sparse" for kind in types)
+def _num_shared_of(fields: Fields) -> int:
+    """As transformers has it, one where the file is silent; null is none."""
+    if "n_shared_experts" not in fields.config:
+        return 1
+    return 0 if fields.config["n_shared_experts"] is None else fields.size("n_shared_experts", at_least=0)
 
 
-def _index_layers_of(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
-    pattern = config.get("indexer_types")
-    if pattern is None:
-        pattern = config.get("index_topk_pattern")
-    if pattern is None:
-        offset = config.get("index_skip_topk_offset")
-        return shared_index_layers(layers, config.get("index_topk_freq") or 1, 2 if offset is None else offset)
-    names = {"F": "full", "S": "shared"}
-    types = [names.get(kind, kind) for kind in pattern]
-    if len(types) != layers or not set(types) <= {"full", "shared"}:
-        raise ValueError(f"config indexer_types: got {pattern!r}, allowed: {layers} times 'full' or 'shared'")
-    return tuple(kind == "full" for kind in types)
+def _moe_layers_of(fields: Fields, layers: int) -> tuple[bool, ...]:
+    fields.names("layer_types", LAYER_TYPES, layers)
+    types = fields.names("mlp_layer_types", dict.fromkeys(("dense", "sparse")), layers)
+    if types is not None:
+        return tuple(kind == "sparse" for kind in types)
+    if fields.config.get("first_k_dense_replace") is None:
+        raise ValueError("config first_k_dense_replace: missing, and so is mlp_layer_types; one of them is needed")
+    return leading_dense(layers, fields.size("first_k_dense_replace", at_least=0))
 
 
-def _rope_of(config: Mapping[str, Any], qk_dim: int) -> tuple[float, YarnSpec | None, float]:
+def _index_layers_of(fields: Fields, layers: int) -> tuple[bool, ...]:
+    """By a pattern of at least ``layers`` entries (those beyond belong to multi-token prediction), or by a frequency."""
+    own = {"full": True, "F": True, "shared": False, "S": False}
+    for key in ("indexer_types", "index_topk_pattern"):
+        kinds = fields.names(key, own, layers, longer=True)
+        if kinds is not None:
+            return tuple(own[kind] for kind in kinds)
+    frequency, offset = (
+        default if fields.config.get(key) is None else fields.size(key, at_least=0)
+        for key, default in (("index_topk_freq", 1), ("index_skip_topk_offset", 2))
+    )
+    return shared_index_layers(layers, frequency, offset)
+
+
+def _rope_of(fields: Fields, qk_dim: int) -> tuple[float, YarnSpec | None, float]:
     """(theta, yarn, softmax scale) from rope_parameters, or from rope_theta and rope_scaling."""
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = rope.get("rope_theta", config.get("rope_theta"))
+    rope = dict(fields.part("rope_scaling")) | dict(fields.part("rope_parameters"))
+    theta = rope.get("rope_theta", fields.config.get("rope_theta"))
     if theta is None:
         raise ValueError("config rope_theta: missing, and so is rope_parameters.rope_theta; one of them is needed")
+    theta = Fields({"rope_theta": theta}).number("rope_theta", above=1)
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config partial_rotary_factor: got {rope['partial_rotary_factor']!r}, allowed: 1.0")
+        raise ValueError(f"config partial_rotary_factor: got {short(rope['partial_rotary_factor'])}, allowed: 1.0")
     yarn = yarn_of(rope)
     if yarn is None:
-        return float(theta), None, softmax_scale(qk_dim)
-    return float(theta), yarn, softmax_scale(qk_dim, yarn.factor, rope.get("mscale_all_dim") or 0.0)
+        return theta, None, softmax_scale(qk_dim)
+    return theta, yarn, softmax_scale(qk_dim, yarn.factor, Fields(rope, "rope").number("mscale_all_dim", default=0.0))

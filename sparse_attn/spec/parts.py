@@ -12,13 +12,15 @@ SCORES = ("sigmoid", "sqrtsoftplus")
 @dataclass(frozen=True)
 class YarnSpec:
     """Yarn's frequency ramp. original_max_position: tokens of the unscaled context; beta_*: rotations over it;
-    attention_factor multiplies cos and sin (1 wherever mscale equals mscale_all_dim)."""
+    attention_factor multiplies cos and sin (1 wherever mscale equals mscale_all_dim); truncate: the ramp's ends are whole
+    dimensions."""
 
     factor: float
     original_max_position: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -75,13 +76,20 @@ def _rope(theta: float, yarn: YarnSpec | None, **more: Any) -> dict[str, Any]:
         "beta_fast": yarn.beta_fast,
         "beta_slow": yarn.beta_slow,
         "attention_factor": yarn.attention_factor,
+        **({} if yarn.truncate else {"truncate": False}),
         **more,
     }
 
 
 def _latent(spec: Spec) -> dict[str, Any]:
+    # transformers has the rope's layout of the architecture, whatever indexer_rope_interleave says.
+    model_type = "glm_moe_dsa" if spec.index.rope_interleaved else "deepseek_v32"
     shared = not all(spec.index_layers)
-    model_type = "glm_moe_dsa" if shared or spec.index.rope_interleaved else "deepseek_v32"
+    if shared and model_type == "deepseek_v32":
+        raise ValueError(
+            "spec: got index_layers that share a selection with index.rope_interleaved False, allowed: one or the other; "
+            "transformers reads no such model"
+        )
     mscale = {}
     if spec.yarn is not None:
         both = mscale_of(spec.softmax_scale, spec.qk_dim, spec.yarn.factor)
@@ -105,8 +113,14 @@ def _latent(spec: Spec) -> dict[str, Any]:
     return config
 
 
+def _part(rope_dim: int, head_dim: int) -> float:
+    """The part of a head that int() makes the rotated width of, as transformers does."""
+    part = rope_dim / head_dim
+    return part if int(head_dim * part) == rope_dim else math.nextafter(part, 1.0)
+
+
 def _compressed(spec: CompressedSpec) -> dict[str, Any]:
-    partial = {"partial_rotary_factor": spec.rope_dim / spec.head_dim}
+    partial = {"partial_rotary_factor": _part(spec.rope_dim, spec.head_dim)}
     return {
         "model_type": hf_compressed.MODEL_TYPE,
         **_common(spec),

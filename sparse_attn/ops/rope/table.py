@@ -15,7 +15,7 @@ class Yarn:
     """Yarn frequency scaling: context grown ``factor`` times over ``original_max_position``.
 
     attention_factor multiplies cos and sin. It is 1 for every model here, because their mscale equals mscale_all_dim;
-    what remains of mscale belongs to the softmax scale.
+    what remains of mscale belongs to the softmax scale. truncate: the ramp's ends are rounded outwards to dimensions.
     """
 
     factor: float
@@ -23,6 +23,7 @@ class Yarn:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
 
 
 def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None) -> torch.Tensor:
@@ -38,8 +39,10 @@ def inverse_frequencies(dim: int, theta: float, yarn: Yarn | None) -> torch.Tens
     def dimension_turning(rotations: float) -> float:
         return dim * math.log(yarn.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension_turning(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension_turning(yarn.beta_slow)), dim - 1)
+    low, high = dimension_turning(yarn.beta_fast), dimension_turning(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
     keep = 1 - ramp
