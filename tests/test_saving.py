@@ -1,11 +1,16 @@
 """Checkpoint folders we write: read back bit for bit, by models.loading and by transformers."""
 
+import json
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from sparse_attn import files
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype, random_params
 from sparse_attn.models.saving import save
@@ -91,3 +96,109 @@ def test_missing_and_misshaped_weights_are_named(tmp_path):
     del params["layers.1.index.k"]
     with pytest.raises(ValueError, match="weight layers.1.index.k: missing"):
         save(tmp_path, spec, params)
+
+
+def _sharded(folder, spec, params):
+    """A checkpoint of three shards, of two tensors that go into one and the rest."""
+    save(folder, spec, params, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-{shard:05}-of-00003.safetensors" for shard in (1, 2, 3)]
+    home = {tensor: names[place % 3] for place, tensor in enumerate(sorted(tensors))}
+    for name in names:
+        save_file({tensor: tensors[tensor] for tensor in home if home[tensor] == name}, folder / name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": home}))
+    save_file({"logits": torch.ones(2)}, folder / "logits.safetensors")
+    return spec, params
+
+
+def _holds(folder, spec, params):
+    found, loaded = load(folder, dtype=torch.float32)
+    assert replace(found, name=spec.name) == spec
+    assert all(torch.equal(loaded[key], value) for key, value in params.items())
+
+
+OTHER = replace(tiny_v32(), num_layers=1, moe_layers=(False,), index_layers=(True,))
+
+
+@pytest.mark.parametrize("old", ["sharded", "whole", "none"])
+def test_a_save_is_whole_or_not_at_all(tmp_path, monkeypatch, old):
+    """A failure is put into each renaming, link and sync in turn; the checkpoint is the old one until one save is through."""
+    before, after = random_params(OTHER, seed=1), random_params(spec := replace(OTHER, rms_eps=3e-6), seed=2)
+    if old == "sharded":
+        _sharded(tmp_path, OTHER, before)
+    elif old == "whole":
+        save(tmp_path, OTHER, before, torch.float32)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    failures = 0
+    for call in ("open", "fsync", "chmod", "link", "replace", "save_file"):
+        for place in range(8):
+            count = iter(range(100))
+            holder, name = (safetensors.torch, call) if call == "save_file" else (files.os, call)
+
+            def failing(*args, real=getattr(holder, name), **kwargs):
+                if next(count) == place:
+                    raise OSError(28, "injected")
+                return real(*args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(holder, name, failing)
+                try:
+                    save(tmp_path / "copy" if old == "none" else tmp_path, spec, after, torch.float32)
+                except OSError:
+                    failures += 1
+                    assert sorted(path.name for path in tmp_path.iterdir()) == names
+                    if old != "none":
+                        _holds(tmp_path, OTHER, before)
+                    continue
+            break  # all of this call's places have failed, or it has another way
+        else:
+            continue
+        if old == "none":
+            _holds(tmp_path / "copy", spec, after)
+            shutil.rmtree(tmp_path / "copy")
+            continue
+        _holds(tmp_path, spec, after)
+        left = {"config.json", "model.safetensors"} | ({"logits.safetensors"} if old == "sharded" else set())
+        assert {path.name for path in tmp_path.iterdir()} == left
+        if old == "sharded":
+            _sharded(tmp_path, OTHER, before)
+        else:
+            save(tmp_path, OTHER, before, torch.float32)
+    assert failures >= 8
+
+
+def test_saved_files_are_as_readable_as_others(tmp_path):
+    umask = os.umask(0o022)
+    try:
+        save(tmp_path, OTHER, random_params(OTHER, seed=1))
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o644}
+
+
+def test_whoever_reads_during_a_save_finds_no_new_config_beside_old_weights(tmp_path, monkeypatch):
+    before, after = random_params(OTHER, seed=1), random_params(spec := replace(OTHER, rms_eps=3e-6), seed=2)
+    _sharded(tmp_path, OTHER, before)
+    real, seen = os.replace, []
+
+    def watching(source, target):
+        real(source, target)
+        found, loaded = load(tmp_path, dtype=torch.float32)
+        seen.append((found.rms_eps == spec.rms_eps, torch.equal(loaded["embed"], after["embed"])))
+
+    monkeypatch.setattr(files.os, "replace", watching)
+    save(tmp_path, spec, after, torch.float32)
+    assert seen == [(False, True), (True, True)]
+
+
+def test_an_index_that_cannot_be_read_goes_and_wild_names_in_it_do_not(tmp_path):
+    params = random_params(OTHER, seed=1)
+    victim = tmp_path / "victim.safetensors"
+    victim.write_text("")
+    folder = tmp_path / "model"
+    for index in ("nonsense", json.dumps({"weight_map": {"a": "../victim.safetensors"}}), "[]"):
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors.index.json").write_text(index)
+        save(folder, OTHER, params)
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"] and victim.exists()

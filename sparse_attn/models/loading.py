@@ -8,19 +8,22 @@ tables.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 
+from sparse_attn.files import read_json_object
 from sparse_attn.models.checkpoint import SCALE_SUFFIX, Checkpoint
-from sparse_attn.models.params import hold, model_rope_tables, param_dtype
-from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.params import INTEGER_NAMES, hold, model_rope_tables, param_dtype
+from sparse_attn.models.shapes import Shapes, param_shapes
 from sparse_attn.models.spelling import Spelling, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
+from sparse_attn.spec.fields import Fields, short
 
 _SHOWN = 8  # names an error lists before it counts the rest
+_COUNTED = 1000  # missing names after which it stops to look
 
 
 def load(
@@ -30,52 +33,87 @@ def load(
     """(spec, params) of the checkpoint in ``folder``, weights in ``dtype`` on ``device``.
 
     progress: wraps the iteration over parameter names, as tqdm does. ValueError names the config key or the weight at
-    fault.
+    fault, and the file it is in; what headers tell is found before a weight is read.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"checkpoint: {folder} holds no config.json")
-    config = json.loads((folder / "config.json").read_text())
-    spec = from_hf_config(config)
-    spelling = spelling_of(spec)
-    checkpoint = Checkpoint(folder, _weight_block(config), spelling.rename)
-    shapes = param_shapes(spec)
-    _check_names(checkpoint, spec, spelling)
+    config, spec = read_config(folder)
+    spelling, shapes = spelling_of(spec), param_shapes(spec)
+    with _naming(folder / "config.json"):
+        block = _weight_block(config)
+    checkpoint = Checkpoint(folder, block, spelling.rename)
+    _check_weights(checkpoint, spec, spelling, shapes)
     params = {}
     for name in progress(list(shapes)):
-        target = torch.empty(shapes[name], dtype=param_dtype(name, dtype), device=device)
-        spelling.fill(target, name, checkpoint)
-        params[name] = hold(target)
+        if name in params:  # came with another of the same source
+            continue
+        targets = {
+            one: torch.empty(shapes[one], dtype=param_dtype(one, dtype), device=device) for one in spelling.together(name)
+        }
+        spelling.fill(targets, checkpoint)
+        params |= {one: hold(target) for one, target in targets.items()}
     return spec, params | model_rope_tables(spec, device)
 
 
+def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
+    """(config.json, its spec) of a checkpoint folder; ValueError names the file and the key at fault."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"checkpoint: {folder} holds no config.json")
+    config = read_json_object(path)
+    with _naming(path):
+        return config, from_hf_config(config)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put ``path`` in front of what a ValueError says."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _weight_block(config: dict) -> tuple[int, int]:
-    quantisation = config.get("quantization_config")
-    if quantisation is None:
+    quantisation = Fields(config).part("quantization_config")
+    if not quantisation:
         return (128, 128)
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
-    if method != "fp8" or not block or len(block) != 2:
+    pair = isinstance(block, list) and len(block) == 2 and all(type(step) is int and step > 0 for step in block)
+    if method != "fp8" or not pair:
         raise ValueError(
-            f"config quantization_config: got quant_method {method!r} with weight_block_size {block!r}, allowed: 'fp8' "
-            "with two block sizes"
+            f"config quantization_config: got quant_method {short(method)} with weight_block_size {short(block)}, allowed: "
+            "'fp8' with two block sizes"
         )
     return tuple(block)
 
 
-def _check_names(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling) -> None:
-    """ValueError that names every weight that is missing or that nothing reads, before anything is read."""
-    wanted = {source for name in param_shapes(spec) for source in spelling.sources(name, checkpoint)}
-    missing = [name for name in sorted(wanted) if name not in checkpoint]
+def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes) -> None:
+    """ValueError that names every weight that is missing, that nothing reads or that cannot be read, before any is."""
+    wanted, missing = {}, []
+    for name, shape in shapes.items():
+        sources = spelling.sources(name, checkpoint)
+        each = spelling.source_shape(name, shape, sources)
+        wanted |= dict.fromkeys(sources, (each, name.endswith(INTEGER_NAMES)))
+        missing += [source for source in sources if source not in checkpoint]
+        if len(missing) > _COUNTED:
+            break
     if missing:
-        raise ValueError(f"weight {_listed(missing)}: missing")
+        raise ValueError(f"weight {_listed(sorted(set(missing)))}: missing; in {checkpoint.folder}")
+    known = wanted.keys() | {name + SCALE_SUFFIX for name in wanted}
     if spec.tie_embeddings:
-        wanted.add("lm_head.weight")
-    scales = {name + SCALE_SUFFIX for name in wanted}
-    extra = [name for name in checkpoint.names() if name not in wanted | scales and not spelling.ignores(name)]
+        known |= {"lm_head.weight", "lm_head.weight" + SCALE_SUFFIX}
+    extra = [
+        name for name in checkpoint.names()
+        if name not in known and not spelling.ignores(name) and not checkpoint.is_empty(name)
+    ]  # fmt: skip
     if extra:
-        raise ValueError(f"weight {_listed(sorted(extra))}: extra, no part of the model reads it")
+        raise ValueError(f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {checkpoint.folder}")
+    for name, (shape, integers) in wanted.items():
+        checkpoint.check(name, shape, integers=integers)
 
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    if len(names) > _COUNTED:
+        more = f" and {_COUNTED - _SHOWN} or more others"
     return ", ".join(names[:_SHOWN]) + more

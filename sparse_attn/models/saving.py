@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from sparse_attn.files import replacing
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype
 from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.shards import WEIGHTS, stale_files
 from sparse_attn.models.spelling import layer_of, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, to_hf_config
 
@@ -29,21 +32,37 @@ def save(
 ) -> int:
     """Write config.json and model.safetensors into ``folder``, which is made where it is missing.
 
+    Both or neither: where it fails, the checkpoint that was there stays. The index and the shards of one that was there
+    go; other files stay.
+
     params: the forward's weights; rope tables among them are left out. dtype: of the weights, but for those the forward
     keeps in fp32. Returns the bytes of the weights. ValueError names a weight that is missing or misshaped, and what of
     the spec no config.json can say.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("writing a checkpoint needs safetensors: pip install 'sparse_attn[models]'") from error
-    config = to_hf_config(spec)
+    config = to_hf_config(spec) | {"dtype": str(dtype).removeprefix("torch.")}
     tensors = checkpoint_tensors(spec, params, dtype)
     folder = Path(folder)
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    name = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": name}, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / WEIGHTS
+    try:
+        # Weights first: whoever reads meanwhile finds no new config beside old weights.
+        with replacing([weights, folder / "config.json"], removing=stale_files(folder)) as (fresh, fresh_config):
+            try:
+                save_file(tensors, fresh, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{weights}: {error}") from error
+            fresh_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except BaseException:
+        if new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
     return sum(value.numel() * value.itemsize for value in tensors.values())
 
 

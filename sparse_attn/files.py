@@ -1,0 +1,181 @@
+"""Files that appear whole or not at all, and what a file's own errors leave out: its name."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_STREAMS = ("/proc/", "/dev/fd/", "/dev/stdout", "/dev/stderr")  # names of what a process has open
+
+
+@contextlib.contextmanager
+def replacing(paths: Sequence[Path], removing: Sequence[Path] = ()) -> Iterator[list[Path]]:
+    """Paths beside ``paths``, to be written in the block; behind it they take their places, in this order.
+
+    Behind them what of ``removing`` is there goes. An error in the block or behind it leaves every file as it was, and
+    none of these beside it. The files get the mode that open() would give them.
+    """
+    fresh = [_beside(path) for path in paths]
+    undo = contextlib.ExitStack()
+    kept: list[Path] = []
+    try:
+        modes = [_made(path) for path in fresh]
+        yield fresh
+        for path, mode in zip(fresh, modes):
+            _settle(path, mode)
+        for source, path in zip(fresh, paths):
+            _keep(path, kept, undo)
+            os.replace(source, path)
+        for path in filter(os.path.lexists, removing):
+            _keep(path, kept, undo)
+            _unlink(path)
+        for folder in {path.parent for path in paths}:
+            _sync_folder(folder)
+    except BaseException:
+        undo.close()
+        for path in fresh:
+            _unlink(path)
+        raise
+    undo.pop_all()
+    for path in kept:
+        _unlink(path)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path``: whole or not at all where that is a regular file or none, and else into it."""
+    try:
+        if _is_stream(path):
+            with open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+                file.write(data)
+            return
+        with replacing([Path(os.path.realpath(path))]) as (fresh,):
+            fresh.write_bytes(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_output(name: str, path: Path) -> None:
+    """ValueError where ``path`` cannot be written to, before what is written is made. name: the argument it came by."""
+    got = f"{name}: got {str(path)!r}"
+    try:
+        if path.is_dir():
+            raise ValueError(f"{got}, a directory, allowed: a file")
+        if _is_stream(path):
+            writable = os.access(path, os.W_OK)
+        else:
+            where = Path(os.path.realpath(path))
+            if not where.parent.is_dir():
+                raise ValueError(f"{got}, allowed: a file in a folder that exists")
+            writable = os.access(where.parent, os.W_OK | os.X_OK) and (not where.exists() or os.access(where, os.W_OK))
+            if writable:
+                _try(where)
+    except OSError as error:  # a name too long, a read-only or a full file system
+        raise ValueError(f"{got}: {error.strerror}") from error
+    if not writable:
+        raise ValueError(f"{got}, which takes no writing")
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file; ValueError that names it where it is none."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; ValueError that names it where it does not."""
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path}: not JSON: nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: got JSON of type {type(value).__name__}, allowed: an object")
+    return value
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether ``path`` is there and no regular file, or names a file that some process has open."""
+    hop = os.path.abspath(path)
+    for _ in range(40):
+        if hop.startswith(_STREAMS):
+            return True
+        if not os.path.islink(hop):
+            break
+        hop = os.path.abspath(os.path.join(os.path.dirname(hop), os.readlink(hop)))
+    return path.exists() and not stat.S_ISREG(path.stat().st_mode)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+
+
+def _made(path: Path) -> int:
+    """Make an empty file; its mode, which follows the umask."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+
+
+def _try(path: Path) -> None:
+    trial = _beside(path)
+    try:
+        _made(trial)
+    finally:
+        _unlink(trial)
+
+
+def _settle(path: Path, mode: int) -> None:
+    """Bring what was written to the disk, under the mode the file was made with: a writer may have made its own."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+        os.chmod(path, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _keep(path: Path, kept: list[Path], undo: contextlib.ExitStack) -> None:
+    """Give what is at ``path`` a second name, or its only one where the file system knows no links."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not os.path.lexists(path):
+        undo.callback(_unlink, path)
+        return
+    kept.append(_beside(path))
+    undo.callback(_put_back, kept[-1], path)
+    try:
+        os.link(path, kept[-1], follow_symlinks=False)
+    except OSError:
+        os.replace(path, kept[-1])
+
+
+def _put_back(kept: Path, path: Path) -> None:
+    if os.path.lexists(kept):
+        os.replace(kept, path)
+        _unlink(kept)  # renaming a file to another of its names leaves both
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # some file systems sync no folders
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)

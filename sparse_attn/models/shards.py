@@ -1,0 +1,91 @@
+"""Which files of a folder belong to its checkpoint, as transformers has it: model.safetensors, else the shards of an
+index. Other .safetensors files in the folder are none of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sparse_attn.files import read_json_object
+from sparse_attn.spec.fields import short
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[Any, Path]]:
+    """(open file, its path) of every tensor of the checkpoint in ``folder``, by its name in the files."""
+    if (folder / WEIGHTS).exists():
+        path = folder / WEIGHTS
+        handle = open_tensors(path)
+        return dict.fromkeys(handle.keys(), (handle, path))
+    if not (folder / INDEX).exists():
+        raise ValueError(f"checkpoint: {folder} holds no {WEIGHTS} and no {INDEX}{_others(folder)}")
+    home = weight_map(folder / INDEX)
+    handles = {}
+    for name in sorted(set(home.values())):
+        if not (folder / name).exists():
+            raise ValueError(f"checkpoint: {INDEX} names {name}, which {folder} does not hold")
+        handle = open_tensors(folder / name)
+        handles[name] = handle, folder / name, set(handle.keys())
+    for tensor, name in home.items():
+        if tensor not in handles[name][2]:
+            raise ValueError(f"weight {tensor}: missing in {name}, where {folder / INDEX} says it is")
+    return {tensor: handles[name][:2] for tensor, name in home.items()}
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """The file of every tensor by ``index``. ValueError for names that are none of a file in its folder."""
+    home = read_json_object(index).get("weight_map")
+    if not isinstance(home, dict) or not home:
+        raise ValueError(f"{index}: weight_map: got {short(home)}, allowed: tensors and the files they are in")
+    for tensor, name in home.items():
+        if not isinstance(name, str) or not _stays(name):
+            raise ValueError(
+                f"{index}: weight_map {tensor}: got {short(name)}, allowed: a .safetensors file in this folder"
+            )
+    return home
+
+
+def open_tensors(path: Path) -> Any:
+    """The safetensors file at ``path``, of which nothing is read but its header; ValueError where it is none."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("reading a checkpoint needs safetensors: pip install 'sparse_attn[models]'") from error
+    with open(path, "rb") as file:  # for errors that name the file, which those of safe_open do not
+        start = file.read(len(_POINTER))
+    if start == _POINTER:
+        raise ValueError(f"{path}: a Git LFS pointer, not the weights it stands for; git lfs pull fetches them")
+    if not start:
+        raise ValueError(f"{path}: an empty file, allowed: safetensors")
+    try:
+        return safe_open(str(path), framework="pt", device="cpu")
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"{path}: damaged or no safetensors: {error}") from error
+
+
+def stale_files(folder: Path) -> list[Path]:
+    """What of an older checkpoint in ``folder`` is in the way of a model.safetensors: an index, then its shards."""
+    index = folder / INDEX
+    if not os.path.lexists(index):
+        return []
+    try:
+        shards = sorted(set(weight_map(index).values()) - {WEIGHTS})
+    except (OSError, ValueError):  # no index that can be read: it goes, and nothing is known to belong to it
+        shards = []
+    return [index, *(folder / name for name in shards)]
+
+
+def _stays(name: str) -> bool:
+    """Whether a path, taken from a folder, stays in it; links are the folder's own affair."""
+    path = PurePosixPath(name.replace("\\", "/"))
+    return path.suffix == ".safetensors" and not path.is_absolute() and ".." not in path.parts and ":" not in name
+
+
+def _others(folder: Path) -> str:
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    return f"; {found[0]} alone says not what it is part of" if found else ""
+
