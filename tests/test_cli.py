@@ -301,6 +301,8 @@ def test_quality(tmp_path, capsys):
         (["--ways", "sparse,dear"], "--ways: got 'dear'"),
         (["--ways", "replayed"], "--ways: got 'replayed' on cpu, needs a GPU"),
         (["--context", "9000"], "--context: got 9000 bytes"),
+        (["--context", "10"], "--context: got 10 bytes, allowed: at least 40"),
+        (["--context", "26000"], "--context: got 26000 bytes, 26000 tokens, allowed: 8192"),
         (["--model", "/nonexistent"], "--model: got '/nonexistent'"),
     ):
         try:

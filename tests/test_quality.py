@@ -7,10 +7,13 @@ On a CPU a small sample, which must come out without a flaw; on a GPU hundreds o
 from __future__ import annotations
 
 import functools
+import hashlib
+import time
 from dataclasses import replace
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 
 from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.models.loading import load
@@ -20,6 +23,7 @@ from sparse_attn.runtime.quality import WAYS, Way, encode, measure, score
 from sparse_attn.runtime.quality_report import DEFAULT_CONTEXT
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.runtime.steps import Model
+from sparse_attn.runtime.text import byte_tokenizer
 from sparse_attn.pipeline import cache_layouts
 
 CONTEXT = DEFAULT_CONTEXT
@@ -167,3 +171,51 @@ def test_documents():
         assert document.text in held_out_text() and len(document.pieces[1]) == CONTEXT - tail_of(CONTEXT)
     read, value = question()
     assert f"{read[-6:]}{value}]" in read and read.endswith("=")
+
+
+def records_of(document):
+    """Keys of the records, and those asked for: the four letters before a value."""
+    tail, text, start = tail_of(len(document.text)), document.text, 0
+    records, asked = [], []
+    for place, piece in enumerate(document.pieces):
+        if piece.isdecimal() and document.pieces[place - 1].endswith("="):
+            (records if start < tail else asked).append(text[start - 5 : start - 1])
+        start += len(piece)
+    return records, asked
+
+
+@pytest.mark.parametrize("length", (24_960, 25_000, 100_000, 160_000, 320_000))
+def test_documents_of_long_contexts(length):
+    """As many records as the length has room for, under distinct keys that share letters; made in no time."""
+    before = time.process_time()
+    (document,) = retrieval_documents(1, length, seed=3)
+    encode(document, byte_tokenizer())
+    assert time.process_time() - before < 2
+    records, asked = records_of(document)
+    assert len(asked) == len(document.scored) >= length // 80
+    assert len(records) == 2 * len(asked) == len(set(records)) and set(asked) <= set(records)
+    letters = len(set("".join(records)))
+    assert letters == 5 or (letters - 1) ** 4 < len(records)
+
+
+def test_documents_are_those_of_the_figures_in_the_readme():
+    written = repr([retrieval_documents(2, length, seed=0) for length in (400, 1024, 8192)])
+    assert_expected_inline(hashlib.sha256(written.encode()).hexdigest()[:16], """85c92d855c7a1bc2""")
+
+
+@pytest.mark.parametrize("length", range(40, 100))
+def test_the_shortest_documents_ask_for_something(length):
+    (document,) = retrieval_documents(1, length)
+    records, asked = records_of(document)
+    assert asked and set(asked) <= set(records)
+    (document,) = text_documents(1, length)
+    assert document.pieces[1]
+
+
+def test_lengths_without_room_are_refused():
+    for documents in (retrieval_documents, text_documents):
+        for length in (39, 10, 0, -1):
+            with pytest.raises(ValueError, match=f"length: got {length}, allowed: at least 40"):
+                documents(1, length)
+    with pytest.raises(ValueError, match="length: got room for 500000 records, allowed: at most 456976"):
+        retrieval_documents(1, 20_000_000)

@@ -11,11 +11,15 @@ import string
 from importlib import resources
 from typing import NamedTuple
 
+from sparse_attn import checks
+
 CELL = 20  # bytes in which a mention stands somewhere
 KEY_BYTES = VALUE_BYTES = 4
 MENTION_BYTES = KEY_BYTES + VALUE_BYTES + len("[=]")
 KEY_LETTERS, VALUE_LETTERS = string.ascii_uppercase, string.digits
-ALPHABET = 5  # letters that the keys of one document are made of: many share three of four
+ALPHABET = 5  # letters that the keys of one document are made of at least: many share three of four
+LEAST_BYTES = 2 * CELL  # a record, and a cell that asks for it
+MOST_RECORDS = len(KEY_LETTERS) ** KEY_BYTES
 RECORD_SHARE = 0.75  # of a document before its tail
 
 
@@ -37,6 +41,7 @@ def held_out_text() -> str:
 
 def text_documents(count: int, length: int) -> list[Document]:
     """``count`` windows of ``length`` bytes of the held-out text, evenly spaced, of which the tails are scored."""
+    checks.check_integer("length", length, LEAST_BYTES)
     text, tail = _repeated(held_out_text(), length), tail_of(length)
     step = (len(text) - length) / max(count - 1, 1)
     starts = [round(number * step) for number in range(count)]
@@ -44,15 +49,17 @@ def text_documents(count: int, length: int) -> list[Document]:
 
 
 def tail_of(length: int) -> int:
-    """First byte of a document of ``length`` bytes that is scored."""
-    return int(length * RECORD_SHARE) // CELL * CELL
+    """First byte of a document of ``length`` bytes that is scored, behind which there is room for a mention."""
+    return min(int(length * RECORD_SHARE) // CELL, length // CELL - 1) * CELL
 
 
 def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | None = None) -> list[Document]:
     """``count`` documents of at most ``length`` bytes, every cell of whose tail asks for a key among their records.
 
-    queries: the most that a document asks; None: as many as there is room for. There are twice as many records.
+    queries: the most that a document asks; None: as many as there is room for. There are twice as many records, of which
+    the keys are made of as few letters as there can be, from ALPHABET on: keys of a longer document share theirs too.
     """
+    checks.check_integer("length", length, LEAST_BYTES)
     draw, text = random.Random(seed), held_out_text()
     return [_retrieval(draw, _repeated(text, length), length, queries) for _ in range(count)]
 
@@ -68,13 +75,8 @@ def question(length: int = 1024, seed: int = 2) -> tuple[str, str]:
 def _retrieval(draw: random.Random, text: str, length: int, queries: int | None) -> Document:
     tail, cells = tail_of(length) // CELL, length // CELL
     asked = min(cells - tail, tail, cells if queries is None else queries)
-    keys: list[str] = []
-    alphabet = draw.sample(KEY_LETTERS, ALPHABET)
     records = min(2 * asked, tail)
-    while len(keys) < records:
-        key = "".join(draw.choice(alphabet) for _ in range(KEY_BYTES))
-        if key not in keys:
-            keys.append(key)
+    keys = _keys(draw, records)
     values = ["".join(draw.choice(VALUE_LETTERS) for _ in range(VALUE_BYTES)) for _ in keys]
     number_in = dict(zip(draw.sample(range(tail), records), range(records)))
     number_in |= dict(zip(draw.sample(range(tail, cells), asked), draw.sample(range(records), asked)))
@@ -90,6 +92,31 @@ def _retrieval(draw: random.Random, text: str, length: int, queries: int | None)
             scored.append(len(pieces) + 1)
         pieces += [f"{filler[:before]}[{keys[number]}=", values[number], f"]{filler[before + MENTION_BYTES :]}"]
     return Document(pieces, scored)
+
+
+def _keys(draw: random.Random, count: int) -> list[str]:
+    """``count`` distinct keys."""
+    if count > MOST_RECORDS:
+        raise ValueError(f"length: got room for {count} records, allowed: at most {MOST_RECORDS}, as many as there are keys")
+    letters = ALPHABET
+    while letters**KEY_BYTES < count:
+        letters += 1
+    alphabet = draw.sample(KEY_LETTERS, letters)
+    if letters > ALPHABET:
+        return [_spelt(number, alphabet) for number in draw.sample(range(letters**KEY_BYTES), count)]
+    keys: dict[str, None] = {}  # so few that drawing again is quick
+    while len(keys) < count:
+        keys["".join(draw.choice(alphabet) for _ in range(KEY_BYTES))] = None
+    return list(keys)
+
+
+def _spelt(number: int, alphabet: list[str]) -> str:
+    """The key with that number."""
+    key = ""
+    for _ in range(KEY_BYTES):
+        number, letter = divmod(number, len(alphabet))
+        key += alphabet[letter]
+    return key
 
 
 def _repeated(text: str, length: int) -> str:

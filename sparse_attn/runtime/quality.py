@@ -91,11 +91,11 @@ class Quality(NamedTuple):
 
 def encode(document: Document, tokenizer: Tokenizer) -> Encoded:
     """A document piece by piece, so that no token reaches over the border of what is scored."""
-    ids, spans = [], []
+    ids, spans, scored = [], [], set(document.scored)
     for place, piece in enumerate(document.pieces):
         start = len(ids)
         ids += tokenizer.encode(piece)
-        if place in document.scored:
+        if place in scored:
             spans.append((start, len(ids)))
     return Encoded(ids, spans, sum(len(document.pieces[place]) for place in document.scored))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparse_attn.runtime import report
 from sparse_attn.runtime.arguments import DTYPES, device_of, positive, refuse
-from sparse_attn.runtime.documents import retrieval_documents, text_documents
+from sparse_attn.runtime.documents import LEAST_BYTES, retrieval_documents, text_documents
 from sparse_attn.runtime.quality import MEANING, WAYS, Quality, encode, measure
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 
@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     for name in names:
         if WAYS[name].gpu and device.type != "cuda":
             raise ValueError(f"--ways: got {name!r} on {device}, needs a GPU")
+    if options.context is not None and options.context < LEAST_BYTES:
+        raise ValueError(f"--context: got {options.context} bytes, allowed: at least {LEAST_BYTES}")
     spec, params = load(folder, device=device, dtype=dtype)
     tokenizer = tokenizer_of(folder, spec)
     if tokenizer is None:
