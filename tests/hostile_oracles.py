@@ -10,7 +10,7 @@ import torch
 from sparse_attn.layout import FP8_DTYPE, FP8_MAX, IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 
 INF = math.inf
-NO_LIMIT = 2**31 - 1
+MOST_ROWS = 2**31
 F = numpy.float32
 
 
@@ -284,14 +284,14 @@ def build_ragged_indices_from_dense(indices, lengths, num_rows, row_offsets):
     for t, line in enumerate(indices.tolist()):
         line = line[: max(int(lengths[t]), 0)] if lengths is not None else line
         shift = 0 if row_offsets is None else int(row_offsets[t])
-        limit = NO_LIMIT if num_rows is None else num_rows
+        limit = MOST_ROWS if num_rows is None else num_rows
         rows.append([i + shift for i in line if i >= 0 and 0 <= i + shift < limit])
     return ragged(rows, indices.numel())
 
 
 def slots(local, request, table, size, ring=False):
     found = [slot_of(size, table, request, position, ring=ring) for position in local]
-    return [slot for slot in found if slot is not None and slot < NO_LIMIT]
+    return [slot for slot in found if slot is not None and slot < MOST_ROWS]
 
 
 def compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from conftest import big
 from expecttest import assert_expected_inline
 
 import sparse_attn.ops.ragged as ragged
-from sparse_attn.ops.ragged import reference
+from sparse_attn.ops.ragged import debug, reference
 from sparse_attn.testing.ops import opcheck, schema
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -119,6 +121,7 @@ ERRORS = {
     "lengths": (ValueError, dict(lengths=torch.zeros(5, dtype=torch.int32))),
     "row_offsets": (TypeError, dict(row_offsets=torch.zeros(2))),
     "num_rows": (ValueError, dict(num_rows=-4)),
+    "num_rows ": (ValueError, dict(num_rows=2**31 + 1)),
     "impl": (ValueError, dict(impl="cuda")),
 }
 
@@ -175,6 +178,48 @@ def test_kernel_build_equals_reference(device, dirty_workspace):
             got = torch.ops.sparse_attn.build_ragged_indices_from_dense(indices, *chosen, "triton")
             want = reference.build_ragged_indices_from_dense(indices, *chosen)
             assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+
+
+def check_highest_index(impl, device):
+    """2147483647 is an int32 index like any other; one more is none."""
+    ints = functools.partial(torch.tensor, dtype=torch.int32, device=device)
+    dense = ints([[INT_MAX, -1, INT_MAX - 1], [INT_MIN, INT_MAX, 0]])
+    build = functools.partial(ragged.build_ragged_indices_from_dense, impl=impl)
+    for num_rows in (None, 2**31):
+        assert build(dense, num_rows=num_rows).indices.tolist() == [INT_MAX, INT_MAX - 1, INT_MAX, 0, -1, -1]
+        shifted = build(dense, num_rows=num_rows, row_offsets=ints([1, -1]))
+        assert shifted.indices.tolist() == [INT_MAX, INT_MAX - 1, -1, -1, -1, -1]
+    assert build(dense, num_rows=INT_MAX).indices.tolist() == [INT_MAX - 1, 0, -1, -1, -1, -1]
+    assert build(dense, num_rows=0).indptr.tolist() == [0, 0, 0]
+    request, table, block = ints([0, 0]), ints([[2**27 - 1, 2**27, 2**27 - 2]]), 16
+    near = ints([[15, 16, 14], [47, 0, 31]])
+    slots = ragged.compute_global_topk_ragged_indices_and_indptr(near, request, table, block, impl=impl)
+    assert slots.indices.tolist() == [INT_MAX, INT_MAX - 1, INT_MAX - 16, INT_MAX - 15, -1, -1]
+    window = ragged.window_indices(ints([16, 15]), request, table, block, 2, impl=impl)
+    assert window.indices.tolist() == [INT_MAX, INT_MAX - 1, INT_MAX, -1]
+    entries = ragged.entry_indices(ints([16, 1]), request, table, block, 16, impl=impl)
+    assert entries.indptr.tolist() == [0, 16, 17] and entries.indices[15] == INT_MAX
+    combined = ragged.combine_topk_swa_indices_ragged(
+        near[:, :1], ints([16, 48]), ints([0, 1]), ints([INT_MAX - 15, 0]), ints([INT_MAX, INT_MAX - 1]),
+        window=2, max_entries=0, num_rows=2**31, impl=impl,
+    )  # fmt: skip
+    assert combined.indices.tolist() == [INT_MAX, INT_MAX, 47, INT_MAX - 1, INT_MAX, -1]
+
+
+def test_highest_index_reference():
+    check_highest_index("reference", "cpu")
+
+
+def test_debug_mode_lets_the_highest_index_through():
+    topk, request, table = (torch.tensor(x).int() for x in ([[15, -1]], [0], [[2**27 - 1]]))
+    debug.compute_global_topk_ragged_indices_and_indptr(topk, request, table, 16)
+    with pytest.raises(ValueError, match="^block_table.*got 134217728, allowed: -1, or 0 to 134217727"):
+        debug.compute_global_topk_ragged_indices_and_indptr(topk, request, table + 1, 16)
+
+
+@pytest.mark.kernel
+def test_highest_index_kernel(device):
+    check_highest_index("triton", device)
 
 
 @pytest.mark.kernel

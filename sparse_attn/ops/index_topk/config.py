@@ -6,7 +6,7 @@ import torch
 
 from sparse_attn.ops.index_topk.shapes import padded, rows_at_once
 from sparse_attn.ops.ragged import config as ragged
-from sparse_attn.ops.ragged.reference import NO_LIMIT
+from sparse_attn.ops.ragged.reference import MOST_ROWS
 from sparse_attn.ops.topk import config as selection
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
@@ -56,4 +56,4 @@ def slots_scratch_of(step: int, width: int, select: selection.TopkConfig, rows: 
 
 def packs_blocks(num_blocks: int, block_size: int) -> bool:
     """Whether what selects can map columns to slots: 32 side by side lie in one block, and every slot is one."""
-    return block_size % selection.WORD == 0 and num_blocks * block_size <= NO_LIMIT
+    return block_size % selection.WORD == 0 and num_blocks * block_size <= MOST_ROWS

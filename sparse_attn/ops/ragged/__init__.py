@@ -10,7 +10,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.ragged import op
-from sparse_attn.ops.ragged.reference import NO_LIMIT
+from sparse_attn.ops.ragged.reference import MOST_ROWS
 from sparse_attn.types import Ragged
 
 INDEX_DTYPES = (torch.int32,)
@@ -41,10 +41,10 @@ def build_ragged_indices_from_dense(
             checks.check_dtype(name, value, INDEX_DTYPES)
             checks.check_shape(name, value, (tokens,), "[tokens]")
     if num_rows is not None:
-        checks.check_at_least("num_rows", num_rows, 0)
+        _check_num_rows(num_rows)
     checks.check_same_device(indices=indices, lengths=lengths, row_offsets=row_offsets)
     _check_capacity("indices", indices)
-    limit = NO_LIMIT if num_rows is None else num_rows
+    limit = MOST_ROWS if num_rows is None else num_rows
     return Ragged(*op.build_ragged_indices_from_dense(indices, lengths, row_offsets, limit, impl))
 
 
@@ -157,7 +157,7 @@ def combine_topk_swa_indices_ragged(
         checks.check_shape("topk", topk, (positions.shape[0], None), "[tokens, k]")
     checks.check_at_least("window", window, 1)
     checks.check_at_least("max_entries", max_entries, 0)
-    checks.check_at_least("num_rows", num_rows, 0)
+    _check_num_rows(num_rows)
     checks.check_same_device(
         positions=positions, topk=topk, limits=limits, entry_offsets=entry_offsets, window_offsets=window_offsets
     )
@@ -184,6 +184,11 @@ def _check_table(block_table: torch.Tensor, block_size: int) -> None:
     checks.check_rank("block_table", block_table, 2)
     checks.check_unit_stride("block_table", block_table)
     checks.check_at_least("block_size", block_size, 1)
+
+
+def _check_num_rows(num_rows: int) -> None:
+    if not 0 <= num_rows <= MOST_ROWS:
+        raise ValueError(f"num_rows: got {num_rows}, allowed: 0 to 2**31")
 
 
 def _check_capacity(name: str, dense: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import debug
+from sparse_attn.ops.ragged.reference import MOST_ROWS
 
 
 def build_ragged_indices_from_dense(
@@ -86,6 +87,6 @@ def _shifted(
 def _blocks(block_table: torch.Tensor, requests: torch.Tensor, columns: torch.Tensor, block_size: int) -> None:
     """The blocks that rows name are at least -1, their slots int32."""
     used = debug.used_by(block_table, requests, columns)
-    most = debug.INT32_MAX // block_size - 1
+    most = MOST_ROWS // block_size - 1
     wild = (block_table < -1) | (block_table > most)
     debug.refuse("block_table", block_table, used & wild, f"-1, or 0 to {most} (slots are int32)")

@@ -17,13 +17,13 @@ from sparse_attn.device.packing import COUNT, SPAN
 from sparse_attn.target import target_of
 
 TOTAL = tl.constexpr(2 << 32)
-NO_LIMIT = tl.constexpr(2**31 - 1)
+INT32_MAX = tl.constexpr(2**31 - 1)
 EARLIER_QUARTERS, ALL_QUARTERS = tl.constexpr(0x0001000100010000), tl.constexpr(0x0001000100010001)
 
 
 @triton.jit
 def _entries(
-    dense, first, length, limit, offset, known, table_row, columns, num_rows, max_blocks, stride_column,
+    dense, first, length, limit, offset, known, table_row, columns, last_row, max_blocks, stride_column,
     BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """(values, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``.
@@ -46,10 +46,10 @@ def _entries(
         block_id = tl.load(table_row + column, mask=keep, other=-1)
         keep = keep & (block_id >= 0)
         value = block_id.to(tl.int64) * BLOCK_SIZE + (local - block * BLOCK_SIZE)
-        keep = keep & (value < NO_LIMIT)
+        keep = keep & (value <= INT32_MAX)
     else:
         value = local.to(tl.int64) + offset
-        keep = keep & (value >= 0) & (value < num_rows)
+        keep = keep & (value >= 0) & (value <= last_row)
     return value.to(tl.int32), keep
 
 
@@ -76,12 +76,12 @@ def _rank(kept, quarters, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_rest(
-    count, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, stride_column,
+    count, dense, first, length, limit, offset, known, table_row, last_row, max_blocks, stride_column,
     BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     for start in range(BLOCK, length, BLOCK):
         value, keep = _entries(
-            dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks,
+            dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), last_row, max_blocks,
             stride_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, RING,
         )  # fmt: skip
         kept, quarters = _quarters(keep, BLOCK)
@@ -91,12 +91,12 @@ def _count_rest(
 
 @triton.jit
 def _write_rest(
-    indices, place, dense, first, length, limit, offset, known, table_row, num_rows, max_blocks, stride_column,
+    indices, place, dense, first, length, limit, offset, known, table_row, last_row, max_blocks, stride_column,
     BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     for start in range(BLOCK, length, BLOCK):
         value, keep = _entries(
-            dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), num_rows, max_blocks,
+            dense, first, length, limit, offset, known, table_row, start + tl.arange(0, BLOCK), last_row, max_blocks,
             stride_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, RING,
         )  # fmt: skip
         kept, quarters = _quarters(keep, BLOCK)
@@ -129,7 +129,7 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
 # A column stride that is not known to be 1 keeps loads one column wide, which stores are anyway: no layout is converted.
 @triton.jit(
     do_not_specialize=[
-        "resident", "tokens", "width", "window", "num_rows", "requests", "next_n", "max_blocks",
+        "resident", "tokens", "width", "window", "last_row", "requests", "next_n", "max_blocks",
         "stride_dense_column",
     ]
 )  # fmt: skip
@@ -149,7 +149,7 @@ def pack_rows(
     tokens,
     width,
     window,
-    num_rows,
+    last_row,
     requests,
     next_n,
     max_blocks,
@@ -215,25 +215,25 @@ def pack_rows(
     count = tl.full([], 0, tl.int32)
     if HAS_ENTRIES:
         value, keep = _entries(
-            source, 0, length, limit, offset, known, table_row, tl.arange(0, BLOCK), num_rows, max_blocks,
+            source, 0, length, limit, offset, known, table_row, tl.arange(0, BLOCK), last_row, max_blocks,
             stride_dense_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False,
         )  # fmt: skip
         kept, quarters = _quarters(keep, BLOCK)
         held = _kept(quarters)
         entries = _count_rest(
-            held, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks, stride_dense_column,
+            held, source, 0, length, limit, offset, known, table_row, last_row, max_blocks, stride_dense_column,
             BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False, BLOCK,
         )  # fmt: skip
         count = entries
     if positions is not None:
         key, inside = _entries(
-            None, first, seen, None, window_offset, known, table_row, tl.arange(0, BLOCK), num_rows, max_blocks, 0,
+            None, first, seen, None, window_offset, known, table_row, tl.arange(0, BLOCK), last_row, max_blocks, 0,
             BLOCK_SIZE, False, HAS_TABLE, True,
         )  # fmt: skip
         window_kept, window_quarters = _quarters(inside, BLOCK)
         window_held = _kept(window_quarters)
         count = entries + _count_rest(
-            window_held, None, first, seen, None, window_offset, known, table_row, num_rows, max_blocks, 0, BLOCK_SIZE,
+            window_held, None, first, seen, None, window_offset, known, table_row, last_row, max_blocks, 0, BLOCK_SIZE,
             False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
@@ -255,14 +255,14 @@ def pack_rows(
     if HAS_ENTRIES:
         tl.store(indices + before + rank, value, mask=keep)
         _write_rest(
-            indices, before + held, source, 0, length, limit, offset, known, table_row, num_rows, max_blocks,
+            indices, before + held, source, 0, length, limit, offset, known, table_row, last_row, max_blocks,
             stride_dense_column, BLOCK_SIZE, HAS_DENSE, HAS_TABLE, False, BLOCK,
         )  # fmt: skip
     if positions is not None:
         place = before + entries
         tl.store(indices + place + window_rank, key, mask=inside)
         _write_rest(
-            indices, place + window_held, None, first, seen, None, window_offset, known, table_row, num_rows,
+            indices, place + window_held, None, first, seen, None, window_offset, known, table_row, last_row,
             max_blocks, 0, BLOCK_SIZE, False, HAS_TABLE, True, BLOCK,
         )  # fmt: skip
 
@@ -296,7 +296,7 @@ def launch_pack_rows(
     block_table: torch.Tensor | None = None,
     block_size: int = 1,
     next_n: int = 1,
-    num_rows: int = 2**31 - 1,
+    last_row: int = INT32_MAX.value,
 ) -> None:
     """Pack rows of at most ``width`` entries, then ``window`` positions, into a ragged pair.
 
@@ -307,7 +307,7 @@ def launch_pack_rows(
     requests, max_blocks = (0, 0) if block_table is None else block_table.shape
     pack_rows[(tokens,)](
         dense, lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table,
-        indices, indptr, counters, launch.resident, tokens, width, window, num_rows, requests, next_n, max_blocks,
+        indices, indptr, counters, launch.resident, tokens, width, window, last_row, requests, next_n, max_blocks,
         *((0, 0) if dense is None else dense.stride()),
         *(0 if value is None else value.stride(0) for value in strided),
         BLOCK_SIZE=block_size, BLOCK=launch.block, LOOKBACK=32, num_warps=launch.num_warps,

@@ -14,7 +14,7 @@ def build_ragged_indices_from_dense(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _pack(
         "build_ragged_indices_from_dense", indices, indices.shape[1], 0,
-        dense=indices, lengths=lengths, row_offsets=row_offsets, num_rows=num_rows,
+        dense=indices, lengths=lengths, row_offsets=row_offsets, last_row=num_rows - 1,
     )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def combine_topk_swa_indices_ragged(
     return _pack(
         "combine_topk_swa_indices_ragged", positions, max_entries if topk is None else topk.shape[1], window,
         dense=topk, limits=limits, row_offsets=entry_offsets, positions=positions, window_offsets=window_offsets,
-        num_rows=num_rows,
+        last_row=num_rows - 1,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-NO_LIMIT = 2**31 - 1
+MOST_ROWS = 2**31  # that int32 can name
 
 
 def build_ragged_indices_from_dense(
@@ -89,7 +89,7 @@ def slots_of(
     row = request_ids.long().clamp(0, requests - 1).unsqueeze(1)
     block_id = block_table[row, column.clamp(0, max_blocks - 1)].long()
     slots = block_id * block_size + local - block * block_size
-    return slots, keep & (block_id >= 0) & (slots < NO_LIMIT)
+    return slots, keep & (block_id >= 0) & (slots < MOST_ROWS)
 
 
 def pack(values: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
