@@ -76,6 +76,7 @@ def test_reference_matches_python(experts, groups, kept, top_k, ties):
     check_against_python(logits, bias, top_k, groups, kept, True, 2.5)
     check_against_python(logits, bias, top_k, groups, kept, False, 1.5)
     check_against_python(logits.bfloat16(), bias, top_k, groups, kept, True, 1.0)
+    check_against_python(logits.half(), bias, top_k, groups, kept, True, 1.0)
 
 
 def poisoned(device="cpu"):
@@ -159,7 +160,7 @@ str impl) -> (Tensor,
 Tensor)""")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_opcheck(dtype):
     logits, bias = inputs(5, 16, dtype=dtype)
     opcheck("biased_grouped_topk", logits, bias, 3, 4, 2, True, 2.5, "sigmoid", "auto")
@@ -193,7 +194,7 @@ L, B = torch.zeros(3, 12), torch.zeros(12)
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (dict(logits=L.half()), TypeError, "logits: got dtype float16"),
+        (dict(logits=L.double()), TypeError, "logits: got dtype float64"),
         (dict(logits=L[0]), ValueError, "logits: got 1 dimensions"),
         (dict(bias=B.bfloat16()), TypeError, "bias: got dtype bfloat16"),
         (dict(bias=B[:4]), ValueError, "bias: got shape"),
@@ -231,7 +232,7 @@ def check_kernel(logits, bias, top_k, groups, kept, renormalise=True, scale=2.5,
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("experts, groups, kept, top_k", SHAPES)
 def test_kernel_matches_reference(device, experts, groups, kept, top_k, ties):
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         check_kernel(*inputs(9, experts, ties=ties, dtype=dtype, device=device), top_k, groups, kept)
     check_kernel(*inputs(3, experts, ties=ties, device=device), top_k, groups, kept, False, 1.0)
     if device.type == "cuda":

@@ -48,6 +48,13 @@ def test_transformers_top_k_router():
     torch.testing.assert_close(weights.gather(1, order), want.gather(1, want_order))
 
 
+def test_fp16_logits_are_scored_as_fp32():
+    logits = torch.randn(5, 6).half()
+    table, tokens = torch.arange(10).reshape(5, 2) % 6, torch.arange(5)
+    want = hash_routed_experts(logits.float(), tokens, table, **ARGUMENTS)
+    assert all(map(torch.equal, hash_routed_experts(logits, tokens, table, **ARGUMENTS), want))
+
+
 def test_transformers_hash_router():
     gate, generator = gate_of("DeepseekV4HashRouter")
     gate.tid2eid = torch.randint(0, 8, (11, 3), generator=generator)
@@ -83,7 +90,7 @@ LOGITS, TOKENS, TABLE = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64), to
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        (dict(logits=LOGITS.half()), TypeError, "logits: got dtype float16"),
+        (dict(logits=LOGITS.double()), TypeError, "logits: got dtype float64"),
         (dict(tokens=TOKENS.float()), TypeError, "tokens: got dtype float32"),
         (dict(tokens=TOKENS[:2]), ValueError, "tokens: got shape"),
         (dict(table=TABLE[:0]), ValueError, "table vocabulary: got 0"),

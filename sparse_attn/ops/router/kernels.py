@@ -39,7 +39,7 @@ def _score(logit, SOFTPLUS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def biased_grouped_topk(
-    logits,  # fp32 or bf16 [tokens, experts]
+    logits,  # fp32, bf16 or fp16 [tokens, experts]
     bias,  # fp32 [experts]
     weights,  # fp32 [tokens, top_k]
     ids,  # int32 [tokens, top_k]
