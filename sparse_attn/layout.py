@@ -397,8 +397,18 @@ def parse_layout(name: str) -> Layout:
     raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8, planar_fp8")
 
 
-def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
-    """TypeError or ValueError unless ``cache`` can hold blocks of ``layout``: dtype, row size, contiguous blocks."""
+def row_stride(cache: torch.Tensor, layout: Layout) -> int:
+    """Elements from a token's record to the next one's, as ``cache`` has them; a planar block's planes are never apart."""
+    if isinstance(layout, (PlainLayout, LatentFp8Layout)):
+        return cache.stride(1)
+    return layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.dim
+
+
+def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: bool = False) -> None:
+    """TypeError or ValueError unless ``cache`` can hold blocks of ``layout``: dtype, row size, contiguous blocks.
+
+    padded_rows: records of a layout that is not planar may lie apart.
+    """
     if not isinstance(cache, torch.Tensor):
         raise TypeError(f"{name}: got {type(cache).__name__}, allowed is a torch.Tensor")
     if cache.dtype != layout.dtype:
@@ -409,10 +419,12 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
         )
     if cache.shape[1] < 1:
         raise ValueError(f"{name}: got block_size {cache.shape[1]}, allowed: at least 1")
-    if cache.stride(2) != 1 or cache.stride(1) != layout.row or cache.stride(0) < cache.shape[1] * layout.row:
-        raise ValueError(
-            f"{name}: got strides {cache.stride()}, allowed: (at least {cache.shape[1] * layout.row}, {layout.row}, 1)"
-        )
+    padded_rows = padded_rows and isinstance(layout, (PlainLayout, LatentFp8Layout))
+    step = max(cache.stride(1), layout.row) if padded_rows else layout.row
+    least = (cache.shape[1] - 1) * step + layout.row
+    if cache.stride(2) != 1 or cache.stride(1) != step or cache.stride(0) < least:
+        row = f"at least {layout.row}" if padded_rows else layout.row
+        raise ValueError(f"{name}: got strides {cache.stride()}, allowed: (at least {least}, {row}, 1)")
     if isinstance(layout, IndexFp8Layout) and cache.shape[1] * layout.dim % SCALE_BYTES:
         raise ValueError(
             f"{name}: got {cache.shape[1]} x {layout.dim} code bytes before a block's fp32 scales, allowed: "
@@ -423,10 +435,11 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout) -> None:
             f"{name}: got records of {layout.row} bytes with fp32 scales at byte {layout.scale_offset}, allowed: "
             f"multiples of {SCALE_BYTES}"
         )
-    if layout.dtype == torch.uint8 and cache.stride(0) % SCALE_BYTES:
-        raise ValueError(
-            f"{name}: got block stride {cache.stride(0)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
-        )
+    for dim, stride in enumerate(("block stride", "row stride") if padded_rows else ("block stride",)):
+        if layout.dtype == torch.uint8 and cache.stride(dim) % SCALE_BYTES:
+            raise ValueError(
+                f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
+            )
     # Dynamo cannot trace storage_offset; a compiled function is handed the caches an eager one would be.
     if layout.dtype == torch.uint8 and not torch.compiler.is_compiling() and cache.storage_offset() % SCALE_BYTES:
         raise ValueError(

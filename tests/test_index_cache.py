@@ -61,6 +61,27 @@ sparse_attn::gather_indexer_k(Tensor cache, Tensor block_table, Tensor kv_indptr
     )
 
 
+def check_padded_rows(impl, device):
+    layout = PlainLayout("bf16", 24)
+    memory = torch.full((3, 5, 40), torch.nan, dtype=torch.bfloat16, device=device)
+    cache, want = memory[..., :24], torch.full((3, 5, 24), torch.nan, dtype=torch.bfloat16, device=device)
+    k, slots = torch.randn(4, 24, device=device), torch.tensor([14, 0, -1, 6], device=device)
+    table, indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2, 0], [1, 9]], [0, 7, 12]))
+    for x in (cache, want):
+        indexer_k_quant_and_cache(k, x, slots, layout, impl=impl)
+    assert same(cache, want) and memory[..., 24:].isnan().all()
+    assert same(*(gather_indexer_k(x, table, indptr, 14, layout, impl=impl).keys for x in (cache, want)))
+
+
+def test_rows_that_lie_apart_reference():
+    check_padded_rows("reference", "cpu")
+
+
+@pytest.mark.kernel
+def test_rows_that_lie_apart_kernel(device):
+    check_padded_rows("triton", device)
+
+
 def check_opcheck(impl, device):
     for layout in (LAYOUTS[0], LAYOUTS[3]):
         cache = torch.zeros(3, 4, layout.row, dtype=layout.dtype, device=device)
@@ -229,7 +250,7 @@ def test_kernels_on_hopper():
         kernels.gather_keys,
         dict(cache="*u8", block_table="*i32", kv_indptr="*i32", keys="*u8", scales="*fp32")
         | dict.fromkeys(scalars, "i32"),
-        dict(D=128, PAD_D=128, FP8=True, ROWS=chosen.gather_rows),
+        dict(D=128, RECORD=128, PAD_D=128, FP8=True, ROWS=chosen.gather_rows),
         aligned=("stride_cache_block",),
         num_warps=chosen.num_warps,
     )
@@ -238,7 +259,7 @@ def test_kernels_on_hopper():
     insert = compile_kernel(
         kernels.insert_keys,
         dict(k="*bf16", cache="*u8", slot_mapping="*i64") | dict.fromkeys(scalars, "i32"),
-        dict(D=128, PAD_D=128, FP8=True, FNUZ=False, POW2=True, FP8_MAX=448.0, AMAX_FLOOR=1e-4)
+        dict(D=128, RECORD=128, PAD_D=128, FP8=True, FNUZ=False, POW2=True, FP8_MAX=448.0, AMAX_FLOOR=1e-4)
         | dict(TOKENS=chosen.write_tokens),
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,

@@ -160,6 +160,41 @@ def test_gather_kernel_equals_reference(device, layout):
             assert same(got, want)
 
 
+APART = [LatentFp8Layout(64, 16, 64), PlainLayout("bf16", 64, 16), PlainLayout("fp16", 40, 8)]
+
+
+def padded_rows(layout, device):
+    """A cache of 3 blocks of 5 whose records have 12 elements between them, poison everywhere, and its memory."""
+    fill = 0xEE if layout.dtype == torch.uint8 else torch.nan
+    memory = torch.full((3, 5, layout.row + 12), fill).to(layout.dtype).to(device)
+    return memory[..., : layout.row], memory
+
+
+def check_padded_rows(impl, device, layout):
+    generator = torch.Generator().manual_seed(3)
+    latent, rope = (torch.randn(9, width, generator=generator).to(device) for width in (layout.latent, layout.rope))
+    slots = torch.tensor([14, 0, -1, 5, 15, 3, 9, 1, 4], device=device)
+    (cache, memory), want = padded_rows(layout, device), padded_rows(layout, device)[0].contiguous()
+    write_kv_cache(latent, rope, cache, slots, layout, impl=impl)
+    write_kv_cache(latent, rope, want, slots, layout, impl=impl)
+    assert same(cache, want) and same(memory[..., layout.row :], padded_rows(layout, device)[1][..., layout.row :])
+    table, indptr = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([[2, 0], [1, 9]], [0, 7, 15]))
+    for starts in (None, indptr[1:]):
+        rows = (gather_kv_cache(x, table, indptr, 17, layout, starts=starts, impl=impl) for x in (cache, want))
+        assert same(*rows)
+
+
+@pytest.mark.parametrize("layout", APART, ids=lambda layout: layout.name)
+def test_rows_that_lie_apart_reference(layout):
+    check_padded_rows("reference", "cpu", layout)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", APART, ids=lambda layout: layout.name)
+def test_rows_that_lie_apart_kernel(device, layout):
+    check_padded_rows("triton", device, layout)
+
+
 def check_empty(impl, device):
     for layout in LAYOUTS:
         cache, memory = poisoned_cache(layout, 2, 3, device)
@@ -246,7 +281,7 @@ def test_compiles_ahead_of_time(layout, arch):
 
     fp8, planar = layout.dtype == torch.uint8, isinstance(layout, PlanarFp8Layout)
     pointer = "*u8" if fp8 else "*bf16"
-    record = launch._record(layout)
+    record = launch._record(layout, layout.token_bytes if planar else layout.row)
     chosen = config.config(H200)
     scalars = ("capacity", "requests", "max_blocks", "num_blocks", "block_size")
     scalars += ("stride_cache_block", "stride_table_request")

@@ -236,6 +236,23 @@ def test_misaligned_scales_are_refused(layout, block_size, padding, shift):
         check_cache("cache", memory[:, :size].unflatten(1, (block_size, layout.row)), layout)
 
 
+def test_rows_may_lie_apart_only_where_a_caller_takes_them():
+    layout = LatentFp8Layout(8, 2, 4)  # 20 bytes
+    memory = torch.zeros(6, 5, 26, dtype=torch.uint8)
+    apart = torch.as_strided(memory, (6, 5, 20), (130, 24, 1))
+    with pytest.raises(ValueError, match=r"^cache: got strides \(130, 24, 1\), allowed: \(at least 100, 20, 1\)"):
+        check_cache("cache", apart, layout)
+    with pytest.raises(ValueError, match="^cache: got block stride 130"):
+        check_cache("cache", apart, layout, padded_rows=True)
+    check_cache("cache", torch.as_strided(memory, (6, 5, 20), (116, 24, 1)), layout, padded_rows=True)
+    for strides, got in (((260, 26, 1), "row stride 26"), ((100, 16, 1), "strides"), ((112, 24, 1), "strides")):
+        with pytest.raises(ValueError, match=f"^cache: got {got}"):
+            check_cache("cache", torch.as_strided(memory, (2, 5, 20), strides), layout, padded_rows=True)
+    planar = torch.zeros(2, 4, 40, dtype=torch.uint8)[..., :20]
+    with pytest.raises(ValueError, match="^cache: got strides"):
+        check_cache("cache", planar, IndexFp8Layout(16), padded_rows=True)
+
+
 @pytest.mark.parametrize("block_size,padding", [(1, 0), (1, 568), (2, 560), (64, 64), (69, 12)])
 @pytest.mark.parametrize("flavour", FP8_MAX)
 def test_planar_bytes(block_size, padding, flavour):

@@ -27,7 +27,8 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Write index keys into ``cache``, quantised as ``layout`` says.
 
-    k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free.
+    k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free, and a
+    PlainLayout's row stride.
     slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one
     beyond the cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot: undefined
     which wins.
@@ -38,7 +39,7 @@ def indexer_k_quant_and_cache(
     _check_layout(layout)
     checks.check_shape("k", k, (None, layout.dim), "[tokens, layout.dim]")
     checks.check_unit_stride("k", k)
-    check_cache("cache", cache, layout)
+    check_cache("cache", cache, layout, padded_rows=True)
     checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
     checks.check_rank("slot_mapping", slot_mapping, 1)
     if slot_mapping.shape[0] > k.shape[0]:
@@ -68,7 +69,7 @@ def gather_indexer_k(
     PlainLayout).
     """
     _check_layout(layout)
-    check_cache("cache", cache, layout)
+    check_cache("cache", cache, layout, padded_rows=True)
     checks.check_dtype("block_table", block_table, (torch.int32,))
     checks.check_rank("block_table", block_table, 2)
     checks.check_unit_stride("block_table", block_table)

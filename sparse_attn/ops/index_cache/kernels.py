@@ -21,6 +21,7 @@ def insert_keys(
     stride_slot_token,
     stride_cache_block,
     D: tl.constexpr,
+    RECORD: tl.constexpr,  # from one key of a block to the next
     PAD_D: tl.constexpr,
     FP8: tl.constexpr,
     FNUZ: tl.constexpr,
@@ -40,7 +41,7 @@ def insert_keys(
     block = slot // block_size
     within = slot - block * block_size
     base = cache + block * stride_cache_block
-    at = base[:, None] + within[:, None] * D + column[None, :]
+    at = base[:, None] + within[:, None] * RECORD + column[None, :]
     if FP8:
         value = value.to(tl.float32)
         amax = tl.maximum(tl.max(tl.abs(value), 1), AMAX_FLOOR)
@@ -74,6 +75,7 @@ def gather_keys(
     stride_cache_block,
     stride_table_request,
     D: tl.constexpr,
+    RECORD: tl.constexpr,  # from one key of a block to the next
     PAD_D: tl.constexpr,
     FP8: tl.constexpr,
     ROWS: tl.constexpr,
@@ -88,7 +90,7 @@ def gather_keys(
     base = cache + block * stride_cache_block
     column = tl.arange(0, PAD_D)
     real = (row < capacity)[:, None] & (column < D)[None, :]
-    value = tl.load(base[:, None] + within[:, None] * D + column[None, :], mask=known[:, None] & real, other=0.0)
+    value = tl.load(base[:, None] + within[:, None] * RECORD + column[None, :], mask=known[:, None] & real, other=0.0)
     tl.store(keys + row.to(tl.int64)[:, None] * D + column[None, :], value, mask=real)
     if FP8:
         scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within

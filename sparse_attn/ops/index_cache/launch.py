@@ -6,7 +6,7 @@ import torch
 import triton
 
 from sparse_attn.device import chain
-from sparse_attn.layout import FP8_MAX, INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
+from sparse_attn.layout import FP8_MAX, INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout, row_stride
 from sparse_attn.ops.index_cache import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -30,6 +30,7 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
         slot_mapping.stride(0),
         cache.stride(0),
         D=kind.dim,
+        RECORD=row_stride(cache, kind),
         PAD_D=triton.next_power_of_2(kind.dim),
         FP8=fp8,
         FNUZ=fp8 and kind.flavour == "e4m3fnuz",
@@ -68,6 +69,7 @@ def gather_indexer_k(
         cache.stride(0),
         block_table.stride(0),
         D=kind.dim,
+        RECORD=row_stride(cache, kind),
         PAD_D=triton.next_power_of_2(kind.dim),
         FP8=isinstance(kind, IndexFp8Layout),
         ROWS=launch.gather_rows,

@@ -29,9 +29,9 @@ def write_kv_cache(
     """Write latents and rotated keys into ``cache``, quantised as ``layout`` says.
 
     latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache:
-    blocks of ``layout``, written in place; block stride free. slot_mapping: int64 or int32 [at most tokens]; a negative
-    slot, or one beyond the cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot:
-    undefined which wins.
+    blocks of ``layout``, written in place; block stride free, and the row stride of a layout that is not planar.
+    slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens beyond
+    slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
 
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
     ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16.
@@ -43,7 +43,7 @@ def write_kv_cache(
     checks.check_dtype("rope", rope, (latent.dtype,))
     checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
     checks.check_unit_stride("rope", rope)
-    check_cache("cache", cache, layout)
+    check_cache("cache", cache, layout, padded_rows=True)
     checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
     checks.check_rank("slot_mapping", slot_mapping, 1)
     if slot_mapping.shape[0] > latent.shape[0]:
@@ -76,7 +76,7 @@ def gather_kv_cache(
     Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
     """
     _check_layout(layout)
-    check_cache("cache", cache, layout)
+    check_cache("cache", cache, layout, padded_rows=True)
     checks.check_dtype("block_table", block_table, (torch.int32,))
     checks.check_rank("block_table", block_table, 2)
     checks.check_unit_stride("block_table", block_table)

@@ -14,6 +14,7 @@ from sparse_attn.layout import (
     PlainLayout,
     PlanarFp8Layout,
     parse_layout,
+    row_stride,
 )
 from sparse_attn.ops.kv_cache import config, kernels, shapes
 from sparse_attn.target import target_of
@@ -38,7 +39,7 @@ def write_kv_cache(
         rope.stride(0),
         slot_mapping.stride(0),
         cache.stride(0),
-        **_record(kind),
+        **_record(kind, row_stride(cache, kind)),
         POW2=fp8 and kind.scale_rule == "pow2",
         FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
         AMAX_FLOOR=PLANAR_AMAX_FLOOR if isinstance(kind, PlanarFp8Layout) else LATENT_AMAX_FLOOR,
@@ -78,7 +79,7 @@ def gather_kv_cache(
         cache.shape[1],
         cache.stride(0),
         block_table.stride(0),
-        **_record(kind),
+        **_record(kind, row_stride(cache, kind)),
         ROWS=launch.gather_rows,
         num_warps=launch.num_warps,
         **chain.chained(target),
@@ -86,12 +87,12 @@ def gather_kv_cache(
     return rows
 
 
-def _record(kind: Layout) -> dict[str, int | bool]:
-    """How a token's record is laid out, as the kernels take it."""
+def _record(kind: Layout, row: int) -> dict[str, int | bool]:
+    """How a token's record is laid out, as the kernels take it. row: elements from one to the next."""
     planar, fp8 = isinstance(kind, PlanarFp8Layout), not isinstance(kind, PlainLayout)
     groups, group = (kind.groups, kind.group) if fp8 else (1, kind.latent)
     return dict(
-        RECORD=kind.token_bytes if planar else kind.row,
+        RECORD=row,
         GROUPS=groups,
         PAD_GROUPS=triton.next_power_of_2(groups),
         GROUP=group,
