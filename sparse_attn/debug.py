@@ -14,6 +14,8 @@ import os
 
 import torch
 
+from sparse_attn import streams
+
 INT32_MAX = 2**31 - 1
 
 
@@ -27,8 +29,7 @@ def look(room: str, name: str, *arguments: object) -> None:
     """Apply the rules of op ``name`` of package ``room``; nothing is looked at while tracing or capturing."""
     if torch.compiler.is_compiling() or not on():
         return
-    on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments)
-    if on_gpu and torch.cuda.is_current_stream_capturing():
+    if any(streams.capturing(value.device) for value in arguments if isinstance(value, torch.Tensor)):
         return
     try:
         getattr(importlib.import_module(f"{room}.debug"), name)(*arguments)

@@ -3,16 +3,30 @@
 A launcher asks once for everything it needs at the same time; the views start at offset 0 on every call and hold
 whatever the last user left. Beside the scratch lies a small region of int64 counters that is zero whenever no op runs:
 an op that uses counters leaves them zero. Without a reservation, eager calls allocate.
+
+Threads. ``reserve`` serves a stream, whichever thread launches on it; the default stream is one for all threads.
+``use`` serves the thread (or asyncio task) that entered it, and no other. An op holds its workspace from the moment it
+takes scratch to its last launch, so the launches of two ops that share one never interleave on their stream. One that
+serves two streams at a time is a race all the same. A captured graph does not hold the workspace it was captured with
+while it is replayed: leave that workspace to the graph's stream, and its thread.
+
+Errors. An op that raises after it has taken counters may leave some that its kernels counted up: they are zeroed on the
+stream before the error leaves the op. Where the GPU itself reports an error that stays (an illegal address), nothing on
+that device works from then on, counters included: the process has to end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+
+from sparse_attn import streams
 
 ALIGNMENT = 256
 
@@ -72,6 +86,7 @@ class Workspace:
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.locked = False
+        self.turn = threading.RLock()  # held by the op whose launches use the buffer
         self.high_water = WorkspaceSize(0, 0)
         self._allocate(WorkspaceSize(*size))
 
@@ -89,10 +104,13 @@ class Workspace:
 
     def grow(self, size: WorkspaceSize, who: str) -> None:
         """Make room for ``size``; RuntimeError when locked or capturing, naming who asked, for how much, what to raise."""
+        with self.turn:
+            self._grow(size, who)
+
+    def _grow(self, size: WorkspaceSize, who: str) -> None:
         if size.nbytes <= self.size.nbytes and size.counters <= self.size.counters:
             return
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.locked or capturing:
+        if self.locked or streams.capturing(self.device):
             raise RuntimeError(
                 f"workspace: {who} needs {size.nbytes} bytes and {size.counters} counters, reserved are "
                 f"{self.size.nbytes} bytes and {self.size.counters} counters, and the workspace "
@@ -117,11 +135,38 @@ class Workspace:
             offset += _round_up(buffer.nbytes)
         return views, self._counters[: scratch.counters]
 
+    def clear_counters(self, count: int) -> None:
+        """Zero the first ``count`` counters, after an error; where the device takes no more work, nothing helps."""
+        with contextlib.suppress(RuntimeError):
+            self._counters[:count].zero_()
 
-_owners: dict[tuple[torch.device, int], Workspace] = {}
+
+Key = tuple[torch.device, int]
 
 
-def _key(device: torch.device) -> tuple[torch.device, int]:
+class _Use:
+    """A ``use`` that has not ended; it lets go of its workspace when it does, whoever still knows of it."""
+
+    __slots__ = ("key", "workspace")
+
+    def __init__(self, key: Key, workspace: Workspace):
+        self.key, self.workspace = key, workspace
+
+
+class _Running(threading.local):
+    """The ops that this thread is in the middle of, innermost last."""
+
+    def __init__(self):
+        self.ops: list[launching] = []
+
+
+_reserved: dict[Key, Workspace] = {}
+_reserving = threading.Lock()
+_used: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar("sparse_attn_workspaces", default=())
+_running = _Running()
+
+
+def _key(device: torch.device) -> Key:
     if device.type != "cuda":
         return device, 0
     if device.index is None:
@@ -129,45 +174,78 @@ def _key(device: torch.device) -> tuple[torch.device, int]:
     return device, torch.cuda.current_stream(device).cuda_stream
 
 
+def _owner(device: torch.device) -> Workspace | None:
+    uses = _used.get()
+    if not uses and not _reserved:
+        return None
+    key = _key(device)
+    for use in reversed(uses):
+        if use.key == key and (workspace := use.workspace) is not None:
+            return workspace
+    return _reserved.get(key)
+
+
 def reserve(size: WorkspaceSize | tuple[int, int], device: torch.device | str) -> Workspace:
-    """Give the current stream of ``device`` a workspace of at least ``size``, and return it."""
+    """Give the current stream of ``device`` a workspace of at least ``size``, and return it. It serves every thread."""
     key = _key(torch.device(device))
-    if key in _owners:
-        _owners[key].grow(WorkspaceSize(*size), "reserve")
-    else:
-        _owners[key] = Workspace(size, key[0])
-    return _owners[key]
+    with _reserving:
+        owner = _reserved.get(key)
+        if owner is None:
+            owner = _reserved[key] = Workspace(size, key[0])
+    owner.grow(WorkspaceSize(*size), "reserve")
+    return owner
 
 
 def release(device: torch.device | str) -> None:
-    """Forget the workspace of the current stream of ``device``; eager calls allocate again."""
-    _owners.pop(_key(torch.device(device)), None)
+    """Forget what was reserved for the current stream of ``device``; eager calls allocate again."""
+    _reserved.pop(_key(torch.device(device)), None)
 
 
 def current(device: torch.device | str) -> Workspace | None:
-    """The workspace that ops on the current stream of ``device`` take scratch from."""
-    return _owners.get(_key(torch.device(device)))
+    """The workspace that ops of this thread on the current stream of ``device`` take scratch from."""
+    return _owner(torch.device(device))
 
 
 @contextlib.contextmanager
 def use(workspace: Workspace) -> Iterator[Workspace]:
-    """Let ``workspace`` serve the current stream of its device inside the block; a captured graph keeps its own this way."""
-    key = _key(workspace.device)
-    before = _owners.get(key)
-    _owners[key] = workspace
+    """Let ``workspace`` serve this thread on the current stream of its device inside the block; a captured graph keeps its
+    own this way. Blocks may end in any order (in generators), and in another thread than they began in."""
+    mine = _Use(_key(workspace.device), workspace)
+    _used.set((*_used.get(), mine))
     try:
         yield workspace
     finally:
-        if before is None:
-            _owners.pop(key, None)
-        else:
-            _owners[key] = before
+        mine.workspace = None
+        _used.set(tuple(use for use in _used.get() if use.workspace is not None))
+
+
+class launching:
+    """The block in which one op launches: whatever workspace it takes from is its own until the block ends, and an error
+    leaves no counter behind."""
+
+    __slots__ = ("taken",)
+
+    def __enter__(self) -> None:
+        self.taken: list[tuple[Workspace, int]] = []
+        _running.ops.append(self)
+
+    def __exit__(self, error, *_) -> None:
+        _running.ops.pop()
+        for owner, counters in reversed(self.taken):
+            try:
+                if error is not None and counters:
+                    owner.clear_counters(counters)
+            finally:
+                owner.turn.release()
 
 
 def take(who: str, scratch: Scratch, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Scratch for one op call: from the stream's workspace where there is one, freshly allocated otherwise."""
-    owner = _owners.get(_key(device))
+    """Scratch for one op call: from the thread's or the stream's workspace where there is one, freshly allocated otherwise."""
+    owner = _owner(device)
     if owner is not None:
+        if _running.ops:
+            owner.turn.acquire()
+            _running.ops[-1].taken.append((owner, scratch.counters))
         return owner.take(who, scratch)
     views = [torch.empty(buffer.shape, dtype=buffer.dtype, device=device) for buffer in scratch.buffers]
     return views, torch.zeros(scratch.counters, dtype=torch.int64, device=device)

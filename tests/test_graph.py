@@ -192,6 +192,30 @@ def test_what_was_loaded_may_be_overwritten():
 
 
 @pytest.mark.gpu
+def test_a_graph_may_be_let_go_of_while_its_tokens_are_on_their_way():
+    model = model_of()
+    tokens, seq_lens = torch.tensor([9]), torch.ones(1, dtype=torch.int32)
+    want = eager_tokens(model, caches_of(model, 1), eager_state(tokens, seq_lens, table_of(1)), 20)
+    graph = graph_of(model, caches_of(model, 1), (1,))
+    graph.load(tokens, seq_lens, table_of(1))
+    torch.cuda.synchronize()
+    sizes = [value.numel() for value in vars(graph).values() if isinstance(value, torch.Tensor) and value.dtype == torch.int64]
+    streams = graph.stream, graph._copies
+    with torch.cuda.stream(graph.stream):
+        torch.cuda._sleep(200_000_000)
+    with torch.cuda.stream(graph._copies):
+        torch.cuda._sleep(1_000_000_000)  # the copies are far behind the steps
+    arriving = graph.run(20)
+    del graph
+    gc.collect()
+    for stream in (torch.cuda.current_stream(), streams[0]):  # whoever takes its memory writes over it
+        with torch.cuda.stream(stream):
+            overwritten = [torch.full((size,), -7, device="cuda") for size in sizes for _ in range(4)]
+    assert torch.equal(arriving.wait(), want)
+    del overwritten
+
+
+@pytest.mark.gpu
 def test_stop_ids_end_a_row_on_the_device():
     model = model_of()
     tokens, seq_lens = torch.tensor([9]), torch.tensor([1], dtype=torch.int32)

@@ -153,7 +153,7 @@ class Trainer:
 
     def _captured(self, stage: Stage, batch: Batch, rows: torch.Tensor) -> torch.cuda.CUDAGraph | None:
         """The step as a CUDA graph; None, with a word why, where it cannot be captured."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         for name in self.names:
             self.weights[name].grad = None
         graph = torch.cuda.CUDAGraph()
@@ -163,7 +163,7 @@ class Trainer:
         except RuntimeError as error:
             print(f"capture failed, steps run one kernel after the other: {error}", flush=True)
             self.graph = False
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
             return None
         return graph
 

@@ -50,7 +50,9 @@ class DecodeGraph:
     buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved and
     locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the last step,
     for what the current stream does between two runs. The graph owns its stream, its workspace and its state; two of them
-    may run at the same time on caches of their own.
+    may run at the same time on caches of their own. It lives on the device of ``caches``: by "the current stream" that
+    device's is meant, whichever device is the current one. It may be let go of, with its caches, while steps or the tokens
+    of a TokenStream are still on their way.
     """
 
     def __init__(
@@ -78,26 +80,32 @@ class DecodeGraph:
         self.keep_logits = keep_logits
         self.logits: torch.Tensor | None = None
         self._step, self._caches, self._impl = step, caches, impl
-        rows = self.buckets[-1]
+        self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):  # whose order decides when what is allocated here may be used again
+            self._allocate(self.buckets[-1], max_blocks, ring_blocks, device)
+            self.workspace = Workspace(workspace_size or (0, 0), device)
+        if workspace_size is not None:
+            self.workspace.lock()
+        for cache in (cache for layers in caches for cache in layers if cache is not None):
+            cache.record_stream(self.stream)
+        self._graphs = self._capture()
+
+    def _allocate(self, rows: int, max_blocks: int, ring_blocks: int, device: torch.device) -> None:
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._block_table = torch.full((rows, max_blocks), -1, dtype=torch.int32, device=device)
         self._ring_table = None
-        if isinstance(caches, WindowCaches):
+        if isinstance(self._caches, WindowCaches):
             self._ring_table = torch.full((rows, ring_blocks), -1, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._seeds = row_seeds(sampling.seed, rows, device)
+        self._seeds = row_seeds(self.sampling.seed, rows, device)
         self._row_seeds = self._seeds.clone()  # of rows that bring none
-        self._stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
+        self._stop_ids = torch.tensor(self.sampling.stop_ids, dtype=torch.int64, device=device)
         self._history = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
+        self._history.record_stream(self._copies)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
         self._taken = 0  # steps replayed, the host's count of what _place counts on the device
         self._rows = 0
-        self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.workspace = Workspace(workspace_size or (0, 0), device)
-        if workspace_size is not None:
-            self.workspace.lock()
-        self._graphs = self._capture()
 
     @property
     def captures(self) -> int:
@@ -133,7 +141,7 @@ class DecodeGraph:
         if seeds is not None:
             checks.check_dtype("seeds", seeds, (torch.int64,))
             checks.check_shape("seeds", seeds, (rows,), "[rows]")
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._current_stream())
         with torch.cuda.stream(self.stream):
             self._seeds[:rows].copy_(self._row_seeds[:rows] if seeds is None else seeds, non_blocking=True)
             if ring_table is not None:
@@ -144,7 +152,7 @@ class DecodeGraph:
             self._seq_lens[:rows].copy_(seq_lens, non_blocking=True)
             self._block_table.fill_(-1)
             self._block_table[:rows, : block_table.shape[1]].copy_(block_table, non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self.stream)  # the caller may write to these tensors, or let go of them
+        self._current_stream().wait_stream(self.stream)  # the caller may write to these tensors, or let go of them
         self._rows = rows
 
     def run(self, steps: int) -> TokenStream:
@@ -156,7 +164,7 @@ class DecodeGraph:
         graph = self._graphs[self._bucket(self._rows)]
         tokens = torch.empty(steps, self._rows, dtype=torch.int64, pin_memory=True)
         arrived = []
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._current_stream())
         self.stream.wait_stream(self._copies)  # the history may not overrun what is still being copied
         for row in tokens:
             with torch.cuda.stream(self.stream):
@@ -168,8 +176,13 @@ class DecodeGraph:
                 arrived.append(self._copies.record_event())
             self._taken += 1
         self.replays += steps
-        torch.cuda.current_stream().wait_stream(self.stream)
+        self._current_stream().wait_stream(self.stream)
+        if self.logits is not None:
+            self.logits.record_stream(self._current_stream())
         return TokenStream(tokens, arrived)
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.stream.device)
 
     def _bucket(self, rows: int) -> int:
         return next(bucket for bucket in self.buckets if bucket >= rows)
@@ -201,7 +214,7 @@ class DecodeGraph:
     def _capture(self) -> dict[int, torch.cuda.CUDAGraph]:
         """Capture every bucket, the largest first so that the others find its memory; rows are padding throughout."""
         graphs, pool = {}, None
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(self._current_stream())
         with torch.cuda.stream(self.stream), workspace.use(self.workspace):
             for rows in reversed(self.buckets):
                 for _ in range(2):
@@ -210,10 +223,10 @@ class DecodeGraph:
             self.workspace.lock()
             for rows in reversed(self.buckets):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+                with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
                     self._decode(rows)
                 pool = pool or graph.pool()
                 graphs[rows] = graph
             self._place.zero_()
-        torch.cuda.current_stream().wait_stream(self.stream)
+        self._current_stream().wait_stream(self.stream)
         return graphs

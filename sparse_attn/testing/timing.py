@@ -39,7 +39,7 @@ def time_graph(
     if not calls:
         raise ValueError("calls: got none, allowed: at least one")
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream), workspace.use(workspace.Workspace((0, 0), "cuda")):
         for call in calls:
             call()
