@@ -60,15 +60,15 @@ def check_same_device(**tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{name}: got device {tensor.device}, allowed: {home[1]} (that of {home[0]})")
 
 
-def check_integer(name: str, value: object, minimum: int | None = None) -> None:
-    """TypeError unless ``value`` is an integer (torch's and numpy's are, True is not), ValueError below ``minimum``."""
+def check_integer(name: str, value: object) -> None:
+    """TypeError unless ``value`` is an integer; torch's and numpy's are, True and tensors are not."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name}: got {value!r}, allowed: an integer")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name}: got {value}, allowed: at least {minimum}")
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:
+    """TypeError unless ``value`` is an integer, ValueError below ``minimum``."""
+    check_integer(name, value)
     if value < minimum:
         raise ValueError(f"{name}: got {value}, allowed: at least {minimum}")
 

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 
@@ -92,19 +93,81 @@ def test_one_token_needs_no_decode_step(model):
     assert found.tokens == [[int(found.logits[0].argmax())]]
 
 
-@pytest.mark.parametrize(
-    "prompts, count, message",
-    [
-        ([], 1, "prompts: got none"),
-        ([[1], []], 1, r"prompts\[1\]: got no token"),
-        ([[1], [1, 999]], 1, r"prompts\[1\]: got id 999, allowed: 0 to 256"),
-        ([[1]], 0, "max_new_tokens: got 0"),
-        ([[1] * 8192], 2, r"prompts\[0\]: got 8192 tokens to be followed by 2, allowed: 8193 in all"),
-    ],
-)
-def test_errors(model, prompts, count, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, prompts, max_new_tokens=count)
+INTEGER, SEQUENCE = "allowed: an integer", "allowed: a sequence of integers"
+ERRORS = {
+    "prompts: got none, allowed: at least one": dict(prompts=[]),
+    "prompts: got NoneType, allowed: a sequence of prompts": dict(prompts=None),
+    "prompts: got str, allowed: a sequence of prompts": dict(prompts="text"),
+    "prompts: got int64, allowed: a sequence of prompts": dict(prompts=numpy.int64(3)),
+    f"prompts[0]: got int, {SEQUENCE}": dict(prompts=[1, 2]),
+    f"prompts[0]: got str, {SEQUENCE}": dict(prompts=["text"]),
+    "prompts[0]: got int64 [], allowed: one dimension of integers": dict(prompts=torch.tensor([1, 2])),
+    "prompts[0]: got int64 [1, 2], allowed: one dimension of integers": dict(prompts=[torch.tensor([[1, 2]])]),
+    "prompts[0]: got float32 [2], allowed: one dimension of integers": dict(prompts=[torch.ones(2)]),
+    "prompts[0]: got bool [2], allowed: one dimension of integers": dict(prompts=[torch.ones(2).bool()]),
+    "prompts[0]: got float64 [2], allowed: one dimension of integers": dict(prompts=[numpy.ones(2)]),
+    "prompts[1]: got no token, allowed: at least one": dict(prompts=[[1], []]),
+    "prompts[0]: got no token, allowed": dict(prompts=[torch.tensor([1])[:0]]),
+    "prompts[1]: got id 999, allowed: 0 to 256": dict(prompts=[[1], [1, 999]]),
+    "prompts[0]: got id -1, allowed: 0 to 256": dict(prompts=torch.tensor([[1, -1]])),
+    f"prompts[0][1]: got 1.0, {INTEGER}": dict(prompts=[[1, 1.0]]),
+    f"prompts[0][0]: got True, {INTEGER}": dict(prompts=[[True]]),
+    f"prompts[0][0]: got tensor(1), {INTEGER}": dict(prompts=[[torch.tensor(1)]]),
+    f"prompts[0][0]: got None, {INTEGER}": dict(prompts=[[None]]),
+    "prompts[0]: got 8192 tokens to be followed by 2, allowed: 8193 in all": dict(prompts=[[1] * 8192], max_new_tokens=2),
+    "max_new_tokens: got 0, allowed: at least 1": dict(max_new_tokens=0),
+    f"max_new_tokens: got 2.0, {INTEGER}": dict(max_new_tokens=2.0),
+    f"max_new_tokens: got True, {INTEGER}": dict(max_new_tokens=True),
+    "prefill_tokens: got 0, allowed: at least 1": dict(prefill_tokens=0),
+    f"prefill_tokens: got None, {INTEGER}": dict(prefill_tokens=None),
+    "block_size: got 0, allowed: at least 1": dict(block_size=0),
+    "block_size: got -64, allowed: at least 1": dict(block_size=-64),
+    f"block_size: got 64.0, {INTEGER}": dict(block_size=64.0),
+    f"block_size: got True, {INTEGER}": dict(block_size=True),
+    "sampling: got dict, allowed: a Sampling": dict(sampling=dict(temperature=1.0)),
+    "temperature: got nan, allowed: 0 (greedy) or positive": dict(sampling=Sampling(float("nan"))),
+    "temperature: got -1, allowed: 0 (greedy) or positive": dict(sampling=Sampling(-1)),
+    "temperature: got '1', allowed: a number": dict(sampling=Sampling("1")),
+    f"seed: got 0.5, {INTEGER}": dict(sampling=Sampling(1.0, 0.5)),
+    "seed: got 9223372036854775808, allowed: a signed 64-bit": dict(sampling=Sampling(0.0, 2**63)),
+    f"stop_ids[1]: got 1.5, {INTEGER}": dict(sampling=Sampling(stop_ids=(1, 1.5))),
+    f"stop_ids[0]: got False, {INTEGER}": dict(sampling=Sampling(stop_ids=(False,))),
+    f"stop_ids: got int, {SEQUENCE}": dict(sampling=Sampling(stop_ids=7)),
+    "stop_ids: got id 257, allowed: 0 to 256": dict(sampling=Sampling(stop_ids=(257,))),
+    "stop_ids: got id -1, allowed: 0 to 256": dict(sampling=Sampling(stop_ids=(-1,))),
+    "seeds: got 2, allowed: 1, one a prompt": dict(seeds=[1, 2]),
+    f"seeds: got int, {SEQUENCE}": dict(seeds=1),
+    f"seeds[0]: got 1.0, {INTEGER}": dict(seeds=[1.0]),
+    "seeds[0]: got -9223372036854775809, allowed: a signed 64-bit": dict(seeds=[-(2**63) - 1]),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors_name_the_argument_before_anything_runs(model, message, monkeypatch):
+    monkeypatch.setattr(Model, "allocate_caches", lambda *_, **__: pytest.fail("caches were allocated"))
+    with pytest.raises((ValueError, TypeError)) as error:
+        generate(model, **dict(prompts=[[1]], max_new_tokens=1) | ERRORS[message])
+    assert str(error.value).startswith(message)
+
+
+def test_a_block_covers_whole_entries():
+    spec = preset("tiny_v4")
+    model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
+    with pytest.raises(ValueError, match="^block_size: got 6, allowed: multiples of the compression ratio 4"):
+        generate(model, [[1]], max_new_tokens=1, block_size=6)
+
+
+def test_numbers_of_numpy_and_torch_are_taken(model):
+    sampling = Sampling(1.5, 3, (7, 9))
+    want = generate(model, [[1, 2, 3], [4, 5, 6]], max_new_tokens=5, sampling=sampling, seeds=[8, 9]).tokens
+    taken = Sampling(numpy.float32(1.5), numpy.int64(3), torch.tensor([7, 9], dtype=torch.uint8))
+    for prompts, seeds in (
+        (torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.int32), torch.tensor([8, 9])),
+        (numpy.arange(1, 7).reshape(2, 3), numpy.array([8, 9])),
+        ((bytes([1, 2, 3]), [numpy.uint8(4), numpy.int16(5), 6]), (8, numpy.int32(9))),
+    ):
+        found = generate(model, prompts, max_new_tokens=numpy.int64(5), sampling=taken, seeds=seeds)
+        assert found.tokens == want and all(type(token) is int for row in found.tokens for token in row)
 
 
 @pytest.fixture

@@ -75,6 +75,8 @@ def test_graphs_need_a_gpu():
     )
     with pytest.raises(ValueError, match="^caches: got device cpu"):
         DecodeGraph(lambda *_: None, caches, max_context=16, max_blocks=1)
+    with pytest.raises(TypeError, match="^stop_ids.1.: got 1.5, allowed: an integer"):
+        DecodeGraph(lambda *_: None, caches, max_context=16, max_blocks=1, sampling=Sampling(stop_ids=(1, 1.5)))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
-from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
+from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, check_block_size
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
 
@@ -66,6 +66,7 @@ def allocate_caches(
     spec: Spec, layouts: CacheLayouts, num_blocks: int, block_size: int, device: torch.device | str
 ) -> Caches:
     """Zeroed caches for every layer, index caches for the layers that run an indexer."""
+    check_block_size(spec, block_size)
     return Caches(
         tuple(allocate_cache(layouts.kv, num_blocks, block_size, device) for _ in range(spec.num_layers)),
         tuple(

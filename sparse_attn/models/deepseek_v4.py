@@ -17,7 +17,7 @@ from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.windowed import attention
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
-from sparse_attn.pipeline.layouts import state_ring, window_ring
+from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import HyperMix, StepPlan, WindowCaches
@@ -88,9 +88,7 @@ def allocate_caches(
     num_blocks, block_size: the paged caches of entries; a block covers block_size tokens, a multiple of every ratio.
     requests: how many rings there are. step_rows: most rows of one request in a step. next_n: most decode rows of one.
     """
-    for ratio in spec.ratios:
-        if block_size % ratio:
-            raise ValueError(f"block_size: got {block_size}, allowed: multiples of the compression ratio {ratio}")
+    check_block_size(spec, block_size)
     ring = window_ring(spec, step_rows)
 
     def paged(kinds: tuple[str, ...], layout) -> tuple[torch.Tensor | None, ...]:

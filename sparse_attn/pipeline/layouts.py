@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparse_attn import checks
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.spec import CompressedSpec, Spec
 
@@ -45,6 +46,14 @@ def _fp8(spec: Spec | CompressedSpec) -> LatentFp8Layout | PlanarFp8Layout:
 def default_block_size(spec: Spec | CompressedSpec) -> int:
     """Tokens a block of the paged caches covers, where nobody says: 64 rows of the most detailed cache."""
     return ROWS_PER_BLOCK * min(spec.ratios, default=1) if isinstance(spec, CompressedSpec) else ROWS_PER_BLOCK
+
+
+def check_block_size(spec: Spec | CompressedSpec, block_size: int) -> None:
+    """TypeError or ValueError unless paged caches of ``spec`` can have blocks of so many tokens."""
+    checks.check_at_least("block_size", block_size, 1)
+    for ratio in spec.ratios if isinstance(spec, CompressedSpec) else ():
+        if block_size % ratio:
+            raise ValueError(f"block_size: got {block_size}, allowed: multiples of the compression ratio {ratio}")
 
 
 def window_ring(spec: CompressedSpec, step_rows: int) -> int:

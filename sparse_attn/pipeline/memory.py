@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from sparse_attn.layout import Layout, block_bytes
 from sparse_attn.pipeline.bounds import Bounds
-from sparse_attn.pipeline.layouts import CacheLayouts, state_ring, window_ring
+from sparse_attn.pipeline.layouts import CacheLayouts, check_block_size, state_ring, window_ring
 from sparse_attn.spec import CompressedSpec, Spec
 
 FP32_BYTES = 4
@@ -25,6 +25,7 @@ class CacheUse(NamedTuple):
 
 def cache_uses(spec: Spec | CompressedSpec, layouts: CacheLayouts, bounds: Bounds) -> list[CacheUse]:
     """What the caches take with room for max_batch requests of max_model_len tokens; rings for at least one request."""
+    check_block_size(spec, bounds.block_size)
     if isinstance(spec, CompressedSpec):
         return _windowed_uses(spec, layouts, bounds)
     return [

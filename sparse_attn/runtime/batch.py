@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn import workspace
-from sparse_attn.pipeline import Bounds, default_block_size, workspace_size
+from sparse_attn import checks, workspace
+from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model
 from sparse_attn.target import resolve_impl, target_of
@@ -45,6 +45,9 @@ def prepare(
     """
     device, count, max_context = model.device, len(lengths), max(reach)
     block_size = default_block_size(model.spec) if block_size is None else block_size
+    check_block_size(model.spec, block_size)
+    checks.check_at_least("prefill_tokens", prefill_tokens, 1)
+    block_size, prefill_tokens = int(block_size), int(prefill_tokens)
     pool = BlockPool(sum(blocks_for(tokens, block_size) for tokens in reach))
     tables = BlockTables(pool, count, blocks_for(max_context, block_size), block_size)
     for request, tokens in enumerate(reach):

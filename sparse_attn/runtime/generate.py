@@ -17,9 +17,9 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.inputs import checked_prompts, checked_sampling, checked_seeds
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
-from sparse_attn.spec import CompressedSpec, Spec
 
 PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
@@ -54,7 +54,7 @@ Progress = Callable[[str, int], Quiet]  # (what is counted, how many) -> somethi
 @no_autocast
 def generate(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | torch.Tensor],
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),
@@ -68,15 +68,20 @@ def generate(
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
+    prompts: ids, in sequences or one-dimensional integer tensors.
     seeds: one a prompt, which then draws what it draws alone under that seed, whatever the batch; None, for all or for one:
     the random stream (sampling.seed, its place among the prompts), where the first one's is that of sampling.seed alone.
     block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
     step takes at most, counted over requests. compile: run the forward under
-    torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step. ValueError for empty
-    prompts, ids outside the vocabulary, prompts that with their continuation exceed the model's positions, and a graph
-    where none can be captured.
+    torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step.
+
+    TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
+    their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none can
+    be captured.
     """
-    _check(model.spec, prompts, max_new_tokens)
+    prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
+    sampling = checked_sampling(sampling, model.spec.vocab_size)
+    streams = checked_seeds(seeds, sampling.seed, len(prompts))
     if graph:
         check_capturable(model.device, model.impl)
     device, batch = model.device, len(prompts)
@@ -84,7 +89,7 @@ def generate(
     tables, caches, state, chunks, max_context, bounds = prepare(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
         block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
-        seeds=_streams(seeds, sampling.seed, batch),
+        seeds=streams,
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
     captured = None
@@ -149,20 +154,6 @@ def generate(
     )
 
 
-def _streams(seeds: Sequence[int | None] | None, seed: int, count: int) -> torch.Tensor:
-    """int64 [count], the prompts' own seeds, or those of their places."""
-    streams = row_seeds(seed, count)
-    if seeds is None:
-        return streams
-    if len(seeds) != count:
-        raise ValueError(f"seeds: got {len(seeds)}, allowed: {count}, one a prompt")
-    for number, own in enumerate(seeds):
-        if own is not None:
-            checks.check_seed(f"seeds[{number}]", own)
-            streams[number] = int(own)
-    return streams
-
-
 def check_capturable(device: torch.device, impl: str) -> None:
     """ValueError where a decode step cannot be captured."""
     if device.type != "cuda":
@@ -207,21 +198,3 @@ def _clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _check(spec: Spec | CompressedSpec, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, allowed: at least 1")
-    if not prompts:
-        raise ValueError("prompts: got none, allowed: at least one")
-    for number, prompt in enumerate(prompts):
-        if not prompt:
-            raise ValueError(f"prompts[{number}]: got no token, allowed: at least one")
-        outside = [token for token in prompt if not 0 <= token < spec.vocab_size]
-        if outside:
-            raise ValueError(f"prompts[{number}]: got id {outside[0]}, allowed: 0 to {spec.vocab_size - 1}")
-        if len(prompt) + max_new_tokens - 1 > spec.max_positions:
-            raise ValueError(
-                f"prompts[{number}]: got {len(prompt)} tokens to be followed by {max_new_tokens}, allowed: "
-                f"{spec.max_positions + 1} in all, the model knows {spec.max_positions} positions"
-            )

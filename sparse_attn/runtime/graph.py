@@ -13,6 +13,7 @@ import torch
 
 from sparse_attn import checks, workspace
 from sparse_attn.ops.sampling import row_seeds
+from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.steps import AnyCaches, Decode, Sampling, Step, advance, decode_plan
 from sparse_attn.types import WindowCaches
 from sparse_attn.workspace import Workspace, WorkspaceSize
@@ -69,7 +70,7 @@ class DecodeGraph:
         impl: str = "auto",
         keep_logits: bool = False,
     ):
-        device = caches.kv[0].device
+        sampling, device = checked_sampling(sampling), caches.kv[0].device
         if device.type != "cuda":
             raise ValueError(f"caches: got device {device}, allowed: a CUDA or HIP device, graphs need one")
         if not buckets or min(buckets) < 1:

@@ -50,5 +50,5 @@ def row_seeds(seed: int, rows: int, device: torch.device | str = "cpu") -> torch
     """int64 [rows], the random streams (seed, 0), (seed, 1), ... as seeds of ``sample``. Row 0's is ``seed`` itself; no two
     seeds share the stream of one row."""
     checks.check_seed("seed", seed)
-    checks.check_integer("rows", rows, 0)
+    checks.check_at_least("rows", rows, 0)
     return reference.row_seeds(int(seed), rows, device)

@@ -1,0 +1,97 @@
+"""What a caller of the generation loop gives, checked and made plain: lists of ints, a Sampling of ints and a float."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.sampling import row_seeds
+from sparse_attn.runtime.steps import Sampling
+from sparse_attn.spec import CompressedSpec, Spec
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def checked_prompts(
+    prompts: Sequence[Sequence[int] | torch.Tensor], spec: Spec | CompressedSpec, max_new_tokens: int
+) -> list[list[int]]:
+    """The prompts' ids; TypeError or ValueError for what cannot be continued by ``max_new_tokens`` tokens."""
+    checks.check_at_least("max_new_tokens", max_new_tokens, 1)
+    if not _is_sequence(prompts):
+        raise TypeError(f"prompts: got {_shown(prompts)}, allowed: a sequence of prompts")
+    found = [integers(f"prompts[{number}]", prompt) for number, prompt in enumerate(prompts)]
+    if not found:
+        raise ValueError("prompts: got none, allowed: at least one")
+    for number, prompt in enumerate(found):
+        name = f"prompts[{number}]"
+        if not prompt:
+            raise ValueError(f"{name}: got no token, allowed: at least one")
+        _check_ids(name, prompt, spec.vocab_size)
+        if len(prompt) + max_new_tokens - 1 > spec.max_positions:
+            raise ValueError(
+                f"{name}: got {len(prompt)} tokens to be followed by {max_new_tokens}, allowed: "
+                f"{spec.max_positions + 1} in all, the model knows {spec.max_positions} positions"
+            )
+    return found
+
+
+def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampling:
+    """``sampling`` in plain numbers; TypeError or ValueError names the field at fault. vocab_size: None where nobody knows."""
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling: got {_shown(sampling)}, allowed: a Sampling")
+    checks.check_temperature(sampling.temperature)
+    checks.check_seed("seed", sampling.seed)
+    stop_ids = integers("stop_ids", sampling.stop_ids)
+    _check_ids("stop_ids", stop_ids, vocab_size)
+    return Sampling(float(sampling.temperature), int(sampling.seed), tuple(stop_ids))
+
+
+def checked_seeds(seeds: Sequence[int | None] | None, seed: int, count: int) -> torch.Tensor:
+    """int64 [count]: the prompts' own seeds, and where one has none that of the stream (``seed``, its place)."""
+    streams = row_seeds(seed, count)
+    if seeds is None:
+        return streams
+    if isinstance(seeds, torch.Tensor) or not _is_sequence(seeds):
+        seeds = integers("seeds", seeds)
+    if len(seeds) != count:
+        raise ValueError(f"seeds: got {len(seeds)}, allowed: {count}, one a prompt")
+    for number, own in enumerate(seeds):
+        if own is not None:
+            checks.check_seed(f"seeds[{number}]", own)
+            streams[number] = int(own)
+    return streams
+
+
+def integers(name: str, values: Sequence[int] | torch.Tensor) -> list[int]:
+    """A sequence of integers, or a tensor or array of one dimension, as a list; TypeError for anything else."""
+    if hasattr(values, "__array__") and not isinstance(values, torch.Tensor):
+        values = torch.as_tensor(values)
+    if isinstance(values, torch.Tensor):
+        if values.dim() != 1 or values.dtype not in INTEGERS:
+            raise TypeError(f"{name}: got {_shown(values)}, allowed: one dimension of integers")
+        return values.tolist()
+    if not _is_sequence(values):
+        raise TypeError(f"{name}: got {_shown(values)}, allowed: a sequence of integers")
+    for place, value in enumerate(values):
+        if type(value) is not int:
+            checks.check_integer(f"{name}[{place}]", value)
+    return [int(value) for value in values]
+
+
+def _is_sequence(values: object) -> bool:
+    return isinstance(values, Sequence) and not isinstance(values, str) or getattr(values, "ndim", 0) > 0
+
+
+def _check_ids(name: str, ids: list[int], vocab_size: int | None) -> None:
+    most = 2**63 - 1 if vocab_size is None else vocab_size - 1
+    outside = [token for token in ids if not 0 <= token <= most]
+    if outside:
+        raise ValueError(f"{name}: got id {outside[0]}, allowed: 0 to {most}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
