@@ -142,10 +142,9 @@ def test_small_chunks_in_small_rings(chunk):
 def in_place(monkeypatch):
     """From now on prefill rows attend in place."""
     from sparse_attn.models import deepseek_v4
-    from sparse_attn.runtime import steps
 
     forward = functools.partial(deepseek_v4.forward, prefill_in_place=True)
-    return lambda: monkeypatch.setattr(steps.deepseek_v4, "forward", forward)
+    return lambda: monkeypatch.setattr(deepseek_v4, "forward", forward)
 
 
 def test_prefill_in_place_equals_gathered(in_place):
