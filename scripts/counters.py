@@ -35,7 +35,7 @@ def calls(run: Run) -> Iterator[Call]:
     yield from _prefill(run)
     yield from _scores(run)
     for rows, width in run.pick([(4096, 32768), (64, 131072), (64, 32768)], [(3, 256)]):
-        logits = torch.randn(rows, width, device=run.device)
+        logits = torch.randn(rows, width, dtype=torch.float32, device=run.device)
         yield f"top-k of {rows} x {width}", functools.partial(top_k_per_row, logits, run.pick(2048, 16))
 
 

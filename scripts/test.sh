@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests: plain, then Triton kernels through the interpreter, then ahead-of-time compilation, each in processes of
-# its own. Arguments go to every pytest; PYTHON=... uses an existing environment instead of a local .venv.
+# Run the tests: plain, a sample of them under other defaults of torch, then Triton kernels through the interpreter, then
+# ahead-of-time compilation, each in processes of its own. Arguments go to every pytest; PYTHON=... uses an existing environment
+# instead of a local .venv.
 # A stage that collects no test fails, unless arguments narrowed the run and another stage ran some.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -28,6 +29,7 @@ stage() { # stage NAME COMMAND...
 }
 
 stage plain "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
+stage other-defaults env SPARSE_ATTN_OTHER_DEFAULTS="${SPARSE_ATTN_LONG:-16}" "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
 stage interpreted env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= \
     "$python" -m pytest "${parallel[@]}" -m kernel "$@"
 if grep -rlqs 'mark\.aot' tests; then

@@ -460,5 +460,5 @@ def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: tor
     pads them."""
     if isinstance(layout, PlanarFp8Layout):
         memory = torch.zeros(num_blocks, layout.block_stride(block_size), dtype=layout.dtype, device=device)
-        return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
+        return torch.unflatten(memory[:, : block_size * layout.row], 1, (block_size, layout.row))
     return torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device)

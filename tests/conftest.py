@@ -1,6 +1,8 @@
 """Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1).
 
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
+SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that other_defaults.py names under defaults of torch
+other than torch's own.
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 
@@ -8,10 +10,12 @@ import os
 
 import pytest
 import torch
+from other_defaults import other_defaults, suits
 
 from sparse_attn import workspace
 from sparse_attn.target import interpreting
 
+OTHER_DEFAULTS = int(os.environ.get("SPARSE_ATTN_OTHER_DEFAULTS", 0))
 torch.set_num_threads(1)
 if (gpus := os.environ.get("SPARSE_ATTN_TEST_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     gpus = gpus.split(",")
@@ -19,6 +23,9 @@ if (gpus := os.environ.get("SPARSE_ATTN_TEST_GPUS")) and (worker := os.environ.g
 
 
 def pytest_collection_modifyitems(config, items):
+    if OTHER_DEFAULTS:
+        config.hook.pytest_deselected(items=[item for item in items if not suits(item, OTHER_DEFAULTS)])
+        items[:] = [item for item in items if suits(item, OTHER_DEFAULTS)]
     if torch.cuda.is_available():
         items.sort(key=lambda item: item.path.name != "test_soak.py")  # the longest first: workers end together
         return
@@ -39,6 +46,12 @@ def pytest_collection_modifyitems(config, items):
 def big(device):
     """Whether a `kernel` test runs its large cases: on a GPU, unless SPARSE_ATTN_SMALL is set and not 0."""
     return device.type == "cuda" and os.environ.get("SPARSE_ATTN_SMALL", "0") in ("", "0")
+
+
+@pytest.fixture(autouse=bool(OTHER_DEFAULTS))
+def _other_defaults(request):
+    with other_defaults(request.node.nodeid):
+        yield
 
 
 @pytest.fixture

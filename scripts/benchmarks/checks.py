@@ -19,7 +19,7 @@ Level = tuple[float, float, float]
 
 def sampled(rows: int, count: int, device: torch.device | str) -> torch.Tensor:
     """``count`` row numbers (all, where there are fewer), first and last among them."""
-    return torch.linspace(0, rows - 1, min(rows, count), device=device).round().long()
+    return torch.linspace(0, rows - 1, min(rows, count), dtype=torch.float32, device=device).round().long()
 
 
 def check_attention(

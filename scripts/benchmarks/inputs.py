@@ -24,14 +24,14 @@ def normal(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def fp8_normal(*shape: int, device: str) -> torch.Tensor:
-    return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+    return torch.randn(shape, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
 
 
 def distinct_rows(rows: int, values: int, k: int, device: str) -> torch.Tensor:
     """int32 [rows, k]: k distinct values below ``values`` per row, in random order."""
     chosen = torch.empty(rows, k, dtype=torch.int32, device=device)
     for part in chosen.split(max(1, ELEMENTS_AT_ONCE // values)):
-        part.copy_(torch.rand(part.shape[0], values, device=device).topk(k).indices)
+        part.copy_(torch.rand(part.shape[0], values, dtype=torch.float32, device=device).topk(k).indices)
     return chosen
 
 
@@ -65,8 +65,8 @@ def prefill_index(rows: int, context: int, heads: int, device: str) -> PrefillIn
     return PrefillIndex(
         fp8_normal(rows, heads, INDEX_DIM, device=device),
         fp8_normal(context, INDEX_DIM, device=device),
-        torch.rand(context, device=device) + 0.5,
-        torch.randn(rows, heads, device=device),
+        torch.rand(context, dtype=torch.float32, device=device) + 0.5,
+        torch.randn(rows, heads, dtype=torch.float32, device=device),
         torch.zeros(rows, dtype=torch.int32, device=device),
         torch.arange(context - rows + 1, context + 1, dtype=torch.int32, device=device),
     )
@@ -91,7 +91,7 @@ def decode_index(
     behind = torch.arange(1 - next_n, 1, dtype=torch.int32, device=device)
     return DecodeIndex(
         fp8_normal(sets, requests, next_n, heads, INDEX_DIM, device=device),
-        torch.randn(sets, requests * next_n, heads, device=device),
+        torch.randn(sets, requests * next_n, heads, dtype=torch.float32, device=device),
         [shuffled[first : first + requests * blocks].view(requests, blocks).clone() for first in firsts],
         (context + behind).repeat(requests, 1),
     )

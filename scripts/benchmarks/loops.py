@@ -170,18 +170,19 @@ def _transformers(kind: str, hidden: torch.Tensor, context: int) -> tuple[float,
             if weight.dim() == 2:
                 weight.normal_(std=0.02)
         rows = hidden.shape[0]
-        mask = torch.full((rows, rows), float("-inf"), dtype=torch.bfloat16).triu(1)[None, None]
+        mask = torch.full((rows, rows), float("-inf"), dtype=torch.bfloat16, device=hidden.device).triu(1)[None, None]
         x = hidden.unsqueeze(0)
-        angles = rotary(x, torch.arange(rows)[None])
+        angles = rotary(x, torch.arange(rows, device=hidden.device)[None])
         prefill = wall_us(lambda: layer(x, angles, mask, past_key_values=None), 1)
 
         cache, past = DynamicCache(config=config), context - 1
         heads, qk, v = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        shapes = (1, heads, past, qk), (1, heads, past, v)
-        cache.update(*(torch.randn(shape, dtype=torch.bfloat16) for shape in shapes), 0)
-        cache.update_indexer(torch.randn(1, past, config.index_head_dim, dtype=torch.bfloat16), 0)
+        shapes, drawn = ((1, heads, past, qk), (1, heads, past, v)), dict(dtype=torch.bfloat16, device=hidden.device)
+        cache.update(*(torch.randn(shape, **drawn) for shape in shapes), 0)
+        cache.update_indexer(torch.randn(1, past, config.index_head_dim, **drawn), 0)
         one = x[:, :1].contiguous()
-        angles, open_mask = rotary(one, torch.tensor([[past]])), torch.zeros(1, 1, 1, context, dtype=torch.bfloat16)
+        angles = rotary(one, torch.full((1, 1), past, dtype=torch.int64, device=hidden.device))
+        open_mask = torch.zeros(1, 1, 1, context, **drawn)
 
         def decode():
             layer(one, angles, open_mask, past_key_values=cache)

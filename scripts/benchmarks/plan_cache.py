@@ -23,9 +23,11 @@ CASES = ((1, ()), (8, ()), (128, ()), (0, (1024,) * 4), (64, (2048, 1000)))
 def plan_cache(run: Run) -> Iterator[Record]:
     "Host microseconds to plan a step from CPU lengths: hit, against a miss and against build_step_plan and its copies."
     for decodes, prompts in run.pick(CASES, ((2, (5,)),)):
-        queries = torch.tensor([0] + [1] * decodes + list(prompts))
-        starts = queries.cumsum(0).int()
-        lens = [torch.tensor([40000 + n] * decodes + [p + n for p in prompts]).int() for n in (0, 1)]
+        queries = torch.tensor([0] + [1] * decodes + list(prompts), dtype=torch.int32, device="cpu")
+        starts = queries.cumsum(0, dtype=torch.int32)
+        lens = [
+            torch.tensor([40000 + n] * decodes + [p + n for p in prompts], dtype=torch.int32, device="cpu") for n in (0, 1)
+        ]
         if not run.dry:
             starts, lens = starts.pin_memory(), [x.pin_memory() for x in lens]
         requests, tokens = decodes + len(prompts), int(starts[-1])

@@ -113,7 +113,7 @@ def measure(run: Run, case: Case) -> Record:
     dense = distinct_rows(tokens, case.rows, top_k, run.device)
     lengths, sink = _lengths(case, tokens, run.device), None
     if case.sink:  # about as heavy as the keys together
-        sink = torch.randn(heads, device=run.device) + 6
+        sink = torch.randn(heads, dtype=torch.float32, device=run.device) + 6
     scale = case.d_qk**-0.5
     options = {"scale": scale, "d_v": D_V, "sink": sink}
     ragged = build_ragged_indices_from_dense(dense, lengths, num_rows=case.rows)

@@ -23,7 +23,7 @@ def topk_decode(run: Run) -> Iterator[Record]:
     full = [(rows, width) for width in (4096, 32768, 131072) for rows in (1, 8, 32, 64, 128)]
     scratch = torch.zeros(TOP_K_SCRATCH, dtype=torch.uint8, device=run.device)
     for rows, width in run.pick(full, [(3, 256), (40, 64)]):
-        logits = [torch.randn(rows, width, device=run.device) for _ in range(WARM_SETS)]
+        logits = [torch.randn(rows, width, dtype=torch.float32, device=run.device) for _ in range(WARM_SETS)]
         ends = torch.full((rows,), width, dtype=torch.int32, device=run.device)
         best = _best(logits[0], None, ends, max(run.pick(TOP_KS, TINY_TOP_KS)))
         for k in run.pick(TOP_KS, TINY_TOP_KS):
@@ -44,10 +44,10 @@ def topk_prefill(run: Run) -> Iterator[Record]:
     "top_k_per_row of a prefill chunk's rows, causal ends."
     full = [(rows, width) for rows in (2048, 4096) for width in (8192, 32768, 131072)]
     for rows, width in run.pick(full, [(4, 256)]):
-        logits = torch.randn(rows, width, device=run.device)
+        logits = torch.randn(rows, width, dtype=torch.float32, device=run.device)
         ends = torch.arange(width - rows + 1, width + 1, dtype=torch.int32, device=run.device)
         top_ks = run.pick(TOP_KS, TINY_TOP_KS)
-        random = (torch.rand(rows, device=run.device) * (width // 4)).to(torch.int32)
+        random = (torch.rand(rows, dtype=torch.float32, device=run.device) * (width // 4)).to(torch.int32)
         for name, starts, some_ks in (("0", torch.zeros_like(ends), top_ks), ("random", random, top_ks[-1:])):
             best = _best(logits, starts, ends, max(some_ks))
             floor = run.floor(nbytes=4 * int((ends - starts).sum()))

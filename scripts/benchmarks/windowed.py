@@ -84,7 +84,7 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
     tokens, window = requests * s_q, caches.window
     sets = run.sets(tokens * (window + top_k) * LAYOUT.row + 4 * tokens * heads * DIM)
     q = normal(sets, requests, s_q, heads, DIM, device=run.device)
-    sink = torch.randn(heads, device=run.device)
+    sink = torch.randn(heads, dtype=torch.float32, device=run.device)
     owner = torch.arange(sets * requests, device=run.device).view(sets, requests, 1, 1)
     first = torch.randint(0, RING - window, (sets, requests, s_q, 1), device=run.device)
     near = (owner % caches.owners * RING + first + torch.arange(window, device=run.device)).int().contiguous()
@@ -151,7 +151,7 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
     blocks = min(index_cache.shape[0], caches.entries.shape[0])
     inputs = decode_index(sets, requests, 1, entries, blocks, index_heads, run.device)
     q = normal(sets, requests, heads, DIM, device=run.device)
-    sink = torch.randn(heads, device=run.device)
+    sink = torch.randn(heads, dtype=torch.float32, device=run.device)
     request_ids = torch.arange(requests, dtype=torch.int32, device=run.device)
     rings = (torch.arange(requests * RING // BLOCK, device=run.device, dtype=torch.int32)).view(requests, -1)
     positions = torch.full((requests,), context - 1, dtype=torch.int32, device=run.device)
@@ -238,7 +238,7 @@ def prefill_forms(run: Run) -> Iterator[Record]:
 def _prefill(run, caches, heads, top_k, tokens, context) -> Record:
     entries, window = context // RATIO, caches.window
     q = normal(tokens, heads, DIM, device=run.device)
-    sink = torch.randn(heads, device=run.device)
+    sink = torch.randn(heads, dtype=torch.float32, device=run.device)
     topk = distinct_rows(tokens, entries, top_k, run.device)
     positions = torch.arange(context - tokens, context, dtype=torch.int32, device=run.device)
     request_ids = torch.zeros_like(positions)

@@ -37,7 +37,7 @@ class Source:
         self.generator = torch.Generator(device).manual_seed(seed)
         # Made once: copying them from the host would wait for the device on every batch.
         self._letters, self._digits, self._sizes, self._powers = (
-            torch.tensor(values, device=device)
+            torch.tensor(values, dtype=torch.int64, device=device)
             for values in (
                 list(KEY_LETTERS.encode()), list(VALUE_LETTERS.encode()), ALPHABETS,
                 [len(KEY_LETTERS) ** place for place in range(KEY_BYTES)],
@@ -47,7 +47,7 @@ class Source:
     def batch(self, rows: int, length: int, retrieval_share: float) -> Batch:
         """``rows`` rows of ``length`` predictions, the first of them with mentions."""
         tokens = self._windows(rows, length + 1)
-        text = torch.ones(rows, length + 1, device=self.device)
+        text = torch.ones(rows, length + 1, dtype=torch.float32, device=self.device)
         answer = torch.zeros_like(text)
         some = round(rows * retrieval_share)
         if some and length + 1 >= 2 * CELL:
@@ -55,7 +55,7 @@ class Source:
         return Batch(tokens, text[:, 1:].contiguous(), answer[:, 1:].contiguous())
 
     def _uniform(self, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=self.generator, device=self.device)
+        return torch.rand(shape, generator=self.generator, dtype=torch.float32, device=self.device)
 
     def _below(self, limit: torch.Tensor | int, *shape: int) -> torch.Tensor:
         return (self._uniform(*shape) * limit).long().clamp_max(limit - 1)
@@ -88,7 +88,7 @@ class Source:
         at = number.unsqueeze(2).expand(-1, -1, KEY_BYTES)
         key_ids = self._letters[keys].gather(1, at)
         value_ids = self._digits[values].gather(1, at)
-        sign = {c: torch.full((rows, cells, 1), ord(c), device=self.device) for c in "[=]"}
+        sign = {c: torch.full((rows, cells, 1), ord(c), dtype=torch.int64, device=self.device) for c in "[=]"}
         mention = torch.cat([sign["["], key_ids, sign["="], value_ids, sign["]"]], dim=2)
         start = torch.arange(cells, device=self.device) * CELL + self._below(CELL - MENTION_BYTES + 1, rows, cells)
         place = start.unsqueeze(2) + torch.arange(MENTION_BYTES, device=self.device)

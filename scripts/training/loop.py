@@ -70,7 +70,7 @@ class Trainer:
         self.fixed = [n for n in self.weights if n.endswith((*INTEGER_NAMES, "moe.bias")) or n.startswith("rope")]
         self.names = [name for name in self.weights if name not in self.fixed]
         self.optimiser = self._optimiser()
-        self.metrics = torch.zeros(len(METRICS), device=self.device)
+        self.metrics = torch.zeros(len(METRICS), dtype=torch.float32, device=self.device)
         self.done = 0
         self._prepared: tuple[Stage, Batch, torch.Tensor] | None = None
         self._replay: torch.cuda.CUDAGraph | None = None
@@ -84,7 +84,7 @@ class Trainer:
         plain = [n for n in self.names if self.weights[n].dim() < 2 or n == "embed" or n.endswith("position_bias")]
         matrices = [n for n in self.names if n not in plain]
         on_gpu = self.device.type == "cuda"
-        rate = torch.tensor(0.0, device=self.device) if on_gpu else 0.0
+        rate = torch.tensor(0.0, dtype=torch.float32, device=self.device) if on_gpu else 0.0
         groups = [
             {"params": [self.weights[n] for n in names], "weight_decay": decay, "lr": rate.clone() if on_gpu else rate}
             for names, decay in ((matrices, self.settings.weight_decay), (plain, 0.0))
@@ -138,7 +138,7 @@ class Trainer:
     def _draw(self, stage: Stage) -> tuple[torch.Tensor, ...]:
         count = max(1, self.settings.tokens // stage.length)
         batch = self.source.batch(count, stage.length, self.settings.retrieval_share)
-        order = torch.rand(stage.length, generator=self.source.generator, device=self.device).argsort()
+        order = torch.rand(stage.length, generator=self.source.generator, dtype=torch.float32, device=self.device).argsort()
         return *batch, order[: min(self.settings.index_rows, stage.length)]
 
     def _prepare(self, stage: Stage, drawn: tuple[torch.Tensor, ...]) -> None:
@@ -173,7 +173,7 @@ class Trainer:
             used, self.spec, batch.tokens[:, :-1], sparse=stage.kind == "sparse",
             index_rows=None if stage.kind == "dense" else rows,
         )  # fmt: skip
-        zero = torch.zeros((), device=self.device)
+        zero = torch.zeros((), dtype=torch.float32, device=self.device)
         index = torch.stack(out.trace.index_loss).sum() if out.trace.index_loss else zero
         loss = index
         targets = batch.tokens[:, 1:]

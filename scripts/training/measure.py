@@ -35,7 +35,7 @@ def _scores(trainer: Trainer, weights: dict, documents: list[Document], sparse: 
     """(nll, which bytes are likeliest) of every scored piece."""
     for first in range(0, len(documents), ROWS):
         some = documents[first : first + ROWS]
-        ids = torch.tensor([list(document.text.encode()) for document in some], device=trainer.device)
+        ids = torch.tensor([list(document.text.encode()) for document in some], dtype=torch.int64, device=trainer.device)
         logits, targets = trainer.plain(weights, trainer.spec, ids, sparse=sparse).logits[:, :-1], ids[:, 1:]
         nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu()
         hits = (logits.argmax(-1) == targets).cpu()

@@ -67,13 +67,13 @@ def is_index(name: str) -> bool:
 
 def first_weights(spec: Spec | CompressedSpec, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Weights to start from, fp32 (tables of experts int32), and the rope tables."""
-    generator = torch.Generator().manual_seed(seed)
+    drawing = dict(generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
     weights = {}
     for name, shape in param_shapes(spec).items():
         if name.endswith(INTEGER_NAMES):
-            value = torch.rand(shape[0], spec.moe.num_experts, generator=generator).argsort(dim=1)[:, : shape[1]].int()
+            value = torch.rand(shape[0], spec.moe.num_experts, **drawing).argsort(dim=1)[:, : shape[1]].int()
         else:
-            value = _first(name, torch.randn(shape, generator=generator), spec)
+            value = _first(name, torch.randn(shape, **drawing), spec)
         weights[name] = value.to(device)
     return weights | {name: table.data for name, table in model_rope_tables(spec, device).items()}
 
@@ -99,5 +99,5 @@ def _hyper_base(noise: torch.Tensor, streams: int) -> torch.Tensor:
     base = 0.02 * noise
     base[:streams] += -math.log(max(streams - 1, 1e-3))
     if len(base) > streams:
-        base[2 * streams :] += IDENTITY_LOGIT * torch.eye(streams).flatten()
+        base[2 * streams :] += IDENTITY_LOGIT * torch.eye(streams, dtype=base.dtype, device=base.device).flatten()
     return base

@@ -101,6 +101,6 @@ class Checkpoint:
 
 def dequantise(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """fp8 [N, K] times its scale per block of ``block`` elements, in fp32."""
-    rows = torch.arange(codes.shape[0], device="cpu") // block[0]
-    columns = torch.arange(codes.shape[1], device="cpu") // block[1]
+    rows = torch.arange(codes.shape[0], device=codes.device) // block[0]
+    columns = torch.arange(codes.shape[1], device=codes.device) // block[1]
     return codes.float() * scale.float()[rows][:, columns]

@@ -98,10 +98,10 @@ def allocate_caches(
         )
 
     def states(kinds: tuple[str, ...], dim: int) -> tuple[torch.Tensor | None, ...]:
-        return tuple(
-            torch.zeros(requests, *state_ring(spec, layer, dim, next_n), device=device) if kind in kinds else None
-            for layer, kind in enumerate(spec.layer_kinds)
-        )
+        def state(layer: int) -> torch.Tensor:
+            return torch.zeros(requests, *state_ring(spec, layer, dim, next_n), dtype=torch.float32, device=device)
+
+        return tuple(state(layer) if kind in kinds else None for layer, kind in enumerate(spec.layer_kinds))
 
     return WindowCaches(
         kv=tuple(allocate_cache(layouts.kv, requests, ring, device) for _ in spec.layer_kinds),

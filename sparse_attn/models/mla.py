@@ -42,7 +42,7 @@ def select(
         keys = hadamard_transform(keys)
     pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
     query = indexer_q_rope_quant(
-        F.linear(q_latent, params[prefix + "q_b"]).unflatten(-1, (index.num_heads, index.head_dim)),
+        torch.unflatten(F.linear(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
         F.linear(hidden.float(), params[prefix + "weights"]),
         plan.positions,
         rope,
@@ -89,7 +89,7 @@ def attention(
     key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
 
-    q = F.linear(q_latent, params[attn + "q_b"]).unflatten(-1, (spec.num_heads, spec.qk_dim))
+    q = torch.unflatten(F.linear(q_latent, params[attn + "q_b"]), -1, (spec.num_heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]

@@ -72,7 +72,7 @@ def experts_grouped(
     inner = gated(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), clamp)
     out = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    picked = out[place].unflatten(0, (ids.shape[0], top_k))  # [T, K, D]
+    picked = torch.unflatten(out[place], 0, (ids.shape[0], top_k))  # [T, K, D]
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 

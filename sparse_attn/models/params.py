@@ -61,15 +61,15 @@ def random_params(
     spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU."""
-    generator = torch.Generator("cpu").manual_seed(seed)
+    drawing = dict(generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
     params = {}
     for name, shape in param_shapes(spec).items():
         if name.endswith(INTEGER_NAMES):
-            drawn = torch.rand(shape[0], spec.moe.num_experts, generator=generator, device="cpu")
+            drawn = torch.rand(shape[0], spec.moe.num_experts, **drawing)
             value = drawn.argsort(dim=1, stable=True)[:, : shape[1]]
         else:
             # torch.rand scales integers, which rounds alike everywhere; a normal distribution goes through libm.
-            value = _random(name, 2 * torch.rand(shape, generator=generator, device="cpu") - 1)
+            value = _random(name, 2 * torch.rand(shape, **drawing) - 1)
         params[name] = hold(value.to(device=device, dtype=param_dtype(name, dtype)))
     return params | model_rope_tables(spec, device)
 

@@ -72,7 +72,7 @@ def select(
         layout=layouts.index, hadamard=index.hadamard, impl=impl,
     )  # fmt: skip
     query = indexer_q_rope_quant(
-        F.linear(q_latent, params[prefix + "q_b"]).unflatten(-1, (index.num_heads, index.head_dim)),
+        torch.unflatten(F.linear(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
         F.linear(hidden.float(), params[prefix + "weights"]),
         plan.positions,
         params["rope_compressed"],
@@ -125,7 +125,7 @@ def attention(
     else:
         entries = shared[kind]
 
-    q = F.linear(q_latent, params[attn + "q_b"]).unflatten(-1, (spec.num_heads, spec.head_dim))
+    q = torch.unflatten(F.linear(q_latent, params[attn + "q_b"]), -1, (spec.num_heads, spec.head_dim))
     q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
     out = windowed.attend(
         q, caches.kv[layer], caches.compressed[layer], plan, step, entries,

@@ -58,7 +58,7 @@ def _decode_rows(query, cache, block_table, keys, layout, top_k) -> tuple[object
     requests, next_n = keys.context_lens.shape
     rows = requests * next_n
     return (
-        query.query[:rows].unflatten(0, (requests, next_n)), query.weights[:rows], cache, keys.context_lens,
+        torch.unflatten(query.query[:rows], 0, (requests, next_n)), query.weights[:rows], cache, keys.context_lens,
         block_table[:requests], top_k, keys.max_context, layout,
     )  # fmt: skip
 

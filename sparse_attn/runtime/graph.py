@@ -163,7 +163,7 @@ class DecodeGraph:
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
         graph = self._graphs[self._bucket(self._rows)]
-        tokens = torch.empty(steps, self._rows, dtype=torch.int64, pin_memory=True)
+        tokens = torch.empty(steps, self._rows, dtype=torch.int64, device="cpu", pin_memory=True)
         arrived = []
         self.stream.wait_stream(self._current_stream())
         self.stream.wait_stream(self._copies)  # the history may not overrun what is still being copied

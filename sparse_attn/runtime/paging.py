@@ -60,7 +60,7 @@ class BlockTables:
     def __init__(self, pool: BlockPool, max_requests: int, max_blocks: int, block_size: int):
         self.pool = pool
         self.block_size = block_size
-        self.table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32)
+        self.table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32, device="cpu")
         self._owned: list[list[int]] = [[] for _ in range(max_requests)]
 
     def reserve(self, request: int, tokens: int) -> None:
@@ -73,7 +73,7 @@ class BlockTables:
             )
         if wanted > len(owned):
             fresh = self.pool.take(wanted - len(owned))
-            self.table[request, len(owned) : wanted] = torch.tensor(fresh, dtype=torch.int32)
+            self.table[request, len(owned) : wanted] = torch.tensor(fresh, dtype=torch.int32, device="cpu")
             owned.extend(fresh)
 
     def release(self, request: int) -> None:

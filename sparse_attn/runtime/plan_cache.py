@@ -43,10 +43,10 @@ class HostPlanner:
         self.hits = self.misses = self.uncached = 0
         width = _aligned(max_tokens)
         self._padding = torch.tensor([[-1], [-1], [0]], dtype=torch.int32, device=device)
-        self._no_slot = torch.tensor(NO_SLOT, device=device)
+        self._no_slot = torch.tensor(NO_SLOT, dtype=torch.int64, device=device)
         self._rows = self._padding.repeat(1, width)[:, :max_tokens]  # request_ids, positions, limits
         self._ranges = torch.zeros(2, width, dtype=torch.int32, device=device)[:, :max_tokens]  # kv_start, kv_end
-        self._slots = torch.full((max_tokens,), NO_SLOT, device=device)
+        self._slots = torch.full((max_tokens,), NO_SLOT, dtype=torch.int64, device=device)
         self._table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32, device=device)
         self._valid = torch.zeros(max_tokens, dtype=torch.bool, device=device)
         # What was built on the host, sent in one copy: kv_indptr, then what _split cuts out.
@@ -105,13 +105,14 @@ class HostPlanner:
 
     def _build(self, query_start_loc, seq_lens, rows: int, num_decodes: int, next_n: int) -> None:
         """What lengths determine, as if every row had a slot: built on the host, then copied without waiting."""
-        starts, lengths = self._padded_starts(query_start_loc), torch.zeros(self.max_requests, dtype=torch.int32)
+        starts = self._padded_starts(query_start_loc)
+        lengths = torch.zeros(self.max_requests, dtype=torch.int32, device="cpu")
         lengths[: seq_lens.shape[0]] = seq_lens
         if bool((starts[num_decodes + 1 :] < starts[num_decodes:-1]).any()):
             raise ValueError("query_start_loc: got values that decrease, allowed: first rows in order")
         if (longest := max(seq_lens.tolist(), default=0)) > self.max_context:
             raise ValueError(f"seq_lens_cpu: got {longest}, allowed: at most max_context = {self.max_context}")
-        every_slot = torch.zeros(rows, dtype=torch.int64)
+        every_slot = torch.zeros(rows, dtype=torch.int64, device="cpu")
         request_ids, positions, limits, _, kv_indptr, kv_start, kv_end = reference.step_plan(
             starts, lengths, every_slot, num_decodes, next_n
         )
@@ -150,7 +151,7 @@ class HostPlanner:
 
     def _staging(self, size: int) -> torch.Tensor:
         """A fresh one each time: the allocator keeps pinned memory from reuse until the copies from it are done."""
-        return torch.empty(size, dtype=torch.int32, pin_memory=self._built.is_cuda)
+        return torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=self._built.is_cuda)
 
     def _clear_tails(self, *extents: int) -> None:
         before, self._extents = self._extents, extents

@@ -162,8 +162,12 @@ def score(model: Model, documents: Sequence[Encoded], way: Way) -> list[tuple[to
 
 
 def _compared(logits: torch.Tensor, targets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    wanted = torch.tensor(targets, device=logits.device)
+    wanted = torch.tensor(targets, dtype=torch.int64, device=logits.device)
     return torch.nn.functional.cross_entropy(logits, wanted, reduction="none"), logits.argmax(-1) == wanted
+
+
+def _on_host(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device="cpu")
 
 
 class _Eager:
@@ -174,8 +178,8 @@ class _Eager:
 
     def __call__(self, tokens: list[int], seq_lens: list[int]) -> torch.Tensor:
         state, caches = self.batch.state, self.batch.caches
-        state.tokens.copy_(torch.tensor(tokens))
-        state.seq_lens.copy_(torch.tensor(seq_lens))
+        state.tokens.copy_(_on_host(tokens, torch.int64))
+        state.seq_lens.copy_(_on_host(seq_lens, torch.int32))
         plan = decode_plan(state, caches.kv[0].shape[1], self.batch.max_context, self.model.impl)
         return self.run(state.tokens, caches, plan)
 
@@ -194,7 +198,7 @@ class _Graph:
     def __call__(self, tokens: list[int], seq_lens: list[int]) -> torch.Tensor:
         state = self.batch.state
         self.graph.load(
-            torch.tensor(tokens), torch.tensor(seq_lens, dtype=torch.int32), state.block_table, state.ring_table
+            _on_host(tokens, torch.int64), _on_host(seq_lens, torch.int32), state.block_table, state.ring_table
         )
         self.graph.run(1)
         return self.graph.logits[: len(tokens)]

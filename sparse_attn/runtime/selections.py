@@ -49,7 +49,7 @@ def shares(chosen: list[torch.Tensor], rows: slice, tokens: int, ratio: int) -> 
 
     ratio: tokens that a selected entry stands for.
     """
-    counts, pairs = torch.zeros(-(-tokens // ratio) + 1), 0
+    counts, pairs = torch.zeros(-(-tokens // ratio) + 1, dtype=torch.float32, device="cpu"), 0
     for layer in chosen:
         some = layer[rows].long()
         pairs += some.shape[0]
@@ -59,7 +59,7 @@ def shares(chosen: list[torch.Tensor], rows: slice, tokens: int, ratio: int) -> 
 
 def attended(spec: Spec | CompressedSpec, tokens: int) -> tuple[float, float]:
     """(keys a query attends to, tokens it could), the mean over layers and over positions 0 to ``tokens`` - 1."""
-    there = torch.arange(1, tokens + 1)
+    there = torch.arange(1, tokens + 1, device="cpu")
     if isinstance(spec, CompressedSpec):
         read = sum(_entries(spec, layer, there) + there.clamp_max(spec.window) for layer in range(spec.num_layers))
     else:

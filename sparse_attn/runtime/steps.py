@@ -58,11 +58,11 @@ def prefill_step(
     max_context: int,
 ) -> torch.Tensor:
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T, vocab]."""
-    device = model.device
-    counts = torch.tensor([span.stop - span.start for span in spans])
-    requests = torch.tensor([span.request for span in spans])
+    device, on_host = model.device, dict(dtype=torch.int64, device="cpu")
+    counts = torch.tensor([span.stop - span.start for span in spans], **on_host)
+    requests = torch.tensor([span.request for span in spans], **on_host)
     ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
-    positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    positions = torch.cat([torch.arange(span.start, span.stop, **on_host) for span in spans])
     rings = None if state.ring_table is None else state.ring_table.cpu()
     written, block_size = (tables.table if rings is None else rings), caches.kv[0].shape[1]
     plan = build_step_plan(
@@ -74,7 +74,7 @@ def prefill_step(
         max_context=max_context,
         impl=model.impl,
     )._replace(ring_table=None if rings is None else rings[requests].to(device))
-    logits = model(torch.tensor(ids, device=device), caches, plan)
+    logits = model(torch.tensor(ids, dtype=torch.int64, device=device), caches, plan)
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
     rows, whose = ends[last].to(device), requests[last].to(device)

@@ -86,7 +86,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, d_qk = q.shape
     out = torch.zeros(tokens, heads, d_v, dtype=torch.float32, device=q.device)
-    lse = torch.full((tokens, heads), -torch.inf, device=q.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float32, device=q.device)
     widths = [_width(part) for part in keys]
     if sum(widths) == 0:
         return out.to(q.dtype), lse
@@ -121,6 +121,6 @@ def _gather(keys: Keys, chunk: slice, width: int, d_qk: int) -> tuple[torch.Tens
     at = starts.clamp_min(0).unsqueeze(1) + torch.arange(width, device=starts.device)
     row = keys.indices[at.clamp_max(capacity - 1)].long()
     valid = (at < ends.unsqueeze(1)) & (row >= 0) & (row < keys.rows)
-    rows = torch.zeros(*row.shape, d_qk, device=row.device)
+    rows = torch.zeros(*row.shape, d_qk, dtype=torch.float32, device=row.device)
     rows[valid] = keys.fetch(row[valid])
     return rows, valid

@@ -23,8 +23,8 @@ def gather_indexer_k(
     keys = torch.zeros(capacity, kind.dim, dtype=cache.dtype, device=cache.device)
     if not isinstance(kind, IndexFp8Layout):
         keys[known] = kind.decode(cache, slots[known]).to(cache.dtype)
-        return keys, torch.empty(0, device=cache.device)
-    scales = torch.zeros(capacity, device=cache.device)
+        return keys, torch.empty(0, dtype=torch.float32, device=cache.device)
+    scales = torch.zeros(capacity, dtype=torch.float32, device=cache.device)
     keys[known], scales[known] = kind.decode_parts(cache, slots[known])
     return keys, scales
 

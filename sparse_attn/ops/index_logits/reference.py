@@ -22,7 +22,7 @@ def mqa_logits(
         q, k = fp8_decode(q, flavour), fp8_decode(k, flavour)
     position = torch.arange(k.shape[0], device=k.device)
     inside = (position >= kv_start.unsqueeze(1)) & (position < kv_end.unsqueeze(1))
-    scale = torch.ones(k.shape[0], device=k.device) if k_scale is None else k_scale
+    scale = torch.ones(k.shape[0], dtype=torch.float32, device=k.device) if k_scale is None else k_scale
     return _scores(q.float(), k.float(), scale, weights, inside)
 
 
@@ -40,7 +40,7 @@ def paged_mqa_logits(
     num_blocks, block_size, _ = cache.shape
     quantised = cache.dtype == torch.uint8
     q = fp8_decode(q, kind.flavour) if quantised else q.float()
-    logits = torch.full((requests, next_n, max_context_len), -torch.inf, device=q.device)
+    logits = torch.full((requests, next_n, max_context_len), -torch.inf, dtype=torch.float32, device=q.device)
     position = torch.arange(max_context_len, device=q.device)
     column = position // block_size
     mapped = column < block_table.shape[1]
@@ -55,7 +55,7 @@ def paged_mqa_logits(
             keys = fp8_decode(codes, kind.flavour)
         else:
             keys = kind.decode(cache, slots)
-            scale = torch.ones(keys.shape[0], device=q.device)
+            scale = torch.ones(keys.shape[0], dtype=torch.float32, device=q.device)
         inside = position[known] < limit.unsqueeze(1)
         rows = weights[request * next_n : (request + 1) * next_n]
         logits[request][:, known] = _scores(q[request], keys, scale, rows, inside)
@@ -66,7 +66,7 @@ def _scores(
     q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor, weights: torch.Tensor, inside: torch.Tensor
 ) -> torch.Tensor:
     """fp32 [rows, keys] from q [rows, heads, dim] and k [keys, dim]; -inf where not ``inside`` [rows, keys]."""
-    logits = torch.empty(q.shape[0], k.shape[0], device=q.device)
+    logits = torch.empty(q.shape[0], k.shape[0], dtype=torch.float32, device=q.device)
     step = max(1, PRODUCT_ELEMENTS // max(1, q.shape[1] * k.shape[0]))
     for first in range(0, q.shape[0], step):
         some = slice(first, first + step)

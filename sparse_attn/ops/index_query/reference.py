@@ -46,7 +46,7 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
     values = x.float()
     half = 1
     while half < dim:
-        a, b = values.unflatten(-1, (-1, 2, half)).unbind(-2)
+        a, b = torch.unflatten(values, -1, (-1, 2, half)).unbind(-2)
         values = torch.stack([a + b, a - b], dim=-2).flatten(-3)
         half *= 2
     return (values * dim**-0.5).to(x.dtype)

@@ -34,7 +34,7 @@ def look_up(positions: torch.Tensor, cos_sin: torch.Tensor) -> tuple[torch.Tenso
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """fp32 [..., width] -> fp32 [..., width]; pairs (2i, 2i + 1) when interleaved, (i, i + width / 2) otherwise."""
     if interleaved:
-        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = torch.unflatten(x, -1, (-1, 2)).unbind(-1)
         return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -26,7 +26,7 @@ def top_k_per_row(
 
 def _clamped(limits: torch.Tensor | None, some: slice, default: int, logits: torch.Tensor) -> torch.Tensor:
     if limits is None:
-        return torch.full((some.stop - some.start, 1), default, device=logits.device)
+        return torch.full((some.stop - some.start, 1), default, dtype=torch.int64, device=logits.device)
     return limits[some].long().clamp(0, logits.shape[1]).unsqueeze(1)
 
 
