@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
+from sparse_attn.files import check_output, write_output
+from sparse_attn.runtime.plot import check_picture
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OUTPUTS = {"json": "--json", "dump_logits": "--dump-logits", "plot": "--plot"}
 
 
 def device_of(name: str | None) -> torch.device:
@@ -18,6 +25,26 @@ def device_of(name: str | None) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """ValueError where a file that a command will write cannot be written, before there is anything to write."""
+    taken: dict[str, str] = {}
+    for key, name in OUTPUTS.items():
+        path = getattr(options, key, None)
+        if path is None:
+            continue
+        check_output(name, path)
+        if name == "--plot":
+            check_picture(path)
+        place = os.path.realpath(path)
+        if place in taken and (not os.path.exists(place) or os.path.isfile(place)):
+            raise ValueError(f"{name}: got {str(path)!r}, which {taken[place]} writes")
+        taken[place] = name
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_output(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def positive(given: str) -> int:

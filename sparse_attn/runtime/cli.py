@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sparse_attn.files import read_text, write_output
+from sparse_attn.models.loading import load, read_config
 from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.runtime import quality_report, report, showing, text
-from sparse_attn.runtime.arguments import DTYPES, device_of, positive, refuse
+from sparse_attn.runtime.arguments import DTYPES, check_outputs, device_of, positive, refuse, write_json
 from sparse_attn.runtime.documents import question
 from sparse_attn.runtime.generate import Model, Progress, Quiet, Sampling, check_capturable, generate
 from sparse_attn.runtime.plan import plan
 from sparse_attn.runtime.selections import Watch
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
-from sparse_attn.spec import PRESETS, CompressedSpec, Spec, from_hf_config, preset
+from sparse_attn.spec import PRESETS, CompressedSpec, Spec, preset
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 
 TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
@@ -30,9 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 
@@ -84,7 +87,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", type=_spec_of_preset, dest="spec", metavar="|".join(PRESETS))
-    model.add_argument("--model", type=_spec_of_folder, dest="spec", metavar="NAME|DIR",
+    model.add_argument("--model", metavar="NAME|DIR",
                        help=f"a folder with a config.json, or a model that ships here: {', '.join(shipped_models())}")  # fmt: skip
     parser.add_argument("--max-batch", type=positive, default=1, metavar="N", help="requests (default: %(default)s)")
     parser.add_argument("--max-batched-tokens", type=positive, default=8192, metavar="N",
@@ -107,13 +110,13 @@ def run_generate(options: argparse.Namespace) -> int:
     resolve_impl(options.impl, device)
     if options.graph:
         check_capturable(device, options.impl)
+    check_outputs(options)
     if options.plot and (options.compile or options.graph):
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
+    save_logits = _logits_writer() if options.dump_logits else None
     folder = None if options.preset else folder_of(options.model or next(iter(shipped_models())))
     dtype = DTYPES[options.dtype or ("bf16" if folder and device.type == "cuda" else "fp32")]
     if folder:
-        from sparse_attn.models.loading import load
-
         spec, params = load(folder, device=device, dtype=dtype, progress=_over("weights"))
         tokenizer = tokenizer_of(folder, spec)
     else:
@@ -122,7 +125,8 @@ def run_generate(options: argparse.Namespace) -> int:
         spec, tokenizer = preset(options.preset), text.byte_tokenizer()
         params = random_params(spec, WEIGHTS_SEED, device, dtype)
     prompt, expected = _prompt(options, folder, tokenizer)
-    save_logits = _logits_writer() if options.dump_logits else None
+    if options.plot:
+        showing.check_plot(prompt, tokenizer)
     model = Model(spec, params, cache_layouts(spec, options.cache), options.impl)
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
     before = report.dynamo_counts()
@@ -148,9 +152,9 @@ def run_generate(options: argparse.Namespace) -> int:
     }
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if save_logits:
-        save_logits({"logits": result.logits[0]}, str(options.dump_logits))
+        write_output(options.dump_logits, save_logits({"logits": result.logits[0]}))
     if options.json:
-        options.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, written)
     showing.show(written, spec, tokenizer.decode(prompt) if expected else None, expected)
     if options.plot:
         showing.plot(options.plot, spec, prompt, result.tokens[0], seen.selected, tokenizer, facts["model"])
@@ -158,12 +162,13 @@ def run_generate(options: argparse.Namespace) -> int:
 
 
 def run_info(options: argparse.Namespace) -> int:
-    print(report.info(device_of(options.device)))
+    text.say(report.info(device_of(options.device)))
     return 0
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    spec = options.spec
+    check_outputs(options)
+    spec = options.spec or read_config(folder_of(options.model))[1]
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
         raise ValueError(f"--max-model-len: got {length}, allowed: at most the {spec.max_positions} positions of {spec.name}")
@@ -181,7 +186,7 @@ def run_plan(options: argparse.Namespace) -> int:
     numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache)
     _print_plan(numbers)
     if options.json:
-        options.json.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, numbers)
     return 0
 
 
@@ -217,11 +222,15 @@ def _prompt(
     if options.prompt is not None:
         given = options.prompt
     elif options.prompt_file is not None:
-        given = options.prompt_file.read_text(encoding="utf-8")
+        given = read_text(options.prompt_file)
     elif folder in shipped_models().values():
         given, expected = question()
     else:
         given = text.shipped_text()
+    try:
+        given.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"--prompt: got text that is not UTF-8 at character {error.start}") from error
     ids = tokenizer.encode(given)
     if not ids:
         raise ValueError("--prompt: got an empty text, allowed: at least one token")
@@ -230,10 +239,10 @@ def _prompt(
 
 def _logits_writer():
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save
     except ImportError as error:
         raise ImportError("--dump-logits needs safetensors: pip install 'sparse_attn[models]'") from error
-    return save_file
+    return save
 
 
 def _bars() -> Progress:
@@ -259,13 +268,6 @@ def _spec_of_preset(name: str) -> Spec | CompressedSpec:
         return preset(name)
     except ValueError as error:
         refuse(str(error))
-
-
-def _spec_of_folder(given: str) -> Spec | CompressedSpec:
-    try:
-        return from_hf_config(json.loads((folder_of(given) / "config.json").read_text()))
-    except ValueError as error:
-        refuse(str(error).removeprefix("--model: "))
 
 
 def _ids(given: str) -> list[int]:

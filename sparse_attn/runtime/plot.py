@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import torch
+
+from sparse_attn.files import write_output
 
 COLUMNS = 112
 INCHES = 0.105, 0.2  # of a character
 NEW = "#b03020"
 
 
+def check_picture(path: Path) -> None:
+    """ValueError for a suffix of no format that can be written; none at all means PNG. ImportError without matplotlib."""
+    formats = sorted(_figure()().canvas.get_supported_filetypes())
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(f"--plot: got {str(path)!r}, allowed: a name that ends in .{', .'.join(formats)}")
+
+
 def draw(path: Path, read: str, written: str, share: torch.Tensor, title: str) -> None:
     """Write ``read``, shaded by ``share`` [its characters or more, those of ``written`` behind], and ``written`` in a
-    colour of its own, as an image. ImportError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'sparse_attn[plot]'") from error
+    colour of its own, as an image in the format of ``path``'s suffix."""
+    from matplotlib.patches import Rectangle
+
     lines = _lines(read + written)
-    figure = Figure(figsize=(COLUMNS * INCHES[0] + 0.4, (len(lines) + 2) * INCHES[1] + 0.3), dpi=120)
+    figure = _figure()(figsize=(COLUMNS * INCHES[0] + 0.4, (len(lines) + 2) * INCHES[1] + 0.3), dpi=120)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-2, COLUMNS + 2)
     axes.set_ylim(len(lines) + 0.6, -2.0)
@@ -38,7 +44,17 @@ def draw(path: Path, read: str, written: str, share: torch.Tensor, title: str) -
                 color=NEW if is_new else ("white" if shade > 0.75 else "black"), weight="bold" if is_new else "normal",
             )  # fmt: skip
     axes.text(0, -1.2, title, fontsize=9, va="center")
-    FigureCanvasAgg(figure).print_png(path)
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:].lower() or "png")
+    write_output(path, image.getvalue())
+
+
+def _figure() -> type:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'sparse_attn[plot]'") from error
+    return Figure
 
 
 def _lines(text: str) -> list[range]:

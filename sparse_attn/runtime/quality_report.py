@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
+from sparse_attn.models.loading import load
 from sparse_attn.runtime import report
-from sparse_attn.runtime.arguments import DTYPES, device_of, positive, refuse
+from sparse_attn.runtime.arguments import DTYPES, check_outputs, device_of, positive, refuse, write_json
 from sparse_attn.runtime.documents import LEAST_BYTES, retrieval_documents, text_documents
 from sparse_attn.runtime.quality import MEANING, WAYS, Quality, encode, measure
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
+from sparse_attn.runtime.text import say
 
 DEFAULT_CONTEXT = 1024
 
@@ -34,8 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from sparse_attn.models.loading import load
-
+    check_outputs(options)
     device, folder = device_of(options.device), folder_of(options.model)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     names = options.ways or [name for name, way in WAYS.items() if device.type == "cuda" or not way.gpu]
@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     longest = max(len(document.ids) for document in (*texts, *asked))
     if longest > spec.max_positions:
         raise ValueError(f"--context: got {context} bytes, {longest} tokens, allowed: {spec.max_positions}, the model's positions")
-    print(
+    say(
         f"{options.model} on {report.device_name(device)}, {options.dtype or str(dtype).removeprefix('torch.')}: "
-        f"{len(texts)} texts and {len(asked)} documents of {context} bytes, top-k {spec.index.top_k}", flush=True
+        f"{len(texts)} texts and {len(asked)} documents of {context} bytes, top-k {spec.index.top_k}"
     )  # fmt: skip
     print(f"{'way':<10} {'bits/byte':>10} {'of dense':>9} {'retrieval':>10} {'right':>12} {'seconds':>8}", flush=True)
     found: dict[str, Quality] = {}
@@ -70,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
             "versions": report.versions(),
             "ways": {name: quality._asdict() | {"retrieval": quality.retrieval} for name, quality in found.items()},
         }  # fmt: skip
-        options.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, written)
     return 0
 
 

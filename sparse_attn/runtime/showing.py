@@ -24,7 +24,7 @@ def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expecte
     if prompt is not None:
         print(f"...{text.printable(prompt[-PROMPT_TAIL:])}", file=sys.stderr)
     shown = written["text"] if written["text"] is not None else " ".join(map(str, written["tokens"]))
-    print(text.printable(shown), flush=True)
+    text.say(text.printable(shown))
     if expected is not None:
         found = shown[: len(expected)]
         answer = f"answered {found}" if found == expected else f"answered {found!r}, which is wrong"
@@ -42,19 +42,24 @@ def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expecte
     print(f"{written['prompt_tokens']} tokens read, {count} written: {spent}", file=sys.stderr)
 
 
+def check_plot(prompt: Sequence[int], tokenizer: text.Tokenizer | None) -> None:
+    """ValueError for a model whose tokens are more than a character each, which a picture has no places for."""
+    if tokenizer is None or any(len(tokenizer.decode([token])) != 1 for token in prompt):
+        raise ValueError("--plot: got a vocabulary of more than bytes, allowed: models that read ASCII byte by byte")
+
+
 def plot(
     path: Path,
     spec: Spec | CompressedSpec,
     prompt: Sequence[int],
     tokens: Sequence[int],
     selected: list[torch.Tensor],
-    tokenizer: text.Tokenizer | None,
+    tokenizer: text.Tokenizer,
     name: str,
 ) -> None:
     """Draw what the indexers ``selected`` while ``tokens`` were written behind ``prompt``."""
-    read, new = ((ids if tokenizer is None else [tokenizer.decode([token]) for token in ids]) for ids in (prompt, tokens))
-    if tokenizer is None or any(len(character) != 1 for character in read):
-        raise ValueError("--plot: got a vocabulary of more than bytes, allowed: models that read ASCII byte by byte")
+    check_plot(prompt, tokenizer)
+    read, new = ([tokenizer.decode([token]) for token in ids] for ids in (prompt, tokens))
     layers = indexed_layers(spec)
     ratio = spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1
     share = shares(by_layer(selected, spec), slice(len(prompt) - 1, None), len(prompt) + len(tokens), ratio)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
+
+from sparse_attn.files import read_text
 
 
 class Tokenizer(NamedTuple):
@@ -35,10 +38,21 @@ def file_tokenizer(folder: Path) -> Tokenizer | None:
         from tokenizers import Tokenizer as Backend
     except ImportError as error:
         raise ImportError("reading tokenizer.json needs tokenizers: pip install 'sparse_attn[models]'") from error
-    backend = Backend.from_file(str(path))
+    try:
+        backend = Backend.from_str(read_text(path))
+    except OSError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(f"{path}: no tokenizer: {error}") from error
     return Tokenizer(lambda text: backend.encode(text).ids, lambda ids: backend.decode(list(ids)))
 
 
 def printable(text: str) -> str:
     """``text`` with everything a terminal may not take escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def say(line: str) -> None:
+    """Print ``line`` at once; what the terminal's encoding lacks is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
