@@ -41,7 +41,7 @@ def held_out_text() -> str:
 
 def text_documents(count: int, length: int) -> list[Document]:
     """``count`` windows of ``length`` bytes of the held-out text, evenly spaced, of which the tails are scored."""
-    checks.check_integer("length", length, LEAST_BYTES)
+    checks.check_at_least("length", length, LEAST_BYTES)
     text, tail = _repeated(held_out_text(), length), tail_of(length)
     step = (len(text) - length) / max(count - 1, 1)
     starts = [round(number * step) for number in range(count)]
@@ -59,7 +59,7 @@ def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | N
     queries: the most that a document asks; None: as many as there is room for. There are twice as many records, of which
     the keys are made of as few letters as there can be, from ALPHABET on: keys of a longer document share theirs too.
     """
-    checks.check_integer("length", length, LEAST_BYTES)
+    checks.check_at_least("length", length, LEAST_BYTES)
     draw, text = random.Random(seed), held_out_text()
     return [_retrieval(draw, _repeated(text, length), length, queries) for _ in range(count)]
 
