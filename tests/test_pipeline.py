@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from sparse_attn import pipeline, workspace
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache, check_cache
+from sparse_attn.models.deepseek_v4 import allocate_caches
+from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_topk.config import MOST_GROUPED, slots_scratch
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import Bounds, CacheLayouts, Selection, cache_layouts, workspace_size
+from sparse_attn.pipeline import CACHE_KINDS, Bounds, CacheLayouts, Selection, cache_layouts, default_block_size, workspace_size
+from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model
-from sparse_attn.spec import IndexSpec, deepseek_v32, glm5, tiny_glm5, tiny_v4, tiny_v32
+from sparse_attn.spec import IndexSpec, deepseek_v4_flash, deepseek_v4_pro, deepseek_v32, glm5, tiny_glm5, tiny_v4, tiny_v32
 from sparse_attn.target import CPU, H200, target_of
 from sparse_attn.types import QuantisedQuery
 
@@ -314,3 +317,40 @@ def test_bounds_are_checked(name):
     values = {"max_batch": 1, "max_batched_tokens": 1, "max_model_len": 1} | {name: -1}
     with pytest.raises(ValueError, match=name + ": got -1, allowed: at least"):
         Bounds(**values)
+
+
+def test_default_block_sizes_of_published_models():
+    published = deepseek_v32(), glm5(), deepseek_v4_flash(), deepseek_v4_pro(), tiny_v4()
+    assert [default_block_size(spec) for spec in published] == [64, 64, 256, 256, 256]
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_default_blocks_hold_whole_entries_of_every_ratio(kind):
+    """Of any two ratios, either of them the larger one, and of one or none."""
+    pairs = [(indexed, full) for indexed in (1, 2, 3, 4, 5, 7, 8, 127, 128) for full in (1, 3, 4, 5, 6, 9, 96, 128)]
+    for indexed, full in pairs:
+        for kinds in (("indexed", "full"), ("window", "full"), ("indexed", "window"), ("window", "window")):
+            spec = replace(tiny_v4(), layer_kinds=(*kinds, *kinds[:1] * 3), indexed_ratio=indexed, full_ratio=full)
+            spec = replace(spec, index=replace(spec.index, head_dim=34))
+            layouts, size = cache_layouts(spec, kind), default_block_size(spec)
+            caches = allocate_caches(spec, layouts, 2, size, "meta", requests=1, step_rows=1)
+            for cache, layout in [(c, layouts.kv) for c in caches.compressed] + [(c, layouts.index) for c in caches.index]:
+                if cache is not None:
+                    check_cache("cache", cache, layout)
+            assert "indexed" not in kinds or size // indexed % 64 == 0
+
+
+@pytest.mark.parametrize("indexed, full", [(3, 5), (4, 6), (4, 96), (6, 4)])
+def test_every_pair_of_ratios_generates(indexed, full):
+    spec = replace(
+        tiny_v4(), num_layers=3, layer_kinds=("window", "indexed", "full"), hash_layers=(True, False, False),
+        indexed_ratio=indexed, full_ratio=full,
+    )  # fmt: skip
+    model = Model(spec, random_params(spec, seed=2), cache_layouts(spec, "fp32"))
+    prompt = [n * 7 % 250 for n in range(120)]
+    whole = generate(model, [prompt], max_new_tokens=3, keep_logits=True)
+    pieces = generate(
+        model, [prompt], max_new_tokens=3, keep_logits=True, prefill_tokens=17, block_size=3 * default_block_size(spec)
+    )
+    assert whole.tokens == pieces.tokens
+    torch.testing.assert_close(whole.logits[0], pieces.logits[0], atol=1e-4, rtol=0)
