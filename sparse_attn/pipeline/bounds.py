@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from sparse_attn.ops.attention import config as attention_config
 from sparse_attn.ops.attention.parts import Part
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
+from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
 from sparse_attn.spec import CompressedSpec, Spec
@@ -116,11 +118,13 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
-    """What the ops ask for, at every row count: few rows are split over more programs, so the most rows need not be
-    most."""
+    """What the ops ask for, at every row count that may be the one that takes most: few rows are split over more programs, so
+    the most rows need not be it."""
     yield attention_config.HANDED_OUT
-    for rows in range(part.group, part.most + 1, part.group):
-        yield ragged_config.scratch(rows, target)
+    if not part.most:
+        return
+    yield ragged_config.scratch(part.most, target)
+    for rows in range(part.group, min(part.most, attention_config.most_split_rows(target)) + 1, part.group):
         for attended in part.attended:
             launch = attention_config.config(
                 rows, part.heads, part.d_qk, part.d_v, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
@@ -129,10 +133,21 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             yield attention_config.largest_special_scratch(
                 rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target
             )
-        for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
-            yield part.select_scratch(rows, keys, part.top_k, bounds.logits_bytes, target, part.group)
-    # A narrower call fits more rows into the budget, and so may leave less of it unused.
-    for rows in range(part.group, part.most + 1, part.group):
-        narrow = bounds.logits_bytes // (4 * rows) // 64 * 64
-        if 0 < narrow < part.keys:
-            yield part.select_scratch(part.most, narrow, part.top_k, bounds.logits_bytes, target, part.group)
+    how = dict(top_k=part.top_k, logits_bytes=bounds.logits_bytes, target=target, group=part.group)
+    select = functools.partial(part.select_scratch, **how)
+    for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
+        changing = index_topk_config.last_change(part.most, keys, **how)
+        for rows in (*range(part.group, changing + 1, part.group), part.most):
+            yield select(rows, keys)
+    for narrow in _narrower(part, bounds.logits_bytes):
+        yield select(part.most, narrow)
+
+
+def _narrower(part: _Part, logits_bytes: int) -> Iterator[int]:
+    """Widths below ``part.keys`` of which some rows fill the budget: a narrower call fits more rows into it, and so may leave
+    less of it unused."""
+    rows, line = part.group, 4 * ROW_ALIGNMENT
+    while rows <= part.most and (lines := logits_bytes // (line * rows)):
+        if lines * ROW_ALIGNMENT < part.keys:
+            yield lines * ROW_ALIGNMENT
+        rows = -(-(logits_bytes // (line * lines) + 1) // part.group) * part.group

@@ -168,12 +168,17 @@ def _hopper_reads(layout: Fp8Layout) -> bool:
     return (layout.latent, layout.rope, layout.flavour) == (codes, HOPPER_REST, "e4m3fn") and layout.group in groups
 
 
+def most_split_rows(target: Target) -> int:
+    """Rows of a step beyond which no kernel has several programs share a row, and so none takes scratch."""
+    return (MOST_TURNS + 1) * target.num_sms
+
+
 def largest_special_scratch(
     tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
 ) -> Scratch:
     """The most scratch that the kernel that Hopper has for this shape needs: for rows of ``keys`` indices or fewer, since fewer
     keys may be split more often; nothing where there is no such kernel."""
-    if not _is_hopper(target, dtype) or tokens > (MOST_TURNS + 1) * target.num_sms:
+    if not _is_hopper(target, dtype) or tokens > most_split_rows(target):
         return Scratch()
 
     def parts(row: int) -> tuple[Part, ...]:
@@ -182,7 +187,8 @@ def largest_special_scratch(
             chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
         return () if chosen is None else chosen.parts
 
-    all_of = (scratch(parts(row), heads, d_v, scaled=heads > FEW_HEADS) for row in range(keys, 0, -FEW_TILE))
+    launches = {parts(row) for row in range(keys, 0, -FEW_TILE)} if layout is not None or heads <= FEW_HEADS else ()
+    all_of = (scratch(launch, heads, d_v, scaled=heads > FEW_HEADS) for launch in launches)
     return max(all_of, key=lambda one: size_of(one).nbytes, default=Scratch())
 
 

@@ -34,6 +34,15 @@ def decode_config(rows: int, width: int, top_k: int, target: Target) -> selectio
     return selection.grouped(rows, width, top_k, target) or select_config(rows, width, top_k, target)
 
 
+def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> int:
+    """How many of ``rows`` there are beyond which one more never takes less scratch."""
+    if rows == 0 or width == 0:
+        return 0
+    some = rows_at_once(rows, width, logits_bytes, group)
+    staged = select_config(some, width, top_k, target).staged
+    return min(some, selection.MOST_STAGED if staged else selection.STAGED * target.num_sms)
+
+
 def scratch_of(rows: int, width: int, select: selection.TopkConfig) -> Scratch:
     """The same for ``rows`` held at once."""
     chosen = selection.scratch_of(select, width)

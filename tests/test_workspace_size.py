@@ -1,0 +1,81 @@
+"""The workspace of given bounds, computed from the row counts at which an op's scratch can be largest: that of all of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sparse_attn import workspace
+from sparse_attn.ops.attention import config as attention_config
+from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.index_topk import config as index_topk_config
+from sparse_attn.ops.ragged import config as ragged_config
+from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
+from sparse_attn.spec import PRESETS, CompressedSpec, preset
+from sparse_attn.target import H200, Target
+from sparse_attn.testing.launches import TARGETS
+
+
+def every_scratch(part, limits, target):
+    """What every op asks for at every row count there is."""
+    yield attention_config.HANDED_OUT
+    for rows in range(part.group, part.most + 1, part.group):
+        yield ragged_config.scratch(rows, target)
+        for attended in part.attended:
+            sizes = rows, part.heads, part.d_qk, part.d_v
+            launch = attention_config.config(
+                *sizes, rows * attended, limits.dtype.itemsize, part.fp8 is not None, target
+            )
+            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
+            yield attention_config.largest_special_scratch(*sizes, attended, part.fp8, limits.dtype, target)
+        for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
+            yield part.select_scratch(rows, keys, part.top_k, limits.logits_bytes, target, part.group)
+        narrow = limits.logits_bytes // (4 * rows) // 64 * 64
+        if 0 < narrow < part.keys:
+            yield part.select_scratch(part.most, narrow, part.top_k, limits.logits_bytes, target, part.group)
+
+
+def drawn(seed):
+    """Bounds around the sizes at which launches change, on machines of a few multiprocessors and real ones."""
+    draw = random.Random(seed)
+    spec = preset(draw.choice(sorted(PRESETS)))
+    target = draw.choice([*TARGETS.values(), H200, Target("nvidia", 90, 3, 232448), Target("amd", "gfx942", 5, 65536, 64)])
+    length = min(draw.choice((1, 64, 100, 4096, 8193, 33000, 163840, 1 << 20)) + draw.randrange(3), spec.max_positions)
+    limits = Bounds(
+        max_batch=draw.choice((0, 1, 7, 64, 133, 300)), max_batched_tokens=draw.choice((0, 1, 65, 128, 270, 700)),
+        max_model_len=length, next_n=draw.choice((1, 1, 2, 3)), kv_rows=draw.choice((None, 0, 70, 40_000, 600_000)),
+        logits_bytes=draw.choice((0, 1000, 1 << 20, 7 << 20, 1 << 26, 1 << 29)),
+        dtype=draw.choice((torch.bfloat16, torch.float32)), prefill_in_place=draw.random() < 0.5,
+    )  # fmt: skip
+    return spec, limits, target, cache_layouts(spec, draw.choice(("fp8", "bf16")))
+
+
+def by_enumeration(spec, limits, target, layouts):
+    kind = bounds._windowed if isinstance(spec, CompressedSpec) else bounds._latent
+    return workspace.largest(
+        workspace.size_of(scratch)
+        for part in kind(spec, limits, layouts)
+        for scratch in every_scratch(part, limits, target)
+    )
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_row_count_takes_more(seed):
+    spec, limits, target, layouts = drawn(seed)
+    assert workspace_size(spec, limits, target, layouts) == by_enumeration(spec, limits, target, layouts)
+
+
+@pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4_pro"))
+def test_large_bounds_take_no_time(name):
+    spec = preset(name)
+    limits = Bounds(1 << 16, 1 << 22, spec.max_positions, next_n=2, logits_bytes=1 << 34, prefill_in_place=True)
+    before = time.process_time()
+    size = workspace_size(spec, limits, H200)
+    assert time.process_time() - before < 2
+    assert size == workspace_size(spec, replace(limits, max_batched_tokens=(1 << 22) - 1), H200)._replace(
+        counters=size.counters
+    )
