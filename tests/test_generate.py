@@ -10,6 +10,7 @@ import torch
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.generate import Model, Sampling, generate
 from sparse_attn.runtime.report import dynamo_counts
 from sparse_attn.runtime.steps import Decode, advance
@@ -73,6 +74,19 @@ def test_a_prompt_with_a_seed_draws_the_same_in_any_batch_and_place(model):
         unseeded = generate(model, prompts, prefill_tokens=37, **common).tokens
         assert found[place] == alone != unseeded[place]
         assert found[:place] + found[place + 1 :] == unseeded[:place] + unseeded[place + 1 :]
+
+
+@pytest.mark.parametrize("lengths,prefill_tokens,rows", [([3] * 64, 2048, 3), ([90, 7, 71], 50, 50), ([90, 7, 71], 80, 80)])
+def test_rings_are_as_long_as_the_prompts_need(lengths, prefill_tokens, rows):
+    """The most rows of one request in one step, the window before them; for compiled steps, which serve any prompts, a step."""
+    spec = preset("tiny_v4")
+    model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp8"))
+    reach = [length + 15 for length in lengths]
+    for any_lengths, most in ((False, rows), (True, prefill_tokens)):
+        batch = prepare(
+            model, lengths, reach, block_size=None, prefill_tokens=prefill_tokens, any_lengths=any_lengths
+        )
+        assert {cache.shape[1] for cache in batch.caches.kv} == {spec.window - 1 + most}
 
 
 def test_rows_advance_until_they_stop():

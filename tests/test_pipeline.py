@@ -213,10 +213,11 @@ def test_layers_of_one_kind_take_no_other_cache():
 
 
 def test_cache_bytes_are_those_of_the_tensors():
-    spec, bounds = tiny_v4(), Bounds(3, 50, 700, next_n=2, block_size=256)
-    for kind in ("fp8", "bf16"):
+    spec = tiny_v4()
+    for kind, length in (("fp8", 700), ("bf16", 700), ("fp8", 11)):
+        bounds = Bounds(3, 50, length, next_n=2, block_size=256)
         model = Model(spec, {"embed": torch.empty(0)}, cache_layouts(spec, kind))
-        caches = model.allocate_caches(bounds.num_blocks, 256, requests=3, step_rows=50, next_n=2)
+        caches = model.allocate_caches(bounds.num_blocks, 256, requests=3, step_rows=min(50, length), next_n=2)
         tensors = [cache for layers in caches for cache in layers if cache is not None]
         held = sum(cache.untyped_storage().nbytes() for cache in tensors)
         assert held == pipeline.cache_bytes(spec, model.layouts, bounds)

@@ -41,7 +41,8 @@ def cache_bytes(spec: Spec | CompressedSpec, layouts: CacheLayouts, bounds: Boun
 
 def _windowed_uses(spec: CompressedSpec, layouts: CacheLayouts, bounds: Bounds) -> list[CacheUse]:
     requests = max(bounds.max_batch, 1)
-    ring = window_ring(spec, max(bounds.max_batched_tokens, bounds.next_n))
+    step_rows = min(bounds.max_batched_tokens, bounds.max_model_len)  # of one request
+    ring = window_ring(spec, max(step_rows, bounds.next_n))
     row = layouts.kv.row * layouts.kv.dtype.itemsize
     uses = [
         CacheUse(

@@ -37,11 +37,13 @@ def prepare(
     prefill_tokens: int,
     stop_ids: Sequence[int] = (),
     seeds: torch.Tensor | None = None,
+    any_lengths: bool = False,
 ) -> Batch:
     """Room for requests of ``lengths`` tokens each, prefilled ``prefill_tokens`` a step, to grow to ``reach``.
 
     block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects every request's
-    first token behind its prompt. stop_ids, seeds: the state's.
+    first token behind its prompt. stop_ids, seeds: the state's. any_lengths: rings as other lengths may need them, so that
+    steps compiled for these caches serve those; without it they hold what these do.
     """
     device, count, max_context = model.device, len(lengths), max(reach)
     block_size = default_block_size(model.spec) if block_size is None else block_size
@@ -52,7 +54,11 @@ def prepare(
     tables = BlockTables(pool, count, blocks_for(max_context, block_size), block_size)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
-    caches = model.allocate_caches(pool.num_blocks, block_size, requests=count, step_rows=prefill_tokens)
+    chunks = list(prefill_chunks(lengths, prefill_tokens))
+    longest = max(span.stop - span.start for spans in chunks for span in spans)
+    caches = model.allocate_caches(
+        pool.num_blocks, block_size, requests=count, step_rows=prefill_tokens if any_lengths else longest
+    )
     state = Decode(
         tokens=torch.zeros(count, dtype=torch.int64, device=device),
         seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
@@ -62,7 +68,6 @@ def prepare(
         ring_table=torch.arange(count, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
         seeds=None if seeds is None else seeds.to(device),
     )
-    chunks = list(prefill_chunks(lengths, prefill_tokens))
     bounds = Bounds(
         max_batch=count,
         max_batched_tokens=max(sum(span.stop - span.start for span in spans) for spans in chunks),
