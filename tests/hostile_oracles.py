@@ -424,7 +424,7 @@ def attend(q, sources, scale, d_v, sink):
     return out, lse
 
 
-def sparse_attn_prefill(q, kv, ragged, scale, d_v, sink):
+def sparse_attn_prefill(q, kv, ragged, scale, d_v, sink, batch_invariant):
     rows = kv.reshape(kv.shape[0], q.shape[2]).double()
     return attend(q, [(rows.__getitem__, len(rows), *ragged)], scale, d_v, sink)
 

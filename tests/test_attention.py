@@ -171,7 +171,7 @@ def test_schemas():
     assert_expected_inline(
         "\n".join(schema(name) for name in ("sparse_attn_prefill", "sparse_attn_decode", "merge_attn_states")),
         """\
-sparse_attn::sparse_attn_prefill(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
+sparse_attn::sparse_attn_prefill(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, bool batch_invariant, str impl) -> (Tensor out, Tensor lse)
 sparse_attn::sparse_attn_decode(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, bool batch_invariant, str impl) -> (Tensor out, Tensor lse)
 sparse_attn::merge_attn_states(Tensor outs, Tensor lses, Tensor? sink, str impl) -> (Tensor out, Tensor lse)""",
     )
@@ -181,7 +181,7 @@ def check_opcheck(impl, device):
     q, kv = torch.randn(3, 2, 24, device=device), torch.randn(20, 24, device=device)
     ragged = ragged_rows([5, 0, 8], 20, device=device)
     sink = torch.randn(2, device=device)
-    opcheck("sparse_attn_prefill", q, kv, *ragged, 0.3, 16, sink, impl)
+    opcheck("sparse_attn_prefill", q, kv, *ragged, 0.3, 16, sink, False, impl)
     layout = LAYOUTS["fp8 raw"]
     cache = filled_cache(layout, 4, 5, ragged, device)
     opcheck("sparse_attn_decode", torch.randn(3, 2, 80, device=device), cache, *ragged, 0.3, layout.name, None, None, None, "", None, False, impl)

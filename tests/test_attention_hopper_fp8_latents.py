@@ -51,7 +51,7 @@ def case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None,
 
 def check(q, cache, ragged, sink, layout=LAYOUT):
     keys = Keys(cache, layout, *ragged)
-    assert hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, False)) is not None
+    assert hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, None)) is not None
     options = dict(scale=0.05, layout=layout, sink=sink)
     got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
     assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
@@ -114,7 +114,7 @@ def test_shares_of_any_size(size, width):
     ragged = Ragged(slots, torch.arange(tokens + 1, dtype=torch.int32, device="cuda") * width)
     q = torch.zeros(tokens, 64, 576, device="cuda", dtype=torch.bfloat16)
     keys = Keys(cache, LAYOUT, *ragged)
-    (part,) = hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, False)).parts
+    (part,) = hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, None)).parts
     assert part.splits == (3 if width == 300 else 16)
     got, want = (
         sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LAYOUT, impl=impl).out for impl in ("triton", "reference")

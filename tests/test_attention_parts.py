@@ -21,7 +21,7 @@ from sparse_attn.ops.attention.hopper_launch import merge_shares
 from sparse_attn.ops.attention.inputs import Keys, step_of
 from sparse_attn.ops.attention.merging import merge_of
 from sparse_attn.ops.attention.output import Output
-from sparse_attn.ops.attention.parts import PAIRS, TILES, Part, parts_of
+from sparse_attn.ops.attention.parts import PAIRS, SPLIT, TILES, WHOLE, Part, parts_of
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import preset
 from sparse_attn.target import H200
@@ -124,9 +124,10 @@ def test_batch_invariant_steps_have_one_part():
         for rows in (1, 34, 67, 133):
             q, indices = torch.empty(rows, 1, 1), torch.empty(rows * shape.keys, dtype=torch.int32)
             keys = Keys(q, shape.layout, indices, indices)
-            tokens, capacity, invariant = step_of(q, keys, None, True)
+            tokens, capacity, invariant = step_of(q, keys, None, SPLIT)
             assert shape.parts(tokens, capacity, invariant) == (Part(0, rows, shape.parts(32)[0].splits),)
-            assert shape.parts(*step_of(q, keys, None, False)) == shape.parts(rows)
+            assert shape.parts(*step_of(q, keys, None, None)) == shape.parts(rows)
+            assert shape.parts(*step_of(q, keys, None, WHOLE)) == (Part(0, rows, 1),)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

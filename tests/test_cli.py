@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.runtime import text
+from sparse_attn.runtime import cli, text
 from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.documents import question
 from sparse_attn.runtime.shipped import shipped_models
@@ -59,6 +59,15 @@ def test_chunks_and_blocks_do_not_change_the_result(tmp_path, name, block_size):
     pieces, chunked = generate(tmp_path, *common, "--prefill-tokens", 37, "--block-size", block_size, logits=True)
     assert pieces["tokens"] == whole["tokens"]
     torch.testing.assert_close(chunked, logits, atol=1e-4, rtol=0)
+
+
+def test_batch_invariant_attention_is_asked_for(tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(cli, "generate", lambda model, *_, **__: built.append(model.batch_invariant) or sys.exit())
+    for options in ((), ("--batch-invariant",)):
+        with pytest.raises(SystemExit):
+            generate(tmp_path, "--preset", "tiny-v32", "--prompt", "a", *options)
+    assert built == [False, True]
 
 
 def test_prompt_sources_agree(tmp_path):

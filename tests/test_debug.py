@@ -103,7 +103,7 @@ GOOD = {
     ) | dict(block_table=ints([INT_MAX, -1, 0, 0], [INT_MIN] * 4)),
     "sparse_attn_prefill": lambda: dict(
         q=torch.ones(3, 2, 16), kv=torch.ones(9, 16), indices=ints(INT_MIN, 8, -1, 0, 0, INT_MAX), indptr=ints(1, 3, 3, 5),
-        scale=1.0, d_v=12, sink=SINK,
+        scale=1.0, d_v=12, sink=SINK, batch_invariant=False,
     ),
     "sparse_attn_decode": lambda: dict(
         q=torch.ones(2, 2, 16), cache=allocate_cache(PLAIN, 3, 4, "cpu"), indices=ints(11, -1, INT_MAX), indptr=ints(0, 1, 2),

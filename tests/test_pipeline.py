@@ -263,7 +263,10 @@ def drive(bounds, layouts, device, decodes, prefill_rows):
         QuantisedQuery(query, weights), index_cache, plan,
         layouts=layouts, top_k=WIDE, logits_bytes=bounds.logits_bytes, impl="triton",
     )  # fmt: skip
-    pipeline.attend(q, kv_cache, plan, selection, layouts=layouts, scale=SCALE, d_v=LATENT, impl="triton")
+    pipeline.attend(
+        q, kv_cache, plan, selection, layouts=layouts, scale=SCALE, d_v=LATENT, batch_invariant=bounds.batch_invariant,
+        impl="triton",
+    )  # fmt: skip
 
 
 @pytest.mark.kernel
@@ -275,8 +278,9 @@ def drive(bounds, layouts, device, decodes, prefill_rows):
         Bounds(2, 0, 80, next_n=2, block_size=BLOCK, logits_bytes=2 * 4 * 128, dtype=torch.float32),
         Bounds(0, 4, 80, block_size=BLOCK, logits_bytes=1, dtype=torch.float32),
         Bounds(2, 3, 80, block_size=BLOCK, kv_rows=100, dtype=torch.float32),
+        Bounds(2, 3, 80, block_size=BLOCK, kv_rows=100, dtype=torch.float32, batch_invariant=True),
     ],
-    ids=["decode", "decode of two in chunks", "prefill row by row", "mixed"],
+    ids=["decode", "decode of two in chunks", "prefill row by row", "mixed", "batch-invariant"],
 )
 def test_workspace_size_is_the_high_water_mark(device, bounds, kind):
     layouts = cache_layouts(SPEC, kind)

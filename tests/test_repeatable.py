@@ -9,7 +9,15 @@ import pytest
 import torch
 from repeatable_ops import ROWS, digest, operators
 
-from sparse_attn import LatentFp8Layout, PlainLayout, PlanarFp8Layout, Ragged, allocate_cache, sparse_attn_decode
+from sparse_attn import (
+    LatentFp8Layout,
+    PlainLayout,
+    PlanarFp8Layout,
+    Ragged,
+    allocate_cache,
+    sparse_attn_decode,
+    sparse_attn_prefill,
+)
 
 NAMES = tuple(operators("cpu"))
 EAGER_MATMUL = ("hyper_mix",)  # begins with a matrix product, which is the library's of the machine
@@ -113,10 +121,43 @@ def check_batches(layout, heads, top_k, sizes, device, two=False):
         options = dict(scale=0.1, layout=layout, batch_invariant=True, impl="triton")
         return sparse_attn_decode(q[some], cache, rows(top_k), **more, **options)
 
+    check_parts(attend, sizes)
+
+
+def check_parts(attend, sizes):
+    """``attend`` of the last rows of the largest of ``sizes``, however many, against them among all rows."""
+    most = max(sizes)
     whole = attend(slice(0, most))
     for size in sizes:
         first = most - size
         assert same(attend(slice(first, most)), [part[first:].contiguous() for part in whole])
+
+
+def check_prefills(heads, d_qk, d_v, top_k, sizes, device):
+    generator = torch.Generator().manual_seed(5)
+    most = max(sizes)
+    dense = torch.randint(-20, 144, (most, top_k), dtype=torch.int32, generator=generator).to(device)
+    q = torch.randn(most, heads, d_qk, generator=generator).to(device, torch.bfloat16)
+    kv = torch.randn(144, d_qk, generator=generator).to(device, torch.bfloat16)
+
+    def attend(some):
+        indptr = torch.arange(some.stop - some.start + 1, dtype=torch.int32, device=device) * top_k
+        rows = Ragged(dense[some].flatten(), indptr)
+        return sparse_attn_prefill(q[some], kv, rows, scale=0.1, d_v=d_v, batch_invariant=True, impl="triton")
+
+    check_parts(attend, sizes)
+
+
+@pytest.mark.kernel
+def test_batch_invariant_prefill_rows(device):
+    check_prefills(3, 40, 32, 140, (1, 3, 40 if device.type == "cuda" else 5), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64, 96, 128])
+@pytest.mark.parametrize("d_qk, d_v", [(576, 512), (512, 512), (192, 128)])
+def test_batch_invariant_prefill_rows_of_every_kernel(d_qk, d_v, heads):
+    check_prefills(heads, d_qk, d_v, 1024, (1, 2, 20, 70, 140, 600), "cuda")
 
 
 @pytest.mark.kernel

@@ -26,12 +26,13 @@ def every_scratch(part, limits, target):
     for rows in range(part.group, part.most + 1, part.group):
         yield ragged_config.scratch(rows, target)
         for attended in part.attended:
-            sizes = rows, part.heads, part.d_qk, part.d_v
+            tokens, invariant = (part.stand_in, rows) if limits.batch_invariant else (rows, None)
+            sizes = tokens, part.heads, part.d_qk, part.d_v
             launch = attention_config.config(
-                *sizes, rows * attended, limits.dtype.itemsize, part.fp8 is not None, target
+                *sizes, tokens * attended, limits.dtype.itemsize, part.fp8 is not None, target
             )
             yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
-            yield attention_config.largest_special_scratch(*sizes, attended, part.fp8, limits.dtype, target)
+            yield attention_config.largest_special_scratch(*sizes, attended, part.fp8, limits.dtype, target, invariant)
         for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
             yield part.select_scratch(rows, keys, part.top_k, limits.logits_bytes, target, part.group)
         narrow = limits.logits_bytes // (4 * rows) // 64 * 64
@@ -49,7 +50,7 @@ def drawn(seed):
         max_batch=draw.choice((0, 1, 7, 64, 133, 300)), max_batched_tokens=draw.choice((0, 1, 65, 128, 270, 700)),
         max_model_len=length, next_n=draw.choice((1, 1, 2, 3)), kv_rows=draw.choice((None, 0, 70, 40_000, 600_000)),
         logits_bytes=draw.choice((0, 1000, 1 << 20, 7 << 20, 1 << 26, 1 << 29)),
-        dtype=draw.choice((torch.bfloat16, torch.float32)), prefill_in_place=draw.random() < 0.5,
+        dtype=draw.choice((torch.bfloat16, torch.float32)), prefill_in_place=draw.random() < 0.5, batch_invariant=draw.random() < 0.3,
     )  # fmt: skip
     return spec, limits, target, cache_layouts(spec, draw.choice(("fp8", "bf16")))
 
@@ -79,3 +80,15 @@ def test_large_bounds_take_no_time(name):
     assert size == workspace_size(spec, replace(limits, max_batched_tokens=(1 << 22) - 1), H200)._replace(
         counters=size.counters
     )
+
+
+@pytest.mark.parametrize("spec", [preset("deepseek_v32"), replace(preset("deepseek_v32"), num_heads=16), preset("deepseek_v4_flash")])
+def test_workspace_of_batch_invariant_steps_grows_by_rows(spec):
+    """Every row is split as one of 32 is: so many more rows take as many times the scratch, which default steps do not."""
+
+    def attention(rows, invariant):
+        bounds = Bounds(rows, 0, 4096, logits_bytes=0, block_size=256, batch_invariant=invariant)
+        return workspace_size(spec, bounds, H200).nbytes
+
+    assert attention(32, True) > 1 << 20
+    assert attention(320, True) == 10 * attention(32, True) > attention(320, False)

@@ -33,12 +33,14 @@ def forward(
     layouts: CacheLayouts,
     impl: str = "auto",
     logits_bytes: int = LOGITS_BYTES,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``.
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
-    indexer. logits_bytes: bound on the index scores held at a time. impl: as every op takes it.
+    indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention, see pipeline.attend; torch's
+    matrix products have no such form here. impl: as every op takes it.
     """
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
@@ -50,7 +52,7 @@ def forward(
         normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
         out, selection = attention(
             normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
-            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, impl=impl,
         )  # fmt: skip
         hidden = hidden + out
         normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)

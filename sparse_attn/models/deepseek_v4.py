@@ -35,12 +35,14 @@ def forward(
     impl: str = "auto",
     logits_bytes: int = LOGITS_BYTES,
     prefill_in_place: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Run one step and return fp32 logits [T, vocab]; the step's keys and entries are written into ``caches``.
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
-    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. impl: as every op takes it.
+    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention, see
+    pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it.
     """
     _check(spec, tokens, caches, plan)
     step = windowed.plan_windows(
@@ -55,7 +57,7 @@ def forward(
         normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
         out = attention(
             normed, params, prefix, spec, layer, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, impl=impl,
         )  # fmt: skip
         streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
         mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)

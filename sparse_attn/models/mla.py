@@ -71,6 +71,7 @@ def attention(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    batch_invariant: bool = False,
     impl: str,
 ) -> tuple[torch.Tensor, Selection]:
     """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
@@ -95,7 +96,7 @@ def attention(
     absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
     out = pipeline.attend(
         torch.cat([absorbed, q_rope], dim=-1), kv_cache, plan, selection,
-        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, impl=impl,
+        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant, impl=impl,
     ).out  # fmt: skip
     values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]
     return F.linear(values.flatten(1), params[attn + "o"]), selection

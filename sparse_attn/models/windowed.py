@@ -103,6 +103,7 @@ def attention(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    batch_invariant: bool = False,
     impl: str,
 ) -> torch.Tensor:
     """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind."""
@@ -129,7 +130,8 @@ def attention(
     q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
     out = windowed.attend(
         q, caches.kv[layer], caches.compressed[layer], plan, step, entries,
-        ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"], impl=impl,
+        ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"],
+        batch_invariant=batch_invariant, impl=impl,
     ).out  # fmt: skip
     out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)
     grouped = out.reshape(out.shape[0], spec.o_groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]

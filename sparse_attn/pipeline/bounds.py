@@ -11,7 +11,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import config as attention_config
-from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.attention.parts import SPLIT, WHOLE, Part
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
@@ -27,7 +27,8 @@ class Bounds:
     """What no step exceeds. max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens:
     prefill rows (0: no prefills). max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill
     requests, the plan's kv_capacity; None: max_model_len. logits_bytes: the budget given to the forward. dtype: the
-    model's. prefill_in_place: whether the forward lets prefill rows attend in place (V4's may).
+    model's. prefill_in_place: whether the forward lets prefill rows attend in place (V4's may). batch_invariant: whether
+    attention is asked to be; decode rows, however many, then take scratch as rows of a small step do.
     """
 
     max_batch: int
@@ -39,6 +40,7 @@ class Bounds:
     logits_bytes: int = LOGITS_BYTES
     dtype: torch.dtype = torch.bfloat16
     prefill_in_place: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self):
         for name, least in (("max_batch", 0), ("max_batched_tokens", 0), ("max_model_len", 1), ("next_n", 1),
@@ -76,7 +78,7 @@ def workspace_size(
 class _Part:
     """Decode rows, prefill rows, or both where they attend at once. select_scratch: of what selects for them. most: rows at
     most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a row holds, for each kind of
-    layer. fp8: the layout attention reads, if fp8."""
+    layer. fp8: the layout attention reads, if fp8. stand_in: rows as which batch-invariant steps are launched."""
 
     select_scratch: Callable[..., Scratch]
     most: int
@@ -88,6 +90,7 @@ class _Part:
     d_v: int
     attended: tuple[int, ...]
     fp8: LatentFp8Layout | PlanarFp8Layout | None
+    stand_in: int
 
 
 def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
@@ -95,8 +98,8 @@ def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part
     shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
     fp8 = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
     decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
-    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, fp8)
-    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, None)
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, fp8, SPLIT)
+    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, None, WHOLE)
 
 
 def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
@@ -111,10 +114,10 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
     fp8 = None if isinstance(layouts.kv, PlainLayout) else layouts.kv
     decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
     prefill_rows, gathering = bounds.max_batched_tokens, () if bounds.prefill_in_place else attended
-    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, attended, fp8)
-    yield _Part(index_topk_config.scratch, prefill_rows, 1, prefill_keys, *shape, gathering, None)
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, attended, fp8, SPLIT)
+    yield _Part(index_topk_config.scratch, prefill_rows, 1, prefill_keys, *shape, gathering, None, WHOLE)
     if bounds.prefill_in_place:
-        yield _Part(index_topk_config.scratch, decode_rows + prefill_rows, 1, 0, *shape, attended, fp8)
+        yield _Part(index_topk_config.scratch, decode_rows + prefill_rows, 1, 0, *shape, attended, fp8, SPLIT)
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
@@ -124,15 +127,7 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
     if not part.most:
         return
     yield ragged_config.scratch(part.most, target)
-    for rows in range(part.group, min(part.most, attention_config.most_split_rows(target)) + 1, part.group):
-        for attended in part.attended:
-            launch = attention_config.config(
-                rows, part.heads, part.d_qk, part.d_v, rows * attended, bounds.dtype.itemsize, part.fp8 is not None, target
-            )
-            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
-            yield attention_config.largest_special_scratch(
-                rows, part.heads, part.d_qk, part.d_v, attended, part.fp8, bounds.dtype, target
-            )
+    yield from _attention(part, bounds, target)
     how = dict(top_k=part.top_k, logits_bytes=bounds.logits_bytes, target=target, group=part.group)
     select = functools.partial(part.select_scratch, **how)
     for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
@@ -141,6 +136,21 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             yield select(rows, keys)
     for narrow in _narrower(part, bounds.logits_bytes):
         yield select(part.most, narrow)
+
+
+def _attention(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
+    steps = [(rows, rows) for rows in range(part.group, min(part.most, attention_config.most_split_rows(target)) + 1, part.group)]
+    if bounds.batch_invariant:
+        steps = [(part.stand_in, part.most)]
+    for tokens, rows in steps:
+        for attended in part.attended:
+            sizes = tokens, part.heads, part.d_qk, part.d_v
+            fp8 = part.fp8 is not None
+            launch = attention_config.config(*sizes, tokens * attended, bounds.dtype.itemsize, fp8, target)
+            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
+            yield attention_config.largest_special_scratch(
+                *sizes, attended, part.fp8, bounds.dtype, target, rows if bounds.batch_invariant else None
+            )
 
 
 def _narrower(part: _Part, logits_bytes: int) -> Iterator[int]:

@@ -89,27 +89,34 @@ def attend(
     scale: float,
     d_v: int,
     sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from absorbed queries [tokens, heads, kv_lora + rope_dim] to the selected rows of a layer's KV cache.
 
     ``selection`` may stem from an earlier layer: all layers' caches share the block table. Returns out [tokens, heads,
     d_v] and lse fp32 [tokens, heads].
+
+    batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it: a row's bits depend on whether it is a decode or a
+    prefill row alone. The other functions here need none, their rows never depend on each other.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts = []
     if selection.decode is not None:
         parts.append(
             sparse_attn_decode(
-                q[:rows], cache, selection.decode, scale=scale, layout=layouts.kv, sink=sink, impl=impl
+                q[:rows], cache, selection.decode, scale=scale, layout=layouts.kv, sink=sink,
+                batch_invariant=batch_invariant, impl=impl,
             )
-        )
+        )  # fmt: skip
     if selection.prefill is not None:
         kv = gather_kv_cache(
             cache, plan.block_table[requests:], plan.kv_indptr, plan.kv_capacity, layouts.kv, dtype=q.dtype, impl=impl
         )
         parts.append(
-            sparse_attn_prefill(q[rows:], kv, selection.prefill, scale=scale, d_v=d_v, sink=sink, impl=impl)
+            sparse_attn_prefill(
+                q[rows:], kv, selection.prefill, scale=scale, d_v=d_v, sink=sink, batch_invariant=batch_invariant, impl=impl
+            )
         )
     return join(parts, q, d_v)
 

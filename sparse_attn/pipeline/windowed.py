@@ -149,11 +149,12 @@ def attend(
     layouts: CacheLayouts,
     scale: float,
     sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
-    ratio: that of ``compressed``; not looked at where it is None. Returns out [tokens, heads, dim] and lse fp32 [tokens,
+    ratio: that of ``compressed``; not looked at where it is None. batch_invariant: see pipeline.latent.attend. Returns out [tokens, heads, dim] and lse fp32 [tokens,
     heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
@@ -161,16 +162,18 @@ def attend(
         parts.append(
             sparse_attn_decode(
                 q[:rows], cache, step.window, scale=scale, layout=layout, extra_cache=compressed,
-                extra_ragged=entries.in_place, extra_layout=None if compressed is None else layout, sink=sink, impl=impl,
+                extra_ragged=entries.in_place, extra_layout=None if compressed is None else layout, sink=sink,
+                batch_invariant=batch_invariant, impl=impl,
             )
         )  # fmt: skip
     if step.gather is not None:
         kv = _gather(cache, compressed, plan, step, ratio, layout, q.dtype, impl)
         parts.append(
             sparse_attn_prefill(
-                q[rows:], kv, entries.gathered, scale=scale, d_v=layout.value_dim, sink=sink, impl=impl
+                q[rows:], kv, entries.gathered, scale=scale, d_v=layout.value_dim, sink=sink,
+                batch_invariant=batch_invariant, impl=impl,
             )
-        )
+        )  # fmt: skip
     return join(parts, q, layout.value_dim)
 
 

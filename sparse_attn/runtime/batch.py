@@ -75,6 +75,7 @@ def prepare(
         block_size=block_size,
         kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
         logits_bytes=model.logits_bytes,
+        batch_invariant=model.batch_invariant,
         dtype=model.embed.dtype,
     )
     return Batch(tables, caches, state, chunks, max_context, bounds)

@@ -68,6 +68,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32")
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
+    parser.add_argument("--batch-invariant", action="store_true", help="attention whose bits no other row of a step changes")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
@@ -127,7 +128,7 @@ def run_generate(options: argparse.Namespace) -> int:
     prompt, expected = _prompt(options, folder, tokenizer)
     if options.plot:
         showing.check_plot(prompt, tokenizer)
-    model = Model(spec, params, cache_layouts(spec, options.cache), options.impl)
+    model = Model(spec, params, cache_layouts(spec, options.cache), options.impl, batch_invariant=options.batch_invariant)
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
     before = report.dynamo_counts()
     with Watch() if options.plot else contextlib.nullcontext() as seen:

@@ -22,7 +22,8 @@ class Weights(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
+    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device. batch_invariant: of
+    attention in every step, see pipeline.attend.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict() holds
     what ``params`` does, and load_state_dict() takes it. ``to`` moves all of them; a new dtype reaches those that
@@ -36,10 +37,12 @@ class Model(torch.nn.Module):
         layouts: CacheLayouts,
         impl: str = "auto",
         logits_bytes: int = LOGITS_BYTES,
+        *,
+        batch_invariant: bool = False,
     ):
         super().__init__()
         self.spec, self.layouts = spec, layouts
-        self.impl, self.logits_bytes = impl, logits_bytes
+        self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
         self._places = []  # (name, the parameters of its node, its name there), because a walk over the tree takes long
         for name, value in params.items():
             *path, leaf = name.split(".")
@@ -83,7 +86,7 @@ class Model(torch.nn.Module):
         forward = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
         return forward(
             self._weights(), self.spec, tokens, caches, plan,
-            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes,
+            layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
     def _weights(self) -> dict[str, torch.nn.Parameter]:

@@ -32,12 +32,16 @@ def sparse_attn_prefill(
     scale: float,
     d_v: int,
     sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend to rows of a dense key-value matrix.
 
     q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads. kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
     ragged: row ids per token. d_v: leading values of a row that are its value, at most d_qk. sink: fp32 [>= heads] or None.
+
+    batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is where there
+    are many.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
     """
@@ -52,7 +56,7 @@ def sparse_attn_prefill(
     if not 1 <= d_v <= q.shape[2]:
         raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
     checks.check_same_device(q=q, kv=kv)
-    return AttentionOutput(*op.sparse_attn_prefill(q, kv, *ragged, scale, d_v, sink, impl))
+    return AttentionOutput(*op.sparse_attn_prefill(q, kv, *ragged, scale, d_v, sink, batch_invariant, impl))
 
 
 def sparse_attn_decode(
@@ -80,7 +84,7 @@ def sparse_attn_decode(
     own. A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
 
     batch_invariant: a row's bits do not depend on how many rows there are, as long as the room for indices per row stays the
-    same: every step is split over programs as one of 32 rows is. workspace_size does not reserve for it.
+    same: every step is split over programs as one of 32 rows is. It takes more scratch: see ``Bounds.batch_invariant``.
 
     Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
     """
@@ -101,7 +105,7 @@ def merge_attn_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     outs: [states, tokens, heads, d_v] bf16, fp16 or fp32. lses: fp32 [states, tokens, heads], natural log, -inf for a state
-    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None.
+    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. A row's bits do not depend on the others.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
     """

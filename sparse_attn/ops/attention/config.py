@@ -174,17 +174,18 @@ def most_split_rows(target: Target) -> int:
 
 
 def largest_special_scratch(
-    tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target
+    tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target,
+    invariant: int | None = None,
 ) -> Scratch:
     """The most scratch that the kernel that Hopper has for this shape needs: for rows of ``keys`` indices or fewer, since fewer
-    keys may be split more often; nothing where there is no such kernel."""
+    keys may be split more often; nothing where there is no such kernel. invariant: as ``Step`` has it."""
     if not _is_hopper(target, dtype) or tokens > most_split_rows(target):
         return Scratch()
 
     def parts(row: int) -> tuple[Part, ...]:
-        chosen = hopper_few_heads(tokens, heads, d_qk, d_v, tokens * row, layout, dtype, target)
+        chosen = hopper_few_heads(tokens, heads, d_qk, d_v, tokens * row, layout, dtype, target, invariant)
         if chosen is None and layout is not None:
-            chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target)
+            chosen = hopper_fp8(tokens, heads, tokens * row, layout, dtype, target, invariant)
         return () if chosen is None else chosen.parts
 
     launches = {parts(row) for row in range(keys, 0, -FEW_TILE)} if layout is not None or heads <= FEW_HEADS else ()

@@ -15,6 +15,7 @@ def sparse_attn_prefill(
     scale: float,
     d_v: int,
     sink: torch.Tensor | None,
+    batch_invariant: bool,
 ) -> None:
     _rows("", indices, indptr, kv.shape[0], "rows of kv")
     debug.not_nan("sink", sink)

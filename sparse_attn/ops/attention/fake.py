@@ -3,7 +3,7 @@
 from sparse_attn.ops.attention.shapes import allocate_output, value_dim
 
 
-def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink):
+def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invariant):
     return allocate_output(q.shape[0], q.shape[1], d_v, q)
 
 

@@ -8,8 +8,6 @@ import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
 
-INVARIANT_TOKENS = 32  # rows of the step as which every batch-invariant one is launched
-
 
 class Keys(NamedTuple):
     """A cache (or the rows of one block), its format, None for plain rows, and the indices into it."""
@@ -29,12 +27,12 @@ class Step(NamedTuple):
     invariant: int | None = None
 
 
-def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, batch_invariant: bool) -> Step:
-    """This step, or what stands for every one with rows that may hold as many indices."""
+def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, stand_in: int | None) -> Step:
+    """This step, or one of ``stand_in`` rows that may hold as many indices each, which stands for it whatever its size."""
     tokens = q.shape[0]
     capacity = keys.indices.numel() + (0 if extra is None else extra.indices.numel())
-    if batch_invariant and tokens:
-        return Step(INVARIANT_TOKENS, INVARIANT_TOKENS * -(-capacity // tokens), tokens)
+    if stand_in and tokens:
+        return Step(stand_in, stand_in * -(-capacity // tokens), tokens)
     return Step(tokens, capacity)
 
 

@@ -12,7 +12,7 @@ from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, pa
 from sparse_attn.ops.attention import config, hopper_launch, kernels, shapes
 from sparse_attn.ops.attention.inputs import Keys, are_apart, step_of
 from sparse_attn.ops.attention.output import LOG2_E, merge, outputs
-from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.attention.parts import SPLIT, WHOLE, Part
 from sparse_attn.target import target_of
 
 
@@ -33,16 +33,19 @@ def sparse_attn_prefill(
     scale: float,
     d_v: int,
     sink: torch.Tensor | None,
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = Keys(kv, None, indices, indptr)
-    done = _on_hopper("sparse_attn_prefill", q, rows, None, scale, d_v, sink, False)
-    return done or portable_prefill(q, kv, indices, indptr, scale, d_v, sink)
+    step = step_of(q, rows, None, WHOLE if batch_invariant else None)
+    done = _on_hopper("sparse_attn_prefill", q, rows, None, scale, d_v, sink, step)
+    return done or portable_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invariant)
 
 
-def portable_prefill(q, kv, indices, indptr, scale, d_v, sink):
+def portable_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invariant=False):
     """sparse_attn_prefill by the kernel that every GPU has."""
-    rows = kv.unsqueeze(0)  # one block that holds every row
-    return _attend("sparse_attn_prefill", q, Keys(rows, None, indices, indptr), None, scale, d_v, sink, False)
+    rows = Keys(kv.unsqueeze(0), None, indices, indptr)  # one block that holds every row
+    step = step_of(q, rows, None, WHOLE if batch_invariant else None)
+    return _attend("sparse_attn_prefill", q, rows, None, scale, d_v, sink, step)
 
 
 def sparse_attn_decode(
@@ -62,18 +65,19 @@ def sparse_attn_decode(
     keys, extra, d_v = Keys(cache, _fp8(layout), indices, indptr), None, shapes.value_dim(layout)
     if extra_cache is not None:
         extra = Keys(extra_cache, _fp8(extra_layout), extra_indices, extra_indptr)
-    done = None
+    done, step = None, step_of(q, keys, extra, SPLIT if batch_invariant else None)
     if keys.layout is not None:
-        done = _on_hopper("sparse_attn_decode", q, keys, extra, scale, d_v, sink, batch_invariant)
+        done = _on_hopper("sparse_attn_decode", q, keys, extra, scale, d_v, sink, step)
     elif extra is None and cache.is_contiguous():
         rows = keys._replace(cache=cache.flatten(0, 1))
-        done = _on_hopper("sparse_attn_decode", q, rows, None, scale, d_v, sink, batch_invariant)
+        done = _on_hopper("sparse_attn_decode", q, rows, None, scale, d_v, sink, step)
     return done or portable_decode(q, keys, extra, scale, d_v, sink, batch_invariant)
 
 
 def portable_decode(q, keys, extra, scale, d_v, sink, batch_invariant=False):
     """sparse_attn_decode by the kernel that every GPU has."""
-    return _attend("sparse_attn_decode", q, keys, extra, scale, d_v, sink, batch_invariant)
+    step = step_of(q, keys, extra, SPLIT if batch_invariant else None)
+    return _attend("sparse_attn_decode", q, keys, extra, scale, d_v, sink, step)
 
 
 def merge_attn_states(
@@ -85,11 +89,10 @@ def merge_attn_states(
     return out, lse
 
 
-def _on_hopper(who, q, keys, extra, scale, d_v, sink, batch_invariant) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _on_hopper(who, q, keys, extra, scale, d_v, sink, step) -> tuple[torch.Tensor, torch.Tensor] | None:
     """By a kernel of Hopper's own, over plain rows [num_rows, d_qk] or fp8 caches; None where none takes the call."""
     if not scale > 0:  # they look for a row's largest score before they scale it
         return None
-    step = step_of(q, keys, extra, batch_invariant)
     if chosen := hopper_launch.choose_few_heads(q, keys, extra, d_v, step):
         return hopper_launch.attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen)
     if chosen := hopper_launch.choose_fp8(q, keys, extra, step):
@@ -99,14 +102,14 @@ def _on_hopper(who, q, keys, extra, scale, d_v, sink, batch_invariant) -> tuple[
     return None
 
 
-def _attend(who, q, keys, extra, scale, d_v, sink, batch_invariant):
+def _attend(who, q, keys, extra, scale, d_v, sink, step):
     tokens, heads, d_qk = q.shape
     if tokens == 0:
         return shapes.allocate_output(tokens, heads, d_v, q)
     parts = (keys,) if extra is None else (keys, extra)
     kinds = {part.layout is not None for part in parts}
     apart = any(part.layout is None and are_apart(part.cache) for part in parts)
-    step, target = step_of(q, keys, extra, batch_invariant), target_of(q.device)
+    target = target_of(q.device)
     launch = config.config(
         step.tokens, heads, d_qk, d_v, step.capacity, q.element_size(), kinds == {True}, target,
         mixed=len(kinds) > 1, apart=apart,

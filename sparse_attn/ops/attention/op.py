@@ -6,8 +6,8 @@ from sparse_attn.registration import define_op
 sparse_attn_prefill = define_op(
     __package__,
     "sparse_attn_prefill",
-    "(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, str impl)"
-    " -> (Tensor out, Tensor lse)",
+    "(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, bool batch_invariant,"
+    " str impl) -> (Tensor out, Tensor lse)",
     fake.sparse_attn_prefill,
 )
 sparse_attn_decode = define_op(

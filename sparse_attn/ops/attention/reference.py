@@ -32,6 +32,7 @@ def sparse_attn_prefill(
     scale: float,
     d_v: int,
     sink: torch.Tensor | None,
+    batch_invariant: bool = False,  # rows never meet here
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _attend(q, [Keys(lambda rows: kv[rows].float(), kv.shape[0], indices, indptr)], scale, d_v, sink)
 
@@ -48,7 +49,7 @@ def sparse_attn_decode(
     extra_indptr: torch.Tensor | None,
     extra_layout: str,
     sink: torch.Tensor | None,
-    batch_invariant: bool = False,  # rows never meet here
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys = [_cached_keys(cache, indices, indptr, layout, q.dtype)]
     if extra_cache is not None:

@@ -1,7 +1,7 @@
 """Score and select in one op: the lightning indexer without a full matrix of logits.
 
 Rows are taken a few at a time, so that the logits held at once stay within a byte budget; the result is exactly
-``top_k_per_row`` of the full logits.
+``top_k_per_row`` of the full logits. What a row selects does not depend on the other rows, nor on how many fit.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def biased_grouped_topk(
     Returns (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]), in descending biased score. Ties go to the lowest
     group and the lowest expert. Ids of a row are always distinct and valid: a NaN logit or bias counts as -inf and,
     like a dropped expert, is chosen only where nothing else is left, with weight 0. Implementations may differ where
-    two biased scores are closer than the rounding of the score.
+    two biased scores are closer than the rounding of the score. A row's bits do not depend on the others.
 
     TypeError or ValueError: wrong dtypes, shapes or devices; experts outside [1, 1024]; num_groups not dividing them,
     or several groups of one expert; top_groups outside [1, num_groups]; top_k above the experts of the kept groups.

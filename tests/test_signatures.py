@@ -1,0 +1,72 @@
+"""Signatures that can grow: options are keywords, and what is asked for at the top arrives where it is done."""
+
+import inspect
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sparse_attn as sa
+from sparse_attn.models.params import random_params
+from sparse_attn.pipeline import latent, windowed
+from sparse_attn.runtime.generate import Model, generate
+
+INPUTS = {("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
+          ("workspace_size", "layouts"), ("row_seeds", "device")}  # fmt: skip
+
+
+def functions():
+    for module in (sa, sa.pipeline, latent, windowed):
+        for name, value in vars(module).items():
+            if inspect.isfunction(value) and not name.startswith("_") and value.__module__.startswith("sparse_attn"):
+                yield name, value
+
+
+def test_options_are_keywords():
+    """So that another one can stand anywhere among them."""
+    found = {
+        (name, parameter.name) for name, function in functions() for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is not parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY
+    }  # fmt: skip
+    assert found == INPUTS
+
+
+def test_attention_gives_a_pair():
+    """Callers unpack it; what more there may be to ask for comes by a keyword, in a type of its own."""
+    assert sa.AttentionOutput._fields == ("out", "lse")
+
+
+class Asked(TorchDispatchMode):
+    """Keeps what every attention op was given as batch_invariant, by op."""
+
+    def __init__(self):
+        super().__init__()
+        self.values = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sparse_attn":
+            names = [argument.name for argument in func._schema.arguments]
+            if "batch_invariant" in names:
+                self.values.setdefault(func._schema.name, set()).add(args[names.index("batch_invariant")])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_batch_invariance_asked_of_a_model_reaches_every_attention(name, invariant):
+    spec = sa.preset(name)
+    model = Model(spec, random_params(spec, seed=1), sa.cache_layouts(spec, "fp8"), batch_invariant=invariant)
+    with Asked() as asked:
+        generate(model, [list(range(40)), [7, 5]], max_new_tokens=2)
+    assert asked.values == {f"sparse_attn::sparse_attn_{step}": {invariant} for step in ("prefill", "decode")}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_batch_invariant_models_generate_within_their_workspace(name, graph):
+    spec = sa.preset(name)
+    params = random_params(spec, seed=1, device="cuda", dtype=torch.bfloat16)
+    model = Model(spec, params, sa.cache_layouts(spec, "fp8"), batch_invariant=True)
+    prompts = [[n * 7 % 250 for n in range(length)] for length in (300, 2, 40)]
+    generate(model, prompts, max_new_tokens=5, prefill_tokens=128, graph=graph)
