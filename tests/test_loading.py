@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_spec import PUBLISHED_GLM
 
-from sparse_attn.models.checkpoint import dequantise
+from sparse_attn.models.checkpoint import Checkpoint, dequantise
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import param_shapes
@@ -163,6 +163,13 @@ def test_fused_experts(tmp_path, params, weights):
         weights[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = params[f"layers.{layer}.moe.gate_up"]
         weights[f"model.layers.{layer}.mlp.experts.down_proj"] = params[f"layers.{layer}.moe.down"]
     check_equal(load(write(tmp_path, weights), dtype=torch.float32)[1], params)
+
+
+def test_every_weight_is_read_once(tmp_path, params, weights, monkeypatch):
+    read, real = [], Checkpoint._get
+    monkeypatch.setattr(Checkpoint, "_get", lambda self, name: read.append(name) or real(self, name))
+    check_equal(load(write(tmp_path, weights), dtype=torch.float32)[1], params)
+    assert sorted(read) == sorted(weights)
 
 
 @pytest.mark.parametrize("original", [True, False])

@@ -103,11 +103,12 @@ def test_save_pretrained(tmp_path, original):
     torch.testing.assert_close(loaded["layers.2.entry.kv_gate"].data, torch.cat(both), rtol=0, atol=0)
 
 
-def test_fp8_weights(tmp_path, params):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
+def test_fp8_weights(tmp_path, params, dtype):
     """DeepSeek writes ``.scale`` beside an fp8 ``.weight``."""
     weights = deepseeks(params)
     name = "layers.1.attn.wq_b"
-    scale = torch.full((1, 1), 0.5)
+    scale = torch.full((1, 1), 0.5).to(dtype)
     codes = (params["layers.1.attn.q_b"] / 0.5).to(torch.float8_e4m3fn)
     weights |= {f"{name}.weight": codes, f"{name}.scale": scale}
     loaded = load(write(tmp_path, weights), dtype=torch.float32)[1]

@@ -88,4 +88,16 @@ def checkpoint_tensors(
             value = value.flatten(0, 1)
         for source, part in zip(sources, value.chunk(len(sources))):
             tensors[source] = part.contiguous().clone()
-    return tensors
+    return tensors | _no_shared_experts(spec, dtype)
+
+
+def _no_shared_experts(spec: Spec | CompressedSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What transformers reads where there are no shared experts: weights without elements."""
+    if isinstance(spec, CompressedSpec) or spec.moe.num_shared:
+        return {}
+    shapes = {"gate": (0, spec.hidden_size), "up": (0, spec.hidden_size), "down": (spec.hidden_size, 0)}
+    return {
+        f"model.layers.{layer}.mlp.shared_experts.{part}_proj.weight": torch.empty(shape, dtype=dtype, device="cpu")
+        for layer, routed in enumerate(spec.moe_layers) if routed
+        for part, shape in shapes.items()
+    }  # fmt: skip

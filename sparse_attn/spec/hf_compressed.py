@@ -28,6 +28,8 @@ def compressed_spec(config: Mapping[str, Any]) -> CompressedSpec:
     layers, head_dim, index_dim = size("num_hidden_layers", at_most=MAX_LAYERS), size("head_dim"), size("index_head_dim")
     rope_dim = _rope_dim_of(fields, head_dim)
     theta, compressed_theta, yarn = _ropes_of(fields)
+    if yarn is not None and not yarn.truncate:  # transformers looks for it where V4's parameters are not
+        raise ValueError("config rope truncate: got False, allowed: True")
     indexed_ratio, full_ratio = _rates_of(fields)
     return CompressedSpec(
         name=MODEL_TYPE,
