@@ -13,6 +13,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import sys
 import tempfile
 import time
@@ -49,10 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all of them")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="kernels whose name contains NAME")
     parser.add_argument("--all", action="store_true", help="every case: about half an hour of one core")
+    parser.add_argument("--sample", action="store_true", help="of each kernel and target one compilation, always the same")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every compilation there")
     options = parser.parse_args(arguments)
     work, left_out = gather(options.target or list(TARGETS), options.kernel or [""], options.all)
+    if options.sample:
+        work = sample(work)
     results = list(compile_all(work, options.jobs))
     report(results, left_out)
     if options.json:
@@ -77,6 +81,15 @@ def gather(targets: list[str], kernels: list[str], everything: bool) -> tuple[di
                 else:
                     work.setdefault(launch, []).append(f"{case.op}: {case.name}")
     return work, len(rest - work.keys())
+
+
+def sample(work: dict[Launch, list[str]]) -> dict[Launch, list[str]]:
+    """Of each kernel and target one launch, drawn by their names."""
+    groups: dict[tuple[str, str], list[Launch]] = {}
+    for launch in work:
+        groups.setdefault((launch.target, kernel_name(launch)), []).append(launch)
+    drawn = [random.Random("/".join(names)).choice(group) for names, group in groups.items()]
+    return {launch: work[launch] for launch in drawn}
 
 
 def compile_all(work: dict[Launch, list[str]], jobs: int) -> Iterator[Result]:

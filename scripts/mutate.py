@@ -131,6 +131,7 @@ def pytest(folder: Path, tests: tuple[str, ...], interpreted: bool) -> tuple[int
     """(exit code, output) of the tests in ``folder``; 124 where they do not end."""
     paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "400", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["SPARSE_ATTN_LONG"] = "1"  # every case can be named
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-x", "-v", "--tb=no", "--color=no", "-p", "no:cacheprovider", *tests]

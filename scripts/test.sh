@@ -2,9 +2,16 @@
 # Run the tests: plain, a sample of them under other defaults of torch, then Triton kernels through the interpreter, then
 # ahead-of-time compilation, each in processes of its own. Arguments go to every pytest; PYTHON=... uses an existing environment
 # instead of a local .venv.
+# --long runs every case of the tests that otherwise draw some of theirs, the same ones every time (SPARSE_ATTN_LONG=1).
 # A stage that collects no test fails, unless arguments narrowed the run and another stage ran some.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+arguments=()
+for argument in "$@"; do
+    if [ "$argument" = --long ]; then export SPARSE_ATTN_LONG=1; else arguments+=("$argument"); fi
+done
+set -- ${arguments[@]+"${arguments[@]}"}
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 parallel=()

@@ -3,10 +3,14 @@
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
 SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that other_defaults.py names under defaults of torch
 other than torch's own.
+SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, the same every time:
+`@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop.
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 
 import os
+import random
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -27,6 +31,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if not suits(item, OTHER_DEFAULTS)])
         items[:] = [item for item in items if suits(item, OTHER_DEFAULTS)]
     if torch.cuda.is_available():
+        sample(config, items)
         items.sort(key=lambda item: item.path.name != "test_soak.py")  # the longest first: workers end together
         return
     selected, deselected = [], []
@@ -41,6 +46,44 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+    sample(config, items)
+
+
+def sample(config, items):
+    """Leave out of each test marked `sampled` what it does not draw. of="kernel": of the cases that have this marker."""
+    tests: dict[tuple, list[int]] = {}
+    for at, item in enumerate(items):
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and item.get_closest_marker(marker.kwargs.get("of", "sampled")) is not None:
+            tests.setdefault((item.path, item.originalname, marker.args), []).append(at)
+    left_out = set()
+    for (*_, counts), places in tests.items():
+        left_out |= {*places} - {*sampled(places, *counts, kinds=lambda at: items[at].callspec.params.items())}
+    if left_out:
+        config.hook.pytest_deselected(items=[items[at] for at in sorted(left_out)])
+        items[:] = [item for at, item in enumerate(items) if at not in left_out]
+
+
+def long() -> bool:
+    """Whether every case is asked for."""
+    return os.environ.get("SPARSE_ATTN_LONG", "0") not in ("", "0")
+
+
+def sampled(cases: Iterable, count: int, seed: object = 0, kinds: Callable[[object], Iterable] = lambda case: ()) -> list:
+    """``count`` of the cases, drawn by ``seed`` and in their order, among them one of every kind that a case has; all with --long."""
+    cases = list(cases)
+    if long() or count >= len(cases):
+        return cases
+    drawn = random.Random(str(seed)).sample(range(len(cases)), len(cases))
+    has = [{repr(kind) for kind in kinds(case)} for case in cases]
+    chosen, missing = [], set().union(*has)
+    while missing:
+        chosen.append(max(drawn, key=lambda at: len(has[at] & missing)))
+        missing -= has[chosen[-1]]
+    if len(chosen) > count:
+        raise ValueError(f"count: got {count}, which leaves out a kind, needs: {len(chosen)}")
+    chosen += [at for at in drawn if at not in chosen][: count - len(chosen)]
+    return [cases[at] for at in sorted(chosen)]
 
 
 def big(device):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import long
 
 from sparse_attn.testing.launches import TARGETS
 
@@ -22,7 +23,19 @@ def scripts_on_path(monkeypatch):
 def test_every_kernel_compiles(target):
     import aot
 
-    assert aot.main(["--target", target, "--jobs", "1"]) == 0
+    sample = [] if long() or target == "sm_90" else ["--sample"]
+    assert aot.main(["--target", target, "--jobs", "1", *sample]) == 0
+
+
+def test_a_sample_leaves_out_no_kernel():
+    import aot
+
+    for target in ("sm_80", "gfx942"):
+        work, _ = aot.gather([target], [""], False)
+        drawn = aot.sample(work)
+        names = [aot.kernel_name(launch) for launch in drawn]
+        assert len(set(names)) == len(names) and set(names) == {aot.kernel_name(launch) for launch in work}
+        assert all(work[launch] == cases for launch, cases in drawn.items()) and drawn == aot.sample(work)
 
 
 @pytest.mark.aot

@@ -24,6 +24,7 @@ def where(impl, device):
     return dict(impl=impl, device=device if impl == "triton" else "cpu")
 
 
+@pytest.mark.sampled(6, of="kernel")
 @BOTH
 @EACH_LAYOUT
 @EACH_FORM
@@ -44,6 +45,7 @@ def check_same(whole, parts):
     parts.check_canaries()
 
 
+@pytest.mark.sampled(6, of="kernel")
 @BOTH
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (5, 1), (7, 2, 9)])
 @EACH_FORM
@@ -77,6 +79,7 @@ def test_borders_make_no_difference_to_kernels(device, ratio, overlap, borders):
         check_same(whole, World(ratio, overlap, **options).cut((border, 512)))
 
 
+@pytest.mark.sampled(4, of="kernel")
 @BOTH
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4])
 @EACH_FORM
@@ -85,6 +88,7 @@ def test_rejected_tokens_are_overwritten(where, ratio, overlap, next_n):
     check_same(World(ratio, overlap, **options).cut((64,)), World(ratio, overlap, **options).speculate(next_n))
 
 
+@pytest.mark.sampled(4, of="kernel")
 @BOTH
 @pytest.mark.parametrize("ring", [(4, 2), (3, 4), (1, 9), (4, 5)])
 @EACH_FORM
@@ -355,6 +359,7 @@ def check_error(layout, change, error, message):
         compress_and_cache(*given.values(), **options)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.kernel
 @pytest.mark.parametrize("norm_dtype, hadamard", [(torch.float32, False), (torch.bfloat16, True), (torch.half, False)])
 @EACH_LAYOUT
@@ -389,6 +394,7 @@ def check_kernels(ratio, overlap, layout, device, sizes, **options):
             assert (got != wanted).float().mean() < (1.0 if step < 1e-5 else 0.02)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.kernel
 @EACH_LAYOUT
 @EACH_FORM

@@ -278,6 +278,7 @@ def check_kernel(arguments, **options):
         assert torch.equal(bits(a), bits(b)), f"{field} differs at {(bits(a) != bits(b)).nonzero()[:4].tolist()}"
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.kernel
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -269,6 +269,7 @@ def drive(bounds, layouts, device, decodes, prefill_rows):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["fp8", "fp32"])
 @pytest.mark.parametrize(

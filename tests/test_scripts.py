@@ -87,3 +87,19 @@ def test_only_a_test_that_failed_has_caught_a_mutation():
         (1, failed("FAILED", "NameError: name 'a' is not defined")),
     ):  # fmt: skip
         assert verdict(code, output)[0] is None, (code, output)
+
+
+def test_long_reaches_every_stage_and_no_pytest(tmp_path):
+    import os
+    import subprocess
+
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "long=$SPARSE_ATTN_LONG interpreted=$TRITON_INTERPRET $*"\n')
+    python.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
+    for arguments, long in ((["--long", "-k", "a b"], "1"), (["-k", "a b"], "")):
+        done = subprocess.run([SCRIPTS / "test.sh", *arguments], env=environment, capture_output=True, text=True, check=True)
+        stages = [line for line in done.stdout.splitlines() if "pytest" in line]
+        assert len(stages) >= 3 and all(line.startswith(f"long={long} ") for line in stages)
+        assert any("interpreted=1" in line for line in stages)
+        assert all(line.endswith(" -k a b") and "--long" not in line for line in stages)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import long
 
 from sparse_attn import workspace
 from sparse_attn.models.params import random_params
@@ -122,7 +123,7 @@ def test_short_soak_on_the_cpu(name):
     model, sampling = model_of(name, "cpu", "fp32", layers=3), Sampling()
     server = Server(model, 3, seed=1)
     steps = 0
-    while steps < 250:
+    while steps < (250 if long() else 100):
         server.come_and_go(sampling)
         drawn = []
         for _ in range(server.stretch(20)):

@@ -11,6 +11,7 @@ import contextlib
 
 import pytest
 import torch
+from conftest import long
 from test_compile import (
     BLOCK,
     MAX_CONTEXT,
@@ -87,14 +88,26 @@ def test_layers_selected_outside_equal_eager(layer, layout, select, device):
         assert torch.equal(mine, theirs) and theirs.flatten(1).any(1).all()
 
 
+@cases
+def test_layers_side_by_side_in_every_block_equal_eager(layer, layout, device):
+    """Compiled over caches of their own."""
+    fresh()
+    compiled = torch.compile(run_layers, fullgraph=True, dynamic=True)
+    for tokens, dim in ((5, 0), (2, 1), (30, 1)):
+        step, mine, theirs = step_of(tokens, device), zeros(layout, device), zeros(layout, device).transpose(0, dim).contiguous()
+        want = run_layers(layer, mine.unbind(0), *step)
+        assert torch.equal(compiled(layer, theirs.unbind(dim), *step), want)
+        assert torch.equal(mine, theirs.transpose(0, dim)) and mine.flatten(1).any(1).all()
+
+
 def test_a_model_over_stacked_caches_equals_eager():
-    """Compiled over caches of their own; the same compilation serves layers one behind the other in one tensor. Then layers
-    side by side within every block of one tensor."""
+    """Compiled over caches of their own; the same compilation serves layers one behind the other in one tensor. With --long,
+    also layers side by side within every block of one tensor."""
     fresh()
     model = model_of("tiny_v32", "fp8", layers=2)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     check_decode(model, compiled, exact=False, alone=False)
-    for dim in (0, 1):
+    for dim in (0, 1) if long() else (0,):
         def stacked(tokens, caches, plan, dim=dim):
             views = type(caches)(*(torch.stack(kind, dim).unbind(dim) for kind in caches))
             logits = compiled(tokens, views, plan)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import sampled
 import torch._dynamo.testing
 
 from sparse_attn.ops.topk import config, reference, table, top_k_per_row
@@ -288,6 +289,7 @@ CASES = [
 # fmt: on
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.kernel
 @pytest.mark.parametrize("path, kind", CASES)
 def test_kernel(path, kind, device, dirty_workspace):
@@ -302,11 +304,8 @@ def test_kernel(path, kind, device, dirty_workspace):
 @pytest.mark.parametrize("path", SIZES)
 def test_kernel_ranges_and_strides(path, device, dirty_workspace):
     launch, width = SIZES[path]
-    for rows, offset, size, bounded in (
-        (7, 0, width, (True, True)),
-        (2, 5, width - 7, (False, True)),
-        (2, 4, width // 4 * 4, (True, False)),
-    ):
+    cases = (7, 0, width, (True, True)), (2, 5, width - 7, (False, True)), (2, 4, width // 4 * 4, (True, False))
+    for rows, offset, size, bounded in sampled(cases, 2, seed=path):
         limits = [limit if wanted else None for limit, wanted in zip(ranges(rows, width), bounded)]
         x = torch.full((rows, 4 * width), NAN)[:, offset : offset + size]
         column = torch.arange(size)
@@ -320,6 +319,7 @@ def test_kernel_ranges_and_strides(path, device, dirty_workspace):
         assert torch.equal(run(x, *limits, 30, launch, device), want), (offset, size)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.kernel
 @pytest.mark.parametrize("path", SIZES)
 @pytest.mark.parametrize("k", [1, 64, 1100])
@@ -365,6 +365,7 @@ def test_kernel_dealt_unevenly(keep, device, dirty_workspace):
         assert torch.equal(run(x, None, None, 24, dataclasses.replace(launch, keep=keep), device), want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.kernel
 @pytest.mark.parametrize("path", ["halves", "halves of few rows"])
 @pytest.mark.parametrize("k", [3, 200, 700])

@@ -1,0 +1,54 @@
+"""Without --long, heavy tests run a part of their cases: which part, and that it leaves out no kind."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from conftest import long, sample, sampled
+
+GRID = list(itertools.product("abcdef", range(5)))
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.delenv("SPARSE_ATTN_LONG", raising=False)
+
+
+def test_a_sample_is_the_same_every_time_and_in_order(short):
+    drawn = sampled(GRID, 9)
+    assert drawn == sampled(iter(GRID), 9) == sorted(drawn) and len({*drawn}) == 9
+    assert drawn != sampled(GRID, 9, seed="other") and sampled(GRID, 99) == GRID
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sample_holds_one_of_every_kind(short, seed):
+    drawn = sampled(GRID, 6, seed, kinds=enumerate)
+    assert {letter for letter, _ in drawn} == {*"abcdef"} and {number for _, number in drawn} == {*range(5)}
+    with pytest.raises(ValueError, match="count: got 5, which leaves out a kind, needs: 6"):
+        sampled(GRID, 5, seed, kinds=enumerate)
+
+
+@pytest.mark.parametrize("value, everything", [("1", True), ("0", False), ("", False)])
+def test_long_runs_every_case(monkeypatch, value, everything):
+    monkeypatch.setenv("SPARSE_ATTN_LONG", value)
+    assert long() == everything == (sampled(GRID, 6) == GRID)
+
+
+def item_of(*params, marked=True, kernel=False):
+    """As pytest collects it."""
+    markers = {"sampled": pytest.mark.sampled(3, of="kernel").mark} if marked else {}
+    markers |= {"kernel": pytest.mark.kernel.mark} if kernel else {}
+    return SimpleNamespace(
+        path="file", originalname="test", callspec=SimpleNamespace(params=dict(zip("ab", params))), get_closest_marker=markers.get
+    )
+
+
+@pytest.mark.parametrize("value, count", [("0", 3), ("1", 9)])
+def test_a_marked_test_runs_its_sample(monkeypatch, value, count):
+    monkeypatch.setenv("SPARSE_ATTN_LONG", value)
+    drawn = [item_of(a, b, kernel=True) for a, b in itertools.product("xyz", range(3))]
+    kept = [item_of("x", 0), item_of("y", 1, marked=False, kernel=True)] * 4
+    items, left_out = drawn + kept, []
+    sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))), items)
+    assert items[-8:] == kept and len(items) == count + 8 and len(left_out) == 9 - count
+    assert {item.callspec.params["a"] for item in items[:-8]} == {*"xyz"}
