@@ -39,6 +39,8 @@ def sparse_attn_prefill(
 
     q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads. kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
     ragged: row ids per token. d_v: leading values of a row that are its value, at most d_qk. sink: fp32 [>= heads] or None.
+    On a GPU 16 rows, d_v and the rest of d_qk rounded up to powers of two, fit into shared memory beside as many queries,
+    or it is a ValueError: 2-byte rows of 1024 + 64 values on one with 160 KiB or more, of 512 + 64 on any.
 
     batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is where there
     are many.

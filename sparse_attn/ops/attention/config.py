@@ -20,6 +20,7 @@ HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
 HANDED_OUT = Scratch(counters=1)  # how many of their rows the persistent kernel's programs have taken
 FEW_HEADS = 32  # the kernel for few heads takes no more
 FEW_TILE = 64  # keys it takes at a time
+MOST_SUMS = 64 * 512  # of a portable program: half of its registers; more do not fit in tensor memory either
 
 Fp8Layout = LatentFp8Layout | PlanarFp8Layout
 
@@ -44,16 +45,27 @@ def config(
     """capacity: how many indices the rows may hold in all, of two caches together; query_bytes: bytes of one q element;
     fp8: whether every cache is; mixed: whether only one of two is; apart: whether blocks of plain rows lie apart."""
     tile = _tile(min(64, max(16, 1 << (heads - 1).bit_length())), query_bytes, fp8, mixed, apart, target)
-    block_h, block_k, sizes = tile.block_h, tile.block_k, (tile.num_stages, d_qk, d_v, query_bytes, fp8, target)
-    while _shared_bytes(block_h, block_k, *sizes) > target.shared_memory and block_k > 16:
-        block_k //= 2
-    while _shared_bytes(block_h, block_k, *sizes) > target.shared_memory and block_h > 16:
-        block_h //= 2
-    programs = tokens * -(-heads // block_h)
+
+    def fits() -> bool:
+        forms = (True, False) if mixed else (fp8,)
+        return all(_shared_bytes(tile, d_qk, d_v, query_bytes, form, target) <= target.shared_memory for form in forms)
+
+    while tile.block_h * padded(d_v) > MOST_SUMS and tile.block_h > 16:
+        tile = replace(tile, block_h=tile.block_h // 2)
+    for name, least in (("block_k", 16), ("block_h", 16), ("num_stages", 1)):
+        while not fits() and getattr(tile, name) > least:
+            tile = replace(tile, **{name: getattr(tile, name) // 2})
+    if not fits():
+        raise ValueError(
+            f"d_qk: got {d_qk} values of {query_bytes} bytes, of which {d_v} are a key's value, allowed: what fits into "
+            f"{target.shared_memory} bytes of shared memory, {tile.block_h} queries and {tile.block_k} keys at a time, d_v "
+            "and the rest rounded up to powers of two"
+        )
+    programs = tokens * -(-heads // tile.block_h)
     row = -(-capacity // max(tokens, 1))
-    most = max(1, row // block_k)
+    most = max(1, row // tile.block_k)
     splits = max(1, min(most, target.num_sms // max(programs, 1)))
-    return replace(tile, block_h=block_h, block_k=block_k, splits=splits)
+    return replace(tile, splits=splits)
 
 
 def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, apart: bool, target: Target) -> AttentionConfig:
@@ -76,20 +88,34 @@ def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, apart: bool, tar
     return AttentionConfig(64, 64, 8, 3 if fp8 else 2, hoist=not apart or target.arch != 90)  # measured there alone
 
 
-def _shared_bytes(
-    block_h: int, block_k: int, num_stages: int, d_qk: int, d_v: int, element: int, fp8: bool, target: Target
-) -> int:
-    """At least about what the compiler takes: queries, key tiles in flight, and for fp8 one dequantised tile.
+def padded(size: int) -> int:
+    """Columns that the kernel has for ``size`` of them, of a value or of what only scores; 0 for none."""
+    return max(16, 1 << (size - 1).bit_length()) if size else 0
+
+
+def _shared_bytes(tile: AttentionConfig, d_qk: int, d_v: int, element: int, fp8: bool, target: Target) -> int:
+    """At least what the compiler takes: queries, key tiles in flight, and for fp8 one dequantised tile.
 
     An fp8 record is an eighth longer than one byte per value: its scales and its bf16 values. Two caches are read one
-    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger. On AMD queries
-    pass through on their way into registers, before there are tiles.
+    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger. On AMD queries and
+    dequantised tiles pass through on their way into registers, queries before there are tiles.
     """
-    keys = block_k * d_qk
-    tiles = keys * element + (num_stages - 1) * keys * 9 // 8 if fp8 else num_stages * keys * element
+    pad_v, pad_rest = padded(d_v), padded(d_qk - d_v)
+    queries, keys = tile.block_h * (pad_v + pad_rest) * element, tile.block_k * (pad_v + pad_rest)
+    value = tile.block_k * pad_v
+    ragged = fp8 and pad_v > d_v  # then groups are no tile, and values of [keys, columns] change hands in fp32
+    in_flight = (tile.num_stages - 1) * keys * (9 / 8 if fp8 else element)
     if target.vendor == "amd":
-        return max(block_h * (1 << (max(d_v, d_qk - d_v) - 1).bit_length()) * element, tiles)
-    return block_h * d_qk * element + tiles + 1024
+        passing = max(tile.block_h, tile.block_k) * max(pad_v, pad_rest) * element
+        return max(passing, ragged * value * 6, fp8 * keys * element + int(in_flight))
+    if fp8:
+        more = keys * 9 // 8 if pad_v > HOPPER_VALUE else 0  # one more tile in flight
+        total = queries + keys * element + int(in_flight) + more
+        return max(total, ragged * value * (8 + tile.num_stages)) + 1024
+    # Rows that 16-byte copies cannot take pass through registers, from where a 16-bit tile is stored for either product.
+    tiles = keys * element * (tile.num_stages if element == 4 else max(tile.num_stages, 2))
+    twice = target.reads_shared_operands and target.arch != 90 and tile.block_h == 64  # tcgen05's operands
+    return queries + tiles + twice * value * element + 1024
 
 
 @dataclass(frozen=True)

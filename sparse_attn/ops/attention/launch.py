@@ -135,8 +135,8 @@ def _attend(who, q, keys, extra, scale, d_v, sink, step):
         *result.strides,
         D_V=d_v,
         D_REST=d_qk - d_v,
-        PAD_V=_padded(d_v),
-        PAD_REST=_padded(d_qk - d_v),
+        PAD_V=config.padded(d_v),
+        PAD_REST=config.padded(d_qk - d_v) or 16,
         SPLIT=result.split,
         BLOCK_H=launch.block_h,
         BLOCK_K=launch.block_k,
@@ -176,7 +176,3 @@ def _arguments(keys: Keys | None, block_k: int) -> Arguments:
     form["SHORT"] = indices.numel() < block_k
     sizes = (num_blocks * block_size, block_size, indices.numel())
     return Arguments((cache, indices, indptr), sizes, cache.stride()[:2], form)
-
-
-def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
