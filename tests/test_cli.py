@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import PIL.Image
@@ -259,9 +260,34 @@ def test_plan_counts_every_byte(tmp_path, capsys):
     assert numbers["caches"]["index"]["bytes"] == 132 * 61 * tokens
     assert numbers["cache_bytes"] == (656 + 132) * 61 * tokens
     assert numbers["workspace"]["bytes"] == numbers["workspace"]["scratch_bytes"] + numbers["workspace"]["counter_bytes"]
-    assert numbers["bytes"] == numbers["cache_bytes"] + numbers["workspace"]["bytes"]
+    assert numbers["weight_bytes"] == sum(numbers["weights"].values()) > 1.34e12
+    assert numbers["gathered_bytes"] == 163840 * 576 * 2 and numbers["activation_bytes"] > 8192 * 129280 * 6
+    parts = [numbers[f"{part}_bytes"] for part in ("weight", "cache", "gathered", "activation")]
+    assert numbers["bytes"] == sum(parts) + numbers["workspace"]["bytes"]
     shown = capsys.readouterr().out
-    assert "kv cache" in shown and "index cache" in shown and "workspace" in shown
+    for what, nbytes in (("kv cache", 656 * 61 * tokens), ("index cache", 132 * 61 * tokens), ("weights", parts[0]),
+                         ("expert weights", numbers["weights"]["expert"]), ("workspace", numbers["workspace"]["bytes"]),
+                         ("gathered", parts[2]), ("activations", parts[3]), ("in all", numbers["bytes"])):  # fmt: skip
+        assert re.search(rf"^{what} .* {nbytes:,}$", shown, re.MULTILINE), what
+
+
+@pytest.mark.parametrize("block_size", (2, 6, 0, -4))
+def test_plan_refuses_the_block_sizes_that_generate_refuses(block_size, capsys):
+    said = []
+    for command in ("generate", "plan"):
+        try:
+            code = main([command, "--preset", "tiny-v4", f"--block-size={block_size}"])
+        except SystemExit as exit:
+            code = exit.code
+        assert code == 2
+        said.append(capsys.readouterr().err.splitlines()[-1].split("error: ")[1])
+    assert said[0] == said[1] and "block" in said[0]
+
+
+def test_plan_of_large_bounds_takes_no_time(capsys):
+    before = time.process_time()
+    assert main(["plan", "--preset", "deepseek_v4_pro", "--max-batch", "4096", "--max-batched-tokens", "1048576"]) == 0
+    assert time.process_time() - before < 4
 
 
 @pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "tiny_v32", "tiny-glm5"))

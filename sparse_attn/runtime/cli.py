@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
     shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     shown.set_defaults(run=run_info)
-    _add_plan(commands.add_parser("plan", help="bytes of caches and workspace at given bounds"))
+    _add_plan(commands.add_parser("plan", help="bytes of weights, caches, workspace and activations at given bounds"))
     quality_report.add(commands.add_parser("quality", help="what a checkpoint is worth, path by path"))
     return parser
 
@@ -195,7 +195,8 @@ def _print_plan(numbers: dict) -> None:
     bounds, target, workspace = numbers["bounds"], numbers["target"], numbers["workspace"]
     print(f"{numbers['model']} on {target['vendor']} {target['arch']}")
     print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None))
-    wide = max(11, *(len(kind) + len(" cache") for kind in numbers["caches"]))
+    weights = {f"{kind} weights": nbytes for kind, nbytes in numbers["weights"].items() if nbytes}
+    wide = max(map(len, (*weights, *(f"{kind} cache" for kind in numbers["caches"]))))
     print(f"\n{'':<{wide}} {'layout':<36} {'B/token/layer':>13} {'layers':>6} {'B/token':>8} {'bytes':>19}")
     for kind, cache in numbers["caches"].items():
         print(
@@ -203,8 +204,12 @@ def _print_plan(numbers: dict) -> None:
             f"{cache['layers']:>6} {cache['bytes_per_token']:>8} {cache['bytes']:>19,}"
         )
     totals = (
+        *((kind, "", nbytes) for kind, nbytes in weights.items()),
+        ("weights", f"of {bounds['dtype']}", numbers["weight_bytes"]),
         ("caches", f"{numbers['blocks']} blocks of {bounds['block_size']} tokens", numbers["cache_bytes"]),
         ("workspace", f"scratch {workspace['scratch_bytes']:,}, counters {workspace['counter_bytes']:,}", workspace["bytes"]),
+        ("gathered", "keys of a step's prefill rows, of a layer", numbers["gathered_bytes"]),
+        ("activations", "of a step, at most", numbers["activation_bytes"]),
         ("in all", "", numbers["bytes"]),
     )
     for what, of, nbytes in totals:

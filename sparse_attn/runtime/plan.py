@@ -1,9 +1,10 @@
-"""How many bytes a model's caches and workspace take at given bounds: computed, not profiled."""
+"""How many bytes a model takes at given bounds, by what takes them: computed, not profiled."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
+from sparse_attn.models.memory import activation_bytes, gathered_bytes, weight_bytes
 from sparse_attn.pipeline import Bounds, CacheUse, cache_layouts, cache_uses, workspace_size
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
@@ -20,18 +21,28 @@ def _cache(use: CacheUse) -> dict[str, object]:
 
 
 def plan(spec: Spec | CompressedSpec, bounds: Bounds, target: Target, kind: str) -> dict[str, object]:
-    """Bytes of every kind of cache, with room for max_batch requests of max_model_len tokens, and of the workspace."""
+    """Bytes of the weights by kind, of every kind of cache, with room for max_batch requests of max_model_len tokens, of the
+    workspace, of the keys gathered for a step and, at most, of its activations (models.memory says how they are counted).
+    Under each CUDA context lies what the driver takes, and the allocator rounds up: neither is counted."""
     layouts = cache_layouts(spec, kind)
     uses = cache_uses(spec, layouts, bounds)
-    total = sum(use.nbytes for use in uses)
+    caches = sum(use.nbytes for use in uses)
     size = workspace_size(spec, bounds, target, layouts)
+    weights = weight_bytes(spec, bounds.dtype)
+    step = {
+        "gathered_bytes": gathered_bytes(spec, bounds, layouts),
+        "activation_bytes": activation_bytes(spec, bounds, target),
+    }
     return {
         "model": spec.name,
         "target": asdict(target),
         "bounds": asdict(bounds) | {"dtype": str(bounds.dtype).removeprefix("torch.")},
         "blocks": bounds.num_blocks,
         "caches": {use.kind: _cache(use) for use in uses},
-        "cache_bytes": total,
+        "cache_bytes": caches,
+        "weights": weights,
+        "weight_bytes": sum(weights.values()),
         "workspace": {"scratch_bytes": size.nbytes, "counter_bytes": size.total - size.nbytes, "bytes": size.total},
-        "bytes": total + size.total,
+        **step,
+        "bytes": sum(weights.values()) + caches + size.total + sum(step.values()),
     }

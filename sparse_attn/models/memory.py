@@ -1,0 +1,169 @@
+"""Bytes of a model's weights, and bytes that a step's tensors never exceed: computed from the spec and bounds.
+
+A step's tensors are counted as eager PyTorch holds them: what lives throughout, and the most that one stage holds beside
+it. Compiled steps fuse stages and take less. Scratch of the operators is pipeline.workspace_size's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from sparse_attn.models.moe import DENSE_MAX_EXPERTS
+from sparse_attn.models.params import param_dtype
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.pipeline import Bounds, CacheLayouts
+from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
+from sparse_attn.target import Target
+
+FP32, INT32, INT64 = 4, 4, 8
+PLAN = 24 * INT32  # of a row's, at most
+KINDS = (
+    ("embedding", ("embed", "lm_head")),
+    ("expert", ("moe.gate_up", "moe.down")),
+    ("mlp", ("mlp.gate_up", "mlp.down", "moe.shared_gate_up", "moe.shared_down")),
+    ("indexer", tuple(f"index.{name}" for name in ("q_b", "k", "weights", "kv_gate"))),
+    ("attention", ("entry.kv_gate",
+                   *(f"attn.{name}" for name in ("q_a", "q_b", "kv", "kv_a", "w_uk", "w_uv", "o", "o_a", "o_b")))),
+)
+
+
+def weight_bytes(spec: Spec | CompressedSpec, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of the weights of a model of ``dtype`` by kind; norms, gates, tables and the like are "other"."""
+    found = {kind: 0 for kind, _ in KINDS} | {"other": 0}
+    for name, shape in param_shapes(spec).items():
+        kind = next((kind for kind, ends in KINDS if name.endswith(ends)), "other")
+        found[kind] += torch.Size(shape).numel() * param_dtype(name, dtype).itemsize
+    tables = 2 if isinstance(spec, CompressedSpec) else 1
+    found["other"] += tables * spec.max_positions * spec.rope_dim * FP32
+    return found
+
+
+def gathered_bytes(spec: Spec | CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> int:
+    """The keys that a step's prefill rows are scored against, or attend to, whichever is more: layers take turns. Windows are
+    those of max_batch requests."""
+    if not bounds.max_batched_tokens:
+        return 0
+    kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
+    index = layouts.index.row * layouts.index.dtype.itemsize  # scales included
+    value = bounds.dtype.itemsize
+    if not isinstance(spec, CompressedSpec):
+        return kv_rows * max(index, spec.latent_dim * value)
+    ratios = [spec.ratio(layer) for layer, kind in enumerate(spec.layer_kinds) if kind != "window"]
+    scored = kv_rows // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
+    if bounds.prefill_in_place:
+        return scored * index
+    windows = bounds.max_batched_tokens + max(bounds.max_batch, 1) * (spec.window - 1)
+    entries = kv_rows // min(ratios) if ratios else 0
+    copies = 2 if ratios else 1  # entries and windows, then both in one matrix
+    return max(scored * index, copies * (entries + windows) * spec.head_dim * value)
+
+
+def activation_bytes(spec: Spec | CompressedSpec, bounds: Bounds, target: Target) -> int:
+    """What a step of the most rows holds beside weights, caches, gathered keys and scratch, at most."""
+    decode, prefill = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
+    kind = _windowed_row if isinstance(spec, CompressedSpec) else _latent_row
+    kept, stages = kind(spec, bounds, target)
+    return (decode + prefill) * (kept + max(stages))
+
+
+def _latent_row(spec: Spec, bounds: Bounds, target: Target) -> tuple[int, list[int]]:
+    """(bytes a row holds throughout, bytes it holds beside in each stage)."""
+    value, hidden, heads, index = bounds.dtype.itemsize, spec.hidden_size, spec.num_heads, spec.index
+    parts = _outputs(bounds)
+    kept = 3 * hidden * value + 2 * index.top_k * INT32 + PLAN  # of the layer before, too
+    latents = (spec.q_lora + 2 * spec.latent_dim) * value
+    query = heads * spec.qk_dim * value
+    stages = [
+        _norm(hidden, value),
+        spec.q_lora * value + _select(index, hidden, value) + index.top_k * INT32,
+        latents + query + heads * _rotation(spec.rope_dim),
+        latents + query + heads * (
+            (spec.rope_dim + 2 * spec.kv_lora + spec.rope_dim + parts * spec.kv_lora) * value + parts * FP32
+        ),
+        latents + query + heads * (spec.rope_dim + 2 * spec.kv_lora + 2 * spec.v_dim) * value + hidden * value,
+        _logits(spec, value),
+    ]  # fmt: skip
+    if not all(spec.moe_layers):
+        stages.append(_mlp(spec.dense_intermediate_size, hidden, value))
+    if any(spec.moe_layers):
+        stages += _moe(spec.moe, hidden, bounds.dtype, target)
+    return kept, stages
+
+
+def _windowed_row(spec: CompressedSpec, bounds: Bounds, target: Target) -> tuple[int, list[int]]:
+    value, hidden, heads, index = bounds.dtype.itemsize, spec.hidden_size, spec.num_heads, spec.index
+    streams, dim, kinds, parts = spec.streams, spec.head_dim, set(spec.layer_kinds), _outputs(bounds)
+    shared = spec.window * len(kinds | {"window"})  # indices
+    if "full" in kinds:
+        shared += bounds.max_model_len // spec.full_ratio
+    kept = (streams + 3) * hidden * value + (streams + streams**2) * FP32 + shared * INT32 + PLAN
+    latents = (spec.q_lora + 2 * dim) * value
+    pooled = hidden * FP32 + 4 * dim * FP32  # as many as an overlapping compressor takes
+    query = heads * dim * value
+    chosen = (2 * index.top_k + spec.window) * INT32 if "indexed" in kinds else 0
+    stages = [
+        _norm(hidden, value),
+        (streams + 2) * hidden * value,
+        latents + pooled,
+        latents + 4 * index.head_dim * FP32 + _select(index, hidden, value) + chosen,
+        latents + chosen + query + heads * 2 * dim * FP32,
+        latents + chosen + 2 * query + heads * (_rotation(spec.rope_dim) + dim * value),
+        latents + chosen + (1 + parts) * query + heads * parts * FP32,
+        latents + chosen + 3 * query + heads * _rotation(spec.rope_dim),
+        latents + chosen + 3 * query + (2 * spec.o_groups * spec.o_lora + hidden) * value,
+        _logits(spec, value),
+        *_moe(spec.moe, hidden, bounds.dtype, target),
+    ]
+    return kept, stages
+
+
+def _outputs(bounds: Bounds) -> int:
+    """How often a row's attention output is held: a step's parts are joined where it has two."""
+    return 2 if bounds.max_batch and bounds.max_batched_tokens else 1
+
+
+def _widened(value: int) -> int:
+    """Bytes of a value's copy in fp32."""
+    return FP32 if value < FP32 else 0
+
+
+def _norm(width: int, value: int) -> int:
+    return 3 * width * FP32 + width * value
+
+
+def _rotation(width: int) -> int:
+    """Of one head, in fp32."""
+    return 6 * width * FP32
+
+
+def _select(index: IndexSpec, hidden: int, value: int) -> int:
+    heads = index.num_heads
+    return hidden * FP32 + 2 * heads * (index.head_dim * value + FP32) + 8 * index.head_dim * FP32
+
+
+def _logits(spec: Spec | CompressedSpec, value: int) -> int:
+    """In the model's dtype, then in fp32; beside the last norm's input and output."""
+    return spec.vocab_size * (value + _widened(value)) + 2 * spec.hidden_size * value
+
+
+def _mlp(inner: int, hidden: int, value: int) -> int:
+    """Gate and up, what becomes of them, and the output beside the sum it is added to."""
+    return (5 * inner + 2 * hidden) * value
+
+
+def _moe(moe: MoeSpec, hidden: int, dtype: torch.dtype, target: Target) -> Iterator[int]:
+    value, inner, top_k, experts = dtype.itemsize, moe.intermediate_size, moe.experts_per_token, moe.num_experts
+    routed = top_k * (FP32 + INT32)
+    yield hidden * FP32 + experts * 2 * FP32
+    if target.vendor != "cpu" and dtype == torch.bfloat16 and experts > DENSE_MAX_EXPERTS:
+        routed += top_k * (INT32 + 2 * INT64)
+        yield routed + top_k * (hidden + 5 * inner) * value
+        yield routed + top_k * ((3 * hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
+    else:
+        routed += experts * FP32
+        yield routed + top_k * experts * 2 * FP32
+        yield routed + experts * (hidden + 5 * inner) * value
+        yield routed + experts * ((hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
+    yield routed + hidden * value + _mlp(moe.num_shared * inner, hidden, value)

@@ -1,0 +1,148 @@
+"""Bytes that plan counts: of weights, those of the tensors; of a step, at least what the forward holds at its peak."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from sparse_attn import build_step_plan
+from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, windowed
+from sparse_attn.models.params import param_dtype, random_params
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size
+from sparse_attn.spec import CompressedSpec, preset
+from sparse_attn.target import H200
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_weights(name, dtype):
+    spec = preset(name)
+    held = sum(value.nbytes for value in random_params(spec, 0, dtype=dtype).values())
+    found = memory.weight_bytes(spec, dtype)
+    assert sum(found.values()) == held
+    assert all(found[kind] for kind in ("embedding", "expert", "indexer", "attention", "other"))
+    assert found["other"] < held / 2
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors made under it hold at a time."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self.holders, self.now, self.peak = {}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.inputs:
+                holders = self.holders.setdefault(key, [0, tensor.untyped_storage().nbytes()])
+                if not holders[0]:
+                    self.now += holders[1]
+                holders[0] += 1
+                weakref.finalize(tensor, self.drop, key)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def drop(self, key):
+        self.holders[key][0] -= 1
+        if not self.holders[key][0]:
+            self.now -= self.holders.pop(key)[1]
+
+
+def few_layers(name, **changes):
+    """A layer of each kind; the others hold no more."""
+    spec = preset(name)
+    if isinstance(spec, CompressedSpec):
+        kinds = ("window", "indexed", "full")
+        return replace(spec, num_layers=3, layer_kinds=kinds, hash_layers=(True, False, False), **changes)
+    layers = dict(num_layers=2, moe_layers=(False, True), index_layers=(True, True))
+    return replace(spec, **layers, **changes)
+
+
+def peak(spec, bounds, layouts):
+    """Of a step at the bounds, on meta tensors: an op's outputs count, its scratch does not."""
+    decodes, length = bounds.max_batch, bounds.max_model_len
+    prefills = 1 if bounds.max_batched_tokens else 0
+    tokens, requests = decodes * bounds.next_n + bounds.max_batched_tokens, decodes + prefills
+    with torch.device("meta"), torch.no_grad():
+        params = {
+            name: torch.empty(shape, dtype=param_dtype(name, bounds.dtype)) for name, shape in param_shapes(spec).items()
+        }
+        params |= {name: torch.empty(length, spec.rope_dim, dtype=torch.float32) for name in ("rope", "rope_compressed")}
+        blocks = bounds.num_blocks + 1, bounds.block_size, "meta"
+        rings = isinstance(spec, CompressedSpec)
+        if rings:
+            caches = deepseek_v4.allocate_caches(spec, layouts, *blocks, requests=requests, step_rows=tokens)
+        else:
+            caches = deepseek_v32.allocate_caches(spec, layouts, *blocks)
+        shapes = requests + 1, requests, (requests, 1)
+        starts, lens, ring_table = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
+        table = torch.empty(requests, -(-length // bounds.block_size), dtype=torch.int32)
+        ids, slots = torch.empty(2, tokens, dtype=torch.int64)
+        inputs = tree_iter((params, *caches, starts, lens, ring_table, table, ids, slots))
+        inputs = [tensor for tensor in inputs if tensor is not None]
+        with Held(inputs) as held:
+            kv_rows = (length if bounds.kv_rows is None else bounds.kv_rows) * prefills
+            plan = build_step_plan(
+                starts, lens, table, slots, num_decodes=decodes, next_n=bounds.next_n, kv_capacity=kv_rows,
+                max_context=length, impl="triton",
+            )  # fmt: skip
+            run = dict(layouts=layouts, impl="triton")
+            if rings:
+                plan, run = plan._replace(ring_table=ring_table), run | dict(prefill_in_place=bounds.prefill_in_place)
+            (deepseek_v4 if rings else deepseek_v32).forward(params, spec, ids, caches, plan, **run)
+    return held.peak
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Ways that the forward takes on a GPU, of bf16 and more than a few experts."""
+
+    def choose(dtype, spec):
+        if dtype == torch.bfloat16 and spec.moe.num_experts > moe.DENSE_MAX_EXPERTS:
+            monkeypatch.setattr(moe, "experts_dense", moe.experts_grouped)
+        product = lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)  # noqa: E731
+        monkeypatch.setattr(windowed, "linear_fp32", product)
+
+    return choose
+
+
+STEPS = {
+    "prefill": dict(max_batch=0, max_batched_tokens=3000),
+    "decode": dict(max_batch=64, max_batched_tokens=0, next_n=2),
+    "both": dict(max_batch=16, max_batched_tokens=500),
+    "gathering": dict(max_batch=0, max_batched_tokens=10),
+}
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "deepseek_v4_pro", "tiny_v32", "tiny_v4"))
+def test_a_step_holds_no_more(name, step, dtype, as_on_a_gpu):
+    """With the model's vocabulary and experts, and with so few of them that attention holds most."""
+    few = dict(num_experts=17, experts_per_token=1, intermediate_size=16, num_groups=1, top_groups=1)
+    for changes in ({}, dict(vocab_size=64, moe=replace(preset(name).moe, **few))):
+        spec = few_layers(name, **changes)
+        as_on_a_gpu(dtype, spec)
+        bounds = Bounds(max_model_len=8192, dtype=dtype, block_size=default_block_size(spec), **STEPS[step])
+        layouts = cache_layouts(spec, "fp8" if dtype == torch.bfloat16 else "fp32")
+        bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
+        held = peak(spec, bounds, layouts)
+        assert held <= bound <= 2 * held, (held, bound)
+
+
+def test_prefill_in_place_gathers_no_values(as_on_a_gpu):
+    spec = few_layers("deepseek_v4_pro", vocab_size=64)
+    as_on_a_gpu(torch.bfloat16, spec)
+    bounds = Bounds(0, 20, 100_000, block_size=default_block_size(spec), prefill_in_place=True)
+    layouts = cache_layouts(spec, "fp8")
+    gathered = memory.gathered_bytes(spec, bounds, layouts)
+    assert gathered == 25_000 * 132 and memory.gathered_bytes(spec, replace(bounds, max_batched_tokens=0), layouts) == 0
+    assert peak(spec, bounds, layouts) <= memory.activation_bytes(spec, bounds, H200) + gathered
