@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from sparse_attn import build_step_plan
+from sparse_attn.models.params import random_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.plan_cache import HostPlanner
+from sparse_attn.runtime.steps import Model, Sampling, advance, decode_plan, prefill_step
+from sparse_attn.spec import preset
 
 INT_MIN = -(2**31)
 BLOCKS = 3
@@ -220,6 +225,81 @@ def test_captured_shape_beyond_the_step():
         assert plan.kv_start.numel() == 0
         for name in ("request_ids", "positions", "limits", "slot_mapping"):
             assert (getattr(plan, name)[2 * live :] == PADDING[name]).all()
+
+
+def ringed(cache, live, on_host=True, tables=3, num_decodes=4):
+    """A step of ``live`` decode requests with rings of two blocks, on a planner of four."""
+    starts, lengths, table, slots, _, _ = step([1] * live, range(5, 5 + live))
+    rings = torch.full((live, 2), tables, dtype=torch.int32, device=cache._slots.device)
+    table, slots = table.to(rings.device), slots.to(rings.device)
+    lens = dict(seq_lens_cpu=lengths) if on_host else dict(seq_lens_cpu=None, seq_lens=lengths.to(rings.device))
+    return cache.plan(starts, block_table=table, slot_mapping=slots, num_decodes=num_decodes, ring_table=rings, **lens)
+
+
+def check_rings(device):
+    """Today's on a hit, -1 beyond the step's requests, at one address throughout."""
+    cache = planner(device, max_requests=4, ring_blocks=2)
+    addresses = set()
+    for turn, live in enumerate((3, 3, 4, 1, 0, 2)):
+        ring_table = ringed(cache, live, on_host=turn != 3, tables=turn).ring_table
+        assert ring_table.tolist() == [[turn] * 2] * live + [[-1] * 2] * (4 - live)
+        addresses.add(ring_table.data_ptr())
+    assert len(addresses) == 1 and cache.hits == 1
+
+
+def test_rings_come_along():
+    check_rings("cpu")
+
+
+@pytest.mark.gpu
+def test_rings_come_along_on_the_gpu():
+    check_rings("cuda")
+
+
+def test_rings_are_checked():
+    without, with_rings = planner(), planner(max_requests=4, ring_blocks=2)
+    assert run(without, step([1], [5], 1)).ring_table is None
+    rows = step([1], [5])[:4]
+    for cache, rings, error, message in (
+        (without, torch.zeros(1, 2).int(), ValueError, "got a tensor, allowed: None, the planner has no ring_blocks"),
+        (with_rings, None, ValueError, "got None, allowed: a tensor, the planner has ring_blocks"),
+        (with_rings, torch.zeros(1, 1).int(), ValueError, r"got shape \[1, 1\]"),
+        (with_rings, torch.zeros(2, 2).int(), ValueError, r"got shape \[2, 2\]"),
+        (with_rings, torch.zeros(1, 2), TypeError, "got dtype float32"),
+        (with_rings, torch.zeros(1, 2, device="meta").int(), ValueError, "got device meta"),
+    ):
+        with pytest.raises(error, match=f"^ring_table: {message}"):
+            cache.plan(*rows, num_decodes=1, ring_table=rings)
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_a_model_decodes_by_the_planners_plans(name):
+    """As by those built on the device, on caches that hold the same prompts."""
+    spec = preset(name)
+    model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp32"))
+    prompts, logits = [list(range(40)), list(range(7, 30))], {}
+    for how in ("device", "host"):
+        batch = prepare(model, [40, 23], [50, 33], block_size=256, prefill_tokens=64)
+        state, block = batch.state, batch.caches.kv[0].shape[1]
+        prefill_step(
+            model, prompts, batch.chunks[0], batch.tables, batch.caches, state, Sampling(), batch.max_context
+        )
+        cache = HostPlanner(
+            max_requests=2, max_tokens=2, max_blocks=state.block_table.shape[1], max_context=50, device="cpu",
+            ring_blocks=1 if model.has_rings else 0,
+        )  # fmt: skip
+        rows = []
+        for _ in range(4):
+            plan = decode_plan(state, block, batch.max_context)
+            if how == "host":
+                plan = cache.plan(
+                    state.query_start_loc, state.seq_lens, state.block_table, plan.slot_mapping.clone(), num_decodes=2,
+                    ring_table=state.ring_table,
+                )  # fmt: skip
+            rows.append(model(state.tokens, batch.caches, plan))
+            advance(state, rows[-1], Sampling(), batch.max_context)
+        logits[how] = torch.stack(rows)
+    assert torch.equal(logits["host"], logits["device"])
 
 
 def random_steps(count):

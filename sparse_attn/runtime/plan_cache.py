@@ -15,11 +15,11 @@ class HostPlanner:
     """Builds StepPlans in device buffers of fixed address and capacity, which captured graphs may read.
 
     A plan equals build_step_plan's on inputs padded to the capacity: query_start_loc by its last value, seq_lens by 0,
-    slots and block table by -1. Its shapes depend on num_decodes and next_n alone, so a captured graph wants those
+    slots, block table and ring table by -1. Its shapes depend on num_decodes and next_n alone, so a captured graph wants those
     fixed, best with a planner of its own; rows of requests that are not there are padding.
 
     What follows from lengths is cached under all it is computed from: query_start_loc, seq_lens (unclamped), how many
-    requests and rows, num_decodes, next_n; the rest is fixed with the planner. Block table and slots live on the
+    requests and rows, num_decodes, next_n; the rest is fixed with the planner. Tables and slots live on the
     device, where the host cannot compare them: they, and the padding that a negative slot makes of its row, are written
     afresh by every call. Without CPU lengths nothing is cached.
 
@@ -32,11 +32,12 @@ class HostPlanner:
 
     def __init__(
         self, *, max_requests: int, max_tokens: int, max_blocks: int, max_context: int, kv_capacity: int = 0,
-        device: torch.device | str = "cuda", impl: str = "auto",
+        ring_blocks: int = 0, device: torch.device | str = "cuda", impl: str = "auto",
     ):  # fmt: skip
-        """max_context, kv_capacity: as in build_step_plan, but checked. impl: the device op's."""
+        """max_context, kv_capacity: as in build_step_plan, but checked. ring_blocks: width of the ring table, for models with
+        rings. impl: the device op's."""
         bounds = dict(max_requests=max_requests, max_tokens=max_tokens, max_blocks=max_blocks, max_context=max_context)
-        for name, value in (bounds | dict(kv_capacity=kv_capacity)).items():
+        for name, value in (bounds | dict(kv_capacity=kv_capacity, ring_blocks=ring_blocks)).items():
             checks.check_at_least(name, value, 0)
         self.max_requests, self.max_tokens, self.max_blocks = max_requests, max_tokens, max_blocks
         self.max_context, self.kv_capacity, self.impl = max_context, kv_capacity, impl
@@ -48,11 +49,12 @@ class HostPlanner:
         self._ranges = torch.zeros(2, width, dtype=torch.int32, device=device)[:, :max_tokens]  # kv_start, kv_end
         self._slots = torch.full((max_tokens,), NO_SLOT, dtype=torch.int64, device=device)
         self._table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32, device=device)
+        self._rings = torch.full((max_requests, ring_blocks), -1, dtype=torch.int32, device=device) if ring_blocks else None
         self._valid = torch.zeros(max_tokens, dtype=torch.bool, device=device)
         # What was built on the host, sent in one copy: kv_indptr, then what _split cuts out.
         self._built = torch.zeros(_aligned(max_requests + 1) + 7 * max_tokens, dtype=torch.int32, device=device)
         self._key: tuple | None = None
-        self._extents = (0, 0, 0, 0)  # of table, slots, rows and ranges: what lies beyond is padding
+        self._extents = (0, 0, 0, 0)  # of tables, slots, rows and ranges: what lies beyond is padding
         self._plans: dict[tuple[int, int], StepPlan] = {}
 
     def invalidate(self) -> None:
@@ -63,17 +65,20 @@ class HostPlanner:
     def plan(
         self, query_start_loc: torch.Tensor, seq_lens_cpu: torch.Tensor | None, block_table: torch.Tensor,
         slot_mapping: torch.Tensor, *, num_decodes: int = 0, next_n: int = 1, seq_lens: torch.Tensor | None = None,
+        ring_table: torch.Tensor | None = None,
     ) -> StepPlan:  # fmt: skip
         """The plan of a step of B requests and T rows, valid until the next call; never waits for the device.
 
         query_start_loc: int32 [B + 1], seq_lens_cpu: int32 [B], on the host and exact: no upper bounds. Where the host
         does not know the lengths: None, and seq_lens: int32 [B] on the device. block_table: int32 [B, max_blocks],
-        slot_mapping: int64 [T], on the device. num_decodes may exceed B (the size a graph was captured at), and
+        slot_mapping: int64 [T] (of the rings, for models with rings), on the device. ring_table: int32 [B, ring_blocks], on
+        the device, where there are rings. num_decodes may exceed B (the size a graph was captured at), and
         num_decodes * next_n may exceed T. Beyond build_step_plan's checks: ValueError where the host sees lengths
         beyond max_context or kv_capacity, or a query_start_loc that decreases.
         """
         lengths, on_host = (seq_lens, False) if seq_lens_cpu is None else (seq_lens_cpu, True)
         self._check(query_start_loc, lengths, on_host, block_table, slot_mapping, num_decodes, next_n)
+        self._check_rings(ring_table, lengths.shape[0])
         requests, tokens = lengths.shape[0], slot_mapping.shape[0]
         decode_rows = num_decodes * next_n
         rows = max(tokens, decode_rows)
@@ -91,6 +96,8 @@ class HostPlanner:
             plan = self._plans[num_decodes, next_n] = self._views(num_decodes, next_n)
         self._clear_tails(requests, tokens, rows, rows - decode_rows)
         self._table[:requests].copy_(block_table)
+        if ring_table is not None:
+            self._rings[:requests].copy_(ring_table)
         if not on_host:
             self._slots[:tokens].copy_(slot_mapping)
             self._plan_on_device(plan, query_start_loc, lengths, num_decodes, next_n)
@@ -157,7 +164,9 @@ class HostPlanner:
         before, self._extents = self._extents, extents
         if all(new >= old for new, old in zip(extents, before)):
             return
-        self._table[extents[0] : before[0]].fill_(-1)
+        for table in (self._table, self._rings):
+            if table is not None:
+                table[extents[0] : before[0]].fill_(-1)
         self._slots[extents[1] : before[1]].fill_(NO_SLOT)
         tail = self._rows[:, extents[2] : before[2]]
         tail.copy_(self._padding.expand_as(tail))
@@ -175,7 +184,20 @@ class HostPlanner:
             kv_end=self._ranges[1, : capacity - rows],
             kv_capacity=self.kv_capacity,
             max_context=self.max_context,
+            ring_table=self._rings,
         )
+
+    def _check_rings(self, ring_table: torch.Tensor | None, requests: int) -> None:
+        if (ring_table is None) != (self._rings is None):
+            if ring_table is None:
+                raise ValueError("ring_table: got None, allowed: a tensor, the planner has ring_blocks")
+            raise ValueError("ring_table: got a tensor, allowed: None, the planner has no ring_blocks")
+        if ring_table is None:
+            return
+        checks.check_dtype("ring_table", ring_table, (torch.int32,))
+        checks.check_shape("ring_table", ring_table, (requests, self._rings.shape[1]), "[requests, ring_blocks]")
+        if ring_table.device != self._slots.device:
+            raise ValueError(f"ring_table: got device {ring_table.device}, allowed: {self._slots.device}")
 
     def _check(self, query_start_loc, lengths, on_host: bool, block_table, slot_mapping, num_decodes, next_n) -> None:
         name = "seq_lens_cpu" if on_host else "seq_lens"
