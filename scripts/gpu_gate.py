@@ -1,45 +1,98 @@
 #!/usr/bin/env python
 """Run the tests and the benchmarks on this machine's GPU and write scripts/results/<gpu>.json.
 
-Exits with 1 where a test failed or was skipped, or none ran. Arguments behind -- go to pytest.
+    python scripts/gpu_gate.py                                       # everything
+    python scripts/gpu_gate.py --part tests:1/2                      # or in parts, merged into one result of one commit:
+    python scripts/gpu_gate.py --part tests:2/2 --part suites:1/1    # what is missing stands under `unfinished`
+    python scripts/gpu_gate.py --merge a.json b.json                 # of parts that ran elsewhere, with --out; needs no GPU
+
+The first part of a new commit needs --fresh. Exits with 1 where, in what this call ran, a test failed or was skipped, none ran,
+or a suite failed. Tests run every case (SPARSE_ATTN_LONG). Arguments behind -- go to pytest; what they or --suite select is no
+part of a result, and goes to --out alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+from gate_parts import Part, good, merge, part, result_of, room_for  # noqa: E402
+
 # Ahead-of-time tests need no GPU, and CPU-only checks of the command line and imports run in scripts/test.sh.
-DEFAULT_TESTS = ["tests", "-m", "kernel or gpu"]
+MARKS = ["-m", "kernel or gpu"]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", action="append", metavar="NAME", help="a suite of scripts/bench.py; default: all of them")
-    parser.add_argument("--no-bench", action="store_true", help="tests only")
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", type=checked_part, metavar="PART", help="tests:I/N or suites:I/N")
+    parser.add_argument("--fresh", action="store_true", help="begin a new result: do not add to the one there is")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", help="make one result of these")
+    parser.add_argument("--suite", action="append", metavar="NAME", help="a suite of scripts/bench.py, and no tests")
     parser.add_argument("--commit", help="where there is no git: the commit that is tested")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the result there as well")
-    parser.add_argument("pytest", nargs="*", help=f"default: {' '.join(DEFAULT_TESTS)}")
-    options = parser.parse_args()
+    parser.add_argument("pytest", nargs="*", help="pytest's arguments, and no suites")
+    options = parser.parse_args(arguments)
+    selected = bool(options.suite or options.pytest)
+    if selected + bool(options.part) + bool(options.merge) > 1:
+        parser.error("--part, --merge, and a selection of tests or suites: got several, allowed: one of them")
+    try:
+        if options.merge:
+            return finish(merge(json.loads(path.read_text()) for path in options.merge), options.out)
+        about = about_this(parser, options.commit)
+        if selected:
+            run = {}
+            if options.pytest:
+                run["tests"] = run_tests(options.pytest)
+            if options.suite:
+                run["suites"] = run_suites(options.suite)
+            if options.out:
+                write({**about, "selected": run}, [options.out])
+            return 0 if all(map(good, run.values())) else 1
+        wanted = options.part or [Part("tests", 1, 1), Part("suites", 1, 1)]
+        result = None if options.fresh or not options.part else result_there(about["gpu"])
+        try:
+            room_for(wanted, about, result)
+        except ValueError as error:
+            parser.error(f"{error}; --fresh begins a new result")
+        code = 0
+        for one in wanted:
+            ran = run_part(one)
+            result = merge([*([result] if result else []), result_of(about, {str(one): ran})])
+            code |= finish(result, options.out, ran)
+        return code
+    except ValueError as error:
+        parser.error(str(error))
 
+
+def checked_part(text: str) -> Part:
+    try:
+        return part(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def about_this(parser: argparse.ArgumentParser, commit: str | None) -> dict:
+    """What the parts of one result agree in."""
     import torch
 
     if not torch.cuda.is_available():
         parser.error("no GPU here")
-    commit, dirty = revision(options.commit)
-    gpu = torch.cuda.get_device_name()
-    tests, reports, code = run_tests(options.pytest or DEFAULT_TESTS)
-    result = {
+    commit, dirty = revision(commit)
+    return {
         "commit": commit,
         "dirty": dirty,
         "versions": {
@@ -48,21 +101,40 @@ def main() -> int:
             "triton": metadata.version("triton"),
             "cuda": torch.version.cuda or torch.version.hip,
         },
-        "gpu": gpu,
-        "tests": tests,
-        "reports": reports,
-        "records": [],
+        "gpu": torch.cuda.get_device_name(),
     }
-    good = code == 0 and tests["passed"] > 0 and tests["failed"] == 0 and tests["skipped"] == 0
-    written = [HERE / "results" / f"{slug(gpu)}.json", *([options.out] if options.out else [])]
+
+
+def path_of(gpu: str) -> Path:
+    return HERE / "results" / f"{slug(gpu)}.json"
+
+
+def result_there(gpu: str) -> dict | None:
+    path = path_of(gpu)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def run_part(one: Part) -> dict:
+    if one.kind == "tests":
+        files = one.take(path.name for path in (ROOT / "tests").glob("test_*.py"))
+        return run_tests([*(f"tests/{name}" for name in files), *MARKS])
+    from benchmarks.registry import all_suites
+
+    return run_suites(one.take(all_suites()))
+
+
+def finish(result: dict, out: Path | None, part: dict | None = None) -> int:
+    """Write a result and say how it stands: 0 where the part, or else all of it, is good."""
+    written = [path_of(result["gpu"]), *([out] if out else [])]
     write(result, written)
-    if not options.no_bench:
-        result["records"], bench_code = run_benchmarks(options.suite or ["all"])
-        good = good and bench_code == 0
-        write(result, written)
-    print(f"{gpu}: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped; "
-          f"{len(result['records'])} records in {', '.join(map(str, written))}: {'good' if good else 'NOT GOOD'}")  # fmt: skip
-    return 0 if good else 1
+    tests, missing = result["tests"], result["unfinished"]
+    state = f"unfinished: {', '.join(missing)}" if missing else "good" if result["good"] else "NOT GOOD"
+    counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+    print(f"{result['gpu']}, {result['commit']}: {counts}; in {', '.join(map(str, written))}: {state}")
+    bad = [name for name, one in result["parts"].items() if not good(one)]
+    if bad:
+        print(f"NOT GOOD: {', '.join(bad)}")
+    return 0 if (result["good"] if part is None else good(part)) else 1
 
 
 def slug(name: str) -> str:
@@ -86,13 +158,16 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def run_tests(arguments: list[str]) -> tuple[dict[str, int], dict[str, dict[str, str]], int]:
-    """pytest in a process of its own: counts, what tests report, and its exit code."""
+def run_tests(arguments: list[str]) -> dict:
+    """pytest in a process of its own: counts, what tests report, the seconds of each file, and its exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
+        report, begun = Path(folder) / "junit.xml", time.perf_counter()
         command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
-        code = subprocess.run(command, cwd=ROOT).returncode
-        return counts(report), properties(report), code
+        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"SPARSE_ATTN_LONG": "1"}).returncode
+        return {
+            "tests": counts(report), "code": code, "seconds": round(time.perf_counter() - begun, 1),
+            "seconds_of": seconds(report), "reports": properties(report),
+        }  # fmt: skip
 
 
 def counts(report: Path) -> dict[str, int]:
@@ -115,11 +190,22 @@ def properties(report: Path) -> dict[str, dict[str, str]]:
     return {name: recorded for name, recorded in found.items() if recorded}
 
 
-def run_benchmarks(suites: list[str]) -> tuple[list[dict], int]:
+def seconds(report: Path) -> dict[str, float]:
+    """By file, those of more than a second."""
+    taken: dict[str, float] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
+        name = case.get("classname", "").removeprefix("tests.").partition(".")[0] + ".py"
+        taken[name] = taken.get(name, 0.0) + float(case.get("time", 0))
+    return {name: round(value, 1) for name, value in sorted(taken.items(), key=lambda item: -item[1]) if value >= 1}
+
+
+def run_suites(suites: list[str]) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        records = Path(folder) / "records.json"
-        code = subprocess.run([sys.executable, str(HERE / "bench.py"), *suites, "--json", str(records)], cwd=ROOT).returncode
-        return (json.loads(records.read_text()) if records.exists() else []), code
+        records, begun = Path(folder) / "records.json", time.perf_counter()
+        command = [sys.executable, str(HERE / "bench.py"), *suites, "--json", str(records)]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        found = json.loads(records.read_text()) if records.exists() else []
+        return {"code": code, "seconds": round(time.perf_counter() - begun, 1), "records": found}
 
 
 def write(result: dict, paths: list[Path]) -> None:

@@ -3,7 +3,7 @@
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
 SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that other_defaults.py names under defaults of torch
 other than torch's own.
-SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, the same every time:
+SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the same:
 `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop.
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def sample(config, items):
-    """Leave out of each test marked `sampled` what it does not draw. of="kernel": of the cases that have this marker."""
+    """Leave out of each test marked `sampled` what it does not draw; of="kernel": of the cases with this marker."""
     tests: dict[tuple, list[int]] = {}
     for at, item in enumerate(items):
         marker = item.get_closest_marker("sampled")
@@ -69,8 +69,8 @@ def long() -> bool:
     return os.environ.get("SPARSE_ATTN_LONG", "0") not in ("", "0")
 
 
-def sampled(cases: Iterable, count: int, seed: object = 0, kinds: Callable[[object], Iterable] = lambda case: ()) -> list:
-    """``count`` of the cases, drawn by ``seed`` and in their order, among them one of every kind that a case has; all with --long."""
+def sampled(cases: Iterable, count: int, seed: object = 0, kinds: Callable[[object], Iterable] = lambda _: ()) -> list:
+    """All cases with --long; else ``count`` of them, drawn by ``seed`` and in their order, with one of every kind."""
     cases = list(cases)
     if long() or count >= len(cases):
         return cases

@@ -38,9 +38,8 @@ def item_of(*params, marked=True, kernel=False):
     """As pytest collects it."""
     markers = {"sampled": pytest.mark.sampled(3, of="kernel").mark} if marked else {}
     markers |= {"kernel": pytest.mark.kernel.mark} if kernel else {}
-    return SimpleNamespace(
-        path="file", originalname="test", callspec=SimpleNamespace(params=dict(zip("ab", params))), get_closest_marker=markers.get
-    )
+    callspec = SimpleNamespace(params=dict(zip("ab", params)))
+    return SimpleNamespace(path="file", originalname="test", callspec=callspec, get_closest_marker=markers.get)
 
 
 @pytest.mark.parametrize("value, count", [("0", 3), ("1", 9)])

@@ -98,8 +98,9 @@ def test_long_reaches_every_stage_and_no_pytest(tmp_path):
     python.chmod(0o755)
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(python)}
     for arguments, long in ((["--long", "-k", "a b"], "1"), (["-k", "a b"], "")):
-        done = subprocess.run([SCRIPTS / "test.sh", *arguments], env=environment, capture_output=True, text=True, check=True)
-        stages = [line for line in done.stdout.splitlines() if "pytest" in line]
+        command = [SCRIPTS / "test.sh", *arguments]
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        stages = [line for line in said.splitlines() if "pytest" in line]
         assert len(stages) >= 3 and all(line.startswith(f"long={long} ") for line in stages)
         assert any("interpreted=1" in line for line in stages)
         assert all(line.endswith(" -k a b") and "--long" not in line for line in stages)

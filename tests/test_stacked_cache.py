@@ -94,15 +94,16 @@ def test_layers_side_by_side_in_every_block_equal_eager(layer, layout, device):
     fresh()
     compiled = torch.compile(run_layers, fullgraph=True, dynamic=True)
     for tokens, dim in ((5, 0), (2, 1), (30, 1)):
-        step, mine, theirs = step_of(tokens, device), zeros(layout, device), zeros(layout, device).transpose(0, dim).contiguous()
+        step, mine = step_of(tokens, device), zeros(layout, device)
+        theirs = mine.transpose(0, dim).contiguous()
         want = run_layers(layer, mine.unbind(0), *step)
         assert torch.equal(compiled(layer, theirs.unbind(dim), *step), want)
         assert torch.equal(mine, theirs.transpose(0, dim)) and mine.flatten(1).any(1).all()
 
 
 def test_a_model_over_stacked_caches_equals_eager():
-    """Compiled over caches of their own; the same compilation serves layers one behind the other in one tensor. With --long,
-    also layers side by side within every block of one tensor."""
+    """Compiled over caches of their own; the same compilation serves layers one behind the other in one tensor. With
+    --long, also layers side by side within every block of one tensor."""
     fresh()
     model = model_of("tiny_v32", "fp8", layers=2)
     compiled = torch.compile(model, fullgraph=True, dynamic=True)

@@ -47,6 +47,7 @@ class Record(NamedTuple):
         }
 
 
+HOST_TIMED = frozenset({"plan_cache", "decode_loop"})  # suites of host times, which vary by a third from run to run
 Suite = Callable[["Run"], Iterator[Record]]
 _suites: dict[str, Suite] = {}
 

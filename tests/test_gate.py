@@ -1,0 +1,221 @@
+"""The gate in parts and the comparison of runs, with runs that are made up: no GPU."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TESTS = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+def of_tests(passed=5, failed=0, skipped=0, code=0):
+    return {"tests": {"passed": passed, "failed": failed, "skipped": skipped}, "code": code, "seconds": 1.0}
+
+
+def of_suites(us=10.0, suite="layer_v32", code=0):
+    return {"code": code, "seconds": 1.0, "records": [{"suite": suite, "case": "one", "us": us}]}
+
+
+ABOUT = {"commit": "a", "dirty": None, "versions": {"torch": "2.11.0"}, "gpu": "NVIDIA H200"}
+
+
+@pytest.fixture
+def gate(monkeypatch, tmp_path):
+    """gpu_gate on a pretended GPU: ``ran`` are the parts that ran, ``outcome`` what each comes to."""
+    import gpu_gate
+
+    fake = SimpleNamespace(main=gpu_gate.main, about=dict(ABOUT), ran=[], outcome={}, path=tmp_path / "result.json")
+
+    def run_part(one):
+        fake.ran.append(str(one))
+        return fake.outcome.get(str(one)) or (of_tests() if one.kind == "tests" else of_suites())
+
+    monkeypatch.setattr(gpu_gate, "about_this", lambda parser, commit: dict(fake.about))
+    monkeypatch.setattr(gpu_gate, "path_of", lambda gpu: fake.path)
+    monkeypatch.setattr(gpu_gate, "run_part", run_part)
+    fake.result = lambda: json.loads(fake.path.read_text())
+    return fake
+
+
+@pytest.mark.parametrize("of", [1, 2, 3, 7])
+def test_parts_are_disjoint_and_hold_everything(of):
+    from benchmarks.registry import all_suites
+    from gate_parts import LONG, Part
+
+    for kind, names in (("tests", TESTS), ("suites", set(all_suites()))):
+        shares = [Part(kind, number, of).take(names) for number in range(1, of + 1)]
+        assert sorted(sum(shares, [])) == sorted(names) and all(shares)
+        assert shares == [Part(kind, number, of).take(sorted(names, reverse=True)) for number in range(1, of + 1)]
+        work = [sum(LONG.get(name, 1) for name in share) for share in shares]
+        assert max(work) - min(work) <= max(LONG[name] for name in names & LONG.keys())
+    assert LONG.keys() <= TESTS | set(all_suites())
+
+
+@pytest.mark.parametrize("text", ["tests", "tests:0/2", "tests:3/2", "suites:1/0", "other:1/1", "tests:1/2 "])
+def test_a_part_that_cannot_be_is_refused(text, capsys, gate):
+    with pytest.raises(SystemExit):
+        gate.main(["--part", text])
+    assert "allowed: tests:I/N or suites:I/N, I from 1 to N" in capsys.readouterr().err and not gate.ran
+
+
+def test_parts_come_to_one_result(gate, capsys):
+    for part, missing in (
+        ("suites:2/2", ["tests:1/1", "suites:1/2"]), ("tests:2/2", ["tests:1/2", "suites:1/2"]),
+        ("tests:1/2", ["suites:1/2"]), ("suites:1/2", []),
+    ):  # fmt: skip
+        assert gate.main(["--part", part]) == 0
+        assert gate.result()["unfinished"] == missing and gate.result()["good"] == (not missing)
+        assert (f"unfinished: {', '.join(missing)}" if missing else ": good") in capsys.readouterr().out
+    assert gate.result()["tests"] == {"passed": 10, "failed": 0, "skipped": 0} and gate.result()["commit"] == "a"
+    assert list(gate.result()["parts"]) == ["tests:1/2", "tests:2/2", "suites:1/2", "suites:2/2"]
+
+
+def test_without_parts_all_of_it_runs_and_replaces_what_was_there(gate):
+    gate.path.write_text(json.dumps({"commit": "old", "records": []}))
+    assert gate.main([]) == 0 and gate.ran == ["tests:1/1", "suites:1/1"] and gate.result()["good"]
+
+
+@pytest.mark.parametrize("key, other", [
+    ("commit", "b"), ("dirty", True), ("versions", {"torch": "2.12.0"}), ("gpu", "NVIDIA H200 NVL"),
+])  # fmt: skip
+def test_parts_of_two_are_refused_before_anything_runs(gate, capsys, key, other):
+    assert gate.main(["--part", "tests:1/2"]) == 0
+    before = gate.path.read_text()
+    gate.about[key] = other
+    with pytest.raises(SystemExit):
+        gate.main(["--part", "tests:2/2"])
+    said = capsys.readouterr().err
+    assert f"{key}: got {ABOUT[key]!r} and {other!r}, allowed: parts of one; --fresh begins a new result" in said
+    assert gate.ran == ["tests:1/2"] and gate.path.read_text() == before
+    assert gate.main(["--part", "tests:2/2", "--fresh"]) == 0
+    assert list(gate.result()["parts"]) == ["tests:2/2"] and gate.result()[key] == other
+
+
+def test_a_part_runs_once(gate, capsys):
+    """Another try could hide that the first one failed."""
+    gate.outcome["tests:1/2"] = of_tests(failed=1, code=1)
+    assert gate.main(["--part", "tests:1/2"]) == 1
+    for part, said in (("tests:1/2", "tests:1/2: in the result already"), ("tests:1/3", "tests: got parts of 2 and of 3")):
+        with pytest.raises(SystemExit):
+            gate.main(["--part", part])
+        assert said in capsys.readouterr().err and gate.ran == ["tests:1/2"]
+
+
+@pytest.mark.parametrize("part, outcome", [
+    ("tests:1/1", of_tests(passed=0)), ("tests:1/1", of_tests(failed=1)), ("tests:1/1", of_tests(skipped=1)),
+    ("tests:1/1", of_tests(code=2)), ("suites:1/1", of_suites(code=1)), ("suites:1/1", {"code": 0, "records": []}),
+])  # fmt: skip
+def test_one_bad_part_makes_it_bad(gate, part, outcome, capsys):
+    gate.outcome[part] = outcome
+    assert gate.main([]) == 1 and not gate.result()["good"] and gate.result()["unfinished"] == []
+    assert f"NOT GOOD: {part}" in capsys.readouterr().out
+
+
+def test_changed_files_make_it_bad(gate):
+    gate.about["dirty"] = True
+    assert gate.main([]) == 0 and not gate.result()["good"]
+
+
+def test_merging_files_of_other_machines(gate, tmp_path, capsys):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    assert gate.main(["--part", "tests:1/1", "--fresh", "--out", str(one)]) == 0
+    assert gate.main(["--part", "suites:1/1", "--fresh", "--out", str(two)]) == 0
+    gate.path.unlink()
+    assert gate.main(["--merge", str(one)]) == 1 and gate.result()["unfinished"] == ["suites:1/1"]
+    assert gate.main(["--merge", str(one), str(two), str(one)]) == 0 and gate.result()["good"]
+    changed = json.loads(two.read_text())
+    changed["parts"]["suites:1/1"]["records"][0]["us"] = 1.0
+    one.write_text(json.dumps(changed))
+    with pytest.raises(SystemExit):
+        gate.main(["--merge", str(one), str(two)])
+    assert "suites:1/1: got two different results, allowed: one" in capsys.readouterr().err
+
+
+def test_a_selection_is_no_part_of_a_result(gate, monkeypatch, tmp_path):
+    import gpu_gate
+
+    monkeypatch.setattr(gpu_gate, "run_tests", lambda arguments: of_tests(passed=len(arguments)))
+    assert gate.main(["--out", str(tmp_path / "some.json"), "--", "tests/test_topk.py", "-x"]) == 0
+    assert json.loads((tmp_path / "some.json").read_text())["selected"]["tests"]["tests"]["passed"] == 2
+    assert not gate.path.exists()
+    with pytest.raises(SystemExit):
+        gate.main(["--part", "tests:1/2", "--suite", "layer_v32"])
+
+
+def test_the_gates_tests_run_every_case(monkeypatch, tmp_path):
+    """A pytest of its own, whose report is read."""
+    import gpu_gate
+
+    (tmp_path / "test_it.py").write_text(
+        "import os, time\n\ndef test_long(record_property):\n    time.sleep(1.1)\n"
+        "    record_property('long', os.environ['SPARSE_ATTN_LONG'])\n\ndef test_not():\n    assert False\n"
+    )
+    monkeypatch.setattr(gpu_gate, "ROOT", tmp_path)
+    found = gpu_gate.run_tests(["test_it.py", "-p", "no:cacheprovider"])
+    assert found["tests"] == {"passed": 1, "failed": 1, "skipped": 0} and found["code"] == 1
+    assert found["reports"] == {"test_long": {"long": "1"}} and found["seconds_of"].keys() == {"test_it.py"}
+
+
+def run_of(**suites):
+    """Records with these microseconds a suite."""
+    return [{"suite": suite, "case": str(n), "us": us} for suite, times in suites.items() for n, us in enumerate(times)]
+
+
+@pytest.mark.parametrize("old, new, code, said", [
+    (dict(a=[10.0, 20.0]), dict(a=[10.3, 19.7]), 0, "a                      2 cases  1.007  worst  1.030 0"),
+    (dict(a=[10.0, 20.0], b=[5.0]), dict(a=[10.3, 20.0], b=[5.0]), 1, "more than 1% slower, or missing: a\n"),
+    (dict(plan_cache=[10.0], a=[1.0]), dict(plan_cache=[14.0], a=[1.0]), 0, "host time, exempt"),
+    (dict(a=[1.0], b=[1.0]), dict(a=[1.0]), 1, "more than 1% slower, or missing: b\n"),
+    (dict(a=[1.0]), dict(a=[1.0, 9.0], b=[1.0]), 0, "1 (new only)"),
+    (dict(plan_cache=[1.0]), dict(decode_loop=[1.0]), 1, "no case is in both runs"),
+])  # fmt: skip
+def test_suites_that_got_slower_are_told(tmp_path, capsys, old, new, code, said):
+    import compare_runs
+
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    paths[0].write_text(json.dumps(run_of(**old)))
+    paths[1].write_text(json.dumps({**ABOUT, "parts": {"suites:1/1": {"records": run_of(**new)}}}))
+    assert compare_runs.main([str(path) for path in paths]) == code
+    assert said in capsys.readouterr().out
+
+
+def test_the_recorded_run_can_be_compared(capsys):
+    import compare_runs
+    from benchmarks.registry import HOST_TIMED, all_suites
+
+    recorded = next((ROOT / "scripts" / "results").glob("nvidia-*.json"))
+    assert compare_runs.main([str(recorded)] * 2) == 0
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} <= set(all_suites()) > HOST_TIMED
+
+
+def test_checkouts_take_turns_and_the_best_counts():
+    from compare_runs import take_turns
+
+    order, times = [], iter([3.0, 2.0, 1.0, 5.0])
+
+    def measure(which, name):
+        order.append(which)
+        return run_of(**{name: [next(times)]}), which == "new"
+
+    old, new, failed = take_turns(["a"], lambda name: measure("old", name), lambda name: measure("new", name), 2)
+    assert order == ["old", "new", "new", "old"] and failed == ["a (new)"] * 2
+    assert (old, new) == (run_of(a=[3.0]), run_of(a=[1.0]))
+
+
+def test_two_checkouts_in_one_call(tmp_path):
+    import compare_runs
+
+    out = tmp_path / "both.json"
+    dry = ["--dry", "--suite", "topk_decode", "--rounds", "1", "--out", str(out)]
+    assert compare_runs.main(["--run", str(ROOT), *dry]) == 0
+    found = json.loads(out.read_text())
+    assert {record["suite"] for record in found["old"] + found["new"]} == {"topk_decode"}
+    with pytest.raises(SystemExit, match="no answer, exit code 1"):
+        compare_runs.main(["--run", str(tmp_path), "--dry"])
