@@ -16,8 +16,8 @@ def code_blocks():
         yield pytest.param(code, marks=[getattr(pytest.mark, marker)] if marker else [], id=f"block{number}")
 
 
-def test_there_is_one_per_kind_of_user():
-    assert len(BLOCKS) == 3
+def test_there_is_one_per_kind_of_user_and_one_per_part_of_a_server():
+    assert len(BLOCKS) == 3 + 3
     assert all(len(code.splitlines()) <= 32 for _, code in BLOCKS)
 
 
