@@ -67,7 +67,7 @@ def checked_seeds(seeds: Sequence[int | None] | None, seed: int, count: int) -> 
 def integers(name: str, values: Sequence[int] | torch.Tensor) -> list[int]:
     """A sequence of integers, or a tensor or array of one dimension, as a list; TypeError for anything else."""
     if hasattr(values, "__array__") and not isinstance(values, torch.Tensor):
-        values = torch.as_tensor(values)
+        values = torch.from_numpy(values.__array__())
     if isinstance(values, torch.Tensor):
         if values.dim() != 1 or values.dtype not in INTEGERS:
             raise TypeError(f"{name}: got {_shown(values)}, allowed: one dimension of integers")
