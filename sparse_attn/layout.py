@@ -23,18 +23,23 @@ from sparse_attn import checks
 FP8_MAX = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
 FP8_DTYPE = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 SCALE_RULES = ("raw", "pow2")
+FP8_NAN = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80}  # what writers write; e4m3fn has another
 PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INDEX_AMAX_FLOOR = 1e-4
 SCALE_BYTES = 4  # an fp32 scale, read as one word
-LATENT_AMAX_FLOOR = FP8_MAX["e4m3fn"] * torch.finfo(torch.float32).tiny
+# What a latent's scale is at least. vLLM 0.33 and FlashMLA clamp it before they round it up; vLLM 0.25, which rounds nothing,
+# at LEAST_SCALE_FLOOR.
+LEAST_SCALE_FLOOR = torch.finfo(torch.float32).tiny  # the smallest normal number
+LATENT_SCALE_FLOOR = {"raw": LEAST_SCALE_FLOOR, "pow2": 1e-4}
 PLANAR_AMAX_FLOOR = 1e-4
 BF16_BYTES = 2
 
 
 def fp8_encode(values: torch.Tensor, flavour: str) -> torch.Tensor:
-    """fp32 values -> uint8 codes, clamped to the flavour's writer maximum, round to nearest even."""
+    """fp32 values -> uint8 codes, clamped to the flavour's writer maximum, round to nearest even; NaN becomes FP8_NAN."""
     limit = FP8_MAX[flavour]
-    return values.float().clamp(-limit, limit).to(FP8_DTYPE[flavour]).view(torch.uint8)
+    codes = values.float().clamp(-limit, limit).to(FP8_DTYPE[flavour]).view(torch.uint8)
+    return torch.where(values.isnan(), FP8_NAN[flavour], codes)
 
 
 def fp8_decode(codes: torch.Tensor, flavour: str) -> torch.Tensor:
@@ -47,10 +52,12 @@ def fp8_quantise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the last dimension with one scale: (codes uint8 [..., d], scales fp32 [...]).
 
-    scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale.
+    scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale. amax is that of
+    the finite values: NaN and infinities become NaN, whatever stands beside them as if they were not there.
     """
     values = values.float()
-    amax = values.abs().amax(-1).clamp_min(amax_floor)
+    values = torch.where(values.isfinite(), values, torch.nan)
+    amax = values.abs().nan_to_num(0.0).amax(-1).clamp_min(amax_floor)
     scales = amax / torch.full_like(amax, FP8_MAX[flavour])  # CUDA would turn division by a Python number into a product
     if scale_rule == "pow2":
         scales = ceil_pow2(scales)
@@ -210,13 +217,17 @@ class IndexFp8Layout:
 
 @dataclass(frozen=True)
 class LatentFp8Layout:
-    """MLA latents, interleaved per token: fp8 latent, its fp32 group scales, bf16 rope (656 bytes at 512 + 64)."""
+    """MLA latents, interleaved per token: fp8 latent, its fp32 group scales, bf16 rope (656 bytes at 512 + 64).
+
+    scale_floor: what a scale is at least, before it is rounded up under "pow2"; None: LATENT_SCALE_FLOOR of the rule.
+    """
 
     latent: int
     rope: int
     group: int = 128
     flavour: str = "e4m3fn"
     scale_rule: str = "raw"
+    scale_floor: float | None = None
     name: str = _name()
 
     def __post_init__(self):
@@ -225,6 +236,13 @@ class LatentFp8Layout:
         checks.check_choice("flavour", self.flavour, FP8_MAX)
         checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         name = f"latent_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}/{self.scale_rule}"
+        usual = LATENT_SCALE_FLOOR[self.scale_rule]
+        if self.scale_floor is None:
+            object.__setattr__(self, "scale_floor", usual)
+        elif not LEAST_SCALE_FLOOR <= self.scale_floor <= 1:
+            raise ValueError(f"scale_floor: got {self.scale_floor}, allowed: {LEAST_SCALE_FLOOR} to 1")
+        elif self.scale_floor != usual:
+            name += f"/{float(self.scale_floor)!r}"
         object.__setattr__(self, "name", name)
 
     @property
@@ -238,6 +256,11 @@ class LatentFp8Layout:
     @property
     def dtype(self) -> torch.dtype:
         return torch.uint8
+
+    @property
+    def amax_floor(self) -> float:
+        """What the largest magnitude of a group counts as at least, so that its scale is no less than ``scale_floor``."""
+        return FP8_MAX[self.flavour] * self.scale_floor
 
     @property
     def groups(self) -> int:
@@ -260,7 +283,7 @@ class LatentFp8Layout:
     def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
         rows = values.shape[0]
         grouped = values[:, : self.latent].reshape(rows, self.groups, self.group)
-        codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, LATENT_AMAX_FLOOR)
+        codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, self.amax_floor)
         rope = values[:, self.latent :].to(torch.bfloat16).contiguous()
         record = torch.cat([codes.flatten(1), scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
         block, token = _flat_block_offsets(cache, slots.long())
@@ -291,6 +314,7 @@ class PlanarFp8Layout:
     flavour: str = "e4m3fn"
 
     scale_rule = "pow2"
+    amax_floor = PLANAR_AMAX_FLOOR
 
     name: str = _name()
 
@@ -351,7 +375,7 @@ class PlanarFp8Layout:
     def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
         rounded = values.to(torch.bfloat16)
         grouped = rounded[:, : self.latent].reshape(-1, self.groups, self.group)
-        codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, PLANAR_AMAX_FLOOR)
+        codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, self.amax_floor)
         rope = rounded[:, self.latent :].contiguous().view(torch.uint8)
         exponents = torch.nn.functional.pad(exponent_of(scales), (0, self.scale_bytes - self.groups))
         token_at, scale_at = self._fields(cache, slots)
@@ -385,9 +409,9 @@ def parse_layout(name: str) -> Layout:
             dim, flavour, rule = rest.split("/")
             return IndexFp8Layout(int(dim), flavour, rule)
         if kind == "latent_fp8":
-            dims, group, flavour, rule = rest.split("/")
+            dims, group, flavour, rule, *floor = rest.split("/")
             latent, rope = map(int, dims.split("+"))
-            return LatentFp8Layout(latent, rope, int(group), flavour, rule)
+            return LatentFp8Layout(latent, rope, int(group), flavour, rule, *map(float, floor))
         if kind == "planar_fp8":
             dims, group, flavour = rest.split("/")
             latent, rope = map(int, dims.split("+"))

@@ -118,6 +118,19 @@ def test_nowhere_to_go(where):
 
 
 @BOTH
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_entries_of_what_is_not_finite_are_nan(where, bad):
+    """One value spoils its entry, whose norm it enters, and no other."""
+    for layout in (PlanarFp8Layout(48, 16, 16), IndexFp8Layout(64)):
+        world = World(4, False, layout=layout, lengths=(12,), **where)
+        world.kv[0][5, 7] = bad
+        world.cut((12,))
+        entries = torch.stack([world.entries(0)[entry] for entry in range(3)]).isnan()
+        assert entries[1, 7] and not entries[[0, 2]].any()
+        assert entries[1].all() if math.isnan(bad) else entries[1].sum() == 1
+
+
+@BOTH
 def test_padding_replaces_nothing(where):
     """A row is replaced by one that comes a ring later; where that is padding, the row is kept."""
     world = World(4, True, lengths=(8,), **where)

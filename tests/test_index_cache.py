@@ -233,6 +233,22 @@ def test_offsets_beyond_int32(block_size):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz"])
+@pytest.mark.parametrize("rule", ["pow2", "raw"])
+def test_insert_kernel_at_the_edges(device, rule, flavour):
+    layout = IndexFp8Layout(24, flavour, rule)
+    k = torch.randn(12, 24, generator=torch.Generator().manual_seed(2))
+    special = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    k[:4, 3], k[4:8] = special, special.unsqueeze(1)
+    k[8, ::3], k[9], k[10], k[11] = torch.nan, 0, 1e-30, 3e38
+    (cache, memory), (want, want_memory) = (poisoned_cache(layout, 3, 4, where) for where in (device, "cpu"))
+    indexer_k_quant_and_cache(k.to(device), cache, torch.arange(12, device=device), layout, impl="triton")
+    indexer_k_quant_and_cache(k, want, torch.arange(12), layout, impl="reference")
+    assert same(memory, want_memory)
+    assert torch.equal(layout.decode(cache.cpu(), torch.arange(12)).isnan(), ~k.isfinite())
+
+
+@pytest.mark.kernel
 def test_opcheck_kernel(device):
     check_opcheck("triton", device)
 

@@ -291,6 +291,17 @@ def test_kernel_bits(device, layout, dtype, hadamard):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("layout", FP8, ids=lambda layout: layout.name)
+def test_kernel_bits_of_what_is_not_finite(device, layout):
+    q, *rest = inputs(7, 3, 16, 8, dtype=torch.float32, device=device)
+    q[0, :, 12], q[1, :, 13], q[2], q[3, 0, ::3], q[4, 1, 15] = NAN, math.inf, -math.inf, NAN, -NAN
+    check_kernel([q, *rest], layout=layout)
+    got = indexer_q_rope_quant(q, *rest, start=0, interleaved=True, weight_scale=1.0, layout=layout, impl="triton")
+    assert torch.equal(fp8_decode(got.query.cpu(), layout.flavour).isnan()[..., 8:], ~q.cpu().isfinite()[..., 8:])
+    assert got.weights.isfinite().all()
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("heads, dim, width", [(1, 2, 2), (5, 12, 6), (3, 24, 24), (20, 128, 64)])
 def test_kernel_shapes(device, heads, dim, width):
     arguments = inputs(3, heads, dim, width, device=device)

@@ -142,6 +142,45 @@ def test_write_kernel_writes_the_same_bytes(device, layout):
         assert same(memory, want_memory)
 
 
+EDGES = [
+    *(LatentFp8Layout(16, 4, 8, flavour, rule) for flavour in ("e4m3fn", "e4m3fnuz") for rule in ("raw", "pow2")),
+    LatentFp8Layout(16, 4, 8, scale_rule="pow2", scale_floor=2.0**-126),
+    LatentFp8Layout(20, 4, 4, scale_rule="pow2", scale_floor=0.5),
+    PlanarFp8Layout(16, 4, 8),
+    PlanarFp8Layout(12, 4, 4, "e4m3fnuz"),
+]
+
+
+def edge_rows(layout, dtype):
+    """Rows whose groups hold NaN and infinities beside numbers or alone, nothing, or numbers near where scales step."""
+    rows = torch.randn(40, layout.dim, generator=torch.Generator().manual_seed(2)).double()
+    special = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf])
+    rows[:4, 3], rows[4:8, : layout.group] = special, special.unsqueeze(1)
+    rows[8, ::3], rows[9, 1 : layout.latent] = torch.nan, torch.inf
+    rows[10], rows[11] = 0, 1e38
+    steps = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 0.02734, 0.02735, 0.0447, 0.0449, 0.0546875, 0.0547, 448, 3e38])
+    rows[12:23] *= steps.unsqueeze(1) / rows[12:23].abs().amax(1, keepdim=True)
+    if dtype == torch.bfloat16:
+        rows[12:14] = 0  # Triton's interpreter reads subnormal bf16 as something else
+    rows[:, layout.latent :] = 1.5
+    return rows.to(dtype)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", EDGES, ids=lambda layout: layout.name)
+def test_write_kernel_at_the_edges(device, layout):
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, slots = edge_rows(layout, dtype), torch.arange(40)
+        (cache, memory), (want, want_memory) = (poisoned_cache(layout, 10, 4, where, 4) for where in (device, "cpu"))
+        moved = rows.to(device)
+        write_kv_cache(moved[:, : layout.latent], moved[:, layout.latent :], cache, slots.to(device), layout, impl="triton")
+        write_kv_cache(rows[:, : layout.latent], rows[:, layout.latent :], want, slots, layout, impl="reference")
+        assert same(memory, want_memory)
+        got = layout.decode(cache.cpu(), slots)[:, : layout.latent]
+        written = (rows.bfloat16() if isinstance(layout, PlanarFp8Layout) else rows)[:, : layout.latent]
+        assert torch.equal(got.isnan(), ~written.isfinite())
+
+
 @pytest.mark.kernel
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_gather_kernel_equals_reference(device, layout):

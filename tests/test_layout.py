@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 
 from sparse_attn.layout import (
     FP8_MAX,
+    FP8_NAN,
     IndexFp8Layout,
     LatentFp8Layout,
     PlainLayout,
@@ -36,7 +37,7 @@ def padded_cache(layout, num_blocks, block_size, padding):
 
 def test_names_round_trip():
     layouts = [PlainLayout("fp32", 64, 16), IndexFp8Layout(128, "e4m3fnuz", "raw"), LatentFp8Layout(512, 64)]
-    layouts.append(PlanarFp8Layout(448, 64))
+    layouts += [PlanarFp8Layout(448, 64), LatentFp8Layout(512, 64, scale_rule="pow2", scale_floor=2.0**-126)]
     assert [parse_layout(layout.name) for layout in layouts] == layouts
     assert_expected_inline(
         "\n".join(f"{layout.name}: {layout.row} elements a token" for layout in layouts),
@@ -44,7 +45,8 @@ def test_names_round_trip():
 plain/fp32/64+16: 80 elements a token
 index_fp8/128/e4m3fnuz/raw: 132 elements a token
 latent_fp8/512+64/128/e4m3fn/raw: 656 elements a token
-planar_fp8/448+64/64/e4m3fn: 584 elements a token""",
+planar_fp8/448+64/64/e4m3fn: 584 elements a token
+latent_fp8/512+64/128/e4m3fn/pow2/1.1754943508222875e-38: 656 elements a token""",
     )
 
 
@@ -69,6 +71,8 @@ def test_unknown_names_are_refused(name):
         (lambda: IndexFp8Layout(8, scale_rule="up"), "scale_rule: got 'up', allowed: 'raw', 'pow2'"),
         (lambda: LatentFp8Layout(100, 8, 64), "latent: got 100, allowed: multiples of the scale group 64"),
         (lambda: LatentFp8Layout(64, 8, 0), "group: got 0, allowed: at least 1"),
+        (lambda: LatentFp8Layout(64, 8, 64, scale_floor=0.0), "scale_floor: got 0.0, allowed: 1.1754943508222875e-38 to 1"),
+        (lambda: LatentFp8Layout(64, 8, 64, scale_floor=math.nan), "scale_floor: got nan, allowed: 1.1754943508222875e-38 to 1"),
         (lambda: PlanarFp8Layout(15, 2, 5), "latent: got 15, allowed: even numbers, bf16 values stand behind it"),
     ],
 )
@@ -189,6 +193,76 @@ def test_zero_vectors_have_the_floor_as_their_scale():
     layout.encode(cache, torch.tensor([0]), torch.zeros(1, 10))
     assert cache.flatten().tolist() == [0] * 8 + 2 * list(struct.pack("<f", 2.0**-126)) + [0] * 4
     assert not layout.decode(cache, torch.tensor([0])).any()
+
+
+def test_a_floor_named_or_not_is_the_same_layout():
+    for rule, floor in (("raw", 2.0**-126), ("pow2", 1e-4)):
+        assert LatentFp8Layout(512, 64, scale_rule=rule) == LatentFp8Layout(512, 64, scale_rule=rule, scale_floor=floor)
+        assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}").scale_floor == floor
+        assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}/{floor}").name == f"latent_fp8/512+64/128/e4m3fn/{rule}"
+    with pytest.raises(ValueError, match="^layout: got 'latent_fp8/8.0/4/e4m3fn/raw/much': could not convert"):
+        parse_layout("latent_fp8/8+0/4/e4m3fn/raw/much")
+
+
+# Largest magnitudes of a group: on either side of 0.0448 (448 times 1e-4) and of 448 times 2**-13, where the scale that is
+# the floor rounded up ends, and of 448 times 2**-14; small ones; the smallest number, whose quotient by FP8_MAX is none.
+AMAX = [0.0, 2.0**-149, 2.0**-126, 1e-30, 0.02734, 0.02735, 0.0447, 0.0449, 0.0546, 0.0547, 1.0]
+
+
+def scales_of(layout, amax=AMAX):
+    """Of one group with each of these, by the bytes that its record has."""
+    cache = allocate_cache(layout, 1, len(amax), "cpu")
+    values = torch.tensor(amax).unsqueeze(1) * torch.tensor([0.5, -1.0, 0.25, 0.0])
+    layout.encode(cache, torch.arange(len(amax)), values)
+    return [struct.unpack("<f", bytes(record[4:8]))[0] for record in cache[0].tolist()]
+
+
+def test_scale_floors_golden():
+    """In powers of two: of today's peers' rule, of its predecessor's, and of the rule that rounds nothing."""
+    layouts = [LatentFp8Layout(4, 0, 4, scale_rule="pow2", scale_floor=floor) for floor in (None, 2.0**-126)]
+    layouts.append(LatentFp8Layout(4, 0, 4))
+    columns = [[math.log2(scale) for scale in scales_of(layout)] for layout in layouts]
+    lines = (f"{amax:.4g}: {now:g} {old:g} {raw:.2f}" for amax, now, old, raw in zip(AMAX, *columns))
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+0: -13 -126 -126.00
+1.401e-45: -13 -126 -126.00
+1.175e-38: -13 -126 -126.00
+1e-30: -13 -108 -108.47
+0.02734: -13 -14 -14.00
+0.02735: -13 -13 -14.00
+0.0447: -13 -13 -13.29
+0.0449: -13 -13 -13.28
+0.0546: -13 -13 -13.00
+0.0547: -12 -12 -13.00
+1: -8 -8 -8.81""",
+    )
+
+
+@pytest.mark.parametrize("flavour", FP8_MAX)
+def test_the_scale_is_clamped_before_it_is_rounded_up(flavour):
+    """By the peers' formula, 2^ceil(log2(max(amax / FP8_MAX, 1e-4)))."""
+    layout = LatentFp8Layout(4, 0, 4, flavour, "pow2")
+    want = [2.0 ** math.ceil(math.log2(max(amax / FP8_MAX[flavour], 1e-4))) for amax in AMAX]
+    assert scales_of(layout) == want and min(want) == 2.0**-13
+
+
+NOT_FINITE = [math.nan, -math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("rule", ["raw", "pow2"])
+@pytest.mark.parametrize("flavour", FP8_MAX)
+def test_what_is_not_finite_becomes_nan_and_touches_nothing_else(flavour, rule):
+    values = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)) * 3
+    want_codes, want_scales = fp8_quantise(values.clone().index_fill_(1, torch.tensor([5]), 0.0), flavour, rule, 1e-4)
+    values[:, 5] = torch.tensor(NOT_FINITE)
+    codes, scales = fp8_quantise(values, flavour, rule, 1e-4)
+    assert codes[:, 5].tolist() == [FP8_NAN[flavour]] * 4 and fp8_decode(codes, flavour)[:, 5].isnan().all()
+    want_codes[:, 5] = FP8_NAN[flavour]
+    assert torch.equal(codes, want_codes) and torch.equal(scales, want_scales)
+    codes, scales = fp8_quantise(torch.tensor(NOT_FINITE).unsqueeze(0), flavour, rule, 1e-4)
+    assert codes.tolist() == [[FP8_NAN[flavour]] * 4] and scales.item() < 1e-6
 
 
 def test_ceil_pow2():

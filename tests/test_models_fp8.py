@@ -23,7 +23,7 @@ from model_harness import Requests
 from test_models import CONFIGS, TOLERANCE, ours, run, stable_topk, theirs
 
 from sparse_attn import pipeline
-from sparse_attn.layout import INDEX_AMAX_FLOOR, LATENT_AMAX_FLOOR, fp8_decode, fp8_quantise
+from sparse_attn.layout import INDEX_AMAX_FLOOR, LatentFp8Layout, fp8_decode, fp8_quantise
 from sparse_attn.models import mla
 
 EPSILON = 2.0**-4
@@ -42,7 +42,7 @@ def simulate(patch, module, prefix, interleaved):
     rotate = module.apply_rotary_pos_emb_interleave if interleaved else module.apply_rotary_pos_emb
 
     def expand_kv(self, latent, rope):
-        return expand(self, through_fp8(latent, "raw", LATENT_AMAX_FLOOR), rope.bfloat16().float())
+        return expand(self, through_fp8(latent, "raw", LatentFp8Layout(1, 0, 1).amax_floor), rope.bfloat16().float())
 
     def index(self, hidden, q_resid, position_embeddings, mask, position_ids, past_key_values=None):
         rope = self.qk_rope_head_dim

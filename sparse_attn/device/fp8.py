@@ -24,7 +24,7 @@ def decode_fp8(codes, FNUZ: tl.constexpr):
 
 @triton.jit
 def encode_fp8(values, FNUZ: tl.constexpr):
-    """fp32 values -> uint8 codes, clamped to +-448 (e4m3fn) or +-224 (e4m3fnuz), nearest even; NaN becomes NaN."""
+    """fp32 values -> uint8 codes, clamped to +-448 (e4m3fn) or +-224 (e4m3fnuz), nearest even; NaN becomes layout.FP8_NAN."""
     if FNUZ:
         values = values * 2.0
     sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -33,10 +33,18 @@ def encode_fp8(values, FNUZ: tl.constexpr):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (magnitude * 512.0 + 8388608.0).to(tl.int32, bitcast=True) & 0xF  # 2^23 + x rounds x to an integer
     code = tl.where(magnitude < 0.015625, subnormal, normal)
-    code = tl.where(values == values, code, 0x7F) | sign
+    code = tl.where(values == values, code | sign, 0x7F)
     if FNUZ:
         code = tl.where(values == values, tl.where(code == 0x80, 0, code), 0x80)
     return code.to(tl.uint8)
+
+
+@triton.jit
+def finite_or_nan(values):
+    """(values, NaN for infinities; their magnitudes, 0 for what is not finite)."""
+    magnitude = tl.abs(values)
+    finite = magnitude < float("inf")
+    return tl.where(finite, values, float("nan")), tl.where(finite, magnitude, 0.0)
 
 
 @triton.jit

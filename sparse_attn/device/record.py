@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparse_attn.device.fp8 import ceil_pow2, encode_fp8
+from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 
 
 @triton.jit
@@ -22,7 +22,8 @@ def store_quantised(
     PAD_GROUPS: tl.constexpr = value.shape[0]
     value = tl.where(real, value, 0.0)
     group = tl.arange(0, PAD_GROUPS)
-    amax = tl.maximum(tl.max(tl.abs(value), 1), AMAX_FLOOR)
+    value, magnitude = finite_or_nan(value)
+    amax = tl.maximum(tl.max(magnitude, 1), AMAX_FLOOR)
     scale = tl.div_rn(amax, tl.full([PAD_GROUPS], FP8_MAX, tl.float32))
     if POW2:
         scale = ceil_pow2(scale)

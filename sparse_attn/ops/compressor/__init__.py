@@ -51,7 +51,8 @@ def compress_and_cache(
     orthonormal transform, all in fp32.
 
     cache: blocks of ``layout``; slot_mapping: int64 [tokens], where the entry that a row completes goes, outside the
-    cache for nowhere. fp8 layouts take the entry rounded to bf16.
+    cache for nowhere. fp8 layouts take the entry rounded to bf16, its NaN as
+    write_kv_cache does.
 
     state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies in
     block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size: a ring,

@@ -34,6 +34,7 @@ def indexer_k_quant_and_cache(
     which wins.
 
     fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2".
+    NaN and infinities become the flavour's NaN, the others as if they were not there: such a key is never selected.
     """
     checks.check_dtype("k", k, FLOATS)
     _check_layout(layout)

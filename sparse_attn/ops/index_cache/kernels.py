@@ -5,7 +5,7 @@ import triton.language as tl
 
 from sparse_attn.device import chain
 from sparse_attn.device.cast import cast
-from sparse_attn.device.fp8 import ceil_pow2, encode_fp8
+from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 from sparse_attn.device.paging import find_slot
 
 
@@ -43,8 +43,8 @@ def insert_keys(
     base = cache + block * stride_cache_block
     at = base[:, None] + within[:, None] * RECORD + column[None, :]
     if FP8:
-        value = value.to(tl.float32)
-        amax = tl.maximum(tl.max(tl.abs(value), 1), AMAX_FLOOR)
+        value, magnitude = finite_or_nan(value.to(tl.float32))
+        amax = tl.maximum(tl.max(magnitude, 1), AMAX_FLOOR)
         scale = tl.div_rn(amax, tl.full([TOKENS], FP8_MAX, tl.float32))
         if POW2:
             scale = ceil_pow2(scale)

@@ -42,7 +42,7 @@ def indexer_q_rope_quant(
     scale is 1. weights_out = (float(weights) * weight_scale) * scale.
 
     Returns QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,
-    index_heads]). Every implementation gives the same bits; a vector with NaN or infinity has unspecified codes.
+    index_heads]). Every implementation gives the same bits; NaN and infinities become NaN as in the keys' cache.
     TypeError or ValueError for wrong dtypes, shapes, devices, a slice that does not fit, or a layout of another dim.
     Source: vLLM 0.25's fused indexer query op and DeepSeek's rotate_activation.
     """

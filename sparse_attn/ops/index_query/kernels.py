@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sparse_attn.device import chain
 from sparse_attn.device.cast import cast
-from sparse_attn.device.fp8 import ceil_pow2, encode_fp8
+from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
 
 
@@ -80,7 +80,8 @@ def indexer_q_rope_quant(
     )
     weight = weight.to(tl.float32) * weight_scale
     if QUANTISE:
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(values), 1), amax_floor), fp8_max)
+        values, magnitude = finite_or_nan(values)
+        scale = tl.div_rn(tl.maximum(tl.max(magnitude, 1), amax_floor), fp8_max)
         if POW2:
             scale = ceil_pow2(scale)
             inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)  # exact

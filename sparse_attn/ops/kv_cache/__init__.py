@@ -34,7 +34,9 @@ def write_kv_cache(
     slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
 
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
-    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16.
+    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor: so that a latent's
+    scale is ``layout.scale_floor`` at least; of planar layouts 1e-4. NaN and infinities become the flavour's NaN, whatever
+    stands beside them in the group as if they were not there.
     """
     _check_layout(layout)
     checks.check_dtype("latent", latent, FLOATS)

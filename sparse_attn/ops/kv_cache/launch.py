@@ -8,8 +8,6 @@ import triton
 from sparse_attn.device import chain
 from sparse_attn.layout import (
     FP8_MAX,
-    LATENT_AMAX_FLOOR,
-    PLANAR_AMAX_FLOOR,
     Layout,
     PlainLayout,
     PlanarFp8Layout,
@@ -42,7 +40,7 @@ def write_kv_cache(
         **_record(kind, row_stride(cache, kind)),
         POW2=fp8 and kind.scale_rule == "pow2",
         FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
-        AMAX_FLOOR=PLANAR_AMAX_FLOOR if isinstance(kind, PlanarFp8Layout) else LATENT_AMAX_FLOOR,
+        AMAX_FLOOR=kind.amax_floor if fp8 else 0.0,
         num_warps=4,
         enable_fp_fusion=False,
         **chain.chained(target_of(cache.device)),
