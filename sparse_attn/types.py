@@ -19,7 +19,11 @@ class Ragged(NamedTuple):
 
 
 class AttentionOutput(NamedTuple):
-    """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row."""
+    """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row.
+
+    Callers unpack the pair, so it stays one: a row's largest score (FlashMLA's max_logits) is not returned, and what more a
+    keyword may ask for comes in a type of its own.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor

@@ -1,5 +1,5 @@
-"""A test under another default dtype and device than torch's own, for the package alone: what is called from anywhere else (the
-test, transformers) finds fp32 and the CPU."""
+"""A test under another default dtype and device than torch's own, for the package alone: what is called from anywhere
+else (the test, transformers) finds fp32 and the CPU."""
 
 import contextlib
 import inspect
@@ -14,21 +14,21 @@ PACKAGE = str(Path(__file__).parent.parent / "sparse_attn")
 TORCH = str(Path(torch.__file__).parent)
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 FACTORIES = {getattr(torch, name) for name in (
-    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
-    "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+    "arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
 )}  # fmt: skip
 FILES = (
-    "attention", "attention_parts", "attention_two_caches", "compressed_plan", "compressor", "debug", "errors", "generate",
-    "hyper_connection", "index_cache", "index_logits", "index_query", "index_topk", "kv_cache", "kv_cache_planar", "layout",
-    "loading", "loading_v4", "models", "models_fp8", "models_v4", "paging", "pipeline", "plan_cache", "properties", "quality",
-    "ragged", "ragged_windows", "rope", "router", "router_scores", "sampling", "saving", "step_plan", "topk", "topk_grouped",
-    "topk_slots",
+    "attention", "attention_parts", "attention_two_caches", "compressed_plan", "compressor", "debug", "differences",
+    "errors", "generate", "hyper_connection", "index_cache", "index_logits", "index_query", "index_topk", "kv_cache",
+    "kv_cache_planar", "layout", "loading", "loading_v4", "models", "models_fp8", "models_v4", "paging", "pipeline",
+    "plan_cache", "properties", "quality", "ragged", "ragged_windows", "rope", "router", "router_scores", "sampling",
+    "saving", "step_plan", "topk", "topk_grouped", "topk_slots",
 )  # fmt: skip
 
 
 def suits(item, every: int) -> bool:
-    """Whether a test runs under other defaults too: one in ``every`` of FILES. Not those that compile: Dynamo does not trace
-    what tells callers apart."""
+    """Whether a test runs under other defaults too: one in ``every`` of FILES. Not those that compile: Dynamo does not
+    trace what tells callers apart."""
     compiles = any(word in inspect.getsource(item.function) for word in ("compile", "capture", "export"))
     return item.path.stem.removeprefix("test_") in FILES and not compiles and _number(item.nodeid) % every == 0
 
@@ -61,8 +61,8 @@ def _called_from_the_package() -> bool:
 
 @contextlib.contextmanager
 def other_defaults(name: str):
-    """Tensors that the package makes without a device have no memory ("meta"), whatever reads them fails. ``name`` chooses
-    the dtype."""
+    """Tensors that the package makes without a device have no memory ("meta"), whatever reads them fails. ``name``
+    chooses the dtype."""
     torch.set_default_dtype(DTYPES[_number(name) // 64 % len(DTYPES)])
     try:
         with torch.device("meta"), OthersAsUsual():

@@ -1,6 +1,7 @@
 """Nothing depends on torch's default dtype or default device: every tensor that is made says both.
 
-SPARSE_ATTN_OTHER_DEFAULTS runs other tests under other defaults (other_defaults.py); here is what once depended on them.
+SPARSE_ATTN_OTHER_DEFAULTS runs other tests under other defaults (other_defaults.py); here is what once depended on
+them.
 """
 
 import ast
@@ -27,7 +28,9 @@ FACTORIES = {
 }  # fmt: skip
 # What gives integers whatever the default dtype is, as long as no argument is a float.
 INTEGERS = {"arange", "randint", "randperm", "tril_indices", "triu_indices"}
-DEFAULTS = {"get_default_dtype", "set_default_dtype", "set_default_device", "set_default_tensor_type", "Tensor", "FloatTensor"}
+DEFAULTS = {
+    "FloatTensor", "Tensor", "get_default_dtype", "set_default_device", "set_default_dtype", "set_default_tensor_type",
+}  # fmt: skip
 
 
 def sources():
@@ -39,7 +42,8 @@ def left_to_defaults(source: str) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
-            found += [f"{node.lineno}: {a.name} without torch in front" for a in node.names if a.name in FACTORIES | DEFAULTS]
+            names = {alias.name for alias in node.names} & (FACTORIES | DEFAULTS)
+            found += [f"{node.lineno}: {name} without torch in front" for name in sorted(names)]
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         name, given = node.func.attr, {keyword.arg for keyword in node.keywords}
@@ -62,9 +66,9 @@ def is_number(node: ast.AST) -> bool:
 
 
 def may_be_float(node: ast.AST) -> bool:
-    return any(
-        isinstance(part, ast.Constant) and isinstance(part.value, float) or isinstance(part, ast.Div) for part in ast.walk(node)
-    )
+    parts = list(ast.walk(node))
+    floats = any(isinstance(part, ast.Constant) and isinstance(part.value, float) for part in parts)
+    return floats or any(isinstance(part, ast.Div) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +107,8 @@ def default(dtype):
 
 
 def assert_same_under_every_default(function):
-    """``function`` gives tensors of the same bits and dtypes whatever torch's defaults are. A tensor made on the default
-    device would have no memory."""
+    """``function`` gives tensors of the same bits and dtypes whatever torch's defaults are. A tensor made on the
+    default device would have no memory."""
     with default(torch.float32), torch.device("cpu"):
         wanted = function()
     for dtype in DTYPES:
@@ -116,7 +120,8 @@ def assert_same_under_every_default(function):
 
 
 def drawn(*shape, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(3), dtype=torch.float32, device="cpu").to(dtype)
+    generator = torch.Generator("cpu").manual_seed(3)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def ints(*values):
@@ -203,7 +208,7 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_compiled_step_is_the_same(name):
-    """Under a default device Dynamo traces torch's own mode too, which up to 2.13 keeps it from some methods of tensors."""
+    """Under a default device Dynamo traces torch's own mode too, which up to 2.13 keeps it from some tensor methods."""
     spec = replace(sa.preset(name), **SMALL[name])
     model = Model(spec, random_params(spec, seed=1), sa.cache_layouts(spec, "fp8"))
 
@@ -212,7 +217,8 @@ def test_a_compiled_step_is_the_same(name):
             ints(0, tokens), ints(tokens), ints(0).view(1, 1), torch.arange(tokens, device="cpu"),
             kv_capacity=tokens, max_context=256,
         )._replace(ring_table=ints(0).view(1, 1) if model.has_rings else None)  # fmt: skip
-        return run(torch.arange(tokens, device="cpu"), model.allocate_caches(1, 256, requests=1, step_rows=tokens), plan)
+        caches = model.allocate_caches(1, 256, requests=1, step_rows=tokens)
+        return run(torch.arange(tokens, device="cpu"), caches, plan)
 
     wanted = step(model)
     with default(torch.bfloat16), torch.device("meta"):

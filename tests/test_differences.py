@@ -50,7 +50,8 @@ def test_what_is_not_finite_is_not_selected(device, impl):
 def test_scores_outside_of_a_rows_range_are_minus_infinity(device, impl):
     q, k = torch.ones(2, 1, 16, device=device), torch.full((5, 16), NAN, device=device)
     k[1:4] = 1.0
-    logits = sa.bf16_mqa_logits(q, k, torch.ones(2, 1, device=device), ints(device, 1, 3), ints(device, 3, 3), impl=impl)
+    weights, ranges = torch.ones(2, 1, device=device), (ints(device, 1, 3), ints(device, 3, 3))
+    logits = sa.bf16_mqa_logits(q, k, weights, *ranges, impl=impl)
     assert logits.tolist() == [[-INF, 16.0, 16.0, -INF, -INF], [-INF] * 5]
 
 
@@ -103,14 +104,18 @@ def test_indices_outside_of_the_rows_are_none(device, impl):
 
 
 @row("NaN in a key that is named")
-@pytest.mark.parametrize("layout", [sa.LatentFp8Layout(32, 16, 32), sa.PlanarFp8Layout(32, 16, 32), sa.PlainLayout("bf16", 48)])
+@pytest.mark.parametrize(
+    "layout", [sa.LatentFp8Layout(32, 16, 32), sa.PlanarFp8Layout(32, 16, 32), sa.PlainLayout("bf16", 48)]
+)
 def test_nan_reaches_the_rows_that_name_it_and_no_other(device, impl, layout):
     check_nan(layout, 2, device, impl)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 64, 128])
-@pytest.mark.parametrize("layout", [sa.LatentFp8Layout(512, 64), sa.PlanarFp8Layout(448, 64), sa.PlainLayout("bf16", 512, 64)])
+@pytest.mark.parametrize(
+    "layout", [sa.LatentFp8Layout(512, 64), sa.PlanarFp8Layout(448, 64), sa.PlainLayout("bf16", 512, 64)]
+)
 @pytest.mark.parametrize("tokens", [2, 200])
 def test_nan_does_so_in_every_kernel(heads, layout, tokens):
     check_nan(layout, heads, "cuda", "triton", tokens)
@@ -178,6 +183,12 @@ def test_any_number_of_heads_keys_and_slots_of_a_block(device, impl, heads, keys
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(keys)))
 
 
+def gathered(cache, layout, impl):
+    """The row of slot 0, fp32."""
+    one = ints(cache.device, [0]), ints(cache.device, 0, 1)
+    return sa.gather_kv_cache(cache, *one, 1, layout, dtype=torch.float32, impl=impl)
+
+
 @row("scales of 656-byte rows")
 @pytest.mark.parametrize("scale", [2.0**-126, 1e-6, 0.3, 2.0**60])
 def test_a_scale_is_read_as_it_is_stored(device, impl, scale):
@@ -185,7 +196,7 @@ def test_a_scale_is_read_as_it_is_stored(device, impl, scale):
     cache = sa.allocate_cache(layout, 1, 1, device)
     cache[0, 0, :16] = 0x38  # 1.0
     cache[0, 0, 16:20] = torch.tensor([scale]).view(torch.uint8).to(device)
-    rows = sa.gather_kv_cache(cache, ints(device, [0]), ints(device, 0, 1), 1, layout, dtype=torch.float32, impl=impl)
+    rows = gathered(cache, layout, impl)
     assert rows[0].tolist() == [torch.tensor(scale).item()] * 16
 
 
@@ -208,7 +219,7 @@ def test_a_flavour_is_the_caches_own(device, impl):
         cache = sa.allocate_cache(layout, 1, 1, device)
         cache[0, 0, :16] = 0x38
         cache[0, 0, 16:20] = torch.tensor([1.0]).view(torch.uint8).to(device)
-        rows = sa.gather_kv_cache(cache, ints(device, [0]), ints(device, 0, 1), 1, layout, dtype=torch.float32, impl=impl)
+        rows = gathered(cache, layout, impl)
         found.append(rows[0, 0].item())
     assert found == [1.0, 0.5]
 

@@ -11,10 +11,27 @@ from sparse_attn.models.deepseek_v4 import allocate_caches
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_topk.config import MOST_GROUPED, slots_scratch
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import CACHE_KINDS, Bounds, CacheLayouts, Selection, cache_layouts, default_block_size, workspace_size
+from sparse_attn.pipeline import (
+    CACHE_KINDS,
+    Bounds,
+    CacheLayouts,
+    Selection,
+    cache_layouts,
+    default_block_size,
+    workspace_size,
+)
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model
-from sparse_attn.spec import IndexSpec, deepseek_v4_flash, deepseek_v4_pro, deepseek_v32, glm5, tiny_glm5, tiny_v4, tiny_v32
+from sparse_attn.spec import (
+    IndexSpec,
+    deepseek_v4_flash,
+    deepseek_v4_pro,
+    deepseek_v32,
+    glm5,
+    tiny_glm5,
+    tiny_v4,
+    tiny_v32,
+)
 from sparse_attn.target import CPU, H200, target_of
 from sparse_attn.types import QuantisedQuery
 
@@ -340,8 +357,8 @@ def test_default_blocks_hold_whole_entries_of_every_ratio(kind):
             spec = replace(spec, index=replace(spec.index, head_dim=34))
             layouts, size = cache_layouts(spec, kind), default_block_size(spec)
             caches = allocate_caches(spec, layouts, 2, size, "meta", requests=1, step_rows=1)
-            for cache, layout in [(c, layouts.kv) for c in caches.compressed] + [(c, layouts.index) for c in caches.index]:
-                if cache is not None:
+            for paged, layout in ((caches.compressed, layouts.kv), (caches.index, layouts.index)):
+                for cache in (cache for cache in paged if cache is not None):
                     check_cache("cache", cache, layout)
             assert "indexed" not in kinds or size // indexed % 64 == 0
 

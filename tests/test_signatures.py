@@ -11,8 +11,10 @@ from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import latent, windowed
 from sparse_attn.runtime.generate import Model, generate
 
-INPUTS = {("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
-          ("workspace_size", "layouts"), ("row_seeds", "device")}  # fmt: skip
+INPUTS = {
+    ("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
+    ("workspace_size", "layouts"), ("row_seeds", "device"),
+}  # fmt: skip
 
 
 def functions():
@@ -24,10 +26,11 @@ def functions():
 
 def test_options_are_keywords():
     """So that another one can stand anywhere among them."""
-    found = {
-        (name, parameter.name) for name, function in functions() for parameter in inspect.signature(function).parameters.values()
-        if parameter.default is not parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY
-    }  # fmt: skip
+    found = set()
+    for name, function in functions():
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.default is not parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
+                found.add((name, parameter.name))
     assert found == INPUTS
 
 

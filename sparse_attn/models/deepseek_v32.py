@@ -39,8 +39,8 @@ def forward(
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
-    indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention, see pipeline.attend; torch's
-    matrix products have no such form here. impl: as every op takes it.
+    indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention, see pipeline.attend;
+    torch's matrix products have no such form here. impl: as every op takes it.
     """
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)

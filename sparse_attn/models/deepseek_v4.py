@@ -41,8 +41,8 @@ def forward(
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
-    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention, see
-    pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it.
+    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention,
+    see pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it.
     """
     _check(spec, tokens, caches, plan)
     step = windowed.plan_windows(

@@ -27,8 +27,8 @@ class Bounds:
     """What no step exceeds. max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens:
     prefill rows (0: no prefills). max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill
     requests, the plan's kv_capacity; None: max_model_len. logits_bytes: the budget given to the forward. dtype: the
-    model's. prefill_in_place: whether the forward lets prefill rows attend in place (V4's may). batch_invariant: whether
-    attention is asked to be; decode rows, however many, then take scratch as rows of a small step do.
+    model's. prefill_in_place: whether the forward lets prefill rows attend in place (V4's may). batch_invariant:
+    whether attention is asked to be; decode rows, however many, then take scratch as rows of a small step do.
     """
 
     max_batch: int
@@ -139,7 +139,8 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
 
 
 def _attention(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
-    steps = [(rows, rows) for rows in range(part.group, min(part.most, attention_config.most_split_rows(target)) + 1, part.group)]
+    most = min(part.most, attention_config.most_split_rows(target))
+    steps = [(rows, rows) for rows in range(part.group, most + 1, part.group)]
     if bounds.batch_invariant:
         steps = [(part.stand_in, part.most)]
     for tokens, rows in steps:

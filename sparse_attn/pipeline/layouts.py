@@ -45,8 +45,8 @@ def _fp8(spec: Spec | CompressedSpec) -> LatentFp8Layout | PlanarFp8Layout:
 
 
 def default_block_size(spec: Spec | CompressedSpec) -> int:
-    """Tokens a block of the paged caches covers, where nobody says: 64 rows, of the index cache where models pool tokens, and
-    as many times that as it takes to hold whole entries of every ratio."""
+    """Tokens a block of the paged caches covers, where nobody says: 64 rows, of the index cache where models pool
+    tokens, and as many times that as it takes to hold whole entries of every ratio."""
     if not isinstance(spec, CompressedSpec) or not spec.ratios:
         return ROWS_PER_BLOCK
     first = spec.indexed_ratio if "indexed" in spec.layer_kinds else spec.full_ratio

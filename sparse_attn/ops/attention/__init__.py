@@ -42,8 +42,8 @@ def sparse_attn_prefill(
     On a GPU 16 rows, d_v and the rest of d_qk rounded up to powers of two, fit into shared memory beside as many queries,
     or it is a ValueError: 2-byte rows of 1024 + 64 values on one with 160 KiB or more, of 512 + 64 on any.
 
-    batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is where there
-    are many.
+    batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is where
+    there are many.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
     """
@@ -107,7 +107,8 @@ def merge_attn_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     outs: [states, tokens, heads, d_v] bf16, fp16 or fp32. lses: fp32 [states, tokens, heads], natural log, -inf for a state
-    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. A row's bits do not depend on the others.
+    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. A row's bits do not depend on the
+    others.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
     """

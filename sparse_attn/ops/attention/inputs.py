@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, stand_in: int | None) -> Step:
-    """This step, or one of ``stand_in`` rows that may hold as many indices each, which stands for it whatever its size."""
+    """This step, or one of ``stand_in`` rows that may hold as many indices each, which stands for it."""
     tokens = q.shape[0]
     capacity = keys.indices.numel() + (0 if extra is None else extra.indices.numel())
     if stand_in and tokens:

@@ -14,8 +14,8 @@ MOST_TURNS = 4  # behind more whole ones, another is not worth a part of its own
 WORTH = 0.98  # two parts cost less than this much of what one does
 PAIRS_SPARED = 2  # at least, of a row's longest share, by splitting it
 TILE_TURNS = 2  # of splits of tiles, at most
-# Rows of the step as which every batch-invariant one is launched: as few as leave room to split each over programs, or so many
-# that none is split, on any GPU.
+# Rows of the step as which every batch-invariant one is launched: as few as leave room to split each over programs, or
+# so many that none is split, on any GPU.
 SPLIT, WHOLE = 32, 4096
 
 
