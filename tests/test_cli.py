@@ -287,7 +287,7 @@ def test_plan_refuses_the_block_sizes_that_generate_refuses(block_size, capsys):
 def test_plan_of_large_bounds_takes_no_time(capsys):
     before = time.process_time()
     assert main(["plan", "--preset", "deepseek_v4_pro", "--max-batch", "4096", "--max-batched-tokens", "1048576"]) == 0
-    assert time.process_time() - before < 4
+    assert time.process_time() - before < 8
 
 
 @pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "tiny_v32", "tiny-glm5"))

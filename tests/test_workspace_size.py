@@ -76,7 +76,7 @@ def test_large_bounds_take_no_time(name):
     limits = Bounds(1 << 16, 1 << 22, spec.max_positions, next_n=2, logits_bytes=1 << 34, prefill_in_place=True)
     before = time.process_time()
     size = workspace_size(spec, limits, H200)
-    assert time.process_time() - before < 2
+    assert time.process_time() - before < 5
     assert size == workspace_size(spec, replace(limits, max_batched_tokens=(1 << 22) - 1), H200)._replace(
         counters=size.counters
     )
