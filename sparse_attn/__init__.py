@@ -6,6 +6,7 @@ from sparse_attn.layout import (
     PlainLayout,
     PlanarFp8Layout,
     allocate_cache,
+    mark_cache,
     parse_layout,
 )
 from sparse_attn.ops.attention import (
@@ -78,7 +79,7 @@ __all__ = [
     "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform", "hash_routed_experts", "hyper_head",
     "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill",
     "indexer_k_quant_and_cache", "indexer_q_rope_quant", "lse_to_base2", "lse_to_flashmla", "merge_attn_states",
-    "parse_layout", "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode",
+    "mark_cache", "parse_layout", "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode",
     "sparse_attn_prefill", "target_of", "top_k_per_row", "use", "window_indices", "workspace_size", "write_index_keys", "write_kv_cache",
     "write_latents",
 ]  # fmt: skip

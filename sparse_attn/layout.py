@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sparse_attn import checks
+from sparse_attn.torch_private import mark_sizes
 
 # Largest magnitude the writers scale to. e4m3fnuz could hold 240; with 224 = 448 / 2 its bytes equal those of e4m3fn and
 # only the scale doubles, which is what vLLM does.
@@ -480,9 +481,18 @@ def block_bytes(layout: Layout, block_size: int) -> int:
 
 
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
-    """A zeroed cache [num_blocks, block_size, row] of ``layout``; blocks of a planar KV layout stand apart as the field
-    pads them."""
+    """A zeroed cache [num_blocks, block_size, row] of ``layout``, as mark_cache marks it; blocks of a planar KV layout stand
+    apart as the field pads them."""
     if isinstance(layout, PlanarFp8Layout):
         memory = torch.zeros(num_blocks, layout.block_stride(block_size), dtype=layout.dtype, device=device)
-        return torch.unflatten(memory[:, : block_size * layout.row], 1, (block_size, layout.row))
-    return torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device)
+        return mark_cache(torch.unflatten(memory[:, : block_size * layout.row], 1, (block_size, layout.row)))
+    return mark_cache(torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device))
+
+
+def mark_cache(cache: torch.Tensor) -> torch.Tensor:
+    """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes are
+    symbols of their own, so that none is taken for a batch size or a length that happens to be equal. What allocates
+    caches here has marked them; mark caches made by hand, and views and copies, before they meet a compiled function."""
+    if cache._base is not None:  # Dynamo looks at what a view is a view of, too
+        mark_sizes(cache._base, dynamic=range(cache._base.dim()))
+    return mark_sizes(cache, dynamic=(0, 1), static=(2,))

@@ -129,7 +129,7 @@ window keys from position [8], rows [0, 8]""",
 def test_schema():
     assert_expected_inline(
         schema("compressed_plan"),
-        """sparse_attn::compressed_plan(Tensor request_ids, Tensor positions, Tensor block_table, Tensor kv_indptr, SymInt decode_rows, int ratio, int block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)""",  # noqa: E501
+        """sparse_attn::compressed_plan(Tensor request_ids, Tensor positions, Tensor block_table, Tensor kv_indptr, SymInt decode_rows, int ratio, SymInt block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)""",  # noqa: E501
     )
 
 

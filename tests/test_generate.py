@@ -1,6 +1,5 @@
 """The generation loop as a function: batches, stopping, errors."""
 
-import functools
 from dataclasses import replace
 
 import numpy
@@ -12,10 +11,9 @@ from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.report import dynamo_counts
 from sparse_attn.runtime.steps import Decode, advance
 from sparse_attn.runtime.text import shipped_text
-from sparse_attn.spec import CompressedSpec, preset
+from sparse_attn.spec import preset
 
 TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:90], TEXT[200:207], TEXT[300:371]]
@@ -78,15 +76,12 @@ def test_a_prompt_with_a_seed_draws_the_same_in_any_batch_and_place(model):
 
 @pytest.mark.parametrize("lengths,prefill_tokens,rows", [([3] * 64, 2048, 3), ([90, 7, 71], 50, 50), ([90, 7, 71], 80, 80)])
 def test_rings_are_as_long_as_the_prompts_need(lengths, prefill_tokens, rows):
-    """The most rows of one request in one step, the window before them; for compiled steps, which serve any prompts, a step."""
+    """The most rows of one request in one step, the window before them."""
     spec = preset("tiny_v4")
     model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp8"))
     reach = [length + 15 for length in lengths]
-    for any_lengths, most in ((False, rows), (True, prefill_tokens)):
-        batch = prepare(
-            model, lengths, reach, block_size=None, prefill_tokens=prefill_tokens, any_lengths=any_lengths
-        )
-        assert {cache.shape[1] for cache in batch.caches.kv} == {spec.window - 1 + most}
+    batch = prepare(model, lengths, reach, block_size=None, prefill_tokens=prefill_tokens)
+    assert {cache.shape[1] for cache in batch.caches.kv} == {spec.window - 1 + rows}
 
 
 def test_rows_advance_until_they_stop():
@@ -182,44 +177,6 @@ def test_numbers_of_numpy_and_torch_are_taken(model):
     ):
         found = generate(model, prompts, max_new_tokens=numpy.int64(5), sampling=taken, seeds=seeds)
         assert found.tokens == want and all(type(token) is int for row in found.tokens for token in row)
-
-
-@pytest.fixture
-def dynamo(monkeypatch):
-    """torch.compile without a C++ compiler, from a fresh start."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    yield
-    torch._dynamo.reset()
-
-
-def shallow(name):
-    """Two layers of a preset, a dense and a sparse one, or one of either kind of entries."""
-    spec = preset(name)
-    if isinstance(spec, CompressedSpec):
-        return replace(spec, num_layers=2, layer_kinds=("indexed", "full"), full_ratio=20, hash_layers=(True, False))
-    index_layers = (True, spec.index_layers[-1])
-    return replace(spec, num_layers=2, moe_layers=(False, True), index_layers=index_layers)
-
-
-@pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
-def test_compiled_once_for_batches_of_any_size(dynamo, name):
-    """One compilation for prefill and one for decode, though the first batch equals the block size."""
-    spec = shallow(name)
-    model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
-    compilations = []
-    for count, length in ((20, 50), (4, 25), (3, 90)):  # the last is longer than top-k
-        prompts = [TEXT[7 * row : 7 * row + length - row] for row in range(count)]
-        common = dict(max_new_tokens=4, block_size=20, sampling=Sampling(stop_ids=(7,)), keep_logits=True)
-        want = generate(model, prompts, **common)
-        before = dynamo_counts()
-        found = generate(model, prompts, compile=True, **common)
-        after = dynamo_counts()
-        assert found.tokens == want.tokens
-        torch.testing.assert_close(found.logits[0], want.logits[0], atol=1e-4, rtol=0)
-        assert (found.graph_captures, found.graph_replays, after[1] - before[1]) == (0, 0, 0)
-        compilations.append(after[0] - before[0])
-    assert compilations == [2, 0, 0]
 
 
 def test_a_graph_needs_a_gpu(model):

@@ -98,7 +98,7 @@ def test_schemas():
         ),
         """\
 sparse_attn::build_ragged_indices_from_dense(Tensor indices, Tensor? lengths, Tensor? row_offsets, SymInt num_rows, str impl) -> (Tensor, Tensor)
-sparse_attn::compute_global_topk_ragged_indices_and_indptr(Tensor topk, Tensor request_ids, Tensor block_table, int block_size, str impl) -> (Tensor, Tensor)""",
+sparse_attn::compute_global_topk_ragged_indices_and_indptr(Tensor topk, Tensor request_ids, Tensor block_table, SymInt block_size, str impl) -> (Tensor, Tensor)""",
     )
 
 

@@ -223,8 +223,8 @@ def test_schemas():
     assert_expected_inline(
         "\n".join(schema(name) for name in names),
         """\
-sparse_attn::window_indices(Tensor positions, Tensor request_ids, Tensor block_table, int block_size, int window, str impl) -> (Tensor, Tensor)
-sparse_attn::entry_indices(Tensor limits, Tensor request_ids, Tensor block_table, int block_size, SymInt max_entries, str impl) -> (Tensor, Tensor)
+sparse_attn::window_indices(Tensor positions, Tensor request_ids, Tensor block_table, SymInt block_size, int window, str impl) -> (Tensor, Tensor)
+sparse_attn::entry_indices(Tensor limits, Tensor request_ids, Tensor block_table, SymInt block_size, SymInt max_entries, str impl) -> (Tensor, Tensor)
 sparse_attn::combine_topk_swa_indices_ragged(Tensor? topk, Tensor limits, Tensor positions, Tensor entry_offsets, Tensor window_offsets, int window, SymInt max_entries, SymInt num_rows, str impl) -> (Tensor, Tensor)""",  # noqa: E501
     )
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
-from sparse_attn.layout import allocate_cache
+from sparse_attn.layout import allocate_cache, mark_cache
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import rms_norm
@@ -101,7 +101,8 @@ def allocate_caches(
 
     def states(kinds: tuple[str, ...], dim: int) -> tuple[torch.Tensor | None, ...]:
         def state(layer: int) -> torch.Tensor:
-            return torch.zeros(requests, *state_ring(spec, layer, dim, next_n), dtype=torch.float32, device=device)
+            shape = (requests, *state_ring(spec, layer, dim, next_n))
+            return mark_cache(torch.zeros(shape, dtype=torch.float32, device=device))
 
         return tuple(state(layer) if kind in kinds else None for layer, kind in enumerate(spec.layer_kinds))
 

@@ -10,7 +10,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
-from sparse_attn.runtime.steps import AnyCaches, Decode, Model
+from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
 from sparse_attn.target import resolve_impl, target_of
 
 
@@ -37,28 +37,26 @@ def prepare(
     prefill_tokens: int,
     stop_ids: Sequence[int] = (),
     seeds: torch.Tensor | None = None,
-    any_lengths: bool = False,
 ) -> Batch:
     """Room for requests of ``lengths`` tokens each, prefilled ``prefill_tokens`` a step, to grow to ``reach``.
 
     block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects every request's
-    first token behind its prompt. stop_ids, seeds: the state's. any_lengths: rings as other lengths may need them, so that
-    steps compiled for these caches serve those; without it they hold what these do.
+    first token behind its prompt. stop_ids, seeds: the state's. Rings hold what these lengths
+    need. No size but the number of requests is below 2, whatever the prompts: Dynamo takes 0 and 1 for constants.
     """
-    device, count, max_context = model.device, len(lengths), max(reach)
+    device, count = model.device, len(lengths)
     block_size = default_block_size(model.spec) if block_size is None else block_size
     check_block_size(model.spec, block_size)
     checks.check_at_least("prefill_tokens", prefill_tokens, 1)
     block_size, prefill_tokens = int(block_size), int(prefill_tokens)
-    pool = BlockPool(sum(blocks_for(tokens, block_size) for tokens in reach))
-    tables = BlockTables(pool, count, blocks_for(max_context, block_size), block_size)
+    max_context = max(*reach, least_capacity(model))
+    pool = BlockPool(max(2, sum(blocks_for(tokens, block_size) for tokens in reach)))
+    tables = BlockTables(pool, count, max(2, blocks_for(max_context, block_size)), block_size)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
     chunks = list(prefill_chunks(lengths, prefill_tokens))
     longest = max(span.stop - span.start for spans in chunks for span in spans)
-    caches = model.allocate_caches(
-        pool.num_blocks, block_size, requests=count, step_rows=prefill_tokens if any_lengths else longest
-    )
+    caches = model.allocate_caches(pool.num_blocks, block_size, requests=count, step_rows=longest)
     state = Decode(
         tokens=torch.zeros(count, dtype=torch.int64, device=device),
         seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
@@ -70,10 +68,10 @@ def prepare(
     )
     bounds = Bounds(
         max_batch=count,
-        max_batched_tokens=max(sum(span.stop - span.start for span in spans) for spans in chunks),
+        max_batched_tokens=max(2, *(sum(span.stop - span.start for span in spans) for spans in chunks)),
         max_model_len=max_context,
         block_size=block_size,
-        kv_rows=max(sum(span.stop for span in spans) for spans in chunks),
+        kv_rows=max(least_capacity(model), *(sum(span.stop for span in spans) for spans in chunks)),
         logits_bytes=model.logits_bytes,
         batch_invariant=model.batch_invariant,
         dtype=model.embed.dtype,
@@ -82,14 +80,11 @@ def prepare(
 
 
 def compiled(model: Model, caches: AnyCaches) -> Model:
-    """The model under torch.compile. No size of a cache is taken for a batch size that happens to be equal: the number of
-    blocks is a symbol of its own, so that another generation needs no compilation, and the others are constants. Nothing is
-    chosen by timing, so that another process computes the same bits."""
+    """The model under torch.compile, for ``caches`` and others like them. Nothing is chosen by timing, so that another process
+    computes the same bits."""
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             torch._dynamo.mark_static_address(cache)
-            torch._dynamo.maybe_mark_dynamic(cache, 0)
-            torch._dynamo.mark_static(cache, [1, 2])
     return torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
 
 

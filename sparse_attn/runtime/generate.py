@@ -89,7 +89,7 @@ def generate(
     tables, caches, state, chunks, max_context, bounds = prepare(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
         block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
-        seeds=streams, any_lengths=compile,
+        seeds=streams,
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
     captured = None

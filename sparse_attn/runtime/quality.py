@@ -140,7 +140,7 @@ def score(model: Model, documents: Sequence[Encoded], way: Way) -> list[tuple[to
     fed = [ids[: len(ids) - 1 - steps] for ids in whole]  # the last token is never fed
     batch = prepare(
         model, [len(ids) for ids in fed], [len(ids) - 1 for ids in whole], block_size=None,
-        prefill_tokens=way.prefill_tokens, any_lengths=way.compile,
+        prefill_tokens=way.prefill_tokens,
     )  # fmt: skip
     run = compiled(model, batch.caches) if way.compile else model
     parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in whole]

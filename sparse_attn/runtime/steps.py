@@ -15,6 +15,7 @@ from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
+from sparse_attn.torch_private import mark_sizes
 from sparse_attn.types import StepPlan
 
 Step = Callable[[torch.Tensor, AnyCaches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
@@ -58,27 +59,33 @@ def prefill_step(
     max_context: int,
 ) -> torch.Tensor:
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T, vocab]."""
-    device, on_host = model.device, dict(dtype=torch.int64, device="cpu")
+    device, on_host, pad = model.device, dict(dtype=torch.int64, device="cpu"), torch.nn.functional.pad
     counts = torch.tensor([span.stop - span.start for span in spans], **on_host)
     requests = torch.tensor([span.request for span in spans], **on_host)
     ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
     positions = torch.cat([torch.arange(span.start, span.stop, **on_host) for span in spans])
     rings = None if state.ring_table is None else state.ring_table.cpu()
     written, block_size = (tables.table if rings is None else rings), caches.kv[0].shape[1]
+    slots = slots_of(written, requests.repeat_interleave(counts), positions, block_size)
+    # Dynamo takes a size of 1 for a constant: a lone row, and a lone request of several, get one of padding beside it.
+    rows, idle = len(ids), int(len(spans) == 1 < state.tokens.shape[0])
+    more = max(2 - rows, 0)
     plan = build_step_plan(
-        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(device, torch.int32),
-        torch.tensor([span.stop for span in spans], dtype=torch.int32, device=device),
-        tables.table[requests].to(device),
-        slots_of(written, requests.repeat_interleave(counts), positions, block_size).to(device),
-        kv_capacity=sum(span.stop for span in spans),
+        pad(pad(counts, (0, idle)).cumsum(0), (1, 0)).to(device, torch.int32),
+        torch.tensor([span.stop for span in spans] + [0] * idle, dtype=torch.int32, device=device),
+        pad(tables.table[requests], (0, 0, 0, idle), value=-1).to(device),
+        pad(slots, (0, more), value=-1).to(device),
+        kv_capacity=max(sum(span.stop for span in spans), least_capacity(model)),
         max_context=max_context,
         impl=model.impl,
-    )._replace(ring_table=None if rings is None else rings[requests].to(device))
-    logits = model(torch.tensor(ids, dtype=torch.int64, device=device), caches, plan)
+    )
+    if rings is not None:
+        plan = _with_rings(plan, pad(rings[requests], (0, 0, 0, idle), value=-1).to(device))
+    logits = model(torch.tensor(ids + [0] * more, dtype=torch.int64, device=device), caches, plan)[:rows]
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
-    rows, whose = ends[last].to(device), requests[last].to(device)
-    state.tokens[whose] = draw(logits[rows], plan.positions[rows], sampling, _seeds(state, sampling)[whose])
+    drawn, whose = ends[last].to(device), requests[last].to(device)
+    state.tokens[whose] = draw(logits[drawn], plan.positions[drawn], sampling, _seeds(state, sampling)[whose])
     return logits
 
 
@@ -96,7 +103,7 @@ def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "a
     rings."""
     written = state.block_table if state.ring_table is None else state.ring_table
     slots = slots_of(written, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
-    return build_step_plan(
+    plan = build_step_plan(
         state.query_start_loc,
         state.seq_lens,
         state.block_table,
@@ -104,7 +111,18 @@ def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "a
         num_decodes=state.tokens.shape[0],
         max_context=max_context,
         impl=impl,
-    )._replace(ring_table=state.ring_table)
+    )
+    return plan if state.ring_table is None else _with_rings(plan, state.ring_table)
+
+
+def _with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
+    return plan._replace(ring_table=mark_sizes(ring_table, dynamic=(0, 1)))
+
+
+def least_capacity(model: Model) -> int:
+    """Keys that a step has room for, however few it holds: two of every kind, as a size of 0 or 1 would be a constant for
+    Dynamo, and other steps a compilation of their own."""
+    return 2 * max(model.spec.ratios, default=1) if model.has_rings else 2
 
 
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:

@@ -12,20 +12,20 @@ build_ragged_indices_from_dense = define_op(
 compute_global_topk_ragged_indices_and_indptr = define_op(
     __package__,
     "compute_global_topk_ragged_indices_and_indptr",
-    "(Tensor topk, Tensor request_ids, Tensor block_table, int block_size, str impl) -> (Tensor, Tensor)",
+    "(Tensor topk, Tensor request_ids, Tensor block_table, SymInt block_size, str impl) -> (Tensor, Tensor)",
     fake.compute_global_topk_ragged_indices_and_indptr,
 )
 window_indices = define_op(
     __package__,
     "window_indices",
-    "(Tensor positions, Tensor request_ids, Tensor block_table, int block_size, int window, str impl)"
+    "(Tensor positions, Tensor request_ids, Tensor block_table, SymInt block_size, int window, str impl)"
     " -> (Tensor, Tensor)",
     fake.window_indices,
 )
 entry_indices = define_op(
     __package__,
     "entry_indices",
-    "(Tensor limits, Tensor request_ids, Tensor block_table, int block_size, SymInt max_entries, str impl)"
+    "(Tensor limits, Tensor request_ids, Tensor block_table, SymInt block_size, SymInt max_entries, str impl)"
     " -> (Tensor, Tensor)",
     fake.entry_indices,
 )

@@ -9,6 +9,7 @@ from sparse_attn.debug import look
 from sparse_attn.ops.step_plan import op
 from sparse_attn.ops.step_plan.reference import window_plan
 from sparse_attn.target import IMPLEMENTATIONS
+from sparse_attn.torch_private import mark_sizes
 from sparse_attn.types import CompressedPlan, StepPlan, WindowPlan
 
 
@@ -63,13 +64,18 @@ def build_step_plan(
     request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(
         query_start_loc, seq_lens, slot_mapping, num_decodes, next_n, impl
     )
+    context_lens = limits[: num_decodes * next_n].view(num_decodes, next_n)
+    for value in (request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end):
+        mark_sizes(value, dynamic=(0,))
+    for value in (block_table, context_lens):
+        mark_sizes(value, dynamic=(0, 1))
     return StepPlan(
         request_ids=request_ids,
         positions=positions,
         limits=limits,
         slot_mapping=slots,
         block_table=block_table,
-        context_lens=limits[: num_decodes * next_n].view(num_decodes, next_n),
+        context_lens=context_lens,
         kv_indptr=kv_indptr,
         kv_start=kv_start,
         kv_end=kv_end,

@@ -15,6 +15,6 @@ compressed_plan = define_op(
     __package__,
     "compressed_plan",
     "(Tensor request_ids, Tensor positions, Tensor block_table, Tensor kv_indptr, SymInt decode_rows, int ratio,"
-    " int block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)",
+    " SymInt block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor kv_start, Tensor kv_end)",
     fake.compressed_plan,
 )
