@@ -11,8 +11,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-DEVICE_TYPES = ("cpu", "cuda")
-
 P, R = ParamSpec("P"), TypeVar("R")
 
 
@@ -30,4 +28,4 @@ def no_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_on() -> bool:
-    return any(torch.is_autocast_enabled(kind) for kind in DEVICE_TYPES)
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -7,36 +7,46 @@ and take the same arguments without ``impl``; so do its rules of debug mode.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from sparse_attn import debug, streams, workspace
+from sparse_attn import debug, gradients, streams, workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.target import resolve_impl
 
 NAMESPACE = "sparse_attn"
 
 
-def define_op(room: str, name: str, signature: str, fake: Callable) -> torch._ops.OpOverload:
-    """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in package ``room``."""
+def define_op(room: str, name: str, signature: str, fake: Callable) -> Callable:
+    """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in package ``room``.
+
+    What is returned calls it, and ends gradients there; its ``overload`` is the operator.
+    """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
-    torch.library.impl(qualified, ("cpu", "cuda"))(_implementation(room, name))
+    overload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    names = [argument.name for argument in overload._schema.arguments]
+    tensors = tuple(place for place, argument in enumerate(overload._schema.arguments) if "Tensor" in str(argument.type))
+    real = _implementation(room, name, names, tensors)
+
+    def no_gradient(*args):  # of whoever calls the operator by its own name
+        return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
+
+    def call(*args):
+        return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else overload(*args)
+
+    torch.library.impl(qualified, ("cpu", "cuda"))(no_gradient)
     torch.library.register_fake(qualified)(lambda *args: fake(*args[:-1]))
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    call.__name__, call.overload = name, overload
+    return call
 
 
-def _implementation(room: str, name: str) -> Callable:
-    """What runs: on the device of the tensors, whichever is the current one, with one op's launches in a row."""
+def _implementation(room: str, name: str, names: Sequence[str], tensors: Sequence[int]) -> Callable:
+    """What runs: on the device of the tensors, whichever is the current one, with one op's launches in a row.
 
-    @no_autocast
-    def real(*args):
-        device = _device_of(name, args)
-        if streams.is_current(device):
-            return run(device, args)
-        with streams.entered(device):
-            return run(device, args)
+    names: of the arguments. tensors: which of them are tensors, or None.
+    """
 
     def run(device: torch.device, args: tuple):
         *arguments, impl = args
@@ -49,19 +59,20 @@ def _implementation(room: str, name: str) -> Callable:
         with workspace.launching():
             return launcher(*arguments)
 
-    return real
-
-
-def _device_of(name: str, args: tuple) -> torch.device:
-    """The device that holds all tensors of a call; ValueError where they lie on several."""
-    home = None
-    for place, value in enumerate(args):
-        if isinstance(value, torch.Tensor):
+    @no_autocast
+    def real(*args):
+        home = None
+        for place in tensors:
+            if (value := args[place]) is None:
+                continue
             if home is None:
                 home, first = value.device, place
             elif value.device != home:
-                names = [argument.name for argument in getattr(getattr(torch.ops, NAMESPACE), name).default._schema.arguments]
-                raise ValueError(
-                    f"{name}: {names[place]}: got device {value.device}, allowed: {home} (that of {names[first]})"
-                )
-    return home
+                found = f"{names[place]}: got device {value.device}"
+                raise ValueError(f"{name}: {found}, allowed: {home} (that of {names[first]})")
+        if streams.is_current(home):
+            return run(home, args)
+        with streams.entered(home):
+            return run(home, args)
+
+    return real

@@ -9,7 +9,8 @@ import torch
 
 def is_current(device: torch.device) -> bool:
     """Whether what is launched now goes to ``device``; a CPU always is."""
-    return device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device()
+    index = device.index
+    return index is None or device.type != "cuda" or index == torch.cuda.current_device()
 
 
 def entered(device: torch.device) -> contextlib.AbstractContextManager:

@@ -31,7 +31,7 @@ def op_that(launch, monkeypatch):
         module.probe = launch
         monkeypatch.setitem(sys.modules, f"room.{file}", module)
     monkeypatch.setitem(sys.modules, "room", types.ModuleType("room"))
-    return registration._implementation("room", "probe")
+    return registration._implementation("room", "probe", ["x", "impl"], [0])
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
@@ -106,8 +106,8 @@ def test_a_graph_lives_on_the_device_of_its_caches(name):
 
 
 def test_tensors_on_two_devices_are_refused():
-    room = "sparse_attn.ops.topk"
-    op = registration._implementation(room, "top_k_per_row")
+    names = ["logits", "row_starts", "row_ends", "k", "impl"]
+    op = registration._implementation("sparse_attn.ops.topk", "top_k_per_row", names, [0, 1, 2])
     with pytest.raises(ValueError, match=r"^top_k_per_row: row_ends: got device meta, allowed: cpu \(that of logits\)"):
         op(torch.zeros(2, 3), None, torch.zeros(2, dtype=torch.int32, device="meta"), 2, "auto")
 

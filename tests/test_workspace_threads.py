@@ -37,7 +37,7 @@ def op_of(monkeypatch):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         monkeypatch.setitem(sys.modules, f"{name}.launch", module)
         monkeypatch.setattr(registration, "resolve_impl", lambda *_: "triton")
-        op = registration._implementation(name, name)
+        op = registration._implementation(name, name, ["x", "impl"], [0])
         return lambda: op(torch.zeros(1), "triton")
 
     return make

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
+from sparse_attn import gradients
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.index_query import indexer_q_rope_quant
@@ -128,6 +129,10 @@ def attention(
 
     q = torch.unflatten(F.linear(q_latent, params[attn + "q_b"]), -1, (spec.num_heads, spec.head_dim))
     q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
+    q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
+    if kind != "window":
+        pooled = [params[f"{prefix}entry.{name}"] for name in ("kv_gate", "position_bias", "norm")]
+        q = gradients.end(q, "sparse_attn::compress_and_cache", *pooled)
     out = windowed.attend(
         q, caches.kv[layer], caches.compressed[layer], plan, step, entries,
         ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"],

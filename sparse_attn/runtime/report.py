@@ -84,7 +84,7 @@ def implementations(device: torch.device) -> list[tuple[str, str, str]]:
             rows.append((room, "-", "torch"))
             continue
         module = importlib.import_module(f"{ops.__name__}.{room}.op")
-        names = sorted(name for name, value in vars(module).items() if isinstance(value, torch._ops.OpOverload))
+        names = sorted(name for name, value in vars(module).items() if hasattr(value, "overload"))
         rows.extend((room, name, resolve_impl("auto", device)) for name in names)
     return rows
 
