@@ -7,7 +7,7 @@ the most keys, and few programs are busy while the last items are attended.
 
 Floors as in kernels.attend. What bounds it: every program pulls its own keys through the L2, and ``left``'s chain of a pair.
 Structure and layouts that Hopper likes were found in a study of Triton's Gluon; what is measured stands in
-scripts/results/NOTES.md.
+scripts/results/notes/attention-prefill.md.
 """
 
 from triton.experimental import gluon
