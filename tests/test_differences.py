@@ -201,11 +201,13 @@ def test_a_scale_is_read_as_it_is_stored(device, impl, scale):
 
 
 @row("scales of 656-byte rows")
-@pytest.mark.parametrize("rule, stored", [("raw", 3 / 448), ("pow2", 2.0**-7)])
-def test_a_scale_is_written_as_its_layout_says(device, impl, rule, stored):
+@pytest.mark.parametrize("rule, value, stored", [
+    ("raw", 3.0, 3 / 448), ("raw", 2.0**-20, 2.0**-20 / 448), ("pow2", 3.0, 2.0**-7), ("pow2", 2.0**-20, 2.0**-13),
+])  # fmt: skip
+def test_a_scale_is_written_as_its_layout_says(device, impl, rule, value, stored):
     layout = sa.LatentFp8Layout(16, 0, 16, scale_rule=rule)
     cache = sa.allocate_cache(layout, 1, 1, device)
-    latent = torch.full((1, 16), 3.0, device=device)
+    latent = torch.full((1, 16), value, device=device)
     sa.write_kv_cache(latent, latent[:, :0], cache, torch.zeros(1, dtype=torch.int64, device=device), layout, impl=impl)
     assert cache[0, 0, 16:20].contiguous().view(torch.float32).item() == torch.tensor(stored).item()
 

@@ -97,8 +97,8 @@ def test_which_selections_pack():
 
 
 def test_which_blocks_are_mapped():
-    assert index_topk_config.packs_blocks(1 << 20, 64) and index_topk_config.packs_blocks((1 << 26) - 1, 32)
-    assert not index_topk_config.packs_blocks(1 << 26, 32)  # its last slot stands for none
+    assert index_topk_config.packs_blocks(1 << 20, 64) and index_topk_config.packs_blocks(1 << 26, 32)
+    assert not index_topk_config.packs_blocks((1 << 26) + 1, 32)  # its last slot is no int32
     assert not any(index_topk_config.packs_blocks(9, size) for size in (1, 16, 48, 65))
 
 
