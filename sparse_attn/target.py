@@ -30,6 +30,11 @@ class Target:
     interpreted: bool = False
 
     @property
+    def name(self) -> str:
+        """The architecture as compilers spell it."""
+        return f"sm_{self.arch}" if self.vendor == "nvidia" else str(self.arch) or self.vendor
+
+    @property
     def fp8_dot(self) -> bool:
         """Whether the matrix unit multiplies e4m3fn directly."""
         if self.interpreted:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from sparse_attn.models.moe import DENSE_MAX_EXPERTS
+from sparse_attn.models.moe import takes_grouped
 from sparse_attn.models.params import param_dtype
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.pipeline import Bounds, CacheLayouts
@@ -157,7 +157,7 @@ def _moe(moe: MoeSpec, hidden: int, dtype: torch.dtype, target: Target) -> Itera
     value, inner, top_k, experts = dtype.itemsize, moe.intermediate_size, moe.experts_per_token, moe.num_experts
     routed = top_k * (FP32 + INT32)
     yield hidden * FP32 + experts * 2 * FP32
-    if target.vendor != "cpu" and dtype == torch.bfloat16 and experts > DENSE_MAX_EXPERTS:
+    if takes_grouped(moe, hidden, dtype, target.vendor != "cpu"):
         routed += top_k * (INT32 + 2 * INT64)
         yield routed + top_k * (hidden + 5 * inner) * value
         yield routed + top_k * ((3 * hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)

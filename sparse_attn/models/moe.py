@@ -1,9 +1,10 @@
 """Feed-forward blocks: the gated MLP, and routed plus shared experts without a data-dependent shape.
 
-Two ways through the routed experts, chosen by what the host knows (device, dtype, expert count), never by values:
+Two ways through the routed experts, chosen by what the host knows (device, dtype, sizes), never by values:
 
-- grouped: rows sorted by expert, two grouped GEMMs whose group ends stay on the device. Work is tokens x
-  experts_per_token rows; beside it, one sort of that many ids. Needs bf16 on a GPU.
+- grouped: rows sorted by expert, two grouped GEMMs. Work is tokens x experts_per_token rows; beside it, one sort of that
+  many ids. Needs bf16 on a GPU, and widths that are multiples of 8. Group ends stay on the device where torch has a
+  kernel (grouped_waits); elsewhere it copies them to the host, and a step waits once per product.
 - dense: every expert sees every token, what was not chosen is weighted by zero. num_experts / experts_per_token times
   the necessary operations and tokens x num_experts x (2 x intermediate + hidden) values of scratch: for few or small
   experts, where a sort costs more than it saves, and for the reference on a CPU.
@@ -17,8 +18,22 @@ import torch.nn.functional as F
 from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.spec import MoeSpec
+from sparse_attn.target import Target
 
 DENSE_MAX_EXPERTS = 16
+GROUPED_MULTIPLE = 8  # F.grouped_mm takes rows of whole 16-byte pieces
+
+
+def takes_grouped(spec: MoeSpec, hidden: int, dtype: torch.dtype, on_gpu: bool) -> bool:
+    """Whether tokens of ``hidden`` values go through their own experts alone."""
+    widths = hidden % GROUPED_MULTIPLE == 0 and spec.intermediate_size % GROUPED_MULTIPLE == 0
+    return on_gpu and dtype == torch.bfloat16 and spec.num_experts > DENSE_MAX_EXPERTS and widths
+
+
+def grouped_waits(target: Target) -> bool:
+    """Whether F.grouped_mm copies group ends to the host: torch has a kernel that reads them for compute capabilities 9 and
+    10 alone."""
+    return target.vendor != "nvidia" or not isinstance(target.arch, int) or not 90 <= target.arch < 110
 
 
 def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
@@ -110,7 +125,7 @@ def moe(
     """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id."""
     weights, ids = route(x, params, prefix, spec, tokens, impl=impl)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
-    grouped = x.is_cuda and x.dtype == torch.bfloat16 and spec.num_experts > DENSE_MAX_EXPERTS
+    grouped = takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda)
     out = (experts_grouped if grouped else experts_dense)(x, weights, ids, gate_up, down, spec.clamp)
     if spec.num_shared:
         out = out + gated_mlp(x, params[prefix + "shared_gate_up"], params[prefix + "shared_down"], spec.clamp)

@@ -109,14 +109,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def run_generate(options: argparse.Namespace) -> int:
     device = device_of(options.device)
     resolve_impl(options.impl, device)
-    if options.graph:
-        check_capturable(device, options.impl)
     check_outputs(options)
     if options.plot and (options.compile or options.graph):
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
     save_logits = _logits_writer() if options.dump_logits else None
     folder = None if options.preset else folder_of(options.model or next(iter(shipped_models())))
     dtype = DTYPES[options.dtype or ("bf16" if folder and device.type == "cuda" else "fp32")]
+    if options.graph:
+        check_capturable(device, options.impl, read_config(folder)[1] if folder else preset(options.preset), dtype)
     if folder:
         spec, params = load(folder, device=device, dtype=dtype, progress=_over("weights"))
         tokenizer = tokenizer_of(folder, spec)

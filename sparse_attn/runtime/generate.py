@@ -16,7 +16,7 @@ from sparse_attn import checks, workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
-from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling, checked_seeds
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
@@ -83,7 +83,7 @@ def generate(
     sampling = checked_sampling(sampling, model.spec.vocab_size)
     streams = checked_seeds(seeds, sampling.seed, len(prompts))
     if graph:
-        check_capturable(model.device, model.impl)
+        check_capturable(model.device, model.impl, model.spec, model.params["embed"].dtype)
     device, batch = model.device, len(prompts)
     lengths = [len(prompt) for prompt in prompts]
     tables, caches, state, chunks, max_context, bounds = prepare(
@@ -152,14 +152,6 @@ def generate(
         captured.captures if captured else 0,
         captured.replays if captured else 0,
     )
-
-
-def check_capturable(device: torch.device, impl: str) -> None:
-    """ValueError where a decode step cannot be captured."""
-    if device.type != "cuda":
-        raise ValueError(f"graph: got device {device}, needs a CUDA or HIP device")
-    if impl == "reference":
-        raise ValueError("graph: got impl 'reference', which waits for the host, allowed: 'auto', 'triton'")
 
 
 def _stepped(

@@ -12,14 +12,39 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sparse_attn import checks, workspace
+from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.steps import AnyCaches, Decode, Sampling, Step, advance, decode_plan
+from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.target import target_of
 from sparse_attn.types import WindowCaches
 from sparse_attn.workspace import Workspace, WorkspaceSize
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 HISTORY = 1024  # steps of drawn tokens the device keeps
+
+
+def uncapturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype) -> str | None:
+    """Why a decode step of a model with weights in ``dtype`` cannot be captured on ``device``; None where it can."""
+    if device.type != "cuda":
+        return f"device {device}, needs a CUDA or HIP device"
+    if impl == "reference":
+        return "impl 'reference', which waits for the host, allowed: 'auto', 'triton'"
+    routed = isinstance(spec, CompressedSpec) or any(spec.moe_layers)
+    target = target_of(device)
+    if routed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True) and grouped_waits(target):
+        return (
+            f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where torch's grouped "
+            f"matrix product waits for the host, allowed: sm_90 and sm_10x, or at most {DENSE_MAX_EXPERTS} experts, or fp16 or fp32"
+        )
+    return None
+
+
+def check_capturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype) -> None:
+    """ValueError where a decode step cannot be captured."""
+    if (reason := uncapturable(device, impl, spec, dtype)) is not None:
+        raise ValueError(f"graph: got {reason}")
 
 
 class TokenStream:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sparse_attn.models.loading import load
+from sparse_attn.models.loading import load, read_config
 from sparse_attn.runtime import report
 from sparse_attn.runtime.arguments import DTYPES, check_outputs, device_of, positive, refuse, write_json
 from sparse_attn.runtime.documents import LEAST_BYTES, retrieval_documents, text_documents
+from sparse_attn.runtime.graph import uncapturable
 from sparse_attn.runtime.quality import MEANING, WAYS, Quality, encode, measure
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.runtime.text import say
@@ -38,10 +39,14 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options)
     device, folder = device_of(options.device), folder_of(options.model)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    names = options.ways or [name for name, way in WAYS.items() if device.type == "cuda" or not way.gpu]
+    waits = uncapturable(device, "auto", read_config(folder)[1], dtype)
+    names = options.ways or [name for name, way in WAYS.items()
+                             if (device.type == "cuda" or not way.gpu) and not (way.graph and waits)]  # fmt: skip
     for name in names:
         if WAYS[name].gpu and device.type != "cuda":
             raise ValueError(f"--ways: got {name!r} on {device}, needs a GPU")
+        if WAYS[name].graph and waits:
+            raise ValueError(f"--ways: got {name!r} with {waits}")
     if options.context is not None and options.context < LEAST_BYTES:
         raise ValueError(f"--context: got {options.context} bytes, allowed: at least {LEAST_BYTES}")
     spec, params = load(folder, device=device, dtype=dtype)

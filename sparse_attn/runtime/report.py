@@ -93,8 +93,7 @@ def describe_target(target: Target) -> str:
     if target.vendor == "cpu":
         return "cpu, Triton through its interpreter" if interpreting() else "cpu"
     fp8 = "multiplies e4m3fn" if target.fp8_dot else "decodes fp8 to bf16"
-    arch = f"sm_{target.arch}" if target.vendor == "nvidia" else target.arch
-    return f"{target.vendor} {arch}, {target.num_sms} SMs, {target.shared_memory} bytes of shared memory, {fp8}"
+    return f"{target.vendor} {target.name}, {target.num_sms} SMs, {target.shared_memory} bytes of shared memory, {fp8}"
 
 
 def info(device: torch.device) -> str:
