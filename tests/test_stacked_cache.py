@@ -95,7 +95,7 @@ def test_layers_side_by_side_in_every_block_equal_eager(layer, layout, device):
     compiled = torch.compile(run_layers, fullgraph=True, dynamic=True)
     for tokens, dim in ((5, 0), (2, 1), (30, 1)):
         step, mine = step_of(tokens, device), zeros(layout, device)
-        theirs = mine.transpose(0, dim).contiguous()
+        theirs = mine.transpose(0, dim).clone(memory_format=torch.contiguous_format)
         want = run_layers(layer, mine.unbind(0), *step)
         assert torch.equal(compiled(layer, theirs.unbind(dim), *step), want)
         assert torch.equal(mine, theirs.transpose(0, dim)) and mine.flatten(1).any(1).all()
