@@ -151,7 +151,7 @@ def test_compiled_and_captured_tokens_equal_the_reference_on_the_cpu(tmp_path, n
     assert logits[-40:].argmax(1).tolist() == found["tokens"]
     again = generate(tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64)[0]
     assert again["tokens"] == want["tokens"]
-    assert [again[key] for key in ("graph_captures", "graph_replays", "compilations")] == [1, 39, 0]
+    assert [again[key] for key in ("graph_captures", "graph_replays", "compilations")] == [1, 39, 2]  # a model of its own
 
 
 def write_checkpoint(folder, tokenizer):

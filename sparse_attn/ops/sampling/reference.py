@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 WORD = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9 - 2**32  # the same modulo 2**32; Inductor adds it to ids that it holds as int32
 GREEDY_BELOW = 2.0**-160  # noise spans less than 2**5, two fp32 logits that differ do so by 2**-149 or more
 
 
@@ -47,7 +48,7 @@ def gumbel(bits: torch.Tensor) -> torch.Tensor:
 
 def _mix(word: torch.Tensor) -> torch.Tensor:
     """A bijection of 32-bit words in int64 (the finaliser of MurmurHash3, off its fixed point 0)."""
-    word = (word + 0x9E3779B9) & WORD
+    word = (word + GOLDEN) & WORD
     word = ((word ^ (word >> 16)) * 0x85EBCA6B) & WORD
     word = ((word ^ (word >> 13)) * 0xC2B2AE35) & WORD
     return word ^ (word >> 16)
