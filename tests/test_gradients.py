@@ -15,7 +15,7 @@ from sparse_attn import gradients, ops, sparse_attn_prefill, write_kv_cache
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
-from sparse_attn.runtime.steps import Model
+from sparse_attn.runtime.generate import Model, generate
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache"}
@@ -182,6 +182,16 @@ def test_a_model_runs_forward_and_refuses_backward(name, trained, prefill):
 @pytest.mark.parametrize("name,trained", [("tiny_v32", EVERY), THROUGH_A_CACHE[-1]])
 def test_a_compiled_model_runs_forward_and_refuses_backward(name, trained):
     check_model(name, trained, prefill=False, backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("error:.*writes values that require grad")
+def test_generating_wants_no_gradient():
+    model = model_of("tiny_v32", "fp8")
+    want = generate(model, [[1, 2, 3]], max_new_tokens=3, keep_logits=True)
+    for value in model.params.values():
+        value.requires_grad_(value.is_floating_point())
+    got = generate(model, [[1, 2, 3]], max_new_tokens=3, keep_logits=True)
+    assert got.tokens == want.tokens and torch.equal(got.logits[0], want.logits[0]) and not got.logits[0].requires_grad
 
 
 @pytest.mark.gpu

@@ -276,6 +276,30 @@ def test_a_launcher_that_fails_half_way_leaves_no_count(dirty_workspace, device,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_threads_that_generate_at_once_draw_what_they_would_alone(own_stream):
+    from sparse_attn.models.params import random_params
+    from sparse_attn.pipeline import cache_layouts
+    from sparse_attn.runtime.generate import Model, generate
+    from sparse_attn.spec import preset
+
+    spec = preset("tiny_v32")
+    model = Model(spec, random_params(spec, seed=0, device="cuda"), cache_layouts(spec, "fp8"))
+    prompts = [[list(range(1, 2 + 40 * n))] * (n + 1) for n in range(4)]
+    want = [generate(model, some, max_new_tokens=30).tokens for some in prompts]
+
+    def request(some):
+        def run():
+            with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.current_stream()):
+                return generate(model, some, max_new_tokens=30).tokens
+
+        return run
+
+    assert in_threads(*map(request, prompts)) == want
+    assert workspace.current("cuda") is None
+
+
+@pytest.mark.gpu
 def test_threads_on_one_stream_select_what_they_would_alone():
     """Rows long enough to be selected in stages over one scratch: a staged launch of another thread in between shows."""
     from sparse_attn import top_k_per_row

@@ -94,9 +94,9 @@ def attention(
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
-    q = gradients.end(torch.cat([absorbed, q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope)
     out = pipeline.attend(
-        q, kv_cache, plan, selection,
+        gradients.end(torch.cat([absorbed, q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope),
+        kv_cache, plan, selection,
         layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant, impl=impl,
     ).out  # fmt: skip
     values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]

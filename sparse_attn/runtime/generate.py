@@ -52,6 +52,7 @@ Progress = Callable[[str, int], Quiet]  # (what is counted, how many) -> somethi
 
 
 @no_autocast
+@torch.no_grad()
 def generate(
     model: Model,
     prompts: Sequence[Sequence[int] | torch.Tensor],

@@ -224,6 +224,7 @@ class DecodeGraph:
             self._seeds[:rows],
         )
 
+    @torch.no_grad()
     def _decode(self, rows: int) -> None:
         state = self._state(rows)
         block_size = self._caches.kv[0].shape[1]
