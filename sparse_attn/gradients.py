@@ -1,7 +1,7 @@
 """No operator has a backward: where a gradient is wanted its forward runs, and a backward that reaches it raises.
 
-The refusal is an operator of its own behind the outputs, there only in grad mode and where an input requires grad. So it
-costs nothing otherwise, and compiled code, whose backward is traced ahead of any, raises when that runs.
+The refusal is an operator of its own behind the outputs, there only in grad mode and where an input requires grad. So
+it costs nothing otherwise, and compiled code, whose backward is traced ahead of any, raises when that runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NO_BACKWARD, REFUSE = "sparse_attn::no_backward", "sparse_attn::refuse_backward"
 
 
 def wanted(args: Sequence[object], tensors: Sequence[int]) -> bool:
-    """Whether autograd would follow what is computed from ``args``, which are tensors or None at the places ``tensors``."""
+    """Whether autograd would follow what is computed from ``args``: tensors or None at the places ``tensors``."""
     if torch.is_grad_enabled():
         for place in tensors:
             if args[place] is not None and args[place].requires_grad:
@@ -54,7 +54,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: torch.Tensor | None):
-    """Every refusal takes the gradient that arrives: what does not depend on it, a compiler would run with the forward."""
+    """Every refusal takes the gradient that arrives: a compiler would run with the forward what does not depend on it."""
     refused = torch.ops.sparse_attn.refuse_backward
     if grad is None:
         return None, [None] * len(ctx.saved_tensors), None
@@ -65,10 +65,11 @@ def _raise(grad: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
     raise NotImplementedError(f"{name} has no backward: run it under torch.no_grad(), or detach what it is given")
 
 
-torch.library.define(NO_BACKWARD, "(Tensor output, Tensor[] inputs, str name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+TAGS = (torch.Tag.pt2_compliant_tag,)
+torch.library.define(NO_BACKWARD, "(Tensor output, Tensor[] inputs, str name) -> Tensor", tags=TAGS)
 torch.library.impl(NO_BACKWARD, ("cpu", "cuda"))(lambda output, inputs, name: output.clone())
 torch.library.register_fake(NO_BACKWARD)(lambda output, inputs, name: torch.empty_like(output))
 torch.library.register_autograd(NO_BACKWARD, _backward, setup_context=_setup)
-torch.library.define(REFUSE, "(Tensor grad, Tensor like, str name) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(REFUSE, "(Tensor grad, Tensor like, str name) -> Tensor", tags=TAGS)
 torch.library.impl(REFUSE, ("cpu", "cuda"))(_raise)
 torch.library.register_fake(REFUSE)(lambda grad, like, name: torch.empty_like(like))

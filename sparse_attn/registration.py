@@ -26,8 +26,9 @@ def define_op(room: str, name: str, signature: str, fake: Callable) -> Callable:
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    names = [argument.name for argument in overload._schema.arguments]
-    tensors = tuple(place for place, argument in enumerate(overload._schema.arguments) if "Tensor" in str(argument.type))
+    arguments = overload._schema.arguments
+    names = [argument.name for argument in arguments]
+    tensors = tuple(place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     real = _implementation(room, name, names, tensors)
 
     def no_gradient(*args):  # of whoever calls the operator by its own name

@@ -208,8 +208,8 @@ def current(device: torch.device | str) -> Workspace | None:
 
 @contextlib.contextmanager
 def use(workspace: Workspace) -> Iterator[Workspace]:
-    """Let ``workspace`` serve this thread on the current stream of its device inside the block; a captured graph keeps its
-    own this way. Blocks may end in any order (in generators), and in another thread than they began in."""
+    """Let ``workspace`` serve this thread on the current stream of its device inside the block; a captured graph keeps
+    its own this way. Blocks may end in any order (in generators), and in another thread than they began in."""
     mine = _Use(_key(workspace.device), workspace)
     _used.set((*_used.get(), mine))
     try:
@@ -220,8 +220,8 @@ def use(workspace: Workspace) -> Iterator[Workspace]:
 
 
 class launching:
-    """The block in which one op launches: whatever workspace it takes from is its own until the block ends, and an error
-    leaves no counter behind."""
+    """The block in which one op launches: whatever workspace it takes from is its own until the block ends, and an
+    error leaves no counter behind."""
 
     __slots__ = ("taken",)
 
@@ -240,7 +240,7 @@ class launching:
 
 
 def take(who: str, scratch: Scratch, device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Scratch for one op call: from the thread's or the stream's workspace where there is one, freshly allocated otherwise."""
+    """Scratch for one op call: of the thread's or the stream's workspace where there is one, else freshly allocated."""
     owner = _owner(device)
     if owner is not None:
         if _running.ops:

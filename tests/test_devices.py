@@ -82,7 +82,8 @@ def test_capturing_is_asked_of_the_device_of_the_tensors():
 def test_debug_mode_asks_the_device_it_looks_at(monkeypatch):
     monkeypatch.setattr(debug, "on", lambda: True)
     with second_device() as cuda:
-        sparse_attn.apply_rope(torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2), start=0, interleaved=True)
+        positions, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2)
+        sparse_attn.apply_rope(torch.zeros(1, 4), positions, table, start=0, interleaved=True)
         assert set(cuda.log) == {("capturing", SECOND)}
 
 

@@ -19,10 +19,8 @@ MANY = replace(preset("tiny_v32").moe, num_experts=32, num_groups=1, top_groups=
 
 def params_of(spec, hidden, device="cpu"):
     generator = torch.Generator().manual_seed(1)
-    shapes = dict(
-        gate=(spec.num_experts, hidden), bias=(spec.num_experts,), gate_up=(spec.num_experts, 2 * spec.intermediate_size, hidden),
-        down=(spec.num_experts, hidden, spec.intermediate_size),
-    )  # fmt: skip
+    count, inner = spec.num_experts, spec.intermediate_size
+    shapes = dict(gate=(count, hidden), bias=(count,), gate_up=(count, 2 * inner, hidden), down=(count, hidden, inner))
     params = {name: (torch.randn(shape, generator=generator) * 0.1).to(device) for name, shape in shapes.items()}
     return {name: value if name in ("gate", "bias") else value.bfloat16() for name, value in params.items()}
 
@@ -74,8 +72,8 @@ def test_a_step_that_would_wait_is_not_captured(name, monkeypatch):
     spec = preset(name)
     for target in ("sm_80", "sm_89", "sm_120", "gfx942"):
         assert reason(target, monkeypatch, spec, torch.bfloat16) == (
-            f"{spec.moe.num_experts} bf16 experts on NVIDIA L40S ({target}), where torch's grouped matrix product waits for the host, "
-            "allowed: sm_90 and sm_10x, or at most 16 experts, or fp16 or fp32"
+            f"{spec.moe.num_experts} bf16 experts on NVIDIA L40S ({target}), where torch's grouped matrix product waits "
+            "for the host, allowed: sm_90 and sm_10x, or at most 16 experts, or fp16 or fp32"
         )
         assert reason(target, monkeypatch, spec, torch.float16) is None
     for target in ("sm_90", "sm_100"):

@@ -301,7 +301,7 @@ def test_threads_that_generate_at_once_draw_what_they_would_alone(own_stream):
 
 @pytest.mark.gpu
 def test_threads_on_one_stream_select_what_they_would_alone():
-    """Rows long enough to be selected in stages over one scratch: a staged launch of another thread in between shows."""
+    """Rows long enough to be selected in stages over one scratch: another thread's launch in between shows."""
     from sparse_attn import top_k_per_row
 
     torch.manual_seed(0)

@@ -35,8 +35,9 @@ def uncapturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, d
     target = target_of(device)
     if routed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True) and grouped_waits(target):
         return (
-            f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where torch's grouped "
-            f"matrix product waits for the host, allowed: sm_90 and sm_10x, or at most {DENSE_MAX_EXPERTS} experts, or fp16 or fp32"
+            f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where torch's "
+            "grouped matrix product waits for the host, allowed: sm_90 and sm_10x, or at most "
+            f"{DENSE_MAX_EXPERTS} experts, or fp16 or fp32"
         )
     return None
 
@@ -77,8 +78,8 @@ class DecodeGraph:
     locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the last step,
     for what the current stream does between two runs. The graph owns its stream, its workspace and its state; two of them
     may run at the same time on caches of their own. It lives on the device of ``caches``: by "the current stream" that
-    device's is meant, whichever device is the current one. It may be let go of, with its caches, while steps or the tokens
-    of a TokenStream are still on their way.
+    device's is meant, whichever device is the current one. It may be let go of, with its caches, while steps or the
+    tokens of a TokenStream are still on their way.
     """
 
     def __init__(
