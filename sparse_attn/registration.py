@@ -1,7 +1,8 @@
 """One way to define an operator: schema, fake and a real implementation that is imported when it first runs.
 
-Every schema ends with ``str impl``. The reference and the launcher of an op live in its room under the op's own name
-and take the same arguments without ``impl``; so do its rules of debug mode.
+Every schema ends with ``str impl``. The reference and the launcher of an op live in its operator package under the op's own
+name and take the same arguments without ``impl``; so do its rules of debug mode. Where ``impl`` may name a kernel of the
+package's table (see dispatch.py), the launcher takes that as ``kernel=``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import torch
 
 from sparse_attn import debug, gradients, streams, workspace
 from sparse_attn.autocast import no_autocast
+from sparse_attn.dispatch import Kernel
 from sparse_attn.target import resolve_impl
 
 NAMESPACE = "sparse_attn"
 
 
-def define_op(room: str, name: str, signature: str, fake: Callable) -> Callable:
-    """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in package ``room``.
+def define_op(package: str, name: str, signature: str, fake: Callable, kernels: Sequence[Kernel] = ()) -> Callable:
+    """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in ``package``;
+    ``impl`` may name one of ``kernels``.
 
     What is returned calls it, and ends gradients there; its ``overload`` is the operator.
     """
@@ -29,7 +32,7 @@ def define_op(room: str, name: str, signature: str, fake: Callable) -> Callable:
     arguments = overload._schema.arguments
     names = [argument.name for argument in arguments]
     tensors = tuple(place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
-    real = _implementation(room, name, names, tensors)
+    real = _implementation(package, name, names, tensors, tuple(kernel.name for kernel in kernels))
 
     def no_gradient(*args):  # of whoever calls the operator by its own name
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
@@ -43,22 +46,24 @@ def define_op(room: str, name: str, signature: str, fake: Callable) -> Callable:
     return call
 
 
-def _implementation(room: str, name: str, names: Sequence[str], tensors: Sequence[int]) -> Callable:
+def _implementation(
+    package: str, name: str, names: Sequence[str], tensors: Sequence[int], kernels: Sequence[str] = ()
+) -> Callable:
     """What runs: on the device of the tensors, whichever is the current one, with one op's launches in a row.
 
-    names: of the arguments. tensors: which of them are tensors, or None.
+    names: of the arguments. tensors: which of them are tensors, or None. kernels: what ``impl`` may name besides.
     """
 
     def run(device: torch.device, args: tuple):
         *arguments, impl = args
-        impl = resolve_impl(impl, device)
+        impl = resolve_impl(impl, device, kernels)
         if debug.on():
-            debug.look(room, name, *arguments)
+            debug.look(package, name, *arguments)
         if impl == "reference":
-            return getattr(importlib.import_module(f"{room}.reference"), name)(*arguments)
-        launcher = getattr(importlib.import_module(f"{room}.launch"), name)
+            return getattr(importlib.import_module(f"{package}.reference"), name)(*arguments)
+        launcher = getattr(importlib.import_module(f"{package}.launch"), name)
         with workspace.launching():
-            return launcher(*arguments)
+            return launcher(*arguments) if impl == "triton" else launcher(*arguments, kernel=impl)
 
     @no_autocast
     def real(*args):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +84,19 @@ def target_of(device: torch.device) -> Target:
     return CPU
 
 
-def resolve_impl(impl: str, device: torch.device) -> str:
-    """Turn ``impl`` ("auto", "reference", "triton") into the implementation that runs on ``device``.
+def resolve_impl(impl: str, device: torch.device, kernels: Sequence[str] = ()) -> str:
+    """Turn ``impl`` ("auto", "reference", "triton", or one of ``kernels``) into what runs on ``device``: "reference",
+    "triton", or that kernel.
 
-    Raises ValueError for an unknown name, and for "triton" on a CPU whose process does not interpret Triton.
+    Raises ValueError for an unknown name, and for all but "reference" on a CPU whose process does not interpret Triton.
     """
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl: got {impl!r}, allowed are {', '.join(IMPLEMENTATIONS)}")
+    if impl not in IMPLEMENTATIONS and impl not in kernels:
+        raise ValueError(f"impl: got {impl!r}, allowed: {', '.join((*IMPLEMENTATIONS, *kernels))}")
     if impl == "auto":
         return "triton" if device.type == "cuda" else "reference"
-    if impl == "triton" and device.type != "cuda" and not interpreting():
+    if impl != "reference" and device.type != "cuda" and not interpreting():
         raise ValueError(
-            f"impl: 'triton' needs a CUDA or HIP tensor, got one on {device}; on a CPU use 'reference', or start the "
+            f"impl: {impl!r} needs a CUDA or HIP tensor, got one on {device}; on a CPU use 'reference', or start the "
             "process with TRITON_INTERPRET=1"
         )
     return impl

@@ -46,7 +46,10 @@ def test_a_launch_that_starts_early_waits_before_it_reads():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("kernel, waits", [("hopper_few_heads.attend", 3), ("hopper.attend", 1), ("topk.staged.bound_rows", 1)])
+@pytest.mark.parametrize(
+    "kernel, waits",
+    [("hopper_few_heads.attend", 3), ("hopper.attend", 1), ("topk.algorithms.multi_pass.bound_rows", 1)],
+)
 def test_a_wait_that_is_missing_is_seen(kernel, waits):
     """Of warps that wait for themselves, of those that wait for all they start, and where there are no others."""
     from sparse_attn.testing.launches import compile_launch
@@ -65,18 +68,18 @@ def test_a_wait_that_is_missing_is_seen(kernel, waits):
 @pytest.mark.aot
 def test_claimed_memory_is_what_is_declared():
     """Not what the system takes of every program on sm_90."""
-    from sparse_attn.ops.topk import table
+    from sparse_attn.ops.topk.primitives import histogram
     from sparse_attn.testing.launches import compile_launch
 
     import aot
 
     claimed = {}
-    for name in ("attention.merge", "topk.staged.bound_rows"):
+    for name in ("attention.merge", "topk.algorithms.multi_pass.bound_rows"):
         work, _ = aot.gather(["sm_90"], [name], False)
         compiled = [compile_launch(launch) for launch in work]
         claimed[name] = {one.claimed for one in compiled}
         assert any(one.shared_memory > one.claimed for one in compiled)
-    assert claimed == {"attention.merge": {0}, "topk.staged.bound_rows": {4 * table.LIST.value}}
+    assert claimed == {"attention.merge": {0}, "topk.algorithms.multi_pass.bound_rows": {4 * histogram.WORDS.value}}
 
 
 @pytest.mark.aot
@@ -141,20 +144,24 @@ def test_every_case_launches_something_on_every_target():
             assert {'"launch_pdl": true' in launch.specialisation for launch in launches} == {TARGETS[target].chains_launches}
 
 
-def test_every_kernel_of_every_room_is_among_the_cases():
+def test_every_kernel_of_every_operator_package_is_among_the_cases():
     """A jitted function that some launcher launches: found by its launch in the sources."""
+    import ast
     import re
 
     from aot import gather
 
     import sparse_attn
 
-    rooms = Path(sparse_attn.__file__).parent / "ops"
+    root = Path(sparse_attn.__file__).parent.parent
     launched = set()
-    for path in rooms.glob("*/*.py"):
+    for path in (root / "sparse_attn" / "ops").rglob("*.py"):
+        own = ".".join(path.relative_to(root).with_suffix("").parts)
+        imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        modules = {name.asname or name.name: f"{node.module}.{name.name}" for node in imported for name in node.names}
         for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\])", path.read_text(), re.M):
-            module = match[1] or path.stem
-            launched.add(f"{path.parent.name}.{match[2]}" if module == "kernels" else f"{path.parent.name}.{module}.{match[2]}")
+            module = modules[match[1]] if match[1] else own
+            launched.add(f"{module.removeprefix('sparse_attn.ops.').replace('.kernels', '')}.{match[2]}")
     work, _ = gather(["sm_90"], [""], False)
     from aot import kernel_name
 

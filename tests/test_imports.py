@@ -15,14 +15,25 @@ ROOMS = sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__i
 FLOORS = {
     "autocast": -1, "checks": -1, "streams": -1, "torch_private": -1, "types": 0, "layout": 0, "target": 0, "spec": 0,
     "debug": 0, "version": 0, "data": 0, "ops": 0, "files": 0,
-    "workspace": 1, "device": 1, "gradients": 1, "registration": 1.5,
+    "workspace": 1, "dispatch": 1, "device": 1, "gradients": 1, "registration": 1.5,
     "pipeline": 4, "models": 5, "runtime": 5, "testing": 6, "": 7, "__main__": 7,
 }  # fmt: skip
-# A room's files; a file that is not named here (hopper, table, ...) stands with kernels and reference.
-ROOM_FLOORS = {"config": 2, "fake": 2, "launch": 2, "hopper_launch": 2, "output": 2, "op": 2, "": 3}
-SHARED = 1.5  # above the device helpers, below what is a room's own
-# What a fused op takes from another room: its kernels, how they are launched, and its oracle.
-FUSED = ("kernels", "config", "reference")
+# What a file of an operator package is follows from where it lies. At the top: the contract (__init__), what kernels and
+# references may know of it (BASE), one file of kernels where one is enough, launchers, and other host code (op, fake, dispatch,
+# plan, config, ...). In a folder (portable, hopper, algorithms, primitives, ...): kernels, but for launch.py and config.py.
+BASE = ("shapes", "reference", "debug")
+KINDS = {"base": 1.5, "kernel": 1.5, "host": 2, "launch": 2, "contract": 3}  # floors
+# Files that have no folder yet: they leave this table with it.
+UNSORTED = {
+    "attention": dict.fromkeys(
+        ("hopper", "hopper_few_heads", "hopper_few_keys", "hopper_few_planar", "hopper_fp8", "hopper_fp8_keys", "hopper_merge",
+         "hopper_pair", "hopper_rescale", "hopper_row", "inputs", "keys", "merging", "parts"), "kernel"
+    ) | {"hopper_launch": "launch", "output": "launch"},
+    "index_logits": dict.fromkeys(("hopper", "hopper_paged", "hopper_rows"), "kernel"),
+    "rope": {"table": "base"},
+}  # fmt: skip
+# What a fused op takes from another package: how it is dispatched and launched, its kernels, and its oracle.
+FUSED = ("dispatch", "plan", "config", "launch", "kernels", "reference")
 
 
 def module_name(path):
@@ -34,16 +45,30 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def split(name):
-    """(room or None, file): where in the house a module is."""
+    """(operator package or None, file): where in the house a module is."""
     parts = name.split(".")
     if parts[0] == "ops" and len(parts) > 1:
         return parts[1], ".".join(parts[2:])
     return None, name
 
 
+def kind(package, file):
+    """What a file of an operator package is."""
+    *folders, leaf = file.split(".")
+    if not file:
+        return "contract"
+    if not folders and file in UNSORTED.get(package, ()):
+        return UNSORTED[package][file]
+    if leaf == "launch":
+        return "launch"
+    if folders:
+        return "host" if leaf == "config" else "kernel"
+    return "base" if leaf in BASE else "kernel" if leaf == "kernels" else "host"
+
+
 def floor(name):
-    room, file = split(name)
-    return ROOM_FLOORS.get(file, SHARED) if room else FLOORS[name.split(".")[0]]
+    package, file = split(name)
+    return KINDS[kind(package, file)] if package else FLOORS[name.split(".")[0]]
 
 
 def imports(name, top_level_only=False):
@@ -106,17 +131,30 @@ def test_imports_go_down_only(name):
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if split(name)[0]])
-def test_rooms_keep_to_themselves(name):
-    room, file = split(name)
+def test_operator_packages_keep_to_themselves(name):
+    package, file = split(name)
     for other in inner_imports(name):
-        other_room, other_file = split(other)
-        if other_room and other_room != room:
-            assert other_file in FUSED, f"{name} imports {other}: rooms share {', '.join(FUSED)} only"
-        if other_room == room:
-            assert {file, other_file} != {"reference", "launch"}, f"{name} imports {other}"
+        other_package, other_file = split(other)
+        if other_package and other_package != package:
+            assert other_file in FUSED, f"{name} imports {other}: packages share {', '.join(FUSED)} only"
+        if other_package == package:
+            kinds = {kind(package, file), kind(package, other_file)}
+            assert "reference" not in (file, other_file) or not kinds & {"kernel", "launch"}, f"{name} imports {other}"
     if file == "fake":
-        allowed = {"torch", "__future__", f"sparse_attn.ops.{room}.shapes"}
+        allowed = {"torch", "__future__", f"sparse_attn.ops.{package}.shapes"}
         assert set(imports(name)) <= allowed, f"{name} imports {set(imports(name)) - allowed}"
+
+
+def test_what_a_file_is_follows_from_where_it_lies():
+    """A new architecture's files need no entry anywhere."""
+    for file, expected in (
+        ("", "contract"), ("op", "host"), ("fake", "host"), ("dispatch", "host"), ("plan", "host"), ("launch", "launch"),
+        ("shapes", "base"), ("kernels", "kernel"), ("blackwell.launch", "launch"), ("blackwell.config", "host"),
+        ("blackwell.prefill", "kernel"), ("primitives.histogram", "kernel"),
+    ):  # fmt: skip
+        assert kind("attention", file) == expected, file
+    for package, files in UNSORTED.items():
+        assert all((PACKAGE / "ops" / package / f"{file}.py").exists() for file in files), package
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("testing")])
@@ -127,7 +165,7 @@ def test_nothing_shipped_imports_testing(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_triton_stays_behind_the_kernels(name):
     """Only kernels, launchers and device helpers import Triton when they are loaded."""
-    room, file = split(name)
-    if name.startswith("device") or (room and file not in ("", "op", "fake", "shapes", "config", "reference")):
+    package, file = split(name)
+    if name.startswith("device") or (package and kind(package, file) in ("kernel", "launch")):
         return
     assert not [other for other in imports(name, top_level_only=True) if other.split(".")[0] == "triton"], name

@@ -16,13 +16,15 @@ from sparse_attn.ops.index_topk import (
     index_topk_prefill,
     shapes,
 )
-from sparse_attn.ops.topk import config as selection
 from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.ops.topk.plan import THRESHOLDS, Bound, Sampled
 from sparse_attn.target import H200, target_of
 from sparse_attn.testing.ops import opcheck, schema
+from support.topk import EXACT, chosen, for_rows
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 HEADS, DIM = 3, 32
+WIDEST = 262144  # with group maxima
 LAYOUTS = {
     "fp8": IndexFp8Layout(DIM),
     "fnuz": IndexFp8Layout(DIM, "e4m3fnuz"),
@@ -211,11 +213,12 @@ def test_errors_name_the_argument():
 
 # --- kernels
 
-LONG = selection.TopkConfig(False, 32, 2, sampled=True, groups=2, chunk=32, span=32, keep=16, samples=32, run=4)
+LONG = Sampled(32, 2, 1, 2, chunk=32, span=32, bound=Bound(16, 32, 4), search=THRESHOLDS)
 
 
-def select_configs(rows):
-    return None, LONG, dataclasses.replace(LONG, programs=2, groups=rows)
+def kernels(rows):
+    shared = dataclasses.replace(LONG, ctas_per_row=2, rows_in_flight=rows)
+    return None, *(chosen("thresholds.sampled", plan) for plan in (LONG, shared))
 
 
 def to(device, case):
@@ -231,8 +234,8 @@ def test_prefill_kernel(flavour, device, dirty_workspace):
     want = top_k_per_row(full_logits(case, flavour=flavour, impl="triton").cpu(), 9, case[4].cpu(), case[5].cpu())
     step = shapes.rows_at_once(5, 70, 1024)
     assert step == 2
-    for select in select_configs(step):
-        got = launch.index_topk_prefill(*case, 9, flavour, 1024, select)
+    for kernel in kernels(step):
+        got = launch.index_topk_prefill(*case, 9, flavour, 1024, kernel)
         assert torch.equal(got.cpu(), want)
 
 
@@ -246,17 +249,15 @@ def test_decode_kernel(layout, device, dirty_workspace):
     want = top_k_per_row(full_logits(case, layout, 70, impl="triton").cpu(), 9, row_ends=case[3].cpu().reshape(-1))
     step = shapes.rows_at_once(6, 70, 2048, 2)
     assert step == 4
-    for select in select_configs(step):
-        got = launch.index_topk_decode(*case, 9, 70, layout.name, 2048, select)
+    for kernel in kernels(step):
+        got = launch.index_topk_decode(*case, 9, 70, layout.name, 2048, kernel)
         assert torch.equal(got.cpu(), want)
 
-
-GROUPED = selection.TopkConfig(False, 2048, 2, groups=4, tops=2048, digits=True, halves=512)
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("layout", ["fp8", "fp32"])
-def test_decode_kernel_with_the_highest_of_groups(layout, device, dirty_workspace):
+def test_decode_kernel_with_group_maxima(layout, device, dirty_workspace):
     """Rows of more keys than are held at once, and a budget that two requests exceed."""
     from sparse_attn.ops.index_topk import launch
 
@@ -265,25 +266,26 @@ def test_decode_kernel_with_the_highest_of_groups(layout, device, dirty_workspac
     case[3][2] = torch.tensor([context - 2, 2100], dtype=torch.int32)
     want = top_k_per_row(full_logits(case, layout, context, impl="triton").cpu(), 200, row_ends=case[3].cpu().reshape(-1))
     for logits_bytes in (1 << 20, 4 * 4 * 2624):
-        got = launch.index_topk_decode(*case, 200, context, layout.name, logits_bytes, GROUPED)
+        got = launch.index_topk_decode(*case, 200, context, layout.name, logits_bytes, chosen("group_maxima", for_rows(EXACT, 4)))
         assert torch.equal(got.cpu(), want)
 
 
 def test_grouped_decode_takes_as_much_as_is_planned():
     """Most at the most columns, of those that are selected so."""
+    assert config.widths_of_most_scratch(1 << 20) == (1 << 20, WIDEST)
     for rows in (1, 128, 1000):
         sizes = [
             workspace.size_of(config.slots_scratch(rows, width, 2048, 1 << 32, H200)).nbytes
-            for width in (32768, 32769, 65536, 131072, config.MOST_GROUPED)
+            for width in (32768, 32769, 65536, 131072, WIDEST)
         ]
-        assert sizes == sorted(sizes) and sizes[-1] <= rows * (config.MOST_GROUPED * 9 // 2 + 256)
+        assert sizes == sorted(sizes) and sizes[-1] <= rows * (WIDEST * 9 // 2 + 256)
 
 
 @pytest.mark.parametrize("top_k", [512, 1024, 2048, 4096])
 def test_a_decode_selection_takes_less_than_half_of_its_logits(top_k):
     step = shapes.rows_at_once(128, 163840, DECODE_LOGITS_BYTES)
     scratches = (
-        config.scratch_of(step, 163840, config.decode_config(step, 163840, top_k, H200)),
+        config.scratch_of(step, 163840, config.choose_decode(step, 163840, top_k, H200).plan),
         config.slots_scratch(128, 163840, top_k, DECODE_LOGITS_BYTES, H200),
     )
     for scratch in scratches:

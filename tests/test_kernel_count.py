@@ -20,7 +20,7 @@ from sparse_attn.spec import preset
 BLOCK, WIDTH, BATCH = 64, 64, 8
 OURS = (
     "attend", "biased_grouped_topk", "compressed_rows", "entry_indices", "indexer_q_rope_quant", "insert_keys", "keep",
-    "merge", "mix", "pack_rows", "paged_mqa_logits", "plan_rows", "pool", "select_long_rows", "select_short_rows",
+    "merge", "mix", "pack_rows", "paged_mqa_logits", "plan_rows", "pool", "select_sampled", "select_single_cta",
     "write_rows",
 )  # fmt: skip
 MAX_CONTEXT = BLOCK * WIDTH
@@ -79,7 +79,7 @@ def test_at_most_six_kernels_from_scores_to_merged_output(batch, attends):
         names, others = launched(sparse_part), launched(prepare)
     assert names == [
         "paged_mqa_logits",
-        "select_short_rows",
+        "select_single_cta",
         *["attend"] * attends,
         "merge",
     ], names
@@ -114,7 +114,7 @@ def test_kernels_of_an_indexed_layer():
     assert ours == [
         "pack_rows", "compressed_rows",  # once a step: the window's slots, the entries' plan
         "mix", "write_rows", "pool", "keep", "pool", "keep", "indexer_q_rope_quant",
-        "paged_mqa_logits", "select_short_rows", "attend", "merge",
+        "paged_mqa_logits", "select_single_cta", "attend", "merge",
         "merge", "mix", "biased_grouped_topk", "merge",
         "mix",  # the streams' last
     ], ours  # fmt: skip

@@ -8,7 +8,8 @@ from expecttest import assert_expected_inline
 from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.ops.attention import config as attention
 from sparse_attn.ops.index_logits import config as scores
-from sparse_attn.ops.topk import config as topk
+from sparse_attn.ops.topk import dispatch as topk
+from sparse_attn.ops.topk.plan import Problem
 from sparse_attn.target import H200
 from sparse_attn.testing.launches import TARGETS
 
@@ -189,45 +190,48 @@ def scoring(launch):
 
 
 def selections(name):
-    """Of k = 2048, by rows and columns: scores held of a whole row, or candidates / programs that share it. *: spread over all
-    multiprocessors; =: stored by lines."""
+    """Of k = 2048, by rows and columns: the kernel, scores held of a whole row, or candidates / CTAs that share it, warps. *: spread
+    over all SMs; =: stored by whole lines."""
     widths, rows = (1024, 4096, 8192, 32768, 131072, 1 << 20), (1, 8, 64, 200, 4096)
-    chosen = [(count, *(selecting(topk.config(count, width, 2048, TARGETS[name])) for width in widths)) for count in rows]
+    target = TARGETS[name]
+    chosen = [
+        (count, *(selecting(topk.choose(Problem(count, width, 2048), target)) for width in widths)) for count in rows
+    ]
     return table(("rows", *widths), *chosen)
 
 
-def selecting(launch):
-    kinds = (("halves", launch.halves), ("staged", launch.staged), ("dealt", launch.held), ("digits", launch.digits))
-    kind = next((name for name, there in kinds if there), "thresholds")
-    held = f"{launch.slots}" if launch.short else f"{launch.slots}/{launch.programs}"
-    return f"{kind} {held} {launch.num_warps}w{'*' if launch.spread else ''}{'=' if launch.lines else ''}"
+def selecting(choice):
+    plan = choice.plan
+    shared = f"/{plan.ctas_per_row}" if hasattr(plan, "ctas_per_row") else ""
+    marks = "*" * getattr(plan, "spread", False) + "=" * getattr(plan, "coalesced", False)
+    return f"{choice.kernel.name} {plan.slots}{shared} {plan.num_warps}w{marks}"
 
 
 def test_selection_on_hopper():
     assert_expected_inline(selections("sm_90"), """\
-rows  1024            4096             8192             32768              131072              1048576
-1     digits 1024 2w  digits 4096 8w*  digits 8192 8w*  halves 32768 16w*  dealt 8192/16 16w*  digits 8192/64 16w
-8     digits 1024 2w  digits 4096 8w*  digits 8192 8w*  halves 32768 16w*  dealt 8192/16 16w*  digits 8192/16 16w
-64    digits 1024 2w  digits 4096 8w*  digits 8192 8w*  halves 32768 16w*  digits 8192/2 16w   digits 8192/2 16w
-200   digits 1024 2w  digits 4096 8w*  halves 8192 8w=  halves 32768 8w    digits 8192/1 16w   digits 8192/1 16w
-4096  digits 1024 2w  digits 4096 8w=  halves 8192 4w=  halves 32768 8w    staged 8192/16 8w   staged 8192/16 8w""")
+rows  1024                4096                 8192                      32768                       131072                 1048576
+1     single_cta 1024 2w  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  multi_cta 8192/16 16w  sampled 8192/64 16w
+8     single_cta 1024 2w  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  multi_cta 8192/16 16w  sampled 8192/16 16w
+64    single_cta 1024 2w  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  sampled 8192/2 16w     sampled 8192/2 16w
+200   single_cta 1024 2w  single_cta 4096 8w*  single_cta_bf16 8192 8w=  single_cta_bf16 32768 8w    sampled 8192/1 16w     sampled 8192/1 16w
+4096  single_cta 1024 2w  single_cta 4096 8w=  single_cta_bf16 8192 4w=  single_cta_bf16 32768 8w    multi_pass 8192/16 8w  multi_pass 8192/16 8w""")
 
 
 def test_selection_on_ampere():
     assert_expected_inline(selections("sm_80"), """\
-rows  1024            4096             8192             32768              131072              1048576
-1     digits 1024 2w  digits 4096 8w   digits 8192 8w*  digits 32768 16w*  dealt 8192/16 16w*  digits 8192/64 16w
-8     digits 1024 2w  digits 4096 8w   digits 8192 8w*  digits 32768 16w*  dealt 8192/8 16w*   digits 8192/8 16w
-64    digits 1024 2w  digits 4096 8w   digits 8192 8w*  digits 32768 16w*  digits 8192/1 16w   digits 8192/1 16w
-200   digits 1024 2w  digits 4096 8w   digits 8192 8w=  digits 32768 16w*  digits 8192/1 16w   digits 8192/1 16w
-4096  digits 1024 2w  digits 4096 8w=  digits 8192 8w=  digits 32768 16w*  staged 8192/16 8w   staged 8192/16 8w""")
+rows  1024                4096                 8192                 32768                  131072                 1048576
+1     single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w*  single_cta 32768 16w*  multi_cta 8192/16 16w  sampled 8192/64 16w
+8     single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w*  single_cta 32768 16w*  multi_cta 8192/8 16w   sampled 8192/8 16w
+64    single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w*  single_cta 32768 16w*  sampled 8192/1 16w     sampled 8192/1 16w
+200   single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w=  single_cta 32768 16w*  sampled 8192/1 16w     sampled 8192/1 16w
+4096  single_cta 1024 2w  single_cta 4096 8w=  single_cta 8192 8w=  single_cta 32768 16w*  multi_pass 8192/16 8w  multi_pass 8192/16 8w""")
 
 
 def test_selection_on_amd():
     assert_expected_inline(selections("gfx942"), """\
-rows  1024                4096                8192                32768                  131072                 1048576
-1     thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/16 8w  thresholds 8192/64 8w  thresholds 8192/64 8w
-8     thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/16 8w  thresholds 8192/16 8w  thresholds 8192/16 8w
-64    thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/8 8w   thresholds 8192/8 8w   thresholds 8192/8 8w
-200   thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/2 8w   thresholds 8192/2 8w   thresholds 8192/2 8w
-4096  thresholds 1024 2w  thresholds 4096 4w  thresholds 8192 8w  thresholds 4096/1 8w   thresholds 8192/1 8w   thresholds 8192/1 8w""")
+rows  1024                           4096                           8192                           32768                          131072                         1048576
+1     thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/16 8w  thresholds.sampled 8192/64 8w  thresholds.sampled 8192/64 8w
+8     thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/16 8w  thresholds.sampled 8192/16 8w  thresholds.sampled 8192/16 8w
+64    thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/8 8w   thresholds.sampled 8192/8 8w   thresholds.sampled 8192/8 8w
+200   thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/2 8w   thresholds.sampled 8192/2 8w   thresholds.sampled 8192/2 8w
+4096  thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/1 8w   thresholds.sampled 8192/1 8w   thresholds.sampled 8192/1 8w""")

@@ -9,7 +9,7 @@ from sparse_attn import pipeline, workspace
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache, check_cache
 from sparse_attn.models.deepseek_v4 import allocate_caches
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.index_topk.config import MOST_GROUPED, slots_scratch
+from sparse_attn.ops.index_topk.config import slots_scratch, widths_of_most_scratch
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import (
     CACHE_KINDS,
@@ -326,8 +326,8 @@ def test_workspace_size():
 
 
 def test_workspace_serves_a_narrower_decode_that_takes_more():
-    """Beside its logits, for a bound of which rows are selected by the highest scores of groups."""
-    narrow, wide = (slots_scratch(400, width, 2048, 1 << 30, H200) for width in (MOST_GROUPED, 270000))
+    """Beside its logits, because it has group maxima, than the widest."""
+    wide, narrow = (slots_scratch(400, width, 2048, 1 << 30, H200) for width in widths_of_most_scratch(270000))
     assert workspace.size_of(narrow).nbytes > workspace.size_of(wide).nbytes
     planned = workspace_size(deepseek_v32(), Bounds(400, 0, 270000, logits_bytes=1 << 30), H200)
     assert planned.nbytes >= workspace.size_of(narrow).nbytes

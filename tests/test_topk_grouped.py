@@ -8,26 +8,28 @@ import torch
 from conftest import long, sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_topk import KINDS, brute_force, scores
 
 from sparse_attn import workspace
-from sparse_attn.ops.topk import config, reference
+from sparse_attn.ops.topk import dispatch, reference
+from sparse_attn.ops.topk.plan import GroupMaxima, Problem
 from sparse_attn.ops.topk.shapes import GROUP
 from sparse_attn.target import H200
 from sparse_attn.workspace import size_of
+from support.topk import (
+    EXACT,
+    INT_MAX,
+    INT_MIN,
+    KINDS,
+    ROOMY,
+    brute_force,
+    chosen,
+    for_rows,
+    group_maxima,
+    scores,
+)
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 DIRT = 12345
 WIDTH = 12000
-EXACT = config.TopkConfig(False, 2048, 2, tops=2048, digits=True, halves=512)  # holds 256 groups
-ROOMY = dataclasses.replace(EXACT, slots=2560)  # and 64 more, in a tile of 4096
-
-
-def highest(x):
-    """Of every group, NaN where there are only those."""
-    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP), value=-math.inf).unflatten(1, (-1, GROUP))
-    top = groups.masked_fill(groups.isnan(), -math.inf).amax(2)
-    return top.masked_fill(groups.isnan().all(2), math.nan)
 
 
 def world(x, ends):
@@ -35,32 +37,32 @@ def world(x, ends):
     column = torch.arange(x.shape[1])
     ends = ends.clamp(0, x.shape[1])[:, None]
     x = torch.where(column < ends, x, torch.where(column < -(-ends // GROUP) * GROUP, -math.inf, math.inf))
-    top = highest(x)
+    top = group_maxima(x)
     return x, torch.where(torch.arange(top.shape[1]) * GROUP < ends, top, math.inf)
 
 
-def selected(x, top, ends, k, launch, device):
+def selected(x, top, ends, k, plan, device):
     """Where rows begin at multiples of 32 bytes, between canaries."""
-    from sparse_attn.ops.topk import kernels
+    from sparse_attn.ops.topk.launch import Selection
 
     rows, width = x.shape
-    launch = dataclasses.replace(launch, groups=rows)
+    kernel, plan, _ = chosen("group_maxima", for_rows(plan, rows))
     whole = -(-width // GROUP) * GROUP
     wide = torch.full((rows, whole + 24), math.inf, device=device)
     wide[:, :whole] = torch.nn.functional.pad(x, (0, whole - width), value=-math.inf)
-    views, counters = workspace.take("test", config.scratch_of(launch, width), torch.device(device))
+    views, counters = workspace.take("test", plan.scratch, torch.device(device))
     views[0].fill_(math.inf)[:, : top.shape[1]] = top
     around = torch.full((rows + 2, k), DIRT, dtype=torch.int32, device=device)
-    kernels.launch_top_k(wide[:, :width], None, ends.to(device), around[1:-1], launch, views, counters)
+    kernel.launcher(Selection(wide[:, :width], None, ends.to(device), around[1:-1], views, counters), plan)
     assert (around[0] == DIRT).all() and (around[-1] == DIRT).all()
     return around[1:-1].cpu()
 
 
-def check(x, ends, ks, launch, device):
+def check(x, ends, ks, plan, device):
     x, top = world(x, ends)
     for k in ks:
         want = reference.top_k_per_row(x, None, ends, k)
-        assert torch.equal(selected(x, top, ends, k, launch, device), want), k
+        assert torch.equal(selected(x, top, ends, k, plan, device), want), k
 
 
 @pytest.mark.kernel
@@ -83,10 +85,10 @@ def test_kernel_ends(device, dirty_workspace):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("launch", [EXACT, ROOMY])
-def test_kernel_reads_no_other_group(launch, device, dirty_workspace):
+@pytest.mark.parametrize("plan", [EXACT, ROOMY])
+def test_kernel_reads_no_other_group(plan, device, dirty_workspace):
     """Scores of groups that are not among the k, of equal ones the first, could be anything; with room, those that share the
-    k-th's half are read, too."""
+    k-th's bf16 are read, too."""
     k = 130
     x, ends = scores("relu", 2, WIDTH), torch.tensor([WIDTH, WIDTH - 77], dtype=torch.int32)
     x, top = world(x, ends)
@@ -99,12 +101,12 @@ def test_kernel_reads_no_other_group(launch, device, dirty_workspace):
         least = top[row, chosen[row]].min()
         read = (top[row].bfloat16() >= least.bfloat16() * 0.98) & there[row]
         poisoned[row, read] = groups[row, read]
-    assert torch.equal(selected(poisoned.flatten(1), top, ends, k, launch, device), want)
+    assert torch.equal(selected(poisoned.flatten(1), top, ends, k, plan, device), want)
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("share", [3, 40, 700])
-def test_kernel_groups_that_share_a_half(share, device, dirty_workspace):
+def test_kernel_groups_that_share_a_bf16(share, device, dirty_workspace):
     """More of them than there is room for: a few are told apart by a list, many by another search."""
     x = scores("narrow", 2, WIDTH) - 2
     x[:, : 8 * share] = 1 + torch.rand(2, 8 * share, generator=torch.Generator().manual_seed(0)) / 1000
@@ -117,14 +119,14 @@ def test_kernel_groups_that_share_a_half(share, device, dirty_workspace):
 @given(data=st.data())
 def any_row(device, data):
     """Widths and bounds beside whole groups and what is held, some scores of one value."""
-    launch = data.draw(st.sampled_from((EXACT, ROOMY)))
-    width = data.draw(st.integers(launch.slots - 20, GROUP * launch.tops))
-    bounds = st.one_of(st.just(width), st.integers(0, width), st.integers(launch.slots - 9, launch.slots + 9))
+    plan = data.draw(st.sampled_from((EXACT, ROOMY)))
+    width = data.draw(st.integers(plan.slots - 20, GROUP * plan.tile))
+    bounds = st.one_of(st.just(width), st.integers(0, width), st.integers(plan.slots - 9, plan.slots + 9))
     ends = torch.tensor(data.draw(st.lists(bounds, min_size=1, max_size=2)), dtype=torch.int32)
     x = scores(data.draw(st.sampled_from(KINDS)), len(ends), width, seed=data.draw(st.integers(0, 999)))
     first, step = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 400))
     x[:, first::step] = data.draw(st.sampled_from((0.0, 1.0, math.inf, math.nan)))
-    check(x, ends, (data.draw(st.integers(1, 256)),), launch, device)
+    check(x, ends, (data.draw(st.integers(1, 256)),), plan, device)
 
 
 @pytest.mark.kernel
@@ -137,16 +139,17 @@ def test_config():
     for rows in (1, 132, 133, 4096):
         for width in (1, 8192, 16385, 32768, 32769, 65536, 131072, 163840, 262144, 262145):
             for k in (1, 512, 1024, 2048, 4096, 4097):
-                launch = config.grouped(rows, width, k, H200)
-                assert (launch is None) == (k > 4096 or not 32768 < width <= 262144)
-                if launch is not None:
-                    assert launch.slots >= GROUP * k and launch.tops * GROUP >= width and launch.groups == rows
-                    assert launch.slots % launch.halves == launch.tops % launch.halves == 0
-                    assert max(launch.slots, launch.tops) <= 1 << 15
-                    assert min(launch.slots, launch.tops) // 32 >= 32 * launch.num_warps
-                    assert launch.packs(rows, H200) == (rows <= 132) and launch.early is False
-                    assert size_of(config.scratch_of(launch, width)).nbytes <= rows * (width / 2 + 16) + 256
-    assert config.grouped(1, 131072, 2048, dataclasses.replace(H200, arch=100)) is None
+                plan = dispatch.choose(Problem(rows, width, k, group_maxima=True), H200).plan
+                assert isinstance(plan, GroupMaxima) == (k <= 4096 and 32768 < width <= 262144)
+                if isinstance(plan, GroupMaxima):
+                    assert plan.slots >= GROUP * k and plan.tile * GROUP >= width and plan.rows == rows
+                    assert plan.slots % plan.chunk == plan.tile % plan.chunk == 0
+                    assert max(plan.slots, plan.tile) <= 1 << 15
+                    assert min(plan.slots, plan.tile) // 32 >= 32 * plan.num_warps
+                    assert plan.packs(rows, H200) == (rows <= 132) and plan.starts_early is False
+                    assert size_of(plan.scratch).nbytes <= rows * (width / 2 + 16) + 256
+    blackwell = dataclasses.replace(H200, arch=100)
+    assert dispatch.choose(Problem(1, 131072, 2048, group_maxima=True), blackwell).kernel.name == "multi_cta"
 
 
 @pytest.mark.gpu
@@ -159,6 +162,7 @@ def test_gpu(kind, device):
         ends[0] = width
         x, top = world(x, ends)
         want = reference.top_k_per_row(x, None, ends, k)
-        launch = config.grouped(rows, width, k, H200)
+        choice = dispatch.choose(Problem(rows, width, k, group_maxima=True), H200)
+        assert choice.kernel.name == "group_maxima"
         for _ in range(20 if rows < 4 else 1):
-            assert torch.equal(selected(x, top, ends, k, launch, device), want), (rows, width)
+            assert torch.equal(selected(x, top, ends, k, choice.plan, device), want), (rows, width)

@@ -5,22 +5,25 @@ import dataclasses
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from test_topk import KINDS, SIZES, scores
-from test_topk_grouped import EXACT, highest
 
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
 from sparse_attn.ops.ragged import compute_global_topk_ragged_indices_and_indptr
-from sparse_attn.ops.topk import config, reference
+from sparse_attn.ops.topk import dispatch, reference
+from sparse_attn.ops.topk.plan import GroupMaxima, Problem
 from sparse_attn.target import H200
+from support.topk import EXACT, KINDS, PLANS, chosen, for_rows, group_maxima, scores
 from test_index_topk import LAYOUTS, decode_case, to
 
 INT_MAX = 2**31 - 1
 DIRT = 12345
-SIZES = SIZES | {"grouped": (EXACT, 8 * 1000)}
-PATHS = ("short", "short by digits", "windowed", "halves", "halves by lines", "dealt by digits", "grouped")
+PLANS = PLANS | {"group_maxima": ("group_maxima", EXACT, 8 * 1000)}
+FORMS = (
+    "thresholds.single_cta", "single_cta", "single_cta windowed", "single_cta_bf16", "single_cta_bf16 coalesced", "multi_cta",
+    "group_maxima",
+)  # fmt: skip
 
 
 def tables(requests, columns, seed=0):
@@ -36,37 +39,40 @@ def expected(x, ends, k, table, block_size, next_n):
     return compute_global_topk_ragged_indices_and_indptr(chosen, requests, table, block_size, impl="reference")
 
 
-def packed(x, ends, k, launch, table, block_size, next_n, device):
-    from sparse_attn.ops.topk import kernels
+def packed(x, ends, k, form, table, block_size, next_n, device):
+    from sparse_attn.ops.topk.launch import Selection, Slots
 
     rows, width = x.shape
-    launch = launch if launch.short else dataclasses.replace(launch, groups=rows)
-    assert launch.packs(rows, H200)
+    kernel, plan, _ = PLANS[form]
+    kernel, plan, _ = chosen(kernel, for_rows(plan, rows))
+    assert plan.packs(rows, H200)
     around = torch.full((rows * k + 2 * 64,), DIRT, dtype=torch.int32, device=device)
     indptr = torch.full((rows + 3,), DIRT, dtype=torch.int32, device=device)
-    views, counters = workspace.take("test", config.scratch_of(launch, width), torch.device(device))
-    if launch.tops:
+    views, counters = workspace.take("test", plan.scratch, torch.device(device))
+    if isinstance(plan, GroupMaxima):
         x = x.masked_fill(torch.arange(width) >= ends[:, None], -torch.inf)
-        views[0].copy_(highest(x))
+        top = group_maxima(x)
+        views[0][:, : top.shape[1]] = top
     states = torch.zeros(rows, dtype=torch.int64, device=device)
-    slots = kernels.Slots(indptr[1:-1], states, table.to(device), block_size, next_n)
-    kernels.launch_top_k(x.to(device), None, ends.to(device), around[64:-64], launch, views, counters, slots)
+    slots = Slots(indptr[1:-1], states, table.to(device), block_size, next_n)
+    selection = Selection(x.to(device), None, ends.to(device), around[64:-64], views, counters, slots)
+    kernel.launcher(selection, plan)
     assert not states.any() and not counters.any()
     assert (around[:64] == DIRT).all() and (around[-64:] == DIRT).all() and indptr[0] == indptr[-1] == DIRT
     return around[64:-64].cpu(), indptr[1:-1].cpu()
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("path", PATHS)
-def test_kernel(path, device, dirty_workspace):
+@pytest.mark.parametrize("form", FORMS)
+def test_kernel(form, device, dirty_workspace):
     """Rows of several kinds, two to a request; longer and shorter than k, and empty ones."""
-    launch, width = SIZES[path]
+    width = PLANS[form][2]
     kinds = ("normal", "zeros", "relu", "nothing", "special", "narrow")
     x = torch.cat([scores(kind, 1, width) for kind in kinds])
     ends = torch.tensor([width - 3, 0, INT_MAX, width, 9, width], dtype=torch.int32)
-    for k, block_size in ((24, 32), (1100, 64))[: 1 if path in ("dealt by digits", "grouped") else 2]:
+    for k, block_size in ((24, 32), (1100, 64))[: 1 if form in ("multi_cta", "group_maxima") else 2]:
         table = tables(3, -(-width // block_size))
-        got = packed(x, ends, k, launch, table, block_size, 2, device)
+        got = packed(x, ends, k, form, table, block_size, 2, device)
         want = expected(x, ends, k, table, block_size, 2)
         assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), k
 
@@ -74,24 +80,24 @@ def test_kernel(path, device, dirty_workspace):
 @pytest.mark.kernel
 def test_columns_of_a_short_table_are_not_read(device, dirty_workspace):
     """Columns behind the table's last block, none of which competes."""
-    for path in ("windowed", "dealt by digits", "short", "halves", "grouped"):
-        launch, width = SIZES[path]
+    for form in ("single_cta windowed", "multi_cta", "thresholds.single_cta", "single_cta_bf16", "group_maxima"):
+        width = PLANS[form][2]
         x, ends = scores("normal", 2, width), torch.full((2,), width, dtype=torch.int32)
         x[:, 96:] = -float("inf")
         table = tables(2, 3)
-        got, want = packed(x, ends, 24, launch, table, 32, 1, device), expected(x, ends, 24, table, 32, 1)
-        assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), path
+        got, want = packed(x, ends, 24, form, table, 32, 1, device), expected(x, ends, 24, table, 32, 1)
+        assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), form
 
 
 def test_which_selections_pack():
     """Those whose programs hold all rows, and run all at once."""
 
     def packs(rows, width, k=2048):
-        return config.config(rows, width, k, H200).packs(rows, H200)
+        return dispatch.choose(Problem(rows, width, k), H200).plan.packs(rows, H200)
 
     assert all(packs(rows, width) for rows in (1, 8, 64, 132) for width in (100, 4096, 32768))
     assert all(packs(rows, 131072) for rows in (1, 8, 16)) and not packs(32, 131072) and not packs(1, 1 << 20)
-    grouped = config.grouped(132, 131072, 2048, H200)
+    grouped = dispatch.choose(Problem(132, 131072, 2048, group_maxima=True), H200).plan
     assert grouped.packs(132, H200) and not grouped.packs(133, H200)
     assert not packs(1, 131072, 8192) and not any(packs(rows, width) for rows in (133, 4096) for width in (4096, 131072))
 

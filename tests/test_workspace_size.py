@@ -12,7 +12,6 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.ops.attention import config as attention_config
 from sparse_attn.ops.attention.parts import Part
-from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
 from sparse_attn.spec import PRESETS, CompressedSpec, preset
@@ -33,7 +32,7 @@ def every_scratch(part, limits, target):
             )
             yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
             yield attention_config.largest_special_scratch(*sizes, attended, part.fp8, limits.dtype, target, invariant)
-        for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
+        for keys in {part.keys, min(part.keys, 262144)} - {0}:  # the widest with group maxima
             yield part.select_scratch(rows, keys, part.top_k, limits.logits_bytes, target, part.group)
         narrow = limits.logits_bytes // (4 * rows) // 64 * 64
         if 0 < narrow < part.keys:

@@ -19,13 +19,13 @@ BARRIER_BYTES = 8
 # Bytes of a thread's stack, by kernel and target; "nvidia" stands for those that are not named. Others spill nothing.
 ALLOWED_SPILLS = {
     # A row of 32768 in the registers of a multiprocessor; on sm_90 more programs there, which were measured to be worth
-    # it: ops/topk/config.py. Unaligned rows, whose loads are one score each, spill the most.
-    "topk.select_short_rows": {"sm_90": 56, "nvidia": 600},
-    "topk.select_long_rows": {"sm_90": 416, "nvidia": 384},
-    "topk.dealt.select_dealt_rows": {"sm_90": 56, "nvidia": 64},
-    "topk.staged.select_candidates": {"sm_90": 64, "nvidia": 16},
+    # it: ops/topk/dispatch.py. Unaligned rows, whose loads are one score each, spill the most.
+    "topk.algorithms.single_cta.select_single_cta": {"sm_90": 56, "nvidia": 600},
+    "topk.algorithms.sampled.select_sampled": {"sm_90": 416, "nvidia": 384},
+    "topk.algorithms.multi_cta.select_multi_cta": {"sm_90": 56, "nvidia": 64},
+    "topk.algorithms.multi_pass.select_candidates": {"sm_90": 64, "nvidia": 16},
     # An address, in one of two forms; which, ptxas and every line decide. Measured with it.
-    "topk.grouped.select_grouped_rows": {"sm_90": 8},
+    "topk.algorithms.group_maxima.select_group_maxima": {"sm_90": 8},
     # A scalar or two of a row.
     "ragged.pack_rows": {"nvidia": 8},
     # Addresses beside the tile of sums: at most 32 bytes of the usual forms, more of fp16 rows, and of bf16 and fp8 ones together.

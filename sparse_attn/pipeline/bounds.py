@@ -130,7 +130,7 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
     yield from _attention(part, bounds, target)
     how = dict(top_k=part.top_k, logits_bytes=bounds.logits_bytes, target=target, group=part.group)
     select = functools.partial(part.select_scratch, **how)
-    for keys in {part.keys, min(part.keys, index_topk_config.MOST_GROUPED)} - {0}:
+    for keys in index_topk_config.widths_of_most_scratch(part.keys):
         changing = index_topk_config.last_change(part.most, keys, **how)
         for rows in (*range(part.group, changing + 1, part.group), part.most):
             yield select(rows, keys)

@@ -1,19 +1,36 @@
-"""Scratch of the fused score and select: the logits of some rows, and what selecting and packing them takes."""
+"""How the fused score and select is launched, and its scratch: the logits of some rows, and what selecting and packing
+them takes."""
 
 from __future__ import annotations
 
 import torch
 
+from sparse_attn.dispatch import Choice
 from sparse_attn.ops.index_topk.shapes import padded, rows_at_once
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged.reference import MOST_ROWS
-from sparse_attn.ops.topk import config as selection
+from sparse_attn.ops.topk import dispatch as selection
+from sparse_attn.ops.topk.plan import WORD, Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-# Bytes for candidates, a little below 16 MiB: with fewer columns more rows are held at once, which must not take more.
-ROOM = (16 << 20) - (1 << 16)
-MOST_GROUPED = selection.GROUP * selection.HELD  # columns, beyond which a decode selection takes less beside its logits
+# A little below 16 MiB: with fewer columns more rows are held at once, which must not take more.
+CANDIDATE_BYTES = (16 << 20) - (1 << 16)
+
+
+def choose_prefill(
+    rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
+) -> Choice[Plan]:
+    """How ``rows`` held at once are selected."""
+    return selection.choose(Problem(rows, width, top_k, scratch_bytes=CANDIDATE_BYTES), target, kernel)
+
+
+def choose_decode(
+    rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
+) -> Choice[Plan]:
+    """The same of index_topk_decode, whose scores come with group maxima where those are of use."""
+    problem = Problem(rows, width, top_k, group_maxima=True, scratch_bytes=CANDIDATE_BYTES)
+    return selection.choose(problem, target, kernel)
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
@@ -21,17 +38,7 @@ def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
-    return scratch_of(some, width, select_config(some, width, top_k, target))
-
-
-def select_config(rows: int, width: int, top_k: int, target: Target) -> selection.TopkConfig:
-    """How ``rows`` held at once are selected."""
-    return selection.config(rows, width, top_k, target, ROOM)
-
-
-def decode_config(rows: int, width: int, top_k: int, target: Target) -> selection.TopkConfig:
-    """The same of index_topk_decode, whose scores come with the highest of every group where that is of use."""
-    return selection.grouped(rows, width, top_k, target) or select_config(rows, width, top_k, target)
+    return scratch_of(some, width, choose_prefill(some, width, top_k, target).plan)
 
 
 def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> int:
@@ -39,13 +46,12 @@ def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Ta
     if rows == 0 or width == 0:
         return 0
     some = rows_at_once(rows, width, logits_bytes, group)
-    staged = select_config(some, width, top_k, target).staged
-    return min(some, selection.MOST_STAGED if staged else selection.STAGED * target.num_sms)
+    return selection.last_change(Problem(some, width, top_k, scratch_bytes=CANDIDATE_BYTES), target)
 
 
-def scratch_of(rows: int, width: int, select: selection.TopkConfig) -> Scratch:
+def scratch_of(rows: int, width: int, plan: Plan) -> Scratch:
     """The same for ``rows`` held at once."""
-    chosen = selection.scratch_of(select, width)
+    chosen = plan.scratch
     return Scratch((Buffer("logits", (rows, padded(width)), torch.float32), *chosen.buffers), chosen.counters)
 
 
@@ -54,15 +60,20 @@ def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: 
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
-    return slots_scratch_of(some, width, decode_config(some, width, top_k, target), rows, target)
+    return slots_scratch_of(some, width, choose_decode(some, width, top_k, target).plan, rows, target)
 
 
-def slots_scratch_of(step: int, width: int, select: selection.TopkConfig, rows: int, target: Target) -> Scratch:
-    """The same for ``step`` of the rows held at once."""
-    chosen, packed = scratch_of(step, width, select), ragged.scratch(rows, target)
+def slots_scratch_of(step: int, width: int, plan: Plan, rows: int, target: Target) -> Scratch:
+    """The same for ``step`` of the rows held at once; the counters that pack rows come last."""
+    chosen, packed = scratch_of(step, width, plan), ragged.scratch(rows, target)
     return Scratch(chosen.buffers, chosen.counters + packed.counters)
 
 
+def widths_of_most_scratch(width: int) -> tuple[int, ...]:
+    """Of calls of at most ``width`` keys, the widths one of which takes the most scratch beside its logits."""
+    return selection.widths_of_most_scratch(width)
+
+
 def packs_blocks(num_blocks: int, block_size: int) -> bool:
-    """Whether what selects can map columns to slots: 32 side by side lie in one block, and every slot is one."""
-    return block_size % selection.WORD == 0 and num_blocks * block_size <= MOST_ROWS
+    """Whether what selects can map columns to slots: a word of columns lies in one block, and every slot is one."""
+    return block_size % WORD == 0 and num_blocks * block_size <= MOST_ROWS

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.dispatch import Choice
 from sparse_attn.layout import IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_logits import config as scoring
 from sparse_attn.ops.index_logits import kernels as score_kernels
 from sparse_attn.ops.index_topk import config, shapes
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged import kernels as ragged_kernels
-from sparse_attn.ops.topk import config as selection
-from sparse_attn.ops.topk import kernels as selection_kernels
+from sparse_attn.ops.topk.launch import Selection, Slots
+from sparse_attn.ops.topk.plan import GROUP, Plan
 from sparse_attn.target import target_of
 
 
@@ -26,9 +27,9 @@ def index_topk_prefill(
     top_k: int,
     flavour: str,
     logits_bytes: int,
-    select: selection.TopkConfig | None = None,
+    kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
-    """``select`` overrides how rows are selected (tests force every path with small shapes)."""
+    """kernel: of the selection, see dispatch.choose."""
     out = shapes.allocate_prefill(q, top_k)
     rows, keys = q.shape[0], k.shape[0]
     if rows == 0:
@@ -38,9 +39,9 @@ def index_topk_prefill(
     target = target_of(q.device)
     step = shapes.rows_at_once(rows, keys, logits_bytes)
     score = scoring.mqa_config(step, keys, *q.shape[1:], flavour, q.element_size(), target)
-    select = select or config.select_config(step, keys, top_k, target)
+    choice = config.choose_prefill(step, keys, top_k, target, kernel)
     (buffer, *views), counters = workspace.take(
-        "index_topk_prefill", config.scratch_of(step, keys, select), q.device
+        "index_topk_prefill", config.scratch_of(step, keys, choice.plan), q.device
     )
     for first in range(0, rows, step):
         some = slice(first, min(first + step, rows))
@@ -48,9 +49,8 @@ def index_topk_prefill(
         score_kernels.launch_mqa_logits(
             q[some], k, k_scale, weights[some], kv_start[some], kv_end[some], flavour, logits, score, clean=False
         )
-        selection_kernels.launch_top_k(
-            logits, kv_start[some], kv_end[some], out[some], select.fewer(logits.shape[0]), views, counters
-        )
+        selection = Selection(logits, kv_start[some], kv_end[some], out[some], views, counters)
+        choice.kernel.launcher(selection, choice.plan)
     return out
 
 
@@ -64,17 +64,18 @@ def index_topk_decode(
     max_context_len: int,
     layout: str,
     logits_bytes: int,
-    select: selection.TopkConfig | None = None,
+    kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
     out = shapes.allocate_decode(q, top_k)
     if out.shape[0] == 0:
         return out
     if max_context_len == 0:
         return out.fill_(-1)
-    step, select = _decode_step(q, top_k, max_context_len, logits_bytes, select)
-    views, counters = workspace.take("index_topk_decode", config.scratch_of(step, max_context_len, select), q.device)
+    step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
+    scratch = config.scratch_of(step, max_context_len, choice.plan)
+    views, counters = workspace.take("index_topk_decode", scratch, q.device)
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
-    _select_decode(*inputs, out, step, select, views, counters)
+    _select_decode(*inputs, out, step, choice, views, counters)
     return out
 
 
@@ -88,7 +89,7 @@ def index_topk_decode_slots(
     max_context_len: int,
     layout: str,
     logits_bytes: int,
-    select: selection.TopkConfig | None = None,
+    kernel: str | Choice[Plan] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What selects packs as well, where programs hold all rows at once and a line of columns lies in one block."""
     indices, indptr = shapes.allocate_slots(q, top_k)
@@ -96,19 +97,18 @@ def index_topk_decode_slots(
     if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:
         return indices.fill_(-1), indptr.zero_()
     target = target_of(q.device)
-    step, select = _decode_step(q, top_k, max_context_len, logits_bytes, select)
-    views, counters = workspace.take(
-        "index_topk_decode_slots", config.slots_scratch_of(step, max_context_len, select, rows, target), q.device
-    )
-    packing = counters[select.arrivals :]
+    step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
+    scratch = config.slots_scratch_of(step, max_context_len, choice.plan, rows, target)
+    views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
+    packing = counters[scratch.counters - ragged.scratch(rows, target).counters :]
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
     num_blocks, block_size = cache.shape[:2]
-    if step == rows and select.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
-        slots = selection_kernels.Slots(indptr, packing, block_table, block_size, next_n)
-        _select_decode(*inputs, indices, step, select, views, counters, slots)
+    if step == rows and choice.plan.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
+        slots = Slots(indptr, packing, block_table, block_size, next_n)
+        _select_decode(*inputs, indices, step, choice, views, counters, slots)
     else:
         out = shapes.allocate_decode(q, top_k)
-        _select_decode(*inputs, out, step, select, views, counters)
+        _select_decode(*inputs, out, step, choice, views, counters)
         ragged_kernels.launch_pack_rows(
             indices, indptr, packing, ragged.config(rows, top_k, target), top_k, 0,
             dense=out, block_table=block_table, block_size=block_size, next_n=next_n,
@@ -117,18 +117,30 @@ def index_topk_decode_slots(
 
 
 def _decode_step(
-    q: torch.Tensor, top_k: int, max_context_len: int, logits_bytes: int, select: selection.TopkConfig | None
-) -> tuple[int, selection.TopkConfig]:
+    q: torch.Tensor, top_k: int, max_context_len: int, logits_bytes: int, kernel: str | Choice[Plan] | None
+) -> tuple[int, Choice[Plan]]:
     """How many rows are scored at a time, and how they are selected."""
     requests, next_n = q.shape[:2]
     step = shapes.rows_at_once(requests * next_n, max_context_len, logits_bytes, next_n)
-    return step, select or config.decode_config(step, max_context_len, top_k, target_of(q.device))
+    return step, config.choose_decode(step, max_context_len, top_k, target_of(q.device), kernel)
 
 
 def _select_decode(
-    q, weights, cache, context_lens, block_table, max_context_len, layout, out, step, select, views, counters, slots=None
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    layout: str,
+    out: torch.Tensor,
+    step: int,
+    choice: Choice[Plan],
+    views: list[torch.Tensor],
+    counters: torch.Tensor,
+    slots: Slots | None = None,
 ) -> None:
-    """Score and select, ``step`` rows at a time; into ``out`` as launch_top_k does."""
+    """Score and select, ``step`` rows at a time; out, slots: see Selection."""
     requests, next_n = q.shape[:2]
     kind = parse_layout(layout)
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
@@ -142,12 +154,10 @@ def _select_decode(
         rows = slice(first, min(first + step, requests * next_n))
         some = slice(first // next_n, rows.stop // next_n)
         logits = buffer[: rows.stop - first, :max_context_len]
-        highest = {"maxima": views[0][: rows.stop - first], "group": selection.GROUP} if select.tops else {}
+        maxima = {"maxima": views[0][: rows.stop - first], "group": GROUP} if choice.plan.reads_group_maxima else {}
         score_kernels.launch_paged_mqa_logits(
             q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, flavour, logits,
-            score, clean=False, early=select.early, **highest,
+            score, clean=False, early=choice.plan.starts_early, **maxima,
         )  # fmt: skip
-        selection_kernels.launch_top_k(
-            logits, None, limits[rows], out[rows] if slots is None else out, select.fewer(logits.shape[0]), views, counters,
-            slots,
-        )  # fmt: skip
+        into = out[rows] if slots is None else out
+        choice.kernel.launcher(Selection(logits, None, limits[rows], into, views, counters, slots), choice.plan)

@@ -1,6 +1,7 @@
 """Schemas of the fused score and select."""
 
 from sparse_attn.ops.index_topk import fake
+from sparse_attn.ops.topk.dispatch import KERNELS
 from sparse_attn.registration import define_op
 
 index_topk_prefill = define_op(
@@ -9,6 +10,7 @@ index_topk_prefill = define_op(
     "(Tensor q, Tensor weights, Tensor k, Tensor? k_scale, Tensor kv_start, Tensor kv_end, int top_k, str flavour, "
     "int logits_bytes, str impl) -> Tensor",
     fake.index_topk_prefill,
+    KERNELS,
 )
 index_topk_decode = define_op(
     __package__,
@@ -16,6 +18,7 @@ index_topk_decode = define_op(
     "(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor block_table, int top_k, "
     "SymInt max_context_len, str layout, int logits_bytes, str impl) -> Tensor",
     fake.index_topk_decode,
+    KERNELS,
 )
 index_topk_decode_slots = define_op(
     __package__,
@@ -23,4 +26,5 @@ index_topk_decode_slots = define_op(
     "(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor block_table, int top_k, "
     "SymInt max_context_len, str layout, int logits_bytes, str impl) -> (Tensor, Tensor)",
     fake.index_topk_decode_slots,
+    KERNELS,
 )

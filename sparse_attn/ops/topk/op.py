@@ -1,6 +1,6 @@
 """Schema of the selection."""
 
-from sparse_attn.ops.topk import fake
+from sparse_attn.ops.topk import dispatch, fake
 from sparse_attn.registration import define_op
 
 top_k_per_row = define_op(
@@ -8,4 +8,5 @@ top_k_per_row = define_op(
     "top_k_per_row",
     "(Tensor logits, Tensor? row_starts, Tensor? row_ends, int k, str impl) -> Tensor",
     fake.top_k_per_row,
+    dispatch.KERNELS,
 )

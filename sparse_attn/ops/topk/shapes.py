@@ -3,6 +3,7 @@
 import torch
 
 GROUP = 8  # neighbours whose highest score may come with them
+WORD = 32  # columns of a word of a bitmask
 
 
 def allocate_indices(logits: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Global memory by PTX on NVIDIA, where the language would move data between threads."""
+"""Global memory by PTX on NVIDIA, where Triton's own load or store would move data between threads first."""
 
 import triton
 import triton.language as tl
@@ -17,24 +17,21 @@ LOOK_UP = tl.constexpr(
 
 
 @triton.jit
-def look_up(source, place, end):
-    """source[place], int32, below ``end``, else 0; by the threads that hold ``place``."""
+def look_up(source, position, end):
+    """source[position], int32, where position < end, else 0. The thread that holds a position loads it."""
     if INTERPRETED:
-        return tl.load(source + place, mask=place < end, other=0)
+        return tl.load(source + position, mask=position < end, other=0)
     else:
-        operands = [source, place, end]
+        operands = [source, position, end]
         return tl.inline_asm_elementwise(LOOK_UP, "=&r,l,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def scatter(out, place, values, keys, most):
-    """out[place] = values (int32) where keys <= most, unsigned.
-
-    From whichever thread holds them: a store of the language's would move them between threads first.
-    """
+def scatter(out, position, values, keys, most):
+    """out[position] = values (int32) where keys <= most, unsigned. The thread that holds a value stores it."""
     if INTERPRETED:
         keys, most = keys.to(tl.uint32, bitcast=True), most.to(tl.uint32, bitcast=True)
-        tl.store(out + place, values, mask=keys <= most)
+        tl.store(out + position, values, mask=keys <= most)
     else:
-        operands = [out, place, values, keys, most]
+        operands = [out, position, values, keys, most]
         tl.inline_asm_elementwise(SCATTER, "=r,l,r,r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)

@@ -1,22 +1,26 @@
-"""A row of scores: its tile, its range, its load."""
+"""A row of scores: a tile of its columns, its range, its load.
+
+A tile is [SIZE / WORD, WORD]: a line of it is a word of a bitmask. ``row_ptr`` points to a row's column 0.
+"""
 
 import triton
 import triton.language as tl
 
 from sparse_attn.ops.topk import shapes
 
-LANES = tl.constexpr(32)  # columns of a tile's line: a tile is read line by line
+WORD = tl.constexpr(shapes.WORD)
 GROUP = tl.constexpr(shapes.GROUP)
 
 
 @triton.jit
-def of(SIZE: tl.constexpr):
-    """0 .. SIZE - 1 as [SIZE / LANES, LANES]."""
-    return tl.arange(0, SIZE // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+def positions(SIZE: tl.constexpr):
+    """0 .. SIZE - 1 as [SIZE / WORD, WORD]."""
+    return tl.arange(0, SIZE // WORD)[:, None] * WORD + tl.arange(0, WORD)[None, :]
 
 
 @triton.jit
-def limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row):
+def row_range(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row):
+    """(start, end) of the columns that compete, clamped to the row."""
     start = tl.full([], 0, tl.int32)
     end = start + width
     if row_starts is not None:
@@ -27,8 +31,8 @@ def limits(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
 
 
 @triton.jit
-def load(line, columns, start, end, ALIGNED: tl.constexpr):
-    """Scores at ``columns`` of a row, anything outside [start, end), and which lie inside.
+def load(row_ptr, columns, start, end, ALIGNED: tl.constexpr):
+    """(scores at ``columns`` of a row, anything outside [start, end); which columns lie inside).
 
     ALIGNED: the row starts at a multiple of 16 bytes and can be read up to the next multiple of 4 columns, so that four
     columns are one load.
@@ -36,13 +40,13 @@ def load(line, columns, start, end, ALIGNED: tl.constexpr):
     inside = (columns - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
     if ALIGNED:
         whole = (columns >= (start // 4) * 4) & (columns < ((end + 3) // 4) * 4)
-        return tl.load(line + columns, mask=whole), inside
+        return tl.load(row_ptr + columns, mask=whole), inside
     else:
-        return tl.load(line + columns, mask=inside), inside
+        return tl.load(row_ptr + columns, mask=inside), inside
 
 
 @triton.jit
-def load_held(source, end, SLOTS: tl.constexpr, ALIGNED: tl.constexpr):
+def load_resident(source, end, SLOTS: tl.constexpr, ALIGNED: tl.constexpr):
     """SLOTS scores from ``source`` on, anything from ``end`` on; where ALIGNED, source is a multiple of 16 bytes."""
     slots = tl.arange(0, SLOTS)
     if ALIGNED:

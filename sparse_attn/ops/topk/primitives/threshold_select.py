@@ -1,7 +1,7 @@
-"""Search by thresholds: count the scores at or above three keys at a time, on any target.
+"""Search by thresholds: count the scores at or above three keys at a time, on any GPU, without shared memory.
 
-Keys are the integers of device/order.py, but floats are compared, so NaN (false in every comparison) and -inf (below every
-key searched) drop out by themselves, and -0.0 equals +0.0.
+Keys are the integers of device/order.py, but floats are compared, so NaN (false in every comparison) and -inf (below
+every key searched) drop out by themselves, and -0.0 equals +0.0.
 """
 
 import triton
@@ -15,6 +15,7 @@ ACROSS = tl.constexpr(2048)
 
 @triton.jit
 def score_of(key):
+    """The score of a key."""
     key = key.to(tl.int32)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -75,7 +76,7 @@ def search(scores, key2, key3, k, enough):
 
 @triton.jit
 def _count_in_row(source, length, first, second, third, CHUNK: tl.constexpr):
-    """_count over a whole row."""
+    """_count over a whole row in memory."""
     WIDE: tl.constexpr = min(ACROSS, CHUNK)
     tile = tl.arange(0, CHUNK // WIDE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
     passed1 = tl.zeros([WIDE], tl.int32)
@@ -90,8 +91,9 @@ def _count_in_row(source, length, first, second, third, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def search_row(source, length, guess, k, CHUNK: tl.constexpr):
-    """search over a whole row, read again for every count; ``guess``: a key that may well be the k-th."""
+def search_streamed(source, length, guess, k, CHUNK: tl.constexpr):
+    """search over a whole row in memory, which is read again for every count; guess: a key that may well be the
+    k-th."""
     low = tl.full([], LOWEST, tl.int64)
     high = tl.full([], BEYOND, tl.int64)
     at_low, at2, at3 = _count_in_row(source, length, low, guess, guess + 1, CHUNK)

@@ -1,0 +1,43 @@
+"""Single CTA, bf16 keys: one CTA holds a row as bf16, two scores to a register, and reads again only what shares the
+k-th's bf16.
+
+1. Load the row, truncate it to bf16.
+2. Find the row's highest score. Count 2048 digits that begin there, in a histogram in shared memory, and find the
+   k-th's bin; where the k-th lies behind all of them, count again in two digits.
+3. Mark the slots above that bf16, and those equal to it.
+4. Where more than are needed share it, read their scores again: up to a thread each are listed and ranked against each
+   other, more are searched by further digits.
+5. Compact: marks to a bitmask, a scan of popcounts, columns or cache slots to the output.
+
+It reads a row once, half the registers and a third of the instructions of single_cta; what costs are the barriers
+between steps, and for many rows the compaction's stores.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.ops.topk.primitives import bf16_select, compact, output
+
+
+@triton.jit
+def select_row(
+    out, row_ptr, base, start, end, smem, output_map, k,
+    SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, COALESCED: tl.constexpr,
+    LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """As single_cta.select_row, CHUNK columns read at once."""
+    source, first, length = (row_ptr + base,), start - base, end - base
+    chunks = bf16_select.load(row_ptr + base, first, length, length, SLOTS, CHUNK, ALIGNED)
+    least, last = bf16_select.first_window(chunks, k, LATENCY_BOUND, THREADS)
+    bf16, below, in_bin = bf16_select.search(smem, chunks, least, last, length, k, LATENCY_BOUND, CHUNK, THREADS)
+    count = tl.minimum(below + in_bin, k)
+    output.announce(output_map, count)
+    bf16_select.mark(smem, chunks, bf16, CHUNK)
+    bitmask = bf16_select.marked_bitmask(
+        smem, source, first, length, bf16, k - below, in_bin, SLOTS, ALIGNED, THREADS
+    )  # fmt: skip
+    word_base = output.values(output_map, base - start + tl.arange(0, SLOTS // 32) * 32)
+    if COALESCED:
+        compact.store_bitmask_coalesced(out, smem, bitmask, word_base, count, output_map, SLOTS, THREADS)
+    else:
+        compact.store_bitmask(out, bitmask, word_base, count, output_map)

@@ -1,0 +1,352 @@
+"""Which algorithm selects, and how it is launched: ``KERNELS`` in order, each with what it supports and its plan.
+
+A search goes by radix digits, counted in a histogram in shared memory by PTX, on NVIDIA; elsewhere by thresholds. Short
+rows have one CTA each. Long rows have as many CTAs a row as fill the machine, one when rows are many.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from sparse_attn import dispatch
+from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, slower
+from sparse_attn.ops.topk.plan import (
+    THRESHOLDS,
+    Bound,
+    GroupMaxima,
+    MultiCta,
+    MultiPass,
+    Plan,
+    Problem,
+    Sampled,
+    SingleCta,
+    SingleCtaBf16,
+    Streaming,
+    group_maxima_of,
+    power_of_two,
+)
+from sparse_attn.ops.topk.shapes import GROUP
+from sparse_attn.target import Target
+
+MOST_CTAS = 64  # that share a row
+
+# Search by radix digits.
+RESIDENT = 32768  # widest row in one CTA's registers
+WINDOW_SHIFT = 13  # bits behind a digit of which 2048 span two octaves
+CANDIDATES = 8192  # most that are searched of a wider one
+LARGEST_K = 4 * CANDIDATES // 5  # of which a sample bounds the candidates
+CTA_COLUMNS = 8192  # below which no CTA's share of a row should fall
+SPAN = 65536  # columns whose bits fill the histogram
+LEAST_CTAS = 4  # to hold a row together
+CTA_RESIDENT = 16384  # most that each of them holds of it
+BITMASK_COLUMNS = 262144  # columns whose bits lie behind a histogram
+TIE_SLOTS = 1024  # beside those of k groups
+MULTI_PASS = 2  # rows an SM beyond which each pass over long ones is a launch
+BOUNDED_ROWS = 8192  # rows whose bounds are found at a time
+CANDIDATE_BYTES = 65 << 20  # for the candidates of 1024 of them, or more
+PART, MOST_PARTS = 8192, 16  # columns of which a CTA collects the candidates, at least; parts of a row, at most
+SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
+WIDE_ROW = 1 << 18
+LEAST_EVEN, MOST_EVEN = 2048, 3  # slots and CTAs of an SM for which CTAs claim registers to spread evenly
+WARPS_EVEN = 8  # of these
+REGISTERS = 65536  # of an SM
+
+# Search by thresholds.
+SHORT = 8192  # widest row in one CTA's registers
+NARROW, WIDE = 2048, 8192  # columns of a chunk
+
+
+# --- what a kernel supports
+
+
+def _radix(target: Target) -> Support:
+    """Whether CTAs count in shared memory; the interpreter can, but need not."""
+    if target.vendor == "nvidia":
+        return YES
+    if target.interpreted:
+        return slower("target: got the interpreter, faster by thresholds")
+    return no(f"target: got {target.name}, allowed: NVIDIA")
+
+
+def _hopper(target: Target) -> Support:
+    if _is_hopper(target):
+        return YES
+    if target.interpreted:
+        return slower("target: got the interpreter, faster by thresholds")
+    return no(f"target: got {target.name}, allowed: sm_90")
+
+
+def _at_most(name: str, value: int, most: int) -> Support:
+    return YES if value <= most else no(f"{name}: got {value}, allowed: at most {most}")
+
+
+def _supports_group_maxima(problem: Problem, target: Target) -> Support:
+    if not problem.group_maxima:
+        return no("group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them")
+    machine = _hopper(target)
+    if not machine.able:
+        return machine
+    if problem.width > GROUP * RESIDENT:
+        return _at_most("width", problem.width, GROUP * RESIDENT)
+    if problem.k > RESIDENT // GROUP:
+        return _at_most("k", problem.k, RESIDENT // GROUP)
+    if problem.width <= RESIDENT:
+        return slower(f"width: got {problem.width}, faster from {RESIDENT + 1}")
+    return machine
+
+
+def _supports_single_cta_bf16(problem: Problem, target: Target) -> Support:
+    machine = _hopper(target)
+    if not machine.able:
+        return machine
+    if not 4096 < problem.width <= RESIDENT:
+        return no(f"width: got {problem.width}, allowed: 4097 to {RESIDENT}")
+    if problem.width <= 8192 and problem.rows <= target.num_sms and 8 * problem.k > 8192:
+        few = f"at most {target.num_sms} rows of at most 8192 columns"
+        return slower(f"k: got {problem.k}, faster up to 1024 ({few})")
+    return machine
+
+
+def _supports_single_cta(problem: Problem, target: Target) -> Support:
+    machine = _radix(target)
+    return _at_most("width", problem.width, RESIDENT) if machine.able and problem.width > RESIDENT else machine
+
+
+def _supports_multi_cta(problem: Problem, target: Target) -> Support:
+    machine = _radix(target)
+    if not machine.able:
+        return machine
+    if not RESIDENT < problem.width <= BITMASK_COLUMNS:
+        return no(f"width: got {problem.width}, allowed: {RESIDENT + 1} to {BITMASK_COLUMNS}")
+    if problem.k > CANDIDATES // 2:
+        return _at_most("k", problem.k, CANDIDATES // 2)
+    needed = max(LEAST_CTAS, power_of_two(-(-problem.width // CTA_RESIDENT)))
+    if problem.rows * needed > target.num_sms:
+        most = target.num_sms // needed
+        share = f"{problem.width} columns take {needed} CTAs a row"
+        return no(f"rows: got {problem.rows}, allowed: at most {most} ({share})")
+    return machine
+
+
+def _supports_multi_pass(problem: Problem, target: Target) -> Support:
+    sampled = _supports_sampled(problem, target)
+    if sampled.able and problem.rows <= MULTI_PASS * target.num_sms:
+        return slower(f"rows: got {problem.rows}, faster from {MULTI_PASS * target.num_sms + 1}")
+    return sampled
+
+
+def _supports_sampled(problem: Problem, target: Target) -> Support:
+    machine = _radix(target)
+    return _at_most("k", problem.k, LARGEST_K) if machine.able and problem.k > LARGEST_K else machine
+
+
+def _supports_streaming(problem: Problem, target: Target) -> Support:
+    return _radix(target)
+
+
+def _supports_threshold_single_cta(problem: Problem, target: Target) -> Support:
+    return _at_most("width", problem.width, SHORT)
+
+
+def _supports_threshold_sampled(problem: Problem, target: Target) -> Support:
+    return _at_most("k", problem.k, LARGEST_K)
+
+
+def _always(problem: Problem, target: Target) -> Support:
+    return YES
+
+
+# --- how it is launched
+
+
+def _plan_group_maxima(problem: Problem, target: Target) -> GroupMaxima:
+    maxima, chosen = -(-problem.width // GROUP), GROUP * problem.k
+    warps = 8 if max(maxima, chosen) <= 8192 else 16
+    slots = min(-(-(chosen + TIE_SLOTS) // 4096) * 4096, RESIDENT)
+    return GroupMaxima(
+        max(slots, 1024 * warps), warps, problem.rows, group_maxima_of(problem.width),
+        tile=max(power_of_two(maxima), 1024 * warps), chunk=4096, max_registers=128,
+    )  # fmt: skip
+
+
+def _plan_single_cta_bf16(problem: Problem, target: Target) -> SingleCtaBf16:
+    """Of few rows one CTA an SM; of many as many as hold its registers in 16 to 32 warps, of 8192 columns in small CTAs
+    where those come in three waves or more."""
+    slots = power_of_two(problem.width)
+    if problem.rows <= target.num_sms:
+        if slots < RESIDENT:
+            return SingleCtaBf16(slots, 8, 4096, spread=True, max_registers=136)
+        return SingleCtaBf16(slots, 16, 8192, spread=True, max_registers=128)
+    if slots > 8192:
+        return SingleCtaBf16(slots, slots // 4096, 4096, coalesced=slots < RESIDENT, max_registers=128)
+    waves = problem.rows // (8 * target.num_sms)
+    return SingleCtaBf16(slots, 4 if waves >= 3 else 8, 2048, coalesced=True, max_registers=64)
+
+
+def _plan_single_cta(problem: Problem, target: Target) -> SingleCta:
+    slots = max(256, power_of_two(problem.width))
+    if slots > 8192:
+        return SingleCta(slots, 16, window_shift=WINDOW_SHIFT, spread=True)
+    few = problem.rows <= target.num_sms
+    if slots == 8192:  # four CTAs on an SM, where there are as many
+        return SingleCta(slots, 8, coalesced=not few, spread=few)
+    plan = SingleCta(slots, max(2, slots // 512))
+    return plan if slots < LEAST_EVEN else _evenly(plan, problem.rows, target)
+
+
+def _evenly(plan: SingleCta, rows: int, target: Target) -> SingleCta:
+    """Few rows: ``plan`` with so many registers a thread that no SM holds more CTAs than it must; else CTAs crowd on
+    the SMs that the launch before leaves first. Many rows: ``plan`` with fewer instructions."""
+    each = -(-rows // target.num_sms)
+    if each > MOST_EVEN:
+        return replace(plan, coalesced=True)
+    if not _is_hopper(target):
+        return plan
+    registers = 8 * (REGISTERS // (32 * WARPS_EVEN * (each + 1)) // 8 + 1)
+    return replace(plan, num_warps=WARPS_EVEN, max_registers=registers, spread=True)
+
+
+def _plan_multi_cta(problem: Problem, target: Target) -> MultiCta:
+    slots, ctas = _slots(problem, CANDIDATES), _ctas_per_row(problem, target)
+    return MultiCta(
+        slots, 16, ctas, problem.rows, resident=_share(problem, ctas), candidates=slots // ctas * 3 // 4, chunk=4096,
+        reserved_ctas=_reserved_ctas(problem, slots, target),
+    )  # fmt: skip
+
+
+def _plan_multi_pass(problem: Problem, target: Target) -> MultiPass:
+    rows, width = problem.rows, problem.width
+    slots, parts = _slots(problem, CANDIDATES), min(power_of_two(-(-width // PART)), MOST_PARTS)
+    bounded = min(rows, BOUNDED_ROWS)
+    nbytes = CANDIDATE_BYTES if problem.scratch_bytes is None else _whole_ctas(problem.scratch_bytes, slots)
+    fitting = (nbytes - 8 * bounded) // (8 * slots + 8 * parts) // 16 * 16
+    return MultiPass(
+        slots, 8, parts, min(bounded, fitting), bounded, chunk=2048, span=max(power_of_two(-(-width // parts)), PART),
+        bound=Bound(_between(problem.k, slots), SAMPLES if width <= WIDE_ROW else 2 * SAMPLES, 4),
+        max_registers=_fitting_registers(64 if slots < CANDIDATES else 80, target),
+        collect_registers=_fitting_registers(32, target),
+    )  # fmt: skip
+
+
+def _plan_sampled(problem: Problem, target: Target) -> Sampled:
+    slots, ctas = _slots(problem, CANDIDATES), _ctas_per_row(problem, target)
+    share = _share(problem, ctas)
+    alone = problem.rows * ctas <= target.num_sms  # on an SM
+    return Sampled(
+        slots, 16, ctas, problem.rows if alone else min(problem.rows, 2 * target.num_sms),
+        chunk=min(share, 16384 if alone else 8192), span=min(share, SPAN), bound=_bound(problem, slots),
+        reserved_ctas=_reserved_ctas(problem, slots, target),
+        max_registers=None if alone else _fitting_registers(64, target),
+    )  # fmt: skip
+
+
+def _plan_streaming(problem: Problem, target: Target) -> Streaming:
+    registers = _fitting_registers(64, target)  # two CTAs of 16 warps on an SM
+    return Streaming(CANDIDATES, 16, min(problem.rows, 2 * target.num_sms), 4096, max_registers=registers)
+
+
+def _plan_threshold_single_cta(problem: Problem, target: Target) -> SingleCta:
+    slots = max(256, power_of_two(problem.width))
+    return SingleCta(slots, max(2, slots // 1024), THRESHOLDS)
+
+
+def _plan_threshold_sampled(problem: Problem, target: Target) -> Sampled:
+    rows, width, resident = problem.rows, problem.width, 2 * target.num_sms
+    slots = _slots(problem, SHORT)
+    share = power_of_two(resident // max(rows, 1) + 1) // 2
+    most = MOST_CTAS if rows == 1 else MOST_CTAS // 4
+    ctas = max(1, min(share, most, power_of_two(-(-width // NARROW))))
+    chunk = min(max(power_of_two(-(-width // ctas)), NARROW), WIDE)
+    return Sampled(
+        slots, 8, ctas, rows if ctas > 1 else min(rows, resident), chunk=chunk, span=chunk,
+        bound=_bound(problem, slots), reserved_ctas=min(rows * MOST_CTAS, resident), search=THRESHOLDS,
+    )  # fmt: skip
+
+
+def _plan_threshold_streaming(problem: Problem, target: Target) -> Streaming:
+    return Streaming(SHORT, 16, min(problem.rows, 2 * target.num_sms), 4096, THRESHOLDS)
+
+
+def _slots(problem: Problem, most: int) -> int:
+    """Half of ``most``, where a bound from the sample is sharp enough to aim between k and that."""
+    sharp = 8 * problem.k <= most or (4 * problem.k <= most and problem.width <= 1 << 16)
+    return most // 2 if sharp else most
+
+
+def _ctas_per_row(problem: Problem, target: Target) -> int:
+    share = power_of_two(target.num_sms // max(problem.rows, 1) + 1) // 2
+    return max(1, min(share, MOST_CTAS, power_of_two(-(-problem.width // CTA_COLUMNS))))
+
+
+def _share(problem: Problem, ctas: int) -> int:
+    """Columns of each of the CTAs that share a row."""
+    return max(power_of_two(-(-problem.width // ctas)), CTA_COLUMNS)
+
+
+def _reserved_ctas(problem: Problem, slots: int, target: Target) -> int:
+    """CTAs to have scratch for: what no call with fewer rows or columns exceeds."""
+    reserved = min(problem.rows * MOST_CTAS, 2 * target.num_sms)
+    if problem.scratch_bytes is None or problem.rows == 1:
+        return reserved
+    return max(reserved, _whole_ctas(problem.scratch_bytes, slots) // (4 * (slots + 1)))
+
+
+def _whole_ctas(nbytes: int, slots: int) -> int:
+    """``nbytes`` in whole CTAs' candidates: the most columns take the most."""
+    for most in (CANDIDATES, slots):
+        nbytes -= nbytes % (4 * (most + 1))
+    return nbytes
+
+
+def _bound(problem: Problem, slots: int) -> Bound:
+    return Bound(_between(problem.k, slots), SAMPLES, 4 if problem.width <= WIDE_ROW else 1)
+
+
+def _between(low: int, high: int) -> int:
+    """The geometric mean: a bound on the candidates' number may err by the same factor on either side."""
+    return max(64, int((low * high) ** 0.5))
+
+
+def _fitting_registers(registers: int, target: Target) -> int | None:
+    """Registers of a thread where more CTAs at once were measured to outweigh the spills."""
+    return registers if _is_hopper(target) else None
+
+
+def _is_hopper(target: Target) -> bool:
+    return (target.vendor, target.arch) == ("nvidia", 90)
+
+
+# --- the table
+
+LAUNCH = "sparse_attn.ops.topk.launch"
+KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("group_maxima", _supports_group_maxima, _plan_group_maxima, f"{LAUNCH}:group_maxima"),
+    Kernel("single_cta_bf16", _supports_single_cta_bf16, _plan_single_cta_bf16, f"{LAUNCH}:single_cta"),
+    Kernel("single_cta", _supports_single_cta, _plan_single_cta, f"{LAUNCH}:single_cta"),
+    Kernel("multi_cta", _supports_multi_cta, _plan_multi_cta, f"{LAUNCH}:multi_cta"),
+    Kernel("multi_pass", _supports_multi_pass, _plan_multi_pass, f"{LAUNCH}:multi_pass"),
+    Kernel("sampled", _supports_sampled, _plan_sampled, f"{LAUNCH}:sampled"),
+    Kernel("streaming", _supports_streaming, _plan_streaming, f"{LAUNCH}:streaming"),
+    Kernel("thresholds.single_cta", _supports_threshold_single_cta, _plan_threshold_single_cta, f"{LAUNCH}:single_cta"),
+    Kernel("thresholds.sampled", _supports_threshold_sampled, _plan_threshold_sampled, f"{LAUNCH}:sampled"),
+    Kernel("thresholds.streaming", _always, _plan_threshold_streaming, f"{LAUNCH}:streaming"),
+)
+
+
+@functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
+def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
+    """The kernel that selects, and its plan. kernel: see dispatch.choose."""
+    return dispatch.choose(KERNELS, problem, target, kernel)
+
+
+def last_change(problem: Problem, target: Target) -> int:
+    """Of ``problem``'s rows, how many there are beyond which one more never takes less scratch."""
+    passes = isinstance(choose(problem, target).plan, MultiPass)
+    return min(problem.rows, BOUNDED_ROWS if passes else MULTI_PASS * target.num_sms)
+
+
+def widths_of_most_scratch(width: int) -> tuple[int, ...]:
+    """Of the widths up to ``width``, one of which takes the most scratch: beyond the widest with group maxima it is
+    less."""
+    return (width, GROUP * RESIDENT) if width > GROUP * RESIDENT else (width,)

@@ -1,0 +1,279 @@
+"""The facts of a selection, and how each algorithm is launched: what it holds, shares and reads at once, and its
+scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.ops.topk.shapes import GROUP, WORD
+from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
+
+RADIX, THRESHOLDS = "radix", "thresholds"  # searches: by digits counted in shared memory, by scores compared
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel depends on.
+
+    group_maxima: whether the highest score of every GROUP neighbours comes with the rows. scratch_bytes: for the
+    candidates of two long rows or more, the same whatever their columns; None: what they need, at most CANDIDATE_BYTES.
+    """
+
+    rows: int
+    width: int
+    k: int
+    group_maxima: bool = False
+    scratch_bytes: int | None = None
+
+
+class Bound(NamedTuple):
+    """A score that about ``candidates`` of a row exceed, estimated from ``samples`` of them, ``run`` side by side."""
+
+    candidates: int
+    samples: int
+    run: int = 1
+
+
+class Plan:
+    """What a launcher or a fused operator asks of every plan.
+
+    smem_words: shared memory behind the histogram. reads_group_maxima: whether whoever scores stores group maxima in
+    its scratch. starts_early: whether CTAs should start before their scores are there (programmatic dependent launch);
+    None: where that is soon.
+    """
+
+    scratch = Scratch()
+    smem_words = 0
+    reads_group_maxima = False
+    starts_early: bool | None = None
+
+    def packs(self, rows: int, target: Target) -> bool:
+        """Whether ``rows`` can be stored one behind the other: CTAs that hold them certainly run all at once."""
+        return False
+
+
+@dataclass(frozen=True)
+class SingleCta(Plan):
+    """A CTA holds a row's scores in registers.
+
+    slots: scores it holds, a power of two. coalesced: whether columns are staged in shared memory and stored by whole
+    lines: fewer instructions, more barriers. window_shift: digits count from the row's highest score and are its bits
+    from this one on; 0: the leading digit comes first. spread: whether no more CTAs fit an SM than must, so that they
+    spread over all SMs whenever they start; what a CTA waits for counts, not what it issues.
+    """
+
+    slots: int
+    num_warps: int
+    search: str = RADIX
+    coalesced: bool = False
+    window_shift: int = 0
+    spread: bool = False
+    max_registers: int | None = None
+
+    @property
+    def smem_words(self) -> int:
+        """A list of the scores that share a digit, or a bit for every column."""
+        return self.slots // 4 if self.window_shift or self.coalesced else 0
+
+    @property
+    def starts_early(self) -> bool | None:
+        return self.spread or None
+
+    def packs(self, rows: int, target: Target) -> bool:
+        return rows <= target.num_sms
+
+
+@dataclass(frozen=True)
+class SingleCtaBf16(Plan):
+    """A CTA holds a row's scores in registers as bf16, two to a register. chunk: columns read at once; else as
+    SingleCta."""
+
+    slots: int
+    num_warps: int
+    chunk: int
+    coalesced: bool = False
+    spread: bool = False
+    max_registers: int | None = None
+
+    @property
+    def smem_words(self) -> int:
+        return _bitmask_and_list(self.slots, self.num_warps)
+
+    @property
+    def starts_early(self) -> bool | None:
+        return self.spread or None
+
+    def packs(self, rows: int, target: Target) -> bool:
+        return rows <= target.num_sms
+
+
+@dataclass(frozen=True)
+class GroupMaxima(Plan):
+    """A CTA selects k groups by their maxima, then k scores of these groups.
+
+    slots: scores of groups it holds, as bf16, GROUP * k at least. maxima: stored of a row, in whole fours. tile: maxima
+    it holds, a power of two. chunk: slots read at once.
+    """
+
+    slots: int
+    num_warps: int
+    rows: int
+    maxima: int
+    tile: int
+    chunk: int
+    max_registers: int | None = None
+
+    @property
+    def scratch(self) -> Scratch:
+        """The maxima, which whoever scores fills."""
+        return Scratch((Buffer("maxima", (self.rows, self.maxima), torch.float32),))
+
+    @property
+    def smem_words(self) -> int:
+        return _bitmask_and_list(self.slots, self.num_warps)
+
+    reads_group_maxima = True
+    starts_early = False
+
+    def packs(self, rows: int, target: Target) -> bool:
+        return rows <= target.num_sms
+
+
+@dataclass(frozen=True)
+class MultiCta(Plan):
+    """CTAs that share a row hold it together, interleaved; the last one to arrive selects among what all offer.
+
+    slots: scores offered at most. resident: scores a CTA holds. candidates: scores a CTA offers at least. chunk:
+    columns read at once where the row is streamed after all. reserved_ctas: to have scratch for, what no smaller call
+    exceeds.
+    """
+
+    slots: int
+    num_warps: int
+    ctas_per_row: int
+    rows: int
+    resident: int
+    candidates: int
+    chunk: int
+    reserved_ctas: int = 0
+
+    @property
+    def scratch(self) -> Scratch:
+        return _candidate_scratch(max(self.rows * self.ctas_per_row, self.reserved_ctas), self.slots, self.rows)
+
+    @property
+    def smem_words(self) -> int:
+        return max(self.slots // 4, self.resident * self.ctas_per_row // WORD)
+
+    starts_early = True
+
+    def packs(self, rows: int, target: Target) -> bool:
+        return rows * self.ctas_per_row <= target.num_sms
+
+
+@dataclass(frozen=True)
+class Sampled(Plan):
+    """A sample bounds the row; CTAs that share it collect what exceeds the bound; the last one to arrive selects among
+    that.
+
+    slots: candidates that are searched at most. ctas_per_row: a power of two. rows_in_flight: each CTA takes every
+    rows_in_flight-th row. chunk: columns read at once; span: columns whose bits are put in order at once.
+    """
+
+    slots: int
+    num_warps: int
+    ctas_per_row: int
+    rows_in_flight: int
+    chunk: int
+    span: int
+    bound: Bound
+    reserved_ctas: int = 0
+    search: str = RADIX
+    max_registers: int | None = None
+
+    def capacity(self, width: int) -> int:
+        """Candidates one CTA may hold: all of its share of a row, but never more than ``slots``."""
+        chunks = -(-(width + WORD - 1) // self.chunk)
+        return min(-(-chunks // self.ctas_per_row) * self.chunk, self.slots)
+
+    @property
+    def scratch(self) -> Scratch:
+        ctas = max(self.rows_in_flight * self.ctas_per_row, self.reserved_ctas)
+        return _candidate_scratch(ctas, self.slots, self.rows_in_flight)
+
+
+@dataclass(frozen=True)
+class MultiPass(Plan):
+    """Sampled, of many rows, as launches one behind the other: one bounds ``bounded_rows``; then of ``rows_in_flight``
+    at a time one collects, ``ctas_per_row`` CTAs to a row, and one selects.
+
+    slots: candidates of a row. chunk, span: as Sampled's; a CTA collects one span. collect_registers: of a thread that
+    collects.
+    """
+
+    slots: int
+    num_warps: int
+    ctas_per_row: int
+    rows_in_flight: int
+    bounded_rows: int
+    chunk: int
+    span: int
+    bound: Bound
+    max_registers: int | None = None
+    collect_registers: int | None = None
+
+    @property
+    def scratch(self) -> Scratch:
+        parts, slots = (self.rows_in_flight, self.ctas_per_row), (self.rows_in_flight, self.slots)
+        return Scratch(
+            (
+                Buffer("bounds", (self.bounded_rows,), torch.float32),
+                Buffer("taken", (self.bounded_rows,), torch.int32),
+                Buffer("begins", parts, torch.int32),
+                Buffer("counts", parts, torch.int32),
+                Buffer("columns", slots, torch.int32),
+                Buffer("scores", slots, torch.float32),
+            ),
+            self.rows_in_flight,  # as Sampled's, so that more rows never need fewer
+        )
+
+    @property
+    def smem_words(self) -> int:
+        return self.slots // 4
+
+
+@dataclass(frozen=True)
+class Streaming(Plan):
+    """A CTA reads a row from memory once for every digit. slots: scores of a row that it holds instead."""
+
+    slots: int
+    num_warps: int
+    rows_in_flight: int
+    chunk: int
+    search: str = RADIX
+    max_registers: int | None = None
+
+
+def _candidate_scratch(ctas: int, slots: int, rows: int) -> Scratch:
+    """Candidates and their count of every CTA, and a counter of arrivals of every row."""
+    return Scratch(
+        (Buffer("candidates", (ctas, slots), torch.int32), Buffer("counts", (ctas,), torch.int32)), rows
+    )
+
+
+def _bitmask_and_list(slots: int, num_warps: int) -> int:
+    """Two bits for every slot, a power of two, and a list of a word a thread."""
+    return power_of_two(slots) // 4 + 32 * num_warps
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is not below ``value``."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def group_maxima_of(width: int) -> int:
+    """Maxima stored of a row: rows start at multiples of 16 bytes."""
+    return -(-width // (4 * GROUP)) * 4
