@@ -11,7 +11,7 @@ import torch
 from test_compile import decode_state, filled_caches, fresh, layer_of, model_of, plan_of, prefill_plan
 from test_debug import GOOD
 
-from sparse_attn import gradients, ops, sparse_attn_prefill, write_kv_cache
+from sparse_attn import ops, sparse_attn_prefill, write_kv_cache
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense

@@ -219,7 +219,7 @@ def test_an_error_of_an_op_within_an_op_is_the_inner_ones_to_mend(op_of):
     def launch(x):
         with pytest.raises(RuntimeError, match="inner"):
             inner()
-        (a,), counters = workspace.take("outer", SCRATCH, x.device)
+        _, counters = workspace.take("outer", SCRATCH, x.device)
         assert not counters.any()
         started.set()
         waiting.join(0.1)
