@@ -6,6 +6,10 @@ z_i = scale * (q . k_i), out = sum_i softmax(z)_i v_i, v_i = the first d_v value
 natural log units, not scaled) the denominator gains exp(sink). lse = log sum_i exp(z_i) leaves the sink out. A row
 without a valid index gives out 0 and lse -inf; sink -inf changes nothing, sink +inf gives out 0.
 
+A score of -inf weighs nothing, and a row of them alone is as one without a valid index; every finite score counts, however
+low. A score that is NaN or +inf makes out and lse of its row and head NaN. Scores are taken in base 2: one beyond fp32 there
+(2.3e38 in size) is infinite.
+
 An index is valid inside [0, rows); others are skipped, and NaN in a row that no valid index names never reaches an output.
 """
 
@@ -107,8 +111,8 @@ def merge_attn_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     outs: [states, tokens, heads, d_v] bf16, fp16 or fp32. lses: fp32 [states, tokens, heads], natural log, -inf for a state
-    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. A row's bits do not depend on the
-    others.
+    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. An lse that is NaN or +inf makes out
+    and lse of its token and head NaN. A row's bits do not depend on the others.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
     """

@@ -5,6 +5,7 @@ Rows are handled a few at a time so that the gathered keys stay small.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -60,10 +61,23 @@ def sparse_attn_decode(
 def merge_attn_states(
     outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    lse = torch.logsumexp(lses, 0)
-    weights = torch.exp(lses - torch.where(lse.isneginf(), 0.0, lse)).unsqueeze(-1)
-    out = torch.where(weights > 0, weights * outs.float(), 0.0).sum(0)
+    weights, lse = softmax(lses, 0)
+    weights = weights.unsqueeze(-1)
+    out = torch.where(weights == 0, 0.0, weights * outs.float()).sum(0)
     return apply_sink(out, lse, sink).to(outs.dtype), lse
+
+
+def softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, lse) of fp32 scores in natural log units; 0 and -inf where all scores are -inf, NaN where one is NaN or inf.
+
+    A score beyond fp32 in base 2, in which kernels reckon, is infinite.
+    """
+    scores = torch.where((scores * math.log2(math.e)).isinf(), torch.inf * scores, scores)
+    top = scores.amax(dim, keepdim=True)
+    weights = torch.exp(scores - torch.where(top.isneginf(), 0.0, top))
+    total = weights.sum(dim, keepdim=True)
+    lse = torch.where(top.isneginf(), top, top + total.log()).squeeze(dim)
+    return weights / torch.where(total == 0, 1.0, total), lse
 
 
 def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
@@ -98,10 +112,8 @@ def _attend(
         rows = torch.cat([row for row, _ in gathered], 1)
         valid = torch.cat([known for _, known in gathered], 1)
         scores = torch.einsum("thd,tkd->thk", q[chunk].float(), rows) * scale
-        scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
-        lse[chunk] = torch.logsumexp(scores, 2)
-        shift = torch.where(lse[chunk].isneginf(), 0.0, lse[chunk]).unsqueeze(2)
-        out[chunk] = torch.einsum("thk,tkd->thd", torch.exp(scores - shift), rows[..., :d_v])
+        weights, lse[chunk] = softmax(torch.where(valid.unsqueeze(1), scores, -torch.inf), 2)
+        out[chunk] = torch.einsum("thk,tkd->thd", weights, rows[..., :d_v])
     return apply_sink(out, lse, sink).to(q.dtype), lse
 
 
