@@ -22,7 +22,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     HALF,
     HEADS,
     LEFT_MAX,
-    LOWEST,
     PAIR,
     QUERY,
     QUERY_FREED,
@@ -41,6 +40,7 @@ from sparse_attn.ops.attention.hopper_pair import (
     score_even,
     score_left,
 )
+from sparse_attn.ops.attention.hopper_rescale import lowest
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def _left_rows(
     while token >= 0:
         pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-        m = gl.full([HEADS], LOWEST, gl.float32, ROW)
+        m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
         l = gl.zeros([HEADS], gl.float32, ROW)
         for i in range(pairs):
             zero = i >> 20
@@ -110,7 +110,7 @@ def _left_rows(
             await_keys(bars, 0, phase)
         # Of stale memory after the last row.
         pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
-        finish(acc, l, m, 0, target, sums_to, None, drain, stride_out_head, HAS_SINK, False, ACC)
+        finish(acc, l, m, scale_log2, 0, target, sums_to, None, drain, stride_out_head, HAS_SINK, False, ACC)
         if token >= 0:
             pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
             slot = name_keys(indices + begin, 0, 0, count, place, True)
@@ -135,7 +135,7 @@ def _right_rows(
     while token >= 0:
         pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-        m = gl.full([HEADS], LOWEST, gl.float32, ROW)
+        m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
         l = gl.zeros([HEADS], gl.float32, ROW)
         for i in range(pairs):
             before = i * PAIR + TILE
@@ -147,7 +147,7 @@ def _right_rows(
         l = l + sums.index(0).load(ROW)
         wide = token.to(gl.int64)
         target = out + wide * stride_out_token + first_head * stride_out_head
-        finish(acc, l, m, 1, target, None, None, sink + first_head, stride_out_head, HAS_SINK, False, ACC)
+        finish(acc, l, m, scale_log2, 1, target, None, None, sink + first_head, stride_out_head, HAS_SINK, False, ACC)
         turn = turn ^ 1
         token, first_head, begin, count = _await_row(work, bars, turn)
 

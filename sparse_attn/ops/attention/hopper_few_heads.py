@@ -36,8 +36,8 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     put_latents,
 )
 from sparse_attn.ops.attention.hopper_few_planar import ask_planar, put_planar
-from sparse_attn.ops.attention.hopper_pair import LOWEST, REST, TILE, VALUE, WORD, normalise
-from sparse_attn.ops.attention.hopper_rescale import MOST
+from sparse_attn.ops.attention.hopper_pair import REST, TILE, VALUE, WORD, normalise
+from sparse_attn.ops.attention.hopper_rescale import MOST, in_log2, lowest, origin, product_of, settle
 
 WARPS = gl.constexpr(4)
 
@@ -109,7 +109,7 @@ def _consume(
     barrier()
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
-    m = gl.full([N], LOWEST, gl.float32, HEAD)
+    scale, base = origin(gl.full([N], lowest(scale_log2), gl.float32, HEAD), scale_log2)
     l = gl.zeros([TILE, N], gl.float32, SUMS)
     _await_keys(bars, 0)
     pending = _score(query, query_rest, keys, keys_rest, nothing, 0, 0, HAS_REST)
@@ -121,17 +121,24 @@ def _consume(
         z = gl.where(gl.expand_dims(exists, 1), scores, -float("inf"))
         p = z
         if tile > 0:
-            p = gl.exp2(z * scale_log2 - gl.expand_dims(m, 0))
+            p = gl.exp2(z * gl.expand_dims(scale, 0) - gl.expand_dims(base, 0))
             weights.index(zero).store(p.to(gl.bfloat16))
             largest.index(zero).store(gl.max(gl.reshape(p, [WARPS, TILE // WARPS * N]), 1))
             fence_async_shared()
         barrier()
         if (tile == 0) | (gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST):
             seen = gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD)
-            top = gl.maximum(m, seen * scale_log2)
-            rescale = gl.expand_dims(gl.exp2(m - top), 0)
-            p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 0))
-            m = top
+            far = scale != scale_log2
+            top = product_of(base, scale_log2)
+            before = gl.where(far, in_log2(top, scale_log2), base)
+            now = in_log2(seen, scale_log2)
+            moves = gl.where(far, seen > top, now > before)
+            seen_scale, seen_base = origin(seen, scale_log2)
+            factor = gl.where(seen_scale != scale_log2, 0.0, gl.exp2(before - now))
+            rescale = gl.expand_dims(gl.where(moves, factor, 1.0), 0)
+            scale = gl.where(moves, seen_scale, scale)
+            base = gl.where(moves, seen_base, base)
+            p = gl.exp2(z * gl.expand_dims(scale, 0) - gl.expand_dims(base, 0))
             weights.index(zero).store(p.to(gl.bfloat16))
             fence_async_shared()
             barrier()
@@ -154,7 +161,8 @@ def _consume(
             barrier()  # as in signal: else the compiler puts one into every turn
     head = gl.arange(0, N, layout=HEAD)
     drain = gl.load(sink + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
-    factor, logarithm = normalise(m, gl.sum(l, 0), drain, HAS_SINK, SPLIT)
+    top = gl.where(scale != scale_log2, in_log2(product_of(base, scale_log2), scale_log2), base)
+    factor, logarithm = normalise(top, settle(top, gl.sum(l, 0)), drain, HAS_SINK, SPLIT)
     gl.store(lse + head, logarithm, mask=head < heads)
     values = acc * gl.expand_dims(factor, 0)
     if SPLIT:

@@ -22,7 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_rescale import reference, rescale_sums, rescale_weights
+from sparse_attn.ops.attention.hopper_rescale import (
+    origin,
+    reference,
+    rescale_sums,
+    rescale_weights,
+    rescaling,
+    settle,
+)
 
 HEADS = gl.constexpr(64)  # of a program
 TILE = gl.constexpr(64)  # keys
@@ -67,8 +74,6 @@ SHARES = gl.constexpr(
         [64, 256],
     )
 )
-
-LOWEST = gl.constexpr(-1e30)  # a finite "nothing yet"
 
 
 @gluon.jit
@@ -133,6 +138,7 @@ def normalise(m, l, drain, HAS_SINK: gl.constexpr, split):
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
     if HAS_SINK:
         drained = factor / (1.0 + gl.exp2(drain * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
+        drained = gl.where(empty, 0.0, drained)  # whatever the sink is
         factor = gl.where(split, factor, drained)
     return factor, gl.where(empty, -float("inf"), lse2 * gl.where(split, 1.0, 0.6931471805599453))
 
@@ -158,15 +164,17 @@ def _store(out, stride_head, values, half: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def finish(
-    acc, l, m, half: gl.constexpr, out, lse, scales, sink, stride_head, HAS_SINK: gl.constexpr, split, ACC: gl.constexpr
-):
+    acc, l, m, scale_log2, half: gl.constexpr, out, lse, scales, sink, stride_head, HAS_SINK: gl.constexpr, split,
+    ACC: gl.constexpr,
+):  # fmt: skip
     """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16; or
     where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to 2^-11 of each
     value, an eighth of what rounding the output costs, or 2^-39 of the row's largest in this half."""
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     head = gl.arange(0, HEADS, layout=m.type.layout)
     drain = gl.load(sink + head) if HAS_SINK else 0.0
-    factor, logarithm = normalise(m, l, drain, HAS_SINK, split)
+    top = m * scale_log2
+    factor, logarithm = normalise(top, settle(top, l), drain, HAS_SINK, split)
     if half == 0:
         gl.store(lse + head, logarithm)
     factor = gl.convert_layout(factor, ROW)
@@ -210,9 +218,10 @@ def left_pair(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     z = masked(scores, slot, num_rows, PERSISTENT)
-    top = reference(m, gl.max(z, 1) * scale_log2)
-    rescale = gl.exp2(m - top)
-    p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 1))
+    top = reference(m, gl.max(z, 1), scale_log2)
+    scale, base = origin(top, scale_log2)
+    rescale = rescaling(m, top, scale_log2)
+    p = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
     l = l * rescale + gl.sum(p, 1)
     m = top
     maxima.store(top)
@@ -227,7 +236,7 @@ def left_pair(
     release(bars[FREED], PERSISTENT)
     mbarrier.wait(bars[RIGHT_MAX], phase)
     top = maxima.load(ROW)
-    rescale = gl.exp2(m - top)
+    rescale = rescaling(m, top, scale_log2)
     l = l * rescale
     sums.index(0).store(l)
     if not PERSISTENT and not HAS_REST:  # elsewhere nothing is gained, or registers are spilled
@@ -261,16 +270,17 @@ def right_pair(
     slot = name_keys(named, 1, first, left_over, place, PERSISTENT)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     z = masked(scores, slot, num_rows, PERSISTENT)
-    top = gl.max(z, 1) * scale_log2
+    top = gl.max(z, 1)
     mbarrier.wait(bars[LEFT_MAX], phase)
-    top = reference(maxima.load(ROW), top)
+    top = reference(maxima.load(ROW), top, scale_log2)
     maxima.store(top)
     signal(bars[RIGHT_MAX])
     if PERSISTENT:
         if last:
             release(bars[QUERY_FREED], True)
-    rescale = gl.exp2(m - top)
-    p = gl.exp2(z * scale_log2 - gl.expand_dims(top, 1))
+    scale, base = origin(top, scale_log2)
+    rescale = rescaling(m, top, scale_log2)
+    p = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
     l = l * rescale + gl.sum(p, 1)
     acc = rescale_sums(acc, rescale)
     rounded = p.to(gl.bfloat16)

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 SLACK = gl.constexpr(8.0)  # in base 2
+FAR = gl.constexpr(2.0**30)  # of such a number the last place is 64
 MOST = gl.constexpr(2.0**SLACK.value)  # what a weight may be
 SUMS = gl.constexpr(128)  # fp32 values of a thread
 WORDS = gl.constexpr(16)  # pairs of bf16 values of a thread
@@ -60,9 +61,60 @@ TIMES_PAIR_OPERANDS = gl.constexpr(_constraints(WORDS.value, "r", 2))
 
 
 @gluon.jit
-def reference(m, seen):
-    """What a row's weights are relative to, in base 2, once its largest score is ``seen``; ``m`` before."""
-    return gl.where(seen > m + SLACK, seen, m)
+def lowest(scale_log2):
+    """The product that weights are relative to before there are any: finite, and so low that the score of one below is -inf."""
+    return -3.4028234663852886e38 / gl.maximum(scale_log2, 1.0)
+
+
+@gluon.jit
+def in_log2(m, scale_log2):
+    """The score of product ``m`` in base 2, rounded: never part of a fused operation."""
+    scale = gl.full(m.shape, scale_log2, gl.float32, m.type.layout)
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, scale], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _power_below(scale_log2):
+    return (scale_log2.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def origin(m, scale_log2):
+    """(scale, origin) of a row whose weights, relative to product ``m``, are 2^(product * scale - origin).
+
+    That is one fused operation, which does not round the product, while the origin is rounded: the largest weight is 1 but for
+    half a unit of the origin's last place. Where that is much, the row is far: its products differ by so much that all weights
+    are 1 or 0, and a power of two below the scale, by which no product is rounded, serves as well.
+    """
+    score = in_log2(m, scale_log2)
+    far = gl.abs(score) >= FAR
+    return gl.where(far, _power_below(scale_log2), scale_log2), gl.where(far, m * _power_below(scale_log2), score)
+
+
+@gluon.jit
+def product_of(base, scale_log2):
+    """What ``origin`` made ``base`` of, of a far row."""
+    return base * (0x7F000000 - _power_below(scale_log2).to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def reference(m, seen, scale_log2):
+    """The product that a row's weights are relative to, once its largest one is ``seen``; ``m`` before."""
+    return gl.where((seen - m) * scale_log2 > SLACK, seen, m)
+
+
+@gluon.jit
+def rescaling(m, top, scale_log2):
+    """What weights relative to ``m`` are to be multiplied by to be relative to ``top``."""
+    score = in_log2(top, scale_log2)
+    factor = gl.exp2(in_log2(m, scale_log2) - score)
+    return gl.where(gl.abs(score) >= FAR, gl.where(m == top, 1.0, 0.0), factor)
+
+
+@gluon.jit
+def settle(top, l):
+    """The denominator of a row whose weights are relative to score ``top`` in base 2: NaN where that is infinite."""
+    return gl.where(top == float("inf"), float("nan"), l)
 
 
 @gluon.jit

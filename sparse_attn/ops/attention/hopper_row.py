@@ -10,7 +10,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     FREED,
     HALF,
     HEADS,
-    LOWEST,
     NARROW,
     QUERY,
     REST,
@@ -23,6 +22,7 @@ from sparse_attn.ops.attention.hopper_pair import (
     right_pair,
     score_even,
 )
+from sparse_attn.ops.attention.hopper_rescale import lowest
 
 
 @gluon.jit
@@ -64,7 +64,7 @@ def left(
     place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     _await_queries(bars)
     acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-    m = gl.full([HEADS], LOWEST, gl.float32, ROW)
+    m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
     l = gl.zeros([HEADS], gl.float32, ROW)
     nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
     phase = 0
@@ -88,7 +88,7 @@ def left(
             acc = warpgroup_mma_wait(0, deps=(product,))
             scores = nothing
     l = l + sums.index(1).load(ROW)
-    finish(acc, l, m, 0, out, lse, scales, sink, stride_out_head, HAS_SINK, split, ACC)
+    finish(acc, l, m, scale_log2, 0, out, lse, scales, sink, stride_out_head, HAS_SINK, split, ACC)
 
 
 @gluon.jit
@@ -103,7 +103,7 @@ def right(
     place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     _await_queries(bars)
     acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-    m = gl.full([HEADS], LOWEST, gl.float32, ROW)
+    m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
     l = gl.zeros([HEADS], gl.float32, ROW)
     phase = 0
     for i in range(pairs):
@@ -113,4 +113,4 @@ def right(
         )  # fmt: skip
         phase = phase ^ 1
     l = l + sums.index(0).load(ROW)
-    finish(acc, l, m, 1, out, lse, scales, sink, stride_out_head, HAS_SINK, split, ACC)
+    finish(acc, l, m, scale_log2, 1, out, lse, scales, sink, stride_out_head, HAS_SINK, split, ACC)
