@@ -144,6 +144,20 @@ def test_every_case_launches_something_on_every_target():
             assert {'"launch_pdl": true' in launch.specialisation for launch in launches} == {TARGETS[target].chains_launches}
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
+def test_no_runtime_size_is_a_constant(target):
+    """Arithmetic with a tl.constexpr on the host makes one, and a kernel is compiled for every value of it."""
+    from sparse_attn.testing.launches import recording
+
+    from aot_cases import all_cases
+
+    for case in all_cases():
+        with recording(target) as launches:
+            case.launcher(*case.arguments)
+        for launch in launches:
+            assert '{"constexpr":' not in launch.specialisation, f"{case.op}: {case.name}: {launch.kernel}"
+
+
 def test_every_kernel_of_every_operator_package_is_among_the_cases():
     """A jitted function that some launcher launches: found by its launch in the sources."""
     import ast

@@ -29,7 +29,7 @@ from sparse_attn.ops.topk.plan import (
     Streaming,
     power_of_two,
 )
-from sparse_attn.ops.topk.primitives import histogram, tile
+from sparse_attn.ops.topk.primitives import histogram
 from sparse_attn.target import interpreting, target_of
 
 
@@ -146,7 +146,7 @@ def group_maxima(selection: Selection, plan: GroupMaxima) -> None:
     threads = 32 * plan.num_warps
     group_maxima_kernels.select_group_maxima[(rows,)](
         logits, maxima, row_ends, selection.out, *selection.output_map, _emulated_smem(logits, rows, plan, threads),
-        rows, width, k, next_n, max_blocks, logits.stride(0) // tile.GROUP, maxima.stride(0) // 4,
+        rows, width, k, next_n, max_blocks, logits.stride(0) // shapes.GROUP, maxima.stride(0) // 4,
         0 if row_ends is None else row_ends.stride(0), stride_table,
         BLOCK_SIZE=block_size, TILE=plan.tile, HELD=plan.slots, SLOTS=power_of_two(plan.slots), CHUNK=plan.chunk,
         SMEM_WORDS=plan.smem_words, THREADS=threads, **_options(plan.num_warps, plan.max_registers, logits.device),
