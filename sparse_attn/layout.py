@@ -236,13 +236,17 @@ class LatentFp8Layout:
         checks.check_at_least("rope", self.rope, 0)
         checks.check_choice("flavour", self.flavour, FP8_MAX)
         checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
+        if self.latent % SCALE_BYTES:
+            raise ValueError(f"latent: got {self.latent}, allowed: multiples of {SCALE_BYTES}, fp32 scales stand behind it")
+        if self.row % SCALE_BYTES:
+            raise ValueError(f"rope: got {self.rope}, allowed: even numbers, fp32 scales stand in the next record")
         name = f"latent_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}/{self.scale_rule}"
         usual = LATENT_SCALE_FLOOR[self.scale_rule]
-        if self.scale_floor is None:
-            object.__setattr__(self, "scale_floor", usual)
-        elif not LEAST_SCALE_FLOOR <= self.scale_floor <= 1:
+        if self.scale_floor is not None and not LEAST_SCALE_FLOOR <= self.scale_floor <= 1:
             raise ValueError(f"scale_floor: got {self.scale_floor}, allowed: {LEAST_SCALE_FLOOR} to 1")
-        elif self.scale_floor != usual:
+        if self.scale_floor == usual:
+            object.__setattr__(self, "scale_floor", None)
+        elif self.scale_floor is not None:
             name += f"/{float(self.scale_floor)!r}"
         object.__setattr__(self, "name", name)
 
@@ -260,8 +264,9 @@ class LatentFp8Layout:
 
     @property
     def amax_floor(self) -> float:
-        """What the largest magnitude of a group counts as at least, so that its scale is no less than ``scale_floor``."""
-        return FP8_MAX[self.flavour] * self.scale_floor
+        """What the largest magnitude of a group counts as at least, so that its scale is no less than its floor."""
+        floor = LATENT_SCALE_FLOOR[self.scale_rule] if self.scale_floor is None else self.scale_floor
+        return FP8_MAX[self.flavour] * floor
 
     @property
     def groups(self) -> int:
@@ -450,26 +455,31 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
     if cache.stride(2) != 1 or cache.stride(1) != step or cache.stride(0) < least:
         row = f"at least {layout.row}" if padded_rows else layout.row
         raise ValueError(f"{name}: got strides {cache.stride()}, allowed: (at least {least}, {row}, 1)")
-    if isinstance(layout, IndexFp8Layout) and cache.shape[1] * layout.dim % SCALE_BYTES:
-        raise ValueError(
-            f"{name}: got {cache.shape[1]} x {layout.dim} code bytes before a block's fp32 scales, allowed: "
-            f"a multiple of {SCALE_BYTES}"
-        )
-    if isinstance(layout, LatentFp8Layout) and (layout.scale_offset % SCALE_BYTES or layout.row % SCALE_BYTES):
-        raise ValueError(
-            f"{name}: got records of {layout.row} bytes with fp32 scales at byte {layout.scale_offset}, allowed: "
-            f"multiples of {SCALE_BYTES}"
-        )
+    _check_index_block(name, layout, cache.shape[1])
+    word = alignment(layout)
     for dim, stride in enumerate(("block stride", "row stride") if padded_rows else ("block stride",)):
-        if layout.dtype == torch.uint8 and cache.stride(dim) % SCALE_BYTES:
-            raise ValueError(
-                f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {SCALE_BYTES}, the scales are fp32"
-            )
+        if cache.stride(dim) % word:
+            raise ValueError(f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {word}, as its words are long")
     # Dynamo cannot trace storage_offset; a compiled function is handed the caches an eager one would be.
-    if layout.dtype == torch.uint8 and not torch.compiler.is_compiling() and cache.storage_offset() % SCALE_BYTES:
+    if word > 1 and not torch.compiler.is_compiling() and cache.storage_offset() % word:
         raise ValueError(
-            f"{name}: got storage offset {cache.storage_offset()}, allowed: a multiple of {SCALE_BYTES}, "
-            "the scales are fp32"
+            f"{name}: got storage offset {cache.storage_offset()}, allowed: a multiple of {word}, as its words are long"
+        )
+
+
+def alignment(layout: Layout) -> int:
+    """Elements of which a block of ``layout`` starts at a multiple: its words are fp32 scales, or four scale bytes of a planar
+    record; bf16 values, where such records are no multiple of those long, whose scales are read by the byte."""
+    if layout.dtype != torch.uint8:
+        return 1
+    return BF16_BYTES if isinstance(layout, PlanarFp8Layout) and layout.token_bytes % SCALE_BYTES else SCALE_BYTES
+
+
+def _check_index_block(name: str, layout: Layout, block_size: int) -> None:
+    if isinstance(layout, IndexFp8Layout) and block_size * layout.dim % SCALE_BYTES:
+        raise ValueError(
+            f"{name}: got {block_size} x {layout.dim} code bytes before a block's fp32 scales, allowed: "
+            f"a multiple of {SCALE_BYTES}"
         )
 
 
@@ -482,7 +492,9 @@ def block_bytes(layout: Layout, block_size: int) -> int:
 
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
     """A zeroed cache [num_blocks, block_size, row] of ``layout``, as mark_cache marks it; blocks of a planar KV layout stand
-    apart as the field pads them."""
+    apart as the field pads them. ValueError for sizes that check_cache would refuse."""
+    checks.check_at_least("block_size", block_size, 1)
+    _check_index_block("block_size", layout, block_size)
     if isinstance(layout, PlanarFp8Layout):
         memory = torch.zeros(num_blocks, layout.block_stride(block_size), dtype=layout.dtype, device=device)
         return mark_cache(torch.unflatten(memory[:, : block_size * layout.row], 1, (block_size, layout.row)))

@@ -9,7 +9,7 @@ import torch
 from conftest import big
 from expecttest import assert_expected_inline
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops import attention
 from sparse_attn.ops.attention import reference
 from sparse_attn.testing import compare
@@ -122,6 +122,7 @@ LAYOUTS = {
     "fp8 pow2": LatentFp8Layout(64, 16, 64, scale_rule="pow2"),
     "fp8 fnuz": LatentFp8Layout(128, 32, 128, flavour="e4m3fnuz"),
     "fp8 odd": LatentFp8Layout(96, 16, 32),
+    "planar odd": PlanarFp8Layout(50, 2, 2),  # records of 54 bytes
     "bf16": PlainLayout("bf16", 64, 16),
     "fp32": PlainLayout("fp32", 48, 0),
 }
@@ -135,7 +136,7 @@ def test_reference_decode_reads_the_layout(name):
     q = torch.randn(3, 2, layout.dim)
     got = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
     rows = layout.decode(cache, torch.arange(30))
-    out, lse = slow_attention(q, rows, ragged, 0.2, layout.latent)
+    out, lse = slow_attention(q, rows, ragged, 0.2, layout.value_dim)
     torch.testing.assert_close(got.out.double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse.double(), lse, rtol=1e-5, atol=1e-5)
 
@@ -290,6 +291,7 @@ DECODE_CASES = [  # layout, blocks, block size, heads, lengths, dtype, padding
     ("fp8 pow2", 8, 5, 16, [130], torch.bfloat16, 60),
     ("fp8 fnuz", 3, 64, 2, [200, 3], torch.bfloat16, 4),
     ("fp8 odd", 8, 5, 3, [33, 1], torch.bfloat16, 0),
+    ("planar odd", 8, 5, 3, [33, 1], torch.bfloat16, 2),
     ("bf16", 4, 16, 5, [30, 70], torch.bfloat16, 32),
     ("bf16", 4, 16, 5, [30, 7], torch.float32, 0),
     ("fp32", 4, 16, 5, [300], torch.float32, 8),

@@ -254,3 +254,17 @@ def test_captured_and_compiled_draws_are_the_references(name):
     assert len(set(map(tuple, want))) == 4
     for ways in ({}, dict(graph=True), dict(graph=True, compile=True)):
         assert generate(gpu, [PROMPTS[1]] * 4, **common, **ways).tokens == want, ways
+
+
+@pytest.mark.parametrize("head_dim, rope_dim", [(52, 16), (52, 2), (50, 14)])
+def test_rings_of_any_length_take_any_head(head_dim, rope_dim):
+    """prefill_tokens make rings an odd or an even number of records long, which are 68, 54 or 64 bytes."""
+    spec = replace(
+        preset("tiny_v4"), head_dim=head_dim, rope_dim=rope_dim, num_layers=1, layer_kinds=("indexed",), hash_layers=(False,)
+    )
+    model = Model(spec, random_params(spec, 0, "cpu"), cache_layouts(spec, "fp8"), "reference")
+    tokens = {
+        str(generate(model, [list(range(20)), [5, 7]], max_new_tokens=2, prefill_tokens=count).tokens)
+        for count in (8, 9, 10, 11)
+    }
+    assert len(tokens) == 1

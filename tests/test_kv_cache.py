@@ -20,6 +20,7 @@ LAYOUTS = [
     PlainLayout("fp16", 40, 8),
     PlanarFp8Layout(48, 16, 16),
     PlanarFp8Layout(36, 4, 4, "e4m3fnuz"),
+    PlanarFp8Layout(50, 2, 2),  # records of 54 bytes
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,6 +72,8 @@ def test_unknown_names_are_refused(name):
         (lambda: IndexFp8Layout(8, scale_rule="up"), "scale_rule: got 'up', allowed: 'raw', 'pow2'"),
         (lambda: LatentFp8Layout(100, 8, 64), "latent: got 100, allowed: multiples of the scale group 64"),
         (lambda: LatentFp8Layout(64, 8, 0), "group: got 0, allowed: at least 1"),
+        (lambda: LatentFp8Layout(6, 2, 2), "latent: got 6, allowed: multiples of 4, fp32 scales stand behind it"),
+        (lambda: LatentFp8Layout(8, 1, 4), "rope: got 1, allowed: even numbers, fp32 scales stand in the next record"),
         (lambda: LatentFp8Layout(64, 8, 64, scale_floor=0.0), "scale_floor: got 0.0, allowed: 1.1754943508222875e-38 to 1"),
         (lambda: LatentFp8Layout(64, 8, 64, scale_floor=math.nan), "scale_floor: got nan, allowed: 1.1754943508222875e-38 to 1"),
         (lambda: PlanarFp8Layout(15, 2, 5), "latent: got 15, allowed: even numbers, bf16 values stand behind it"),
@@ -198,8 +201,9 @@ def test_zero_vectors_have_the_floor_as_their_scale():
 def test_a_floor_named_or_not_is_the_same_layout():
     for rule, floor in (("raw", 2.0**-126), ("pow2", 1e-4)):
         assert LatentFp8Layout(512, 64, scale_rule=rule) == LatentFp8Layout(512, 64, scale_rule=rule, scale_floor=floor)
-        assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}").scale_floor == floor
+        assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}").amax_floor == 448 * floor
         assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}/{floor}").name == f"latent_fp8/512+64/128/e4m3fn/{rule}"
+    assert replace(LatentFp8Layout(512, 64), scale_rule="pow2") == LatentFp8Layout(512, 64, scale_rule="pow2")
     with pytest.raises(ValueError, match="^layout: got 'latent_fp8/8.0/4/e4m3fn/raw/much': could not convert"):
         parse_layout("latent_fp8/8+0/4/e4m3fn/raw/much")
 
@@ -298,8 +302,9 @@ def test_misaligned_fp8_blocks_are_refused():
     [
         (IndexFp8Layout(30), 1, 2, 0),  # scales at byte 30
         (IndexFp8Layout(128), 3, 0, 1),
-        (LatentFp8Layout(6, 2, 2), 2, 0, 0),  # scales at byte 6
-        (LatentFp8Layout(8, 1, 4), 2, 0, 0),  # records of 18 bytes
+        (PlanarFp8Layout(8, 2, 4), 3, 2, 0),  # records of 12 bytes
+        (PlanarFp8Layout(8, 1, 4), 3, 1, 0),  # of 10
+        (PlanarFp8Layout(8, 1, 4), 2, 0, 1),
         (LatentFp8Layout(8, 2, 4), 2, 0, 2),
     ],
 )
@@ -372,6 +377,32 @@ def test_planar_blocks_stand_apart():
     cache = allocate_cache(layout, 3, 2, "cpu")
     assert cache.shape == (3, 2, 584) and cache.stride() == (1728, 584, 1)
     check_cache("cache", cache, layout)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 64, 77, 128])
+def test_what_can_be_made_can_be_used_whatever_the_block_size(block_size):
+    """Records of 2 more than a multiple of 4 bytes among them: such blocks, or every second one, start between words."""
+    for latent in range(2, 54, 2):
+        for rope in (0, 1, 2, 3, 16):
+            layout = PlanarFp8Layout(latent, rope, 2)
+            cache = allocate_cache(layout, 3, block_size, "cpu")
+            check_cache("cache", cache, layout)
+            slots, values = torch.arange(3 * block_size), torch.ones(3 * block_size, layout.dim)
+            layout.encode(cache, slots, values)
+            assert torch.equal(layout.decode(cache, slots), values)
+    for layout in (LatentFp8Layout(52, 4, 4), IndexFp8Layout(52), PlainLayout("bf16", 5)):
+        check_cache("cache", allocate_cache(layout, 3, block_size, "cpu"), layout)
+
+
+def test_index_blocks_that_no_cache_can_have_are_not_made():
+    for block_size in (1, 3, 2):
+        if block_size * 30 % 4:
+            with pytest.raises(ValueError, match=f"^block_size: got {block_size} x 30 code bytes before a block's fp32 scales"):
+                allocate_cache(IndexFp8Layout(30), 3, block_size, "cpu")
+        else:
+            check_cache("cache", allocate_cache(IndexFp8Layout(30), 3, block_size, "cpu"), IndexFp8Layout(30))
+    with pytest.raises(ValueError, match="^block_size: got 0, allowed: at least 1"):
+        allocate_cache(PlainLayout("bf16", 4), 3, 0, "cpu")
 
 
 def test_every_exponent_byte_is_its_power_of_two():

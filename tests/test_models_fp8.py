@@ -42,7 +42,7 @@ def simulate(patch, module, prefix, interleaved):
     rotate = module.apply_rotary_pos_emb_interleave if interleaved else module.apply_rotary_pos_emb
 
     def expand_kv(self, latent, rope):
-        return expand(self, through_fp8(latent, "raw", LatentFp8Layout(1, 0, 1).amax_floor), rope.bfloat16().float())
+        return expand(self, through_fp8(latent, "raw", LatentFp8Layout(4, 0, 4).amax_floor), rope.bfloat16().float())
 
     def index(self, hidden, q_resid, position_embeddings, mask, position_ids, past_key_values=None):
         rope = self.qk_rope_head_dim
