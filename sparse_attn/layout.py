@@ -496,8 +496,13 @@ def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: tor
     checks.check_at_least("block_size", block_size, 1)
     _check_index_block("block_size", layout, block_size)
     if isinstance(layout, PlanarFp8Layout):
-        memory = torch.zeros(num_blocks, layout.block_stride(block_size), dtype=layout.dtype, device=device)
-        return mark_cache(torch.unflatten(memory[:, : block_size * layout.row], 1, (block_size, layout.row)))
+        shape, stride = (num_blocks, block_size, layout.row), layout.block_stride(block_size)
+        memory = torch.zeros(num_blocks, stride, dtype=layout.dtype, device=device)
+        if torch.compiler.is_compiling():  # Dynamo cannot trace set_
+            return memory.as_strided(shape, (stride, layout.row, 1))
+        # No view: a compiled or exported program would be guarded by what it is a view of.
+        cache = torch.empty(0, dtype=layout.dtype, device=device)
+        return mark_cache(cache.set_(memory.untyped_storage(), 0, shape, (stride, layout.row, 1)))
     return mark_cache(torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device))
 
 
@@ -505,6 +510,4 @@ def mark_cache(cache: torch.Tensor) -> torch.Tensor:
     """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes are
     symbols of their own, so that none is taken for a batch size or a length that happens to be equal. What allocates
     caches here has marked them; mark caches made by hand, and views and copies, before they meet a compiled function."""
-    if cache._base is not None:  # Dynamo looks at what a view is a view of, too
-        mark_sizes(cache._base, dynamic=range(cache._base.dim()))
     return mark_sizes(cache, dynamic=(0, 1), static=(2,))

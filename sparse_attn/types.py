@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn.torch_private import exported
 
+
+@exported
 class Ragged(NamedTuple):
     """Rows of different length, packed one after the other.
 
@@ -18,6 +21,7 @@ class Ragged(NamedTuple):
     indptr: torch.Tensor
 
 
+@exported
 class AttentionOutput(NamedTuple):
     """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row.
 
@@ -29,6 +33,7 @@ class AttentionOutput(NamedTuple):
     lse: torch.Tensor
 
 
+@exported
 class QuantisedQuery(NamedTuple):
     """query: [tokens, index_heads, dim], uint8 holding fp8 or the input dtype; weights: fp32 [tokens, index_heads]."""
 
@@ -36,6 +41,7 @@ class QuantisedQuery(NamedTuple):
     weights: torch.Tensor
 
 
+@exported
 class IndexKeys(NamedTuple):
     """Gathered index keys. keys: [capacity, dim] (uint8 holding fp8, or floating); scales: fp32 [capacity] or None."""
 
@@ -43,6 +49,7 @@ class IndexKeys(NamedTuple):
     scales: torch.Tensor | None
 
 
+@exported
 class StepPlan(NamedTuple):
     """Everything a step needs, per token row, at fixed capacity and on the device.
 
@@ -73,6 +80,7 @@ class StepPlan(NamedTuple):
     ring_table: torch.Tensor | None = None
 
 
+@exported
 class Caches(NamedTuple):
     """One tensor per layer. ``index`` holds None for layers that share another layer's selection."""
 
@@ -80,6 +88,7 @@ class Caches(NamedTuple):
     index: tuple[torch.Tensor | None, ...]
 
 
+@exported
 class WindowCaches(NamedTuple):
     """One tensor per layer, None where the layer has no such cache.
 
@@ -94,6 +103,7 @@ class WindowCaches(NamedTuple):
     index_state: tuple[torch.Tensor | None, ...]
 
 
+@exported
 class CompressedPlan(NamedTuple):
     """What a step needs of entries that each stand for ``ratio`` tokens, beside its StepPlan; counted in entries.
 
@@ -113,6 +123,7 @@ class CompressedPlan(NamedTuple):
     max_context: int
 
 
+@exported
 class WindowPlan(NamedTuple):
     """The raw keys that a step's prefill rows see in their window, gathered request by request.
 
@@ -127,6 +138,7 @@ class WindowPlan(NamedTuple):
     capacity: int
 
 
+@exported
 class HyperMix(NamedTuple):
     """collapsed: [tokens, hidden], what the sublayer takes. post: fp32 [tokens, streams], where its output goes. comb:
     fp32 [tokens, streams, streams], how the streams mix: new[k] = post[k] * output + sum_j comb[j, k] * old[j]."""

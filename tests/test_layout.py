@@ -376,6 +376,8 @@ def test_planar_blocks_stand_apart():
     )
     cache = allocate_cache(layout, 3, 2, "cpu")
     assert cache.shape == (3, 2, 584) and cache.stride() == (1728, 584, 1)
+    assert bytes(cache.untyped_storage()) == bytes(3 * 1728)  # what pads them is there, and zero
+    assert not cache._is_view()
     check_cache("cache", cache, layout)
 
 

@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.spec, self.layouts = spec, layouts
         self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
-        self._places = []  # (name, the parameters of its node, its name there), because a walk over the tree takes long
+        self._places = []  # (name, its node, its name there), because a walk over the tree takes long
         for name, value in params.items():
             *path, leaf = name.split(".")
             node: torch.nn.Module = self
@@ -52,7 +52,7 @@ class Model(torch.nn.Module):
                     node.add_module(part, Weights())
                 node = getattr(node, part)
             node.register_parameter(leaf, hold(value))
-            self._places.append((name, node._parameters, leaf))
+            self._places.append((name, node, leaf))
         self._count_alone()
 
     @property
@@ -90,7 +90,9 @@ class Model(torch.nn.Module):
         )  # fmt: skip
 
     def _weights(self) -> dict[str, torch.nn.Parameter]:
-        return {name: parameters[leaf] for name, parameters, leaf in self._places}
+        if torch.compiler.is_exporting():  # which knows a weight by the way to it
+            return dict(self.named_parameters(remove_duplicate=False))
+        return {name: node._parameters[leaf] for name, node, leaf in self._places}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         fixed = {id(value) for name, value in self._weights().items() if keeps_dtype(name)}

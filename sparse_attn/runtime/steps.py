@@ -15,7 +15,7 @@ from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
-from sparse_attn.torch_private import mark_sizes
+from sparse_attn.torch_private import exported, mark_sizes
 from sparse_attn.types import StepPlan
 
 Step = Callable[[torch.Tensor, AnyCaches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
@@ -30,6 +30,7 @@ class Sampling(NamedTuple):
     stop_ids: tuple[int, ...] = ()
 
 
+@exported
 class Decode(NamedTuple):
     """What a decode step reads and advances, a row per request.
 
