@@ -1,9 +1,9 @@
 """The forward of DeepSeek-V3.2 and GLM-5 as a pure function of weights, tokens, caches and a step plan.
 
 What tells the two models apart (dimensions, index rope pairing, shared index layers, yarn, expert groups) is in the
-spec. Under torch.compile let ``spec`` and ``layouts`` be attributes of an nn.Module (runtime.steps.Model) or globals of
-the compiled function, where Dynamo takes their numbers for constants. As arguments, closed over or in a
-functools.partial, they would become symbols under dynamic=True.
+spec. Under torch.compile ``spec`` and ``layouts`` may reach the function in any way. As attributes of an nn.Module
+(runtime.steps.Model) or globals, Dynamo takes their numbers for constants; as arguments, closed over or in a
+functools.partial, for symbols that guards hold to their values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The forward of DeepSeek-V4 as a pure function of weights, tokens, caches and a step plan.
 
-Under torch.compile let ``spec`` and ``layouts`` be attributes of an nn.Module (runtime.steps.Model) or globals of the
-compiled function, as models.deepseek_v32 says.
+How ``spec`` and ``layouts`` reach a compiled function: see models.deepseek_v32.
 """
 
 from __future__ import annotations
