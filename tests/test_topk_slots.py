@@ -42,9 +42,12 @@ def expected(x, ends, k, table, block_size, next_n):
 def packed(x, ends, k, form, table, block_size, next_n, device):
     from sparse_attn.ops.topk.launch import Selection, Slots
 
+    """form: a name of PLANS, or what dispatch chose."""
     rows, width = x.shape
-    kernel, plan, _ = PLANS[form]
-    kernel, plan, _ = chosen(kernel, for_rows(plan, rows))
+    if isinstance(form, str):
+        kernel, plan, _ = PLANS[form]
+        form = chosen(kernel, for_rows(plan, rows))
+    kernel, plan, _ = form
     assert plan.packs(rows, H200)
     around = torch.full((rows * k + 2 * 64,), DIRT, dtype=torch.int32, device=device)
     indptr = torch.full((rows + 3,), DIRT, dtype=torch.int32, device=device)
@@ -178,6 +181,6 @@ def test_gpu_kinds_of_scores(kind, device):
         ends = torch.randint(-5, width + 5, (rows,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
         table = tables(rows, width // 64)
         for k in (512, 2048):
-            launch = config.config(rows, width, k, H200)
-            got, want = packed(x, ends, k, launch, table, 64, 1, device), expected(x, ends, k, table, 64, 1)
+            choice = dispatch.choose(Problem(rows, width, k), H200)
+            got, want = packed(x, ends, k, choice, table, 64, 1, device), expected(x, ends, k, table, 64, 1)
             assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), (rows, width, k)
