@@ -87,7 +87,7 @@ def test_failures_are_reported(monkeypatch, capsys):
     import aot
 
     assert aot.main(["--target", "gfx942", "--kernel", "router", "--jobs", "1"]) == 0
-    small = replace(TARGETS["gfx942"], shared_memory=16, warp_size=32)
+    small = replace(TARGETS["gfx942"], warp_size=32)
     monkeypatch.setitem(TARGETS, "gfx942", small)
     assert aot.main(["--target", "gfx942", "--kernel", "router", "--jobs", "1"]) == 1
     said = capsys.readouterr().out.split("kernels, 1 compilations, 0 failures")[1]
