@@ -84,7 +84,8 @@ def instructions(sass: str) -> str:
     kept = [line for line in lines if line and (line.endswith(";") or re.fullmatch(r"\.L_\w+:", line))]
     labels: dict[str, str] = {}
     numbered = re.sub(r"\.L_\w+", lambda found: labels.setdefault(found[0], f".L{len(labels)}"), "\n".join(kept))
-    return re.sub(r"@(lo|hi)?\(\w[\w$.]*\)", r"@\1(symbol)", numbered)
+    relocated = re.sub(r"@(lo|hi)?\(\w[\w$.]*\)", r"@\1(symbol)", numbered)
+    return re.sub(r"`\(\w[\w$.]*\)", "`(symbol)", relocated)  # a return from a function names the kernel
 
 
 def differences(before: Forms, after: Forms) -> list[str]:

@@ -19,7 +19,8 @@ SASS = """
         /*0010*/              @!P0 BRA `({label}) ;
         /*0020*/                   MOV R4, 32@lo({kernel}_global) ;
 {label}:
-        /*0030*/                   {last} ;
+        /*0030*/                   RET.REL.NODEC R2 `({kernel}) ;
+        /*0040*/                   {last} ;
 """
 
 
