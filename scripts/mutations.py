@@ -294,7 +294,7 @@ PYTHON = [
     ),
     Mutation(
         "fnuz-maximum", "e4m3fnuz is written up to 240, which readers of e4m3fn bytes do not expect",
-        "sparse_attn/layout.py",
+        "sparse_attn/fp8.py",
         '"e4m3fnuz": 224.0',
         '"e4m3fnuz": 240.0',
         ("tests/test_layout.py::test_fnuz_bytes_are_those_of_fn_and_the_scale_doubles",),

@@ -7,7 +7,8 @@ import math
 import numpy
 import torch
 
-from sparse_attn.layout import FP8_DTYPE, FP8_MAX, IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.fp8 import FP8_DTYPE, FP8_MAX
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 
 INF = math.inf
 MOST_ROWS = 2**31

@@ -13,7 +13,7 @@ PACKAGE = Path(sparse_attn.__file__).parent
 ROOMS = sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__init__.py").exists())
 
 FLOORS = {
-    "autocast": -1, "checks": -1, "streams": -1, "torch_private": -1, "types": 0, "layout": 0, "target": 0, "spec": 0,
+    "autocast": -1, "checks": -1, "fp8": -1, "streams": -1, "torch_private": -1, "types": 0, "layout": 0, "target": 0, "spec": 0,
     "debug": 0, "version": 0, "data": 0, "ops": 0, "files": 0,
     "workspace": 1, "dispatch": 1, "device": 1, "gradients": 1, "registration": 1.5,
     "pipeline": 4, "models": 5, "runtime": 5, "testing": 6, "": 7, "__main__": 7,

@@ -9,7 +9,8 @@ import torch
 from conftest import big
 from expecttest import assert_expected_inline
 
-from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, LatentFp8Layout, PlainLayout, fp8_decode, fp8_quantise
+from sparse_attn.fp8 import fp8_decode, fp8_quantise
+from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_logits import reference
 from sparse_attn.ops.topk.shapes import GROUP

@@ -7,7 +7,7 @@ import torch
 from test_index_logits import check_highest
 
 from sparse_attn import IndexFp8Layout
-from sparse_attn.layout import fp8_encode
+from sparse_attn.fp8 import fp8_encode
 from sparse_attn.ops.index_logits import config, kernels, reference
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import assert_same_diff

@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import big
 
-from sparse_attn.layout import FP8_MAX, PlainLayout, PlanarFp8Layout, fp8_decode
+from sparse_attn.fp8 import FP8_MAX, fp8_decode
+from sparse_attn.layout import PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

@@ -11,22 +11,15 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from sparse_attn.fp8 import FP8_MAX, FP8_NAN, ceil_pow2, exponent_of, fp8_decode, fp8_encode, fp8_quantise, power_of
 from sparse_attn.layout import (
-    FP8_MAX,
-    FP8_NAN,
     IndexFp8Layout,
     LatentFp8Layout,
     PlainLayout,
     PlanarFp8Layout,
     allocate_cache,
-    ceil_pow2,
     check_cache,
-    exponent_of,
-    fp8_decode,
-    fp8_encode,
-    fp8_quantise,
     parse_layout,
-    power_of,
 )
 
 

@@ -23,7 +23,8 @@ from model_harness import Requests
 from test_models import CONFIGS, TOLERANCE, ours, run, stable_topk, theirs
 
 from sparse_attn import pipeline
-from sparse_attn.layout import INDEX_AMAX_FLOOR, LatentFp8Layout, fp8_decode, fp8_quantise
+from sparse_attn.fp8 import fp8_decode, fp8_quantise
+from sparse_attn.layout import INDEX_AMAX_FLOOR, LatentFp8Layout
 from sparse_attn.models import mla
 
 EPSILON = 2.0**-4

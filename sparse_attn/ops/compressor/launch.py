@@ -6,8 +6,8 @@ import torch
 import triton
 
 from sparse_attn.device import chain, grid
+from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.layout import (
-    FP8_MAX,
     INDEX_AMAX_FLOOR,
     PLANAR_AMAX_FLOOR,
     SCALE_BYTES,

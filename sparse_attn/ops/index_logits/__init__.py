@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import FP8_DTYPE, IndexFp8Layout, PlainLayout, check_cache
+from sparse_attn.fp8 import FP8_DTYPE
+from sparse_attn.layout import IndexFp8Layout, PlainLayout, check_cache
 from sparse_attn.ops.index_logits import op
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

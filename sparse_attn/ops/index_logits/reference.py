@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.layout import fp8_decode, parse_layout
+from sparse_attn.fp8 import fp8_decode
+from sparse_attn.layout import parse_layout
 
 PRODUCT_ELEMENTS = 1 << 24  # of [rows, heads, keys] held at once
 

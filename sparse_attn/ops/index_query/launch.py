@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.device import chain, grid
-from sparse_attn.layout import FP8_MAX, INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
+from sparse_attn.fp8 import FP8_MAX
+from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_query import config, kernels, shapes
 from sparse_attn.target import target_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import INDEX_AMAX_FLOOR, PlainLayout, fp8_quantise, parse_layout
+from sparse_attn.fp8 import fp8_quantise
+from sparse_attn.layout import INDEX_AMAX_FLOOR, PlainLayout, parse_layout
 from sparse_attn.ops.rope.reference import apply_rope
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import FP8_DTYPE, IndexFp8Layout, PlainLayout, check_cache
+from sparse_attn.fp8 import FP8_DTYPE
+from sparse_attn.layout import IndexFp8Layout, PlainLayout, check_cache
 from sparse_attn.ops.index_topk import op
 from sparse_attn.types import Ragged
 

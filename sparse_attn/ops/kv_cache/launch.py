@@ -6,14 +6,8 @@ import torch
 import triton
 
 from sparse_attn.device import chain
-from sparse_attn.layout import (
-    FP8_MAX,
-    Layout,
-    PlainLayout,
-    PlanarFp8Layout,
-    parse_layout,
-    row_stride,
-)
+from sparse_attn.fp8 import FP8_MAX
+from sparse_attn.layout import Layout, PlainLayout, PlanarFp8Layout, parse_layout, row_stride
 from sparse_attn.ops.kv_cache import config, kernels, shapes
 from sparse_attn.target import target_of
 
