@@ -257,8 +257,8 @@ KERNELS = [
     Mutation(
         "merge-of-empty-shares", "a row without keys merges to NaN",
         OPS + "attention/kernels.py",
-        'weight = tl.exp2(lse2 - tl.where(m == float("-inf"), 0.0, m))',
-        "weight = tl.exp2(lse2 - m)",
+        "weight = tl.exp2((found - tl.where(m == float(\"-inf\"), 0.0, m)) * to_log2)",
+        "weight = tl.exp2((found - m) * to_log2)",
         ("tests/test_attention.py::test_merge_kernel",),
     ),
     Mutation(

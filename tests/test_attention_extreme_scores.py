@@ -16,6 +16,7 @@ from test_attention_few_heads import LATENT, NARROW_ROWS, PLANAR, ROWS
 from sparse_attn import Ragged, allocate_cache, merge_attn_states, sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import reference
+from sparse_attn.target import target_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT, assert_close
 
 INF, NAN = math.inf, math.nan
@@ -57,7 +58,7 @@ def test_rows_of_every_kind(where, kind, dtype):
     impl, device = where["impl"], where["device"]
     torch.manual_seed(1)
     levels = torch.tensor((KINDS[kind] * 40)[:37])
-    tokens = 5  # no program has a share of a row
+    tokens = 1 + target_of(device).num_sms // 2  # so many that no CTA has a share of a row
     q, kv = torch.zeros(tokens, len(SLOPES), 20, dtype=dtype), torch.randn(37, 20) / 10
     q[..., -1], kv[:, -1] = torch.tensor(SLOPES), levels
     kv = kv.to(dtype)

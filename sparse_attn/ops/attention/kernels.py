@@ -231,11 +231,14 @@ def merge(
     head = tl.program_id(1).to(tl.int64)
     state = tl.arange(0, BLOCK_S)
     lse_at = lses + token * stride_lses_token + state.to(tl.int64) * stride_lses_state + head * stride_lses_head
-    lse2 = tl.load(lse_at, mask=state < states, other=float("-inf")) * to_log2
-    m = tl.max(lse2, 0)
-    weight = tl.exp2(lse2 - tl.where(m == float("-inf"), 0.0, m))
-    l = tl.sum(weight, 0)
-    merged = log2_sum(m, l)
+    found = tl.load(lse_at, mask=state < states, other=float("-inf"))
+    found = tl.where(found * to_log2 == float("-inf"), float("-inf"), found)
+    m = tl.max(found, 0)
+    # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states would not be 0.
+    weight = tl.exp2((found - tl.where(m == float("-inf"), 0.0, m)) * to_log2)
+    top = m * to_log2
+    l = tl.where(top == float("inf"), float("nan"), tl.sum(weight, 0))
+    merged = log2_sum(top, l)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if sink is not None:
         factor = factor * sink_factor(tl.load(sink + head), merged)
