@@ -46,6 +46,21 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
     return call
 
 
+def _too_large(
+    error: Exception, name: str, names: Sequence[str], tensors: Sequence[int], arguments: Sequence[object]
+) -> ValueError | None:
+    """Where a kernel for these sizes takes more than the GPU has, which is known before it is launched."""
+    from triton import OutOfResources
+
+    if not isinstance(error, OutOfResources):
+        return None
+    given = ", ".join(
+        f"{names[place]} {list(arguments[place].shape)}" for place in tensors if arguments[place] is not None
+    )
+    needed = f"for which a kernel takes {error.required} of the GPU's {error.name}"
+    return ValueError(f"{name}: got {given}, {needed}, allowed: {error.limit}")
+
+
 def _implementation(
     package: str, name: str, names: Sequence[str], tensors: Sequence[int], kernels: Sequence[str] = ()
 ) -> Callable:
@@ -63,7 +78,12 @@ def _implementation(
             return getattr(importlib.import_module(f"{package}.reference"), name)(*arguments)
         launcher = getattr(importlib.import_module(f"{package}.launch"), name)
         with workspace.launching():
-            return launcher(*arguments) if impl == "triton" else launcher(*arguments, kernel=impl)
+            try:
+                return launcher(*arguments) if impl == "triton" else launcher(*arguments, kernel=impl)
+            except Exception as error:
+                if (refusal := _too_large(error, name, names, tensors, arguments)) is not None:
+                    raise refusal from error
+                raise
 
     @no_autocast
     def real(*args):

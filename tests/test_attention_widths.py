@@ -129,3 +129,34 @@ def test_wide_rows_attend_or_are_refused(d_v, rest, dtype):
     want = reference.sparse_attn_prefill(q.float(), kv, *ragged, 0.02, d_v, None)
     compare.assert_close(got.out, want[0], compare.PREFILL_OUT)
     compare.assert_close(got.lse, want[1], compare.PREFILL_LSE)
+
+
+@pytest.mark.kernel
+def test_what_takes_more_than_the_gpu_has_is_a_value_error(monkeypatch, device):
+    """Of any operator: Triton says so before it launches."""
+    from triton import OutOfResources
+
+    from sparse_attn.ops.index_logits import bf16_mqa_logits, launch
+
+    def raise_it(*_):
+        raise OutOfResources(132372, 101376, "shared memory")
+
+    monkeypatch.setattr(launch, "mqa_logits", raise_it)
+    ends = torch.zeros(3, dtype=torch.int32, device=device)
+    q, k, weights = (torch.zeros(shape, device=device) for shape in ((3, 2, 8), (5, 8), (3, 2)))
+    with pytest.raises(ValueError) as error:
+        bf16_mqa_logits(q, k, weights, ends, ends, impl="triton")
+    assert str(error.value) == (
+        "mqa_logits: got q [3, 2, 8], k [5, 8], weights [3, 2], kv_start [3], kv_end [3], for which a kernel takes 132372 of "
+        "the GPU's shared memory, allowed: 101376"
+    )
+
+
+@pytest.mark.gpu
+def test_index_keys_too_wide_for_the_gpu_are_a_value_error():
+    from sparse_attn.ops.index_logits import bf16_mqa_logits
+
+    ends = torch.zeros(3, dtype=torch.int32, device="cuda")
+    q, k, weights = (torch.zeros(shape, device="cuda") for shape in ((3, 64, 2048), (5, 2048), (3, 64)))
+    with pytest.raises(ValueError, match=r"^mqa_logits: got q \[3, 64, 2048\], .* of the GPU's shared memory, allowed: "):
+        bf16_mqa_logits(q, k, weights, ends, ends)
