@@ -19,13 +19,13 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import numpy as np  # noqa: E402
 import safetensors.torch  # noqa: E402, F401  (wanted at the end: better missed at the start)
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402
 from training import text  # noqa: E402
 from training.batches import Source  # noqa: E402
 from training.loop import Settings, Trainer, finish, train  # noqa: E402
 from training.recipe import MODELS, TOP_K, stages  # noqa: E402
 
 from sparse_attn.models.loading import load  # noqa: E402
+from sparse_attn.torch_private import run_what_does_not_compile  # noqa: E402
 
 OUT_OF_TIME = 3
 
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.suppress_errors = True  # what does not compile runs as it is
+    run_what_does_not_compile()
     options.out.mkdir(parents=True, exist_ok=True)
     corpus = _corpus(options.corpus or options.out / "corpus.npz")
     print(f"{len(corpus.prose):,} bytes of prose, {len(corpus.code):,} of code, from Python {platform.python_version()}", flush=True)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from sparse_attn.torch_private import OpOverload
+
 NO_BACKWARD, REFUSE = "sparse_attn::no_backward", "sparse_attn::refuse_backward"
 
 
@@ -30,7 +32,7 @@ def end(output: torch.Tensor, name: str, *inputs: torch.Tensor) -> torch.Tensor:
     return torch.ops.sparse_attn.no_backward(output, inputs, name) if torch.is_grad_enabled() and inputs else output
 
 
-def call(overload: torch._ops.OpOverload, name: str, args: tuple):
+def call(overload: OpOverload, name: str, args: tuple):
     """The outputs of operator ``name`` for ``args``, of which autograd would follow some; each ends their gradients."""
     inputs = [value for value in args if isinstance(value, torch.Tensor) and value.requires_grad]
     outputs = overload(*[value.detach() if isinstance(value, torch.Tensor) else value for value in args])

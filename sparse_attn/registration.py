@@ -16,6 +16,7 @@ from sparse_attn import debug, gradients, streams, workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.dispatch import Kernel
 from sparse_attn.target import resolve_impl
+from sparse_attn.torch_private import schema
 
 NAMESPACE = "sparse_attn"
 
@@ -29,7 +30,7 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-    arguments = overload._schema.arguments
+    arguments = schema(overload).arguments
     names = [argument.name for argument in arguments]
     tensors = tuple(place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
     real = _implementation(package, name, names, tensors, tuple(kernel.name for kernel in kernels))

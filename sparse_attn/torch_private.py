@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
+from torch._ops import OpOverload
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+__all__ = (
+    "OpOverload", "TorchDispatchMode", "counters", "dynamo_counts", "exported", "fake_mode", "is_view", "leaves",
+    "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
+    "run_what_does_not_compile", "schema", "storage_key",
+)  # fmt: skip
+
+leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
 Named = TypeVar("Named", bound=tuple)
 
 
@@ -31,3 +43,77 @@ def exported(kind: type[Named]) -> type[Named]:
     torch.serialization.add_safe_globals([kind])
     _pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return kind
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Where ``tensor`` lies is a constant to Dynamo, as CUDA graphs in compiled code need it."""
+    import torch._dynamo
+
+    torch._dynamo.mark_static_address(tensor)
+
+
+def counters() -> dict[str, Counter]:
+    """What Dynamo and Inductor have counted in this process, by kind; a live view."""
+    from torch._dynamo import utils
+
+    return utils.counters
+
+
+def dynamo_counts() -> tuple[int, int]:
+    """(graphs compiled, graph breaks) of this process so far; both 0 where Dynamo was never loaded."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0, 0
+    return counters()["stats"]["unique_graphs"], sum(counters()["graph_break"].values())
+
+
+def recompile_limit() -> int:
+    """Compilations of one code object behind which Dynamo gives up on it."""
+    from torch._dynamo import config
+
+    return config.recompile_limit
+
+
+def run_what_does_not_compile() -> None:
+    """From now on in this process, what torch.compile fails on runs as it is."""
+    from torch._dynamo import config
+
+    config.suppress_errors = True
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes ``tensor`` for a view of another."""
+    return tensor._is_view()
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same of tensors that share memory, fake ones too."""
+    return tensor.untyped_storage()._cdata
+
+
+def parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of ``module`` itself by name, a live view."""
+    return module._parameters
+
+
+def schema(overload: OpOverload):
+    """The schema of an operator: its name, arguments and returns."""
+    return overload._schema
+
+
+def operators(namespace: str) -> Iterator[str]:
+    """The names of a namespace's operators."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(f"{namespace}::"):
+            yield name.removeprefix(f"{namespace}::")
+
+
+def fake_mode() -> AbstractContextManager:
+    """Tensors made inside have a shape and no memory, and operators run their fakes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def occupy(cycles: int) -> None:
+    """Keep the current stream of the GPU busy for so many clock cycles."""
+    torch.cuda._sleep(cycles)

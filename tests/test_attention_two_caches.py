@@ -128,7 +128,7 @@ def test_compiles_once_for_all_sizes():
         )  # fmt: skip
 
     for tokens, blocks, extra_blocks in ((3, 11, 6), (5, 9, 17), (9, 30, 13)):
-        with torch._dynamo.config.patch(error_on_recompile=tokens > 3):
+        with torch.compiler.set_stance("fail_on_recompile" if tokens > 3 else "default"):
             first, second = ragged_rows([4] * tokens, 20), ragged_rows([tokens] * tokens, 20, seed=1)
             main = planar_cache(SMALL, blocks, 5, first, "cpu")
             extra = filled_cache(PlainLayout("bf16", 64), extra_blocks, 7, second, "cpu")

@@ -15,7 +15,7 @@ from sparse_attn.models.norms import layer_norm, linear_fp32
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Sampling, generate
-from sparse_attn.runtime.report import dynamo_counts
+from sparse_attn.torch_private import dynamo_counts
 from sparse_attn.runtime.steps import Model
 from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
@@ -52,7 +52,7 @@ def test_a_generation_is_the_one_without(name):
 
 
 def test_a_compiled_generation_is_the_one_without_and_compiles_nothing_more(monkeypatch):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     spec = replace(preset("tiny_v32"), num_layers=2, moe_layers=(False, True), index_layers=(True, True))
     model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp8"))
     monkeypatch.setattr(torch, "compile", lambda run, _compile=torch.compile, **_: _compile(run, backend="aot_eager"))
@@ -66,14 +66,14 @@ def test_a_compiled_generation_is_the_one_without_and_compiles_nothing_more(monk
 @pytest.mark.parametrize("compile", (False, True))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generation_on_a_gpu_is_the_one_without(name, compile):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     check_generation(model_of(name, "cuda"), compile=compile)
     check_generation(model_of(name, "cuda"), compile=compile, graph=True)
 
 
 def test_a_compiled_forward_is_the_one_without():
     """Autocast turned on around a compiled model, and inside of what is compiled."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     hidden, weight = randn(5, 32), randn(16, 32, seed=1)
 
     def inside():

@@ -129,11 +129,11 @@ def test_bf16_weights(tmp_path):
 
 def test_compile(tmp_path, monkeypatch):
     """Dynamo alone, so that no C++ compiler is needed."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     common = ("--preset", "tiny-glm5", "--prompt", PROMPT, "--max-new-tokens", 5, "--cache", "fp32", "--ignore-eos")
     plain, compiled = generate(tmp_path, *common), generate(tmp_path, *common, "--compile")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     assert compiled[0]["tokens"] == plain[0]["tokens"]
     assert [compiled[0][key] for key in ("compilations", "graph_breaks", "graph_captures", "graph_replays")] == [2, 0, 0, 0]
 
@@ -141,7 +141,7 @@ def test_compile(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5", "tiny-v4"))
 def test_compiled_and_captured_tokens_equal_the_reference_on_the_cpu(tmp_path, name):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     common = ("--preset", name, "--prompt", PROMPT, "--max-new-tokens", 40, "--cache", "fp32", "--ignore-eos")
     want = generate(tmp_path, *common, "--impl", "reference")[0]
     found, logits = generate(tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64, logits=True)

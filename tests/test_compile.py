@@ -8,9 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo
 from expecttest import assert_expected_inline
-from torch._dynamo.utils import counters
 
 from sparse_attn import workspace
 from sparse_attn.models import windowed as windowed_model
@@ -23,6 +21,7 @@ from sparse_attn.runtime.generate import Decode, Model, decode_plan
 from sparse_attn.runtime.paging import slots_of
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import target_of
+from sparse_attn.torch_private import counters, mark_static_address
 
 BLOCK, WIDTH = 16, 20  # tokens of a block, blocks of a request
 MAX_CONTEXT = BLOCK * WIDTH
@@ -120,19 +119,13 @@ def tensors_of(caches):
     return [cache for layers in caches for cache in layers if cache is not None]
 
 
-@contextlib.contextmanager
 def no_more_compilations():
-    before = torch._dynamo.config.error_on_recompile
-    torch._dynamo.config.error_on_recompile = True
-    try:
-        yield
-    finally:
-        torch._dynamo.config.error_on_recompile = before
+    return torch.compiler.set_stance("fail_on_recompile")
 
 
 def fresh():
-    torch._dynamo.reset()
-    counters.clear()
+    torch.compiler.reset()
+    counters().clear()
 
 
 def moved_codes(model, caches, others):
@@ -181,7 +174,7 @@ def check_decode(model, compiled, exact, alone=True):
     for batch, length in ((2, 1), (1, 5))[: 1 + alone]:
         state = decode_state(batch, length, device, rings=model.has_rings)
         check_step(model, compiled, state.tokens, plan_of(model, state), batch, exact)
-    assert counters["stats"]["unique_graphs"] == 1 + alone
+    assert counters()["stats"]["unique_graphs"] == 1 + alone
     with no_more_compilations():
         batches = (3, 70), (64, MAX_CONTEXT), (2, 200), (7, 1), (1, MAX_CONTEXT)
         for seed, (batch, length) in enumerate(batches[: 4 + alone]):
@@ -190,7 +183,7 @@ def check_decode(model, compiled, exact, alone=True):
 
 
 def check_prefill(model, compiled, exact):
-    before = counters["stats"]["unique_graphs"]
+    before = counters()["stats"]["unique_graphs"]
     device, steps = model.device, 0
     for counts, starts, capacity in (
         ([30, 7], [0, 3], 60),
@@ -203,7 +196,7 @@ def check_prefill(model, compiled, exact):
         steps += 1
         with no_more_compilations() if steps > 2 else contextlib.nullcontext():
             check_step(model, compiled, tokens, prefill_plan(model, counts, starts, capacity), len(counts), exact)
-    assert counters["stats"]["unique_graphs"] - before <= 2
+    assert counters()["stats"]["unique_graphs"] - before <= 2
 
 
 @pytest.mark.parametrize("name,layers", [("tiny_v32", 2), ("tiny_v4", 3)])
@@ -213,7 +206,7 @@ def test_two_compilations_serve_every_batch_and_length(name, layers):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     check_decode(model, compiled, exact=True)
     check_prefill(model, compiled, exact=True)
-    assert not counters["graph_break"]
+    assert not counters()["graph_break"]
 
 
 def test_inductor_on_cpu():
@@ -224,7 +217,7 @@ def test_inductor_on_cpu():
     model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp8"))
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     check_decode(model, compiled, exact=False, alone=False)
-    assert not counters["graph_break"]
+    assert not counters()["graph_break"]
 
 
 def op_sequence(model, tokens, plan, batch):
@@ -347,7 +340,7 @@ def test_inductor_on_gpu(name, cache, check):
     fresh()
     model = model_of(name, cache, "cuda", layers=3)
     check(model, torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED), exact=False)
-    assert not counters["graph_break"]
+    assert not counters()["graph_break"]
 
 
 @pytest.mark.gpu
@@ -362,7 +355,7 @@ def test_reduce_overhead_skips_no_cudagraph(name):
         owner.lock()
         caches, eager_caches = filled_caches(model, 8), filled_caches(model, 8)
         for cache in tensors_of(caches):
-            torch._dynamo.mark_static_address(cache)
+            mark_static_address(cache)
         compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
         state = decode_state(8, MAX_CONTEXT, "cuda", rings=model.has_rings)
         for _ in range(4):
@@ -371,4 +364,4 @@ def test_reduce_overhead_skips_no_cudagraph(name):
             got, want = compiled(state.tokens, caches, plan), model(state.tokens, eager_caches, plan)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             state.seq_lens[0] = 1 + state.seq_lens[0] % MAX_CONTEXT
-    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert counters()["inductor"]["cudagraph_skips"] == 0

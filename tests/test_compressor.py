@@ -300,7 +300,7 @@ def test_compiles_once_for_all_sizes():
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (9, 5, 11):
-        with torch._dynamo.config.patch(error_on_recompile=tokens != 9):
+        with torch.compiler.set_stance("fail_on_recompile" if tokens != 9 else "default"):
             given = arguments(PLAIN, tokens)
             eager = [value.clone() for value in given]
             compiled(*given)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import sparse_attn
-from sparse_attn import debug, gradients
+from sparse_attn import debug, gradients, torch_private
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.ops.router import hash_routed_experts
@@ -273,9 +273,8 @@ def run(name, arguments, impl="auto"):
 
 
 def ops():
-    every = torch._C._dispatch_get_all_op_names()
-    own = {name for name in every if name.startswith("sparse_attn::")} - {gradients.NO_BACKWARD, gradients.REFUSE}
-    return {name.removeprefix("sparse_attn::") for name in own}
+    ends = {name.removeprefix("sparse_attn::") for name in (gradients.NO_BACKWARD, gradients.REFUSE)}
+    return {*torch_private.operators("sparse_attn")} - ends
 
 
 def rules(name):
@@ -291,7 +290,7 @@ def rules(name):
 def test_every_op_has_rules_and_cases():
     assert ops() == GOOD.keys() == BAD.keys()
     for name in ops():
-        schema = getattr(torch.ops.sparse_attn, name).default._schema
+        schema = torch_private.schema(getattr(torch.ops.sparse_attn, name).default)
         expected = [argument.name for argument in schema.arguments][:-1]
         assert list(inspect.signature(rules(name)).parameters) == expected == list(GOOD[name]()), name
 
@@ -400,7 +399,7 @@ def test_graphs_are_the_same(monkeypatch):
     arguments = torch.ones(2, 4), ints(4, 3), torch.ones(2, 6), ints(1, 0), torch.ones(5, 4)
     for flag in (False, True):
         monkeypatch.setattr(debug, "on", lambda flag=flag: flag)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
         torch.testing.assert_close(compiled(*arguments), step(*arguments))
     assert len(graphs) == 2 and graphs[0] == graphs[1]

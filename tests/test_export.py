@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from sparse_attn import build_step_plan, cache_layouts, preset
 from sparse_attn.models.params import random_params
 from sparse_attn.runtime.steps import Decode, Model, Sampling, decode_step
+from sparse_attn.torch_private import leaves, map_leaves
 
 CONTEXT = 256
 
@@ -75,7 +75,7 @@ def dynamic(arguments):
     """Every size as symbolic as it can be."""
     auto = torch.export.Dim.AUTO
     hints = {torch.Tensor: lambda leaf: [auto] * leaf.dim(), int: lambda leaf: auto, type(None): lambda leaf: None}
-    return tree_map(lambda leaf: hints[type(leaf)](leaf), arguments)
+    return map_leaves(lambda leaf: hints[type(leaf)](leaf), arguments)
 
 
 CASES = {"model": (lambda model: model, prefill, [(12, 5), (7, 3, 50)]), "decode": (Step, decoding, [(9, 4), (30, 1, 70)])}
@@ -97,7 +97,7 @@ def test_an_exported_program_is_saved_and_loaded(name, case, strict, tmp_path):
     for some in sizes:
         mine, theirs = inputs(model, *some), inputs(model, *some)
         assert torch.equal(loaded.module()(*mine), module(*theirs))
-        for got, want in zip(tree_leaves(mine), tree_leaves(theirs)):
+        for got, want in zip(leaves(mine), leaves(theirs)):
             assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
 
 

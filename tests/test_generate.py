@@ -212,7 +212,7 @@ def test_gpu_generates_what_the_reference_does(name):
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
 def test_captured_steps_generate_what_the_reference_does(name, compile):
     """A batch whose rows stop one by one, more steps than one piece of replays; logits come out of single replays."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     spec = preset(name)
     layouts = cache_layouts(spec, "fp32")
     host = Model(spec, random_params(spec, 0), layouts, "reference")
@@ -246,7 +246,7 @@ def test_what_cannot_be_captured_is_refused():
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
 def test_captured_and_compiled_draws_are_the_references(name):
     """Streams of places and a prompt's own seed, on a CPU, eager on the GPU, and captured."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     spec = preset(name)
     host, gpu = (Model(spec, random_params(spec, 0, device), cache_layouts(spec, "fp32")) for device in ("cpu", "cuda"))
     common = dict(max_new_tokens=12, sampling=Sampling(temperature=1.5, seed=2), seeds=[None, None, 77, None])

@@ -16,6 +16,7 @@ from sparse_attn.layout import PlainLayout
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.runtime.generate import Model, generate
+from sparse_attn.torch_private import TorchDispatchMode, schema
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache"}
@@ -37,7 +38,7 @@ CALLS = callables()
 def arguments(name):
     """GOOD's, with every float tensor that is no cache requiring grad; and these."""
     made = GOOD[name]()
-    written = {a.name for a in CALLS[name].overload._schema.arguments if a.alias_info and a.alias_info.is_write}
+    written = {a.name for a in schema(CALLS[name].overload).arguments if a.alias_info and a.alias_info.is_write}
     followed = []
     for key, value in made.items():
         if isinstance(value, torch.Tensor) and value.dtype in FLOATS and key not in written:
@@ -102,7 +103,7 @@ def test_indices_have_no_gradient(name):
 def test_nothing_is_added_where_no_gradient_is_wanted(mode):
     names = []
 
-    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+    class Names(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             names.append(str(func))
             return func(*args, **(kwargs or {}))

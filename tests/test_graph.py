@@ -15,6 +15,7 @@ from sparse_attn.runtime.generate import Decode, Model, Sampling, decode_plan, d
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import target_of
+from sparse_attn.torch_private import occupy
 
 BLOCK, WIDTH = 16, 12
 MAX_CONTEXT = BLOCK * WIDTH  # three times the tiny models' top-k
@@ -186,7 +187,7 @@ def test_what_was_loaded_may_be_overwritten():
     want = eager_tokens(model, caches_of(model, 1), eager_state(tokens.clone(), seq_lens.clone(), table), 5)
     graph = graph_of(model, caches_of(model, 1), (1,))
     with torch.cuda.stream(graph.stream):
-        torch.cuda._sleep(100_000_000)  # the graph is behind
+        occupy(100_000_000)  # the graph is behind
     graph.load(tokens, seq_lens, table)
     tokens.fill_(8)
     seq_lens.fill_(0)
@@ -204,9 +205,9 @@ def test_a_graph_may_be_let_go_of_while_its_tokens_are_on_their_way():
     sizes = [value.numel() for value in vars(graph).values() if isinstance(value, torch.Tensor) and value.dtype == torch.int64]
     streams = graph.stream, graph._copies
     with torch.cuda.stream(graph.stream):
-        torch.cuda._sleep(200_000_000)
+        occupy(200_000_000)
     with torch.cuda.stream(graph._copies):
-        torch.cuda._sleep(1_000_000_000)  # the copies are far behind the steps
+        occupy(1_000_000_000)  # the copies are far behind the steps
     arriving = graph.run(20)
     del graph
     gc.collect()

@@ -21,6 +21,7 @@ from sparse_attn.layout import (
     check_cache,
     parse_layout,
 )
+from sparse_attn.torch_private import is_view
 
 
 def padded_cache(layout, num_blocks, block_size, padding):
@@ -370,7 +371,7 @@ def test_planar_blocks_stand_apart():
     cache = allocate_cache(layout, 3, 2, "cpu")
     assert cache.shape == (3, 2, 584) and cache.stride() == (1728, 584, 1)
     assert bytes(cache.untyped_storage()) == bytes(3 * 1728)  # what pads them is there, and zero
-    assert not cache._is_view()
+    assert not is_view(cache)
     check_cache("cache", cache, layout)
 
 

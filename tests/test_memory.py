@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from sparse_attn import build_step_plan
 from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, windowed
@@ -17,6 +15,7 @@ from sparse_attn.models.shapes import param_shapes
 from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import H200
+from sparse_attn.torch_private import TorchDispatchMode, leaves, storage_key
 
 
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
@@ -35,13 +34,13 @@ class Held(TorchDispatchMode):
 
     def __init__(self, inputs):
         super().__init__()
-        self.inputs = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self.inputs = {storage_key(tensor) for tensor in inputs}
         self.holders, self.now, self.peak = {}, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and (key := tensor.untyped_storage()._cdata) not in self.inputs:
+        for tensor in leaves(out):
+            if isinstance(tensor, torch.Tensor) and (key := storage_key(tensor)) not in self.inputs:
                 holders = self.holders.setdefault(key, [0, tensor.untyped_storage().nbytes()])
                 if not holders[0]:
                     self.now += holders[1]
@@ -86,7 +85,7 @@ def peak(spec, bounds, layouts):
         starts, lens, ring_table = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
         table = torch.empty(requests, -(-length // bounds.block_size), dtype=torch.int32)
         ids, slots = torch.empty(2, tokens, dtype=torch.int64)
-        inputs = tree_iter((params, *caches, starts, lens, ring_table, table, ids, slots))
+        inputs = leaves((params, *caches, starts, lens, ring_table, table, ids, slots))
         inputs = [tensor for tensor in inputs if tensor is not None]
         with Held(inputs) as held:
             kv_rows = (length if bounds.kv_rows is None else bounds.kv_rows) * prefills

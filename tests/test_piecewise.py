@@ -6,7 +6,6 @@ import contextlib
 
 import pytest
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from test_compile import MAX_CONTEXT, decode_state, model_of, plan_of
 
@@ -14,6 +13,7 @@ from sparse_attn import workspace
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
+from sparse_attn.torch_private import counters, mark_sizes
 
 LAYERS = 3
 
@@ -67,23 +67,23 @@ def world(device, batch=3):
 
 def test_one_compiled_layer_serves_all():
     """The dense layer and the routed ones are a compilation each, whatever the batch; decode at any length."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, pieces, layers, *_ = world("cpu")
     compiled = torch.compile(pieces.layer, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch._dynamo.utils.counters.clear()
+    counters().clear()
     for batch, length in ((3, 40), (7, MAX_CONTEXT), (5, 1)):
         state = decode_state(batch, length)
         caches = [model.allocate_caches(batch * state.block_table.shape[1], 16, requests=batch, step_rows=1) for _ in range(2)]
         plan, hidden = plan_of(model, state), F.embedding(state.tokens, model.params["embed"])
         for weights, kv, index in zip(layers, *caches[0]):
             for name, value in weights.items():
-                torch._dynamo.mark_static(value)
+                mark_sizes(value, static=range(value.dim()))
             hidden = compiled(weights, hidden, kv, index, plan)
         want = model(state.tokens, caches[1], plan)
         alive = state.seq_lens > 0
         torch.testing.assert_close(logits_of(model, hidden)[alive], want[alive], atol=1e-5, rtol=1e-5)
         assert all(torch.equal(a, b) for one, two in zip(*caches) for a, b in zip(one, two))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert counters()["stats"]["unique_graphs"] <= 4
 
 
 def warmed(stream, owner, run):

@@ -12,6 +12,7 @@ from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.plan_cache import HostPlanner
 from sparse_attn.runtime.steps import Model, Sampling, advance, decode_plan, prefill_step
 from sparse_attn.spec import preset
+from sparse_attn.torch_private import occupy
 
 INT_MIN = -(2**31)
 BLOCKS = 3
@@ -375,7 +376,7 @@ def test_never_waits_and_staging_is_not_reused_too_early():
     cache.plan(steps[0][0], None, table, slots, num_decodes=6, seq_lens=lens)
     cache.plan(*steps[-1][:2], table, slots, num_decodes=6)
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    occupy(200_000_000)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for arguments in steps:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo
 from conftest import long
 
 README = Path(__file__).parent.parent / "README.md"
@@ -49,9 +48,9 @@ def test_the_compiled_forward_serves_any_length(length, monkeypatch):
     assert "length = 100" in code and "backend" not in code
     if length != 100 and not long():
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     names = run(code.replace("length = 100", f"length = {length}"))
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with torch.compiler.set_stance("fail_on_recompile"):
         for other in LENGTHS:
             names["length"] = other
             exec(compile(code[code.index("plan = build_step_plan") :], str(README), "exec"), names)

@@ -88,7 +88,7 @@ def test_another_process_gives_the_same_on_the_gpu():
 def test_compiled_and_replayed_give_the_same(name):
     function, order = operators("cuda")[name], torch.arange(ROWS, device="cuda")
     want = function(order)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if name in INVARIANT:
         assert same(torch.compile(function, fullgraph=True)(order), want)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

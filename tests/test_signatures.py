@@ -4,12 +4,12 @@ import inspect
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparse_attn as sa
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import latent, windowed
 from sparse_attn.runtime.generate import Model, generate
+from sparse_attn.torch_private import TorchDispatchMode, schema
 
 INPUTS = {
     ("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
@@ -48,9 +48,9 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "sparse_attn":
-            names = [argument.name for argument in func._schema.arguments]
+            names = [argument.name for argument in schema(func).arguments]
             if "batch_invariant" in names:
-                self.values.setdefault(func._schema.name, set()).add(args[names.index("batch_invariant")])
+                self.values.setdefault(schema(func).name, set()).add(args[names.index("batch_invariant")])
         return func(*args, **(kwargs or {}))
 
 

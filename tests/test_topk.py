@@ -6,7 +6,6 @@ import itertools
 import pytest
 import torch
 from conftest import sampled
-import torch._dynamo.testing
 
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, reference, top_k_per_row
@@ -24,6 +23,7 @@ from sparse_attn.ops.topk.plan import (
 from sparse_attn.ops.topk.primitives import histogram
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.ops import opcheck, schema
+from sparse_attn.torch_private import dynamo_counts
 from sparse_attn.workspace import size_of
 from support.topk import INF, KINDS, NAN, PLANS, brute_force, chosen, planned, ranges, scores
 
@@ -102,14 +102,13 @@ def test_errors_name_the_argument(error, name, args):
 
 
 def test_compiles_once_for_all_row_counts():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    options = {"fullgraph": True, "dynamic": True, "backend": counter}
-    compiled = torch.compile(lambda x, e: top_k_per_row(x, 3, row_ends=e), **options)
+    torch.compiler.reset()
+    options = {"fullgraph": True, "dynamic": True, "backend": "aot_eager"}
+    compiled, before = torch.compile(lambda x, e: top_k_per_row(x, 3, row_ends=e), **options), dynamo_counts()[0]
     for rows, width in ((4, 20), (6, 33), (9, 17)):
         x, (_, ends) = scores("grid", rows, width), ranges(rows, width)
         assert torch.equal(compiled(x, ends), top_k_per_row(x, 3, row_ends=ends))
-    assert counter.frame_count == 1
+    assert dynamo_counts()[0] - before == 1
 
 
 @pytest.mark.parametrize("target", [H200, AMPERE, MI300])

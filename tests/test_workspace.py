@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from sparse_attn import workspace
+from sparse_attn.torch_private import fake_mode, occupy
 from sparse_attn.workspace import Buffer, Scratch, Workspace, WorkspaceSize, largest, size_of
 
 SCRATCH = Scratch((Buffer("a", (3, 5), torch.float32), Buffer("b", (7,), torch.int16)), counters=4)
@@ -82,13 +83,11 @@ def test_use_lends_a_workspace_and_gives_the_old_one_back(no_owner):
 
 
 def test_fakes_take_no_scratch(no_owner):
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     import sparse_attn
 
     owner = workspace.reserve((0, 0), "cpu")
     owner.lock()
-    with FakeTensorMode():
+    with fake_mode():
         sparse_attn.build_ragged_indices_from_dense(torch.zeros(64, 64, dtype=torch.int32))
         sparse_attn.top_k_per_row(torch.zeros(4, 100000), 2048)
     assert owner.high_water == WorkspaceSize(0, 0)
@@ -123,7 +122,7 @@ def test_what_is_outgrown_is_kept_for_the_stream_that_reads_it():
     before = owner._scratch.data_ptr()
     with torch.cuda.stream(side):
         torch.empty(2 * size, dtype=torch.uint8, device="cuda")  # so that growing asks no memory of the driver, which may wait
-        torch.cuda._sleep(1_000_000_000)  # an op that reads what owner lent it
+        occupy(1_000_000_000)  # an op that reads what owner lent it
         owner.grow(WorkspaceSize(2 * size, 0), "op")
     assert torch.empty(size, dtype=torch.uint8, device="cuda").data_ptr() != before
     torch.cuda.synchronize()

@@ -83,7 +83,7 @@ def decode_loop(run: Run) -> Iterator[Record]:
             decode_step(model, caches, state, Sampling(), context)
             yield Record(f"requests {batch}", 0.0)
             continue
-        torch._dynamo.reset()
+        torch.compiler.reset()
         compiled = torch.compile(model, fullgraph=True, dynamic=True)
 
         def without(compiled=compiled, caches=caches, state=state):
@@ -130,7 +130,7 @@ def hf_layer(run: Run) -> Iterator[Record]:
 
     layer = Layer(model, caches)
     if not run.dry:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         layer = torch.compile(layer, fullgraph=True)
     step = decode_plan(state_of(1, context, width, run.device), BLOCK, context)
     table = torch.arange(width, dtype=torch.int32, device=run.device).view(1, width)

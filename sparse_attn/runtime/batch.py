@@ -12,6 +12,7 @@ from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, w
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
 from sparse_attn.target import resolve_impl, target_of
+from sparse_attn.torch_private import mark_static_address
 
 
 UNTIMED = {"deterministic": True}  # Inductor benchmarks nothing on the device
@@ -84,7 +85,7 @@ def compiled(model: Model, caches: AnyCaches) -> Model:
     computes the same bits."""
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
-            torch._dynamo.mark_static_address(cache)
+            mark_static_address(cache)
     return torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
 
 

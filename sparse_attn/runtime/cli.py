@@ -20,6 +20,7 @@ from sparse_attn.runtime.selections import Watch
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.spec import PRESETS, CompressedSpec, Spec, preset
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
+from sparse_attn.torch_private import dynamo_counts
 
 TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
 WEIGHTS_SEED = 0
@@ -130,7 +131,7 @@ def run_generate(options: argparse.Namespace) -> int:
         showing.check_plot(prompt, tokenizer)
     model = Model(spec, params, cache_layouts(spec, options.cache), options.impl, batch_invariant=options.batch_invariant)
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
-    before = report.dynamo_counts()
+    before = dynamo_counts()
     with Watch() if options.plot else contextlib.nullcontext() as seen:
         result = generate(
             model,

@@ -12,6 +12,7 @@ from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import hold, keeps_dtype
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.torch_private import parameters
 from sparse_attn.types import Caches, StepPlan, WindowCaches
 
 AnyCaches = Caches | WindowCaches
@@ -92,7 +93,7 @@ class Model(torch.nn.Module):
     def _weights(self) -> dict[str, torch.nn.Parameter]:
         if torch.compiler.is_exporting():  # which knows a weight by the way to it
             return dict(self.named_parameters(remove_duplicate=False))
-        return {name: node._parameters[leaf] for name, node, leaf in self._places}
+        return {name: parameters(node)[leaf] for name, node, leaf in self._places}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
         fixed = {id(value) for name, value in self._weights().items() if keeps_dtype(name)}

@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import pkgutil
 import platform
-import sys
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from sparse_attn import ops
 from sparse_attn.runtime.generate import Generation
 from sparse_attn.target import Target, interpreting, resolve_impl, target_of
+from sparse_attn.torch_private import dynamo_counts
 from sparse_attn.version import __version__
 
 
@@ -38,14 +38,6 @@ def device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return str(device)
     return f"{device} ({torch.cuda.get_device_name(device)})"
-
-
-def dynamo_counts() -> tuple[int, int]:
-    """(graphs compiled, graph breaks) of this process so far; both 0 where Dynamo was never loaded."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    if utils is None:
-        return 0, 0
-    return utils.counters["stats"]["unique_graphs"], sum(utils.counters["graph_break"].values())
 
 
 def generation_report(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.torch_private import TorchDispatchMode, schema
 
 _SELECTING = ("sparse_attn::index_topk_prefill", "sparse_attn::index_topk_decode")
 _SELECTING_SLOTS = "sparse_attn::index_topk_decode_slots"  # takes what index_topk_decode takes
@@ -21,9 +21,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in _SELECTING:
+        name = schema(func).name
+        if name in _SELECTING:
             self.selected.append(result.cpu())
-        elif func._schema.name == _SELECTING_SLOTS:
+        elif name == _SELECTING_SLOTS:
             self.selected.append(torch.ops.sparse_attn.index_topk_decode(*args, **(kwargs or {})).cpu())
         return result
 

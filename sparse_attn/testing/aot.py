@@ -44,9 +44,7 @@ def compile_kernel(
     where nobody says: as launchers give it); aligned: scalar arguments known to be multiples of 16 (pointers always are);
     options: num_warps, num_stages.
     """
-    import triton
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    from sparse_attn.device.triton_private import compile_for
 
     names = kernel.arg_names
     if "CHAINED" in names:
@@ -55,25 +53,8 @@ def compile_kernel(
     if missing:
         raise ValueError(f"signature: lacks {', '.join(missing)}")
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    attributes = {
-        (position,): [["tt.divisibility", 16]]
-        for position, name in enumerate(names)
-        if name not in constants and (signature[name].startswith("*") or name in aligned)
-    }
-    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
-    source = source(fn=kernel, signature=types, constexprs=values, attrs=attributes)
-    program = triton.compile(source, target=gpu_target(arch), options=options)
-    return read(program)
-
-
-def gpu_target(arch: int | str):
-    """Triton's name for an architecture."""
-    from triton.backends.compiler import GPUTarget
-
-    if isinstance(arch, str):
-        return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
-    return GPUTarget("cuda", arch, 32)
+    aligned = {name for name, kind in types.items() if kind.startswith("*") or name in aligned and name not in constants}
+    return read(compile_for(kernel, arch, types, constants, aligned, options))
 
 
 def read(program) -> Compiled:

@@ -10,7 +10,7 @@ from unittest import mock
 
 from sparse_attn import target
 from sparse_attn.target import H200, Target
-from sparse_attn.testing.aot import Compiled, gpu_target, read
+from sparse_attn.testing.aot import Compiled, read
 
 # Architectures that kernels are compiled for: multiprocessors of a common card, shared memory of a program, a warp.
 TARGETS = {
@@ -41,44 +41,23 @@ def recording(name: str) -> Iterator[list[Launch]]:
     nor run."""
     from triton import knobs
 
+    from sparse_attn.device.triton_private import launching_on
+
     launches: list[Launch] = []
 
     def note(*, fn, compile, **_):
         launches.append(Launch(name, fn.module, fn.name, compile["specialization_data"]))
         return True  # instead of compiling
 
-    with mock.patch.object(target, "CPU", TARGETS[name]), _active(name), knobs.runtime.scope():
+    with mock.patch.object(target, "CPU", TARGETS[name]), launching_on(TARGETS[name].arch), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = note
         yield launches
 
 
 def compile_launch(launch: Launch) -> Compiled:
     """Compile what ``recording`` noted."""
+    from sparse_attn.device.triton_private import launching_on
+
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
-    with _active(launch.target):
+    with launching_on(TARGETS[launch.target].arch):
         return read(kernel.preload(launch.specialisation))
-
-
-class _Driver:
-    """What Triton asks a driver before it launches."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self.device = object()  # Triton keeps kernels by device, and would launch one that it has compiled before
-
-    def get_current_target(self):
-        return gpu_target(TARGETS[self.name].arch)
-
-    def get_current_device(self) -> object:
-        return self.device
-
-    def get_current_stream(self, device) -> int:
-        return 0
-
-
-@contextlib.contextmanager
-def _active(name: str) -> Iterator[None]:
-    from triton.runtime.driver import driver
-
-    with mock.patch.object(driver, "_active", _Driver(name)):
-        yield

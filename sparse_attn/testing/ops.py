@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.library import opcheck as torch_opcheck
 
+from sparse_attn import torch_private
+
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
@@ -15,4 +17,4 @@ def opcheck(name: str, *args, checks: tuple[str, ...] = CHECKS) -> None:
 
 def schema(name: str) -> str:
     """The schema of ``sparse_attn::name`` as a person reads it."""
-    return str(getattr(torch.ops.sparse_attn, name).default._schema)
+    return str(torch_private.schema(getattr(torch.ops.sparse_attn, name).default))

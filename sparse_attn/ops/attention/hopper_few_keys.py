@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal, wait
+from sparse_attn.device.triton_private import reinterpret
 from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
 from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
 
@@ -163,7 +164,7 @@ def ask_latents(
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into_rest = keys_rest._reinterpret(gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES)
+    into_rest = reinterpret(keys_rest, gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
@@ -198,7 +199,7 @@ def put_latents(row, keys, halves, scales, bars, which: gl.constexpr, GROUP: gl.
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     GROUPS: gl.constexpr = VALUE // GROUP // 2  # of a half
     FIRST: gl.constexpr = which * SHARE
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
+    into = reinterpret(keys, gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
     for tile in range(tiles):
         buffer = tile % BUFFERS
         mbarrier.wait(bars[READY].index(0), tile & 1)

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal, wait
+from sparse_attn.device.triton_private import reinterpret
 from sparse_attn.ops.attention.hopper_few_keys import (
     BLOCK,
     BUFFERS,
@@ -84,7 +85,7 @@ def ask_planar(
     LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
+    into = reinterpret(keys, gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
     place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
     ahead = tile_slots(1, tiles, indices, count, extra_indices, extra_count, place, TWO)
@@ -126,7 +127,7 @@ def put_planar(
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     FIRST: gl.constexpr = which * SHARE
-    into = keys._reinterpret(gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
+    into = reinterpret(keys, gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
     for tile in range(all_tiles):
         buffer = tile % BUFFERS
         mbarrier.wait(bars[READY].index(0), tile & 1)

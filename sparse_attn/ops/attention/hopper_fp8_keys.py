@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import barrier, signal, wait
+from sparse_attn.device.triton_private import reinterpret
 from sparse_attn.ops.attention.hopper_pair import FILLED, FREED, HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
 
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
@@ -297,7 +298,7 @@ def dequantise(
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     SOON: gl.constexpr = tile  # the half that is needed first
     KNOWN: gl.constexpr = SPLIT is not None and not SPLIT
-    halves = keys._reinterpret(gl.int32, [4, TILE, HALF // 2], WORD_TILES)
+    halves = reinterpret(keys, gl.int32, [4, TILE, HALF // 2], WORD_TILES)
     words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
     extra_words = extra_cache.to(gl.pointer_type(gl.int32), bitcast=True)
     place = gl.arange(0, TILE, layout=ROWS)
