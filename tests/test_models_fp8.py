@@ -45,14 +45,15 @@ def simulate(patch, module, prefix, interleaved):
     def expand_kv(self, latent, rope):
         return expand(self, through_fp8(latent, "raw", LatentFp8Layout(4, 0, 4).amax_floor), rope.bfloat16().float())
 
-    def index(self, hidden, q_resid, position_embeddings, mask, position_ids, past_key_values=None):
+    def index(self, hidden, q_resid, position_embeddings, mask, position_ids, past_key_values=None, cache=None):
+        cache = past_key_values if cache is None else cache  # by the names of transformers before and since 5.24
         rope = self.qk_rope_head_dim
         q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
         k = self.k_norm(self.wk(hidden)).unsqueeze(2)
         rotated = rotate(q[..., :rope], k[..., :rope], *position_embeddings, unsqueeze_dim=2)
         whole = (torch.cat([front, x[..., rope:]], -1) for front, x in zip(rotated, (q, k)))
         q, k = (through_fp8(x, "pow2", INDEX_AMAX_FLOOR) for x in whole)
-        k = past_key_values.update_indexer(k.squeeze(2), self.layer_idx)
+        k = cache.update_indexer(k.squeeze(2), self.layer_idx)
         scores = torch.einsum("bshd,btd->bsht", q, k).relu() * self.softmax_scale
         scores = torch.einsum("bsht,bsh->bst", scores, self.weights_proj(hidden) * self.n_heads**-0.5) + mask
         return scores.topk(min(self.index_topk, scores.shape[-1])).indices.int()
