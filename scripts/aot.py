@@ -50,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all of them")
     parser.add_argument("--kernel", action="append", metavar="NAME", help="kernels whose name contains NAME")
     parser.add_argument("--all", action="store_true", help="every case: about half an hour of one core")
-    parser.add_argument("--sample", action="store_true", help="of each kernel and target one compilation, always the same")
+    parser.add_argument(
+        "--sample", action="store_true", help="of each kernel and target one compilation, always the same"
+    )
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every compilation there")
     options = parser.parse_args(arguments)
@@ -149,7 +151,9 @@ def report(results: list[Result], left_out: int) -> None:
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.target, result.kernel), []).append(result)
-    for (target, kernel), group in sorted(groups.items(), key=lambda item: (list(TARGETS).index(item[0][0]), item[0][1])):
+    for (target, kernel), group in sorted(
+        groups.items(), key=lambda item: (list(TARGETS).index(item[0][0]), item[0][1])
+    ):
         shared, registers, spilled = (
             max(getattr(result, name) for result in group) for name in ("shared_memory", "registers", "spill_bytes")
         )

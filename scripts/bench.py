@@ -18,7 +18,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-
 from benchmarks import peers  # noqa: E402
 from benchmarks.registry import all_suites  # noqa: E402
 from benchmarks.run import Run  # noqa: E402
@@ -49,11 +48,13 @@ def main() -> int:
 
 
 def measure(names: list[str], run: Run, written: Path | None = None) -> tuple[list[dict[str, object]], list[str]]:
-    """Run the suites and print a row per case as it comes: the records, and the suites that failed. After each suite the
-    records so far are ``written``."""
+    """Run the suites and print a row per case as it comes: the records, and the suites that failed. After each suite
+    the records so far are ``written``."""
     known = all_suites()
     print(f"{'dry run' if run.dry else torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print(f"{'suite':<20} {'case':<52} {'us':>10} {'floor':>9} {'of floor':>8}  {'peer':<26} {'peer us':>10} {'ratio':>6}")
+    print(
+        f"{'suite':<20} {'case':<52} {'us':>10} {'floor':>9} {'of floor':>8}  {'peer':<26} {'peer us':>10} {'ratio':>6}"
+    )
     records: list[dict[str, object]] = []
     failed = []
     for name in names:

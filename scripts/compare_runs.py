@@ -5,8 +5,8 @@
     python scripts/compare_runs.py --run CHECKOUT           # time CHECKOUT (old) and this one (new) suite by suite
     python scripts/compare_runs.py --run CHECKOUT --part suites:1/3
 
-A suite is slower by the geometric mean of its cases' new / old. Suites that time the host are listed and exempt; so is what
-one run alone has, but for a suite that the new run lost.
+A suite is slower by the geometric mean of its cases' new / old. Suites that time the host are listed and exempt; so is
+what one run alone has, but for a suite that the new run lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", type=Path, metavar="CHECKOUT", help="where the old commit is")
     parser.add_argument("--part", metavar="suites:I/N", help="with --run: as scripts/gpu_gate.py parts them")
     parser.add_argument("--suite", action="append", metavar="NAME", help="with --run: this suite; default: all")
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="with --run: runs of a suite; the best counts")
+    parser.add_argument(
+        "--rounds", type=int, default=2, metavar="N", help="with --run: runs of a suite; the best counts"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help='with --run: write {"old": records, "new": records}')
     parser.add_argument("--dry", action="store_true", help="with --run: tiny inputs on the CPU, nothing timed")
     options = parser.parse_args(arguments)
@@ -108,7 +110,8 @@ Measure = Callable[[str], tuple[list[dict], bool]]
 
 
 def take_turns(names: list[str], old: Measure, new: Measure, rounds: int) -> tuple[list[dict], list[dict], list[str]]:
-    """The best of ``rounds`` of each suite, old and new in turn, each first every other time: (old, new, what failed)."""
+    """The best of ``rounds`` of each suite, old and new in turn, each first every other time: (old, new, what
+    failed)."""
     best: tuple[dict, dict] = ({}, {})
     failed = []
     for name in names:
@@ -125,8 +128,8 @@ def take_turns(names: list[str], old: Measure, new: Measure, rounds: int) -> tup
 
 
 def report(old: list[dict], new: list[dict]) -> int:
-    """Print each suite's geometric mean of new / old; 1 where one is more than 1% slower, or is not in the new run, or no
-    case is in both."""
+    """Print each suite's geometric mean of new / old; 1 where one is more than 1% slower, or is not in the new run, or
+    no case is in both."""
     before, after = ({(record["suite"], record["case"]): record["us"] for record in records} for records in (old, new))
     slower, compared = [], 0
     for suite in sorted({suite for suite, _ in [*before, *after]}):

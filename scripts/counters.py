@@ -2,7 +2,8 @@
 """Run each of the slow kernels once, for a profiler that counts between cudaProfilerStart and cudaProfilerStop:
 
 ncu --clock-control none --profile-from-start off --csv --page raw --section SpeedOfLight --section WarpStateStats \\
-    --section SchedulerStats --section MemoryWorkloadAnalysis --section ComputeWorkloadAnalysis python scripts/counters.py
+    --section SchedulerStats --section MemoryWorkloadAnalysis --section ComputeWorkloadAnalysis python
+    scripts/counters.py
 """
 
 from __future__ import annotations
@@ -17,12 +18,21 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import torch  # noqa: E402
-
 from benchmarks import windowed  # noqa: E402
 from benchmarks.inputs import (  # noqa: E402
-    BLOCK, D_V, INDEX_LAYOUT, LATENT_LAYOUT, decode_index, distinct_rows, filled_cache, normal, packed, prefill_index,
+    BLOCK,
+    D_V,
+    INDEX_LAYOUT,
+    LATENT_LAYOUT,
+    decode_index,
+    distinct_rows,
+    filled_cache,
+    normal,
+    packed,
+    prefill_index,
 )  # fmt: skip
 from benchmarks.run import Run  # noqa: E402
+
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill  # noqa: E402
 from sparse_attn.ops.index_logits import fp8_mqa_logits, fp8_paged_mqa_logits  # noqa: E402
 from sparse_attn.ops.topk import top_k_per_row  # noqa: E402
@@ -40,7 +50,10 @@ def calls(run: Run) -> Iterator[Call]:
 
 
 def _decode(run: Run) -> Iterator[Call]:
-    full = [(LATENT_LAYOUT, heads, 2048) for heads in (128, 64, 16)] + [(windowed.LAYOUT, 128, 1152), (windowed.LAYOUT, 64, 640)]
+    full = [(LATENT_LAYOUT, heads, 2048) for heads in (128, 64, 16)] + [
+        (windowed.LAYOUT, 128, 1152),
+        (windowed.LAYOUT, 64, 640),
+    ]
     requests, slots = run.pick((64, 1 << 18), (3, 256))
     for layout, heads, top_k in run.pick(full, [(LATENT_LAYOUT, 4, 64), (windowed.LAYOUT, 4, 64)]):
         cache = filled_cache(layout, slots // BLOCK, run.device)

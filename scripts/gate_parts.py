@@ -31,8 +31,8 @@ class Part(NamedTuple):
         return f"{self.kind}:{self.number}/{self.of}"
 
     def take(self, names: Iterable[str]) -> list[str]:
-        """This part's share of the names: no other part's, and all parts together take all. The longest go first, each to
-        the part that has the least to do."""
+        """This part's share of the names: no other part's, and all parts together take all. The longest go first, each
+        to the part that has the least to do."""
         shares: list[list[str]] = [[] for _ in range(self.of)]
         for name in sorted(names, key=lambda name: (-LONG.get(name, 1), name)):
             min(shares, key=lambda share: sum(LONG.get(name, 1) for name in share)).append(name)
@@ -88,8 +88,8 @@ def room_for(wanted: list[Part], about: dict, before: dict | None) -> None:
 
 
 def merge(results: Iterable[dict]) -> dict:
-    """One result of all parts. ValueError where they are not of one commit, GPU and set of versions, or two differ about a
-    part."""
+    """One result of all parts. ValueError where they are not of one commit, GPU and set of versions, or two differ
+    about a part."""
     about, parts = None, {}
     for result in results:
         if "parts" not in result:

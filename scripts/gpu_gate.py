@@ -2,13 +2,14 @@
 """Run the tests and the benchmarks on this machine's GPU and write scripts/results/<gpu>.json.
 
     python scripts/gpu_gate.py                                       # everything
-    python scripts/gpu_gate.py --part tests:1/2                      # or in parts, merged into one result of one commit:
-    python scripts/gpu_gate.py --part tests:2/2 --part suites:1/1    # what is missing stands under `unfinished`
-    python scripts/gpu_gate.py --merge a.json b.json                 # of parts that ran elsewhere, with --out; needs no GPU
+    python scripts/gpu_gate.py --part tests:1/2                      # or in parts, merged into one result of one
+    commit: python scripts/gpu_gate.py --part tests:2/2 --part suites:1/1    # what is missing stands under `unfinished`
+    python scripts/gpu_gate.py --merge a.json b.json                 # of parts that ran elsewhere, with --out; needs no
+    GPU
 
-The first part of a new commit needs --fresh. Exits with 1 where, in what this call ran, a test failed or was skipped, none ran,
-or a suite failed. Tests run every case (SPARSE_ATTN_LONG). Arguments behind -- go to pytest; what they or --suite select is no
-part of a result, and goes to --out alone.
+The first part of a new commit needs --fresh. Exits with 1 where, in what this call ran, a test failed or was skipped,
+none ran, or a suite failed. Tests run every case (SPARSE_ATTN_LONG). Arguments behind -- go to pytest; what they or
+--suite select is no part of a result, and goes to --out alone.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def slug(name: str) -> str:
 
 
 def revision(given: str | None) -> tuple[str | None, bool | None]:
-    """(commit, whether files differ from it); None for what cannot be known: of a copy that somebody made, what differs."""
+    """(commit, whether files differ from it); None for what cannot be known: of a copy that somebody made, what
+    differs."""
     if given:
         return given, None
     try:
@@ -186,7 +188,9 @@ def properties(report: Path) -> dict[str, dict[str, str]]:
     if not report.exists():
         return {}
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    found = {case.get("name"): {item.get("name"): item.get("value") for item in case.iter("property")} for case in cases}
+    found = {
+        case.get("name"): {item.get("name"): item.get("value") for item in case.iter("property")} for case in cases
+    }
     return {name: recorded for name, recorded in found.items() if recorded}
 
 

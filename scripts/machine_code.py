@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Hash the machine code of every form that scripts/aot.py compiles for a target, so that two commits can be compared.
 
-A form is a kernel as a case of scripts/aot_cases launches it. Addresses, labels and names are stripped from its disassembly,
-so that a file or a kernel may be renamed; instructions, registers and constant-bank offsets are not. Machine code depends on
-the version of Triton, which is written beside the hashes: compare those of one version.
+A form is a kernel as a case of scripts/aot_cases launches it. Addresses, labels and names are stripped from its
+disassembly, so that a file or a kernel may be renamed; instructions, registers and constant-bank offsets are not.
+Machine code depends on the version of Triton, which is written beside the hashes: compare those of one version.
 
     python scripts/machine_code.py --json before.json                  # on the old commit
-    python scripts/machine_code.py --against before.json               # on the new one; exits with 1 where a form differs
+    python scripts/machine_code.py --against before.json               # on the new one; exits with 1 where a form
+    differs
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     import triton
 
     forms = hashes(options.target, options.case, options.jobs)
-    print(f"{options.target}, triton {triton.__version__}: {sum(map(len, forms.values()))} launches of {len(forms)} cases")
+    print(
+        f"{options.target}, triton {triton.__version__}: {sum(map(len, forms.values()))} launches of {len(forms)} cases"
+    )
     if options.json:
         written = {"target": options.target, "triton": triton.__version__, "forms": forms}
         options.json.write_text(json.dumps(written, indent=1) + "\n")
@@ -50,7 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if forms else 1
     before = json.loads(options.against.read_text())
     if (before["target"], before["triton"]) != (options.target, triton.__version__):
-        parser.error(f"--against: got {before['target']} by triton {before['triton']}, allowed: the target and triton of this run")
+        parser.error(
+            f"--against: got {before['target']} by triton {before['triton']}, allowed: the target and triton of this run"
+        )
     expected = {case: found for case, found in before["forms"].items() if options.case in case}
     differing = differences(expected, forms)
     print("\n".join(differing) or "no difference")
@@ -96,7 +101,9 @@ def differences(before: Forms, after: Forms) -> list[str]:
         if before[name] != after[name]:
             same = len(before[name]) == len(after[name])
             which = [str(n) for n, (old, new) in enumerate(zip(before[name], after[name])) if old != new]
-            what = f"launch {', '.join(which)}" if same else f"{len(before[name])} launches before, {len(after[name])} now"
+            what = (
+                f"launch {', '.join(which)}" if same else f"{len(before[name])} launches before, {len(after[name])} now"
+            )
             lines.append(f"differs: {name}: {what}")
     return sorted(lines)
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Seed the bugs of mutations.py one at a time, each into a copy of the repository, and show that the tests catch them.
 
-A bug is caught where the tests it names pass without it and fail with it. Exits with 1 where one survives. By default those
-that need no GPU; --gpu: those of kernels for Hopper, on such a GPU.
+A bug is caught where the tests it names pass without it and fail with it. Exits with 1 where one survives. By default
+those that need no GPU; --gpu: those of kernels for Hopper, on such a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Outcome:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutations to run; default: all of either kind")
-    parser.add_argument("--gpu", action="store_true", help="bugs of kernels that only a GPU runs; without it, all others")
+    parser.add_argument(
+        "--gpu", action="store_true", help="bugs of kernels that only a GPU runs; without it, all others"
+    )
     parser.add_argument("--list", action="store_true", help="name the mutations and end")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations at a time")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there, as JSON")
@@ -140,7 +142,13 @@ def pytest(folder: Path, tests: tuple[str, ...], interpreted: bool) -> tuple[int
         command += ["-m", "kernel"]
     try:
         done = subprocess.run(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
         )
     except subprocess.TimeoutExpired:
         return 124, ""

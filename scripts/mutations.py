@@ -105,9 +105,9 @@ KERNELS = [
         ("tests/test_topk.py::test_kernel_scores_that_share_a_bf16[700-single_cta_bf16]",),
     ),
     Mutation(
-        "topk-bf16-bound-believed", "scores below the lowest of the threads' maxima are not counted even where they are needed",
-        OPS + "topk/primitives/bf16_select.py",
-        "going = (digit == last) & (last < histogram.BINS - 1)",
+        "topk-bf16-bound-believed",
+        "scores below the lowest of the threads' maxima are not counted even where they are needed",
+        OPS + "topk/primitives/bf16_select.py", "going = (digit == last) & (last < histogram.BINS - 1)",
         "going = digit < 0",
         ("tests/test_topk.py::test_kernel_a_score_above_all_others_in_every_thread[200]",),
     ),

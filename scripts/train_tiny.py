@@ -1,8 +1,8 @@
 """Train a small byte-level model that ships with the package: python scripts/train_tiny.py v32 --out out/reader_v32
 
 By the recipe of DeepSeek Sparse Attention: dense training on growing contexts, the indexers alone against the dense
-attention, then everything by what the indexers select. One GPU, some minutes; a run that is out of time (--minutes) goes on
-where it stopped when the same command is given again. A CPU works too, at toy sizes.
+attention, then everything by what the indexers select. One GPU, some minutes; a run that is out of time (--minutes)
+goes on where it stopped when the same command is given again. A CPU works too, at toy sizes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
     run_what_does_not_compile()
     options.out.mkdir(parents=True, exist_ok=True)
     corpus = _corpus(options.corpus or options.out / "corpus.npz")
-    print(f"{len(corpus.prose):,} bytes of prose, {len(corpus.code):,} of code, from Python {platform.python_version()}", flush=True)
+    print(
+        f"{len(corpus.prose):,} bytes of prose, {len(corpus.code):,} of code, from Python {platform.python_version()}",
+        flush=True,
+    )
 
     spec = MODELS[options.model](options.top_k or TOP_K[options.model])
     if options.hidden:
@@ -73,7 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
         result = finish(trainer, options.out, facts)
     print(f"{options.out}: {result['weights']:,} weights in {result['bytes']:,} bytes")
     for way in ("dense", "sparse"):
-        print(f"held out, {way}: {result[way]['bits_per_byte']:.4f} bits/byte, retrieval {100 * result[way]['retrieval']:.2f}%")
+        print(
+            f"held out, {way}: {result[way]['bits_per_byte']:.4f} bits/byte, retrieval {100 * result[way]['retrieval']:.2f}%"
+        )
     return 0
 
 
@@ -83,13 +88,23 @@ def _parser() -> argparse.ArgumentParser:
     add("model", choices=tuple(MODELS))
     add("--out", type=Path, required=True, metavar="DIR", help="where the checkpoint, the log and the state go")
     add("--minutes", type=float, default=9.0, help="stop in time, keep the state (default: %(default)s)")
-    add("--start", type=Path, metavar="DIR", help="a checkpoint to start from, of the same sizes; default: random weights")
+    add(
+        "--start",
+        type=Path,
+        metavar="DIR",
+        help="a checkpoint to start from, of the same sizes; default: random weights",
+    )
     add("--fresh", action="store_true", help="start over where a state is found")
     add("--device", help="default: cuda where there is one")
     add("--graph", action=argparse.BooleanOptionalAction, default=True, help="replay steps as CUDA graphs")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="fuse what mixes V4's streams, on a GPU")
     add("--bf16", action=argparse.BooleanOptionalAction, default=None, help="default: on a GPU")
-    add("--corpus", type=Path, metavar="FILE", help="text collected before (default: DIR/corpus.npz, made where missing)")
+    add(
+        "--corpus",
+        type=Path,
+        metavar="FILE",
+        help="text collected before (default: DIR/corpus.npz, made where missing)",
+    )
     add("--length", type=int, default=1024, help="longest context (default: %(default)s)")
     add("--top-k", type=int, help="keys the indexers select (default: 128 of tokens, 32 of entries)")
     add("--hidden", type=int, help="hidden size, for toys")
@@ -99,7 +114,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=32768, help="of a step (default: %(default)s)")
     add("--learning-rate", type=float, default=2e-3, help="the highest (default: %(default)s)")
     add("--retrieval-share", type=float, default=0.6, help="rows with keys and values (default: %(default)s)")
-    add("--answer-weight", type=float, default=1.0, help="of the answers' loss beside the text's (default: %(default)s)")
+    add(
+        "--answer-weight", type=float, default=1.0, help="of the answers' loss beside the text's (default: %(default)s)"
+    )
     add("--index-rows", type=int, default=128, help="positions the indexers are compared at (default: %(default)s)")
     add("--weight-decay", type=float, default=0.05, help="default: %(default)s")
     add("--balance", type=float, default=1e-3, help="what a step moves an expert's bias by (default: %(default)s)")

@@ -34,7 +34,8 @@ def check_rank(name: str, tensor: torch.Tensor, *ranks: int) -> None:
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None], meaning: str) -> None:
-    """ValueError unless the shape equals ``expected`` (None: any size); ``meaning`` spells it, as in "[tokens, heads]"."""
+    """ValueError unless the shape equals ``expected`` (None: any size); ``meaning`` spells it, as in "[tokens,
+    heads]"."""
     check_rank(name, tensor, len(expected))
     for got, want in zip(tensor.shape, expected):
         if want is not None and got != want:

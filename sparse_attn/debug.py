@@ -1,9 +1,9 @@
 """Debug mode: with SPARSE_ATTN_DEBUG=1 values on the device are looked at before an op runs.
 
-Readers take a wild index for "none". Here it becomes a ValueError that names op, argument, place and value. What may stand
-for padding stays legal: -1 for an index, a request, a position, a slot or a block, a length <= 0. An op's rules are the
-function of its name in its room's debug.py; they take what the op takes, without ``impl``, and are made of the helpers
-below. Looking waits for the device, so a call that is being captured is let through.
+Readers take a wild index for "none". Here it becomes a ValueError that names op, argument, place and value. What may
+stand for padding stays legal: -1 for an index, a request, a position, a slot or a block, a length <= 0. An op's rules
+are the function of its name in its room's debug.py; they take what the op takes, without ``impl``, and are made of the
+helpers below. Looking waits for the device, so a call that is being captured is let through.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def refuse(
 ) -> None:
     """ValueError at the first of ``values`` that is ``bad``.
 
-    limit: what takes the place of {} in ``allowed`` where it differs from value to value. row: the row a value belongs to,
-    where its place does not say it.
+    limit: what takes the place of {} in ``allowed`` where it differs from value to value. row: the row a value belongs
+    to, where its place does not say it.
     """
     if not bool(bad.any()):
         return
@@ -141,7 +141,8 @@ def paged(cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Te
 def gathered(
     cache: torch.Tensor, block_table: torch.Tensor, kv_indptr: torch.Tensor, starts: torch.Tensor | None, capacity: int
 ) -> None:
-    """Requests' rows within ``capacity`` and their request's table, whose blocks are the cache's; ``starts`` of rings."""
+    """Requests' rows within ``capacity`` and their request's table, whose blocks are the cache's; ``starts`` of
+    rings."""
     block_size, (_, columns) = cache.shape[1], block_table.shape
     indptr("kv_indptr", kv_indptr, capacity, "capacity")
     lengths = kv_indptr.long().diff()

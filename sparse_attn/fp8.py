@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Largest magnitude the writers scale to. e4m3fnuz could hold 240; with 224 = 448 / 2 its bytes equal those of e4m3fn and
-# only the scale doubles, which is what vLLM does.
+# Largest magnitude the writers scale to. e4m3fnuz could hold 240; with 224 = 448 / 2 its bytes equal those of e4m3fn
+# and only the scale doubles, which is what vLLM does.
 FP8_MAX = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
 FP8_DTYPE = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 SCALE_RULES = ("raw", "pow2")
@@ -13,7 +13,8 @@ FP8_NAN = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80}  # what writers write; e4m3fn has a
 
 
 def fp8_encode(values: torch.Tensor, flavour: str) -> torch.Tensor:
-    """fp32 values -> uint8 codes, clamped to the flavour's writer maximum, round to nearest even; NaN becomes FP8_NAN."""
+    """fp32 values -> uint8 codes, clamped to the flavour's writer maximum, round to nearest even; NaN becomes
+    FP8_NAN."""
     limit = FP8_MAX[flavour]
     codes = values.float().clamp(-limit, limit).to(FP8_DTYPE[flavour]).view(torch.uint8)
     return torch.where(values.isnan(), FP8_NAN[flavour], codes)
@@ -29,13 +30,15 @@ def fp8_quantise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise the last dimension with one scale: (codes uint8 [..., d], scales fp32 [...]).
 
-    scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale. amax is that of
-    the finite values: NaN and infinities become NaN, whatever stands beside them as if they were not there.
+    scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale. amax is
+    that of the finite values: NaN and infinities become NaN, whatever stands beside them as if they were not there.
     """
     values = values.float()
     values = torch.where(values.isfinite(), values, torch.nan)
     amax = values.abs().nan_to_num(0.0).amax(-1).clamp_min(amax_floor)
-    scales = amax / torch.full_like(amax, FP8_MAX[flavour])  # CUDA would turn division by a Python number into a product
+    scales = amax / torch.full_like(
+        amax, FP8_MAX[flavour]
+    )  # CUDA would turn division by a Python number into a product
     if scale_rule == "pow2":
         scales = ceil_pow2(scales)
     return fp8_encode(values / scales.unsqueeze(-1), flavour), scales

@@ -56,7 +56,8 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: torch.Tensor | None):
-    """Every refusal takes the gradient that arrives: a compiler would run with the forward what does not depend on it."""
+    """Every refusal takes the gradient that arrives: a compiler would run with the forward what does not depend on
+    it."""
     refused = torch.ops.sparse_attn.refuse_backward
     if grad is None:
         return None, [None] * len(ctx.saved_tensors), None

@@ -1,12 +1,13 @@
 """Cache layouts: what the bytes of a cache mean, with encode and decode in plain torch.
 
 A cache is a tensor of blocks, ``[num_blocks, block_size, row]``; a layout says what lies where inside a block. Every
-reader and writer addresses a block by ``stride(0)``; the trailing dimension is a size, not a record, for planar layouts.
+reader and writer addresses a block by ``stride(0)``; the trailing dimension is a size, not a record, for planar
+layouts.
 
 A layout travels through op schemas as its ``name`` (a readable string); ``parse_layout`` turns it back.
 
-Sources: byte positions of the 132-byte, 656-byte and 584-byte formats as vLLM 0.25 writes them and FlashMLA 9241ae3 reads
-them.
+Sources: byte positions of the 132-byte, 656-byte and 584-byte formats as vLLM 0.25 writes them and FlashMLA 9241ae3
+reads them.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from sparse_attn.torch_private import mark_sizes
 PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INDEX_AMAX_FLOOR = 1e-4
 SCALE_BYTES = 4  # an fp32 scale, read as one word
-# What a latent's scale is at least. vLLM 0.33 and FlashMLA clamp it before they round it up; vLLM 0.25, which rounds nothing,
-# at LEAST_SCALE_FLOOR.
+# What a latent's scale is at least. vLLM 0.33 and FlashMLA clamp it before they round it up; vLLM 0.25, which rounds
+# nothing, at LEAST_SCALE_FLOOR.
 LEAST_SCALE_FLOOR = torch.finfo(torch.float32).tiny  # the smallest normal number
 LATENT_SCALE_FLOOR = {"raw": LEAST_SCALE_FLOOR, "pow2": 1e-4}
 PLANAR_AMAX_FLOOR = 1e-4
@@ -55,7 +56,8 @@ def storage_extent(cache: torch.Tensor) -> int:
 
 
 def _spans(cache: torch.Tensor, slots: torch.Tensor, block_offset: int, stride: int, width: int) -> torch.Tensor:
-    """Element offsets [n, width] of a field that starts ``block_offset`` into its block and steps by ``stride`` per token."""
+    """Element offsets [n, width] of a field that starts ``block_offset`` into its block and steps by ``stride`` per
+    token."""
     block, token = _flat_block_offsets(cache, slots.long())
     start = block * cache.stride(0) + block_offset + token * stride
     return start.unsqueeze(-1) + torch.arange(width, device=cache.device)
@@ -69,8 +71,8 @@ def _check_groups(latent: int, group: int) -> None:
 
 
 def _name() -> str:
-    """What __post_init__ fills: a plain string, because Dynamo cannot format the numbers of a layout that a compiled function
-    is given."""
+    """What __post_init__ fills: a plain string, because Dynamo cannot format the numbers of a layout that a compiled
+    function is given."""
     return field(init=False, repr=False, compare=False)
 
 
@@ -186,7 +188,9 @@ class LatentFp8Layout:
         checks.check_choice("flavour", self.flavour, FP8_MAX)
         checks.check_choice("scale_rule", self.scale_rule, SCALE_RULES)
         if self.latent % SCALE_BYTES:
-            raise ValueError(f"latent: got {self.latent}, allowed: multiples of {SCALE_BYTES}, fp32 scales stand behind it")
+            raise ValueError(
+                f"latent: got {self.latent}, allowed: multiples of {SCALE_BYTES}, fp32 scales stand behind it"
+            )
         if self.row % SCALE_BYTES:
             raise ValueError(f"rope: got {self.rope}, allowed: even numbers, fp32 scales stand in the next record")
         name = f"latent_fp8/{self.latent}+{self.rope}/{self.group}/{self.flavour}/{self.scale_rule}"
@@ -256,8 +260,8 @@ class LatentFp8Layout:
 
 @dataclass(frozen=True)
 class PlanarFp8Layout:
-    """Keys that are values in full, block-planar: per token fp8 ``latent`` and bf16 ``rope`` values, and behind a block's
-    tokens their ue8m0 group scales (584 bytes a token at 448 + 64).
+    """Keys that are values in full, block-planar: per token fp8 ``latent`` and bf16 ``rope`` values, and behind a
+    block's tokens their ue8m0 group scales (584 bytes a token at 448 + 64).
 
     Token o of a block: codes at o * token_bytes, rope behind them; scale bytes at block_size * token_bytes +
     o * scale_bytes, one per group, then padding, written 0. Values are rounded to bf16 before a group's amax is taken.
@@ -377,7 +381,8 @@ def parse_layout(name: str) -> Layout:
 
 
 def row_stride(cache: torch.Tensor, layout: Layout) -> int:
-    """Elements from a token's record to the next one's, as ``cache`` has them; a planar block's planes are never apart."""
+    """Elements from a token's record to the next one's, as ``cache`` has them; a planar block's planes are never
+    apart."""
     if isinstance(layout, (PlainLayout, LatentFp8Layout)):
         return cache.stride(1)
     return layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.dim
@@ -408,7 +413,9 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
     word = alignment(layout)
     for dim, stride in enumerate(("block stride", "row stride") if padded_rows else ("block stride",)):
         if cache.stride(dim) % word:
-            raise ValueError(f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {word}, as its words are long")
+            raise ValueError(
+                f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {word}, as its words are long"
+            )
     # Dynamo cannot trace storage_offset; a compiled function is handed the caches an eager one would be.
     if word > 1 and not torch.compiler.is_compiling() and cache.storage_offset() % word:
         raise ValueError(
@@ -417,8 +424,8 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
 
 
 def alignment(layout: Layout) -> int:
-    """Elements of which a block of ``layout`` starts at a multiple: its words are fp32 scales, or four scale bytes of a planar
-    record; bf16 values, where such records are no multiple of those long, whose scales are read by the byte."""
+    """Elements of which a block of ``layout`` starts at a multiple: its words are fp32 scales, or four scale bytes of a
+    planar record; bf16 values, where such records are no multiple of those long, whose scales are read by the byte."""
     if layout.dtype != torch.uint8:
         return 1
     return BF16_BYTES if isinstance(layout, PlanarFp8Layout) and layout.token_bytes % SCALE_BYTES else SCALE_BYTES
@@ -440,8 +447,8 @@ def block_bytes(layout: Layout, block_size: int) -> int:
 
 
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
-    """A zeroed cache [num_blocks, block_size, row] of ``layout``, as mark_cache marks it; blocks of a planar KV layout stand
-    apart as the field pads them. ValueError for sizes that check_cache would refuse."""
+    """A zeroed cache [num_blocks, block_size, row] of ``layout``, as mark_cache marks it; blocks of a planar KV layout
+    stand apart as the field pads them. ValueError for sizes that check_cache would refuse."""
     checks.check_at_least("block_size", block_size, 1)
     _check_index_block("block_size", layout, block_size)
     if isinstance(layout, PlanarFp8Layout):
@@ -456,7 +463,8 @@ def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: tor
 
 
 def mark_cache(cache: torch.Tensor) -> torch.Tensor:
-    """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes are
-    symbols of their own, so that none is taken for a batch size or a length that happens to be equal. What allocates
-    caches here has marked them; mark caches made by hand, and views and copies, before they meet a compiled function."""
+    """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes
+    are symbols of their own, so that none is taken for a batch size or a length that happens to be equal. What
+    allocates caches here has marked them; mark caches made by hand, and views and copies, before they meet a compiled
+    function."""
     return mark_sizes(cache, dynamic=(0, 1), static=(2,))

@@ -1,8 +1,8 @@
 """One way to define an operator: schema, fake and a real implementation that is imported when it first runs.
 
-Every schema ends with ``str impl``. The reference and the launcher of an op live in its operator package under the op's own
-name and take the same arguments without ``impl``; so do its rules of debug mode. Where ``impl`` may name a kernel of the
-package's table (see dispatch.py), the launcher takes that as ``kernel=``.
+Every schema ends with ``str impl``. The reference and the launcher of an op live in its operator package under the op's
+own name and take the same arguments without ``impl``; so do its rules of debug mode. Where ``impl`` may name a kernel
+of the package's table (see dispatch.py), the launcher takes that as ``kernel=``.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ Named = TypeVar("Named", bound=tuple)
 def mark_sizes(tensor: torch.Tensor, dynamic: Iterable[int] = (), static: Iterable[int] = ()) -> torch.Tensor:
     """``tensor``, its ``dynamic`` dimensions symbols of their own for Dynamo and its ``static`` ones constants.
 
-    Says what torch._dynamo.maybe_mark_dynamic and mark_static say, without the seconds it takes to import torch._dynamo where
-    nothing is ever compiled. A view or a copy of the tensor carries no marks.
+    Says what torch._dynamo.maybe_mark_dynamic and mark_static say, without the seconds it takes to import torch._dynamo
+    where nothing is ever compiled. A view or a copy of the tensor carries no marks.
     """
     if not torch.compiler.is_compiling():
         if tensor._base is not None:  # Dynamo looks at what a view is a view of, too

@@ -25,8 +25,8 @@ class Ragged(NamedTuple):
 class AttentionOutput(NamedTuple):
     """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row.
 
-    Callers unpack the pair, so it stays one: a row's largest score (FlashMLA's max_logits) is not returned, and what more a
-    keyword may ask for comes in a type of its own.
+    Callers unpack the pair, so it stays one: a row's largest score (FlashMLA's max_logits) is not returned, and what
+    more a keyword may ask for comes in a type of its own.
     """
 
     out: torch.Tensor
@@ -63,7 +63,8 @@ class StepPlan(NamedTuple):
     kv_start, kv_end: int32 [prefill tokens] (each prefill row's range in the keys gathered by kv_indptr),
     kv_capacity: rows the gathered keys may take; the host's bound on kv_indptr[-1]. max_context: the host's bound on
     every length. ring_table: int32 [requests, ring blocks] or None, the blocks of each request's rings (window keys,
-    compressor state): position p lies in column (p // block_size) % ring blocks; slot_mapping then points into the rings.
+    compressor state): position p lies in column (p // block_size) % ring blocks; slot_mapping then points into the
+    rings.
     """
 
     request_ids: torch.Tensor
@@ -107,10 +108,12 @@ class WindowCaches(NamedTuple):
 class CompressedPlan(NamedTuple):
     """What a step needs of entries that each stand for ``ratio`` tokens, beside its StepPlan; counted in entries.
 
-    limits: int32 [tokens], entries each row may see. context_lens: int32 [num_decodes, next_n], those of the decode rows.
+    limits: int32 [tokens], entries each row may see. context_lens: int32 [num_decodes, next_n], those of the decode
+    rows.
     slot_mapping: int64 [tokens], where the entry that a row completes goes, -1 for rows that complete none.
-    kv_indptr: int32 [prefill requests + 1] (cumulative entries of the prefill requests), kv_start, kv_end: int32 [prefill
-    tokens] (each prefill row's range in the entries gathered by kv_indptr). kv_capacity, max_context: the host's bounds.
+    kv_indptr: int32 [prefill requests + 1] (cumulative entries of the prefill requests), kv_start, kv_end: int32
+    [prefill tokens] (each prefill row's range in the entries gathered by kv_indptr). kv_capacity, max_context: the
+    host's bounds.
     """
 
     limits: torch.Tensor
@@ -127,9 +130,9 @@ class CompressedPlan(NamedTuple):
 class WindowPlan(NamedTuple):
     """The raw keys that a step's prefill rows see in their window, gathered request by request.
 
-    kv_indptr: int32 [prefill requests + 1], cumulative rows. starts: int32 [prefill requests], position of each request's
-    first row. offsets: int32 [prefill tokens], what a position is shifted by to give its row, 0 for padding. capacity: the
-    host's bound on kv_indptr[-1].
+    kv_indptr: int32 [prefill requests + 1], cumulative rows. starts: int32 [prefill requests], position of each
+    request's first row. offsets: int32 [prefill tokens], what a position is shifted by to give its row, 0 for padding.
+    capacity: the host's bound on kv_indptr[-1].
     """
 
     kv_indptr: torch.Tensor

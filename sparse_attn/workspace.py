@@ -103,7 +103,8 @@ class Workspace:
         self.locked = False
 
     def grow(self, size: WorkspaceSize, who: str) -> None:
-        """Make room for ``size``; RuntimeError when locked or capturing, naming who asked, for how much, what to raise."""
+        """Make room for ``size``; RuntimeError when locked or capturing, naming who asked, for how much, what to
+        raise."""
         with self.turn:
             self._grow(size, who)
 

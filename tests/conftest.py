@@ -1,10 +1,10 @@
 """Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1).
 
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
-SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that other_defaults.py names under defaults of torch
-other than torch's own.
-SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the same:
-`@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop.
+SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that other_defaults.py names under defaults of
+torch other than torch's own.
+SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the
+same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop.
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 
@@ -70,8 +70,8 @@ def long() -> bool:
 
 
 def sampled(cases: Iterable, count: int, seed: object = 0, kinds: Callable[[object], Iterable] = lambda _: ()) -> list:
-    """All cases with --long; else ``count`` of them, drawn by ``seed`` and in their order, or more where it takes more to have
-    one of every kind."""
+    """All cases with --long; else ``count`` of them, drawn by ``seed`` and in their order, or more where it takes more
+    to have one of every kind."""
     cases = list(cases)
     if long() or count >= len(cases):
         return cases

@@ -20,8 +20,8 @@ EXAMPLES = int(os.environ.get("SPARSE_ATTN_EXAMPLES", "0"))
 
 
 def hostile(few: int) -> settings:
-    """``few`` examples, the same in every run; SPARSE_ATTN_EXAMPLES, where it is set, and new ones in every run. On a GPU a
-    third of them, because nearly every example compiles kernels of its own."""
+    """``few`` examples, the same in every run; SPARSE_ATTN_EXAMPLES, where it is set, and new ones in every run. On a
+    GPU a third of them, because nearly every example compiles kernels of its own."""
     few = max(3, few // 3) if torch.cuda.is_available() else few
     return settings(
         max_examples=EXAMPLES or few, derandomize=not EXAMPLES, deadline=None, database=None,
@@ -43,7 +43,9 @@ class Call:
     def __repr__(self):
         def shown(value):
             if isinstance(value, torch.Tensor):
-                return f"{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride())}={value.flatten()[:40].tolist()}"
+                return (
+                    f"{str(value.dtype)[6:]}{list(value.shape)}/{list(value.stride())}={value.flatten()[:40].tolist()}"
+                )
             if isinstance(value, tuple) and hasattr(value, "_fields"):
                 return type(value).__name__ + str({name: shown(part) for name, part in value._asdict().items()})
             return repr(value)
@@ -105,7 +107,8 @@ def pieces(result) -> list[torch.Tensor]:
 
 
 def assert_same(got, want, level: tuple[float, float] | None) -> None:
-    """Results of equal form: NaN and infinities in the same places, the rest within ``level`` (absolute or relative)."""
+    """Results of equal form: NaN and infinities in the same places, the rest within ``level`` (absolute or
+    relative)."""
     got, want = pieces(got), pieces(want)
     assert len(got) == len(want)
     for mine, theirs in zip(got, want):
@@ -171,7 +174,8 @@ def monotone(draw, count: int, high: int) -> torch.Tensor:
 
 
 def amid(draw, tensor: torch.Tensor | None, free: bool = False) -> torch.Tensor | None:
-    """The same values as a view of larger memory full of poison; ``free``: the last dimension need not be contiguous."""
+    """The same values as a view of larger memory full of poison; ``free``: the last dimension need not be
+    contiguous."""
     if tensor is None or not flag(draw):
         return tensor
     before = [some(draw, 0, 2) for _ in tensor.shape]

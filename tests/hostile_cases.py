@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import math
 
+import hostile_oracles as oracles
 import torch
 from hostile import INF, INT_MAX, INT_MIN, Call, amid, blocks, codes, flag, floats, ints, monotone, some
 from hypothesis import strategies as st
 
-import hostile_oracles as oracles
 import sparse_attn
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.types import Ragged, StepPlan
@@ -85,7 +85,12 @@ def write_kv_cache(draw):
 
 
 def gather_indexer_k(draw):
-    layout, requests, columns, size = pick(draw, INDEX_LAYOUTS), some(draw, 0, 4), some(draw, 0, 3), pick(draw, (1, 3, 4))
+    layout, requests, columns, size = (
+        pick(draw, INDEX_LAYOUTS),
+        some(draw, 0, 4),
+        some(draw, 0, 3),
+        pick(draw, (1, 3, 4)),
+    )
     cache = blocks(draw, layout, some(draw, 0, 3), size)
     kv_indptr = monotone(draw, requests, columns * size + 2)
     capacity = max(int(kv_indptr[-1]) + some(draw, -3, 5), 0)
@@ -130,7 +135,9 @@ def apply_rope(draw):
 
 def hadamard_transform(draw):
     dtype = pick(draw, FLOATS)
-    return dict(x=free(draw, floats(draw, (some(draw, 0, 3), 2 ** some(draw, 0, 4)), dtype))), dict(level=ROUNDED[dtype])
+    return dict(x=free(draw, floats(draw, (some(draw, 0, 3), 2 ** some(draw, 0, 4)), dtype))), dict(
+        level=ROUNDED[dtype]
+    )
 
 
 def indexer_q_rope_quant(draw):
@@ -164,7 +171,9 @@ def mqa(draw, fp8: bool):
         dtype = pick(draw, FLOATS)
         q, k = floats(draw, (rows, heads, dim), dtype, spoilt=spoilt), floats(draw, (keys, dim), dtype, spoilt=spoilt)
         given = {}
-    bounds = dict(kv_start=free(draw, ints(draw, (rows,), 0, keys)), kv_end=free(draw, ints(draw, (rows,), 0, keys + 1)))
+    bounds = dict(
+        kv_start=free(draw, ints(draw, (rows,), 0, keys)), kv_end=free(draw, ints(draw, (rows,), 0, keys + 1))
+    )
     named = {n for a, b in zip(*map(torch.Tensor.tolist, bounds.values())) for n in range(max(a, 0), min(b, keys))}
     for key in range(keys):
         if key not in named:  # poison in what no row scores
@@ -192,7 +201,11 @@ def paged(draw, layouts, sizes=(1, 4)):
     cache = blocks(draw, layout, some(draw, 0, 4), size)
     columns, dim = some(draw, 0, 3), layout.dim
     fp8 = isinstance(layout, IndexFp8Layout)
-    q = codes(draw, (requests, next_n, heads, dim)) if fp8 else floats(draw, (requests, next_n, heads, dim), layout.dtype)
+    q = (
+        codes(draw, (requests, next_n, heads, dim))
+        if fp8
+        else floats(draw, (requests, next_n, heads, dim), layout.dtype)
+    )
     most = some(draw, 0, 12)
     return dict(
         q=amid(draw, q), cache=cache, weights=free(draw, floats(draw, (requests * next_n, heads))),
@@ -364,7 +377,13 @@ ATTENTION = {
 
 
 def sparse_attn_prefill(draw):
-    dtype, tokens, heads, d_qk, count = pick(draw, FLOATS), some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 24), some(draw, 0, 9)
+    dtype, tokens, heads, d_qk, count = (
+        pick(draw, FLOATS),
+        some(draw, 0, 3),
+        some(draw, 1, 3),
+        some(draw, 1, 24),
+        some(draw, 0, 9),
+    )
     ragged = rows_of(draw, tokens, count)
     kv = amid(draw, floats(draw, (count, d_qk), dtype))
     for row in set(range(count)) - named_by(ragged, count):
@@ -395,9 +414,18 @@ def sparse_attn_decode(draw):
         alike = [other for other in (layout, PlainLayout("bf16", layout.value_dim, layout.dim - layout.value_dim))]
         extra = source(pick(draw, alike))
     return dict(
-        q=amid(draw, floats(draw, (tokens, heads, layout.dim), dtype, scale=0.3)), cache=cache, ragged=ragged, scale=0.3,
-        layout=layout, extra_cache=extra[0], extra_ragged=extra[1], extra_layout=extra[2], sink=sink_of(draw, heads),
-    ), dict(level=tuple(30 * x for x in ATTENTION[dtype]["level"]), loose=tuple(30 * x for x in ATTENTION[dtype]["loose"]))
+        q=amid(draw, floats(draw, (tokens, heads, layout.dim), dtype, scale=0.3)),
+        cache=cache,
+        ragged=ragged,
+        scale=0.3,
+        layout=layout,
+        extra_cache=extra[0],
+        extra_ragged=extra[1],
+        extra_layout=extra[2],
+        sink=sink_of(draw, heads),
+    ), dict(
+        level=tuple(30 * x for x in ATTENTION[dtype]["level"]), loose=tuple(30 * x for x in ATTENTION[dtype]["loose"])
+    )
 
 
 def merge_attn_states(draw):
@@ -457,6 +485,7 @@ GATES = (0.0, 0.3, 0.7, 1.1, 1.9, 2.7, -INF, NAN)  # scores far apart, or equal
 def biased_grouped_topk(draw):
     groups, size = pick(draw, ((1, 1), (1, 5), (2, 3), (4, 2), (3, 4)))
     tokens, experts, kept = some(draw, 0, 4), groups * size, some(draw, 1, groups)
+
     def of(shape, values):
         return torch.tensor(draw(st.lists(st.sampled_from(values), min_size=math.prod(shape), max_size=math.prod(shape)))
                             ).float().reshape(shape)  # fmt: skip
@@ -483,8 +512,12 @@ def hash_routed_experts(draw):
 def streams_of(draw, mixes):
     dtype, tokens, count, hidden = pick(draw, FLOATS), some(draw, 0, 3), some(draw, 1, 4), some(draw, 1, 12)
     streams = amid(draw, floats(draw, (tokens, count, hidden), dtype))
-    return dtype, streams, dict(
-        fn=amid(draw, floats(draw, (mixes(count), count * hidden))), base=amid(draw, floats(draw, (mixes(count),)))
+    return (
+        dtype,
+        streams,
+        dict(
+            fn=amid(draw, floats(draw, (mixes(count), count * hidden))), base=amid(draw, floats(draw, (mixes(count),)))
+        ),
     )
 
 

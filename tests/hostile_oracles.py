@@ -66,12 +66,16 @@ def put(cache: torch.Tensor, layout, slot: int, values: torch.Tensor) -> None:
             mantissa, exponent = math.frexp(float(scale))
             scale = F(math.ldexp(1.0, exponent - (mantissa == 0.5)))
         limit = F(FP8_MAX[layout.flavour])
-        codes.append(torch.from_numpy((part / scale).clip(-limit, limit)).to(FP8_DTYPE[layout.flavour]).view(torch.uint8))
+        codes.append(
+            torch.from_numpy((part / scale).clip(-limit, limit)).to(FP8_DTYPE[layout.flavour]).view(torch.uint8)
+        )
         scales.append(float(scale))
     memory[places[0]] = torch.cat(codes)
     if isinstance(layout, PlanarFp8Layout):
         exponents = [int(math.log2(scale)) + 127 for scale in scales]
-        written = torch.tensor(exponents + [0] * (8 * math.ceil(len(exponents) / 8) - len(exponents)), dtype=torch.uint8)
+        written = torch.tensor(
+            exponents + [0] * (8 * math.ceil(len(exponents) / 8) - len(exponents)), dtype=torch.uint8
+        )
         memory[places[1]] = written
     else:
         memory[places[1]] = torch.tensor(scales, dtype=torch.float32).view(torch.uint8)
@@ -141,9 +145,7 @@ def gathered(cache, block_table, kv_indptr, capacity, starts=None):
     for request in range(len(bounds) - 1):
         for row in range(max(bounds[request], 0), min(bounds[request + 1], capacity)):
             position = row - bounds[request] + (0 if starts is None else int(starts[request]))
-            found[row] = slot_of(
-                cache, block_table, request, position, ring=starts is not None, blocks=cache.shape[0]
-            )
+            found[row] = slot_of(cache, block_table, request, position, ring=starts is not None, blocks=cache.shape[0])
     return found
 
 
@@ -185,7 +187,7 @@ def rotated(vector, position, cos_sin, start, interleaved, inverse=False):
 def apply_rope(x, positions, cos_sin, start, interleaved, inverse):
     out = torch.empty(x.shape, dtype=torch.float64)
     for t, position in enumerate(positions.tolist()):
-        for at in ([()] if x.dim() == 2 else [(h,) for h in range(x.shape[1])]):
+        for at in [()] if x.dim() == 2 else [(h,) for h in range(x.shape[1])]:
             out[(t, *at)] = rotated(x[(t, *at)], position, cos_sin, start, interleaved, inverse)
     return out
 
@@ -406,7 +408,10 @@ def window_plan(plan, window):
 def attend(q, sources, scale, d_v, sink):
     """sources: (fetch a row's float64, how many rows, indices, indptr) of each cache."""
     tokens, heads, _ = q.shape
-    out, lse = torch.zeros(tokens, heads, d_v, dtype=torch.float64), torch.full((tokens, heads), -INF, dtype=torch.float64)
+    out, lse = (
+        torch.zeros(tokens, heads, d_v, dtype=torch.float64),
+        torch.full((tokens, heads), -INF, dtype=torch.float64),
+    )
     for t in range(tokens):
         keys = []
         for fetch, count, indices, indptr in sources:
@@ -434,6 +439,7 @@ def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragge
     sources = []
     for memory, rows, kind in ((cache, ragged, layout), (extra_cache, extra_ragged, extra_layout)):
         if memory is not None:
+
             def fetch(i, memory=memory, kind=kind):
                 return value(memory, kind, i).float().to(q.dtype).double()
 
@@ -443,7 +449,10 @@ def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragge
 
 def merge_attn_states(outs, lses, sink):
     states, tokens, heads, d_v = outs.shape
-    out, lse = torch.zeros(tokens, heads, d_v, dtype=torch.float64), torch.full((tokens, heads), -INF, dtype=torch.float64)
+    out, lse = (
+        torch.zeros(tokens, heads, d_v, dtype=torch.float64),
+        torch.full((tokens, heads), -INF, dtype=torch.float64),
+    )
     for t in range(tokens):
         for h in range(heads):
             there = [s for s in range(states) if lses[s, t, h] > -INF]
@@ -519,11 +528,15 @@ def gate_scores(logits, score):
 
 def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):
     scores = gate_scores(logits, score)
-    chosen, ids = torch.zeros(len(logits), top_k, dtype=torch.float64), torch.zeros(len(logits), top_k, dtype=torch.int32)
+    chosen, ids = (
+        torch.zeros(len(logits), top_k, dtype=torch.float64),
+        torch.zeros(len(logits), top_k, dtype=torch.int32),
+    )
     size = logits.shape[1] // num_groups
     for t in range(len(logits)):
         biased = [-INF if math.isnan(b) else b for b in (scores[t] + bias.double()).tolist()]
         if top_groups < num_groups:
+
             def worth(g):
                 first, second = sorted(biased[g * size : (g + 1) * size], reverse=True)[:2]
                 return -INF if -INF in (first, second) else first + second

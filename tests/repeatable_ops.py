@@ -28,7 +28,6 @@ def inputs(device):
     return draw, whole
 
 
-
 def filled(layout, draw, blocks, block_size, device):
     cache = sa.allocate_cache(layout, blocks, block_size, device)
     values = draw(blocks * block_size, layout.dim, dtype=torch.float32)
@@ -50,7 +49,11 @@ def operators(device):
     plateaus = whole(5, ROWS, 5000).float()
     logits, bias = draw(ROWS, 256), draw(256, dtype=torch.float32)
     streams, out = draw(ROWS, 4, 512), draw(ROWS, 512)
-    fn, base, scale = draw(24, 2048, dtype=torch.float32) * 0.02, draw(24, dtype=torch.float32), draw(3, dtype=torch.float32)
+    fn, base, scale = (
+        draw(24, 2048, dtype=torch.float32) * 0.02,
+        draw(24, dtype=torch.float32),
+        draw(3, dtype=torch.float32),
+    )
     post, mixing = torch.sigmoid(logits[:, :4].float()), torch.sigmoid(logits[:, :16].float()).view(-1, 4, 4)
     options = dict(iterations=20, eps=1e-6, norm_eps=1e-6)
     rope = sa.rope_table(1024, 64, 1e4, device=device)
@@ -100,7 +103,9 @@ def operators(device):
 
 
 def digest(outputs) -> str:
-    return hashlib.sha256(b"".join(x.contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in outputs)).hexdigest()
+    return hashlib.sha256(
+        b"".join(x.contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in outputs)
+    ).hexdigest()
 
 
 if __name__ == "__main__":

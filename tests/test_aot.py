@@ -52,10 +52,10 @@ def test_a_launch_that_starts_early_waits_before_it_reads():
 )
 def test_a_wait_that_is_missing_is_seen(kernel, waits):
     """Of warps that wait for themselves, of those that wait for all they start, and where there are no others."""
-    from sparse_attn.testing.launches import compile_launch
-
     import aot
     from aot_cases.waits import WAITS, reaches_memory_early
+
+    from sparse_attn.testing.launches import compile_launch
 
     launch, *_ = aot.gather(["sm_90"], [kernel], False)[0]
     before, *behind = compile_launch(launch).assembly["ptx"].split(f"{WAITS};")
@@ -68,10 +68,10 @@ def test_a_wait_that_is_missing_is_seen(kernel, waits):
 @pytest.mark.aot
 def test_claimed_memory_is_what_is_declared():
     """Not what the system takes of every program on sm_90."""
+    import aot
+
     from sparse_attn.ops.topk.primitives import histogram
     from sparse_attn.testing.launches import compile_launch
-
-    import aot
 
     claimed = {}
     for name in ("attention.merge", "topk.algorithms.multi_pass.bound_rows"):
@@ -141,15 +141,17 @@ def test_every_case_launches_something_on_every_target():
                 case.launcher(*case.arguments)
             assert launches, f"{case.op}: {case.name}"
             assert all(launch.target == target for launch in launches)
-            assert {'"launch_pdl": true' in launch.specialisation for launch in launches} == {TARGETS[target].chains_launches}
+            assert {'"launch_pdl": true' in launch.specialisation for launch in launches} == {
+                TARGETS[target].chains_launches
+            }
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_no_runtime_size_is_a_constant(target):
     """Arithmetic with a tl.constexpr on the host makes one, and a kernel is compiled for every value of it."""
-    from sparse_attn.testing.launches import recording
-
     from aot_cases import all_cases
+
+    from sparse_attn.testing.launches import recording
 
     for case in all_cases():
         with recording(target) as launches:

@@ -22,7 +22,8 @@ WILD = torch.tensor([-1, INT_MIN, INT_MAX, 10**6], dtype=torch.int32)
 
 
 def ragged_rows(lengths, rows, seed=0, device="cpu", wild=True) -> Ragged:
-    """Random row ids (a fifth of them wild) in rows of the given lengths, with a tail of garbage that must stay unread."""
+    """Random row ids (a fifth of them wild) in rows of the given lengths, with a tail of garbage that must stay
+    unread."""
     generator = torch.Generator().manual_seed(seed)
     indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     total = int(indptr[-1])
@@ -109,7 +110,9 @@ def filled_cache(layout, num_blocks, block_size, ragged, device, seed=0, padding
     """A cache of ``layout`` whose read slots hold data and whose other bytes are NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(num_blocks * block_size, layout.dim, generator=generator).to(device) / 10
-    wide = torch.full((num_blocks, block_size * layout.row + padding), 0xFF if layout.dtype == torch.uint8 else torch.nan)
+    wide = torch.full(
+        (num_blocks, block_size * layout.row + padding), 0xFF if layout.dtype == torch.uint8 else torch.nan
+    )
     cache = wide.to(layout.dtype).to(device)[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
     live = ragged.indices[: int(ragged.indptr[-1])].long()
     live = live[(live >= 0) & (live < values.shape[0])].unique()
@@ -148,7 +151,9 @@ def test_merge_equals_attention_over_the_union():
     parts = []
     for half in range(2):
         pieces = [
-            whole.indices[int(a) + half * ((int(b) - int(a)) // 2) : int(b) if half else int(a) + (int(b) - int(a)) // 2]
+            whole.indices[
+                int(a) + half * ((int(b) - int(a)) // 2) : int(b) if half else int(a) + (int(b) - int(a)) // 2
+            ]
             for a, b in zip(whole.indptr[:-1], whole.indptr[1:])
         ]
         indptr = torch.tensor([0, *torch.tensor([p.numel() for p in pieces]).cumsum(0).tolist()], dtype=torch.int32)
@@ -185,7 +190,21 @@ def check_opcheck(impl, device):
     opcheck("sparse_attn_prefill", q, kv, *ragged, 0.3, 16, sink, False, impl)
     layout = LAYOUTS["fp8 raw"]
     cache = filled_cache(layout, 4, 5, ragged, device)
-    opcheck("sparse_attn_decode", torch.randn(3, 2, 80, device=device), cache, *ragged, 0.3, layout.name, None, None, None, "", None, False, impl)
+    opcheck(
+        "sparse_attn_decode",
+        torch.randn(3, 2, 80, device=device),
+        cache,
+        *ragged,
+        0.3,
+        layout.name,
+        None,
+        None,
+        None,
+        "",
+        None,
+        False,
+        impl,
+    )
     outs, lses = torch.randn(2, 3, 2, 8, device=device), torch.randn(2, 3, 2, device=device)
     opcheck("merge_attn_states", outs, lses, sink, impl)
 
@@ -321,9 +340,7 @@ def test_decode_kernel(device, dirty_workspace):
         q = torch.randn(len(lengths), heads, layout.dim, device=device).to(dtype)
         sink = sink_of("sink" if case % 2 else "no sink", heads, device)
         scale = layout.dim**-0.5
-        got = attention.sparse_attn_decode(
-            q, cache, ragged, scale=scale, layout=layout, sink=sink, impl="triton"
-        )
+        got = attention.sparse_attn_decode(q, cache, ragged, scale=scale, layout=layout, sink=sink, impl="triton")
         want = reference.sparse_attn_decode(q, cache, *ragged, scale, layout.name, None, None, None, "", sink)
         compare.assert_close(got.out, want[0], compare.DECODE_OUT, f"out of case {case}")
         compare.assert_close(got.lse, want[1], compare.DECODE_LSE, f"lse of case {case}")

@@ -1,7 +1,7 @@
 """Scores anywhere in fp32, and beyond it: the lowest count as any others do, -inf weighs nothing, NaN and +inf are NaN.
 
-Only the last column of queries and keys is not 0 in the queries. It is bf16 in every layout, so a score is one product, exact
-wherever it is added up; scores of a row are equal or far apart. The last column of the values is not compared.
+Only the last column of queries and keys is not 0 in the queries. It is bf16 in every layout, so a score is one product,
+exact wherever it is added up; scores of a row are equal or far apart. The last column of the values is not compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,20 @@ INF, NAN = math.inf, math.nan
 SMALL = PlainLayout("bf16", 32, 16), PlanarFp8Layout(48, 16, 16), LatentFp8Layout(32, 16, 32)
 BOTH = pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
 # What a head's query has there: the last ones make -1e30 of -2, and more than fp32 holds of some keys.
-SLOPES = [1.0, -1.0, 2.0**12, -(2.0**12), 2.0**40, -(2.0**66), 2.0**66, 2.0**103, -(2.0**103), 2.0**126, -(2.0**126), 0.0]
+SLOPES = [
+    1.0,
+    -1.0,
+    2.0**12,
+    -(2.0**12),
+    2.0**40,
+    -(2.0**66),
+    2.0**66,
+    2.0**103,
+    -(2.0**103),
+    2.0**126,
+    -(2.0**126),
+    0.0,
+]
 KINDS = {
     "low": [-2.0, -1.0, -2.0, -1.0, -3.0],
     "lower and lower": [-1.0, -2.0, -4.0, -64.0],
@@ -75,8 +88,8 @@ def test_rows_of_every_kind(where, kind, dtype):
 
 
 def levels_of(kind, keys):
-    """Of which the lowest and the highest are one key's: shares of a row are merged by lse, which beside large scores is not
-    exact enough to tell one key from three."""
+    """Of which the lowest and the highest are one key's: shares of a row are merged by lse, which beside large scores
+    is not exact enough to tell one key from three."""
     levels = torch.tensor((KINDS[kind] * keys)[:keys])
     low, high = levels.nan_to_num(0.0).clamp(-1e30, 1e30).aminmax()
     levels[7], levels[keys // 2] = 2 * low - 1, 2 * high.abs() + 1
@@ -130,7 +143,8 @@ def test_portable_kernel(layout, kind, device):
 @pytest.mark.parametrize("heads", [12, 32, 64])
 @pytest.mark.parametrize("layout", [LATENT, PLANAR, ROWS, NARROW_ROWS], ids=lambda layout: layout.name)
 def test_hopper_kernels(layout, heads, kind, device):
-    """Whole rows, many programs that share one, and steps in two parts; scales that are powers of two or not, or above 1."""
+    """Whole rows, many programs that share one, and steps in two parts; scales that are powers of two or not, or above
+    1."""
     for tokens, keys in ((140, 640), (3, 2048), (67, 1152)) if big(device) else ((3, 300),):
         for scale in (0.25, 0.0417, 3.1):
             check(layout, heads, tokens, keys, 0, kind, device, scale)
@@ -162,10 +176,14 @@ def test_merging_states_of_any_lse(where, dtype, sink):
     outs = torch.randn(3, 1, len(STATES), 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     outs[lses.isneginf()] = NAN
     drain = None if sink is None else torch.full((len(STATES),), sink)
-    got = merge_attn_states(outs.to(device), lses.to(device), sink=None if drain is None else drain.to(device), impl=impl)
+    got = merge_attn_states(
+        outs.to(device), lses.to(device), sink=None if drain is None else drain.to(device), impl=impl
+    )
     for head, lse in enumerate(STATES):
         weights, whole = exact(torch.tensor(lse))
-        kept = 1.0 if sink is None or whole == -INF else float(torch.tensor(whole - sink, dtype=torch.float64).sigmoid())
+        kept = (
+            1.0 if sink is None or whole == -INF else float(torch.tensor(whole - sink, dtype=torch.float64).sigmoid())
+        )
         weights = kept * weights.unsqueeze(1)
         out = torch.where(weights == 0, 0.0, weights * outs[:, 0, head].double()).sum(0)
         assert_close(got.out[0, head], out.to(dtype), DECODE_OUT, f"out of {lse}")

@@ -1,4 +1,5 @@
-"""The kernel for few heads on Hopper: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time here."""
+"""The kernel for few heads on Hopper: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time
+here."""
 
 import math
 
@@ -71,7 +72,9 @@ def cache_of(layout, blocks, block_size, read, gap=0):
     pitch = block_size * layout.row + gap
     if isinstance(layout, PlanarFp8Layout):
         pitch = layout.block_stride(block_size) + gap
-    memory = torch.full((blocks, pitch), 0xFF if layout.dtype == torch.uint8 else math.nan, dtype=layout.dtype, device="cuda")
+    memory = torch.full(
+        (blocks, pitch), 0xFF if layout.dtype == torch.uint8 else math.nan, dtype=layout.dtype, device="cuda"
+    )
     cache = memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
     if len(read):
         layout.encode(cache, read, torch.randn(len(read), layout.dim, device="cuda") / 10)

@@ -1,6 +1,7 @@
 """Scores that grow along a row, by much more than sums may lag behind them, in some heads and not in others.
 
-What makes them grow is the last column of the keys, which is bf16 in every layout; the last column of the values is not compared.
+What makes them grow is the last column of the keys, which is bf16 in every layout; the last column of the values is not
+compared.
 """
 
 import pytest
@@ -16,7 +17,8 @@ SMALL = PlainLayout("bf16", 32, 16), PlanarFp8Layout(48, 16, 16)
 
 
 def levels(kind, keys):
-    """The last column of the keys: a few that outweigh many (2^9, once 2^10.5), or steps of 2^11 and more up and down."""
+    """The last column of the keys: a few that outweigh many (2^9, once 2^10.5), or steps of 2^11 and more up and
+    down."""
     if kind == "steps":
         return (torch.randn(1 + keys // 16) * 20).cumsum(0).repeat_interleave(16)[:keys]
     spikes = torch.zeros(keys)
@@ -26,8 +28,8 @@ def levels(kind, keys):
 
 
 def queries(tokens, heads, dim):
-    """With the keys' last column scores grow in some heads, fall in others; in every third token they grow in none of the first
-    eight of 16 heads, in every third in none of the last eight: what a warp holds."""
+    """With the keys' last column scores grow in some heads, fall in others; in every third token they grow in none of
+    the first eight of 16 heads, in every third in none of the last eight: what a warp holds."""
     head, slopes = torch.arange(heads), torch.tensor([8.0, -8.0, 0.0, 24.0, 7.0])
     q = torch.randn(tokens, heads, dim) / 10
     q[..., -1] = slopes[head % 5]

@@ -1,4 +1,5 @@
-"""The warp-specialised prefill kernel: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time here."""
+"""The warp-specialised prefill kernel: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time
+here."""
 
 import math
 
@@ -11,8 +12,8 @@ from sparse_attn import (
     build_ragged_indices_from_dense,
     sparse_attn_decode,
     sparse_attn_prefill,
+    workspace,
 )
-from sparse_attn import workspace
 from sparse_attn.ops.attention import config, launch
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close

@@ -156,7 +156,9 @@ def kinds():
             (V4, 1 + keys // size, size, -size * V4.row % 576 + 16 * (at % 4), rows)
             for keys, size, rows in ((200 + at, one, lengths), (3000, other, more))
         )
-        yield Case((64, 128)[at % 2], 1 + at % 3, first, None if at % 7 == 3 else second, (None, 0.4, INF, -INF)[at % 4])
+        yield Case(
+            (64, 128)[at % 2], 1 + at % 3, first, None if at % 7 == 3 else second, (None, 0.4, INF, -INF)[at % 4]
+        )
     for lengths, more in (([0, 0], [0, 0]), ([20, 70], [90, 3])):
         yield Case(64, 3, (V4, 6, 5, 8, lengths), (V4, 9, 7, 24, more), 0.1, invalid=True)
     for one, other in ((300, 0), (0, 300), (130, 200), (1, 260), (260, 1), (64, 192), (63, 65), (128, 1024)):
@@ -181,7 +183,8 @@ def test_what_it_cannot_load_takes_the_portable_kernel(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [256, 8])
 def test_every_code_and_every_scale(rows):
-    """A row's only key comes out as it is stored: NaN codes, scales from 2^-127 to infinity. Whole rows, and split ones."""
+    """A row's only key comes out as it is stored: NaN codes, scales from 2^-127 to infinity. Whole rows, and split
+    ones."""
     cache = allocate_cache(V4, 2, 128, "cuda")
     plane = 128 * V4.token_bytes
     codes = torch.arange(256 * 448, device="cuda").mul(37).remainder(256).view(2, 128, 448).to(torch.uint8)
@@ -205,5 +208,7 @@ def test_every_code_and_every_scale(rows):
     got, want = attended("triton"), attended("reference")
     assert torch.equal(got.isnan(), want.isnan()) and not want.isnan().all(2).all()
     got, want = (some.nan_to_num().float().unflatten(2, (2, 256)) for some in (got, want))
-    least = 1e-37 if rows == 256 else want.abs().amax(3, keepdim=True) * 2**-39 + 1e-37  # shares are fp16, scaled by halves
+    least = (
+        1e-37 if rows == 256 else want.abs().amax(3, keepdim=True) * 2**-39 + 1e-37
+    )  # shares are fp16, scaled by halves
     assert ((got - want).abs() <= want.abs() * 2**-8 + least).all()

@@ -16,7 +16,8 @@ LAYOUT = LatentFp8Layout(512, 64)
 
 
 def case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None, layout=LAYOUT, gap=0, seed=0):
-    """A cache whose unread bytes are 0xFF (NaN codes and scales), wild slots between good ones, q a view full of NaN."""
+    """A cache whose unread bytes are 0xFF (NaN codes and scales), wild slots between good ones, q a view full of
+    NaN."""
     torch.manual_seed(seed)
     device = "cuda"
     wide_q = torch.full((tokens, heads, 592), math.nan, device=device, dtype=torch.bfloat16)
@@ -46,7 +47,12 @@ def case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None,
     if sink is not None:
         given = torch.full((heads + 3,), math.nan, device=device)
         given[:heads] = torch.randn(heads, device=device) if sink == "random" else sink
-    return wide_q[..., :576], cache, Ragged(indices, torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0))), given
+    return (
+        wide_q[..., :576],
+        cache,
+        Ragged(indices, torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0))),
+        given,
+    )
 
 
 def check(q, cache, ragged, sink, layout=LAYOUT):
@@ -117,7 +123,8 @@ def test_shares_of_any_size(size, width):
     (part,) = hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, None)).parts
     assert part.splits == (3 if width == 300 else 16)
     got, want = (
-        sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LAYOUT, impl=impl).out for impl in ("triton", "reference")
+        sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LAYOUT, impl=impl).out
+        for impl in ("triton", "reference")
     )
     assert want.isfinite().all() and got[..., :128].isinf().all() == overflows
     compared = slice(128, 512) if overflows else slice(512)

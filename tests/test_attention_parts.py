@@ -1,5 +1,5 @@
-"""Steps that the Hopper kernels take in two parts: which rows and splits, what they are expected to cost, and on a GPU that
-rows of both parts are right."""
+"""Steps that the Hopper kernels take in two parts: which rows and splits, what they are expected to cost, and on a GPU
+that rows of both parts are right."""
 
 from __future__ import annotations
 

@@ -158,5 +158,7 @@ def test_index_keys_too_wide_for_the_gpu_are_a_value_error():
 
     ends = torch.zeros(3, dtype=torch.int32, device="cuda")
     q, k, weights = (torch.zeros(shape, device="cuda") for shape in ((3, 64, 2048), (5, 2048), (3, 64)))
-    with pytest.raises(ValueError, match=r"^mqa_logits: got q \[3, 64, 2048\], .* of the GPU's shared memory, allowed: "):
+    with pytest.raises(
+        ValueError, match=r"^mqa_logits: got q \[3, 64, 2048\], .* of the GPU's shared memory, allowed: "
+    ):
         bf16_mqa_logits(q, k, weights, ends, ends)

@@ -39,6 +39,7 @@ class PeersDouble:
     def decode(self, q, cache, indices, plan, scale, sink=None, extra_cache=None, extra_indices=None):
         from benchmarks.inputs import LATENT_LAYOUT, packed
         from benchmarks.windowed import LAYOUT
+
         from sparse_attn.ops.attention import sparse_attn_decode
 
         assert q.shape[:2] == indices.shape[:2]
@@ -60,6 +61,7 @@ class PeersDouble:
 
     def paged_scores(self, q, cache, weights, context_lens, block_table, plan, max_context_len):
         from benchmarks.inputs import INDEX_LAYOUT
+
         from sparse_attn.ops.index_logits import fp8_paged_mqa_logits
 
         inputs = q, cache, weights, context_lens, block_table, max_context_len, INDEX_LAYOUT
@@ -208,7 +210,9 @@ def test_bench_goes_on_after_a_suite_that_fails(monkeypatch, capsys):
     assert failed == ["broken"] and records[0]["case"] == "first" and records[-1]["suite"] == "topk_prefill"
 
 
-@pytest.mark.parametrize("sets, us, expected", [(4, 3.0, 46), (4, 0.5, 128), (1, 700.0, 1), (256, 12.0, 1), (600, 1.0, 1)])
+@pytest.mark.parametrize(
+    "sets, us, expected", [(4, 3.0, 46), (4, 0.5, 128), (1, 700.0, 1), (256, 12.0, 1), (600, 1.0, 1)]
+)
 def test_replays_are_long_enough_however_slow_the_host_is(monkeypatch, sets, us, expected):
     """A graph of ``sets`` calls a round, each of ``us`` on the device, where a replay starts and ends in 20."""
     from sparse_attn.testing import timing

@@ -37,7 +37,17 @@ def generate(tmp_path, *arguments, logits=False):
 @pytest.mark.parametrize("name", ("tiny-v32", "tiny-glm5", "tiny-v4"))
 def test_generate(tmp_path, capsys, name, cache):
     found, logits = generate(
-        tmp_path, "--preset", name, "--prompt", PROMPT, "--max-new-tokens", 5, "--cache", cache, "--ignore-eos", logits=True
+        tmp_path,
+        "--preset",
+        name,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        5,
+        "--cache",
+        cache,
+        "--ignore-eos",
+        logits=True,
     )
     assert found["prompt_tokens"] == len(PROMPT.encode())
     assert len(found["tokens"]) == 5
@@ -135,7 +145,12 @@ def test_compile(tmp_path, monkeypatch):
     plain, compiled = generate(tmp_path, *common), generate(tmp_path, *common, "--compile")
     torch.compiler.reset()
     assert compiled[0]["tokens"] == plain[0]["tokens"]
-    assert [compiled[0][key] for key in ("compilations", "graph_breaks", "graph_captures", "graph_replays")] == [2, 0, 0, 0]
+    assert [compiled[0][key] for key in ("compilations", "graph_breaks", "graph_captures", "graph_replays")] == [
+        2,
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.gpu
@@ -144,14 +159,20 @@ def test_compiled_and_captured_tokens_equal_the_reference_on_the_cpu(tmp_path, n
     torch.compiler.reset()
     common = ("--preset", name, "--prompt", PROMPT, "--max-new-tokens", 40, "--cache", "fp32", "--ignore-eos")
     want = generate(tmp_path, *common, "--impl", "reference")[0]
-    found, logits = generate(tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64, logits=True)
+    found, logits = generate(
+        tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64, logits=True
+    )
     assert found["tokens"] == want["tokens"]
     assert [found[key] for key in ("graph_captures", "graph_replays", "graph_breaks")] == [1, 39, 0]
     assert 2 <= found["compilations"] <= 4
     assert logits[-40:].argmax(1).tolist() == found["tokens"]
     again = generate(tmp_path, *common, "--device", "cuda", "--compile", "--graph", "--prefill-tokens", 64)[0]
     assert again["tokens"] == want["tokens"]
-    assert [again[key] for key in ("graph_captures", "graph_replays", "compilations")] == [1, 39, 2]  # a model of its own
+    assert [again[key] for key in ("graph_captures", "graph_replays", "compilations")] == [
+        1,
+        39,
+        2,
+    ]  # a model of its own
 
 
 def write_checkpoint(folder, tokenizer):
@@ -188,7 +209,9 @@ def test_checkpoint_folder(tmp_path, capsys):
 
 def test_checkpoint_without_tokenizer(tmp_path, capsys):
     write_checkpoint(tmp_path, tokenizer=False)
-    assert generate(tmp_path, "--model", tmp_path, "--prompt-ids", "1,2", "--max-new-tokens", 2, "--cache", "bf16")[0]["tokens"]
+    assert generate(tmp_path, "--model", tmp_path, "--prompt-ids", "1,2", "--max-new-tokens", 2, "--cache", "bf16")[0][
+        "tokens"
+    ]
     assert main(["generate", "--model", str(tmp_path), "--prompt", "hello"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
     weights = load_file(str(tmp_path / "model.safetensors"))
@@ -213,7 +236,12 @@ ERRORS = {
     "8193 in all": ["--prompt", "a" * 8192, "--max-new-tokens", "2"],
     "--temperature: got '-1'": ["--temperature", "-1"],
     "'triton' needs a CUDA": ["--impl", "triton", "--device", "cpu"],
-    "--model: got '/nonexistent', allowed: a folder with a config.json": ["--model", "/nonexistent", "--prompt-ids", "1"],
+    "--model: got '/nonexistent', allowed: a folder with a config.json": [
+        "--model",
+        "/nonexistent",
+        "--prompt-ids",
+        "1",
+    ],
 }
 
 
@@ -259,7 +287,9 @@ def test_plan_counts_every_byte(tmp_path, capsys):
     assert numbers["caches"]["kv"]["bytes"] == 656 * 61 * tokens
     assert numbers["caches"]["index"]["bytes"] == 132 * 61 * tokens
     assert numbers["cache_bytes"] == (656 + 132) * 61 * tokens
-    assert numbers["workspace"]["bytes"] == numbers["workspace"]["scratch_bytes"] + numbers["workspace"]["counter_bytes"]
+    assert (
+        numbers["workspace"]["bytes"] == numbers["workspace"]["scratch_bytes"] + numbers["workspace"]["counter_bytes"]
+    )
     assert numbers["weight_bytes"] == sum(numbers["weights"].values()) > 1.34e12
     assert numbers["gathered_bytes"] == 163840 * 576 * 2 and numbers["activation_bytes"] > 8192 * 129280 * 6
     parts = [numbers[f"{part}_bytes"] for part in ("weight", "cache", "gathered", "activation")]
@@ -353,7 +383,13 @@ def never(*args, **kwargs):
 
 @pytest.mark.parametrize(
     "command, option",
-    [("generate", "--json"), ("generate", "--dump-logits"), ("generate", "--plot"), ("plan", "--json"), ("quality", "--json")],
+    [
+        ("generate", "--json"),
+        ("generate", "--dump-logits"),
+        ("generate", "--plot"),
+        ("plan", "--json"),
+        ("quality", "--json"),
+    ],
 )
 def test_output_paths_are_tried_before_anything_is_computed(tmp_path, capsys, monkeypatch, command, option):
     from sparse_attn.runtime import cli, quality_report
@@ -400,7 +436,10 @@ def test_one_file_takes_one_output(tmp_path, capsys):
 @pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
 def test_pictures_follow_their_suffix(tmp_path, suffix, start):
     path = tmp_path / f"x.{suffix}"
-    assert main(["generate", "--device", "cpu", "--prompt", PROMPT[:70], "--max-new-tokens", "2", "--plot", str(path)]) == 0
+    assert (
+        main(["generate", "--device", "cpu", "--prompt", PROMPT[:70], "--max-new-tokens", "2", "--plot", str(path)])
+        == 0
+    )
     assert path.read_bytes().startswith(start)
 
 

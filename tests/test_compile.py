@@ -210,8 +210,8 @@ def test_two_compilations_serve_every_batch_and_length(name, layers):
 
 
 def test_inductor_on_cpu():
-    """A layer of V4 with an indexer; of V3.2: test_stacked_cache. The other kinds, and a batch of one, a compilation of its own,
-    are left to the test above and to the GPU."""
+    """A layer of V4 with an indexer; of V3.2: test_stacked_cache. The other kinds, and a batch of one, a compilation of
+    its own, are left to the test above and to the GPU."""
     fresh()
     spec = layer_of("indexed")
     model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp8"))
@@ -239,7 +239,9 @@ def test_op_sequence_of_a_decode_layer():
     spec = replace(spec, num_layers=3, moe_layers=(False, True, True), index_layers=(True, True, False))
     model = Model(spec, random_params(spec, seed=0, device="cpu"), cache_layouts(spec, "fp8"))
     state = decode_state(2, 9)
-    assert_expected_inline(op_sequence(model, state.tokens, plan_of(model, state), 2), """\
+    assert_expected_inline(
+        op_sequence(model, state.tokens, plan_of(model, state), 2),
+        """\
 indexer_k_quant_and_cache
 indexer_q_rope_quant
 index_topk_decode_slots
@@ -253,7 +255,8 @@ sparse_attn_decode
 biased_grouped_topk
 write_kv_cache
 sparse_attn_decode
-biased_grouped_topk""")
+biased_grouped_topk""",
+    )
 
 
 def windowed_sequence(kind, prefill=False):
@@ -266,7 +269,9 @@ def windowed_sequence(kind, prefill=False):
 
 
 def test_op_sequence_of_a_window_layer():
-    assert_expected_inline(windowed_sequence("window"), """\
+    assert_expected_inline(
+        windowed_sequence("window"),
+        """\
 window_indices
 hyper_mix
 write_kv_cache
@@ -275,11 +280,14 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_mix""")
+hyper_mix""",
+    )
 
 
 def test_op_sequence_of_an_indexed_layer():
-    assert_expected_inline(windowed_sequence("indexed"), """\
+    assert_expected_inline(
+        windowed_sequence("indexed"),
+        """\
 window_indices
 compressed_plan
 hyper_mix
@@ -293,11 +301,14 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_mix""")
+hyper_mix""",
+    )
 
 
 def test_op_sequence_of_a_full_layer():
-    assert_expected_inline(windowed_sequence("full"), """\
+    assert_expected_inline(
+        windowed_sequence("full"),
+        """\
 window_indices
 compressed_plan
 entry_indices
@@ -309,11 +320,14 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_mix""")
+hyper_mix""",
+    )
 
 
 def test_op_sequence_of_an_indexed_layer_in_prefill():
-    assert_expected_inline(windowed_sequence("indexed", prefill=True), """\
+    assert_expected_inline(
+        windowed_sequence("indexed", prefill=True),
+        """\
 compressed_plan
 hyper_mix
 write_kv_cache
@@ -330,7 +344,8 @@ hyper_merge
 hyper_mix
 biased_grouped_topk
 hyper_merge
-hyper_mix""")
+hyper_mix""",
+    )
 
 
 @pytest.mark.gpu

@@ -339,7 +339,9 @@ def test_composites_have_rules(debugging):
     hash_routed_experts(logits, ints(0, -1), experts)
     with pytest.raises(ValueError, match=r"^hash_routed_experts: tokens\[0\]: got 2"):
         hash_routed_experts(logits, ints(2, 0), experts)
-    with pytest.raises(ValueError, match=r"^hash_routed_experts: table\[1, 1\]: got 4, allowed: -1, or 0 to 3 \(experts\)"):
+    with pytest.raises(
+        ValueError, match=r"^hash_routed_experts: table\[1, 1\]: got 4, allowed: -1, or 0 to 3 \(experts\)"
+    ):
         hash_routed_experts(logits, ints(0, 1), experts)
     plan = build_step_plan(ints(0, 1, 4), ints(3, 3), ints([0], [1]), longs(2, 4, 5, 6), num_decodes=1, max_context=4)
     build_window_plan(plan, window=2)

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.topk import ranges, scores
 
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel, no, slower
@@ -15,7 +16,6 @@ from sparse_attn.ops.topk import reference, top_k_per_row
 from sparse_attn.ops.topk.plan import Problem
 from sparse_attn.target import CPU, target_of
 from sparse_attn.testing.launches import TARGETS
-from support.topk import ranges, scores
 
 
 def table_of(*supports):
@@ -86,7 +86,9 @@ def test_why_other_selections_are_passed_over():
         maxima = ", group maxima" if problem.group_maxima else ""
         lines.append(f"{name}, {problem.rows} x {problem.width}, k {problem.k}{maxima}: {choice.kernel.name}")
         lines += [f"  {kernel}: {reason}" for kernel, reason in choice.passed_over]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 sm_90, 64 x 8192, k 2048: single_cta
   group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
   single_cta_bf16: k: got 2048, faster up to 1024 (at most 132 rows of at most 8192 columns)
@@ -124,7 +126,8 @@ gfx942, 4096 x 131072, k 7000: thresholds.streaming
   sampled: target: got gfx942, allowed: NVIDIA
   streaming: target: got gfx942, allowed: NVIDIA
   thresholds.single_cta: width: got 131072, allowed: at most 8192
-  thresholds.sampled: k: got 7000, allowed: at most 6553""")
+  thresholds.sampled: k: got 7000, allowed: at most 6553""",
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)

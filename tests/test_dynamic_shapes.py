@@ -63,8 +63,8 @@ def prompts_of(lengths):
     return [TEXT[7 * row : 7 * row + length] for row, length in enumerate(lengths)]
 
 
-# One token, two, as many as a block, as bytes of a cache's row, as heads; beyond top-k; batches as large as a block and as
-# a block table is wide; one prompt of a batch alone in a step.
+# One token, two, as many as a block, as bytes of a cache's row, as heads; beyond top-k; batches as large as a block and
+# as a block table is wide; one prompt of a batch alone in a step.
 ALONE = ([1], [2], [300], [64], [100], [8])
 TOGETHER = ([1, 1], [2, 3], [200, 150], [1, 90], [100, 100], [64] * 4, [8] * 8, [5] * 32)
 
@@ -142,13 +142,16 @@ def by_closure(name):
 
 def by_partial(name):
     def outer(spec, layouts):
-        return functools.partial(lambda spec, layouts, params, step: by_argument(name)(params, step, spec, layouts), spec, layouts)
+        return functools.partial(
+            lambda spec, layouts, params, step: by_argument(name)(params, step, spec, layouts), spec, layouts
+        )
 
     return outer
 
 
 @pytest.mark.parametrize(
-    "name, form", (("tiny_v32", by_argument), ("tiny_v32", by_closure), ("tiny_v32", by_partial), ("tiny_v4", by_argument))
+    "name, form",
+    (("tiny_v32", by_argument), ("tiny_v32", by_closure), ("tiny_v32", by_partial), ("tiny_v4", by_argument)),
 )
 def test_spec_and_layouts_reach_a_compiled_function_in_any_way(graphs, name, form):
     """One graph for lengths that collide with rows, heads, blocks and the table, and for others; another spec and other

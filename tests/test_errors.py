@@ -78,7 +78,12 @@ WIDE = torch.zeros(1, 1, dtype=torch.int32).expand(1 << 16, 1 << 15)  # 2^31 ind
         (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(3, 4, 8)), "outs"),
         (attention.merge_attn_states, MERGE, dict(lses=torch.zeros(2, 4, 3)), "lses"),
         (attention.merge_attn_states, MERGE, dict(sink=torch.zeros(2)), "sink"),
-        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(0, 3, 4, 8), lses=torch.zeros(0, 3, 4)), "outs states"),
+        (
+            attention.merge_attn_states,
+            MERGE,
+            dict(outs=torch.zeros(0, 3, 4, 8), lses=torch.zeros(0, 3, 4)),
+            "outs states",
+        ),
         (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(2, 3, 4, 0)), "outs d_v"),
         (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 0, 16)), "q"),
         (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 129, 16)), "q"),

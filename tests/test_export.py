@@ -78,7 +78,10 @@ def dynamic(arguments):
     return map_leaves(lambda leaf: hints[type(leaf)](leaf), arguments)
 
 
-CASES = {"model": (lambda model: model, prefill, [(12, 5), (7, 3, 50)]), "decode": (Step, decoding, [(9, 4), (30, 1, 70)])}
+CASES = {
+    "model": (lambda model: model, prefill, [(12, 5), (7, 3, 50)]),
+    "decode": (Step, decoding, [(9, 4), (30, 1, 70)]),
+}
 
 
 @pytest.mark.parametrize("strict", (False, True))

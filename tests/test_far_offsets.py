@@ -87,7 +87,9 @@ def test_gather(device):
     for layout in [INDEX, *some_layouts(device)]:
         cache, want = filled(layout, device)
         gather = gather_indexer_k if layout is INDEX else gather_kv_cache
-        mine, theirs = (gather(at, table, indptr, 9, layout, impl=impl) for at, impl in ((cache, "triton"), (want, "reference")))
+        mine, theirs = (
+            gather(at, table, indptr, 9, layout, impl=impl) for at, impl in ((cache, "triton"), (want, "reference"))
+        )
         for got, good in zip((mine,) if layout is not INDEX else mine, (theirs,) if layout is not INDEX else theirs):
             torch.testing.assert_close(got, good, rtol=0, atol=0, equal_nan=True)
 
@@ -101,7 +103,9 @@ def test_scores(device):
     table = torch.tensor([[2, 1, 0], [0, 1, 2]], dtype=torch.int32, device=device)
     known = torch.tensor([[s // 4 == b and s % 4 == o for s in SLOTS] for b in range(3) for o in range(4)]).any(1)
     for cached in (cache, want):  # what is not in SLOTS: zeros
-        INDEX.encode(cached, torch.arange(12, device=device)[~known.to(device)], torch.zeros(12 - len(SLOTS), 32, device=device))
+        INDEX.encode(
+            cached, torch.arange(12, device=device)[~known.to(device)], torch.zeros(12 - len(SLOTS), 32, device=device)
+        )
     got = fp8_paged_mqa_logits(q, cache, weights, lens, table, 12, INDEX, impl="triton")
     good = fp8_paged_mqa_logits(q, want, weights, lens, table, 12, INDEX, impl="reference")
     compare.assert_same_diff(got, good)

@@ -102,7 +102,10 @@ def test_a_part_runs_once(gate, capsys):
     """Another try could hide that the first one failed."""
     gate.outcome["tests:1/2"] = of_tests(failed=1, code=1)
     assert gate.main(["--part", "tests:1/2"]) == 1
-    for part, said in (("tests:1/2", "tests:1/2: in the result already"), ("tests:1/3", "tests: got parts of 2 and of 3")):
+    for part, said in (
+        ("tests:1/2", "tests:1/2: in the result already"),
+        ("tests:1/3", "tests: got parts of 2 and of 3"),
+    ):
         with pytest.raises(SystemExit):
             gate.main(["--part", part])
         assert said in capsys.readouterr().err and gate.ran == ["tests:1/2"]

@@ -74,7 +74,9 @@ def test_a_prompt_with_a_seed_draws_the_same_in_any_batch_and_place(model):
         assert found[:place] + found[place + 1 :] == unseeded[:place] + unseeded[place + 1 :]
 
 
-@pytest.mark.parametrize("lengths,prefill_tokens,rows", [([3] * 64, 2048, 3), ([90, 7, 71], 50, 50), ([90, 7, 71], 80, 80)])
+@pytest.mark.parametrize(
+    "lengths,prefill_tokens,rows", [([3] * 64, 2048, 3), ([90, 7, 71], 50, 50), ([90, 7, 71], 80, 80)]
+)
 def test_rings_are_as_long_as_the_prompts_need(lengths, prefill_tokens, rows):
     """The most rows of one request in one step, the window before them."""
     spec = preset("tiny_v4")
@@ -85,7 +87,8 @@ def test_rings_are_as_long_as_the_prompts_need(lengths, prefill_tokens, rows):
 
 
 def test_rows_advance_until_they_stop():
-    """Of six rows: one goes on, one is padding, one reaches the context's end, one goes beyond it, two draw a stop id."""
+    """Of six rows: one goes on, one is padding, one reaches the context's end, one goes beyond it, two draw a stop
+    id."""
     state = Decode(
         tokens=torch.zeros(6, dtype=torch.int64), seq_lens=torch.tensor([3, 0, 9, 10, 5, 10], dtype=torch.int32),
         block_table=torch.zeros(6, 1, dtype=torch.int32), query_start_loc=torch.arange(7, dtype=torch.int32),
@@ -123,7 +126,9 @@ ERRORS = {
     f"prompts[0][0]: got True, {INTEGER}": dict(prompts=[[True]]),
     f"prompts[0][0]: got tensor(1), {INTEGER}": dict(prompts=[[torch.tensor(1)]]),
     f"prompts[0][0]: got None, {INTEGER}": dict(prompts=[[None]]),
-    "prompts[0]: got 8192 tokens to be followed by 2, allowed: 8193 in all": dict(prompts=[[1] * 8192], max_new_tokens=2),
+    "prompts[0]: got 8192 tokens to be followed by 2, allowed: 8193 in all": dict(
+        prompts=[[1] * 8192], max_new_tokens=2
+    ),
     "max_new_tokens: got 0, allowed: at least 1": dict(max_new_tokens=0),
     f"max_new_tokens: got 2.0, {INTEGER}": dict(max_new_tokens=2.0),
     f"max_new_tokens: got True, {INTEGER}": dict(max_new_tokens=True),
@@ -189,7 +194,9 @@ def test_a_graph_needs_a_gpu(model):
 def test_kernels_generate_what_the_reference_does(device, cache):
     """Prefill in chunks and decode within the planned, locked workspace; selection drops two thirds of the keys."""
     spec = preset("tiny_glm5")
-    spec = replace(spec, num_layers=2, moe_layers=(False, True), index_layers=(True, False), index=replace(spec.index, top_k=8))
+    spec = replace(
+        spec, num_layers=2, moe_layers=(False, True), index_layers=(True, False), index=replace(spec.index, top_k=8)
+    )
     layouts = cache_layouts(spec, cache)
     common = dict(max_new_tokens=3, prefill_tokens=13, block_size=4)
     host = generate(Model(spec, random_params(spec, 0), layouts, "reference"), [TEXT[:24], TEXT[50:53]], **common)
@@ -203,7 +210,9 @@ def test_gpu_generates_what_the_reference_does(name):
     spec = preset(name)
     layouts = cache_layouts(spec, "fp32")
     host = generate(Model(spec, random_params(spec, 0), layouts, "reference"), [TEXT[:700]], max_new_tokens=24)
-    gpu = generate(Model(spec, random_params(spec, 0, "cuda"), layouts), [TEXT[:700]], max_new_tokens=24, prefill_tokens=300)
+    gpu = generate(
+        Model(spec, random_params(spec, 0, "cuda"), layouts), [TEXT[:700]], max_new_tokens=24, prefill_tokens=300
+    )
     assert gpu.tokens == host.tokens
 
 
@@ -260,7 +269,12 @@ def test_captured_and_compiled_draws_are_the_references(name):
 def test_rings_of_any_length_take_any_head(head_dim, rope_dim):
     """prefill_tokens make rings an odd or an even number of records long, which are 68, 54 or 64 bytes."""
     spec = replace(
-        preset("tiny_v4"), head_dim=head_dim, rope_dim=rope_dim, num_layers=1, layer_kinds=("indexed",), hash_layers=(False,)
+        preset("tiny_v4"),
+        head_dim=head_dim,
+        rope_dim=rope_dim,
+        num_layers=1,
+        layer_kinds=("indexed",),
+        hash_layers=(False,),
     )
     model = Model(spec, random_params(spec, 0, "cpu"), cache_layouts(spec, "fp8"), "reference")
     tokens = {

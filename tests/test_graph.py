@@ -57,7 +57,13 @@ def graph_of(model, caches, buckets, sampling=Sampling()) -> DecodeGraph:
     )
     size = workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
     return DecodeGraph(
-        model, caches, max_context=MAX_CONTEXT, max_blocks=WIDTH, buckets=buckets, sampling=sampling, workspace_size=size
+        model,
+        caches,
+        max_context=MAX_CONTEXT,
+        max_blocks=WIDTH,
+        buckets=buckets,
+        sampling=sampling,
+        workspace_size=size,
     )
 
 
@@ -86,7 +92,8 @@ def test_graphs_need_a_gpu():
     [("tiny_v32", "fp8"), ("tiny_glm5", "fp32"), ("tiny_v32", "bf16"), ("tiny_v4", "fp8"), ("tiny_v4", "fp32")],
 )
 def test_captured_at_nothing_replays_to_the_maximum(name, cache):
-    """Capture with every row padding; replay from length 1 past top-k to the last position, every step equal to eager."""
+    """Capture with every row padding; replay from length 1 past top-k to the last position, every step equal to
+    eager."""
     model = model_of(name, cache)
     sampling = Sampling(temperature=0.8, seed=3)
     mine, theirs = caches_of(model, 2), caches_of(model, 2)
@@ -107,7 +114,8 @@ def test_captured_at_nothing_replays_to_the_maximum(name, cache):
 
 @pytest.mark.gpu
 def test_captured_rows_draw_from_the_streams_they_are_loaded_with():
-    """Three copies of one row: streams of their rows, then seeds of their own, then the rows' again, all by one capture."""
+    """Three copies of one row: streams of their rows, then seeds of their own, then the rows' again, all by one
+    capture."""
     model, sampling, steps = model_of(cache="fp32"), Sampling(temperature=2.0, seed=11), 12
     graph = graph_of(model, caches_of(model, 3), (4,), sampling)
     tokens, lens = torch.tensor([9, 9, 9]), torch.ones(3, dtype=torch.int32)
@@ -183,7 +191,11 @@ def test_two_graphs_on_two_streams(name):
 @pytest.mark.gpu
 def test_what_was_loaded_may_be_overwritten():
     model = model_of()
-    tokens, seq_lens, table = torch.tensor([9], device="cuda"), torch.ones(1, dtype=torch.int32, device="cuda"), table_of(1)
+    tokens, seq_lens, table = (
+        torch.tensor([9], device="cuda"),
+        torch.ones(1, dtype=torch.int32, device="cuda"),
+        table_of(1),
+    )
     want = eager_tokens(model, caches_of(model, 1), eager_state(tokens.clone(), seq_lens.clone(), table), 5)
     graph = graph_of(model, caches_of(model, 1), (1,))
     with torch.cuda.stream(graph.stream):
@@ -202,7 +214,11 @@ def test_a_graph_may_be_let_go_of_while_its_tokens_are_on_their_way():
     graph = graph_of(model, caches_of(model, 1), (1,))
     graph.load(tokens, seq_lens, table_of(1))
     torch.cuda.synchronize()
-    sizes = [value.numel() for value in vars(graph).values() if isinstance(value, torch.Tensor) and value.dtype == torch.int64]
+    sizes = [
+        value.numel()
+        for value in vars(graph).values()
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int64
+    ]
     streams = graph.stream, graph._copies
     with torch.cuda.stream(graph.stream):
         occupy(200_000_000)

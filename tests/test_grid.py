@@ -1,4 +1,5 @@
-"""Grids: no launch has more programs along its second or third dimension than a GPU takes, and together they do it all."""
+"""Grids: no launch has more programs along its second or third dimension than a GPU takes, and together they do it
+all."""
 
 from __future__ import annotations
 

@@ -121,7 +121,10 @@ def test_direction_of_the_merge():
     """comb[j, k] goes from stream j to stream k."""
     streams = torch.tensor([[[1.0], [10.0]]])
     comb = torch.tensor([[[0.0, 1.0], [0.0, 0.5]]])
-    assert hyper_merge(torch.tensor([[100.0]]), streams, torch.tensor([[1.0, 0.0]]), comb).flatten().tolist() == [100, 6]
+    assert hyper_merge(torch.tensor([[100.0]]), streams, torch.tensor([[1.0, 0.0]]), comb).flatten().tolist() == [
+        100,
+        6,
+    ]
 
 
 def test_schemas():

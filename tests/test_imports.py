@@ -18,9 +18,10 @@ FLOORS = {
     "workspace": 1, "dispatch": 1, "device": 1, "gradients": 1, "registration": 1.5,
     "pipeline": 4, "models": 5, "runtime": 5, "testing": 6, "": 7, "__main__": 7,
 }  # fmt: skip
-# What a file of an operator package is follows from where it lies. At the top: the contract (__init__), what kernels and
-# references may know of it (BASE), one file of kernels where one is enough, launchers, and other host code (op, fake, dispatch,
-# plan, config, ...). In a folder (portable, hopper, algorithms, primitives, ...): kernels, but for launch.py and config.py.
+# What a file of an operator package is follows from where it lies. At the top: the contract (__init__), what kernels
+# and references may know of it (BASE), one file of kernels where one is enough, launchers, and other host code (op,
+# fake, dispatch, plan, config, ...). In a folder (portable, hopper, algorithms, primitives, ...): kernels, but for
+# launch.py and config.py.
 BASE = ("shapes", "reference", "debug")
 KINDS = {"base": 1.5, "kernel": 1.5, "host": 2, "launch": 2, "contract": 3}  # floors
 # Files that have no folder yet: they leave this table with it.
@@ -122,7 +123,8 @@ def test_imports_go_down_only(name):
         if name in ("", "__main__"):
             continue
         beside = floor(other) == floor(name) and (
-            name.split(".")[0] == other.split(".")[0] and (split(name)[0] == split(other)[0] or split(other)[1] in FUSED)
+            name.split(".")[0] == other.split(".")[0]
+            and (split(name)[0] == split(other)[0] or split(other)[1] in FUSED)
         )
         runs_models = name.startswith("runtime") and other.startswith("models")
         assert floor(other) < floor(name) or beside or runs_models, (

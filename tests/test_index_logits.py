@@ -114,9 +114,7 @@ def paged_inputs(layout, lens, heads, block_size, device="cpu", padding=0, poiso
 
 def run_paged(inputs, max_context_len, layout, impl):
     public = (
-        index_logits.fp8_paged_mqa_logits
-        if isinstance(layout, IndexFp8Layout)
-        else index_logits.bf16_paged_mqa_logits
+        index_logits.fp8_paged_mqa_logits if isinstance(layout, IndexFp8Layout) else index_logits.bf16_paged_mqa_logits
     )
     return public(*inputs, max_context_len, layout, impl=impl)
 
@@ -305,7 +303,8 @@ def test_paged_kernel(device):
 
 
 def check_highest(launch, rows, width, limits, device):
-    """launch(out, maxima, group): the scores' bits are what they are without, groups are whole, what lies around is untouched."""
+    """launch(out, maxima, group): the scores' bits are what they are without, groups are whole, what lies around is
+    untouched."""
     room = -(-width // GROUP) * GROUP
     dirt = lambda columns: torch.full((rows + 1, columns), 12345.0, device=device)  # noqa: E731
     plain, wide, highest = dirt(room + 3), dirt(room + 3), dirt(room // GROUP + 3)

@@ -1,4 +1,5 @@
-"""The warp-specialised index scores: where they apply, what they compile to, and on a GPU their bits against the reference."""
+"""The warp-specialised index scores: where they apply, what they compile to, and on a GPU their bits against the
+reference."""
 
 import math
 
@@ -20,7 +21,9 @@ DIRT = 7.25
 def test_where_they_apply():
     rows, paged = (100, 5000, 64, 128, "e4m3fn", 1), (3, 2, 64, 128, 5000, "e4m3fn", 1)
     assert config.mqa_config(*rows, H200).hopper.lanes == 256
-    lanes = [config.paged_config(3, n, heads, *paged[3:], H200).hopper.lanes for n in (1, 2, 3, 9) for heads in (32, 64, 128)]
+    lanes = [
+        config.paged_config(3, n, heads, *paged[3:], H200).hopper.lanes for n in (1, 2, 3, 9) for heads in (32, 64, 128)
+    ]
     assert lanes == [32, 64, 128, 64, 128, 256, 128, 256, 256, 128, 256, 256]
     for place, value in ((2, 48), (3, 64), (4, "e4m3fnuz"), (4, "none")):
         assert config.mqa_config(*rows[:place], value, *rows[place + 1 :], H200).hopper is None
@@ -39,15 +42,17 @@ def test_the_number_of_rows_chooses_no_kernel(rows):
 
 @pytest.mark.parametrize("lanes", [32, 128, 256])
 def test_slots_keep_their_consumers(lanes):
-    """Tiles of units of any length are taken by one consumer each, a ring's slot by the same one every time: another could wait
-    for a tile while the one before is on its way, and take the phase before that for its own."""
+    """Tiles of units of any length are taken by one consumer each, a ring's slot by the same one every time: another
+    could wait for a tile while the one before is on its way, and take the phase before that for its own."""
     from sparse_attn.ops.index_logits import hopper
 
     turns = hopper.CONSUMERS.value // hopper.products(lanes)
     tiles = config.mqa_config(100, 5000, 64, 128, "e4m3fn", 1, H200).hopper.tiles
     owners, done = {}, 0
     for some in (1, 2, 3, 5, 31, 4, 7, 1, 1, 64, 6):
-        taken = [(done + i, turn) for turn in range(turns) for i in range(hopper.own_tile.fn(turn, done, turns), some, turns)]
+        taken = [
+            (done + i, turn) for turn in range(turns) for i in range(hopper.own_tile.fn(turn, done, turns), some, turns)
+        ]
         assert sorted(tile for tile, _ in taken) == list(range(done, done + some))
         for tile, turn in taken:
             assert owners.setdefault(tile % tiles, turn) == turn
@@ -76,9 +81,11 @@ def test_compiles_for_hopper(next_n):
             chosen = config.mqa_config(90, 700, 64, 128, "e4m3fn", 1, H200).hopper
             hopper_rows.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen)
     compiled = compile_launch(launches[0])
-    assert compiled.spill_bytes <= 16 and compiled.shared_memory <= H200.shared_memory  # scalars of a unit, in 112 registers
-    # Four consumers, a product of four steps in each and one wait for it: ptxas, which waits for every step where it cannot
-    # tell what is in flight, has not taken them apart.
+    assert (
+        compiled.spill_bytes <= 16 and compiled.shared_memory <= H200.shared_memory
+    )  # scalars of a unit, in 112 registers
+    # Four consumers, a product of four steps in each and one wait for it: ptxas, which waits for every step where it
+    # cannot tell what is in flight, has not taken them apart.
     assert compiled.count("QGMMA") == 16 and compiled.count(r"WARPGROUP\.DEPBAR") == 4
 
 
@@ -97,7 +104,15 @@ def rows_case(rows, keys, heads, kind, clean, repeats=2):
         start = torch.randint(0, keys, (rows,), device="cuda", dtype=torch.int32)
         end = start + torch.randint(-5, keys, (rows,), device="cuda", dtype=torch.int32)
     elif kind == "wild":
-        wild = [(3, 3), (INT_MIN, INT_MAX), (5, 2), (-7, 4), (keys - 1, keys + 100), (keys + 3, keys + 9), (INT_MAX, INT_MIN)]
+        wild = [
+            (3, 3),
+            (INT_MIN, INT_MAX),
+            (5, 2),
+            (-7, 4),
+            (keys - 1, keys + 100),
+            (keys + 3, keys + 9),
+            (INT_MAX, INT_MIN),
+        ]
         for place, bounds in enumerate(wild[:rows]):
             start[place], end[place] = bounds
     elif kind == "empty":
@@ -126,7 +141,9 @@ def paged_case(lens, heads, width, *, padding=0, table_width=None, clean=True, r
     num_blocks = requests * per + 3
     wide = torch.full((num_blocks, 64 * LAYOUT.row + padding), 0xFF, dtype=torch.uint8, device="cuda")
     cache = wide[:, : 64 * LAYOUT.row].unflatten(1, (64, LAYOUT.row))
-    table = torch.randperm(num_blocks)[: requests * per].int().view(requests, per)  # thousands of small steps: not on the GPU
+    table = (
+        torch.randperm(num_blocks)[: requests * per].int().view(requests, per)
+    )  # thousands of small steps: not on the GPU
     slots = []
     for request, limits in enumerate(lens):
         position = torch.arange(min(max(*limits, 0), per * 64, width))
@@ -219,7 +236,8 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
 
 @pytest.mark.gpu
 def test_more_scores_than_are_to_stay_in_the_l2():
-    """With one request more there are; the others' scores have the same bits, and the highest of groups come with either."""
+    """With one request more there are; the others' scores have the same bits, and the highest of groups come with
+    either."""
     from sparse_attn.ops.index_logits import hopper_paged
 
     torch.manual_seed(0)
@@ -254,10 +272,15 @@ def test_twenty_times_the_same_bits():
 def test_a_nan_key_scores_nan():
     q, k, ones = codes(9, 64, 128), codes(200, 128), torch.ones(200, device="cuda")
     k[77, 5] = 0x7F
-    start, end = torch.zeros(9, dtype=torch.int32, device="cuda"), torch.full((9,), 200, dtype=torch.int32, device="cuda")
+    start, end = (
+        torch.zeros(9, dtype=torch.int32, device="cuda"),
+        torch.full((9,), 200, dtype=torch.int32, device="cuda"),
+    )
     out = torch.empty(9, 200, device="cuda")
     chosen = config.mqa_config(9, 200, 64, 128, "e4m3fn", 1, H200)
-    kernels.launch_mqa_logits(q, k, ones, ones[:64].expand(9, 64).contiguous(), start, end, "e4m3fn", out, chosen, clean=True)
+    kernels.launch_mqa_logits(
+        q, k, ones, ones[:64].expand(9, 64).contiguous(), start, end, "e4m3fn", out, chosen, clean=True
+    )
     assert out.isnan().nonzero()[:, 1].tolist() == [77] * 9
 
 
@@ -292,7 +315,10 @@ def test_what_tma_cannot_copy_takes_the_portable_kernel():
     q, k, k_scale = codes(50, 64, 128), codes(300, 128), torch.rand(300, device="cuda")
     weights = torch.randn(50, 66, device="cuda")[:, :64]
     assert not hopper_rows.fits(q, k, k_scale, weights) and hopper_rows.fits(q, k, k_scale, weights.contiguous())
-    start, end = torch.zeros(50, dtype=torch.int32, device="cuda"), torch.full((50,), 300, dtype=torch.int32, device="cuda")
+    start, end = (
+        torch.zeros(50, dtype=torch.int32, device="cuda"),
+        torch.full((50,), 300, dtype=torch.int32, device="cuda"),
+    )
     chosen = config.mqa_config(50, 300, 64, 128, "e4m3fn", 1, H200)
     out = torch.empty(2, 50, 300, device="cuda")
     for place, some in enumerate((weights, weights.contiguous())):

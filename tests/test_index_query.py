@@ -187,14 +187,19 @@ def test_golden():
     for layout in (IndexFp8Layout(8), IndexFp8Layout(8, "e4m3fnuz", "raw"), PlainLayout("bf16", 8)):
         query, weights = indexer_q_rope_quant(q, one, zero, table, layout=layout, **arguments)
         lines.append(f"{layout.name}: {query.flatten().tolist()} {weights.item():.6g}")
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 index_fp8/8/e4m3fn/pow2: [230, 221, 106, 113, 114, 116, 118, 120] 0.015625
 index_fp8/8/e4m3fnuz/raw: [237, 227, 113, 119, 121, 122, 124, 126] 0.0178571
-plain/bf16/8+0: [-1.796875, -0.80078125, 2.59375, 4.40625, 5.0, 6.0, 7.0, 8.0] 0.5""")
+plain/bf16/8+0: [-1.796875, -0.80078125, 2.59375, 4.40625, 5.0, 6.0, 7.0, 8.0] 0.5""",
+    )
 
 
 def test_schema():
-    assert_expected_inline(schema("indexer_q_rope_quant").replace(", ", ",\n"), """\
+    assert_expected_inline(
+        schema("indexer_q_rope_quant").replace(", ", ",\n"),
+        """\
 sparse_attn::indexer_q_rope_quant(Tensor q,
 Tensor weights,
 Tensor positions,
@@ -205,7 +210,8 @@ bool hadamard,
 float weight_scale,
 str layout,
 str impl) -> (Tensor,
-Tensor)""")
+Tensor)""",
+    )
 
 
 @pytest.mark.parametrize("layout", [FP8[0], PlainLayout("bf16", 16)], ids=lambda layout: layout.name)

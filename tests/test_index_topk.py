@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from support.topk import EXACT, chosen, for_rows
 
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
@@ -20,7 +21,6 @@ from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.ops.topk.plan import THRESHOLDS, Bound, Sampled
 from sparse_attn.target import H200, target_of
 from sparse_attn.testing.ops import opcheck, schema
-from support.topk import EXACT, chosen, for_rows
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 HEADS, DIM = 3, 32
@@ -254,7 +254,6 @@ def test_decode_kernel(layout, device, dirty_workspace):
         assert torch.equal(got.cpu(), want)
 
 
-
 @pytest.mark.kernel
 @pytest.mark.parametrize("layout", ["fp8", "fp32"])
 def test_decode_kernel_with_group_maxima(layout, device, dirty_workspace):
@@ -264,9 +263,13 @@ def test_decode_kernel_with_group_maxima(layout, device, dirty_workspace):
     layout, context = LAYOUTS[layout], 2605
     case = to(device, decode_case(layout, 3, 2, context))
     case[3][2] = torch.tensor([context - 2, 2100], dtype=torch.int32)
-    want = top_k_per_row(full_logits(case, layout, context, impl="triton").cpu(), 200, row_ends=case[3].cpu().reshape(-1))
+    want = top_k_per_row(
+        full_logits(case, layout, context, impl="triton").cpu(), 200, row_ends=case[3].cpu().reshape(-1)
+    )
     for logits_bytes in (1 << 20, 4 * 4 * 2624):
-        got = launch.index_topk_decode(*case, 200, context, layout.name, logits_bytes, chosen("group_maxima", for_rows(EXACT, 4)))
+        got = launch.index_topk_decode(
+            *case, 200, context, layout.name, logits_bytes, chosen("group_maxima", for_rows(EXACT, 4))
+        )
         assert torch.equal(got.cpu(), want)
 
 

@@ -174,7 +174,9 @@ def test_write_kernel_at_the_edges(device, layout):
         rows, slots = edge_rows(layout, dtype), torch.arange(40)
         (cache, memory), (want, want_memory) = (poisoned_cache(layout, 10, 4, where, 4) for where in (device, "cpu"))
         moved = rows.to(device)
-        write_kv_cache(moved[:, : layout.latent], moved[:, layout.latent :], cache, slots.to(device), layout, impl="triton")
+        write_kv_cache(
+            moved[:, : layout.latent], moved[:, layout.latent :], cache, slots.to(device), layout, impl="triton"
+        )
         write_kv_cache(rows[:, : layout.latent], rows[:, layout.latent :], want, slots, layout, impl="reference")
         assert same(memory, want_memory)
         got = layout.decode(cache.cpu(), slots)[:, : layout.latent]

@@ -42,7 +42,9 @@ def test_portable_attention():
                 for _, size, fp8, mixed, apart in CACHES
             ]
             rows.append((name, heads, *tiles))
-    assert_expected_inline(table(("target", "heads", *(name for name, *_ in CACHES)), *rows), """\
+    assert_expected_inline(
+        table(("target", "heads", *(name for name, *_ in CACHES)), *rows),
+        """\
 target  heads  fp32         bf16                   bf16, apart            fp8                    bf16 and fp8
 sm_80   8      16x16 4w 1s  16x64 8w 2s            16x64 8w 2s            16x64 8w 2s            16x64 8w 2s
 sm_80   32     16x16 4w 1s  32x32 8w 2s            32x32 8w 2s            16x64 8w 2s            16x64 8w 2s
@@ -67,7 +69,8 @@ gfx942  32     16x16 4w 1s  32x16 4w 2s            32x16 4w 2s            32x16 
 gfx942  128    16x16 4w 1s  64x16 4w 2s            64x16 4w 2s            32x16 4w 2s            32x16 4w 2s
 gfx950  8      16x16 4w 1s  16x32 4w 2s            16x32 4w 2s            16x16 4w 2s            16x16 4w 2s
 gfx950  32     16x16 4w 1s  32x32 4w 2s            32x32 4w 2s            32x16 4w 2s            32x16 4w 2s
-gfx950  128    16x16 4w 1s  64x32 4w 2s            64x32 4w 2s            64x16 4w 2s            64x16 4w 2s""")
+gfx950  128    16x16 4w 1s  64x32 4w 2s            64x32 4w 2s            64x16 4w 2s            64x16 4w 2s""",
+    )
 
 
 def test_attention_of_few_rows():
@@ -76,7 +79,9 @@ def test_attention_of_few_rows():
         (name, *(attention.config(count, 128, 576, 512, count * 2048, 2, True, target).splits for count in COUNTS))
         for name, target in TARGETS.items()
     ]
-    assert_expected_inline(table(("target", *COUNTS), *rows), """\
+    assert_expected_inline(
+        table(("target", *COUNTS), *rows),
+        """\
 target  1    2   8   33  64  66  67
 sm_80   13   6   1   1   1   1   1
 sm_86   10   5   1   1   1   1   1
@@ -85,7 +90,8 @@ sm_90   32   32  8   2   1   1   1
 sm_100  32   32  9   2   1   1   1
 sm_120  23   11  2   1   1   1   1
 gfx942  76   38  9   2   1   1   1
-gfx950  128  64  16  3   2   1   1""")
+gfx950  128  64  16  3   2   1   1""",
+    )
 
 
 def test_attention_on_hopper():
@@ -101,7 +107,9 @@ def test_attention_on_hopper():
         ]
         rows.append((tokens, *("-" if one is None else "whole" for one in plain), *map(shares, fp8), *map(shares, few)))
     head = ("rows", *(f"{form} {heads}" for form, heads in (("bf16", 64), ("bf16", 128), ("fp8", 64), ("fp8", 128))))
-    assert_expected_inline(table((*head, "bf16 16", "bf16 32", "fp8 16", "fp8 32"), *rows), """\
+    assert_expected_inline(
+        table((*head, "bf16 16", "bf16 32", "fp8 16", "fp8 32"), *rows),
+        """\
 rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32       fp8 16        fp8 32
 1     -        -         1x16          1x16          1x32          1x32          1x32          1x32
 8     -        -         8x16          8x8           8x16          8x16          8x16          8x16
@@ -112,7 +120,8 @@ rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32      
 67    whole    whole     66x2 + 1x16   66x1 + 1x16   66x2 + 1x32   66x2 + 1x32   66x2 + 1x32   66x2 + 1x32
 128   whole    whole     128x1         128x1         128x1         128x1         128x1         128x1
 133   whole    whole     132x1 + 1x16  132x1 + 1x16  132x1 + 1x32  132x1 + 1x32  132x1 + 1x32  132x1 + 1x32
-4096  whole    whole     4096x1        4096x1        4096x1        4096x1        4096x1        4096x1""")
+4096  whole    whole     4096x1        4096x1        4096x1        4096x1        4096x1        4096x1""",
+    )
     registers = [
         (form, launch.consumer_registers if hasattr(launch, "consumer_registers") else "the rest", launch.producer_registers,
          getattr(launch, "asker_registers", "-"))
@@ -124,13 +133,16 @@ rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32      
             ("few heads, 32, fp8", attention.hopper_few_heads(64, 32, 576, 512, 64 * 2048, LATENT, torch.bfloat16, H200)),
         )
     ]  # fmt: skip
-    assert_expected_inline(table(("registers", "consumer", "producer", "asker"), *registers), """\
+    assert_expected_inline(
+        table(("registers", "consumer", "producer", "asker"), *registers),
+        """\
 registers           consumer  producer  asker
 bf16 rows           216       72        -
 fp8                 192       64        -
 few heads, bf16     the rest  136       96
 few heads, 16, fp8  the rest  112       96
-few heads, 32, fp8  the rest  104       80""")
+few heads, 32, fp8  the rest  104       80""",
+    )
 
 
 def shares(launch):
@@ -146,7 +158,9 @@ def test_index_scores():
             prefill = scores.mqa_config(4096, 32768, 64, 128, flavour, element, target)
             decode = [scores.paged_config(32, next_n, 64, 128, 32768, flavour, element, target) for next_n in (1, 2)]
             rows.append((name, f"{flavour}, {element} B", *map(scoring, (prefill, *decode))))
-    assert_expected_inline(table(("target", "queries", "prefill", "decode, 1 row", "decode, 2 rows"), *rows), """\
+    assert_expected_inline(
+        table(("target", "queries", "prefill", "decode, 1 row", "decode, 2 rows"), *rows),
+        """\
 target  queries        prefill                    decode, 1 row             decode, 2 rows
 sm_80   e4m3fn, 1 B    128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
 sm_80   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
@@ -179,7 +193,8 @@ gfx942  none, 4 B      32 16 rows 8w 1s           32 /38 8w 1s              16 /
 gfx950  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /48 4w 3s fp8          64 /48 4w 3s fp8
 gfx950  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /32 4w 2s             64 /32 4w 2s
 gfx950  none, 2 B      128 64 rows 8w 2s          128 /32 4w 2s             64 /32 4w 2s
-gfx950  none, 4 B      32 16 rows 8w 1s           32 /32 8w 1s              16 /32 8w 1s""")
+gfx950  none, 4 B      32 16 rows 8w 1s           32 /32 8w 1s              16 /32 8w 1s""",
+    )
 
 
 def scoring(launch):
@@ -190,8 +205,8 @@ def scoring(launch):
 
 
 def selections(name):
-    """Of k = 2048, by rows and columns: the kernel, scores held of a whole row, or candidates / CTAs that share it, warps. *: spread
-    over all SMs; =: stored by whole lines."""
+    """Of k = 2048, by rows and columns: the kernel, scores held of a whole row, or candidates / CTAs that share it,
+    warps. *: spread over all SMs; =: stored by whole lines."""
     widths, rows = (1024, 4096, 8192, 32768, 131072, 1 << 20), (1, 8, 64, 200, 4096)
     target = TARGETS[name]
     chosen = [
@@ -208,30 +223,39 @@ def selecting(choice):
 
 
 def test_selection_on_hopper():
-    assert_expected_inline(selections("sm_90"), """\
+    assert_expected_inline(
+        selections("sm_90"),
+        """\
 rows  1024                4096                 8192                      32768                       131072                 1048576
 1     single_cta 1024 2w  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  multi_cta 8192/16 16w  sampled 8192/64 16w
 8     single_cta 1024 2w  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  multi_cta 8192/16 16w  sampled 8192/16 16w
 64    single_cta 1024 2w  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  sampled 8192/2 16w     sampled 8192/2 16w
 200   single_cta 1024 2w  single_cta 4096 8w*  single_cta_bf16 8192 8w=  single_cta_bf16 32768 8w    sampled 8192/1 16w     sampled 8192/1 16w
-4096  single_cta 1024 2w  single_cta 4096 8w=  single_cta_bf16 8192 4w=  single_cta_bf16 32768 8w    multi_pass 8192/16 8w  multi_pass 8192/16 8w""")
+4096  single_cta 1024 2w  single_cta 4096 8w=  single_cta_bf16 8192 4w=  single_cta_bf16 32768 8w    multi_pass 8192/16 8w  multi_pass 8192/16 8w""",
+    )
 
 
 def test_selection_on_ampere():
-    assert_expected_inline(selections("sm_80"), """\
+    assert_expected_inline(
+        selections("sm_80"),
+        """\
 rows  1024                4096                 8192                 32768                  131072                 1048576
 1     single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w*  single_cta 32768 16w*  multi_cta 8192/16 16w  sampled 8192/64 16w
 8     single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w*  single_cta 32768 16w*  multi_cta 8192/8 16w   sampled 8192/8 16w
 64    single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w*  single_cta 32768 16w*  sampled 8192/1 16w     sampled 8192/1 16w
 200   single_cta 1024 2w  single_cta 4096 8w   single_cta 8192 8w=  single_cta 32768 16w*  sampled 8192/1 16w     sampled 8192/1 16w
-4096  single_cta 1024 2w  single_cta 4096 8w=  single_cta 8192 8w=  single_cta 32768 16w*  multi_pass 8192/16 8w  multi_pass 8192/16 8w""")
+4096  single_cta 1024 2w  single_cta 4096 8w=  single_cta 8192 8w=  single_cta 32768 16w*  multi_pass 8192/16 8w  multi_pass 8192/16 8w""",
+    )
 
 
 def test_selection_on_amd():
-    assert_expected_inline(selections("gfx942"), """\
+    assert_expected_inline(
+        selections("gfx942"),
+        """\
 rows  1024                           4096                           8192                           32768                          131072                         1048576
 1     thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/16 8w  thresholds.sampled 8192/64 8w  thresholds.sampled 8192/64 8w
 8     thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/16 8w  thresholds.sampled 8192/16 8w  thresholds.sampled 8192/16 8w
 64    thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/8 8w   thresholds.sampled 8192/8 8w   thresholds.sampled 8192/8 8w
 200   thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/2 8w   thresholds.sampled 8192/2 8w   thresholds.sampled 8192/2 8w
-4096  thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/1 8w   thresholds.sampled 8192/1 8w   thresholds.sampled 8192/1 8w""")
+4096  thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/1 8w   thresholds.sampled 8192/1 8w   thresholds.sampled 8192/1 8w""",
+    )

@@ -68,8 +68,14 @@ def test_unknown_names_are_refused(name):
         (lambda: LatentFp8Layout(64, 8, 0), "group: got 0, allowed: at least 1"),
         (lambda: LatentFp8Layout(6, 2, 2), "latent: got 6, allowed: multiples of 4, fp32 scales stand behind it"),
         (lambda: LatentFp8Layout(8, 1, 4), "rope: got 1, allowed: even numbers, fp32 scales stand in the next record"),
-        (lambda: LatentFp8Layout(64, 8, 64, scale_floor=0.0), "scale_floor: got 0.0, allowed: 1.1754943508222875e-38 to 1"),
-        (lambda: LatentFp8Layout(64, 8, 64, scale_floor=math.nan), "scale_floor: got nan, allowed: 1.1754943508222875e-38 to 1"),
+        (
+            lambda: LatentFp8Layout(64, 8, 64, scale_floor=0.0),
+            "scale_floor: got 0.0, allowed: 1.1754943508222875e-38 to 1",
+        ),
+        (
+            lambda: LatentFp8Layout(64, 8, 64, scale_floor=math.nan),
+            "scale_floor: got nan, allowed: 1.1754943508222875e-38 to 1",
+        ),
         (lambda: PlanarFp8Layout(15, 2, 5), "latent: got 15, allowed: even numbers, bf16 values stand behind it"),
     ],
 )
@@ -196,14 +202,17 @@ def test_a_floor_named_or_not_is_the_same_layout():
     for rule, floor in (("raw", 2.0**-126), ("pow2", 1e-4)):
         assert LatentFp8Layout(512, 64, scale_rule=rule) == LatentFp8Layout(512, 64, scale_rule=rule, scale_floor=floor)
         assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}").amax_floor == 448 * floor
-        assert parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}/{floor}").name == f"latent_fp8/512+64/128/e4m3fn/{rule}"
+        assert (
+            parse_layout(f"latent_fp8/512+64/128/e4m3fn/{rule}/{floor}").name == f"latent_fp8/512+64/128/e4m3fn/{rule}"
+        )
     assert replace(LatentFp8Layout(512, 64), scale_rule="pow2") == LatentFp8Layout(512, 64, scale_rule="pow2")
     with pytest.raises(ValueError, match="^layout: got 'latent_fp8/8.0/4/e4m3fn/raw/much': could not convert"):
         parse_layout("latent_fp8/8+0/4/e4m3fn/raw/much")
 
 
-# Largest magnitudes of a group: on either side of 0.0448 (448 times 1e-4) and of 448 times 2**-13, where the scale that is
-# the floor rounded up ends, and of 448 times 2**-14; small ones; the smallest number, whose quotient by FP8_MAX is none.
+# Largest magnitudes of a group: on either side of 0.0448 (448 times 1e-4) and of 448 times 2**-13, where the scale that
+# is the floor rounded up ends, and of 448 times 2**-14; small ones; the smallest number, whose quotient by FP8_MAX is
+# none.
 AMAX = [0.0, 2.0**-149, 2.0**-126, 1e-30, 0.02734, 0.02735, 0.0447, 0.0449, 0.0546, 0.0547, 1.0]
 
 
@@ -377,7 +386,8 @@ def test_planar_blocks_stand_apart():
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 64, 77, 128])
 def test_what_can_be_made_can_be_used_whatever_the_block_size(block_size):
-    """Records of 2 more than a multiple of 4 bytes among them: such blocks, or every second one, start between words."""
+    """Records of 2 more than a multiple of 4 bytes among them: such blocks, or every second one, start between
+    words."""
     for latent in range(2, 54, 2):
         for rope in (0, 1, 2, 3, 16):
             layout = PlanarFp8Layout(latent, rope, 2)
@@ -393,7 +403,9 @@ def test_what_can_be_made_can_be_used_whatever_the_block_size(block_size):
 def test_index_blocks_that_no_cache_can_have_are_not_made():
     for block_size in (1, 3, 2):
         if block_size * 30 % 4:
-            with pytest.raises(ValueError, match=f"^block_size: got {block_size} x 30 code bytes before a block's fp32 scales"):
+            with pytest.raises(
+                ValueError, match=f"^block_size: got {block_size} x 30 code bytes before a block's fp32 scales"
+            ):
                 allocate_cache(IndexFp8Layout(30), 3, block_size, "cpu")
         else:
             check_cache("cache", allocate_cache(IndexFp8Layout(30), 3, block_size, "cpu"), IndexFp8Layout(30))

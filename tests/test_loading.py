@@ -101,7 +101,9 @@ def test_published_spelling(tmp_path, params, weights, shards):
 def test_shards_without_an_index_are_no_checkpoint(tmp_path, weights):
     write(tmp_path, weights, shards=2)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(ValueError, match="no model.safetensors and no .*index.json; model-00001-of-00002.safetensors alone"):
+    with pytest.raises(
+        ValueError, match="no model.safetensors and no .*index.json; model-00001-of-00002.safetensors alone"
+    ):
         load(tmp_path)
 
 
@@ -127,23 +129,33 @@ def test_the_index_decides_which_shard_counts(tmp_path, params, weights):
     held = load_file(tmp_path / second)
     doubled = "model.norm.weight"
     other = first if home[doubled] == second else second
-    save_file(load_file(tmp_path / other) | {doubled: weights[doubled] + 1, "unmapped": torch.ones(1)}, tmp_path / other)
+    save_file(
+        load_file(tmp_path / other) | {doubled: weights[doubled] + 1, "unmapped": torch.ones(1)}, tmp_path / other
+    )
     check_equal(load(tmp_path, dtype=torch.float32)[1], params)
 
-    index.write_text(json.dumps({"weight_map": home | dict.fromkeys(held, second) | {"model.embed_tokens.weight": second}}))
+    index.write_text(
+        json.dumps({"weight_map": home | dict.fromkeys(held, second) | {"model.embed_tokens.weight": second}})
+    )
     del held["model.embed_tokens.weight"]
     save_file(held, tmp_path / second)
-    with pytest.raises(ValueError, match="weight model.embed_tokens.weight: missing in model-00002-of-00002.safetensors, where"):
+    with pytest.raises(
+        ValueError, match="weight model.embed_tokens.weight: missing in model-00002-of-00002.safetensors, where"
+    ):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["/etc/w.safetensors", "../w.safetensors", "a/../../w.safetensors", "..\\w.safetensors", "w.bin", 3])
+@pytest.mark.parametrize(
+    "name", ["/etc/w.safetensors", "../w.safetensors", "a/../../w.safetensors", "..\\w.safetensors", "w.bin", 3]
+)
 def test_shard_names_stay_in_the_folder(tmp_path, weights, name):
     write(tmp_path, weights, shards=2)
     index = tmp_path / "model.safetensors.index.json"
     home = json.loads(index.read_text())["weight_map"] | {"model.norm.weight": name}
     index.write_text(json.dumps({"weight_map": home}))
-    with pytest.raises(ValueError, match="index.json: weight_map model.norm.weight: got .*, allowed: a .safetensors file in"):
+    with pytest.raises(
+        ValueError, match="index.json: weight_map model.norm.weight: got .*, allowed: a .safetensors file in"
+    ):
         load(tmp_path)
 
 

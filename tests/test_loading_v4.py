@@ -119,7 +119,10 @@ def test_fp8_weights(tmp_path, params, dtype):
     "change, message",
     [
         ({"layers.1.attn.compressor.ape": None}, "layers.1.self_attn.compressor.position_bias: missing"),
-        ({"model.norm.weight": torch.ones(48)}, "model.norm.weight: found twice, as (model.)?norm.weight and as (model.)?norm"),
+        (
+            {"model.norm.weight": torch.ones(48)},
+            "model.norm.weight: found twice, as (model.)?norm.weight and as (model.)?norm",
+        ),
         ({"layers.0.ffn.gate.bias": torch.zeros(4)}, "layers.0.mlp.gate.e_score_correction_bias: extra"),
         ({"layers.2.attn.wkv.weight": torch.zeros(5, 48)}, r"kv_proj.weight: got shape \[5, 48\], allowed: \[32, 48\]"),
     ],

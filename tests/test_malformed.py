@@ -1,4 +1,5 @@
-"""Checkpoints that are wrong in a hundred ways: the command line ends with code 2 and one line that names file and key."""
+"""Checkpoints that are wrong in a hundred ways: the command line ends with code 2 and one line that names file and
+key."""
 
 import itertools
 import json
@@ -31,7 +32,22 @@ def sound(tmp_path_factory):
     home = tmp_path_factory.mktemp("sound")
     for name, spec in SPECS.items():
         save(home / name, spec, random_params(spec, seed=1))
-        assert main(["generate", "--device", "cpu", "--model", str(home / name), "--prompt-ids", "1,2", "--max-new-tokens", "1"]) == 0
+        assert (
+            main(
+                [
+                    "generate",
+                    "--device",
+                    "cpu",
+                    "--model",
+                    str(home / name),
+                    "--prompt-ids",
+                    "1,2",
+                    "--max-new-tokens",
+                    "1",
+                ]
+            )
+            == 0
+        )
     return home
 
 
@@ -53,7 +69,15 @@ COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
           "index_head_dim", "index_topk", "max_position_embeddings")  # fmt: skip
 OF_ARCHITECTURE = {
     "v32": ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
-    "v4": ("head_dim", "o_lora_rank", "o_groups", "hc_mult", "hc_sinkhorn_iters", "n_routed_experts", "num_experts_per_tok"),
+    "v4": (
+        "head_dim",
+        "o_lora_rank",
+        "o_groups",
+        "hc_mult",
+        "hc_sinkhorn_iters",
+        "n_routed_experts",
+        "num_experts_per_tok",
+    ),
 }
 NO_COUNTS = (-1, 0, True, 64.0, "64", [64], {}, None, 2**64)
 NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
@@ -174,7 +198,9 @@ def test_indexes_that_map_no_weights(sound, tmp_path, capsys):
         b'{"weight_map": {"model.norm.weight": "../a.safetensors"}}', b'{"weight_map": {"model.norm.weight": ""}}',
     ):  # fmt: skip
         (tmp_path / INDEX).write_bytes(index)
-        check_refused(capsys, tmp_path, INDEX, "weight_map" if index[:1] == b"{" else "JSON" if index[:1] != b"\xff" else "UTF-8")
+        check_refused(
+            capsys, tmp_path, INDEX, "weight_map" if index[:1] == b"{" else "JSON" if index[:1] != b"\xff" else "UTF-8"
+        )
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "b.safetensors"}}))
     check_refused(capsys, tmp_path, None, "b.safetensors", INDEX)
     (tmp_path / INDEX).unlink()
@@ -277,7 +303,8 @@ def test_infinite_values_that_mean_something_are_taken(sound, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"version": "1.0"}', b'{"model": {"type": "Nothing"}}', b"{" * 1000]
+    "data",
+    [b"", b"{}", b"[]", b"null", b"\xff\xfe", b'{"version": "1.0"}', b'{"model": {"type": "Nothing"}}', b"{" * 1000],
 )
 def test_tokenizers_that_are_none(sound, tmp_path, capsys, data):
     for file in (CONFIG, WEIGHTS):
@@ -318,7 +345,13 @@ def test_more_experts_and_layers_than_there_are_end_at_once(sound, tmp_path, cap
     """Within what a config may say, but far beyond what the file holds: no name is made for each."""
     config = json.loads((sound / "v32" / CONFIG).read_text())
     shutil.copy(sound / "v32" / WEIGHTS, tmp_path)
-    kinds = {"mlp_layer_types": ["sparse"] * 4096, "num_hidden_layers": 4096, "n_routed_experts": 65536, "n_group": 1, "topk_group": 1}
+    kinds = {
+        "mlp_layer_types": ["sparse"] * 4096,
+        "num_hidden_layers": 4096,
+        "n_routed_experts": 65536,
+        "n_group": 1,
+        "topk_group": 1,
+    }
     (tmp_path / CONFIG).write_text(json.dumps(config | kinds))
     check_refused(capsys, tmp_path, None, "missing", "or more others")
 

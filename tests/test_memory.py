@@ -72,9 +72,12 @@ def peak(spec, bounds, layouts):
     tokens, requests = decodes * bounds.next_n + bounds.max_batched_tokens, decodes + prefills
     with torch.device("meta"), torch.no_grad():
         params = {
-            name: torch.empty(shape, dtype=param_dtype(name, bounds.dtype)) for name, shape in param_shapes(spec).items()
+            name: torch.empty(shape, dtype=param_dtype(name, bounds.dtype))
+            for name, shape in param_shapes(spec).items()
         }
-        params |= {name: torch.empty(length, spec.rope_dim, dtype=torch.float32) for name in ("rope", "rope_compressed")}
+        params |= {
+            name: torch.empty(length, spec.rope_dim, dtype=torch.float32) for name in ("rope", "rope_compressed")
+        }
         blocks = bounds.num_blocks + 1, bounds.block_size, "meta"
         rings = isinstance(spec, CompressedSpec)
         if rings:

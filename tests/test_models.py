@@ -242,7 +242,10 @@ def test_no_shared_experts():
     alone = replace(spec, moe=replace(spec.moe, num_shared=0))
     shared = {name for name in param_shapes(spec) if "moe.shared" in name}
     assert shared and param_shapes(spec).keys() - param_shapes(alone).keys() == shared
-    params, x = random_params(alone, seed=0), torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(0))
+    params, x = (
+        random_params(alone, seed=0),
+        torch.randn(5, spec.hidden_size, generator=torch.Generator().manual_seed(0)),
+    )
     layer = f"layers.{spec.moe_layers.index(True)}.moe."
     weights, ids = route(x, params, layer, alone.moe, None, impl="reference")
     want = experts_dense(x, weights, ids, params[layer + "gate_up"], params[layer + "down"])

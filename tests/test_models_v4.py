@@ -164,7 +164,9 @@ def test_mixed_steps(form, in_place):
     for step in range(12):
         at = PROMPTS[0] + step
         first, second = requests.step(
-            decode=[(0, results[0][0][at : at + 1])], prefill=[(1, results[1][0][11 * step : 11 * step + 11])], padding=3
+            decode=[(0, results[0][0][at : at + 1])],
+            prefill=[(1, results[1][0][11 * step : 11 * step + 11])],
+            padding=3,
         )
         logits[0].append(first)
         logits[1].append(second)
@@ -209,7 +211,10 @@ def test_padded_decode_requests_change_nothing():
     torch.testing.assert_close(want, got, rtol=1e-5, atol=1e-5)
     spec = ours("all kinds")[0]
     changed = [
-        sum(0 if c is None else int((a.view(torch.int32) != c.view(torch.int32)).any(-1).sum()) for a, c in zip(old, new))
+        sum(
+            0 if c is None else int((a.view(torch.int32) != c.view(torch.int32)).any(-1).sum())
+            for a, c in zip(old, new)
+        )
         for old, new in zip(before, padded.caches)
     ]
     indexed = spec.layer_kinds.count("indexed")

@@ -87,7 +87,10 @@ def their_logits(folder, tokens):
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager",
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
         output_loading_info=True,
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
@@ -101,7 +104,10 @@ def check_frequencies(spec, model):
     rotary, yarn = model.model.rotary_emb, spec.yarn and Yarn(**vars(spec.yarn))
     if isinstance(spec, CompressedSpec):
         found = {"main": (spec.rope_theta, None), "compress": (spec.compressed_rope_theta, yarn)}
-        pairs = [(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"), *ours) for kind, ours in found.items()]
+        pairs = [
+            (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"), *ours)
+            for kind, ours in found.items()
+        ]
     else:
         pairs = [(rotary.inv_freq, rotary.attention_scaling, spec.rope_theta, yarn)]
     for frequencies, scale, theta, ramp in pairs:
@@ -150,7 +156,9 @@ def test_shared_index_layers_with_a_half_split_indexer_are_refused():
     with pytest.raises(ValueError, match="spec: got index_layers that share .* index.rope_interleaved False"):
         to_hf_config(replace(spec, index_layers=(True, False, True, False)))
     interleaved = replace(spec, index=replace(spec.index, rope_interleaved=True))
-    assert to_hf_config(interleaved)["model_type"] == "glm_moe_dsa" and to_hf_config(spec)["model_type"] == "deepseek_v32"
+    assert (
+        to_hf_config(interleaved)["model_type"] == "glm_moe_dsa" and to_hf_config(spec)["model_type"] == "deepseek_v32"
+    )
 
 
 @pytest.mark.parametrize("spec", [tiny_v32(), tiny_v4()], ids=["latent", "compressed"])
@@ -171,17 +179,33 @@ def test_every_field_is_in_the_config_or_refused(spec):
                 continue
             assert replace(from_hf_config(config), name=spec.name) == whole
             said.append(field.name)
-    assert {"hidden_size", "rms_eps", "rope_theta", "tie_embeddings", "attention_factor", "top_k", "routed_scale"} <= set(said)
+    assert {
+        "hidden_size",
+        "rms_eps",
+        "rope_theta",
+        "tie_embeddings",
+        "attention_factor",
+        "top_k",
+        "routed_scale",
+    } <= set(said)
 
 
 def test_a_checkpoint_of_transformers_without_shared_experts(tmp_path):
     """Its shared experts are there, of no width."""
-    spec = replace(tiny_v32(), moe=replace(tiny_v32().moe, num_shared=0), num_layers=2, moe_layers=(False, True), index_layers=(True,) * 2)
+    spec = replace(
+        tiny_v32(),
+        moe=replace(tiny_v32().moe, num_shared=0),
+        num_layers=2,
+        moe_layers=(False, True),
+        index_layers=(True,) * 2,
+    )
     params = random_params(spec, seed=2)
     save(tmp_path / "ours", spec, params, torch.float32)
     import transformers
 
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32).save_pretrained(
+        tmp_path / "theirs"
+    )
     found, loaded = load(tmp_path / "theirs", dtype=torch.float32)
     assert replace(found, name=spec.name) == spec and loaded.keys() == params.keys()
     assert all(torch.equal(loaded[name], value) for name, value in params.items())

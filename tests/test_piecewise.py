@@ -61,7 +61,9 @@ def logits_of(model, hidden):
 def world(device, batch=3):
     model = model_of("tiny_v32", "fp8", device, layers=LAYERS)
     state = decode_state(batch, MAX_CONTEXT, device)
-    caches = [model.allocate_caches(batch * state.block_table.shape[1], 16, requests=batch, step_rows=1) for _ in range(2)]
+    caches = [
+        model.allocate_caches(batch * state.block_table.shape[1], 16, requests=batch, step_rows=1) for _ in range(2)
+    ]
     return model, Pieces(model), layers_of(model), state, caches
 
 
@@ -73,7 +75,9 @@ def test_one_compiled_layer_serves_all():
     counters().clear()
     for batch, length in ((3, 40), (7, MAX_CONTEXT), (5, 1)):
         state = decode_state(batch, length)
-        caches = [model.allocate_caches(batch * state.block_table.shape[1], 16, requests=batch, step_rows=1) for _ in range(2)]
+        caches = [
+            model.allocate_caches(batch * state.block_table.shape[1], 16, requests=batch, step_rows=1) for _ in range(2)
+        ]
         plan, hidden = plan_of(model, state), F.embedding(state.tokens, model.params["embed"])
         for weights, kv, index in zip(layers, *caches[0]):
             for name, value in weights.items():

@@ -282,9 +282,7 @@ def test_a_model_decodes_by_the_planners_plans(name):
     for how in ("device", "host"):
         batch = prepare(model, [40, 23], [50, 33], block_size=256, prefill_tokens=64)
         state, block = batch.state, batch.caches.kv[0].shape[1]
-        prefill_step(
-            model, prompts, batch.chunks[0], batch.tables, batch.caches, state, Sampling(), batch.max_context
-        )
+        prefill_step(model, prompts, batch.chunks[0], batch.tables, batch.caches, state, Sampling(), batch.max_context)
         cache = HostPlanner(
             max_requests=2, max_tokens=2, max_blocks=state.block_table.shape[1], max_context=50, device="cpu",
             ring_blocks=1 if model.has_rings else 0,

@@ -1,4 +1,5 @@
-"""Requests whose block tables share the blocks of a prefix: they decode what they decode alone, and write none of them."""
+"""Requests whose block tables share the blocks of a prefix: they decode what they decode alone, and write none of
+them."""
 
 from __future__ import annotations
 

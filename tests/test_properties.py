@@ -112,9 +112,13 @@ def spoilt(draw, name):
     tensor = call.tensors()[which]
     how = draw(st.sampled_from(("dtype", "rank", "size", "stride", "device", "kind")))
     if how == "dtype":
-        tensor = torch.zeros(tensor.shape, dtype=draw(st.sampled_from([dtype for dtype in DTYPES if dtype != tensor.dtype])))
+        tensor = torch.zeros(
+            tensor.shape, dtype=draw(st.sampled_from([dtype for dtype in DTYPES if dtype != tensor.dtype]))
+        )
     elif how == "rank":
-        tensor = draw(st.sampled_from((tensor.unsqueeze(0), tensor.flatten(), tensor.unsqueeze(-1), tensor.new_zeros(()))))
+        tensor = draw(
+            st.sampled_from((tensor.unsqueeze(0), tensor.flatten(), tensor.unsqueeze(-1), tensor.new_zeros(())))
+        )
     elif how == "size" and tensor.dim():
         at = draw(st.integers(0, tensor.dim() - 1))
         size = max(tensor.shape[at] + draw(st.sampled_from((-1, 1, 7, -100))), 0)
@@ -123,7 +127,9 @@ def spoilt(draw, name):
         wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
         wide[..., 0] = tensor
         transposed = tensor.transpose(0, -1).contiguous().transpose(0, -1) if tensor.dim() > 1 else tensor
-        tensor = draw(st.sampled_from((wide[..., 0], transposed, tensor[:1].expand_as(tensor) if tensor.dim() else tensor)))
+        tensor = draw(
+            st.sampled_from((wide[..., 0], transposed, tensor[:1].expand_as(tensor) if tensor.dim() else tensor))
+        )
     elif how == "device":
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device="meta")
     elif how == "kind":
@@ -197,7 +203,9 @@ def test_samples(data):
 
     rows, vocab = some(data.draw, 0, 4), some(data.draw, 1, 9)
     logits = floats(data.draw, (rows, vocab), spoilt=(float("nan"), -INF))
-    positions = torch.tensor(data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=rows, max_size=rows)), dtype=torch.int64)
+    positions = torch.tensor(
+        data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=rows, max_size=rows)), dtype=torch.int64
+    )
     for temperature in (0.0, 0.7):
         drawn = sample(logits, positions, temperature=temperature, seed=data.draw(st.integers(-(2**63), 2**63 - 1)))
         assert drawn.shape == (rows,) and drawn.dtype == torch.int64

@@ -1,7 +1,7 @@
 """The quality gate: the models that ship read as well by every path, and no longer do once something is wrong.
 
-On a CPU a small sample, which must come out without a flaw; on a GPU hundreds of values, and the compiled and replayed paths too
-(test_compile and test_generate hold compiled steps to eager ones on a CPU).
+On a CPU a small sample, which must come out without a flaw; on a GPU hundreds of values, and the compiled and replayed
+paths too (test_compile and test_generate hold compiled steps to eager ones on a CPU).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from expecttest import assert_expected_inline
 from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.models.loading import load
 from sparse_attn.ops.index_topk import reference
+from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.documents import held_out_text, question, retrieval_documents, tail_of, text_documents
 from sparse_attn.runtime.quality import WAYS, Way, encode, measure, score
 from sparse_attn.runtime.quality_report import DEFAULT_CONTEXT
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.runtime.steps import Model
 from sparse_attn.runtime.text import byte_tokenizer
-from sparse_attn.pipeline import cache_layouts
 
 CONTEXT = DEFAULT_CONTEXT
 MODELS = tuple(shipped_models())

@@ -94,7 +94,8 @@ def test_empty(tokens, width):
 def test_schemas():
     assert_expected_inline(
         "\n".join(
-            schema(name) for name in ("build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr")
+            schema(name)
+            for name in ("build_ragged_indices_from_dense", "compute_global_topk_ragged_indices_and_indptr")
         ),
         """\
 sparse_attn::build_ragged_indices_from_dense(Tensor indices, Tensor? lengths, Tensor? row_offsets, SymInt num_rows, str impl) -> (Tensor, Tensor)
@@ -236,7 +237,8 @@ def test_kernel_global_equals_reference(device, dirty_workspace):
 @pytest.mark.kernel
 @pytest.mark.parametrize("known", [98, 67, 40, 0])
 def test_kernel_adds_counts_up_to_the_nearest_total(device, known):
-    """The program of the last row alone; of the rows before, only ``known`` knows its total yet. 32 are seen at a time."""
+    """The program of the last row alone; of the rows before, only ``known`` knows its total yet. 32 are seen at a
+    time."""
     from sparse_attn.ops.ragged import kernels
 
     tokens, width = 100, 4
@@ -259,7 +261,9 @@ def test_kernel_adds_counts_up_to_the_nearest_total(device, known):
 @pytest.mark.kernel
 def test_kernel_empty(device):
     for shape in ((0, 4), (3, 0)):
-        got = ragged.build_ragged_indices_from_dense(torch.zeros(shape, dtype=torch.int32, device=device), impl="triton")
+        got = ragged.build_ragged_indices_from_dense(
+            torch.zeros(shape, dtype=torch.int32, device=device), impl="triton"
+        )
         assert got.indices.numel() == 0 and got.indptr.tolist() == [0] * (shape[0] + 1)
 
 

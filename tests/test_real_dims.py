@@ -8,10 +8,12 @@ Two runs over the same prompts, prefilled in two chunks and then decoded togethe
 
 Bounds, u = 2**-8 being bf16's largest relative rounding, and u / sqrt(3) at most its root mean square:
 
-- scores: compare.LOGITS_DIFF allows a relative error of sqrt(2 * LOGITS_DIFF) in root mean square; a key counts as nearly
+- scores: compare.LOGITS_DIFF allows a relative error of sqrt(2 * LOGITS_DIFF) in root mean square; a key counts as
+nearly
   tied within TIE = 4 times that of the row's k-th best score;
 - attention: the kernels round the probabilities, so an element is off by at most u * max|v|, beside u of itself for the
-  output; both outputs are rounded as well, three roundings of relative square u**2 / 3 each: cosine difference u**2 / 2;
+  output; both outputs are rounded as well, three roundings of relative square u**2 / 3 each: cosine difference u**2 /
+  2;
 - logits: between the attention and the logits lie at most 16 roundings in each run, of independent sign, and nothing
   that amplifies: sqrt(2 * 16) * u / sqrt(3) of the logits' root mean square, row by row.
 """
@@ -146,9 +148,7 @@ def check_prefill_topk(name, got, want, arguments, keywords):
 def check_decode_slots(name, got, want, arguments, keywords):
     q, weights, cache, lens, table, top_k, context, layout = arguments
     got, want = (positions_of(slots, table, cache.shape[1], q.shape[1], top_k) for slots in (got, want))
-    check_selection(
-        name, got, want, scores_of.paged_mqa_logits(q, cache, weights, lens, table, context, layout.name)
-    )
+    check_selection(name, got, want, scores_of.paged_mqa_logits(q, cache, weights, lens, table, context, layout.name))
 
 
 def positions_of(ragged, table, block_size, next_n, top_k):
@@ -227,7 +227,8 @@ def replay(patch, choices, checked):
 
 
 def run(requests, prompts, later):
-    """fp32 logits of every position: the prompts in two chunks, then ``later`` token by token, all requests together."""
+    """fp32 logits of every position: the prompts in two chunks, then ``later`` token by token, all requests
+    together."""
     rows = [[] for _ in prompts]
     steps = [("prefill", [prompt[: len(prompt) * 4 // 7] for prompt in prompts])]
     steps += [("prefill", [prompt[len(prompt) * 4 // 7 :] for prompt in prompts])]

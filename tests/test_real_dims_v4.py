@@ -2,7 +2,8 @@
 
 Beside what stands there:
 
-- entries: the pooling sums in another order, so an entry's bf16 rounding, and then its fp8 code, may fall the other way:
+- entries: the pooling sums in another order, so an entry's bf16 rounding, and then its fp8 code, may fall the other
+way:
   one value in a thousand, or two, by one step of what it is stored in. The state, which is only copied, is equal;
 - hyper-connections: fp32 throughout and rounded once, so half a step of the streams' dtype, u, and 1e-5 in fp32.
 """

@@ -1,4 +1,5 @@
-"""The same bits: over repeats, over a row's place in the batch, in eager, compiled and replayed form, in another process."""
+"""The same bits: over repeats, over a row's place in the batch, in eager, compiled and replayed form, in another
+process."""
 
 import os
 import subprocess

@@ -147,7 +147,9 @@ def test_matches_transformers():
 
 
 def test_schema():
-    assert_expected_inline(schema("biased_grouped_topk").replace(", ", ",\n"), """\
+    assert_expected_inline(
+        schema("biased_grouped_topk").replace(", ", ",\n"),
+        """\
 sparse_attn::biased_grouped_topk(Tensor logits,
 Tensor bias,
 int top_k,
@@ -157,7 +159,8 @@ bool renormalise,
 float routed_scale,
 str score,
 str impl) -> (Tensor,
-Tensor)""")
+Tensor)""",
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -123,7 +123,8 @@ OTHER = replace(tiny_v32(), num_layers=1, moe_layers=(False,), index_layers=(Tru
 
 @pytest.mark.parametrize("old", ["sharded", "whole", "none"])
 def test_a_save_is_whole_or_not_at_all(tmp_path, monkeypatch, old):
-    """A failure is put into each renaming, link and sync in turn; the checkpoint is the old one until one save is through."""
+    """A failure is put into each renaming, link and sync in turn; the checkpoint is the old one until one save is
+    through."""
     before, after = random_params(OTHER, seed=1), random_params(spec := replace(OTHER, rms_eps=3e-6), seed=2)
     if old == "sharded":
         _sharded(tmp_path, OTHER, before)
@@ -201,4 +202,6 @@ def test_an_index_that_cannot_be_read_goes_and_wild_names_in_it_do_not(tmp_path)
         folder.mkdir(exist_ok=True)
         (folder / "model.safetensors.index.json").write_text(index)
         save(folder, OTHER, params)
-        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"] and victim.exists()
+        assert (
+            sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"] and victim.exists()
+        )

@@ -76,7 +76,9 @@ def test_only_a_test_that_failed_has_caught_a_mutation():
 
     def failed(word, how):
         lines = f"tests/test_a.py::test_b[0] PASSED [ 50%]\ntests/test_a.py::test_b[x - y] {word} [100%]\n"
-        return f"{lines}=== short test summary info ===\n{word} tests/test_a.py::test_b[x - y] - {how}\n!!! stopping !!!\n"
+        return (
+            f"{lines}=== short test summary info ===\n{word} tests/test_a.py::test_b[x - y] - {how}\n!!! stopping !!!\n"
+        )
 
     for word in ("FAILED", "ERROR"):  # a fixture that looks afterwards is an error
         assert verdict(1, failed(word, "assert [1] == [2]")) == ("tests/test_a.py::test_b[x - y]", "assert [1] == [2]")

@@ -1,8 +1,8 @@
 """Long decoding with requests that come and go: no drift against eager decoding, no memory growth, no error.
 
-Rows arrive with prompts of any length, cross the borders of blocks, windows, entries, top-k and the longest context, and
-leave at random or at the end. Between arrivals their steps are replayed; some stretches are decoded eagerly as well, from
-the same state and copies of the caches, and must draw the same tokens and write the same bytes.
+Rows arrive with prompts of any length, cross the borders of blocks, windows, entries, top-k and the longest context,
+and leave at random or at the end. Between arrivals their steps are replayed; some stretches are decoded eagerly as
+well, from the same state and copies of the caches, and must draw the same tokens and write the same bytes.
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ def model_of(name, device, cache="fp8", layers=None):
 
 
 class Server:
-    """Up to ``rows`` requests of a model. Who sits in a row, how long it is and what it drew are the host's knowledge."""
+    """Up to ``rows`` requests of a model. Who sits in a row, how long it is and what it drew are the host's
+    knowledge."""
 
     def __init__(self, model, rows, seed):
         self.model, self.rows, self.random = model, rows, random.Random(seed)
         self.block_size = 32 if model.has_rings else 16
         per_row = MAX_CONTEXT // self.block_size
         self.tables = BlockTables(BlockPool(rows * per_row), rows, per_row, self.block_size)
-        self.caches = model.allocate_caches(
-            rows * per_row, self.block_size, requests=rows, step_rows=LONGEST_PROMPT
-        )
+        self.caches = model.allocate_caches(rows * per_row, self.block_size, requests=rows, step_rows=LONGEST_PROMPT)
         self.lengths = [0] * rows  # tokens including the one to be fed, 0: nobody
         device = model.device
         self.state = Decode(
@@ -86,9 +85,7 @@ class Server:
             self.lengths[row] = count + 1
             spans.append(Span(row, 0, count))
         if spans:
-            prefill_step(
-                self.model, self.prompts, spans, self.tables, self.caches, self.state, sampling, MAX_CONTEXT
-            )
+            prefill_step(self.model, self.prompts, spans, self.tables, self.caches, self.state, sampling, MAX_CONTEXT)
         self.state.seq_lens.copy_(torch.tensor(self.lengths, dtype=torch.int32))
         self.state.block_table.copy_(self.tables.table)
         first = self.state.tokens.tolist()
@@ -186,7 +183,11 @@ def test_fifteen_thousand_replayed_steps(name, record_property):
     after = torch.cuda.memory_allocated()
     assert after <= before
     for key, value in dict(
-        steps=steps, compared=compared, requests=sum(len(server.finished) for server in servers), bytes_early=before, bytes_late=after
+        steps=steps,
+        compared=compared,
+        requests=sum(len(server.finished) for server in servers),
+        bytes_early=before,
+        bytes_late=after,
     ).items():
         record_property(key, value)
 

@@ -109,7 +109,10 @@ def test_presets_by_name():
         ({"q_lora_rank": None}, "q_lora_rank: missing"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type: got 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "original_max_position_embeddings: missing"),
-        ({"rope_scaling": PUBLISHED_V32["rope_scaling"] | {"truncate": "no"}}, "rope truncate: got 'no', allowed: true or false"),
+        (
+            {"rope_scaling": PUBLISHED_V32["rope_scaling"] | {"truncate": "no"}},
+            "rope truncate: got 'no', allowed: true or false",
+        ),
         ({"rope_theta": None}, "rope_theta: missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
@@ -142,11 +145,17 @@ def test_layer_lists_must_fit():
 def test_end_of_text_as_none_one_or_many():
     for given, ids in ((None, ()), (7, (7,)), ([7, 9], (7, 9))):
         assert from_hf_config(PUBLISHED_V32 | {"eos_token_id": given}).eos_token_ids == ids
-    assert from_hf_config({key: value for key, value in PUBLISHED_V32.items() if key != "eos_token_id"}).eos_token_ids == ()
+    assert (
+        from_hf_config({key: value for key, value in PUBLISHED_V32.items() if key != "eos_token_id"}).eos_token_ids
+        == ()
+    )
 
 
 def test_rope_starts_within_the_index_key():
-    for start, message in ((-2, "index.rope_start: got -2"), (18, "rope_dim: got 16, allowed: even, and with index.rope_start 18")):
+    for start, message in (
+        (-2, "index.rope_start: got -2"),
+        (18, "rope_dim: got 16, allowed: even, and with index.rope_start 18"),
+    ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(tiny_v32(), index=dataclasses.replace(tiny_v32().index, rope_start=start))
 

@@ -63,9 +63,20 @@ def test_ratios():
         ({"qk_rope_head_dim": 63}, "rope_dim: got 63"),
         ({"sliding_window": 0}, "window: got 0"),
         ({"index_head_dim": 32}, "rope_dim: got 64, allowed: at most index.head_dim = 32"),
-        ({"rope_parameters": {"main": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                                       "original_max_position_embeddings": 64}, "compress": {"rope_theta": 1e4}}},
-         "rope_parameters main: got yarn, allowed: 'default'"),
+        (
+            {
+                "rope_parameters": {
+                    "main": {
+                        "rope_type": "yarn",
+                        "rope_theta": 1e4,
+                        "factor": 4.0,
+                        "original_max_position_embeddings": 64,
+                    },
+                    "compress": {"rope_theta": 1e4},
+                }
+            },
+            "rope_parameters main: got yarn, allowed: 'default'",
+        ),
     ],
 )
 def test_refused_configs(change, message):
@@ -81,7 +92,10 @@ def test_rope_dim_as_a_part_of_the_head():
 def test_layers_must_fit():
     for change, message in (
         (dict(layer_kinds=("window",)), "layer_kinds: got 1 entries, allowed: num_layers = 5"),
-        (dict(layer_kinds=("window", "sparse") * 2 + ("full",)), r"layer_kinds: got \['full', 'sparse', 'window'\], allowed: "),
+        (
+            dict(layer_kinds=("window", "sparse") * 2 + ("full",)),
+            r"layer_kinds: got \['full', 'sparse', 'window'\], allowed: ",
+        ),
         (dict(index=dataclasses.replace(tiny_v4().index, rope_start=-2)), "index.rope_start: got -2, allowed: 0 to"),
         (dict(index=dataclasses.replace(tiny_v4().index, rope_start=100)), "index.rope_start: got 100, allowed: 0 to"),
     ):

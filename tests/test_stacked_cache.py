@@ -1,7 +1,7 @@
 """A stacked cache [layers, blocks, block_size, row]: its layers are selected outside the compiled region, never inside.
 
-Inside, once the sizes of the cache are symbols, Inductor writes every layer's rows into the first layer and says nothing:
-it has no lowering for aten.sym_storage_offset and takes 0 for the offset of a view that an op mutates
+Inside, once the sizes of the cache are symbols, Inductor writes every layer's rows into the first layer and says
+nothing: it has no lowering for aten.sym_storage_offset and takes 0 for the offset of a view that an op mutates
 (https://github.com/pytorch/pytorch/issues/198068).
 """
 
@@ -109,6 +109,7 @@ def test_a_model_over_stacked_caches_equals_eager():
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     check_decode(model, compiled, exact=False, alone=False)
     for dim in (0, 1) if long() else (0,):
+
         def stacked(tokens, caches, plan, dim=dim):
             views = type(caches)(*(torch.stack(kind, dim).unbind(dim) for kind in caches))
             logits = compiled(tokens, views, plan)

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from conftest import sampled
+from support.topk import INF, KINDS, NAN, PLANS, brute_force, chosen, planned, ranges, scores
 
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, reference, top_k_per_row
@@ -25,7 +26,6 @@ from sparse_attn.target import H200, Target
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.torch_private import dynamo_counts
 from sparse_attn.workspace import size_of
-from support.topk import INF, KINDS, NAN, PLANS, brute_force, chosen, planned, ranges, scores
 
 MI300 = Target("amd", "gfx942", 304, 65536, 64)
 AMPERE = dataclasses.replace(H200, arch=80)  # its programs
@@ -114,7 +114,9 @@ def test_compiles_once_for_all_row_counts():
 @pytest.mark.parametrize("target", [H200, AMPERE, MI300])
 def test_plans_stay_within_their_means(target):
     for rows, width, k in itertools.product(
-        (1, 2, 8, 32, 64, 128, 512, 4096), (1, 100, 4096, 8192, 8193, 32768, 131072, 1 << 20), (1, 512, 2048, 4096, 20000)
+        (1, 2, 8, 32, 64, 128, 512, 4096),
+        (1, 100, 4096, 8192, 8193, 32768, 131072, 1 << 20),
+        (1, 512, 2048, 4096, 20000),
     ):
         plan = dispatch.choose(Problem(rows, width, k), target).plan
         search = getattr(plan, "search", RADIX)
@@ -204,8 +206,8 @@ def run(x, starts, ends, k, choice, device):
 CASES = [
     (form, kind)
     for form in (
-        "thresholds.single_cta", "thresholds.sampled shared", "single_cta", "single_cta coalesced", "single_cta windowed",
-        "streaming", "multi_cta", "multi_pass", "single_cta_bf16", "single_cta_bf16 spread",
+        "thresholds.single_cta", "thresholds.sampled shared", "single_cta", "single_cta coalesced",
+        "single_cta windowed", "streaming", "multi_cta", "multi_pass", "single_cta_bf16", "single_cta_bf16 spread",
     )
     for kind in KINDS
 ] + [("sampled shared", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted
@@ -283,7 +285,11 @@ def test_kernel_highest_scores_in_one_cta(candidates, device, dirty_workspace):
     choice = chosen(kernel, dataclasses.replace(plan, rows=1, candidates=candidates))
     rounds = torch.arange(8)
     columns = ((rounds * 4 + rounds % 4) * 8)[:, None] + torch.arange(8)
-    for high in (2.0 ** torch.arange(1, 65), torch.full((64,), 3.0), torch.full((64,), 3.0).index_fill(0, torch.arange(9), 5.0)):
+    for high in (
+        2.0 ** torch.arange(1, 65),
+        torch.full((64,), 3.0),
+        torch.full((64,), 3.0).index_fill(0, torch.arange(9), 5.0),
+    ):
         x = scores("normal", 1, width)
         x[:, columns.flatten()] = high
         want = reference.top_k_per_row(x, None, None, 24)
@@ -317,7 +323,8 @@ def test_kernel_scores_that_share_a_bf16(form, k, device, dirty_workspace):
 @pytest.mark.kernel
 @pytest.mark.parametrize("k", [63, 64, 65, 200, 256, 257])
 def test_kernel_a_score_above_all_others_in_every_thread(k, device, dirty_workspace):
-    """Each of the 64 threads holds one score far above all others: what lies behind the least of those is counted after all."""
+    """Each of the 64 threads holds one score far above all others: what lies behind the least of those is counted after
+    all."""
     width = PLANS["single_cta_bf16 spread"][2]
     x = scores("normal", 2, width)
     x[0, : 4 * 64 : 4] = 1000 + torch.arange(64.0)

@@ -1,4 +1,5 @@
-"""Selection where the highest score of every group comes with the rows: what the k groups hold, and nothing else is read."""
+"""Selection where the highest score of every group comes with the rows: what the k groups hold, and nothing else is
+read."""
 
 import dataclasses
 import math
@@ -8,13 +9,6 @@ import torch
 from conftest import long, sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from sparse_attn import workspace
-from sparse_attn.ops.topk import dispatch, reference
-from sparse_attn.ops.topk.plan import GroupMaxima, Problem
-from sparse_attn.ops.topk.shapes import GROUP
-from sparse_attn.target import H200
-from sparse_attn.workspace import size_of
 from support.topk import (
     EXACT,
     INT_MAX,
@@ -27,6 +21,13 @@ from support.topk import (
     group_maxima,
     scores,
 )
+
+from sparse_attn import workspace
+from sparse_attn.ops.topk import dispatch, reference
+from sparse_attn.ops.topk.plan import GroupMaxima, Problem
+from sparse_attn.ops.topk.shapes import GROUP
+from sparse_attn.target import H200
+from sparse_attn.workspace import size_of
 
 DIRT = 12345
 WIDTH = 12000
@@ -87,8 +88,8 @@ def test_kernel_ends(device, dirty_workspace):
 @pytest.mark.kernel
 @pytest.mark.parametrize("plan", [EXACT, ROOMY])
 def test_kernel_reads_no_other_group(plan, device, dirty_workspace):
-    """Scores of groups that are not among the k, of equal ones the first, could be anything; with room, those that share the
-    k-th's bf16 are read, too."""
+    """Scores of groups that are not among the k, of equal ones the first, could be anything; with room, those that
+    share the k-th's bf16 are read, too."""
     k = 130
     x, ends = scores("relu", 2, WIDTH), torch.tensor([WIDTH, WIDTH - 77], dtype=torch.int32)
     x, top = world(x, ends)

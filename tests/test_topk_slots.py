@@ -1,10 +1,10 @@
 """Selection that stores cache slots, packed row by row: what selects says where, on every path."""
 
-import dataclasses
-
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.topk import EXACT, KINDS, PLANS, chosen, for_rows, group_maxima, scores
+from test_index_topk import LAYOUTS, decode_case, to
 
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout
@@ -14,8 +14,6 @@ from sparse_attn.ops.ragged import compute_global_topk_ragged_indices_and_indptr
 from sparse_attn.ops.topk import dispatch, reference
 from sparse_attn.ops.topk.plan import GroupMaxima, Problem
 from sparse_attn.target import H200
-from support.topk import EXACT, KINDS, PLANS, chosen, for_rows, group_maxima, scores
-from test_index_topk import LAYOUTS, decode_case, to
 
 INT_MAX = 2**31 - 1
 DIRT = 12345
@@ -102,7 +100,9 @@ def test_which_selections_pack():
     assert all(packs(rows, 131072) for rows in (1, 8, 16)) and not packs(32, 131072) and not packs(1, 1 << 20)
     grouped = dispatch.choose(Problem(132, 131072, 2048, group_maxima=True), H200).plan
     assert grouped.packs(132, H200) and not grouped.packs(133, H200)
-    assert not packs(1, 131072, 8192) and not any(packs(rows, width) for rows in (133, 4096) for width in (4096, 131072))
+    assert not packs(1, 131072, 8192) and not any(
+        packs(rows, width) for rows in (133, 4096) for width in (4096, 131072)
+    )
 
 
 def test_which_blocks_are_mapped():
@@ -154,7 +154,8 @@ indptr  [0, 2, 5, 6, 8]""",
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["fp8", "bf16"])
 def test_gpu(layout, device, monkeypatch):
-    """One row and many, one row a program and shared ones, two rows a request, too many rows, and twenty times the same bits."""
+    """One row and many, one row a program and shared ones, two rows a request, too many rows, and twenty times the same
+    bits."""
     seen, layout = launches(monkeypatch), LAYOUTS[layout]
     for requests, next_n, context, k, apart in (
         (1, 1, 4000, 2048, 0), (1, 1, 32768, 2048, 0), (1, 1, 131072, 2048, 0), (7, 2, 131072, 512, 0),

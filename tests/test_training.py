@@ -93,7 +93,9 @@ def test_indexers_and_model_do_not_pull_at_each_other(model):
     out = run.forward(weights, run.spec, torch.randint(256, (2, 96)), sparse=True, index_rows=torch.arange(96))
     index = [name for name in run.names if is_index(name)]
     others = [name for name in run.names if not is_index(name)]
-    by_loss = torch.autograd.grad(sum(out.trace.index_loss), [weights[n] for n in index + others], retain_graph=True, allow_unused=True)
+    by_loss = torch.autograd.grad(
+        sum(out.trace.index_loss), [weights[n] for n in index + others], retain_graph=True, allow_unused=True
+    )
     assert [gradient is not None for gradient in by_loss] == [True] * len(index) + [False] * len(others)
     by_logits = torch.autograd.grad(out.logits.square().sum(), [weights[n] for n in index + others], allow_unused=True)
     assert [gradient is not None for gradient in by_logits] == [False] * len(index) + [True] * len(others)

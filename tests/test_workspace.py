@@ -111,7 +111,9 @@ def test_growth_while_capturing_is_an_error():
     owner = Workspace((0, 0), "cuda")
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream), workspace.use(owner):
-        with pytest.raises(RuntimeError, match="op needs 512 bytes and 4 counters.*cannot grow while its stream is capturing"):
+        with pytest.raises(
+            RuntimeError, match="op needs 512 bytes and 4 counters.*cannot grow while its stream is capturing"
+        ):
             workspace.take("op", SCRATCH, torch.device("cuda"))
 
 
@@ -121,7 +123,9 @@ def test_what_is_outgrown_is_kept_for_the_stream_that_reads_it():
     owner, side = Workspace((size, 0), "cuda"), torch.cuda.Stream()
     before = owner._scratch.data_ptr()
     with torch.cuda.stream(side):
-        torch.empty(2 * size, dtype=torch.uint8, device="cuda")  # so that growing asks no memory of the driver, which may wait
+        torch.empty(
+            2 * size, dtype=torch.uint8, device="cuda"
+        )  # so that growing asks no memory of the driver, which may wait
         occupy(1_000_000_000)  # an op that reads what owner lent it
         owner.grow(WorkspaceSize(2 * size, 0), "op")
     assert torch.empty(size, dtype=torch.uint8, device="cuda").data_ptr() != before

@@ -1,4 +1,5 @@
-"""The workspace of given bounds, computed from the row counts at which an op's scratch can be largest: that of all of them."""
+"""The workspace of given bounds, computed from the row counts at which an op's scratch can be largest: that of all of
+them."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def drawn(seed):
     """Bounds around the sizes at which launches change, on machines of a few multiprocessors and real ones."""
     draw = random.Random(seed)
     spec = preset(draw.choice(sorted(PRESETS)))
-    target = draw.choice([*TARGETS.values(), H200, Target("nvidia", 90, 3, 232448), Target("amd", "gfx942", 5, 65536, 64)])
+    target = draw.choice(
+        [*TARGETS.values(), H200, Target("nvidia", 90, 3, 232448), Target("amd", "gfx942", 5, 65536, 64)]
+    )
     length = min(draw.choice((1, 64, 100, 4096, 8193, 33000, 163840, 1 << 20)) + draw.randrange(3), spec.max_positions)
     limits = Bounds(
         max_batch=draw.choice((0, 1, 7, 64, 133, 300)), max_batched_tokens=draw.choice((0, 1, 65, 128, 270, 700)),
@@ -81,9 +84,12 @@ def test_large_bounds_take_no_time(name):
     )
 
 
-@pytest.mark.parametrize("spec", [preset("deepseek_v32"), replace(preset("deepseek_v32"), num_heads=16), preset("deepseek_v4_flash")])
+@pytest.mark.parametrize(
+    "spec", [preset("deepseek_v32"), replace(preset("deepseek_v32"), num_heads=16), preset("deepseek_v4_flash")]
+)
 def test_workspace_of_batch_invariant_steps_grows_by_rows(spec):
-    """Every row is split as one of 32 is: so many more rows take as many times the scratch, which default steps do not."""
+    """Every row is split as one of 32 is: so many more rows take as many times the scratch, which default steps do
+    not."""
 
     def attention(rows, invariant):
         bounds = Bounds(rows, 0, 4096, logits_bytes=0, block_size=256, batch_invariant=invariant)

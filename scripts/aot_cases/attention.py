@@ -66,7 +66,9 @@ def _decode() -> Iterator[Case]:
     yield _paged("deepseek_v4 fnuz", 4, 128, fnuz, extra=fnuz, sink=True, more=True)
     yield _paged("deepseek_v4, window layer", 128, 64, planar, sink=True, more=True)
     yield _paged("deepseek_v4, window layer, 32 heads", 128, 32, planar, sink=True, more=True)
-    yield _paged("deepseek_v4 bf16", 4, 128, PlainLayout("bf16", 512), extra=PlainLayout("bf16", 512), sink=True, more=True)
+    yield _paged(
+        "deepseek_v4 bf16", 4, 128, PlainLayout("bf16", 512), extra=PlainLayout("bf16", 512), sink=True, more=True
+    )
     yield _paged("deepseek_v4, bf16 window, fp8 entries", 128, 128, PlainLayout("bf16", 512), extra=planar, more=True)
     for name in ("tiny_v32", "tiny_v4"):
         spec = preset(name)

@@ -14,8 +14,8 @@ U8, I32, I64 = torch.uint8, torch.int32, torch.int64
 
 
 class Case(NamedTuple):
-    """more: compiled with --all only, because another case has the same code in it or it is not a published model's. where:
-    without --all, too, where this is part of the target's name or of the kernel's module."""
+    """more: compiled with --all only, because another case has the same code in it or it is not a published model's.
+    where: without --all, too, where this is part of the target's name or of the kernel's module."""
 
     op: str
     name: str

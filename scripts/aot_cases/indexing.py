@@ -144,7 +144,9 @@ def _selection() -> Iterator[Case]:
         for line in ("", ", unaligned"):
             logits = floats(rows, width + (1 if line else 0))[:, :width]
             arguments = logits, None, integers(rows), k
-            yield Case("top_k_per_row", f"{k} of {rows} x {width}{line}", topk.top_k_per_row, arguments, more or bool(line))
+            yield Case(
+                "top_k_per_row", f"{k} of {rows} x {width}{line}", topk.top_k_per_row, arguments, more or bool(line)
+            )
 
 
 def _fused() -> Iterator[Case]:

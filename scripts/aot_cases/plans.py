@@ -30,7 +30,9 @@ def cases() -> Iterator[Case]:
         )
     yield Case("window_indices", "128 wide", ragged.window_indices, (row, row, table, 64, 128))
     everything = None, row, row, row, row, 128, 1024, 65536
-    yield Case("combine_topk_swa_indices_ragged", "all entries", ragged.combine_topk_swa_indices_ragged, everything, True)
+    yield Case(
+        "combine_topk_swa_indices_ragged", "all entries", ragged.combine_topk_swa_indices_ragged, everything, True
+    )
     slots = tensor(TOKENS, dtype=I64)
     yield Case("step_plan", "mixed", step_plan.step_plan, (integers(65), integers(64), slots, 32, 1))
     yield Case("step_plan", "2 tokens", step_plan.step_plan, (integers(65), integers(64), slots, 64, 2), True)

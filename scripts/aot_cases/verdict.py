@@ -28,8 +28,8 @@ ALLOWED_SPILLS = {
     "topk.algorithms.group_maxima.select_group_maxima": {"sm_90": 8},
     # A scalar or two of a row.
     "ragged.pack_rows": {"nvidia": 8},
-    # Addresses beside the tile of sums: at most 32 bytes of the usual forms, more of fp16 rows, and of bf16 and fp8 ones together.
-    # Forms that spill less were measured to take 1 to 40% more.
+    # Addresses beside the tile of sums: at most 32 bytes of the usual forms, more of fp16 rows, and of bf16 and fp8
+    # ones together. Forms that spill less were measured to take 1 to 40% more.
     "attention.attend": {"sm_90": 176},
     # Scalars of a unit, beside its weights and a product in 112 registers.
     "index_logits.hopper_paged.paged_mqa_logits": {"sm_90": 24},
@@ -46,7 +46,9 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
         wrong.append(f"{compiled.shared_memory} bytes of shared memory, allowed: {target.shared_memory}")
     asked = compiled.shared_memory - compiled.claimed
     if asked <= UNASKED < compiled.shared_memory:
-        wrong.append(f"{asked} bytes of shared memory beside {compiled.claimed} claimed: more than a launch grants unasked")
+        wrong.append(
+            f"{asked} bytes of shared memory beside {compiled.claimed} claimed: more than a launch grants unasked"
+        )
     allowances = ALLOWED_SPILLS.get(kernel, {})
     allowed = allowances.get(name, allowances.get(target.vendor, 0))
     if compiled.spill_bytes > allowed:
@@ -67,8 +69,8 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
 
 
 def _in_barriers(ptx: str) -> list[str]:
-    """Instructions that reach memory in which an mbarrier began and that are not for one, as far as addresses are known: the
-    compiler gives away the memory of mbarriers that nobody uses, and does not end them before."""
+    """Instructions that reach memory in which an mbarrier began and that are not for one, as far as addresses are
+    known: the compiler gives away the memory of mbarriers that nobody uses, and does not end them before."""
     known = {"global_smem": 0}
     barriers: set[int] = set()
     accesses: list[tuple[int, str]] = []

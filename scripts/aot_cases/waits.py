@@ -12,8 +12,8 @@ TARGET = re.compile(r"\$\w+")
 
 
 def reaches_memory_early(ptx: str) -> str:
-    """An instruction that reaches global memory on a path without a wait; empty where there is none. Of warps that specialise
-    each has to wait, unless those that tell them what to run have done so before."""
+    """An instruction that reaches global memory on a path without a wait; empty where there is none. Of warps that
+    specialise each has to wait, unless those that tell them what to run have done so before."""
     program = _Program(ptx)
     begun = program.reached({WAITS, HANDS_OUT})
     stops = {WAITS, HANDS_OUT} if any(WAITS in line for line in begun) else {WAITS}
@@ -47,7 +47,9 @@ class _Program:
             return on
         if instruction.startswith("brx"):
             return on + self._listed(TARGET.search(instruction)[0])
-        if instruction.startswith("bra") and (target := TARGET.search(instruction)):  # others stay in one piece of assembly
+        if instruction.startswith("bra") and (
+            target := TARGET.search(instruction)
+        ):  # others stay in one piece of assembly
             return [*on, self.labels[target[0]]]
         return [at + 1]
 

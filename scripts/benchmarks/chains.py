@@ -10,7 +10,17 @@ import torch
 
 from benchmarks.checks import check_attention, check_selection, sampled
 from benchmarks.inputs import (
-    BLOCK, D_QK, D_V, INDEX_DIM, INDEX_LAYOUT, LATENT_LAYOUT, decode_index, filled_cache, normal, packed, prefill_index,
+    BLOCK,
+    D_QK,
+    D_V,
+    INDEX_DIM,
+    INDEX_LAYOUT,
+    LATENT_LAYOUT,
+    decode_index,
+    filled_cache,
+    normal,
+    packed,
+    prefill_index,
 )  # fmt: skip
 from benchmarks.peers import TOP_K_SCRATCH
 from benchmarks.registry import Record, suite

@@ -1,7 +1,8 @@
 """Is the result right? Asked once per case, before it is timed. AssertionError where it is not.
 
 Some rows are held against the reference at the library's own levels. All rows are held against the peer: where each of
-two answers may be off by a level's error, they may differ by twice that, and in cosine, which is quadratic, by four times.
+two answers may be off by a level's error, they may differ by twice that, and in cosine, which is quadratic, by four
+times.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.layout import IndexFp8Layout, Layout, LatentFp8Layout, allocate_cache
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, Layout, allocate_cache
 from sparse_attn.types import Ragged
 
 BLOCK = 64

@@ -16,8 +16,8 @@ from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention
 from sparse_attn.models.params import FP32_NAMES, model_rope_tables
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.ops.index_topk import LOGITS_BYTES
+from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Decode, Model, Sampling, decode_plan, decode_step
 from sparse_attn.runtime.graph import DecodeGraph
@@ -119,7 +119,12 @@ class Layer(torch.nn.Module):
 def hf_layer(run: Run) -> Iterator[Record]:
     "One compiled attention layer of V3.2's full dims against transformers' DeepseekV32Attention, eager and sdpa."
     spec = dataclasses.replace(
-        deepseek_v32(), vocab_size=256, num_layers=1, dense_intermediate_size=64, moe_layers=(False,), index_layers=(True,)
+        deepseek_v32(),
+        vocab_size=256,
+        num_layers=1,
+        dense_intermediate_size=64,
+        moe_layers=(False,),
+        index_layers=(True,),
     )
     spec = run.pick(spec, dataclasses.replace(tiny_v32(), num_layers=1, moe_layers=(False,), index_layers=(True,)))
     context, rows = run.pick((8192, 4096), (128, 64))
@@ -156,7 +161,8 @@ def hf_layer(run: Run) -> Iterator[Record]:
 
 @torch.no_grad()
 def _transformers(kind: str, hidden: torch.Tensor, context: int) -> tuple[float, float]:
-    """Microseconds of transformers' layer for the whole ``hidden``, and for one token at ``context``, as a user runs it."""
+    """Microseconds of transformers' layer for the whole ``hidden``, and for one token at ``context``, as a user runs
+    it."""
     from transformers import DynamicCache
     from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding

@@ -1,7 +1,8 @@
 """The kernels ours are measured beside: FlashMLA, DeepGEMM and vLLM's top-k, out of an unpacked vLLM 0.25 wheel.
 
-PEERS_DIR names the folder that holds vllm/ (_flashmla_C, _C_stable_libtorch, third_party/flashmla, third_party/deep_gemm
-in it) and triton_peers/sparse_utils.py. No other part of vLLM is imported. DeepGEMM compiles with nvcc (CUDA_HOME).
+PEERS_DIR names the folder that holds vllm/ (_flashmla_C, _C_stable_libtorch, third_party/flashmla,
+third_party/deep_gemm in it) and triton_peers/sparse_utils.py. No other part of vLLM is imported. DeepGEMM compiles with
+nvcc (CUDA_HOME).
 """
 
 from __future__ import annotations
@@ -164,9 +165,7 @@ def padded_heads(q: torch.Tensor, dim: int = -2) -> torch.Tensor:
     return torch.nn.functional.pad(q, (0, 0) * after + (0, spare))
 
 
-def own_heads(
-    output: tuple[torch.Tensor, torch.Tensor | None], heads: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def own_heads(output: tuple[torch.Tensor, torch.Tensor | None], heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out [tokens, heads, d_v], lse [tokens, heads] or None) without what padded_heads added."""
     out, lse = output
     return out[:, :heads], None if lse is None else lse[:, :heads]

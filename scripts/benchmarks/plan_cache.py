@@ -26,7 +26,8 @@ def plan_cache(run: Run) -> Iterator[Record]:
         queries = torch.tensor([0] + [1] * decodes + list(prompts), dtype=torch.int32, device="cpu")
         starts = queries.cumsum(0, dtype=torch.int32)
         lens = [
-            torch.tensor([40000 + n] * decodes + [p + n for p in prompts], dtype=torch.int32, device="cpu") for n in (0, 1)
+            torch.tensor([40000 + n] * decodes + [p + n for p in prompts], dtype=torch.int32, device="cpu")
+            for n in (0, 1)
         ]
         if not run.dry:
             starts, lens = starts.pin_memory(), [x.pin_memory() for x in lens]
@@ -34,7 +35,9 @@ def plan_cache(run: Run) -> Iterator[Record]:
         table = torch.zeros(requests, MAX_BLOCKS, dtype=torch.int32, device=run.device)
         slots = torch.arange(tokens, device=run.device)
         bounds = dict(max_context=MAX_CONTEXT, kv_capacity=KV_CAPACITY)
-        planner = HostPlanner(max_requests=requests, max_tokens=tokens, max_blocks=MAX_BLOCKS, device=run.device, **bounds)
+        planner = HostPlanner(
+            max_requests=requests, max_tokens=tokens, max_blocks=MAX_BLOCKS, device=run.device, **bounds
+        )
         turns = itertools.cycle(lens)
 
         def hit() -> None:

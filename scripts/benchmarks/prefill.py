@@ -26,7 +26,9 @@ class Case(NamedTuple):
     top_k: int
     rows: int
     sink: bool = False
-    lengths: str = ""  # of rows: "ragged", uniform in [128, top_k], or "prompt", what the tokens of one from its first on see
+    lengths: str = (
+        ""  # of rows: "ragged", uniform in [128, top_k], or "prompt", what the tokens of one from its first on see
+    )
 
 
 V32 = [Case(576, heads, 2048, rows) for heads in (128, 64) for rows in (8192, 32768, 131072)]
@@ -36,8 +38,15 @@ RAGGED = [Case(576, heads, 2048, 32768, lengths="ragged") for heads in (128, 64)
 RAGGED += [Case(512, heads, k, 32768, sink=True, lengths="ragged") for heads, k in ((64, 640), (128, 1152))]
 PROMPT = [Case(576, heads, 2048, TOKENS, lengths="prompt") for heads in (128, 64)]
 PROMPT += [Case(512, heads, k, TOKENS * 5 // 4, True, "prompt") for heads, k in ((64, 640), (128, 1152))]
-FEW_HEADS = [Case(576, heads, 2048, 32768) for heads in (16, 32)] + [Case(512, heads, 640, 32768, True) for heads in (16, 32)]
-PORTABLE = [Case(576, 128, 2048, 32768), Case(576, 64, 2048, 32768), Case(512, 128, 1152, 32768), Case(512, 64, 640, 32768)]
+FEW_HEADS = [Case(576, heads, 2048, 32768) for heads in (16, 32)] + [
+    Case(512, heads, 640, 32768, True) for heads in (16, 32)
+]
+PORTABLE = [
+    Case(576, 128, 2048, 32768),
+    Case(576, 64, 2048, 32768),
+    Case(512, 128, 1152, 32768),
+    Case(512, 64, 640, 32768),
+]
 
 
 @suite("prefill_v32")

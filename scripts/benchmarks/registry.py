@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Record(NamedTuple):
-    """One measured case. us: microseconds of ours; peer, peer_us: who else does this and how fast; floor_us: the bound."""
+    """One measured case. us: microseconds of ours; peer, peer_us: who else does this and how fast; floor_us: the
+    bound."""
 
     case: str
     us: float

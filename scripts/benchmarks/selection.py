@@ -88,5 +88,7 @@ def _prefill(run: Run, tokens: int, context: int) -> Record:
 
         check_selection(chosen, theirs(), "selection beside the peers'")
     pairs = int((inputs.kv_end - inputs.kv_start).sum())
-    floor = run.floor(flops=2 * pairs * heads * INDEX_DIM, nbytes=inputs.q.numel() + context * (INDEX_DIM + 4), fp8=True)
+    floor = run.floor(
+        flops=2 * pairs * heads * INDEX_DIM, nbytes=inputs.q.numel() + context * (INDEX_DIM + 4), fp8=True
+    )
     return run.compare(f"tokens {tokens}, context {context}", [select], PEER, theirs and [theirs], floor, target_ms=60)

@@ -1,7 +1,7 @@
 """Batches drawn on the device: windows of text, and windows over which keys and values are scattered.
 
-The mentions have the form of runtime.documents. All work is on whole tensors, so that a GPU makes a batch in well under a
-millisecond.
+The mentions have the form of runtime.documents. All work is on whole tensors, so that a GPU makes a batch in well under
+a millisecond.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from sparse_attn.runtime.documents import CELL, KEY_BYTES, KEY_LETTERS, MENTION_
 from training.parts import one_hot
 from training.text import Corpus
 
-
 ALPHABETS = (4, 6, len(KEY_LETTERS))  # letters that the keys of a document are made of
 
 
 class Batch(NamedTuple):
-    """tokens: int64 [B, L + 1], fed but for the last, predicted but for the first. text, answer: fp32 [B, L], 1 where the
-    prediction counts as text (what cannot be known counts as neither), or as the value of a key that was mentioned."""
+    """tokens: int64 [B, L + 1], fed but for the last, predicted but for the first. text, answer: fp32 [B, L], 1 where
+    the prediction counts as text (what cannot be known counts as neither), or as the value of a key that was
+    mentioned."""
 
     tokens: torch.Tensor
     text: torch.Tensor
@@ -106,8 +106,8 @@ class Source:
         write(answer, (asked.unsqueeze(2) & is_value).float())
 
     def _numbers(self, rows: int, cells: int) -> torch.Tensor:
-        """The key each cell would mention, int64 [B, cells]: in half of the documents any of a few, in the others each key
-        once in a first part and any of them behind it."""
+        """The key each cell would mention, int64 [B, cells]: in half of the documents any of a few, in the others each
+        key once in a first part and any of them behind it."""
         few = self._below((2 + self._uniform(rows, 1) * cells / 2).long(), rows, cells)
         cut = ((0.4 + 0.4 * self._uniform(rows, 1)) * cells).long().clamp_min(1)
         cell = torch.arange(cells, device=self.device).expand(rows, -1)
@@ -120,8 +120,6 @@ class Source:
         sizes = self._sizes[self._below(len(ALPHABETS), rows)]
         return order.gather(1, torch.arange(len(KEY_LETTERS), device=self.device) % sizes.unsqueeze(1))
 
-    def _strings(
-        self, rows: int, count: int, width: int, letters: str, alphabet: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _strings(self, rows: int, count: int, width: int, letters: str, alphabet: torch.Tensor | None) -> torch.Tensor:
         drawn = self._below(len(letters), rows, count, width)
         return drawn if alphabet is None else alphabet.gather(1, drawn.flatten(1)).view_as(drawn)

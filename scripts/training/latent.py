@@ -22,8 +22,8 @@ def forward(
 ) -> Output:
     """Logits of every position of ``tokens`` [B, L].
 
-    sparse: attend to what the indexers select, else to everything before. index_rows: positions [R] at which the indexers
-    are compared with the attention; None: nowhere. stable: see parts.best.
+    sparse: attend to what the indexers select, else to everything before. index_rows: positions [R] at which the
+    indexers are compared with the attention; None: nowhere. stable: see parts.best.
     """
     batch, length = tokens.shape
     causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
@@ -35,7 +35,9 @@ def forward(
         hidden = hidden + out
         normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
         if spec.moe_layers[layer]:
-            out = moe(normed.flatten(0, 1), params, prefix + "moe.", spec.moe, None, trace).unflatten(0, (batch, length))
+            out = moe(normed.flatten(0, 1), params, prefix + "moe.", spec.moe, None, trace).unflatten(
+                0, (batch, length)
+            )
         else:
             out = gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"])
         hidden = hidden + out
@@ -75,7 +77,9 @@ def _attention(
             with torch.no_grad():
                 kept = best(index.scores(None), causal, spec.index.top_k, stable)
         if index_rows is not None:
-            rows = causal[index_rows].expand(hidden.shape[0], -1, -1) if kept is None else kept.index_select(1, index_rows)
+            rows = (
+                causal[index_rows].expand(hidden.shape[0], -1, -1) if kept is None else kept.index_select(1, index_rows)
+            )
             attention = _summed(q, keys, index_rows, rows, spec.softmax_scale)
             trace.index_loss.append(divergence(index.scores(index_rows), attention, rows))
     out = _attend(q, keys, values, kept if sparse else None, spec.softmax_scale)
@@ -88,7 +92,10 @@ class _Indexer:
     def __init__(self, hidden: torch.Tensor, q_latent: torch.Tensor, params: Params, prefix: str, spec: Spec):
         index, table = spec.index, params["rope"][: hidden.shape[1]]
         keys = layer_norm(
-            F.linear(hidden, params[prefix + "k"]), params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps
+            F.linear(hidden, params[prefix + "k"]),
+            params[prefix + "k_norm"],
+            params[prefix + "k_norm_bias"],
+            index.norm_eps,
         )
         queries = F.linear(q_latent, params[prefix + "q_b"]).unflatten(-1, (index.num_heads, index.head_dim))
         self.keys = turn(keys.unsqueeze(2), table, index.rope_start, index.rope_interleaved).squeeze(2)
@@ -103,9 +110,7 @@ class _Indexer:
 
 
 @torch.no_grad()
-def _summed(
-    q: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _summed(q: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of ``rows`` over what is ``kept`` [B, R, L], summed over the heads."""
     scores = (q.index_select(2, rows) @ keys.transpose(2, 3)).float() * scale
     return torch.softmax(scores.masked_fill(~kept.unsqueeze(1), float("-inf")), dim=-1).sum(1)

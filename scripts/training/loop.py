@@ -27,8 +27,9 @@ WARM_STEPS = 3  # eager ones before a step is captured
 
 
 class Settings(NamedTuple):
-    """learning_rate: the highest. retrieval_share: of the rows of a batch. answer_weight: of the answers' mean loss beside
-    the text's. index_rows: positions a batch compares the indexers at. balance: what a step moves an expert's bias by."""
+    """learning_rate: the highest. retrieval_share: of the rows of a batch. answer_weight: of the answers' mean loss
+    beside the text's. index_rows: positions a batch compares the indexers at. balance: what a step moves an expert's
+    bias by."""
 
     model: str
     stages: list[Stage]
@@ -105,8 +106,8 @@ class Trainer:
         raise IndexError("every stage is done")
 
     def rate(self, stage: Stage, within: int) -> float:
-        """The learning rate: a short rise at every stage's start, a cosine to a twentieth over what trains the model; the
-        indexers' warm-up keeps the highest."""
+        """The learning rate: a short rise at every stage's start, a cosine to a twentieth over what trains the model;
+        the indexers' warm-up keeps the highest."""
         highest = self.settings.learning_rate
         rise = min(1.0, (within + 1) / max(1, min(200, stage.steps // 5)))
         if stage.kind == "warmup":
@@ -138,7 +139,9 @@ class Trainer:
     def _draw(self, stage: Stage) -> tuple[torch.Tensor, ...]:
         count = max(1, self.settings.tokens // stage.length)
         batch = self.source.batch(count, stage.length, self.settings.retrieval_share)
-        order = torch.rand(stage.length, generator=self.source.generator, dtype=torch.float32, device=self.device).argsort()
+        order = torch.rand(
+            stage.length, generator=self.source.generator, dtype=torch.float32, device=self.device
+        ).argsort()
         return *batch, order[: min(self.settings.index_rows, stage.length)]
 
     def _prepare(self, stage: Stage, drawn: tuple[torch.Tensor, ...]) -> None:
@@ -210,7 +213,10 @@ class Trainer:
 
     def rounded(self, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
         """The weights as they are shipped."""
-        return {n: v.detach() if n.startswith("rope") else v.detach().to(param_dtype(n, dtype)) for n, v in self.weights.items()}
+        return {
+            n: v.detach() if n.startswith("rope") else v.detach().to(param_dtype(n, dtype))
+            for n, v in self.weights.items()
+        }
 
     def state(self) -> dict:
         weights = {name: value.detach() for name, value in self.weights.items() if not name.startswith("rope")}
@@ -242,7 +248,10 @@ def train(trainer: Trainer, folder: Path, deadline: float, report_every: int) ->
         number, stage, within = trainer.stage()
         if time.monotonic() > deadline:
             _save_state(trainer, state_file)
-            print(f"out of time after {trainer.done} of {trainer.total} steps; the same command goes on from here", flush=True)
+            print(
+                f"out of time after {trainer.done} of {trainer.total} steps; the same command goes on from here",
+                flush=True,
+            )
             return False
         trainer.step()
         last = within + 1 == stage.steps
@@ -271,7 +280,9 @@ def finish(trainer: Trainer, folder: Path, facts: dict) -> dict:
     """Write the checkpoint and what it is worth; returns that."""
     size = save(folder, trainer.spec, trainer.rounded(torch.float32), torch.bfloat16)
     weights = sum(v.numel() for n, v in trainer.weights.items() if not n.startswith("rope"))
-    result = facts | {"weights": weights, "bytes": size} | measure(trainer, trainer.settings.stages[-1].length, documents=64)
+    result = (
+        facts | {"weights": weights, "bytes": size} | measure(trainer, trainer.settings.stages[-1].length, documents=64)
+    )
     (folder / "training.json").write_text(json.dumps(result | {"settings": _plain(trainer.settings)}, indent=2) + "\n")
     return result
 
@@ -298,5 +309,7 @@ def _line(record: dict, total: int, started: float, first: int) -> str:
     for way in ("dense", "sparse"):
         if way in record:
             found = record[way]
-            parts.append(f"    held out, {way}: {found['bits_per_byte']:.4f} bits/byte, retrieval {100 * found['retrieval']:.2f}%")
+            parts.append(
+                f"    held out, {way}: {found['bits_per_byte']:.4f} bits/byte, retrieval {100 * found['retrieval']:.2f}%"
+            )
     return "\n".join(parts)

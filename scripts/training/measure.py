@@ -20,7 +20,8 @@ SEED = 1
 
 @torch.no_grad()
 def measure(trainer: Trainer, length: int, documents: int = 32) -> dict[str, dict[str, float]]:
-    """By "dense" and "sparse": bits_per_byte over the tails of held-out text, retrieval: share of whole values known."""
+    """By "dense" and "sparse": bits_per_byte over the tails of held-out text, retrieval: share of whole values
+    known."""
     weights = trainer.rounded(trainer.dtype)
     found = {}
     for way in ("dense", "sparse"):
@@ -31,11 +32,15 @@ def measure(trainer: Trainer, length: int, documents: int = 32) -> dict[str, dic
     return found
 
 
-def _scores(trainer: Trainer, weights: dict, documents: list[Document], sparse: bool) -> Iterator[tuple[torch.Tensor, list[bool]]]:
+def _scores(
+    trainer: Trainer, weights: dict, documents: list[Document], sparse: bool
+) -> Iterator[tuple[torch.Tensor, list[bool]]]:
     """(nll, which bytes are likeliest) of every scored piece."""
     for first in range(0, len(documents), ROWS):
         some = documents[first : first + ROWS]
-        ids = torch.tensor([list(document.text.encode()) for document in some], dtype=torch.int64, device=trainer.device)
+        ids = torch.tensor(
+            [list(document.text.encode()) for document in some], dtype=torch.int64, device=trainer.device
+        )
         logits, targets = trainer.plain(weights, trainer.spec, ids, sparse=sparse).logits[:, :-1], ids[:, 1:]
         nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none").cpu()
         hits = (logits.argmax(-1) == targets).cpu()

@@ -78,7 +78,8 @@ def moe(
 
 
 def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """fp32 [B, R, N]: sum over heads of weight * relu(q . k). queries [B, R, H, D], weights fp32 [B, R, H], keys [B, N, D]."""
+    """fp32 [B, R, N]: sum over heads of weight * relu(q . k). queries [B, R, H, D], weights fp32 [B, R, H], keys [B, N,
+    D]."""
     across = keys.float().transpose(1, 2)
     scores = 0.0
     for head in range(queries.shape[2]):
@@ -87,8 +88,8 @@ def index_scores(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tenso
 
 
 def best(scores: torch.Tensor, visible: torch.Tensor, top_k: int, stable: bool) -> torch.Tensor:
-    """Which of the visible [R, N] have one of the ``top_k`` best scores [B, R, N]: bool [B, R, N]. stable: the lowest index
-    first among equals, as ops.topk has it."""
+    """Which of the visible [R, N] have one of the ``top_k`` best scores [B, R, N]: bool [B, R, N]. stable: the lowest
+    index first among equals, as ops.topk has it."""
     if top_k >= scores.shape[2]:
         return visible.expand_as(scores)
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -100,8 +101,8 @@ def best(scores: torch.Tensor, visible: torch.Tensor, top_k: int, stable: bool) 
 
 
 def divergence(scores: torch.Tensor, attention: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Mean KL of softmax(scores) from ``attention``, both over what is ``kept``; all [B, R, N]. Rows that keep nothing, or
-    less than two, do not count."""
+    """Mean KL of softmax(scores) from ``attention``, both over what is ``kept``; all [B, R, N]. Rows that keep nothing,
+    or less than two, do not count."""
     target = attention.float().masked_fill(~kept, 0.0)
     total = target.sum(-1, keepdim=True)
     target = target / total.clamp_min(1e-20)

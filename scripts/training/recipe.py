@@ -18,8 +18,8 @@ IDENTITY_LOGIT = 4.0  # of a stream's own share in what hyper-connections carry 
 
 
 class Stage(NamedTuple):
-    """Steps of one kind. kind: "dense", everything but the indexers by the dense forward; "warmup", the indexers alone, by
-    the dense attention; "sparse", everything, by what the indexers select."""
+    """Steps of one kind. kind: "dense", everything but the indexers by the dense forward; "warmup", the indexers alone,
+    by the dense attention; "sparse", everything, by what the indexers select."""
 
     kind: str
     length: int
@@ -95,7 +95,8 @@ def _first(name: str, noise: torch.Tensor, spec: Spec | CompressedSpec) -> torch
 
 
 def _hyper_base(noise: torch.Tensor, streams: int) -> torch.Tensor:
-    """Gates under which the streams start as one: their mean goes in, the output to all of them, each keeps to itself."""
+    """Gates under which the streams start as one: their mean goes in, the output to all of them, each keeps to
+    itself."""
     base = 0.02 * noise
     base[:streams] += -math.log(max(streams - 1, 1e-3))
     if len(base) > streams:

@@ -166,8 +166,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out [B, L, H, D], attention over the entries fp32 [B, H, L, E]).
 
-    One softmax over each query's window of ``keys`` [B, L, D], what is ``visible`` of ``entries`` [B, E, D], and the sink.
-    Windows are read as blocks of queries against their own block of keys and the one before.
+    One softmax over each query's window of ``keys`` [B, L, D], what is ``visible`` of ``entries`` [B, E, D], and the
+    sink. Windows are read as blocks of queries against their own block of keys and the one before.
     """
     batch, length, heads, dim = q.shape
     window = spec.window

@@ -1,4 +1,5 @@
-"""Casts and matrix products with a branch for Triton's interpreter, which has no bf16 arithmetic and truncates to bf16."""
+"""Casts and matrix products with a branch for Triton's interpreter, which has no bf16 arithmetic and truncates to
+bf16."""
 
 import triton
 import triton.language as tl

@@ -24,7 +24,8 @@ def decode_fp8(codes, FNUZ: tl.constexpr):
 
 @triton.jit
 def encode_fp8(values, FNUZ: tl.constexpr):
-    """fp32 values -> uint8 codes, clamped to +-448 (e4m3fn) or +-224 (e4m3fnuz), nearest even; NaN becomes fp8.FP8_NAN."""
+    """fp32 values -> uint8 codes, clamped to +-448 (e4m3fn) or +-224 (e4m3fnuz), nearest even; NaN becomes
+    fp8.FP8_NAN."""
     if FNUZ:
         values = values * 2.0
     sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 MOST = 2**16 - 1  # programs along the second or third dimension
-ALIGNED = MOST // 16 * 16  # so that what a later launch takes starts where the first one's does, as the compiler sees it
+ALIGNED = (
+    MOST // 16 * 16
+)  # so that what a later launch takes starts where the first one's does, as the compiler sees it
 
 
 def spans(count: int, each: int = 1) -> Iterator[slice]:
-    """What launches one after the other take of ``count`` rows, of which a program along such a dimension takes ``each``."""
+    """What launches one after the other take of ``count`` rows, of which a program along such a dimension takes
+    ``each``."""
     step = ALIGNED * each
     return (slice(first, min(first + step, count)) for first in range(0, count, step))
 

@@ -23,7 +23,7 @@ def start_next():
 
 @gluon.jit
 def signal(bar):
-    """Everything this warpgroup did so far is done: say so. (No bytes are expected; behind ``mbarrier.arrive`` the compiler puts
-    a barrier of its own.)"""
+    """Everything this warpgroup did so far is done: say so. (No bytes are expected; behind ``mbarrier.arrive`` the
+    compiler puts a barrier of its own.)"""
     barrier()
     mbarrier.expect(bar, 0)

@@ -1,8 +1,8 @@
 """Rows of a ragged result, each stored by a program of its own behind the rows before it.
 
-A row has a state, int64, zero before and after. Where all programs run at once, each adds 1 << 32 | its count to the state of
-every later row, and has what it needs when the upper half of its own state is the number of rows before it. Then nobody
-writes that state any more. It says all by itself: its accesses order nothing else.
+A row has a state, int64, zero before and after. Where all programs run at once, each adds 1 << 32 | its count to the
+state of every later row, and has what it needs when the upper half of its own state is the number of rows before it.
+Then nobody writes that state any more. It says all by itself: its accesses order nothing else.
 """
 
 import triton
@@ -45,7 +45,8 @@ def store_bounds(indptr, row, rows, before, count):
 
 @triton.jit
 def clear_unused(indices, row, rows, before, count, most, BLOCK: tl.constexpr):
-    """-1 behind all rows, in rows * most places: each row clears as many as it leaves of its ``most``, counted from the end."""
+    """-1 behind all rows, in rows * most places: each row clears as many as it leaves of its ``most``, counted from the
+    end."""
     end = rows.to(tl.int64) * most - (row.to(tl.int64) * most - before)
     for start in range(0, most - count, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -5,9 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def find_slot(
-    row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request
-):
+def find_slot(row, kv_indptr, starts, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request):
     """(block int64, place in it, known) of rows [n] of keys gathered by ``kv_indptr`` [requests + 1].
 
     A request's first row is position 0; with ``starts``, position starts[b], in a ring whose blocks come round. known

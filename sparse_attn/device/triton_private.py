@@ -1,4 +1,5 @@
-"""What Triton offers under private names alone, or in what compiles and launches; each tried with every version the README names."""
+"""What Triton offers under private names alone, or in what compiles and launches; each tried with every version the
+README names."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
     return memory._reinterpret(dtype, shape, layout)
 
 
-def compile_for(kernel, arch: int | str, types: dict[str, str], constants: dict[str, object], aligned: set[str], options: dict):
-    """``kernel`` compiled for an architecture (gpu_target). types: of the arguments by name, "constexpr" of ``constants``;
+def compile_for(
+    kernel, arch: int | str, types: dict[str, str], constants: dict[str, object], aligned: set[str], options: dict
+):
+    """``kernel`` compiled for an architecture (gpu_target). types: of the arguments by name, "constexpr" of
+    ``constants``;
     aligned: names of those that are multiples of 16."""
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -74,8 +78,8 @@ class _Driver:
 
 
 def mend_interpreter() -> None:
-    """In the interpreter, what comparing integers gives is bool and is called an integer. Broadcast, it becomes one, and
-    Triton 3.9 refuses it as a mask."""
+    """In the interpreter, what comparing integers gives is bool and is called an integer. Broadcast, it becomes one,
+    and Triton 3.9 refuses it as a mask."""
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 

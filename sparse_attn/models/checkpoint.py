@@ -56,7 +56,11 @@ class Checkpoint:
         if dtype in _FP4_BYTES and found and (*found[:-1], 2 * found[-1]) == shape and scaled:
             self._refuse(name, f"MXFP4-packed values ({dtype}, two to a byte, a scale for every 32)", _ALLOWED)
         if len(shape) == 3 and dtype in _FP8:
-            self._refuse(name, f"fused experts in {dtype}", "fused experts in bf16, fp16 or fp32, or fp8 with a tensor per expert")
+            self._refuse(
+                name,
+                f"fused experts in {dtype}",
+                "fused experts in bf16, fp16 or fp32, or fp8 with a tensor per expert",
+            )
         if found != shape:
             self._refuse(name, f"shape {list(found)}", str(list(shape)))
         if integers:

@@ -61,9 +61,7 @@ def forward(
         streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
         mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)
         normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
-        out = moe(
-            normed, params, prefix + "moe.", spec.moe, tokens if spec.hash_layers[layer] else None, impl=impl
-        )
+        out = moe(normed, params, prefix + "moe.", spec.moe, tokens if spec.hash_layers[layer] else None, impl=impl)
         streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
     hidden = hyper_head(
         streams, params["head.fn"], params["head.base"], params["head.scale"],
@@ -124,9 +122,7 @@ def _mix(
 
 
 def _entries_per_block(spec: CompressedSpec, caches: WindowCaches) -> dict[int, int]:
-    return {
-        spec.ratio(layer): cache.shape[1] for layer, cache in enumerate(caches.compressed) if cache is not None
-    }
+    return {spec.ratio(layer): cache.shape[1] for layer, cache in enumerate(caches.compressed) if cache is not None}
 
 
 def _shared_entries(

@@ -47,7 +47,8 @@ def load(
         if name in params:  # came with another of the same source
             continue
         targets = {
-            one: torch.empty(shapes[one], dtype=param_dtype(one, dtype), device=device) for one in spelling.together(name)
+            one: torch.empty(shapes[one], dtype=param_dtype(one, dtype), device=device)
+            for one in spelling.together(name)
         }
         spelling.fill(targets, checkpoint)
         params |= {one: hold(target) for one, target in targets.items()}
@@ -107,7 +108,9 @@ def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling
         if name not in known and not spelling.ignores(name) and not checkpoint.is_empty(name)
     ]  # fmt: skip
     if extra:
-        raise ValueError(f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {checkpoint.folder}")
+        raise ValueError(
+            f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {checkpoint.folder}"
+        )
     for name, (shape, integers) in wanted.items():
         checkpoint.check(name, shape, integers=integers)
 

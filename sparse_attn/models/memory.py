@@ -1,7 +1,7 @@
 """Bytes of a model's weights, and bytes that a step's tensors never exceed: computed from the spec and bounds.
 
-A step's tensors are counted as eager PyTorch holds them: what lives throughout, and the most that one stage holds beside
-it. Compiled steps fuse stages and take less. Scratch of the operators is pipeline.workspace_size's.
+A step's tensors are counted as eager PyTorch holds them: what lives throughout, and the most that one stage holds
+beside it. Compiled steps fuse stages and take less. Scratch of the operators is pipeline.workspace_size's.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ KINDS = (
     ("expert", ("moe.gate_up", "moe.down")),
     ("mlp", ("mlp.gate_up", "mlp.down", "moe.shared_gate_up", "moe.shared_down")),
     ("indexer", tuple(f"index.{name}" for name in ("q_b", "k", "weights", "kv_gate"))),
-    ("attention", ("entry.kv_gate",
-                   *(f"attn.{name}" for name in ("q_a", "q_b", "kv", "kv_a", "w_uk", "w_uv", "o", "o_a", "o_b")))),
+    (
+        "attention",
+        (
+            "entry.kv_gate",
+            *(f"attn.{name}" for name in ("q_a", "q_b", "kv", "kv_a", "w_uk", "w_uv", "o", "o_a", "o_b")),
+        ),
+    ),
 )
 
 
@@ -41,8 +46,8 @@ def weight_bytes(spec: Spec | CompressedSpec, dtype: torch.dtype) -> dict[str, i
 
 
 def gathered_bytes(spec: Spec | CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> int:
-    """The keys that a step's prefill rows are scored against, or attend to, whichever is more: layers take turns. Windows are
-    those of max_batch requests."""
+    """The keys that a step's prefill rows are scored against, or attend to, whichever is more: layers take turns.
+    Windows are those of max_batch requests."""
     if not bounds.max_batched_tokens:
         return 0
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
@@ -160,10 +165,16 @@ def _moe(moe: MoeSpec, hidden: int, dtype: torch.dtype, target: Target) -> Itera
     if takes_grouped(moe, hidden, dtype, target.vendor != "cpu"):
         routed += top_k * (INT32 + 2 * INT64)
         yield routed + top_k * (hidden + 5 * inner) * value
-        yield routed + top_k * ((3 * hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
+        yield (
+            routed
+            + top_k * ((3 * hidden + inner) * value + hidden * (_widened(value) + FP32))
+            + hidden * (FP32 + value)
+        )
     else:
         routed += experts * FP32
         yield routed + top_k * experts * 2 * FP32
         yield routed + experts * (hidden + 5 * inner) * value
-        yield routed + experts * ((hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
+        yield (
+            routed + experts * ((hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
+        )
     yield routed + hidden * value + _mlp(moe.num_shared * inner, hidden, value)

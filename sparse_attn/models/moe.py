@@ -45,9 +45,7 @@ def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
 
 
 @no_autocast
-def gated_mlp(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, clamp: float | None = None
-) -> torch.Tensor:
+def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, clamp: float | None = None) -> torch.Tensor:
     """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
     return F.linear(gated(F.linear(x, gate_up), clamp), down)
 
@@ -101,7 +99,8 @@ def route(
     *,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table row."""
+    """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table
+    row."""
     logits = F.linear(x.float(), params[prefix + "gate"])
     common = dict(score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl)
     if tokens is not None:

@@ -88,4 +88,3 @@ def _stays(name: str) -> bool:
 def _others(folder: Path) -> str:
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     return f"; {found[0]} alone says not what it is part of" if found else ""
-

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparse_attn.autocast import no_autocast
 from sparse_attn import gradients
+from sparse_attn.autocast import no_autocast
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.index_query import indexer_q_rope_quant

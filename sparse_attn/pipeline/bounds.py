@@ -76,9 +76,10 @@ def workspace_size(
 
 @dataclass(frozen=True)
 class _Part:
-    """Decode rows, prefill rows, or both where they attend at once. select_scratch: of what selects for them. most: rows at
-    most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a row holds, for each kind of
-    layer. fp8: the layout attention reads, if fp8. stand_in: rows as which batch-invariant steps are launched."""
+    """Decode rows, prefill rows, or both where they attend at once. select_scratch: of what selects for them. most:
+    rows at most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a row holds, for
+    each kind of layer. fp8: the layout attention reads, if fp8. stand_in: rows as which batch-invariant steps are
+    launched."""
 
     select_scratch: Callable[..., Scratch]
     most: int
@@ -121,8 +122,8 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
-    """What the ops ask for, at every row count that may be the one that takes most: few rows are split over more programs, so
-    the most rows need not be it."""
+    """What the ops ask for, at every row count that may be the one that takes most: few rows are split over more
+    programs, so the most rows need not be it."""
     yield attention_config.HANDED_OUT
     if not part.most:
         return
@@ -155,8 +156,8 @@ def _attention(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
 
 
 def _narrower(part: _Part, logits_bytes: int) -> Iterator[int]:
-    """Widths below ``part.keys`` of which some rows fill the budget: a narrower call fits more rows into it, and so may leave
-    less of it unused."""
+    """Widths below ``part.keys`` of which some rows fill the budget: a narrower call fits more rows into it, and so may
+    leave less of it unused."""
     rows, line = part.group, 4 * ROW_ALIGNMENT
     while rows <= part.most and (lines := logits_bytes // (line * rows)):
         if lines * ROW_ALIGNMENT < part.keys:

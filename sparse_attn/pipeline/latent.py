@@ -97,8 +97,8 @@ def attend(
     ``selection`` may stem from an earlier layer: all layers' caches share the block table. Returns out [tokens, heads,
     d_v] and lse fp32 [tokens, heads].
 
-    batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it; a row's bits then depend on nothing but whether
-    it is a decode or a prefill row. The other functions here need none, their rows never depend on each other.
+    batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it; a row's bits then depend on nothing but
+    whether it is a decode or a prefill row. The other functions here need none, their rows never depend on each other.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts = []
@@ -115,7 +115,14 @@ def attend(
         )
         parts.append(
             sparse_attn_prefill(
-                q[rows:], kv, selection.prefill, scale=scale, d_v=d_v, sink=sink, batch_invariant=batch_invariant, impl=impl
+                q[rows:],
+                kv,
+                selection.prefill,
+                scale=scale,
+                d_v=d_v,
+                sink=sink,
+                batch_invariant=batch_invariant,
+                impl=impl,
             )
         )
     return join(parts, q, d_v)

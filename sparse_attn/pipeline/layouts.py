@@ -62,13 +62,13 @@ def check_block_size(spec: Spec | CompressedSpec, block_size: int) -> None:
 
 
 def window_ring(spec: CompressedSpec, step_rows: int) -> int:
-    """Tokens a request's ring of raw keys holds, so that the first of ``step_rows`` rows still finds its window after all
-    of them were written."""
+    """Tokens a request's ring of raw keys holds, so that the first of ``step_rows`` rows still finds its window after
+    all of them were written."""
     return spec.window - 1 + step_rows
 
 
 def state_ring(spec: CompressedSpec, layer: int, dim: int, next_n: int) -> tuple[int, int]:
-    """(tokens, fp32 values a token) of a request's compressor state for entries of ``dim`` values: what an entry pools, and
-    what next_n - 1 rejected tokens overwrote."""
+    """(tokens, fp32 values a token) of a request's compressor state for entries of ``dim`` values: what an entry pools,
+    and what next_n - 1 rejected tokens overwrote."""
     parts = 2 if spec.layer_kinds[layer] == "indexed" else 1
     return parts * spec.ratio(layer) + next_n - 1, 2 * parts * dim

@@ -154,8 +154,8 @@ def attend(
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
-    ratio: that of ``compressed``; not looked at where it is None. batch_invariant: see pipeline.latent.attend. Returns out [tokens, heads, dim] and lse fp32 [tokens,
-    heads].
+    ratio: that of ``compressed``; not looked at where it is None. batch_invariant: see pipeline.latent.attend. Returns
+    out [tokens, heads, dim] and lse fp32 [tokens, heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
     if rows:

@@ -18,7 +18,7 @@ OUTPUTS = {"json": "--json", "dump_logits": "--dump-logits", "plot": "--plot"}
 
 
 def device_of(name: str | None) -> torch.device:
-    """"cpu", "cuda", or None for cuda where there is one."""
+    """ "cpu", "cuda", or None for cuda where there is one."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ValueError("--device: got 'cuda', which torch finds none of here, allowed: 'cpu'")

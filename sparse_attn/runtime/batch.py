@@ -14,7 +14,6 @@ from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
 from sparse_attn.target import resolve_impl, target_of
 from sparse_attn.torch_private import mark_static_address
 
-
 UNTIMED = {"deterministic": True}  # Inductor benchmarks nothing on the device
 
 
@@ -81,8 +80,8 @@ def prepare(
 
 
 def compiled(model: Model, caches: AnyCaches) -> Model:
-    """The model under torch.compile, for ``caches`` and others like them. Nothing is chosen by timing, so that another process
-    computes the same bits."""
+    """The model under torch.compile, for ``caches`` and others like them. Nothing is chosen by timing, so that another
+    process computes the same bits."""
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             mark_static_address(cache)

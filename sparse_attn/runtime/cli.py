@@ -55,8 +55,11 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     shipped = tuple(shipped_models())
-    model.add_argument("--model", metavar="NAME|DIR",
-                       help=f"a checkpoint folder, or a small model that ships here: {', '.join(shipped)} (default: {shipped[0]})")
+    model.add_argument(
+        "--model",
+        metavar="NAME|DIR",
+        help=f"a checkpoint folder, or a small model that ships here: {', '.join(shipped)} (default: {shipped[0]})",
+    )
     model.add_argument("--preset", choices=TINY_PRESETS, type=lambda name: name.replace("_", "-"),
                        help="a seeded random byte-level model")  # fmt: skip
     prompt = parser.add_mutually_exclusive_group()
@@ -66,20 +69,32 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
+    )
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
-    parser.add_argument("--batch-invariant", action="store_true", help="attention whose bits no other row of a step changes")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="attention whose bits no other row of a step changes"
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward"
+    )
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     parser.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
                         help="tokens per prefill step (default: %(default)s)")  # fmt: skip
     parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
-    parser.add_argument("--plot", type=Path, metavar="FILE.png",
-                        help="draw which bytes the indexers selected for the new tokens over the text (needs matplotlib)")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw which bytes the indexers selected for the new tokens over the text (needs matplotlib)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
                         help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors")  # fmt: skip
@@ -94,7 +109,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=positive, default=1, metavar="N", help="requests (default: %(default)s)")
     parser.add_argument("--max-batched-tokens", type=positive, default=8192, metavar="N",
                         help="tokens of a step (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-model-len", type=positive, metavar="N", help="tokens of a request (default: the model's)")
+    parser.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="tokens of a request (default: the model's)"
+    )
     parser.add_argument("--next-n", type=positive, default=1, metavar="N", help="rows a decode request owns")
     parser.add_argument("--kv-rows", type=positive, metavar="N",
                         help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
@@ -129,7 +146,9 @@ def run_generate(options: argparse.Namespace) -> int:
     prompt, expected = _prompt(options, folder, tokenizer)
     if options.plot:
         showing.check_plot(prompt, tokenizer)
-    model = Model(spec, params, cache_layouts(spec, options.cache), options.impl, batch_invariant=options.batch_invariant)
+    model = Model(
+        spec, params, cache_layouts(spec, options.cache), options.impl, batch_invariant=options.batch_invariant
+    )
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
     before = dynamo_counts()
     with Watch() if options.plot else contextlib.nullcontext() as seen:
@@ -173,7 +192,9 @@ def run_plan(options: argparse.Namespace) -> int:
     spec = options.spec or read_config(folder_of(options.model))[1]
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
-        raise ValueError(f"--max-model-len: got {length}, allowed: at most the {spec.max_positions} positions of {spec.name}")
+        raise ValueError(
+            f"--max-model-len: got {length}, allowed: at most the {spec.max_positions} positions of {spec.name}"
+        )
     bounds = Bounds(
         max_batch=options.max_batch,
         max_batched_tokens=options.max_batched_tokens,
@@ -208,7 +229,11 @@ def _print_plan(numbers: dict) -> None:
         *((kind, "", nbytes) for kind, nbytes in weights.items()),
         ("weights", f"of {bounds['dtype']}", numbers["weight_bytes"]),
         ("caches", f"{numbers['blocks']} blocks of {bounds['block_size']} tokens", numbers["cache_bytes"]),
-        ("workspace", f"scratch {workspace['scratch_bytes']:,}, counters {workspace['counter_bytes']:,}", workspace["bytes"]),
+        (
+            "workspace",
+            f"scratch {workspace['scratch_bytes']:,}, counters {workspace['counter_bytes']:,}",
+            workspace["bytes"],
+        ),
         ("gathered", "keys of a step's prefill rows, of a layer", numbers["gathered_bytes"]),
         ("activations", "of a step, at most", numbers["activation_bytes"]),
         ("in all", "", numbers["bytes"]),

@@ -1,7 +1,7 @@
 """Documents that quality is measured on: held-out text, and mentions of keys and values scattered through it.
 
-A mention is ``[KEYS=1234]``. Every key is mentioned once among the records in the first part of a document, and asked for
-once in its tail, where the value is the answer.
+A mention is ``[KEYS=1234]``. Every key is mentioned once among the records in the first part of a document, and asked
+for once in its tail, where the value is the answer.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def tail_of(length: int) -> int:
 def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | None = None) -> list[Document]:
     """``count`` documents of at most ``length`` bytes, every cell of whose tail asks for a key among their records.
 
-    queries: the most that a document asks; None: as many as there is room for. There are twice as many records, of which
-    the keys are made of as few letters as there can be, from ALPHABET on: keys of a longer document share theirs too.
+    queries: the most that a document asks; None: as many as there is room for. There are twice as many records, of
+    which the keys are made of as few letters as there can be, from ALPHABET on: keys of a longer document share theirs
+    too.
     """
     checks.check_at_least("length", length, LEAST_BYTES)
     draw, text = random.Random(seed), held_out_text()
@@ -65,8 +66,8 @@ def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | N
 
 
 def question(length: int = 1024, seed: int = 2) -> tuple[str, str]:
-    """(a text with records in it that ends with the key of one of them, the value a reader should go on with). Behind the
-    default's value, prose follows."""
+    """(a text with records in it that ends with the key of one of them, the value a reader should go on with). Behind
+    the default's value, prose follows."""
     (document,) = retrieval_documents(1, length, seed)
     asked = document.scored[0]
     return "".join(document.pieces[:asked]), document.pieces[asked]
@@ -97,7 +98,9 @@ def _retrieval(draw: random.Random, text: str, length: int, queries: int | None)
 def _keys(draw: random.Random, count: int) -> list[str]:
     """``count`` distinct keys."""
     if count > MOST_RECORDS:
-        raise ValueError(f"length: got room for {count} records, allowed: at most {MOST_RECORDS}, as many as there are keys")
+        raise ValueError(
+            f"length: got room for {count} records, allowed: at most {MOST_RECORDS}, as many as there are keys"
+        )
     letters = ALPHABET
     while letters**KEY_BYTES < count:
         letters += 1

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn import checks, workspace
+from sparse_attn import workspace
 from sparse_attn.autocast import no_autocast
-from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling, checked_seeds
@@ -25,9 +24,9 @@ PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
 
 class Generation(NamedTuple):
-    """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked for.
-    prefill_s ends with every prompt's first token, setup_s is what compiling or capturing the decode step took, decode_s
-    covers the rest."""
+    """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked
+    for. prefill_s ends with every prompt's first token, setup_s is what compiling or capturing the decode step took,
+    decode_s covers the rest."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -70,15 +69,16 @@ def generate(
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
     prompts: ids, in sequences or one-dimensional integer tensors.
-    seeds: one a prompt, which then draws what it draws alone under that seed, whatever the batch; None, for all or for one:
-    the random stream (sampling.seed, its place among the prompts), where the first one's is that of sampling.seed alone.
+    seeds: one a prompt, which then draws what it draws alone under that seed, whatever the batch; None, for all or for
+    one: the random stream (sampling.seed, its place among the prompts), where the first one's is that of sampling.seed
+    alone.
     block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
     step takes at most, counted over requests. compile: run the forward under
     torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
-    their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none can
-    be captured.
+    their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
+    can be captured.
     """
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
     sampling = checked_sampling(sampling, model.spec.vocab_size)

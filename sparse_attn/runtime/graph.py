@@ -1,8 +1,8 @@
 """Decode steps captured in CUDA or HIP graphs: after capture, N steps are N replays and nothing on the host.
 
-Next token, position, slot and plan advance on the device. A graph is captured per batch size of a few buckets, with every
-row padding; it then serves any lengths up to ``max_context`` and any block table, because nothing that depends on a value
-is baked in.
+Next token, position, slot and plan advance on the device. A graph is captured per batch size of a few buckets, with
+every row padding; it then serves any lengths up to ``max_context`` and any block table, because nothing that depends on
+a value is baked in.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def check_capturable(device: torch.device, impl: str, spec: Spec | CompressedSpe
 
 
 class TokenStream:
-    """Tokens of some replayed steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive."""
+    """Tokens of some replayed steps on their way to the host. Iterating yields int64 [rows] per step, as they
+    arrive."""
 
     def __init__(self, tokens: torch.Tensor, arrived: list[torch.cuda.Event]):
         self._tokens, self._arrived = tokens, arrived
@@ -74,12 +75,12 @@ class DecodeGraph:
 
     max_context: tokens a row may hold; a row that reaches it becomes padding. max_blocks: width of the block table.
     ring_blocks: width of the ring table, for caches that have rings.
-    buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved and
-    locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the last step,
-    for what the current stream does between two runs. The graph owns its stream, its workspace and its state; two of them
-    may run at the same time on caches of their own. It lives on the device of ``caches``: by "the current stream" that
-    device's is meant, whichever device is the current one. It may be let go of, with its caches, while steps or the
-    tokens of a TokenStream are still on their way.
+    buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved
+    and locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the
+    last step, for what the current stream does between two runs. The graph owns its stream, its workspace and its
+    state; two of them may run at the same time on caches of their own. It lives on the device of ``caches``: by "the
+    current stream" that device's is meant, whichever device is the current one. It may be let go of, with its caches,
+    while steps or the tokens of a TokenStream are still on their way.
     """
 
     def __init__(
@@ -146,11 +147,11 @@ class DecodeGraph:
         ring_table: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for a
-        row that is out; its blocks, int32 [n, at most max_blocks]; where the caches have rings its ring blocks, int32 [n,
-        ring_blocks]; the seed it draws with, int64 [n], None for the streams (seed of the sampling, row), which change with
-        a request's row. Tensors may lie on the host or the device; the current stream waits until they were read, the host does
-        not, so leave pinned ones alone until a token has arrived."""
+        """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for
+        a row that is out; its blocks, int32 [n, at most max_blocks]; where the caches have rings its ring blocks, int32
+        [n, ring_blocks]; the seed it draws with, int64 [n], None for the streams (seed of the sampling, row), which
+        change with a request's row. Tensors may lie on the host or the device; the current stream waits until they were
+        read, the host does not, so leave pinned ones alone until a token has arrived."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
@@ -160,11 +161,15 @@ class DecodeGraph:
         if block_table.shape[1] > self.max_blocks:
             raise ValueError(f"block_table: got width {block_table.shape[1]}, allowed: at most {self.max_blocks}")
         if (ring_table is None) != (self._ring_table is None):
-            allowed = "None, the caches have no rings" if self._ring_table is None else "a tensor, the caches have rings"
+            allowed = (
+                "None, the caches have no rings" if self._ring_table is None else "a tensor, the caches have rings"
+            )
             raise ValueError(f"ring_table: got {'None' if ring_table is None else 'a tensor'}, allowed: {allowed}")
         if ring_table is not None and tuple(ring_table.shape) != (rows, self._ring_table.shape[1]):
             width = self._ring_table.shape[1]
-            raise ValueError(f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {width}]")
+            raise ValueError(
+                f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {width}]"
+            )
         if seeds is not None:
             checks.check_dtype("seeds", seeds, (torch.int64,))
             checks.check_shape("seeds", seeds, (rows,), "[rows]")

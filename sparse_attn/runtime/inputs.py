@@ -38,7 +38,8 @@ def checked_prompts(
 
 
 def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampling:
-    """``sampling`` in plain numbers; TypeError or ValueError names the field at fault. vocab_size: None where nobody knows."""
+    """``sampling`` in plain numbers; TypeError or ValueError names the field at fault. vocab_size: None where nobody
+    knows."""
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling: got {_shown(sampling)}, allowed: a Sampling")
     checks.check_temperature(sampling.temperature)

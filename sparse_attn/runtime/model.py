@@ -23,11 +23,11 @@ class Weights(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device. batch_invariant: of
-    attention in every step, see pipeline.attend.
+    """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
+    batch_invariant: of attention in every step, see pipeline.attend.
 
-    Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict() holds
-    what ``params`` does, and load_state_dict() takes it. ``to`` moves all of them; a new dtype reaches those that
+    Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
+    holds what ``params`` does, and load_state_dict() takes it. ``to`` moves all of them; a new dtype reaches those that
     models.params holds in the model's dtype. Dynamo takes the numbers among a module's attributes for constants.
     """
 
@@ -111,7 +111,11 @@ class Model(torch.nn.Module):
         own = types.FunctionType(
             shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__
         )
-        own.__kwdefaults__, own.__annotations__, own.__doc__ = shared.__kwdefaults__, shared.__annotations__, shared.__doc__
+        own.__kwdefaults__, own.__annotations__, own.__doc__ = (
+            shared.__kwdefaults__,
+            shared.__annotations__,
+            shared.__doc__,
+        )
         self.forward = types.MethodType(own, self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,8 +15,8 @@ class HostPlanner:
     """Builds StepPlans in device buffers of fixed address and capacity, which captured graphs may read.
 
     A plan equals build_step_plan's on inputs padded to the capacity: query_start_loc by its last value, seq_lens by 0,
-    slots, block table and ring table by -1. Its shapes depend on num_decodes and next_n alone, so a captured graph wants those
-    fixed, best with a planner of its own; rows of requests that are not there are padding.
+    slots, block table and ring table by -1. Its shapes depend on num_decodes and next_n alone, so a captured graph
+    wants those fixed, best with a planner of its own; rows of requests that are not there are padding.
 
     What follows from lengths is cached under all it is computed from: query_start_loc, seq_lens (unclamped), how many
     requests and rows, num_decodes, next_n; the rest is fixed with the planner. Tables and slots live on the
@@ -34,8 +34,8 @@ class HostPlanner:
         self, *, max_requests: int, max_tokens: int, max_blocks: int, max_context: int, kv_capacity: int = 0,
         ring_blocks: int = 0, device: torch.device | str = "cuda", impl: str = "auto",
     ):  # fmt: skip
-        """max_context, kv_capacity: as in build_step_plan, but checked. ring_blocks: width of the ring table, for models with
-        rings. impl: the device op's."""
+        """max_context, kv_capacity: as in build_step_plan, but checked. ring_blocks: width of the ring table, for
+        models with rings. impl: the device op's."""
         bounds = dict(max_requests=max_requests, max_tokens=max_tokens, max_blocks=max_blocks, max_context=max_context)
         for name, value in (bounds | dict(kv_capacity=kv_capacity, ring_blocks=ring_blocks)).items():
             checks.check_at_least(name, value, 0)
@@ -49,7 +49,9 @@ class HostPlanner:
         self._ranges = torch.zeros(2, width, dtype=torch.int32, device=device)[:, :max_tokens]  # kv_start, kv_end
         self._slots = torch.full((max_tokens,), NO_SLOT, dtype=torch.int64, device=device)
         self._table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32, device=device)
-        self._rings = torch.full((max_requests, ring_blocks), -1, dtype=torch.int32, device=device) if ring_blocks else None
+        self._rings = (
+            torch.full((max_requests, ring_blocks), -1, dtype=torch.int32, device=device) if ring_blocks else None
+        )
         self._valid = torch.zeros(max_tokens, dtype=torch.bool, device=device)
         # What was built on the host, sent in one copy: kv_indptr, then what _split cuts out.
         self._built = torch.zeros(_aligned(max_requests + 1) + 7 * max_tokens, dtype=torch.int32, device=device)
@@ -71,9 +73,9 @@ class HostPlanner:
 
         query_start_loc: int32 [B + 1], seq_lens_cpu: int32 [B], on the host and exact: no upper bounds. Where the host
         does not know the lengths: None, and seq_lens: int32 [B] on the device. block_table: int32 [B, max_blocks],
-        slot_mapping: int64 [T] (of the rings, for models with rings), on the device. ring_table: int32 [B, ring_blocks], on
-        the device, where there are rings. num_decodes may exceed B (the size a graph was captured at), and
-        num_decodes * next_n may exceed T. Beyond build_step_plan's checks: ValueError where the host sees lengths
+        slot_mapping: int64 [T] (of the rings, for models with rings), on the device. ring_table: int32 [B,
+        ring_blocks], on the device, where there are rings. num_decodes may exceed B (the size a graph was captured at),
+        and num_decodes * next_n may exceed T. Beyond build_step_plan's checks: ValueError where the host sees lengths
         beyond max_context or kv_capacity, or a query_start_loc that decreases.
         """
         lengths, on_host = (seq_lens, False) if seq_lens_cpu is None else (seq_lens_cpu, True)

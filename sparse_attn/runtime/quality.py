@@ -1,4 +1,5 @@
-"""What a checkpoint is worth by every way to run it: bits per byte of held-out text, and values retrieved by their keys.
+"""What a checkpoint is worth by every way to run it: bits per byte of held-out text, and values retrieved by their
+keys.
 
 All ways predict the same tokens from the same true tokens before them, so that their numbers differ by their arithmetic
 alone. A value counts as retrieved when every token of it is the likeliest one.
@@ -28,8 +29,8 @@ TOGETHER = 16  # documents that run as one batch
 
 
 class Way(NamedTuple):
-    """A way to run a model. cache: "plain" (the weights' dtype) or "fp8". dense: attend to everything. prefill_tokens: a
-    step's. decode: feed what is scored token by token, by replays of a captured step with graph. gpu: needs one."""
+    """A way to run a model. cache: "plain" (the weights' dtype) or "fp8". dense: attend to everything. prefill_tokens:
+    a step's. decode: feed what is scored token by token, by replays of a captured step with graph. gpu: needs one."""
 
     name: str
     cache: str

@@ -25,9 +25,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default=names[0] if names else None, required=not names, metavar="NAME|DIR",
                         help="a checkpoint folder, or a model that ships here (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--ways", type=_ways, metavar="NAME,NAME", help=f"of {', '.join(WAYS)} (default: all the machine can)")
+    parser.add_argument(
+        "--ways", type=_ways, metavar="NAME,NAME", help=f"of {', '.join(WAYS)} (default: all the machine can)"
+    )
     parser.add_argument("--context", type=positive, metavar="BYTES", help=f"of a document (default: {DEFAULT_CONTEXT})")
-    parser.add_argument("--documents", type=positive, default=16, metavar="N", help="of each kind (default: %(default)s)")
+    parser.add_argument(
+        "--documents", type=positive, default=16, metavar="N", help="of each kind (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the keys and values (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 on cuda, else fp32")
@@ -58,7 +62,9 @@ def run(options: argparse.Namespace) -> int:
     asked = [encode(document, tokenizer) for document in retrieval_documents(options.documents, context, options.seed)]
     longest = max(len(document.ids) for document in (*texts, *asked))
     if longest > spec.max_positions:
-        raise ValueError(f"--context: got {context} bytes, {longest} tokens, allowed: {spec.max_positions}, the model's positions")
+        raise ValueError(
+            f"--context: got {context} bytes, {longest} tokens, allowed: {spec.max_positions}, the model's positions"
+        )
     say(
         f"{options.model} on {report.device_name(device)}, {options.dtype or str(dtype).removeprefix('torch.')}: "
         f"{len(texts)} texts and {len(asked)} documents of {context} bytes, top-k {spec.index.top_k}"
@@ -83,7 +89,9 @@ def _row(name: str, found: dict[str, Quality]) -> str:
     mine, dense = found[name], found.get("dense")
     beside = f"{mine.bits_per_byte / dense.bits_per_byte:.4f}" if dense else ""
     right = f"{mine.right}/{mine.asked}"
-    return f"{name:<10} {mine.bits_per_byte:>10.4f} {beside:>9} {mine.retrieval:>10.2%} {right:>12} {mine.seconds:>8.1f}"
+    return (
+        f"{name:<10} {mine.bits_per_byte:>10.4f} {beside:>9} {mine.retrieval:>10.2%} {right:>12} {mine.seconds:>8.1f}"
+    )
 
 
 def _ways(given: str) -> list[str]:

@@ -34,7 +34,7 @@ def versions() -> dict[str, str | None]:
 
 
 def device_name(device: torch.device) -> str:
-    """"cpu", or the device with the GPU's name."""
+    """ "cpu", or the device with the GPU's name."""
     if device.type != "cuda":
         return str(device)
     return f"{device} ({torch.cuda.get_device_name(device)})"
@@ -69,7 +69,8 @@ def generation_report(
 
 
 def implementations(device: torch.device) -> list[tuple[str, str, str]]:
-    """(room, operator, implementation that "auto" takes on ``device``) of every operator; "torch" where the room has no kernel."""
+    """(room, operator, implementation that "auto" takes on ``device``) of every operator; "torch" where the room has no
+    kernel."""
     rows = []
     for room in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
         if not (Path(ops.__path__[0]) / room / "op.py").exists():

@@ -12,8 +12,8 @@ _SELECTING_SLOTS = "sparse_attn::index_topk_decode_slots"  # takes what index_to
 
 
 class Watch(TorchDispatchMode):
-    """Inside ``with Watch() as seen``, keeps what every selecting op selects: int32 [rows, top_k], -1 for none. Where one
-    returns slots, the selection is made once more for that."""
+    """Inside ``with Watch() as seen``, keeps what every selecting op selects: int32 [rows, top_k], -1 for none. Where
+    one returns slots, the selection is made once more for that."""
 
     def __init__(self):
         super().__init__()

@@ -25,7 +25,9 @@ def folder_of(given: str) -> Path:
         return found[name]
     if not (Path(given) / "config.json").is_file():
         names = ", ".join(found) or "none"
-        raise ValueError(f"--model: got {given!r}, allowed: a folder with a config.json, or one that ships here ({names})")
+        raise ValueError(
+            f"--model: got {given!r}, allowed: a folder with a config.json, or one that ships here ({names})"
+        )
     return Path(given)
 
 

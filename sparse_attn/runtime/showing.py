@@ -17,7 +17,8 @@ PROMPT_TAIL = 300  # characters of a prompt worth showing
 
 
 def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expected: str | None) -> None:
-    """The continuation on stdout; on stderr the ``prompt`` it answers, and what ``written`` (report.generation_report) says.
+    """The continuation on stdout; on stderr the ``prompt`` it answers, and what ``written`` (report.generation_report)
+    says.
 
     expected: what the prompt asks for.
     """
@@ -38,7 +39,9 @@ def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expecte
     )
     parts = {"reading": timing["prefill_s"], "set-up": timing["setup_s"], "writing": timing["decode_s"]}
     whole = max(sum(parts.values()), 1e-9)
-    spent = ", ".join(f"{what} {seconds:.2f} s ({seconds / whole:.0%})" for what, seconds in parts.items() if seconds / whole > 5e-3)
+    spent = ", ".join(
+        f"{what} {seconds:.2f} s ({seconds / whole:.0%})" for what, seconds in parts.items() if seconds / whole > 5e-3
+    )
     print(f"{written['prompt_tokens']} tokens read, {count} written: {spent}", file=sys.stderr)
 
 

@@ -18,12 +18,14 @@ from sparse_attn.runtime.paging import BlockTables, Span, slots_of
 from sparse_attn.torch_private import exported, mark_sizes
 from sparse_attn.types import StepPlan
 
-Step = Callable[[torch.Tensor, AnyCaches, StepPlan], torch.Tensor]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
+Step = Callable[
+    [torch.Tensor, AnyCaches, StepPlan], torch.Tensor
+]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
 
 
 class Sampling(NamedTuple):
-    """temperature 0 is greedy, the lowest id on ties. seed: request n draws from the random stream (seed, n), unless it has
-    a seed of its own. stop_ids end a row; they belong to its output."""
+    """temperature 0 is greedy, the lowest id on ties. seed: request n draws from the random stream (seed, n), unless it
+    has a seed of its own. stop_ids end a row; they belong to its output."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -36,8 +38,8 @@ class Decode(NamedTuple):
 
     tokens: int64 [B], to be fed. seq_lens: int32 [B], tokens of the request including that one, 0 once it has stopped.
     block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S]. ring_table:
-    int32 [B, ring blocks], for models with rings. seeds: int64 [B], of the rows' random streams; None: the streams (seed of
-    the sampling, row).
+    int32 [B, ring blocks], for models with rings. seeds: int64 [B], of the rows' random streams; None: the streams
+    (seed of the sampling, row).
     """
 
     tokens: torch.Tensor
@@ -59,7 +61,8 @@ def prefill_step(
     sampling: Sampling,
     max_context: int,
 ) -> torch.Tensor:
-    """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T, vocab]."""
+    """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T,
+    vocab]."""
     device, on_host, pad = model.device, dict(dtype=torch.int64, device="cpu"), torch.nn.functional.pad
     counts = torch.tensor([span.stop - span.start for span in spans], **on_host)
     requests = torch.tensor([span.request for span in spans], **on_host)
@@ -90,9 +93,7 @@ def prefill_step(
     return logits
 
 
-def decode_step(
-    model: Model, caches: AnyCaches, state: Decode, sampling: Sampling, max_context: int
-) -> torch.Tensor:
+def decode_step(model: Model, caches: AnyCaches, state: Decode, sampling: Sampling, max_context: int) -> torch.Tensor:
     """Feed every live row's token, draw the next one and advance ``state`` in place. Returns fp32 logits [B, vocab]."""
     logits = model(state.tokens, caches, decode_plan(state, caches.kv[0].shape[1], max_context, model.impl))
     advance(state, logits, sampling, max_context)
@@ -121,8 +122,8 @@ def _with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
 
 
 def least_capacity(model: Model) -> int:
-    """Keys that a step has room for, however few it holds: two of every kind, as a size of 0 or 1 would be a constant for
-    Dynamo, and other steps a compilation of their own."""
+    """Keys that a step has room for, however few it holds: two of every kind, as a size of 0 or 1 would be a constant
+    for Dynamo, and other steps a compilation of their own."""
     return 2 * max(model.spec.ratios, default=1) if model.has_rings else 2
 
 

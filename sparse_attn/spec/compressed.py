@@ -21,9 +21,9 @@ class CompressedSpec:
     - "indexed": the entries an indexer selects, each pooled over two overlapping windows of ``indexed_ratio`` tokens,
     - "full": all entries, each pooled over ``full_ratio`` tokens.
 
-    A key is its own value, all head_dim of it; the last rope_dim values are rotated. Rope: ``rope_theta`` without yarn in
-    window layers, ``compressed_rope_theta`` with ``yarn`` in the others. hash_layers[i]: the layer's experts follow from
-    the token id. streams: residual streams; sinkhorn_iterations and hyper_eps belong to their mixing.
+    A key is its own value, all head_dim of it; the last rope_dim values are rotated. Rope: ``rope_theta`` without yarn
+    in window layers, ``compressed_rope_theta`` with ``yarn`` in the others. hash_layers[i]: the layer's experts follow
+    from the token id. streams: residual streams; sinkhorn_iterations and hyper_eps belong to their mixing.
     """
 
     name: str

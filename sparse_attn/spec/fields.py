@@ -35,14 +35,22 @@ class Fields:
             self.refuse(name, f"an integer from {at_least} to {at_most}")
         return value
 
-    def number(self, key: str, *, at_least: float = -math.inf, above: float = -math.inf, default: float | None = None) -> float:
+    def number(
+        self, key: str, *, at_least: float = -math.inf, above: float = -math.inf, default: float | None = None
+    ) -> float:
         """A finite number; ``default`` where there is none."""
         if default is not None and self.config.get(key) is None:
             return default
         value = self.need(key)
         known = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e300
         if not known or not at_least <= value or not above < value:
-            bounds = f" of at least {at_least:g}" if at_least > -math.inf else f" above {above:g}" if above > -math.inf else ""
+            bounds = (
+                f" of at least {at_least:g}"
+                if at_least > -math.inf
+                else f" above {above:g}"
+                if above > -math.inf
+                else ""
+            )
             self.refuse(key, f"a number{bounds}")
         return float(value)
 

@@ -25,7 +25,11 @@ def compressed_spec(config: Mapping[str, Any]) -> CompressedSpec:
     fields = Fields(config)
     fields.refuse_unless(_FIXED)
     size, number = fields.size, fields.number
-    layers, head_dim, index_dim = size("num_hidden_layers", at_most=MAX_LAYERS), size("head_dim"), size("index_head_dim")
+    layers, head_dim, index_dim = (
+        size("num_hidden_layers", at_most=MAX_LAYERS),
+        size("head_dim"),
+        size("index_head_dim"),
+    )
     rope_dim = _rope_dim_of(fields, head_dim)
     theta, compressed_theta, yarn = _ropes_of(fields)
     if yarn is not None and not yarn.truncate:  # transformers looks for it where V4's parameters are not
@@ -113,7 +117,9 @@ def _kinds_of(fields: Fields, layers: int) -> tuple[str, ...]:
     if not isinstance(ratios, (list, tuple)) or not all(type(ratio) is int for ratio in ratios):
         fields.refuse("compress_ratios", "integers, one per layer")
     if len(ratios) < layers:  # entries beyond belong to multi-token prediction layers
-        raise ValueError(f"config compress_ratios: got {len(ratios)} entries, allowed: at least {layers}, one per layer")
+        raise ValueError(
+            f"config compress_ratios: got {len(ratios)} entries, allowed: at least {layers}, one per layer"
+        )
     return kinds_of_ratios(list(ratios[:layers]))
 
 

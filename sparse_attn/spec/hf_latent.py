@@ -86,7 +86,8 @@ def _moe_layers_of(fields: Fields, layers: int) -> tuple[bool, ...]:
 
 
 def _index_layers_of(fields: Fields, layers: int) -> tuple[bool, ...]:
-    """By a pattern of at least ``layers`` entries (those beyond belong to multi-token prediction), or by a frequency."""
+    """By a pattern of at least ``layers`` entries (those beyond belong to multi-token prediction), or by a
+    frequency."""
     own = {"full": True, "F": True, "shared": False, "S": False}
     for key in ("indexer_types", "index_topk_pattern"):
         kinds = fields.names(key, own, layers, longer=True)

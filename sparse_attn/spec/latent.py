@@ -15,7 +15,6 @@ from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 LATENT_NORM_EPS = 1e-6
 
 
-
 @dataclass(frozen=True)
 class Spec:
     """Everything the forward needs. Per layer: ``moe_layers[i]`` says routed or dense, ``index_layers[i]`` whether the

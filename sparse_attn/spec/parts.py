@@ -12,8 +12,8 @@ SCORES = ("sigmoid", "sqrtsoftplus")
 @dataclass(frozen=True)
 class YarnSpec:
     """Yarn's frequency ramp. original_max_position: tokens of the unscaled context; beta_*: rotations over it;
-    attention_factor multiplies cos and sin (1 wherever mscale equals mscale_all_dim); truncate: the ramp's ends are whole
-    dimensions."""
+    attention_factor multiplies cos and sin (1 wherever mscale equals mscale_all_dim); truncate: the ramp's ends are
+    whole dimensions."""
 
     factor: float
     original_max_position: int

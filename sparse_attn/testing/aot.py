@@ -13,8 +13,8 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Compiled:
     """What ahead-of-time compilation tells. shared_memory: Triton's, and what inline PTX claims beside it; claimed: the
-    latter. registers: of a thread (AMD: of a lane, accumulation registers among them). spill_bytes: of a thread's stack,
-    where what does not fit in registers goes."""
+    latter. registers: of a thread (AMD: of a lane, accumulation registers among them). spill_bytes: of a thread's
+    stack, where what does not fit in registers goes."""
 
     shared_memory: int
     claimed: int
@@ -40,8 +40,9 @@ def compile_kernel(
 ) -> Compiled:
     """Compile ``kernel`` for ``arch`` (90, "gfx942", ...).
 
-    signature: run-time argument -> Triton type ("*bf16", "i32", "fp32"); constants: constexpr argument -> value (CHAINED,
-    where nobody says: as launchers give it); aligned: scalar arguments known to be multiples of 16 (pointers always are);
+    signature: run-time argument -> Triton type ("*bf16", "i32", "fp32"); constants: constexpr argument -> value
+    (CHAINED, where nobody says: as launchers give it); aligned: scalar arguments known to be multiples of 16 (pointers
+    always are);
     options: num_warps, num_stages.
     """
     from sparse_attn.device.triton_private import compile_for
@@ -53,7 +54,9 @@ def compile_kernel(
     if missing:
         raise ValueError(f"signature: lacks {', '.join(missing)}")
     types = {name: "constexpr" if name in constants else signature[name] for name in names}
-    aligned = {name for name, kind in types.items() if kind.startswith("*") or name in aligned and name not in constants}
+    aligned = {
+        name for name, kind in types.items() if kind.startswith("*") or name in aligned and name not in constants
+    }
     return read(compile_for(kernel, arch, types, constants, aligned, options))
 
 

@@ -21,13 +21,17 @@ def similarity_difference(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(1 - 2 * (x * y).sum() / denominator)
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, level: tuple[float, float, float], what: str = "output") -> None:
+def assert_close(
+    got: torch.Tensor, want: torch.Tensor, level: tuple[float, float, float], what: str = "output"
+) -> None:
     """Equal shapes, equal non-finite elements, and every finite one within absolute OR relative bound, and cosine."""
     absolute, relative, cosine = level
     got, want = got.double().cpu(), want.double().cpu()
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} against {tuple(want.shape)}"
     for kind in (torch.isnan, torch.isposinf, torch.isneginf):
-        assert torch.equal(kind(got), kind(want)), f"{what}: {kind.__name__} differs at {(kind(got) != kind(want)).nonzero()[:4]}"
+        assert torch.equal(kind(got), kind(want)), (
+            f"{what}: {kind.__name__} differs at {(kind(got) != kind(want)).nonzero()[:4]}"
+        )
     finite = torch.isfinite(want)
     x, y = got[finite], want[finite]
     error = (x - y).abs()

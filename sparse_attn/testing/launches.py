@@ -1,4 +1,5 @@
-"""What the launchers launch on a GPU this machine does not have: recorded from their own code, compiled ahead of time."""
+"""What the launchers launch on a GPU this machine does not have: recorded from their own code, compiled ahead of
+time."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def recording(name: str) -> Iterator[list[Launch]]:
-    """Launchers of tensors on the meta device see target ``name``; the kernels they launch are noted and neither compiled
-    nor run."""
+    """Launchers of tensors on the meta device see target ``name``; the kernels they launch are noted and neither
+    compiled nor run."""
     from triton import knobs
 
     from sparse_attn.device.triton_private import launching_on

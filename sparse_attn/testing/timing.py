@@ -33,8 +33,8 @@ def time_graph(
     """Median microseconds per call.
 
     calls: one per rotating input set (see ``rotations``), all doing the same work. They are captured in order, repeated
-    until a replay is long enough, and replayed for about ``target_ms`` after a pause of ``rest_s``. Ops take scratch from a
-    workspace that the warm-up sizes, so nothing is allocated or cleared inside the graph but what they return.
+    until a replay is long enough, and replayed for about ``target_ms`` after a pause of ``rest_s``. Ops take scratch
+    from a workspace that the warm-up sizes, so nothing is allocated or cleared inside the graph but what they return.
     """
     if not calls:
         raise ValueError("calls: got none, allowed: at least one")
@@ -58,9 +58,11 @@ def time_graph(
     return median * 1e3 / (rounds * len(calls))
 
 
-def _captured(calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream) -> tuple[int, float, torch.cuda.CUDAGraph]:
-    """(rounds of calls, microseconds, graph) of a replay. How long a call takes is known from replays alone: to launch a
-    small one takes the host longer."""
+def _captured(
+    calls: Sequence[Callable[[], object]], stream: torch.cuda.Stream
+) -> tuple[int, float, torch.cuda.CUDAGraph]:
+    """(rounds of calls, microseconds, graph) of a replay. How long a call takes is known from replays alone: to launch
+    a small one takes the host longer."""
     most = max(1, MOST_CALLS // len(calls))
     rounds, wanted = 0, 1
     while 4 * wanted > 5 * rounds:

@@ -6,11 +6,12 @@ z_i = scale * (q . k_i), out = sum_i softmax(z)_i v_i, v_i = the first d_v value
 natural log units, not scaled) the denominator gains exp(sink). lse = log sum_i exp(z_i) leaves the sink out. A row
 without a valid index gives out 0 and lse -inf; sink -inf changes nothing, sink +inf gives out 0.
 
-A score of -inf weighs nothing, and a row of them alone is as one without a valid index; every finite score counts, however
-low. A score that is NaN or +inf makes out and lse of its row and head NaN. Scores are taken in base 2: one beyond fp32 there
-(2.3e38 in size) is infinite.
+A score of -inf weighs nothing, and a row of them alone is as one without a valid index; every finite score counts,
+however low. A score that is NaN or +inf makes out and lse of its row and head NaN. Scores are taken in base 2: one
+beyond fp32 there (2.3e38 in size) is infinite.
 
-An index is valid inside [0, rows); others are skipped, and NaN in a row that no valid index names never reaches an output.
+An index is valid inside [0, rows); others are skipped, and NaN in a row that no valid index names never reaches an
+output.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.layout import LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout, check_cache
 from sparse_attn.ops.attention import op
 from sparse_attn.types import AttentionOutput, Ragged
 
@@ -42,12 +43,12 @@ def sparse_attn_prefill(
     """Attend to rows of a dense key-value matrix.
 
     q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads. kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
-    ragged: row ids per token. d_v: leading values of a row that are its value, at most d_qk. sink: fp32 [>= heads] or None.
-    On a GPU 16 rows, d_v and the rest of d_qk rounded up to powers of two, fit into shared memory beside as many queries,
-    or it is a ValueError: 2-byte rows of 1024 + 64 values on one with 160 KiB or more, of 512 + 64 on any.
+    ragged: row ids per token. d_v: leading values of a row that are its value, at most d_qk. sink: fp32 [>= heads] or
+    None. On a GPU 16 rows, d_v and the rest of d_qk rounded up to powers of two, fit into shared memory beside as many
+    queries, or it is a ValueError: 2-byte rows of 1024 + 64 values on one with 160 KiB or more, of 512 + 64 on any.
 
-    batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is where
-    there are many.
+    batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is
+    where there are many.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
     """
@@ -89,7 +90,8 @@ def sparse_attn_decode(
     layout, which agrees with ``layout`` in dim and value_dim; kind, fp8 flavour, block size and block stride are its
     own. A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
 
-    batch_invariant: a row's bits do not depend on how many rows there are, as long as the room for indices per row stays the
+    batch_invariant: a row's bits do not depend on how many rows there are, as long as the room for indices per row
+    stays the
     same: every step is split over programs as one of 32 rows is. It takes more scratch: see ``Bounds.batch_invariant``.
 
     Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
@@ -110,9 +112,9 @@ def merge_attn_states(
 ) -> AttentionOutput:
     """Merge attention over disjoint sets of keys into attention over their union.
 
-    outs: [states, tokens, heads, d_v] bf16, fp16 or fp32. lses: fp32 [states, tokens, heads], natural log, -inf for a state
-    without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. An lse that is NaN or +inf makes out
-    and lse of its token and head NaN. A row's bits do not depend on the others.
+    outs: [states, tokens, heads, d_v] bf16, fp16 or fp32. lses: fp32 [states, tokens, heads], natural log, -inf for a
+    state without keys (whose out is ignored). sink: fp32 [>= heads], counted once, or None. An lse that is NaN or +inf
+    makes out and lse of its token and head NaN. A row's bits do not depend on the others.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of outs, lse fp32 [tokens, heads]).
     """

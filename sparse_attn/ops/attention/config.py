@@ -27,8 +27,8 @@ Fp8Layout = LatentFp8Layout | PlanarFp8Layout
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """block_h heads by block_k keys per tile; splits programs share a row's keys, merged afterwards. hoist: what does not
-    change from tile to tile may be computed before the first and kept."""
+    """block_h heads by block_k keys per tile; splits programs share a row's keys, merged afterwards. hoist: what does
+    not change from tile to tile may be computed before the first and kept."""
 
     block_h: int
     block_k: int
@@ -39,8 +39,16 @@ class AttentionConfig:
 
 
 def config(
-    tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, query_bytes: int, fp8: bool, target: Target,
-    mixed: bool = False, apart: bool = False,
+    tokens: int,
+    heads: int,
+    d_qk: int,
+    d_v: int,
+    capacity: int,
+    query_bytes: int,
+    fp8: bool,
+    target: Target,
+    mixed: bool = False,
+    apart: bool = False,
 ) -> AttentionConfig:
     """capacity: how many indices the rows may hold in all, of two caches together; query_bytes: bytes of one q element;
     fp8: whether every cache is; mixed: whether only one of two is; apart: whether blocks of plain rows lie apart."""
@@ -78,12 +86,15 @@ def _tile(heads: int, query_bytes: int, fp8: bool, mixed: bool, apart: bool, tar
     if target.arch == "gfx950":  # here too; four waves have 512 registers each
         return AttentionConfig(heads, 16 if fp8 or mixed else 32, 4, 2)
     if target.vendor == "amd":  # waves beyond the 16 heads of each multiply the same keys again
-        return AttentionConfig(16, 16, 8, 2) if heads == 16 else AttentionConfig(32 if fp8 or mixed else heads, 16, 4, 2)
+        return (
+            AttentionConfig(16, 16, 8, 2) if heads == 16 else AttentionConfig(32 if fp8 or mixed else heads, 16, 4, 2)
+        )
     if heads < 64:
         spills = heads == 32 and fp8 and target.reads_shared_operands and target.arch != 90
         return AttentionConfig(16 if spills else heads, 64, 8, 2)
     if target.reads_shared_operands and target.arch != 90:
-        # Plain tiles lie in shared memory twice. Hoisted addresses beside the sums, which pass through registers, spill.
+        # Plain tiles lie in shared memory twice. Hoisted addresses beside the sums, which pass through registers,
+        # spill.
         return AttentionConfig(64, 64, 8, 3, hoist=False) if fp8 else AttentionConfig(64, 32, 8, 2, hoist=False)
     return AttentionConfig(64, 64, 8, 3 if fp8 else 2, hoist=not apart or target.arch != 90)  # measured there alone
 
@@ -97,8 +108,8 @@ def _shared_bytes(tile: AttentionConfig, d_qk: int, d_v: int, element: int, fp8:
     """At least what the compiler takes: queries, key tiles in flight, and for fp8 one dequantised tile.
 
     An fp8 record is an eighth longer than one byte per value: its scales and its bf16 values. Two caches are read one
-    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger. On AMD queries and
-    dequantised tiles pass through on their way into registers, queries before there are tiles.
+    after the other and share the memory; where only one of them is fp8, the plain tiles are the larger. On AMD queries
+    and dequantised tiles pass through on their way into registers, queries before there are tiles.
     """
     pad_v, pad_rest = padded(d_v), padded(d_qk - d_v)
     queries, keys = tile.block_h * (pad_v + pad_rest) * element, tile.block_k * (pad_v + pad_rest)
@@ -112,7 +123,8 @@ def _shared_bytes(tile: AttentionConfig, d_qk: int, d_v: int, element: int, fp8:
         more = keys * 9 // 8 if pad_v > HOPPER_VALUE else 0  # one more tile in flight
         total = queries + keys * element + int(in_flight) + more
         return max(total, ragged * value * (8 + tile.num_stages)) + 1024
-    # Rows that 16-byte copies cannot take pass through registers, from where a 16-bit tile is stored for either product.
+    # Rows that 16-byte copies cannot take pass through registers, from where a 16-bit tile is stored for either
+    # product.
     tiles = keys * element * (tile.num_stages if element == 4 else max(tile.num_stages, 2))
     twice = target.reads_shared_operands and target.arch != 90 and tile.block_h == 64  # tcgen05's operands
     return queries + tiles + twice * value * element + 1024
@@ -132,17 +144,27 @@ class HopperConfig:
 def hopper(tokens: int, heads: int, d_qk: int, d_v: int, dtype: torch.dtype, target: Target) -> HopperConfig | None:
     """The warp-specialised kernel's configuration where it applies and pays: bf16 rows of its width, whole blocks of
     heads, and a program for every third multiprocessor, since it does not split a row. None: the portable kernel."""
-    if not _is_hopper(target, dtype) or d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST) or heads % HOPPER_HEADS:
+    if (
+        not _is_hopper(target, dtype)
+        or d_v != HOPPER_VALUE
+        or d_qk - d_v not in (0, HOPPER_REST)
+        or heads % HOPPER_HEADS
+    ):
         return None
     return HopperConfig() if 3 * tokens * (heads // HOPPER_HEADS) >= target.num_sms else None
 
 
 def hopper_fp8(
-    tokens: int, heads: int, capacity: int, layout: Fp8Layout, dtype: torch.dtype, target: Target,
+    tokens: int,
+    heads: int,
+    capacity: int,
+    layout: Fp8Layout,
+    dtype: torch.dtype,
+    target: Target,
     invariant: int | None = None,
 ) -> HopperConfig | None:
-    """The configuration of the kernel with two producers where it applies: whole blocks of heads over fp8 latents, or one or
-    two planar caches. capacity: as ``config`` has it; invariant: as ``Step`` does."""
+    """The configuration of the kernel with two producers where it applies: whole blocks of heads over fp8 latents, or
+    one or two planar caches. capacity: as ``config`` has it; invariant: as ``Step`` does."""
     if not _is_hopper(target, dtype) or tokens == 0 or heads % HOPPER_HEADS or not _hopper_reads(layout):
         return None
     pairs = -(-capacity // (tokens * HOPPER_PAIR))
@@ -153,8 +175,8 @@ def hopper_fp8(
 @dataclass(frozen=True)
 class FewHeadsConfig:
     """heads: of a program, padded to what the matrix unit takes. producer_registers: of a thread of two producers;
-    asker_registers: of the one that asks for fp8 keys; the consumer gets the rest. parts: of a step, launched one after the
-    other."""
+    asker_registers: of the one that asks for fp8 keys; the consumer gets the rest. parts: of a step, launched one after
+    the other."""
 
     heads: int
     producer_registers: int
@@ -164,11 +186,19 @@ class FewHeadsConfig:
 
 
 def hopper_few_heads(
-    tokens: int, heads: int, d_qk: int, d_v: int, capacity: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target,
+    tokens: int,
+    heads: int,
+    d_qk: int,
+    d_v: int,
+    capacity: int,
+    layout: Fp8Layout | None,
+    dtype: torch.dtype,
+    target: Target,
     invariant: int | None = None,
 ) -> FewHeadsConfig | None:
-    """The configuration of the kernel for at most 32 heads where it applies: bf16 queries of its width over plain bf16 rows
-    (``layout`` None), fp8 latents or one or two planar caches. capacity: as ``config`` has it; invariant: as ``Step`` does."""
+    """The configuration of the kernel for at most 32 heads where it applies: bf16 queries of its width over plain bf16
+    rows (``layout`` None), fp8 latents or one or two planar caches. capacity: as ``config`` has it; invariant: as
+    ``Step`` does."""
     if not _is_hopper(target, dtype) or tokens == 0 or heads > FEW_HEADS:
         return None
     if d_v != HOPPER_VALUE or d_qk - d_v not in (0, HOPPER_REST):
@@ -200,11 +230,18 @@ def most_split_rows(target: Target) -> int:
 
 
 def largest_special_scratch(
-    tokens: int, heads: int, d_qk: int, d_v: int, keys: int, layout: Fp8Layout | None, dtype: torch.dtype, target: Target,
+    tokens: int,
+    heads: int,
+    d_qk: int,
+    d_v: int,
+    keys: int,
+    layout: Fp8Layout | None,
+    dtype: torch.dtype,
+    target: Target,
     invariant: int | None = None,
 ) -> Scratch:
-    """The most scratch that the kernel that Hopper has for this shape needs: for rows of ``keys`` indices or fewer, since fewer
-    keys may be split more often; nothing where there is no such kernel. invariant: as ``Step`` has it."""
+    """The most scratch that the kernel that Hopper has for this shape needs: for rows of ``keys`` indices or fewer,
+    since fewer keys may be split more often; nothing where there is no such kernel. invariant: as ``Step`` has it."""
     if not _is_hopper(target, dtype) or tokens > most_split_rows(target):
         return Scratch()
 
@@ -220,9 +257,11 @@ def largest_special_scratch(
 
 
 def scratch(parts: tuple[Part, ...], heads: int, d_v: int, scaled: bool = False) -> Scratch:
-    """fp32 partial outputs and base-2 lse of every split, for each part of a step that is split; scaled: fp16 outputs, and a
-    scale for each half of their columns."""
-    return Scratch(tuple(buffer for part in parts if part.splits > 1 for buffer in _shares_of(part, heads, d_v, scaled)))
+    """fp32 partial outputs and base-2 lse of every split, for each part of a step that is split; scaled: fp16 outputs,
+    and a scale for each half of their columns."""
+    return Scratch(
+        tuple(buffer for part in parts if part.splits > 1 for buffer in _shares_of(part, heads, d_v, scaled))
+    )
 
 
 def _shares_of(part: Part, heads: int, d_v: int, scaled: bool) -> Iterator[Buffer]:

@@ -8,7 +8,18 @@ def sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invarian
 
 
 def sparse_attn_decode(
-    q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, sink, batch_invariant
+    q,
+    cache,
+    indices,
+    indptr,
+    scale,
+    layout,
+    extra_cache,
+    extra_indices,
+    extra_indptr,
+    extra_layout,
+    sink,
+    batch_invariant,
 ):
     return allocate_output(q.shape[0], q.shape[1], value_dim(layout), q)
 

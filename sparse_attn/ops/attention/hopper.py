@@ -1,12 +1,12 @@
 """Sparse attention over bf16 rows on Hopper: a program per multiprocessor takes item (row, 64 heads) after item.
 
-The consumers are hopper_pair's. A third warpgroup gathers the keys. It also draws the items, from a counter, because rows
-differ in length, and fetches an item's queries and first keys while the consumers finish the one before; they store their
-sums from registers, so that nothing of an item stays in the way of the next. The last rows come first: of a prompt they see
-the most keys, and few programs are busy while the last items are attended.
+The consumers are hopper_pair's. A third warpgroup gathers the keys. It also draws the items, from a counter, because
+rows differ in length, and fetches an item's queries and first keys while the consumers finish the one before; they
+store their sums from registers, so that nothing of an item stays in the way of the next. The last rows come first: of a
+prompt they see the most keys, and few programs are busy while the last items are attended.
 
-Floors as in kernels.attend. What bounds it: every program pulls its own keys through the L2, and ``left``'s chain of a pair.
-Structure and layouts that Hopper likes were found in a study of Triton's Gluon; what is measured stands in
+Floors as in kernels.attend. What bounds it: every program pulls its own keys through the L2, and ``left``'s chain of a
+pair. Structure and layouts that Hopper likes were found in a study of Triton's Gluon; what is measured stands in
 scripts/results/notes/attention-prefill.md.
 """
 
@@ -45,7 +45,8 @@ from sparse_attn.ops.attention.hopper_rescale import lowest
 
 @gluon.jit
 def _await_row(work, bars, turn):
-    """(token, first head, begin and count of its indices) of the row whose queries the producer brought; token -1: none."""
+    """(token, first head, begin and count of its indices) of the row whose queries the producer brought; token -1:
+    none."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mbarrier.wait(bars[QUERY], turn)
     fence_async_shared()
@@ -164,7 +165,8 @@ def _offer_row(work, token, first_head, begin, count):
 
 @gluon.jit
 def _claim(items, handed_out):
-    """The next item that no program has taken. Every program comes once in vain; who comes last leaves a zero behind."""
+    """The next item that no program has taken. Every program comes once in vain; who comes last leaves a zero
+    behind."""
     ticket = gl.atomic_add(handed_out, 1, sem="relaxed").to(gl.int32)
     if ticket == items - 1:
         gl.store(handed_out, 0)
@@ -184,8 +186,9 @@ def _supply(
     query, query_rest, keys, keys_rest, work, bars, q, indices, indptr, handed_out, kv, num_rows, capacity, items,
     head_blocks, stride_q_token, stride_q_head, stride_kv, HAS_REST: gl.constexpr,
 ):  # fmt: skip
-    """The producer: of item after item the queries, then the keys of pair after pair. An item is claimed a pair before the
-    last of the one before, and indices are read one pair ahead, so that no wait for keys is one for anything else."""
+    """The producer: of item after item the queries, then the keys of pair after pair. An item is claimed a pair before
+    the last of the one before, and indices are read one pair ahead, so that no wait for keys is one for anything
+    else."""
     LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     place = gl.arange(0, TILE, layout=gl.SliceLayout(1, LANES))
     everyone = place >= 0

@@ -1,14 +1,16 @@
-"""Sparse attention with few heads on Hopper: a program serves all heads of a row and a share of its keys, products swapped.
+"""Sparse attention with few heads on Hopper: a program serves all heads of a row and a share of its keys, products
+swapped.
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
-columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys, which two
-or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them until the end, and
-weights are relative to the maximum of some tiles ago (hopper_rescale): what crosses warps in every tile is whether one exceeds
-MOST. Then the tile is weighed anew, as the first one is. As in hopper_fp8, warps specialise while the launch before still runs.
+columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys,
+which two or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them
+until the end, and weights are relative to the maximum of some tiles ago (hopper_rescale): what crosses warps in every
+tile is whether one exceeds MOST. Then the tile is weighed anew, as the first one is. As in hopper_fp8, warps specialise
+while the launch before still runs.
 
-Floor, bytes: every named record once. What bounds it over fp8 records: shared memory, out of which the matrix unit reads a key's
-2 * (d_qk + d_v) bytes whatever the number of heads, about 20 cycles, beside what producers store and read there (38 in all), and
-memory (39), of 59.
+Floor, bytes: every named record once. What bounds it over fp8 records: shared memory, out of which the matrix unit
+reads a key's 2 * (d_qk + d_v) bytes whatever the number of heads, about 20 cycles, beside what producers store and read
+there (38 in all), and memory (39), of 59.
 """
 
 from triton.experimental import gluon
@@ -92,7 +94,9 @@ def _consume(
     (row, query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, q, heads, early, scale_log2, out, lse, sink,
      stride_q_token, stride_q_head, stride_out_split, stride_out_token, stride_out_head, stride_lse_split,
      stride_lse_token) = consumer  # fmt: skip
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])  # of scores too: rows are keys or columns
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, N, 16]
+    )  # of scores too: rows are keys or columns
     HEAD: gl.constexpr = gl.SliceLayout(0, SUMS)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
     wait()
@@ -269,9 +273,32 @@ def attend(
     fence_async_shared()
     barrier()
     row = (indptr, extra_indptr, capacity, extra_capacity)
-    consumer = (row, query, query_rest, keys, keys_rest, known, weights, maxima, largest, bars, q, heads, early, scale_log2, out,
-                lse, sink, stride_q_token, stride_q_head, stride_out_split, stride_out_token, stride_out_head,
-                stride_lse_split, stride_lse_token)
+    consumer = (
+        row,
+        query,
+        query_rest,
+        keys,
+        keys_rest,
+        known,
+        weights,
+        maxima,
+        largest,
+        bars,
+        q,
+        heads,
+        early,
+        scale_log2,
+        out,
+        lse,
+        sink,
+        stride_q_token,
+        stride_q_head,
+        stride_out_split,
+        stride_out_token,
+        stride_out_head,
+        stride_lse_split,
+        stride_lse_token,
+    )
     if PLANAR:
         gl.warp_specialize(
             [

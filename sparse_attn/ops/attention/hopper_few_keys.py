@@ -1,11 +1,12 @@
-"""Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16. Here of bf16 rows and of
-interleaved fp8 records; hopper_few_planar has those of the other form.
+"""Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16. Here of bf16 rows and
+of interleaved fp8 records; hopper_few_planar has those of the other form.
 
-bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their way,
-past the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where it is
-scored; codes and scales go to a place of their own, from where the other two, each SHARE keys of every tile, dequantise them:
-code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. So memory is busy while they compute, and no load is
-awaited beside others, as ptxas has a thread await them all. Rows that an index does not name are zeros.
+bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their
+way, past the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where
+it is scored; codes and scales go to a place of their own, from where the other two, each SHARE keys of every tile,
+dequantise them: code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. So memory is busy while they
+compute, and no load is awaited beside others, as ptxas has a thread await them all. Rows that an index does not name
+are zeros.
 
 The fence between these stores and the matrix unit is the consumer's, after its wait.
 
@@ -25,7 +26,8 @@ from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE,
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
 BUFFERS = gl.constexpr(2)
-# mbarriers, two of each kind, in memory of its own: the compiler puts a barrier of the warpgroup between uses of one piece.
+# mbarriers, two of each kind, in memory of its own: the compiler puts a barrier of the warpgroup between uses of one
+# piece.
 FULL = gl.constexpr(0)  # buffer filled, by all producers
 SPENT = gl.constexpr(1)  # buffer read for the last time, by the consumer
 READY = gl.constexpr(2)  # the codes of a tile's left or right half are there
@@ -43,8 +45,8 @@ def _part(begin, count, first, share):
 
 @gluon.jit
 def own_keys(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
-    """Of this program's share of its row: (begin and count of the indices, and of those into the second cache; tiles of the
-    first cache's keys, and of all)."""
+    """Of this program's share of its row: (begin and count of the indices, and of those into the second cache; tiles of
+    the first cache's keys, and of all)."""
     indptr, extra_indptr, capacity, extra_capacity = row
     token = gl.program_id(0)
     begin, count = row_range(indptr, token, capacity)
@@ -133,7 +135,8 @@ def copy_words(into, words, offsets, valid, LANES: gl.constexpr):
 
 @gluon.jit
 def bring_rest(into, first: gl.constexpr, known, words, record, valid, bars, tile, buffer, LANES: gl.constexpr):
-    """The bf16 values of a tile, from ``words`` on, into the words of a buffer from ``first`` on, and which of its keys exist."""
+    """The bf16 values of a tile, from ``words`` on, into the words of a buffer from ``first`` on, and which of its keys
+    exist."""
     await_room(bars, tile, buffer)
     copy_words(into.index(buffer).slice(first, REST // 2, dim=1), words, record, valid, LANES)
     async_copy.mbarrier_arrive(bars[FULL].index(buffer), increment_count=False)

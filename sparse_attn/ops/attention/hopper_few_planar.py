@@ -32,7 +32,8 @@ def _planar_record(
     slots, tile, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
     stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
-    """(words of the tile's cache, int64 offsets of its keys' records and of their scales in words, which keys exist)."""
+    """(words of the tile's cache, int64 offsets of its keys' records and of their scales in words, which keys
+    exist)."""
     valid = in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO)
     if TWO:
         later = tile >= tiles
@@ -76,7 +77,8 @@ def ask_planar(
     extra_cache, extra_num_slots, extra_block_size, stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr,
     TWO: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16 values."""
+    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16
+    values."""
     wait()
     begin, count, extra_begin, extra_count, tiles, all_tiles = own_keys(row, TWO, SPLIT)
     indices += begin
@@ -117,7 +119,17 @@ def ask_planar(
 
 @gluon.jit
 def put_planar(
-    row, keys, four, two, one, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr
+    row,
+    keys,
+    four,
+    two,
+    one,
+    scales,
+    bars,
+    which: gl.constexpr,
+    GROUP: gl.constexpr,
+    TWO: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):
     """A share of every tile's codes, dequantised by ue8m0 scales."""
     wait()

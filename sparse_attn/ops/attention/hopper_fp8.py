@@ -1,12 +1,12 @@
 """Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of hopper_row behind two producers.
 
-The producers are hopper_fp8_keys', a tile of every pair each. The tiles of a row are those of its first cache, then those of the
-second. Warps specialise while the launch before still runs: each then waits for it and finds its program's tiles by itself, the
-consumers while their queries are under way.
+The producers are hopper_fp8_keys', a tile of every pair each. The tiles of a row are those of its first cache, then
+those of the second. Warps specialise while the launch before still runs: each then waits for it and finds its program's
+tiles by itself, the consumers while their queries are under way.
 
-Floor, bytes: a record per named key and block of heads. What bounds it: of the four halves of a pair three are freed within
-1300 cycles, and two producers hold two halves in registers: the third comes a put and a load's latency later, and right's
-scores with it.
+Floor, bytes: a record per named key and block of heads. What bounds it: of the four halves of a pair three are freed
+within 1300 cycles, and two producers hold two halves in registers: the third comes a put and a load's latency later,
+and right's scores with it.
 """
 
 from triton.experimental import gluon
@@ -45,7 +45,9 @@ def _consume(
     if half == 0:
         if early != 0:
             start_next()
-    ask_queries(query, query_rest, q + token * stride_q_token + first_head * stride_q_head, stride_q_head, half, HAS_REST)
+    ask_queries(
+        query, query_rest, q + token * stride_q_token + first_head * stride_q_head, stride_q_head, half, HAS_REST
+    )
     _, _, _, _, _, start, end = own_tiles(row, TWO, SPLIT)
     if SPLIT is None:
         split = gl.num_programs(1) > 1

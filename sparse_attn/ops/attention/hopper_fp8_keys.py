@@ -1,16 +1,18 @@
 """How fp8 records become keys on Hopper: the producers of hopper_fp8.
 
-Each dequantises one tile of every pair, half by half in the order in which the consumers free them, the codes of the next half
-on their way in registers while it waits. Codes become bf16 exactly as the reference rounds them: NaN codes stay NaN, scales of
-any size count. Rows that an index does not name are zeros, and the producers tell the consumers which. The fence between these
-stores and the matrix unit is the consumers', after their wait: here it would await loads, too.
+Each dequantises one tile of every pair, half by half in the order in which the consumers free them, the codes of the
+next half on their way in registers while it waits. Codes become bf16 exactly as the reference rounds them: NaN codes
+stay NaN, scales of any size count. Rows that an index does not name are zeros, and the producers tell the consumers
+which. The fence between these stores and the matrix unit is the consumers', after their wait: here it would await
+loads, too.
 
-Where rows are split, or some of a step's are, both halves of a tile are one piece of code, told at run time which it is: a program
-walks few pairs, and in a layer code is found nowhere, and costs 4 to 5 us for 90 KB. Whole rows walk many, and have either half's code.
+Where rows are split, or some of a step's are, both halves of a tile are one piece of code, told at run time which it
+is: a program walks few pairs, and in a layer code is found nowhere, and costs 4 to 5 us for 90 KB. Whole rows walk
+many, and have either half's code.
 
-Interleaved: a record is LATENT codes, an fp32 scale per GROUP of them, and REST bf16 values that only score. Planar: VALUE - REST
-codes and REST bf16 values that are the last of the value; power-of-two scales lie behind the records of a block, one byte per
-GROUP, four to a word and to half a tile.
+Interleaved: a record is LATENT codes, an fp32 scale per GROUP of them, and REST bf16 values that only score. Planar:
+VALUE - REST codes and REST bf16 values that are the last of the value; power-of-two scales lie behind the records of a
+block, one byte per GROUP, four to a word and to half a tile.
 """
 
 from triton.experimental import gluon
@@ -26,7 +28,8 @@ PART = gl.constexpr(128)  # columns of a part, two to half a tile
 
 
 def _decode(pair: str) -> str:
-    """PTX of four e4m3 codes in $2 -> four bf16 values in $0 and $1. pair: what becomes of two of them, f and g in fp32."""
+    """PTX of four e4m3 codes in $2 -> four bf16 values in $0 and $1. pair: what becomes of two of them, f and g in
+    fp32."""
     halves = (
         f"""cvt.rn.f16x2.e4m3x2 pair, {half};
 mov.b32 {{x, y}}, pair;
@@ -59,8 +62,8 @@ mul.rn.bf16x2 {}, pair, $3;""")
 
 @gluon.jit
 def own_tiles(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
-    """(begin and count of the indices of this program's row, of those into the second cache; tiles of the first cache's keys;
-    [start, end) of this program's tiles, where both caches' are one range)."""
+    """(begin and count of the indices of this program's row, of those into the second cache; tiles of the first cache's
+    keys; [start, end) of this program's tiles, where both caches' are one range)."""
     indptr, extra_indptr, capacity, extra_capacity, head_blocks = row
     token = gl.program_id(0) // head_blocks
     begin, count = row_range(indptr, token, capacity)
@@ -122,8 +125,8 @@ def _locate(
 def _load_codes(
     record, valid, first: gl.constexpr, groups: gl.constexpr, missing, GROUP: gl.constexpr, CODES: gl.constexpr
 ):
-    """Groups from column ``first`` of half a tile on, the last of which may be ``missing``: int32 [TILE, groups, words of a
-    group]."""
+    """Groups from column ``first`` of half a tile on, the last of which may be ``missing``: int32 [TILE, groups, words
+    of a group]."""
     WORDS: gl.constexpr = GROUP // WORD
     group = gl.arange(0, groups, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
@@ -139,8 +142,8 @@ def _load_half(
     record, scales, valid, half, LATENT: gl.constexpr, GROUP: gl.constexpr, PLANAR: gl.constexpr, CODES: gl.constexpr,
     KNOWN: gl.constexpr,
 ):  # fmt: skip
-    """(codes of both parts of half a tile, their scales). Planar: a word [TILE] holds the scales of the half, both times; else
-    fp32 [TILE, groups] of either part."""
+    """(codes of both parts of half a tile, their scales). Planar: a word [TILE] holds the scales of the half, both
+    times; else fp32 [TILE, groups] of either part."""
     near = record + half * (HALF // WORD)
     GROUPS: gl.constexpr = PART // GROUP
     groups: gl.constexpr = GROUPS - half if PLANAR and KNOWN else GROUPS
@@ -164,7 +167,8 @@ def _load_half(
 
 @gluon.jit
 def put_codes(into, codes, factors):
-    """Dequantise int32 words of codes [keys, groups, words] by fp32 factors [keys, groups] into shared memory, seen as words."""
+    """Dequantise int32 words of codes [keys, groups, words] by fp32 factors [keys, groups] into shared memory, seen as
+    words."""
     factor, _ = gl.broadcast(gl.expand_dims(factors, 2), codes.to(gl.float32))
     low, high = gl.inline_asm_elementwise(
         BY_FLOAT, "=r,=r,r,f", [codes, factor], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
@@ -232,7 +236,8 @@ def _bring(
     SCALES: gl.constexpr, REST_AT: gl.constexpr, PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr,
     CODES: gl.constexpr, KNOWN: gl.constexpr,
 ):  # fmt: skip
-    """The half of a tile that is needed first, or ``late``, into its place; then ask for the next one. given: to every one;
+    """The half of a tile that is needed first, or ``late``, into its place; then ask for the next one. given: to every
+    one;
     state: of a producer between two halves. KNOWN: late is when the kernel is compiled."""
     SOON: gl.constexpr = tile
     LATER: gl.constexpr = 1 - tile
@@ -283,8 +288,8 @@ def dequantise(
     REST_AT: gl.constexpr, PLANAR: gl.constexpr, PAGED: gl.constexpr, TWO: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A producer: the even (``tile`` 0) or odd tiles of a program's. Left takes the halves of an even tile in their
-    order, right those of an odd one in the other. ptxas has a thread await all its loads together, so records are located
-    and indices are read where codes have just been put away."""
+    order, right those of an odd one in the other. ptxas has a thread await all its loads together, so records are
+    located and indices are read where codes have just been put away."""
     (
         keys, keys_rest, named, bars, cache, indices, num_slots, block_size, stride_block, extra_cache, extra_indices,
         extra_num_slots, extra_block_size, extra_stride_block,
@@ -321,10 +326,38 @@ def dequantise(
         for i in range(pairs):
             for late in gl.static_range(2):
                 state = _bring(
-                    late, i >> 20, given, state, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, True
+                    late,
+                    i >> 20,
+                    given,
+                    state,
+                    tile,
+                    LATENT,
+                    GROUP,
+                    TOKEN,
+                    SCALES,
+                    REST_AT,
+                    PLANAR,
+                    PAGED,
+                    TWO,
+                    CODES,
+                    True,
                 )
     else:
         for step in range(2 * pairs):
             state = _bring(
-                step & 1, step >> 20, given, state, tile, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, CODES, False
+                step & 1,
+                step >> 20,
+                given,
+                state,
+                tile,
+                LATENT,
+                GROUP,
+                TOKEN,
+                SCALES,
+                REST_AT,
+                PLANAR,
+                PAGED,
+                TWO,
+                CODES,
+                False,
             )

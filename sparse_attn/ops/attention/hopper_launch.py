@@ -160,8 +160,8 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
 
 
 def merge_shares(results: list[Output]) -> None:
-    """What of a step is in shares into its (out, lse): one part, or two whose rows follow each other. In one launch, unless a
-    batch-invariant step has more rows than fit."""
+    """What of a step is in shares into its (out, lse): one part, or two whose rows follow each other. In one launch,
+    unless a batch-invariant step has more rows than fit."""
     from sparse_attn.ops.attention import hopper_merge
 
     split = [result for result in results if result.split]
@@ -240,7 +240,8 @@ def _launches(whole: Rows, parts: tuple[Part, ...], blocks: int, results: list[O
 
 
 class Caches(NamedTuple):
-    """What a kernel is told of one cache or two: run-time arguments in the order of its parameters, constants by name."""
+    """What a kernel is told of one cache or two: run-time arguments in the order of its parameters, constants by
+    name."""
 
     pointers: tuple[torch.Tensor, ...]
     sizes: tuple[int, ...]
@@ -277,8 +278,8 @@ def _asks(q: torch.Tensor) -> bool:
 
 
 def _reads(keys: Keys, extra: Keys | None) -> bool:
-    """Whether the producers can read these caches: two of them planar and alike, blocks where 16-byte loads may start, records
-    within 32-bit offsets of their block, in words."""
+    """Whether the producers can read these caches: two of them planar and alike, blocks where 16-byte loads may start,
+    records within 32-bit offsets of their block, in words."""
     if extra is not None and not (isinstance(keys.layout, PlanarFp8Layout) and extra.layout == keys.layout):
         return False
     return all(
@@ -295,5 +296,6 @@ def _stride_bytes(cache: torch.Tensor) -> int:
 
 
 def _copies_whole_lines(rows: torch.Tensor) -> bool:
-    """Whether every row starts where a 16-byte copy may start, in terms the compiler is told of: pointers and strides."""
+    """Whether every row starts where a 16-byte copy may start, in terms the compiler is told of: pointers and
+    strides."""
     return rows.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in rows.stride()[:-1])

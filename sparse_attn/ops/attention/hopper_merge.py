@@ -1,12 +1,12 @@
 """Merging the shares of split rows on Hopper.
 
-SCALED ones, of ``hopper_pair.finish``, are fp16, which holds 11 bits where the output has 8, times a scale for each half of a
-row. They stand in the order in which the threads of a matrix product hold them, so that nobody exchanges columns: of 32, the
-pairs are transposed, 4 x 4. Others are fp32, in order.
+SCALED ones, of ``hopper_pair.finish``, are fp16, which holds 11 bits where the output has 8, times a scale for each
+half of a row. They stand in the order in which the threads of a matrix product hold them, so that nobody exchanges
+columns: of 32, the pairs are transposed, 4 x 4. Others are fp32, in order.
 
-Floor, bytes: states * 1024 (or 2048) in and 1024 out for a row and head. Of STATES of them all loads are under way together, by
-threads that take some of them each: little code, which a step finds in no cache. Only the lanes of a warp exchange sums: shared
-memory, which the kernels before and after this one divide otherwise, costs a step 4 to 9 us.
+Floor, bytes: states * 1024 (or 2048) in and 1024 out for a row and head. Of STATES of them all loads are under way
+together, by threads that take some of them each: little code, which a step finds in no cache. Only the lanes of a warp
+exchange sums: shared memory, which the kernels before and after this one divide otherwise, costs a step 4 to 9 us.
 """
 
 from triton.experimental import gluon

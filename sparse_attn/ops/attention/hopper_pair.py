@@ -1,14 +1,15 @@
 """What two consumer warpgroups on Hopper do with a pair of 64-key tiles.
 
-``left_pair`` takes the even tile's scores and owns the first 256 output columns, ``right_pair`` scores the odd tile and owns
-the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the two agree
-per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the consumers free the
-halves. Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
+``left_pair`` takes the even tile's scores and owns the first 256 output columns, ``right_pair`` scores the odd tile and
+owns the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the
+two agree per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the
+consumers free the halves. Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
 What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
-PERSISTENT: the consumers attend row after row (hopper) and look up which keys exist; else one row (hopper_row), and are told.
+PERSISTENT: the consumers attend row after row (hopper) and look up which keys exist; else one row (hopper_row), and are
+told.
 
-Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of it
-and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
+Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of
+it and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
 """
 
 from triton.experimental import gluon
@@ -42,7 +43,8 @@ REST = gl.constexpr(64)  # columns behind the value that only score
 UNIT = gl.constexpr(16)  # bytes of a load, in which strides of fp8 caches are counted
 WORD = gl.constexpr(4)  # bytes, or codes
 
-# mbarriers. The four halves of a pair, 2 * tile + half: filled by the producer, freed by the consumer that read it last.
+# mbarriers. The four halves of a pair, 2 * tile + half: filled by the producer, freed by the consumer that read it
+# last.
 FILLED = gl.constexpr(0)
 FREED = gl.constexpr(4)
 LEFT_MAX = gl.constexpr(8)
@@ -53,7 +55,8 @@ QUERY = gl.constexpr(12)
 QUERY_FREED = gl.constexpr(13)  # where a program attends more than one row
 BARRIERS = gl.constexpr(14)
 
-# [HEADS, HALF] in the threads that hold it as sums, 8 bytes of a row each: only the four threads of a row exchange columns.
+# [HEADS, HALF] in the threads that hold it as sums, 8 bytes of a row each: only the four threads of a row exchange
+# columns.
 LINES = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
@@ -87,8 +90,8 @@ def allocate_barriers():
 
 @gluon.jit
 def release(bar, EACH: gl.constexpr):
-    """This warpgroup has read what it was given: each thread says so for itself, which takes no barrier, or one for all.
-    (Nothing is handed over that a thread wrote: that needs ``signal``.)"""
+    """This warpgroup has read what it was given: each thread says so for itself, which takes no barrier, or one for
+    all. (Nothing is handed over that a thread wrote: that needs ``signal``.)"""
     if EACH:
         async_copy.mbarrier_arrive(bar, increment_count=False)
     else:
@@ -111,8 +114,8 @@ def score_half(query, keys, scores, half: gl.constexpr, first: gl.constexpr):
 
 @gluon.jit
 def name_keys(named, tile: gl.constexpr, first, left_over, place, PERSISTENT: gl.constexpr):
-    """What a tile's keys are called: the indices ``named`` from ``first`` on, of which ``left_over`` are the row's; unless
-    PERSISTENT what the producer says in shared memory of the tiles' keys, once they are there."""
+    """What a tile's keys are called: the indices ``named`` from ``first`` on, of which ``left_over`` are the row's;
+    unless PERSISTENT what the producer says in shared memory of the tiles' keys, once they are there."""
     if PERSISTENT:
         return gl.load(named + (first + place), mask=place < left_over, other=-1)
     else:
@@ -131,8 +134,8 @@ def masked(scores, slot, num_rows, PERSISTENT: gl.constexpr):
 
 @gluon.jit
 def normalise(m, l, drain, HAS_SINK: gl.constexpr, split):
-    """(what to multiply sums by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A sink ``drain`` adds to the
-    denominator, not to lse. split: of a row's share lse is in base 2, and no sink counts yet."""
+    """(what to multiply sums by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A sink ``drain`` adds
+    to the denominator, not to lse. split: of a row's share lse is in base 2, and no sink counts yet."""
     empty = l == 0.0
     lse2 = m + gl.log2(gl.where(empty, 1.0, l))
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
@@ -145,8 +148,8 @@ def normalise(m, l, drain, HAS_SINK: gl.constexpr, split):
 
 @gluon.jit
 def _powers(sums):
-    """(2^-n, 2^n) for each row of ``sums``, such that 2^-n times the largest of them lies in [2^14, 2^15); of a row with an
-    infinite one (1, 1). (A maximum leaves NaN out.)"""
+    """(2^-n, 2^n) for each row of ``sums``, such that 2^-n times the largest of them lies in [2^14, 2^15); of a row
+    with an infinite one (1, 1). (A maximum leaves NaN out.)"""
     exponent = gl.max(gl.abs(sums), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.where(exponent == 255, 127 + 14, gl.maximum(exponent, 15))
     down = (127 + 14 + 127 - exponent) << 23
@@ -167,9 +170,9 @@ def finish(
     acc, l, m, scale_log2, half: gl.constexpr, out, lse, scales, sink, stride_head, HAS_SINK: gl.constexpr, split,
     ACC: gl.constexpr,
 ):  # fmt: skip
-    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16; or
-    where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to 2^-11 of each
-    value, an eighth of what rounding the output costs, or 2^-39 of the row's largest in this half."""
+    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16;
+    or where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to
+    2^-11 of each value, an eighth of what rounding the output costs, or 2^-39 of the row's largest in this half."""
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     head = gl.arange(0, HEADS, layout=m.type.layout)
     drain = gl.load(sink + head) if HAS_SINK else 0.0
@@ -198,9 +201,11 @@ def score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST: gl.c
 
 
 @gluon.jit
-def score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, half: gl.constexpr, HAS_REST: gl.constexpr):
-    """One half of an even tile's share of its scores, not awaited. nothing: what the left half starts from, whose result the
-    right half starts from."""
+def score_even(
+    query, query_rest, keys, keys_rest, bars, zero, phase, nothing, half: gl.constexpr, HAS_REST: gl.constexpr
+):
+    """One half of an even tile's share of its scores, not awaited. nothing: what the left half starts from, whose
+    result the right half starts from."""
     await_keys(bars, half, phase)
     if half == 0:
         return score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
@@ -256,7 +261,8 @@ def right_pair(
     named, first, left_over, place, acc, m, l, query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars,
     num_rows, scale_log2, zero, phase, last, HAS_REST: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """All of a pair: (acc, m, l). named, first, left_over: as in name_keys of the odd tile; PERSISTENT as in left_pair."""
+    """All of a pair: (acc, m, l). named, first, left_over: as in name_keys of the odd tile; PERSISTENT as in
+    left_pair."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -266,7 +272,9 @@ def right_pair(
     await_keys(bars, 2, phase)
     pending = score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
     if HAS_REST:
-        pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True)
+        pending = warpgroup_mma(
+            query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True
+        )
     slot = name_keys(named, 1, first, left_over, place, PERSISTENT)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     z = masked(scores, slot, num_rows, PERSISTENT)
@@ -291,7 +299,9 @@ def right_pair(
     fence_async_shared()
     signal(bars[RIGHT_P])
     mbarrier.wait(bars[LEFT_P], phase)
-    product = warpgroup_mma(left_p.index(zero + HAS_REST), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True)
+    product = warpgroup_mma(
+        left_p.index(zero + HAS_REST), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True
+    )
     product = warpgroup_mma_wait(1, deps=(product,))
     release(bars[FREED + 3], PERSISTENT)
     acc = warpgroup_mma_wait(0, deps=(product,))

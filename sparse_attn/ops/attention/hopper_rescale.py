@@ -1,9 +1,10 @@
 """Softmax sums that stay relative to a maximum of some keys ago, and are rescaled only where they have to be.
 
-Weights may be relative to any number near their row's largest score: up to 2^SLACK they are as exact as up to 1, since bf16
-and fp32 round relatively, and sums in fp32 have the room. So a row's reference moves only to a score that exceeds it by more
-than SLACK, which after the first keys of a row is rare; and a warp none of whose rows has moved branches around its products,
-128 a thread between scores and the product that waits for them. FlashAttention-4 rescales as seldom, with this slack.
+Weights may be relative to any number near their row's largest score: up to 2^SLACK they are as exact as up to 1, since
+bf16 and fp32 round relatively, and sums in fp32 have the room. So a row's reference moves only to a score that exceeds
+it by more than SLACK, which after the first keys of a row is rare; and a warp none of whose rows has moved branches
+around its products, 128 a thread between scores and the product that waits for them. FlashAttention-4 rescales as
+seldom, with this slack.
 
 A warp decides for its own rows, and a factor of one changes nothing: a row's bits are the same beside any others.
 """
@@ -19,12 +20,14 @@ WORDS = gl.constexpr(16)  # pairs of bf16 values of a thread
 
 
 def _unless_one(registers: int, values: int, product: str) -> str:
-    """PTX: registers from the ones behind them; where any thread of the warp has a factor that is not one, then ``product`` (to,
-    from, factor) for each. A register holds so many ``values``, with fp32 factors behind all registers. A thread's values are
-    of two rows, by turns two of each."""
+    """PTX: registers from the ones behind them; where any thread of the warp has a factor that is not one, then
+    ``product`` (to, from, factor) for each. A register holds so many ``values``, with fp32 factors behind all
+    registers. A thread's values are of two rows, by turns two of each."""
     first = 2 * registers
     copies = "\n".join(f"mov.b32 ${at}, ${registers + at};" for at in range(registers))
-    products = "\n".join(product.format(f"${at}", f"${registers + at}", f"${first + values * at}") for at in range(registers))
+    products = "\n".join(
+        product.format(f"${at}", f"${registers + at}", f"${first + values * at}") for at in range(registers)
+    )
     return f"""{{
 .reg .pred one, other, any;
 .reg .b16 low, high;
@@ -62,7 +65,8 @@ TIMES_PAIR_OPERANDS = gl.constexpr(_constraints(WORDS.value, "r", 2))
 
 @gluon.jit
 def lowest(scale_log2):
-    """The product that weights are relative to before there are any: finite, and so low that the score of one below is -inf."""
+    """The product that weights are relative to before there are any: finite, and so low that the score of one below is
+    -inf."""
     return -3.4028234663852886e38 / gl.maximum(scale_log2, 1.0)
 
 
@@ -70,7 +74,9 @@ def lowest(scale_log2):
 def in_log2(m, scale_log2):
     """The score of product ``m`` in base 2, rounded: never part of a fused operation."""
     scale = gl.full(m.shape, scale_log2, gl.float32, m.type.layout)
-    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, scale], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [m, scale], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -82,9 +88,9 @@ def _power_below(scale_log2):
 def origin(m, scale_log2):
     """(scale, origin) of a row whose weights, relative to product ``m``, are 2^(product * scale - origin).
 
-    That is one fused operation, which does not round the product, while the origin is rounded: the largest weight is 1 but for
-    half a unit of the origin's last place. Where that is much, the row is far: its products differ by so much that all weights
-    are 1 or 0, and a power of two below the scale, by which no product is rounded, serves as well.
+    That is one fused operation, which does not round the product, while the origin is rounded: the largest weight is 1
+    but for half a unit of the origin's last place. Where that is much, the row is far: its products differ by so much
+    that all weights are 1 or 0, and a power of two below the scale, by which no product is rounded, serves as well.
     """
     score = in_log2(m, scale_log2)
     far = gl.abs(score) >= FAR

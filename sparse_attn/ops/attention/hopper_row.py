@@ -1,4 +1,5 @@
-"""The two consumers of hopper_pair over the pairs of one row, whose queries they fetch. Producers say which keys exist."""
+"""The two consumers of hopper_pair over the pairs of one row, whose queries they fetch. Producers say which keys
+exist."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +33,9 @@ def ask_queries(query, rest, source, stride_head, half: gl.constexpr, HAS_REST: 
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)) + half * HALF
     part = query.index(0).slice(half * HALF, HALF, dim=1)
-    async_copy.async_copy_global_to_shared(part, source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0))
+    async_copy.async_copy_global_to_shared(
+        part, source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0)
+    )
     if HAS_REST and half == 0:
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         head_r = gl.arange(0, HEADS, layout=gl.SliceLayout(1, NARROW))

@@ -19,8 +19,8 @@ class Keys(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a launch is chosen for: rows, and how many indices all of them may hold, of two caches together. invariant: how
-    many rows there are instead, launched as those would be in one part; None where bits may depend on it."""
+    """What a launch is chosen for: rows, and how many indices all of them may hold, of two caches together. invariant:
+    how many rows there are instead, launched as those would be in one part; None where bits may depend on it."""
 
     tokens: int
     capacity: int

@@ -234,7 +234,8 @@ def merge(
     found = tl.load(lse_at, mask=state < states, other=float("-inf"))
     found = tl.where(found * to_log2 == float("-inf"), float("-inf"), found)
     m = tl.max(found, 0)
-    # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states would not be 0.
+    # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states would
+    # not be 0.
     weight = tl.exp2((found - tl.where(m == float("-inf"), 0.0, m)) * to_log2)
     top = m * to_log2
     l = tl.where(top == float("inf"), float("nan"), tl.sum(weight, 0))

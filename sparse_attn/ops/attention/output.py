@@ -18,8 +18,8 @@ MERGED_ELEMENTS = 8192  # partial values a merging program holds
 
 
 class Output:
-    """Where the programs of some rows write to: (out, lse), or ``shares`` of them (and those shares' scales, if they have any),
-    whose sink is counted once, where they are merged."""
+    """Where the programs of some rows write to: (out, lse), or ``shares`` of them (and those shares' scales, if they
+    have any), whose sink is counted once, where they are merged."""
 
     def __init__(self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, shares: list[torch.Tensor]):
         self.out, self.lse, self.sink, self.split = out, lse, sink, bool(shares)

@@ -1,7 +1,7 @@
 """How the Hopper kernels' steps are launched: in one part, or in two where few rows would need a turn of their own.
 
-A multiprocessor runs one program at a time. Rows that fill all of them, whole for some turns or split for one, are a part; the
-rows left over are another, each of them split over more programs.
+A multiprocessor runs one program at a time. Rows that fill all of them, whole for some turns or split for one, are a
+part; the rows left over are another, each of them split over more programs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Part(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kernel whose programs walk units of keys. What costs as much as how many units: a program's start and end, more of it
-    where all multiprocessors start one, and a merge. splits_of: (programs, units, multiprocessors) -> splits of one part."""
+    """A kernel whose programs walk units of keys. What costs as much as how many units: a program's start and end, more
+    of it where all multiprocessors start one, and a merge. splits_of: (programs, units, multiprocessors) -> splits of
+    one part."""
 
     start: float
     crowd: float
@@ -37,8 +38,8 @@ class Kind(NamedTuple):
     splits_of: Callable[[int, int, int], int]
 
     def cost(self, parts: tuple[Part, ...], blocks: int, units: int, num_sms: int) -> float:
-        """Of ``parts`` launched one after the other, ``blocks`` programs a row and split, in units of one program; one merge
-        serves all of them."""
+        """Of ``parts`` launched one after the other, ``blocks`` programs a row and split, in units of one program; one
+        merge serves all of them."""
         cost = self.merge if any(part.splits > 1 for part in parts) else 0
         for part in parts:
             turns, left = divmod(part.rows * blocks * part.splits, num_sms)
@@ -86,8 +87,8 @@ def parts_of(
 
 
 def _filling(rows: int, blocks: int, units: int, num_sms: int) -> tuple[int, int]:
-    """(rows, splits) of a part that fills the multiprocessors: for whole turns, or for one, each row split more than all rows
-    at once can be. No rows where there is no such part."""
+    """(rows, splits) of a part that fills the multiprocessors: for whole turns, or for one, each row split more than
+    all rows at once can be. No rows where there is no such part."""
     programs = rows * blocks
     turns = programs // num_sms
     if turns:

@@ -68,7 +68,8 @@ def merge_attn_states(
 
 
 def softmax(scores: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, lse) of fp32 scores in natural log units; 0 and -inf where all scores are -inf, NaN where one is NaN or inf.
+    """(weights, lse) of fp32 scores in natural log units; 0 and -inf where all scores are -inf, NaN where one is NaN or
+    inf.
 
     A score beyond fp32 in base 2, in which kernels reckon, is infinite.
     """

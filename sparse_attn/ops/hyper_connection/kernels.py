@@ -76,9 +76,7 @@ def mix(
         there = known[:, None] & (column < hidden)[None, :]
         value = tl.load(source + column[None, :], mask=there, other=0.0).to(tl.float32)
         total = tl.sum(value * pre[:, None], 0)
-        tl.store(
-            collapsed + token * hidden + column, cast(total, collapsed.dtype.element_ty), mask=column < hidden
-        )
+        tl.store(collapsed + token * hidden + column, cast(total, collapsed.dtype.element_ty), mask=column < hidden)
 
 
 @triton.jit

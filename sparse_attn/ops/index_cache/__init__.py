@@ -27,8 +27,8 @@ def indexer_k_quant_and_cache(
 ) -> None:
     """Write index keys into ``cache``, quantised as ``layout`` says.
 
-    k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free, and a
-    PlainLayout's row stride.
+    k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free, and
+    a PlainLayout's row stride.
     slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one
     beyond the cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot: undefined
     which wins.

@@ -44,9 +44,7 @@ def fp8_mqa_logits(
     checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
     _check_rows(q, k, weights, kv_start, kv_end)
     checks.check_same_device(q=q, k=k, k_scale=k_scale)
-    return op.mqa_logits(
-        q.view(torch.uint8), k.view(torch.uint8), k_scale, weights, kv_start, kv_end, flavour, impl
-    )
+    return op.mqa_logits(q.view(torch.uint8), k.view(torch.uint8), k_scale, weights, kv_start, kv_end, flavour, impl)
 
 
 def bf16_mqa_logits(
@@ -78,10 +76,11 @@ def fp8_paged_mqa_logits(
 ) -> torch.Tensor:
     """Scores over a paged fp8 index cache.
 
-    q: fp8 codes [requests, next_n, heads, dim] (float8 of the layout's flavour, or uint8), 1 to 128 heads. cache: blocks of
-    ``layout``. weights: fp32 [requests * next_n, heads]. context_lens: int32 [requests, next_n], row (b, j) scores positions
-    [0, context_lens[b, j]) clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks]; positions beyond the
-    table or in a block outside the cache come out -inf. Returns fp32 [requests * next_n, max_context_len].
+    q: fp8 codes [requests, next_n, heads, dim] (float8 of the layout's flavour, or uint8), 1 to 128 heads. cache:
+    blocks of ``layout``. weights: fp32 [requests * next_n, heads]. context_lens: int32 [requests, next_n], row (b, j)
+    scores positions [0, context_lens[b, j]) clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks];
+    positions beyond the table or in a block outside the cache come out -inf. Returns fp32 [requests * next_n,
+    max_context_len].
     """
     if not isinstance(layout, IndexFp8Layout):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout")
@@ -140,9 +139,7 @@ def _check_paged(q, cache, weights, context_lens, block_table, max_context_len, 
     checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
     checks.check_unit_stride("block_table", block_table)
     checks.check_at_least("max_context_len", max_context_len, 0)
-    checks.check_same_device(
-        q=q, cache=cache, weights=weights, context_lens=context_lens, block_table=block_table
-    )
+    checks.check_same_device(q=q, cache=cache, weights=weights, context_lens=context_lens, block_table=block_table)
 
 
 def _check_heads(heads: int) -> None:

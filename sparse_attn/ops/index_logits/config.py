@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from sparse_attn.target import Target
 
-
 # The warp-specialised kernels' shapes: values of a key, heads of a row, columns of a unit at most.
 HOPPER_DIM, HOPPER_HEADS, HOPPER_LANES = 128, (32, 64, 128), 256
 
@@ -25,9 +24,9 @@ class HopperConfig:
 
 @dataclass(frozen=True)
 class LogitsConfig:
-    """keys: key tile; rows: query rows a program of the contiguous form takes with one key tile; fp8_dot: whether the matrix
-    unit multiplies the codes themselves; splits: programs that share a request's tiles in the paged form; hopper: how the
-    warp-specialised kernel is launched, for tensors that it can copy."""
+    """keys: key tile; rows: query rows a program of the contiguous form takes with one key tile; fp8_dot: whether the
+    matrix unit multiplies the codes themselves; splits: programs that share a request's tiles in the paged form;
+    hopper: how the warp-specialised kernel is launched, for tensors that it can copy."""
 
     keys: int
     rows: int

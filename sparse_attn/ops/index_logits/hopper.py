@@ -1,14 +1,14 @@
 """What the Hopper kernels of index scores share: a program's part of the tiles, and what becomes of a product.
 
-Both are persistent. A unit is the query rows that are multiplied together: keys stand in a product's rows, the heads of the
-unit's rows in its columns, its lanes. A producer warp fills a ring of tiles by TMA, four warpgroups multiply them, at most 128
-lanes each, and sum while others multiply. Sums and products hinder each other, in whichever warps they are, so what counts is how
-many instructions the sums are. Every program counts the tiles of all units, from the lengths on the device, and takes as many as
-any other, next to each other.
+Both are persistent. A unit is the query rows that are multiplied together: keys stand in a product's rows, the heads of
+the unit's rows in its columns, its lanes. A producer warp fills a ring of tiles by TMA, four warpgroups multiply them,
+at most 128 lanes each, and sum while others multiply. Sums and products hinder each other, in whichever warps they are,
+so what counts is how many instructions the sums are. Every program counts the tiles of all units, from the lengths on
+the device, and takes as many as any other, next to each other.
 
-Ring positions follow from how many tiles and units came before, nothing else is carried from unit to unit. A slot is filled for
-the same consumers every time: another one could wait for it while it is being filled the time before, and take the phase before
-that for its own.
+Ring positions follow from how many tiles and units came before, nothing else is carried from unit to unit. A slot is
+filled for the same consumers every time: another one could wait for it while it is being filled the time before, and
+take the phase before that for its own.
 """
 
 from triton.experimental import gluon
@@ -60,13 +60,15 @@ def power_of_two(slots):
 
 @gluon.jit
 def ring(use, SLOTS: gl.constexpr):
-    """(slot, phase) of the ``use``-th use of a ring; without division, for every tile comes through here in every warp."""
+    """(slot, phase) of the ``use``-th use of a ring; without division, for every tile comes through here in every
+    warp."""
     return use & (SLOTS - 1), (use >> power_of_two(SLOTS)) & 1
 
 
 @gluon.jit
 def own_tile(turn: gl.constexpr, done, TURNS: gl.constexpr):
-    """The first tile behind ``done`` others that is its own, from 0 on, for a consumer that takes every TURNS-th of all."""
+    """The first tile behind ``done`` others that is its own, from 0 on, for a consumer that takes every TURNS-th of
+    all."""
     return (turn - done % TURNS + TURNS) % TURNS
 
 
@@ -99,7 +101,8 @@ def share(total):
 def search(tiles, counted, begin, end, first, skipped, last):
     """Go on looking for the units of tiles ``begin`` and ``end - 1`` in the next chunk's ``tiles`` per unit.
 
-    counted: tiles of the chunks before. first, last: units that end before either; skipped: tiles of those before ``begin``.
+    counted: tiles of the chunks before. first, last: units that end before either; skipped: tiles of those before
+    ``begin``.
     """
     upto = gl.associative_scan(tiles, 0, _add) + counted
     before = upto <= begin
@@ -111,8 +114,9 @@ def search(tiles, counted, begin, end, first, skipped, last):
 
 @gluon.constexpr_function
 def scores_layout(rows, axes=0):
-    """Of a product's scores [TILE, rows]; with ``axes`` of 2 behind them, of shares by a lane's place among the four that share
-    rows of the accumulator. The first of those axes lies in registers, and for it a bit of the scores in lanes, a row's first."""
+    """Of a product's scores [TILE, rows]; with ``axes`` of 2 behind them, of shares by a lane's place among the four
+    that share rows of the accumulator. The first of those axes lies in registers, and for it a bit of the scores in
+    lanes, a row's first."""
     bits = [[0, 1], [0, 2]][: rows.bit_length() - 1] + [[8, 0], [0, 0]]
     moved = 1 if axes == 2 else 2
     places = [[0, 0] + [int(at == axis) for at in range(axes)] for axis in range(axes)]
@@ -127,7 +131,8 @@ def maxima_layout(rows, group):
     """What is left of scores_layout when each group of neighbouring keys is one: fp32 [TILE / group, rows]."""
     scores = scores_layout(rows)
     registers, lanes, warps = (
-        [[key // group, row] for key, row in bases] for bases in (scores.reg_bases, scores.lane_bases, scores.warp_bases)
+        [[key // group, row] for key, row in bases]
+        for bases in (scores.reg_bases, scores.lane_bases, scores.warp_bases)
     )
     return gl.DistributedLinearLayout(
         [base for base in registers if any(base)], lanes, warps, [], [TILE.value // group, rows]
@@ -138,8 +143,8 @@ def maxima_layout(rows, group):
 def sums(product, halves, ROWS: gl.constexpr):
     """relu(product) [TILE, ROWS * heads] times the weights, over the heads of each row: fp32 [TILE, ROWS].
 
-    halves: of the weights, for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN, and an addition runs at twice the
-    rate of a maximum. Four lanes have shares of four scores and end with one each, not all of them with all.
+    halves: of the weights, for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN, and an addition runs at
+    twice the rate of a maximum. Four lanes have shares of four scores and end with one each, not all of them with all.
     """
     PAIRS: gl.constexpr = product.shape[1] // ROWS // 8
     weighed = (product + gl.abs(product)) * gl.expand_dims(halves, 0)

@@ -1,8 +1,9 @@
 """Index scores over a paged fp8 cache on Hopper, blocks of 64 keys: see hopper.py.
 
-Floor: bytes, a block's codes and scales once per unit and 4 bytes per row and key. All rows of a request, up to four, are
-one unit, so the keys of a request are read once. Predicted bound: that, 490 clocks a block on 132 multiprocessors, against
-250 for 128 lanes in the matrix unit. Short contexts: the chain of lengths, block table, keys, one load after the other.
+Floor: bytes, a block's codes and scales once per unit and 4 bytes per row and key. All rows of a request, up to four,
+are one unit, so the keys of a request are read once. Predicted bound: that, 490 clocks a block on 132 multiprocessors,
+against 250 for 128 lanes in the matrix unit. Short contexts: the chain of lengths, block table, keys, one load after
+the other.
 """
 
 import torch
@@ -64,15 +65,16 @@ def _tiles(lengths, max_context):
 
 @gluon.jit
 def _chunk_lengths(lens, begin, units, stride_request, stride_row, ROWS: gl.constexpr, NEXT_N: gl.constexpr):
-    """Lengths of CHUNK units, each by one thread; of the last unit behind it, for ptxas branches about every mbarrier.init
-    behind a masked load."""
+    """Lengths of CHUNK units, each by one thread; of the last unit behind it, for ptxas branches about every
+    mbarrier.init behind a masked load."""
     unit = begin + gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return _lengths(lens, gl.minimum(unit, units - 1), stride_request, stride_row, ROWS, NEXT_N)
 
 
 @gluon.jit
 def _chunk_tiles(lengths, begin, units, max_context):
-    """Tiles of CHUNK units, in every warp. The lengths are waited for here: ptxas hoists arithmetic, but no shared memory."""
+    """Tiles of CHUNK units, in every warp. The lengths are waited for here: ptxas hoists arithmetic, but no shared
+    memory."""
     EVERYWHERE: gl.constexpr = gl.BlockedLayout([CHUNK // 32], [32], [4], [0])
     copies = ()
     for n in gl.static_range(len(lengths)):
@@ -93,8 +95,8 @@ def _fill(
     max_context, max_blocks, stride_request, stride_row, stride_table, first, skip, last, count, HEADS: gl.constexpr,
     ROWS: gl.constexpr, NEXT_N: gl.constexpr,
 ):  # fmt: skip
-    """The producer: a unit's queries, then its blocks, each with where its keys end at the latest: at 0 where the cache has no
-    such block, which comes as zeros and is read nowhere."""
+    """The producer: a unit's queries, then its blocks, each with where its keys end at the latest: at 0 where the cache
+    has no such block, which comes as zeros and is read nowhere."""
     TILES: gl.constexpr = keys.shape[0]
     GROUPS: gl.constexpr = (NEXT_N + ROWS - 1) // ROWS
     lane = gl.arange(0, WINDOW, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -167,7 +169,8 @@ def _score(
     common, which: gl.constexpr, HEADS: gl.constexpr, ROWS: gl.constexpr, NEXT_N: gl.constexpr, CLEAN: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: of every tile of the program's share that is its turn LANES of the lanes, or all. common: to all consumers."""
+    """A consumer: of every tile of the program's share that is its turn LANES of the lanes, or all. common: to all
+    consumers."""
     (
         keys, scales, ends, queries, filled, freed, query_filled, query_freed, weights, lens, out, maxima, units, max_context,
         stride_weights_row, stride_weights_head, stride_request, stride_row, stride_out, stride_maxima, first, skip, last, count,
@@ -202,7 +205,9 @@ def _score(
             first_row = unit % GROUPS * ROWS
             present = NEXT_N - first_row
             to = gl.expand_dims(out + (request * NEXT_N + first_row + own) * stride_out, 0)
-            limit = gl.load(lens + request * stride_request + (first_row + own) * stride_row, mask=own < present, other=0)
+            limit = gl.load(
+                lens + request * stride_request + (first_row + own) * stride_row, mask=own < present, other=0
+            )
             limit = gl.expand_dims(gl.minimum(limit, max_context), 0)
             written = limit
             if CLEAN:
@@ -213,7 +218,9 @@ def _score(
                 groups = gl.expand_dims(groups, 0)
                 written = (limit + GROUP - 1) // GROUP * GROUP
             row = FROM + lane // HEADS
-            heads = weights + (request * NEXT_N + first_row + row) * stride_weights_row + lane % HEADS * stride_weights_head
+            heads = (
+                weights + (request * NEXT_N + first_row + row) * stride_weights_row + lane % HEADS * stride_weights_head
+            )
             halves = 0.5 * gl.load(heads, mask=row < present, other=0.0)
             place, phase = ring(turn, QUERIES)
             mbarrier.wait(query_filled.index(place), phase)
@@ -329,7 +336,9 @@ def paged_mqa_logits(
 def fits(q, cache) -> bool:
     """Whether TMA can copy the queries, and a block as one tile."""
     block = cache.shape[1] * cache.shape[2]
-    whole = cache.shape[0] > 0 and cache.shape[1] == TILE.value and cache.stride(0) % 16 == 0 and cache.stride(0) >= block
+    whole = (
+        cache.shape[0] > 0 and cache.shape[1] == TILE.value and cache.stride(0) % 16 == 0 and cache.stride(0) >= block
+    )
     return whole and cache.data_ptr() % 16 == 0 and q.is_contiguous() and q.data_ptr() % 16 == 0
 
 
@@ -343,7 +352,9 @@ def launch(
     fp8, planes = torch.float8_e4m3fn, (num_blocks, block_size, dim)
     codes = torch.as_strided(cache, planes, (cache.stride(0), dim, 1)).view(fp8)
     at = cache.storage_offset() + block_size * dim
-    factors = torch.as_strided(cache, (num_blocks, block_size * (row - dim)), (cache.stride(0), 1), at).view(torch.float32)
+    factors = torch.as_strided(cache, (num_blocks, block_size * (row - dim)), (cache.stride(0), 1), at).view(
+        torch.float32
+    )
     tiles = gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=3)
     units = requests * triton.cdiv(next_n, rows)
     paged_mqa_logits[(chosen.programs,)](

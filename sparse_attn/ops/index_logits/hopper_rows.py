@@ -1,7 +1,8 @@
 """Index scores over contiguous fp8 keys on Hopper: see hopper.py.
 
-Floor: operations, 2 * heads * D per row and key. A unit's rows share its tiles, from the first key that one of them sees to
-the last. Predicted bound: the matrix unit, 512 clocks a tile of 64 keys and 256 lanes, against 330 for what is issued to sum it.
+Floor: operations, 2 * heads * D per row and key. A unit's rows share its tiles, from the first key that one of them
+sees to the last. Predicted bound: the matrix unit, 512 clocks a tile of 64 keys and 256 lanes, against 330 for what is
+issued to sum it.
 """
 
 import torch
@@ -78,7 +79,7 @@ def _fill(
             mbarrier.expect(ready, queries.shape[1] * queries.shape[2] + weights.shape[1] * weights.shape[2] * 4)
             tma.async_copy_global_to_shared(q, [unit * queries.shape[1], 0], ready, queries.index(place))
             tma.async_copy_global_to_shared(weight, [unit * ROWS, 0], ready, weights.index(place))
-            for i in range(0, some):
+            for i in range(some):
                 slot, phase = ring(done + i, TILES)
                 at = (begin + skip + i) * TILE
                 mbarrier.wait(freed.index(slot), phase ^ 1)
@@ -92,7 +93,8 @@ def _fill(
 
 @gluon.jit
 def _score(common, which: gl.constexpr, ROWS: gl.constexpr):
-    """A consumer: of every tile of the program's share that is its turn LANES of the lanes. common: to all consumers."""
+    """A consumer: of every tile of the program's share that is its turn LANES of the lanes. common: to all
+    consumers."""
     (
         tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
         stride_start, stride_end, stride_out, first, skip, last, count,

@@ -1,7 +1,7 @@
 """Index scores: a tile of keys against the heads of a query row, relu, weigh, sum over heads, scale.
 
-Keys stand in the rows of the matrix product and heads in its columns, so the sum over heads stays inside a quad of lanes.
-Floors, per row and key: 2 * heads * dim operations; the paged form reads dim + 4 bytes per request and key, both
+Keys stand in the rows of the matrix product and heads in its columns, so the sum over heads stays inside a quad of
+lanes. Floors, per row and key: 2 * heads * dim operations; the paged form reads dim + 4 bytes per request and key, both
 write 4 bytes per row and key.
 """
 
@@ -31,8 +31,9 @@ def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr)
 
 @triton.jit
 def _weighed(products, weights, real, WHOLE_H: tl.constexpr, HALVES: tl.constexpr):
-    """relu(products) [KEYS, lanes] times ``weights``, 0 where a lane is no ``real`` head. HALVES: ``weights`` are halves of them,
-    for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN; on NVIDIA an addition runs at twice the rate of a maximum."""
+    """relu(products) [KEYS, lanes] times ``weights``, 0 where a lane is no ``real`` head. HALVES: ``weights`` are
+    halves of them, for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN; on NVIDIA an addition runs at
+    twice the rate of a maximum."""
     if HALVES:
         weighed = (products + tl.abs(products)) * weights[None, :]
     else:
@@ -101,7 +102,9 @@ def mqa_logits(
     if D == PAD_D:
         keys_tile = _operand(tl.load(k_at, mask=real_key[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
     else:
-        keys_tile = _operand(tl.load(k_at, mask=real_key[:, None] & real_column[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
+        keys_tile = _operand(
+            tl.load(k_at, mask=real_key[:, None] & real_column[None, :], other=0.0), FP8, FP8_DOT, FNUZ
+        )
     if k_scale is not None:
         scale = tl.load(k_scale + key.to(tl.int64) * stride_scale_key, mask=real_key, other=0.0)
 
@@ -219,9 +222,7 @@ def paged_mqa_logits(
     q_at = q + request * stride_q_request + lane_at[:, None] + column[None, :]
     if FP8_DOT:
         q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
-    heads_tile = _operand(
-        tl.load(q_at, mask=real_lane[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
-    )
+    heads_tile = _operand(tl.load(q_at, mask=real_lane[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
     weight_at = weights + (request * NEXT_N + lane_row) * stride_weights_row + head * stride_weights_head
     weight = tl.load(weight_at, mask=real_lane, other=0.0)
     if FP8_DOT:
@@ -272,7 +273,11 @@ def paged_mqa_logits(
             group = begin // GROUP + tl.arange(0, KEYS // GROUP)
             highest = tl.max(tl.reshape(score, [KEYS // GROUP, GROUP, PAD_N]), 1)
             to = maxima + (request * NEXT_N + row) * stride_maxima_row
-            tl.store(to[None, :] + group[:, None], highest, mask=(row < NEXT_N)[None, :] & (group * GROUP < max_context)[:, None])
+            tl.store(
+                to[None, :] + group[:, None],
+                highest,
+                mask=(row < NEXT_N)[None, :] & (group * GROUP < max_context)[:, None],
+            )
     if CLEAN:
         dead = tl.maximum(tl.cdiv(longest - first, step), 0) * step + first
         for begin in range(dead, max_context, step):
@@ -284,7 +289,8 @@ def paged_mqa_logits(
 
 
 def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, config, *, clean):
-    """Fill fp32 ``out`` [rows, keys] (any row stride); outside the ranges with -inf if ``clean``, not at all otherwise."""
+    """Fill fp32 ``out`` [rows, keys] (any row stride); outside the ranges with -inf if ``clean``, not at all
+    otherwise."""
     rows, heads, dim = q.shape
     keys = k.shape[0]
     if rows == 0 or keys == 0:
@@ -297,7 +303,14 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
             if clean:
                 parts = min(triton.cdiv(keys, OUTSIDE), triton.cdiv(1024, rows))
                 clear_outside[(rows, parts)](
-                    kv_start, kv_end, out, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0), BLOCK=OUTSIDE,
+                    kv_start,
+                    kv_end,
+                    out,
+                    keys,
+                    kv_start.stride(0),
+                    kv_end.stride(0),
+                    out.stride(0),
+                    BLOCK=OUTSIDE,
                     **chain.chained(target_of(q.device)),
                 )
             return
@@ -346,10 +359,10 @@ def launch_paged_mqa_logits(
     maxima=None, group=1,
 ):  # fmt: skip
     """Fill fp32 ``out`` [requests * next_n, max_context_len] (any row stride); flavour "none" for an unquantised cache.
-    early: where launches are chained, whether the next one may start meanwhile; None: where this one is short. maxima, which goes
-    with a ``group`` above 1: fp32 [requests * next_n, cdiv(max_context_len, group)] gets the highest score of every ``group``
-    neighbours of which the row sees one, NaN where all are. Groups are whole: ``out``, whose rows have room for it, gets -inf
-    behind the row's last score."""
+    early: where launches are chained, whether the next one may start meanwhile; None: where this one is short. maxima,
+    which goes with a ``group`` above 1: fp32 [requests * next_n, cdiv(max_context_len, group)] gets the highest score
+    of every ``group`` neighbours of which the row sees one, NaN where all are. Groups are whole: ``out``, whose rows
+    have room for it, gets -inf behind the row's last score."""
     requests, next_n, heads, dim = q.shape
     if requests * next_n == 0 or max_context_len == 0:
         return

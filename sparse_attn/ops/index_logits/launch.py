@@ -19,9 +19,7 @@ def mqa_logits(
     flavour: str,
 ) -> torch.Tensor:
     out = shapes.allocate_logits(q.shape[0], k.shape[0], q)
-    launch = config.mqa_config(
-        q.shape[0], k.shape[0], *q.shape[1:], flavour, q.element_size(), target_of(q.device)
-    )
+    launch = config.mqa_config(q.shape[0], k.shape[0], *q.shape[1:], flavour, q.element_size(), target_of(q.device))
     kernels.launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, launch, clean=True)
     return out
 
@@ -38,9 +36,7 @@ def paged_mqa_logits(
     kind = parse_layout(layout)
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
     out = shapes.allocate_logits(q.shape[0] * q.shape[1], max_context_len, q)
-    launch = config.paged_config(
-        *q.shape, max_context_len, flavour, q.element_size(), target_of(q.device)
-    )
+    launch = config.paged_config(*q.shape, max_context_len, flavour, q.element_size(), target_of(q.device))
     kernels.launch_paged_mqa_logits(
         q, cache, weights, context_lens, block_table, max_context_len, flavour, out, launch, clean=True
     )

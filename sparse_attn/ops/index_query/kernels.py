@@ -68,9 +68,7 @@ def indexer_q_rope_quant(
         partners = swap_neighbours(values, BLOCK_HEADS, DIM_PADDED)
     else:
         partners = tl.load(source + partner[None, :] * stride_q_dim, mask=inside & rotated[None, :], other=0.0)
-    values = rotate(
-        values, partners.to(tl.float32), cos[None, :], sin[None, :], rotated[None, :], is_first[None, :]
-    )
+    values = rotate(values, partners.to(tl.float32), cos[None, :], sin[None, :], rotated[None, :], is_first[None, :])
     values = cast(values, q.dtype.element_ty).to(tl.float32)
     if HADAMARD:
         values = cast(hadamard(values, BLOCK_HEADS, DIM_PADDED, STAGES), q.dtype.element_ty).to(tl.float32)
@@ -94,7 +92,5 @@ def indexer_q_rope_quant(
     weight = tl.where(live, weight, 0.0)
 
     row = token * HEADS + head
-    tl.store(
-        query + row[:, None] * DIM + column[None, :], out, mask=(head < HEADS)[:, None] & (column < DIM)[None, :]
-    )
+    tl.store(query + row[:, None] * DIM + column[None, :], out, mask=(head < HEADS)[:, None] & (column < DIM)[None, :])
     tl.store(folded + row, weight, mask=head < HEADS)

@@ -15,7 +15,9 @@ from sparse_attn.ops.index_topk import op
 from sparse_attn.types import Ragged
 
 LOGITS_BYTES = 512 << 20
-DECODE_LOGITS_BYTES = 32 << 20  # 64 rows of 131072 keys; models, which have the room that prefill takes, give what that has
+DECODE_LOGITS_BYTES = (
+    32 << 20
+)  # 64 rows of 131072 keys; models, which have the room that prefill takes, give what that has
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 
@@ -90,9 +92,9 @@ def index_topk_decode(
     weights: fp32 [requests * next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n],
     row (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
     [requests, max_blocks]; positions beyond it or of a block outside the cache are not candidates. max_context_len: the
-    host's bound on every length. logits_bytes: how much logits may be held at once, at least one request; what selecting
-    takes beside them is 16 MiB at most, or an eighth as much. Rows that do not fit, each counted as max_context_len long,
-    take launches of their own.
+    host's bound on every length. logits_bytes: how much logits may be held at once, at least one request; what
+    selecting takes beside them is 16 MiB at most, or an eighth as much. Rows that do not fit, each counted as
+    max_context_len long, take launches of their own.
 
     Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
     """
@@ -117,10 +119,10 @@ def index_topk_decode_slots(
 ) -> Ragged:
     """Where in a paged cache the ``top_k`` best positions of every decode row lie.
 
-    Takes what ``index_topk_decode`` does; the block table is that of the cache to be read, in blocks as long as those of
-    ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that function's result, at capacity
-    requests * next_n * top_k; where programs hold all rows at once, and blocks are a multiple of 32 long, without a launch
-    of its own.
+    Takes what ``index_topk_decode`` does; the block table is that of the cache to be read, in blocks as long as those
+    of ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that function's result, at
+    capacity requests * next_n * top_k; where programs hold all rows at once, and blocks are a multiple of 32 long,
+    without a launch of its own.
     """
     arguments = _check_decode(
         q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl

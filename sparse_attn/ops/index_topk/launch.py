@@ -145,9 +145,7 @@ def _select_decode(
     kind = parse_layout(layout)
     flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
     target = target_of(q.device)
-    score = scoring.paged_config(
-        step // next_n, *q.shape[1:], max_context_len, flavour, q.element_size(), target
-    )
+    score = scoring.paged_config(step // next_n, *q.shape[1:], max_context_len, flavour, q.element_size(), target)
     buffer, *views = views
     limits = context_lens.reshape(-1)
     for first in range(0, requests * next_n, step):

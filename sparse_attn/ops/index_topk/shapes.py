@@ -16,7 +16,8 @@ def allocate_decode(q: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def allocate_slots(q: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised int32 (indices [rows * top_k], indptr [rows + 1]) for the rows of q [requests, next_n, heads, dim]."""
+    """Uninitialised int32 (indices [rows * top_k], indptr [rows + 1]) for the rows of q [requests, next_n, heads,
+    dim]."""
     rows = q.shape[0] * q.shape[1]
     return q.new_empty(rows * top_k, dtype=torch.int32), q.new_empty(rows + 1, dtype=torch.int32)
 

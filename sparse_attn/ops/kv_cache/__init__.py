@@ -30,13 +30,13 @@ def write_kv_cache(
 
     latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache:
     blocks of ``layout``, written in place; block stride free, and the row stride of a layout that is not planar.
-    slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens beyond
-    slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
+    slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens
+    beyond slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
 
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
-    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor: so that a latent's
-    scale is ``layout.scale_floor`` at least; of planar layouts 1e-4. NaN and infinities become the flavour's NaN, whatever
-    stands beside them in the group as if they were not there.
+    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor: so that a
+    latent's scale is ``layout.scale_floor`` at least; of planar layouts 1e-4. NaN and infinities become the flavour's
+    NaN, whatever stands beside them in the group as if they were not there.
     """
     _check_layout(layout)
     checks.check_dtype("latent", latent, FLOATS)

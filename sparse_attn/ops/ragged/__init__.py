@@ -1,7 +1,7 @@
 """Ragged (CSR) index lists at static capacity, built in one launch and without a host sync.
 
-Row t of the result is ``indices[indptr[t]:indptr[t + 1]]``; the tail of ``indices`` beyond ``indptr[-1]`` is -1. Rows are
-compacted by mask: an interior -1, or an index that points nowhere, takes no place and loses nothing behind it.
+Row t of the result is ``indices[indptr[t]:indptr[t + 1]]``; the tail of ``indices`` beyond ``indptr[-1]`` is -1. Rows
+are compacted by mask: an interior -1, or an index that points nowhere, takes no place and loses nothing behind it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def build_ragged_indices_from_dense(
     """Pack the valid entries of dense index rows.
 
     indices: int32 [tokens, width], -1 (or any negative value) for none. lengths: int32 [tokens], only the first
-    ``lengths[t]`` entries of row t are looked at, clamped to [0, width]; None looks at all. row_offsets: int32 [tokens],
-    added to every valid entry of a row. num_rows: entries outside [0, num_rows) after the offset are dropped; None keeps
-    every non-negative one.
+    ``lengths[t]`` entries of row t are looked at, clamped to [0, width]; None looks at all. row_offsets: int32
+    [tokens], added to every valid entry of a row. num_rows: entries outside [0, num_rows) after the offset are dropped;
+    None keeps every non-negative one.
 
     Returns Ragged(indices int32 [tokens * width], indptr int32 [tokens + 1]).
     """
@@ -59,7 +59,8 @@ def compute_global_topk_ragged_indices_and_indptr(
     """Map request-local top-k positions through the block table to cache slots, and pack them.
 
     topk: int32 [tokens, k], -1 for none. request_ids: int32 [tokens]; a row whose request is outside
-    [0, requests) comes out empty. block_table: int32 [requests, max_blocks]. Slot = block_table[request, i // block_size]
+    [0, requests) comes out empty. block_table: int32 [requests, max_blocks]. Slot = block_table[request, i //
+    block_size]
     * block_size + i % block_size; entries whose block lies beyond the table, or is negative, are dropped.
 
     Returns Ragged(slots int32 [tokens * k], indptr int32 [tokens + 1]). Formula: vLLM's
@@ -72,9 +73,7 @@ def compute_global_topk_ragged_indices_and_indptr(
     _check_table(block_table, block_size)
     checks.check_same_device(topk=topk, request_ids=request_ids, block_table=block_table)
     _check_capacity("topk", topk)
-    return Ragged(
-        *op.compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size, impl)
-    )
+    return Ragged(*op.compute_global_topk_ragged_indices_and_indptr(topk, request_ids, block_table, block_size, impl))
 
 
 def window_indices(

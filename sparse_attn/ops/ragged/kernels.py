@@ -4,8 +4,8 @@ Row states live in the workspace's counters. Up to ``resident`` rows, whose prog
 (device/packing.py).
 
 More rows are handed out by a ticket, so that a program only ever waits for programs that already run (decoupled
-look-back): 0 = unknown, 1 << 32 | count = this row's count, 2 << 32 | total = count of all rows up to this one. The last
-program to finish leaves every counter zero. Here too a state says all by itself.
+look-back): 0 = unknown, 1 << 32 | count = this row's count, 2 << 32 | total = count of all rows up to this one. The
+last program to finish leaves every counter zero. Here too a state says all by itself.
 """
 
 import torch
@@ -112,7 +112,9 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
     while nearest >= 0:
         rows = nearest - tl.arange(0, LOOKBACK)
         real = rows >= 0
-        state = tl.atomic_add(states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="relaxed")
+        state = tl.atomic_add(
+            states + tl.where(real, rows, 0), tl.zeros([LOOKBACK], tl.int64), mask=real, sem="relaxed"
+        )
         kind = tl.where(real, state >> 32, 2)
         while tl.min(kind, 0) == 0:
             state = tl.atomic_add(
@@ -126,7 +128,8 @@ def _rows_before(states, row, LOOKBACK: tl.constexpr):
     return total
 
 
-# A column stride that is not known to be 1 keeps loads one column wide, which stores are anyway: no layout is converted.
+# A column stride that is not known to be 1 keeps loads one column wide, which stores are anyway: no layout is
+# converted.
 @triton.jit(
     do_not_specialize=[
         "resident", "tokens", "width", "window", "last_row", "requests", "next_n", "max_blocks",

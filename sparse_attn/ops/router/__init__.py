@@ -29,7 +29,8 @@ def biased_grouped_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose ``top_k`` experts per token by biased score, weigh them by unbiased score.
 
-    logits: fp32, bf16 or fp16 [tokens, experts], any strides, up-cast to fp32 before anything else. bias: fp32 [experts].
+    logits: fp32, bf16 or fp16 [tokens, experts], any strides, up-cast to fp32 before anything else. bias: fp32
+    [experts].
     score: "sigmoid", or "sqrtsoftplus" for sqrt(log(1 + exp(logit))); biased = score + bias. Experts form
     ``num_groups`` equal groups of neighbours; a group's score is the sum of its two largest biased scores; the
     ``top_groups`` best groups are kept, every other expert gets -inf. Weights are the scores of the chosen experts,
@@ -74,8 +75,8 @@ def hash_routed_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Take each token's experts from a table by its id, weigh them by score.
 
-    logits: fp32, bf16 or fp16 [tokens, experts], up-cast to fp32 first. tokens: int64 or int32 [tokens], ids. table: int64 or
-    int32 [vocabulary, top_k]. Weights are the scores of the experts so named, renormalised and scaled as in
+    logits: fp32, bf16 or fp16 [tokens, experts], up-cast to fp32 first. tokens: int64 or int32 [tokens], ids. table:
+    int64 or int32 [vocabulary, top_k]. Weights are the scores of the experts so named, renormalised and scaled as in
     biased_grouped_topk; an id outside the vocabulary gives experts 0 with weight 0, and so does a table entry outside
     [0, experts).
 

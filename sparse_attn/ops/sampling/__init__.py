@@ -21,8 +21,8 @@ def sample(
 
     logits: fp32, bf16 or fp16 [rows, vocab]; NaN counts as -inf, which is never drawn unless the whole row is.
     positions: int32 or int64 [rows], any value.
-    seed: of all rows, or int64 [rows], a row's each. Rows with equal position, seed and logits draw the same token: rows
-    that shall not take their seeds from row_seeds.
+    seed: of all rows, or int64 [rows], a row's each. Rows with equal position, seed and logits draw the same token:
+    rows that shall not take their seeds from row_seeds.
     Greedy ties go to the lowest id, a row without a logit above -inf to 0. A temperature below 2**-160, where no noise
     outweighs a difference of two fp32 numbers, is greedy.
 
@@ -47,8 +47,8 @@ def sample(
 
 
 def row_seeds(seed: int, rows: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [rows], the random streams (seed, 0), (seed, 1), ... as seeds of ``sample``. Row 0's is ``seed`` itself; no two
-    seeds share the stream of one row."""
+    """int64 [rows], the random streams (seed, 0), (seed, 1), ... as seeds of ``sample``. Row 0's is ``seed`` itself; no
+    two seeds share the stream of one row."""
     checks.check_seed("seed", seed)
     checks.check_at_least("rows", rows, 0)
     return reference.row_seeds(int(seed), rows, device)

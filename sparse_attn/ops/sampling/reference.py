@@ -9,9 +9,7 @@ GOLDEN = 0x9E3779B9 - 2**32  # the same modulo 2**32; Inductor adds it to ids th
 GREEDY_BELOW = 2.0**-160  # noise spans less than 2**5, two fp32 logits that differ do so by 2**-149 or more
 
 
-def sample(
-    logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int | torch.Tensor
-) -> torch.Tensor:
+def sample(logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int | torch.Tensor) -> torch.Tensor:
     scores = torch.where(torch.isnan(logits), float("-inf"), logits.float())
     if temperature < GREEDY_BELOW:
         return scores.argmax(1)

@@ -35,8 +35,8 @@ def build_step_plan(
     the sum of the prefill requests' seq_lens.
 
     A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
-    -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its request has
-    L <= 0, or its position is negative. Values that the device alone knows are not checked.
+    -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its
+    request has L <= 0, or its position is negative. Values that the device alone knows are not checked.
 
     Returns a StepPlan; see its docstring for shapes.
     """

@@ -47,9 +47,7 @@ def compressed_plan(
     debug.blocks(block_table, debug.used_by(block_table, request_ids, column), None)
 
 
-def window_plan(
-    request_ids: torch.Tensor, positions: torch.Tensor, kv_indptr: torch.Tensor, num_decodes: int
-) -> None:
+def window_plan(request_ids: torch.Tensor, positions: torch.Tensor, kv_indptr: torch.Tensor, num_decodes: int) -> None:
     """Of prefill rows."""
     debug.indptr("kv_indptr", kv_indptr, debug.INT32_MAX, "int32")
     debug.at_least("positions", positions, -1, "-1 is none")

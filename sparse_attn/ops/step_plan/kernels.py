@@ -1,4 +1,5 @@
-"""Every program walks all prefill requests in blocks and matches its token rows against them; program 0 writes kv_indptr."""
+"""Every program walks all prefill requests in blocks and matches its token rows against them; program 0 writes
+kv_indptr."""
 
 import triton
 import triton.language as tl

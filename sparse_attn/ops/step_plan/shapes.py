@@ -4,8 +4,8 @@ import torch
 
 
 def allocate_plan(seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int):
-    """Uninitialised (request_ids, positions, limits int32 [T], slots int64 [T], kv_indptr int32 [prefills + 1], kv_start and
-    kv_end int32 [prefill rows])."""
+    """Uninitialised (request_ids, positions, limits int32 [T], slots int64 [T], kv_indptr int32 [prefills + 1],
+    kv_start and kv_end int32 [prefill rows])."""
     tokens = slot_mapping.shape[0]
     prefill_tokens = tokens - num_decodes * next_n
     prefills = seq_lens.shape[0] - num_decodes

@@ -259,9 +259,7 @@ class Streaming(Plan):
 
 def _candidate_scratch(ctas: int, slots: int, rows: int) -> Scratch:
     """Candidates and their count of every CTA, and a counter of arrivals of every row."""
-    return Scratch(
-        (Buffer("candidates", (ctas, slots), torch.int32), Buffer("counts", (ctas,), torch.int32)), rows
-    )
+    return Scratch((Buffer("candidates", (ctas, slots), torch.int32), Buffer("counts", (ctas,), torch.int32)), rows)
 
 
 def _bitmask_and_list(slots: int, num_warps: int) -> int:
