@@ -141,7 +141,7 @@ def stderr_into(file) -> Iterator[None]:
 
 
 def kernel_name(launch: Launch) -> str:
-    """room.kernel, and the file where it is not the portable one: attention.merge, attention.hopper.attend."""
+    """Where it lies under ops/, but for files called kernels: attention.portable.merge, attention.hopper.swap_ab.attend."""
     return launch.module.removeprefix("sparse_attn.ops.").replace(".kernels", "") + "." + launch.kernel
 
 

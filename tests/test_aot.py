@@ -42,13 +42,13 @@ def test_a_sample_leaves_out_no_kernel():
 def test_a_launch_that_starts_early_waits_before_it_reads():
     import aot
 
-    assert aot.main(["--target", "sm_90", "--kernel", "attention.merge", "--jobs", "1"]) == 0
+    assert aot.main(["--target", "sm_90", "--kernel", "attention.portable.merge", "--jobs", "1"]) == 0
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "kernel, waits",
-    [("hopper_few_heads.attend", 3), ("hopper.attend", 1), ("topk.algorithms.multi_pass.bound_rows", 1)],
+    [("hopper.swap_ab.attend", 3), ("hopper.prefill_bf16.attend", 1), ("topk.algorithms.multi_pass.bound_rows", 1)],
 )
 def test_a_wait_that_is_missing_is_seen(kernel, waits):
     """Of warps that wait for themselves, of those that wait for all they start, and where there are no others."""
@@ -74,12 +74,12 @@ def test_claimed_memory_is_what_is_declared():
     from sparse_attn.testing.launches import compile_launch
 
     claimed = {}
-    for name in ("attention.merge", "topk.algorithms.multi_pass.bound_rows"):
+    for name in ("attention.portable.merge", "topk.algorithms.multi_pass.bound_rows"):
         work, _ = aot.gather(["sm_90"], [name], False)
         compiled = [compile_launch(launch) for launch in work]
         claimed[name] = {one.claimed for one in compiled}
         assert any(one.shared_memory > one.claimed for one in compiled)
-    assert claimed == {"attention.merge": {0}, "topk.algorithms.multi_pass.bound_rows": {4 * histogram.WORDS.value}}
+    assert claimed == {"attention.portable.merge": {0}, "topk.algorithms.multi_pass.bound_rows": {4 * histogram.WORDS.value}}
 
 
 @pytest.mark.aot

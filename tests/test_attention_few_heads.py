@@ -8,8 +8,9 @@ import torch
 
 from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.layout import PlanarFp8Layout
-from sparse_attn.ops.attention import config, hopper_launch
-from sparse_attn.ops.attention.inputs import Keys, step_of
+from sparse_attn.ops.attention import config
+from sparse_attn.ops.attention.hopper import launch as hopper_launch
+from sparse_attn.ops.attention.problem import Keys, step_of
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 

@@ -35,7 +35,7 @@ def test_where_it_applies():
 @pytest.mark.aot
 @pytest.mark.parametrize("rest, sink", [(True, False), (False, True)])
 def test_compiles_for_hopper_without_spills(rest, sink):
-    from sparse_attn.ops.attention import hopper
+    from sparse_attn.ops.attention.hopper import prefill_bf16
     from sparse_attn.testing.aot import compile_kernel
 
     pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")
@@ -45,10 +45,10 @@ def test_compiles_for_hopper_without_spills(rest, sink):
         HAS_REST=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
     )  # fmt: skip
-    scalars = {name: "i32" for name in hopper.attend.arg_names if name not in pointers | constants}
+    scalars = {name: "i32" for name in prefill_bf16.attend.arg_names if name not in pointers | constants}
     aligned = [name for name in scalars if name.startswith(("stride_q", "stride_kv", "stride_out"))]
     compiled = compile_kernel(
-        hopper.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
+        prefill_bf16.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
         num_warps=chosen.num_warps,
     )  # fmt: skip
     assert compiled.spill_bytes == 0 and compiled.shared_memory <= H200.shared_memory

@@ -10,9 +10,10 @@ import torch
 from test_attention_two_caches import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
-from sparse_attn.ops.attention import config, hopper_launch, launch
-from sparse_attn.ops.attention.merging import leaves_room, merge_of
-from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.attention import config, launch
+from sparse_attn.ops.attention.combine_plan import leaves_room, merge_of
+from sparse_attn.ops.attention.hopper import launch as hopper_launch
+from sparse_attn.ops.attention.split_kv import Part
 from sparse_attn.target import H200, Target
 from sparse_attn.workspace import Buffer, Scratch, largest, size_of
 
@@ -126,7 +127,7 @@ FORMS["two caches"] = FORMS["planar"] | dict(TWO=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_compiles_for_hopper(form):
     """A few scalars of the producers spill; spills of the consumers would serialise the matrix unit."""
-    from sparse_attn.ops.attention import hopper_fp8
+    from sparse_attn.ops.attention.hopper import decode_fp8
     from sparse_attn.testing.aot import compile_kernel
 
     launch, sink = chosen(64, 128), form != "two caches"
@@ -138,10 +139,10 @@ def test_compiles_for_hopper(form):
         q="*bf16", cache="*u8", indices="*i32", indptr="*i32", extra_cache="*u8", extra_indices="*i32",
         extra_indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32", scales="*fp32",
     )  # fmt: skip
-    scalars = {name: "i32" for name in hopper_fp8.attend.arg_names if name not in pointers | constants}
+    scalars = {name: "i32" for name in decode_fp8.attend.arg_names if name not in pointers | constants}
     aligned = [name for name in scalars if name.startswith(("stride_q", "stride_out"))]
     compiled = compile_kernel(
-        hopper_fp8.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
+        decode_fp8.attend, pointers | scalars | dict(scale_log2="fp32"), constants, aligned=aligned,
         num_warps=launch.num_warps,
     )  # fmt: skip
     assert compiled.spill_bytes <= 64 and compiled.shared_memory <= H200.shared_memory

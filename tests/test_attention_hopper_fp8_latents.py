@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
-from sparse_attn.ops.attention import hopper_launch
-from sparse_attn.ops.attention.inputs import Keys, step_of
+from sparse_attn.ops.attention.hopper import launch as hopper_launch
+from sparse_attn.ops.attention.problem import Keys, step_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1

@@ -17,11 +17,11 @@ from test_attention_two_caches import V4, Case, check_case
 
 from sparse_attn import LatentFp8Layout, PlainLayout, workspace
 from sparse_attn.ops.attention import config, reference
-from sparse_attn.ops.attention.hopper_launch import merge_shares
-from sparse_attn.ops.attention.inputs import Keys, step_of
-from sparse_attn.ops.attention.merging import merge_of
-from sparse_attn.ops.attention.output import Output
-from sparse_attn.ops.attention.parts import PAIRS, SPLIT, TILES, WHOLE, Part, parts_of
+from sparse_attn.ops.attention.combine_plan import merge_of
+from sparse_attn.ops.attention.hopper.launch import merge_shares
+from sparse_attn.ops.attention.partials import Output
+from sparse_attn.ops.attention.problem import Keys, step_of
+from sparse_attn.ops.attention.split_kv import PAIRS, SPLIT, TILES, WHOLE, Part, parts_of
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import preset
 from sparse_attn.target import H200
@@ -116,7 +116,7 @@ def test_both_parts_are_one_kernel(sink):
             q, cache, *ragged, 0.05, LATENT.name, *none, meta(128, dtype=torch.float32) if sink else None
         )
     first, second, merging = launches
-    assert first == second and (merging.module, merging.kernel) == ("sparse_attn.ops.attention.hopper_merge", "merge")
+    assert first == second and (merging.module, merging.kernel) == ("sparse_attn.ops.attention.hopper.combine", "merge")
 
 
 def test_batch_invariant_steps_have_one_part():

@@ -379,7 +379,8 @@ def test_offsets_beyond_2_31_bytes(block_size):
 @pytest.mark.aot
 def test_kernel_on_hopper():
     """64 heads, one row, two caches."""
-    from sparse_attn.ops.attention import kernels, launch
+    from sparse_attn.ops.attention import launch
+    from sparse_attn.ops.attention.portable import kernels
     from sparse_attn.testing.aot import compile_kernel
 
     cache, indices = allocate_cache(V4, 2, 64, "cpu"), torch.zeros(640, dtype=torch.int32)

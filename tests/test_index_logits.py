@@ -326,7 +326,8 @@ def check_highest(launch, rows, width, limits, device):
 
 @pytest.mark.kernel
 def test_paged_kernel_gives_the_highest_of_groups(device):
-    from sparse_attn.ops.index_logits import config, kernels
+    from sparse_attn.ops.index_logits import config
+    from sparse_attn.ops.index_logits.portable import kernels
 
     for case, (name, lens, heads, block_size, padding) in enumerate(PAGED_CASES):
         torch.manual_seed(case)

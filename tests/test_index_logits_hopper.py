@@ -9,7 +9,8 @@ from test_index_logits import check_highest
 
 from sparse_attn import IndexFp8Layout
 from sparse_attn.fp8 import fp8_encode
-from sparse_attn.ops.index_logits import config, kernels, reference
+from sparse_attn.ops.index_logits import config, reference
+from sparse_attn.ops.index_logits.portable import kernels
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import assert_same_diff
 
@@ -44,14 +45,14 @@ def test_the_number_of_rows_chooses_no_kernel(rows):
 def test_slots_keep_their_consumers(lanes):
     """Tiles of units of any length are taken by one consumer each, a ring's slot by the same one every time: another
     could wait for a tile while the one before is on its way, and take the phase before that for its own."""
-    from sparse_attn.ops.index_logits import hopper
+    from sparse_attn.ops.index_logits.hopper import common
 
-    turns = hopper.CONSUMERS.value // hopper.products(lanes)
+    turns = common.CONSUMERS.value // common.products(lanes)
     tiles = config.mqa_config(100, 5000, 64, 128, "e4m3fn", 1, H200).hopper.tiles
     owners, done = {}, 0
     for some in (1, 2, 3, 5, 31, 4, 7, 1, 1, 64, 6):
         taken = [
-            (done + i, turn) for turn in range(turns) for i in range(hopper.own_tile.fn(turn, done, turns), some, turns)
+            (done + i, turn) for turn in range(turns) for i in range(common.own_tile.fn(turn, done, turns), some, turns)
         ]
         assert sorted(tile for tile, _ in taken) == list(range(done, done + some))
         for tile, turn in taken:
@@ -66,7 +67,8 @@ def meta(*shape, dtype=torch.float32):
 @pytest.mark.aot
 @pytest.mark.parametrize("next_n", [0, 1, 2, 4])
 def test_compiles_for_hopper(next_n):
-    from sparse_attn.ops.index_logits import hopper_paged, hopper_rows
+    from sparse_attn.ops.index_logits.hopper import paged as hopper_paged
+    from sparse_attn.ops.index_logits.hopper import prefill as hopper_prefill
     from sparse_attn.testing.launches import compile_launch, recording
 
     bounds = meta(90, max(next_n, 1), dtype=torch.int32)
@@ -79,7 +81,7 @@ def test_compiles_for_hopper(next_n):
         else:
             q, k = meta(90, 64, 128, dtype=torch.uint8), meta(700, 128, dtype=torch.uint8)
             chosen = config.mqa_config(90, 700, 64, 128, "e4m3fn", 1, H200).hopper
-            hopper_rows.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen)
+            hopper_prefill.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen)
     compiled = compile_launch(launches[0])
     assert (
         compiled.spill_bytes <= 16 and compiled.shared_memory <= H200.shared_memory
@@ -238,7 +240,7 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
 def test_more_scores_than_are_to_stay_in_the_l2():
     """With one request more there are; the others' scores have the same bits, and the highest of groups come with
     either."""
-    from sparse_attn.ops.index_logits import hopper_paged
+    from sparse_attn.ops.index_logits.hopper import paged as hopper_paged
 
     torch.manual_seed(0)
     width = 131072
@@ -310,11 +312,11 @@ def test_graph_replays_at_other_lengths():
 
 @pytest.mark.gpu
 def test_what_tma_cannot_copy_takes_the_portable_kernel():
-    from sparse_attn.ops.index_logits import hopper_rows
+    from sparse_attn.ops.index_logits.hopper import prefill as hopper_prefill
 
     q, k, k_scale = codes(50, 64, 128), codes(300, 128), torch.rand(300, device="cuda")
     weights = torch.randn(50, 66, device="cuda")[:, :64]
-    assert not hopper_rows.fits(q, k, k_scale, weights) and hopper_rows.fits(q, k, k_scale, weights.contiguous())
+    assert not hopper_prefill.fits(q, k, k_scale, weights) and hopper_prefill.fits(q, k, k_scale, weights.contiguous())
     start, end = (
         torch.zeros(50, dtype=torch.int32, device="cuda"),
         torch.full((50,), 300, dtype=torch.int32, device="cuda"),

@@ -12,7 +12,7 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.ops.attention import config as attention_config
-from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.attention.split_kv import Part
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
 from sparse_attn.spec import PRESETS, CompressedSpec, preset

@@ -42,9 +42,9 @@ def _decode() -> Iterator[Case]:
     for batch, heads, more in heads_too:
         name = f"deepseek_v32 fp8, batch {batch}, {heads} heads"
         yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
-    merging = "sm_90 sparse_attn.ops.attention.hopper_merge"
+    merging = "sm_90 sparse_attn.ops.attention.hopper.combine"
     yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=merging)
-    whole_and_split = "sm_90 sparse_attn.ops.attention.hopper_fp8"
+    whole_and_split = "sm_90 sparse_attn.ops.attention.hopper.decode_fp8"
     yield _paged("deepseek_v32 fp8, batch 67 in two parts", 67, 128, latent, where=whole_and_split)
     fnuz = LatentFp8Layout(512, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v32 fnuz", 4, 128, fnuz, more=True, where="gfx942")

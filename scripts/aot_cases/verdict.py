@@ -30,12 +30,12 @@ ALLOWED_SPILLS = {
     "ragged.pack_rows": {"nvidia": 8},
     # Addresses beside the tile of sums: at most 32 bytes of the usual forms, more of fp16 rows, and of bf16 and fp8
     # ones together. Forms that spill less were measured to take 1 to 40% more.
-    "attention.attend": {"sm_90": 176},
+    "attention.portable.attend": {"sm_90": 176},
     # Scalars of a unit, beside its weights and a product in 112 registers.
-    "index_logits.hopper_paged.paged_mqa_logits": {"sm_90": 24},
-    "index_logits.hopper_rows.mqa_logits": {"sm_90": 16},
+    "index_logits.hopper.paged.paged_mqa_logits": {"sm_90": 24},
+    "index_logits.hopper.prefill.mqa_logits": {"sm_90": 16},
     # Scalars of the producers.
-    "attention.hopper_fp8.attend": {"sm_90": 64},
+    "attention.hopper.decode_fp8.attend": {"sm_90": 64},
 }
 
 

@@ -9,10 +9,17 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.checks import check_attention, check_selection, sampled
-from benchmarks.inputs import (
-    BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, distinct_rows, filled_cache, normal, packed,
-)  # fmt: skip
 from benchmarks.decode import FEW_HEADS, REQUESTS
+from benchmarks.inputs import (
+    BLOCK,
+    INDEX_DIM,
+    INDEX_LAYOUT,
+    decode_index,
+    distinct_rows,
+    filled_cache,
+    normal,
+    packed,
+)  # fmt: skip
 from benchmarks.peers import TOP_K_SCRATCH, own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run, total

@@ -11,7 +11,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import config as attention_config
-from sparse_attn.ops.attention.parts import SPLIT, WHOLE, Part
+from sparse_attn.ops.attention.split_kv import SPLIT, WHOLE, Part
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT

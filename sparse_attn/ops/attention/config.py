@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
-from sparse_attn.ops.attention.parts import MOST_TURNS, PAIRS, TILES, Part, parts_of
+from sparse_attn.ops.attention.split_kv import MOST_TURNS, PAIRS, TILES, Part, parts_of
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch, size_of
 

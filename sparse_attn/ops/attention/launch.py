@@ -9,10 +9,12 @@ import triton
 
 from sparse_attn.device import chain
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
-from sparse_attn.ops.attention import config, hopper_launch, kernels, shapes
-from sparse_attn.ops.attention.inputs import Keys, are_apart, step_of
-from sparse_attn.ops.attention.output import LOG2_E, merge, outputs
-from sparse_attn.ops.attention.parts import SPLIT, WHOLE, Part
+from sparse_attn.ops.attention import config, shapes
+from sparse_attn.ops.attention.hopper import launch as hopper_launch
+from sparse_attn.ops.attention.partials import LOG2_E, merge, outputs
+from sparse_attn.ops.attention.portable import kernels
+from sparse_attn.ops.attention.problem import Keys, are_apart, step_of
+from sparse_attn.ops.attention.split_kv import SPLIT, WHOLE, Part
 from sparse_attn.target import target_of
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.layout import IndexFp8Layout, parse_layout
-from sparse_attn.ops.index_logits import config, kernels, shapes
+from sparse_attn.ops.index_logits import config, shapes
+from sparse_attn.ops.index_logits.portable import kernels
 from sparse_attn.target import target_of
 
 

@@ -8,7 +8,7 @@ from sparse_attn import workspace
 from sparse_attn.dispatch import Choice
 from sparse_attn.layout import IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_logits import config as scoring
-from sparse_attn.ops.index_logits import kernels as score_kernels
+from sparse_attn.ops.index_logits.portable import kernels as score_kernels
 from sparse_attn.ops.index_topk import config, shapes
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged import kernels as ragged_kernels

@@ -3,9 +3,9 @@ swapped.
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
 columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys,
-which two or three produce (hopper_few_keys, hopper_few_planar). Sums over keys stay with the threads that hold them
-until the end, and weights are relative to the maximum of some tiles ago (hopper_rescale): what crosses warps in every
-tile is whether one exceeds MOST. Then the tile is weighed anew, as the first one is. As in hopper_fp8, warps specialise
+which two or three produce (swap_ab_load, swap_ab_planar). Sums over keys stay with the threads that hold them
+until the end, and weights are relative to the maximum of some tiles ago (lazy_rescale): what crosses warps in every
+tile is whether one exceeds MOST. Then the tile is weighed anew, as the first one is. As in decode_fp8, warps specialise
 while the launch before still runs.
 
 Floor, bytes: every named record once. What bounds it over fp8 records: shared memory, out of which the matrix unit
@@ -24,7 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import barrier, signal, start_next, wait
-from sparse_attn.ops.attention.hopper_few_keys import (
+from sparse_attn.ops.attention.hopper.lazy_rescale import MOST, in_log2, lowest, origin, product_of, settle
+from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, VALUE, WORD, normalise
+from sparse_attn.ops.attention.hopper.swap_ab_load import (
     BLOCK,
     BUFFERS,
     EMPTY,
@@ -37,9 +39,7 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     own_keys,
     put_latents,
 )
-from sparse_attn.ops.attention.hopper_few_planar import ask_planar, put_planar
-from sparse_attn.ops.attention.hopper_pair import REST, TILE, VALUE, WORD, normalise
-from sparse_attn.ops.attention.hopper_rescale import MOST, in_log2, lowest, origin, product_of, settle
+from sparse_attn.ops.attention.hopper.swap_ab_planar import ask_planar, put_planar
 
 WARPS = gl.constexpr(4)
 
@@ -209,7 +209,7 @@ def attend(
     extra_num_slots,
     extra_block_size,
     extra_capacity,
-    early,  # as in hopper_fp8.attend
+    early,  # as in decode_fp8.attend
     scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
@@ -222,7 +222,7 @@ def attend(
     stride_lse_token,
     N: gl.constexpr,  # 16 or 32: heads, padded
     HAS_REST: gl.constexpr,
-    GROUP: gl.constexpr,  # these of fp8 caches, as in hopper_fp8.attend; all 0 for bf16 rows
+    GROUP: gl.constexpr,  # these of fp8 caches, as in decode_fp8.attend; all 0 for bf16 rows
     TOKEN: gl.constexpr,
     SCALES: gl.constexpr,
     REST_AT: gl.constexpr,

@@ -1,4 +1,4 @@
-"""Producers of hopper_few_heads over planar fp8 records, of one cache or two, as hopper_few_keys has them."""
+"""Producers of swap_ab over planar fp8 records, of one cache or two, as swap_ab_load has them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,7 +7,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal, wait
 from sparse_attn.device.triton_private import reinterpret
-from sparse_attn.ops.attention.hopper_few_keys import (
+from sparse_attn.ops.attention.hopper.dequant import put_codes
+from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, UNIT, VALUE, WORD
+from sparse_attn.ops.attention.hopper.swap_ab_load import (
     BLOCK,
     BUFFERS,
     EMPTY,
@@ -23,8 +25,6 @@ from sparse_attn.ops.attention.hopper_few_keys import (
     own_keys,
     tile_slots,
 )
-from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
-from sparse_attn.ops.attention.hopper_pair import REST, TILE, UNIT, VALUE, WORD
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
-"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of hopper_row behind two producers.
+"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of seesaw_row behind two producers.
 
-The producers are hopper_fp8_keys', a tile of every pair each. The tiles of a row are those of its first cache, then
+The producers are dequant', a tile of every pair each. The tiles of a row are those of its first cache, then
 those of the second. Warps specialise while the launch before still runs: each then waits for it and finds its program's
 tiles by itself, the consumers while their queries are under way.
 
@@ -14,8 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparse_attn.device.hopper import barrier, start_next, wait
-from sparse_attn.ops.attention.hopper_fp8_keys import dequantise, own_tiles
-from sparse_attn.ops.attention.hopper_pair import (
+from sparse_attn.ops.attention.hopper.dequant import dequantise, own_tiles
+from sparse_attn.ops.attention.hopper.seesaw import (
     FILLED,
     FREED,
     HEADS,
@@ -25,7 +25,7 @@ from sparse_attn.ops.attention.hopper_pair import (
     VALUE,
     allocate_barriers,
 )
-from sparse_attn.ops.attention.hopper_row import ask_queries, left, right
+from sparse_attn.ops.attention.hopper.seesaw_row import ask_queries, left, right
 
 
 @gluon.jit

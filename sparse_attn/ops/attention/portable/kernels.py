@@ -10,7 +10,7 @@ import triton.language as tl
 from sparse_attn.device import chain
 from sparse_attn.device.cast import cast, convert, dot
 from sparse_attn.device.softmax import log2_sum, sink_factor, softmax_step
-from sparse_attn.ops.attention.keys import interleaved_values, load_columns, planar_values
+from sparse_attn.ops.attention.portable.load import interleaved_values, load_columns, planar_values
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Sparse attention over bf16 rows on Hopper: a program per multiprocessor takes item (row, 64 heads) after item.
 
-The consumers are hopper_pair's. A third warpgroup gathers the keys. It also draws the items, from a counter, because
+The consumers are seesaw's. A third warpgroup gathers the keys. It also draws the items, from a counter, because
 rows differ in length, and fetches an item's queries and first keys while the consumers finish the one before; they
 store their sums from registers, so that nothing of an item stays in the way of the next. The last rows come first: of a
 prompt they see the most keys, and few programs are busy while the last items are attended.
@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import barrier, signal, start_next, wait
-from sparse_attn.ops.attention.hopper_pair import (
+from sparse_attn.ops.attention.hopper.lazy_rescale import lowest
+from sparse_attn.ops.attention.hopper.seesaw import (
     FILLED,
     FREED,
     HALF,
@@ -40,7 +41,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     score_even,
     score_left,
 )
-from sparse_attn.ops.attention.hopper_rescale import lowest
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""Producers of hopper_few_heads: warpgroups that bring tiles of keys into shared memory as bf16. Here of bf16 rows and
-of interleaved fp8 records; hopper_few_planar has those of the other form.
+"""Producers of swap_ab: warpgroups that bring tiles of keys into shared memory as bf16. Here of bf16 rows and
+of interleaved fp8 records; swap_ab_planar has those of the other form.
 
 bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their
 way, past the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where
@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal, wait
 from sparse_attn.device.triton_private import reinterpret
-from sparse_attn.ops.attention.hopper_fp8_keys import put_codes
-from sparse_attn.ops.attention.hopper_pair import HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
+from sparse_attn.ops.attention.hopper.dequant import put_codes
+from sparse_attn.ops.attention.hopper.seesaw import HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
 
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings

@@ -1,4 +1,4 @@
-"""The two consumers of hopper_pair over the pairs of one row, whose queries they fetch. Producers say which keys
+"""The two consumers of seesaw over the pairs of one row, whose queries they fetch. Producers say which keys
 exist."""
 
 from triton.experimental import gluon
@@ -7,7 +7,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_pair import (
+from sparse_attn.ops.attention.hopper.lazy_rescale import lowest
+from sparse_attn.ops.attention.hopper.seesaw import (
     FREED,
     HALF,
     HEADS,
@@ -23,7 +24,6 @@ from sparse_attn.ops.attention.hopper_pair import (
     right_pair,
     score_even,
 )
-from sparse_attn.ops.attention.hopper_rescale import lowest
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ owns the last 256; each multiplies its own probabilities out of registers and th
 two agree per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the
 consumers free the halves. Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
 What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
-PERSISTENT: the consumers attend row after row (hopper) and look up which keys exist; else one row (hopper_row), and are
+PERSISTENT: the consumers attend row after row (prefill_bf16) and look up which keys exist; else one row (seesaw_row), and are
 told.
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper_rescale import (
+from sparse_attn.ops.attention.hopper.lazy_rescale import (
     origin,
     reference,
     rescale_sums,

@@ -1,4 +1,4 @@
-"""How fp8 records become keys on Hopper: the producers of hopper_fp8.
+"""How fp8 records become keys on Hopper: the producers of decode_fp8.
 
 Each dequantises one tile of every pair, half by half in the order in which the consumers free them, the codes of the
 next half on their way in registers while it waits. Codes become bf16 exactly as the reference rounds them: NaN codes
@@ -22,7 +22,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import barrier, signal, wait
 from sparse_attn.device.triton_private import reinterpret
-from sparse_attn.ops.attention.hopper_pair import FILLED, FREED, HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
+from sparse_attn.ops.attention.hopper.seesaw import (
+    FILLED,
+    FREED,
+    HALF,
+    REST,
+    TILE,
+    UNIT,
+    VALUE,
+    WORD,
+    gather,
+    row_range,
+)
 
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
 

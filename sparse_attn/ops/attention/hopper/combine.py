@@ -1,6 +1,6 @@
 """Merging the shares of split rows on Hopper.
 
-SCALED ones, of ``hopper_pair.finish``, are fp16, which holds 11 bits where the output has 8, times a scale for each
+SCALED ones, of ``seesaw.finish``, are fp16, which holds 11 bits where the output has 8, times a scale for each
 half of a row. They stand in the order in which the threads of a matrix product hold them, so that nobody exchanges
 columns: of 32, the pairs are transposed, 4 x 4. Others are fp32, in order.
 
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparse_attn.device.hopper import start_next, wait
-from sparse_attn.ops.attention.hopper_pair import HALF, VALUE, normalise
+from sparse_attn.ops.attention.hopper.seesaw import HALF, VALUE, normalise
 
 
 @gluon.jit

@@ -9,8 +9,9 @@ import triton
 
 from sparse_attn import workspace
 from sparse_attn.device import chain, grid
-from sparse_attn.ops.attention import config, kernels
-from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.attention import config
+from sparse_attn.ops.attention.portable import kernels
+from sparse_attn.ops.attention.split_kv import Part
 from sparse_attn.target import target_of
 
 LOG2_E = math.log2(math.e)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_attn.device.hopper import barrier, signal, wait
-from sparse_attn.ops.index_logits.hopper import (
+from sparse_attn.ops.index_logits.hopper.common import (
     CONSUMERS,
     LANES,
     QUERIES,

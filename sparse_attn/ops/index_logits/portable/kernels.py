@@ -296,10 +296,10 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
     if rows == 0 or keys == 0:
         return
     if config.hopper is not None:
-        from sparse_attn.ops.index_logits import hopper_rows  # Gluon is looked for where it is used
+        from sparse_attn.ops.index_logits.hopper import prefill as hopper_prefill  # Gluon is looked for where it is used
 
-        if hopper_rows.fits(q, k, k_scale, weights):
-            hopper_rows.launch(q, k, k_scale, weights, kv_start, kv_end, out, config.hopper)
+        if hopper_prefill.fits(q, k, k_scale, weights):
+            hopper_prefill.launch(q, k, k_scale, weights, kv_start, kv_end, out, config.hopper)
             if clean:
                 parts = min(triton.cdiv(keys, OUTSIDE), triton.cdiv(1024, rows))
                 clear_outside[(rows, parts)](
@@ -367,7 +367,7 @@ def launch_paged_mqa_logits(
     if requests * next_n == 0 or max_context_len == 0:
         return
     if config.hopper is not None:
-        from sparse_attn.ops.index_logits import hopper_paged
+        from sparse_attn.ops.index_logits.hopper import paged as hopper_paged
 
         if hopper_paged.fits(q, cache):
             hopper_paged.launch(

@@ -14,10 +14,10 @@ from sparse_attn import workspace
 from sparse_attn.device.grid import MOST
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config, shapes
-from sparse_attn.ops.attention.inputs import Keys, Step, are_apart
-from sparse_attn.ops.attention.merging import Merge, leaves_room, merge_of
-from sparse_attn.ops.attention.output import LOG2_E, Output, outputs
-from sparse_attn.ops.attention.parts import Part
+from sparse_attn.ops.attention.combine_plan import Merge, leaves_room, merge_of
+from sparse_attn.ops.attention.partials import LOG2_E, Output, outputs
+from sparse_attn.ops.attention.problem import Keys, Step, are_apart
+from sparse_attn.ops.attention.split_kv import Part
 from sparse_attn.target import target_of
 
 
@@ -29,7 +29,7 @@ def choose_rows(q: torch.Tensor, keys: Keys, d_v: int, step: Step) -> config.Hop
 
 
 def attend_rows(who, q, keys, scale, d_v, sink, chosen):
-    from sparse_attn.ops.attention import hopper
+    from sparse_attn.ops.attention.hopper import prefill_bf16
 
     tokens, heads, d_qk = q.shape
     rows, _, indices, indptr = keys
@@ -40,7 +40,7 @@ def attend_rows(who, q, keys, scale, d_v, sink, chosen):
     _, handed_out = workspace.take(who, config.HANDED_OUT, q.device)
     num_sms = target_of(q.device).num_sms
     programs = min(items, num_sms)
-    hopper.attend[(programs,)](
+    prefill_bf16.attend[(programs,)](
         q,
         rows,
         indices,
@@ -77,7 +77,7 @@ def choose_fp8(q: torch.Tensor, keys: Keys, extra: Keys | None, step: Step) -> c
 
 
 def attend_fp8(who, q, keys, extra, scale, sink, chosen):
-    from sparse_attn.ops.attention import hopper_fp8
+    from sparse_attn.ops.attention.hopper import decode_fp8
 
     tokens, heads, _ = q.shape
     blocks = heads // config.HOPPER_HEADS
@@ -88,7 +88,7 @@ def attend_fp8(who, q, keys, extra, scale, sink, chosen):
     for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, blocks, results):
         split = None if whole_and_split else result.split
         drain, to, to_lse = result.pointers
-        hopper_fp8.attend[grid](
+        decode_fp8.attend[grid](
             rows.q,
             *caches.pointers,
             drain,
@@ -127,13 +127,13 @@ def choose_few_heads(
 
 
 def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
-    from sparse_attn.ops.attention import hopper_few_heads
+    from sparse_attn.ops.attention.hopper import swap_ab
 
     tokens, heads, d_qk = q.shape
     out, lse = shapes.allocate_output(tokens, heads, d_v, q)
     results = outputs(who, out, lse, chosen.parts, sink)
     for grid, rows, caches, result, early in _launches(Rows(q, keys, extra), chosen.parts, 1, results):
-        hopper_few_heads.attend[grid](
+        swap_ab.attend[grid](
             rows.q,
             *caches.pointers,
             *result.pointers,
@@ -162,7 +162,7 @@ def attend_few_heads(who, q, keys, extra, scale, d_v, sink, chosen):
 def merge_shares(results: list[Output]) -> None:
     """What of a step is in shares into its (out, lse): one part, or two whose rows follow each other. In one launch,
     unless a batch-invariant step has more rows than fit."""
-    from sparse_attn.ops.attention import hopper_merge
+    from sparse_attn.ops.attention.hopper import combine
 
     split = [result for result in results if result.split]
     if not split:
@@ -176,7 +176,7 @@ def merge_shares(results: list[Output]) -> None:
             shares = [share[:, MOST:] for share in shares]
             out, lse = out[MOST:], lse[MOST:]
         grid = programs, min(rows - begin, MOST)
-        hopper_merge.merge[grid](
+        combine.merge[grid](
             *shares,
             first.lse if first.sink is None else first.sink,
             out,
