@@ -523,14 +523,14 @@ HOPPER = [
     ),
     Mutation(
         "hopper-relu-hides-nan", "relu of a NaN product is 0",
-        SCORES + "hopper/prefill_bf16.py",
+        SCORES + "hopper/common.py",
         "product + gl.abs(product)",
         "gl.maximum(product, 0.0) * 2.0",
         ("tests/test_index_logits_hopper.py::test_a_nan_key_scores_nan",),
     ),
     Mutation(
         "hopper-tiles-lost", "tiles that do not divide evenly among programs are scored by none",
-        SCORES + "hopper/prefill_bf16.py",
+        SCORES + "hopper/common.py",
         "return begin, begin + each + (program < more).to(gl.int32)",
         "return begin, begin + each",
         ("tests/test_index_logits_hopper.py::test_rows[causal-64-True]",),
