@@ -288,7 +288,7 @@ PYTHON = [
     Mutation(
         "merge-that-does-not-wait", "a merge that starts while its shares are written reads them",
         OPS + "attention/portable/kernels.py",
-        "    chain.wait(CHAINED)\n    token = tl.program_id(0)",
+        "    pdl.wait(PDL)\n    token = tl.program_id(0)",
         "    token = tl.program_id(0)",
         ("tests/test_aot.py::test_a_launch_that_starts_early_waits_before_it_reads",),
     ),

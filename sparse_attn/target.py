@@ -50,7 +50,7 @@ class Target:
         return self.vendor == "nvidia" and isinstance(self.arch, int) and 90 <= self.arch < 120
 
     @property
-    def chains_launches(self) -> bool:
+    def has_pdl(self) -> bool:
         """Whether a launch can start before the one in front of it ends, and wait for that itself."""
         return self.vendor == "nvidia" and isinstance(self.arch, int) and self.arch >= 90
 

@@ -152,7 +152,7 @@ def test_replaced_rows_are_not_written(device, tokens, kept):
     state, table = torch.full((3, 8, 2 * width), math.nan, device=device), torch.tensor([[2, 0]], device=device).int()
     kernels.keep[(1, 1)](
         kv, kv, bias, positions, requests, state, table, tokens, 1, 2, 3, 8, width, width, width, 1, 1,
-        state.stride(0), 2, WIDTH=width, RATIO=8, COLUMNS=width, CHAINED=False,
+        state.stride(0), 2, WIDTH=width, RATIO=8, COLUMNS=width, PDL=False,
     )  # fmt: skip
     want = torch.full_like(state, math.nan)
     if kept:  # position 40 of a ring of 16

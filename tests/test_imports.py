@@ -134,7 +134,9 @@ def test_operator_packages_keep_to_themselves(name):
     for other in inner_imports(name):
         other_package, other_file = split(other)
         if other_package and other_package != package:
-            assert other_file.rpartition(".")[2] in FUSED, f"{name} imports {other}: packages share {', '.join(FUSED)} only"
+            assert other_file.rpartition(".")[2] in FUSED, (
+                f"{name} imports {other}: packages share {', '.join(FUSED)} only"
+            )
         if other_package == package:
             kinds = {kind(package, file), kind(package, other_file)}
             assert "reference" not in (file, other_file) or not kinds & {"kernel", "launch"}, f"{name} imports {other}"

@@ -251,7 +251,7 @@ def test_kernel_adds_counts_up_to_the_nearest_total(device, known):
     indices, indptr = torch.full((tokens * width,), 7).int().to(device), torch.full((tokens + 1,), -1).int().to(device)
     kernels.pack_rows[(1,)](
         dense, None, None, None, None, None, None, None, indices, indptr, counters, 0, tokens, width, 0, INT_MAX, 0, 1, 0,
-        *dense.stride(), 0, 0, 0, 0, 0, 0, 0, BLOCK_SIZE=1, BLOCK=16, LOOKBACK=32, CHAINED=False,
+        *dense.stride(), 0, 0, 0, 0, 0, 0, 0, BLOCK_SIZE=1, BLOCK=16, LOOKBACK=32, PDL=False,
     )  # fmt: skip
     before = int(counts[:-1].sum())
     assert indptr.tolist() == [-1] * (tokens - 1) + [before, before + width]

@@ -62,7 +62,7 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
     stage, pattern = FP8_INSTRUCTIONS[target.vendor]
     if not target.fp8_dot and (found := re.search(pattern, compiled.assembly[stage])):
         wrong.append(f"an fp8 instruction, {found[0]}, where there is no e4m3fn hardware")
-    if target.chains_launches and (found := reaches_memory_early(compiled.assembly["ptx"])):
+    if target.has_pdl and (found := reaches_memory_early(compiled.assembly["ptx"])):
         wrong.append(f"{found} before {WAITS}, which lets launches start early")
     wrong += [f"{access} in the memory of an mbarrier" for access in _in_barriers(compiled.assembly.get("ptx", ""))]
     return wrong

@@ -4,21 +4,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.chain import START_NEXT, WAIT
+from sparse_attn.device.pdl import LAUNCH_DEPENDENTS, WAIT
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # triton 3.6, and later
 
 
 @gluon.jit
 def wait():
-    """As chain.wait_only: in each partition of warps that specialise, or before there are any."""
+    """As pdl.wait_only: in each partition of warps that specialise, or before there are any."""
     gl.inline_asm_elementwise(WAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def start_next():
+def launch_dependents():
     """The next launch may start once all programs are here."""
-    gl.inline_asm_elementwise(START_NEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -41,15 +41,15 @@ def compile_kernel(
     """Compile ``kernel`` for ``arch`` (90, "gfx942", ...).
 
     signature: run-time argument -> Triton type ("*bf16", "i32", "fp32"); constants: constexpr argument -> value
-    (CHAINED, where nobody says: as launchers give it); aligned: scalar arguments known to be multiples of 16 (pointers
+    (PDL, where nobody says: as launchers give it); aligned: scalar arguments known to be multiples of 16 (pointers
     always are);
     options: num_warps, num_stages.
     """
     from sparse_attn.device.triton_private import compile_for
 
     names = kernel.arg_names
-    if "CHAINED" in names:
-        constants = {"CHAINED": isinstance(arch, int) and arch >= 90} | constants
+    if "PDL" in names:
+        constants = {"PDL": isinstance(arch, int) and arch >= 90} | constants
     missing = [name for name in names if name not in signature and name not in constants]
     if missing:
         raise ValueError(f"signature: lacks {', '.join(missing)}")

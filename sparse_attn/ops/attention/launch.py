@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 from sparse_attn.ops.attention import config, shapes
 from sparse_attn.ops.attention.hopper import launch as hopper_launch
@@ -147,7 +147,7 @@ def _attend(who, q, keys, extra, scale, d_v, sink, step):
         **first.constants,
         **{f"EXTRA_{name}": value for name, value in second.constants.items()},
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     if result.split:
         merge(result.to, result.to_lse, sink, out, lse, 1.0)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sparse_attn import workspace
-from sparse_attn.device import chain, grid
+from sparse_attn.device import grid, pdl
 from sparse_attn.ops.attention import config
 from sparse_attn.ops.attention.portable import kernels
 from sparse_attn.ops.attention.split_kv import Part
@@ -93,5 +93,5 @@ def merge(outs, lses, sink, out, lse, to_log2):
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         num_warps=4,
-        **chain.chained(target_of(out.device)),
+        **pdl.launched(target_of(out.device)),
     )

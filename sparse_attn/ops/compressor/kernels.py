@@ -10,7 +10,7 @@ itself sums in another order.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast, round_to_bf16
 from sparse_attn.device.record import store_quantised
 from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
@@ -105,9 +105,9 @@ def pool(
     FP8_MAX: tl.constexpr,
     AMAX_FLOOR: tl.constexpr,
     ROWS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     WIDTH: tl.constexpr = 2 * DIM if OVERLAP else DIM
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token * stride_positions_token)
@@ -199,9 +199,9 @@ def keep(
     WIDTH: tl.constexpr,
     RATIO: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token * stride_positions_token)
     request = tl.load(request_ids + token * stride_requests_token)

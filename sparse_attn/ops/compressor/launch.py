@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain, grid
+from sparse_attn.device import grid, pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.layout import (
     INDEX_AMAX_FLOOR,
@@ -83,7 +83,7 @@ def compress_and_cache(
             ROWS=launch.rows,
             num_warps=launch.num_warps,
             enable_fp_fusion=False,
-            **chain.chained(target),
+            **pdl.launched(target),
         )
     kernels.keep[(tokens, triton.cdiv(width, launch.keep_columns))](
         kv,
@@ -98,7 +98,7 @@ def compress_and_cache(
         RATIO=ratio,
         COLUMNS=launch.keep_columns,
         num_warps=4,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
 
 

@@ -7,7 +7,7 @@ and output once and writes the streams.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
 
 
@@ -35,9 +35,9 @@ def mix(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, PADDED)
     known = stream < COUNT
@@ -93,9 +93,9 @@ def merge(
     COUNT: tl.constexpr,
     PADDED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain, grid
+from sparse_attn.device import grid, pdl
 from sparse_attn.ops.hyper_connection import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -44,7 +44,7 @@ def hyper_mix(
         PADDED=triton.next_power_of_2(count),
         COLUMNS=launch.mix_columns,
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return collapsed, post, comb
 
@@ -71,6 +71,6 @@ def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, co
         PADDED=triton.next_power_of_2(count),
         COLUMNS=launch.merge_columns,
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return merged

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
 from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 from sparse_attn.device.paging import find_slot
@@ -29,9 +29,9 @@ def insert_keys(
     FP8_MAX: tl.constexpr,
     AMAX_FLOOR: tl.constexpr,
     TOKENS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slot_mapping + token * stride_slot_token, mask=token < tokens, other=-1).to(tl.int64)
     written = (slot >= 0) & (slot < num_slots)
@@ -79,9 +79,9 @@ def gather_keys(
     PAD_D: tl.constexpr,
     FP8: tl.constexpr,
     ROWS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(
         row, kv_indptr, None, block_table, requests, max_blocks, num_blocks, block_size, stride_table_request

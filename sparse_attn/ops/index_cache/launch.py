@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout, row_stride
 from sparse_attn.ops.index_cache import config, kernels, shapes
@@ -41,7 +41,7 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
         TOKENS=launch.write_tokens,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
 
 
@@ -75,6 +75,6 @@ def gather_indexer_k(
         FP8=isinstance(kind, IndexFp8Layout),
         ROWS=launch.gather_rows,
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return keys, scales

@@ -7,7 +7,7 @@ the reference's when launched with enable_fp_fusion=False: same products, sums a
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
 from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
@@ -45,9 +45,9 @@ def indexer_q_rope_quant(
     BLOCK_HEADS: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     STAGES: tl.constexpr,  # log2(DIM) where HADAMARD
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, DIM_PADDED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.device import chain, grid
+from sparse_attn.device import grid, pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_query import config, kernels, shapes
@@ -64,6 +64,6 @@ def indexer_q_rope_quant(
         STAGES=launch.dim.bit_length() - 1,
         num_warps=launch.num_warps,
         enable_fp_fusion=False,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return query, folded

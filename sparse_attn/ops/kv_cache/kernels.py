@@ -6,7 +6,7 @@ A plain layout is one group without a scale. Bytes: every row once in, once out;
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast, convert, round_to_bf16
 from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 from sparse_attn.device.paging import find_slot
@@ -41,9 +41,9 @@ def write_rows(
     POW2: tl.constexpr,
     FP8_MAX: tl.constexpr,
     AMAX_FLOOR: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token * stride_slot_token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
@@ -104,9 +104,9 @@ def gather_rows(
     PLANAR: tl.constexpr,
     FNUZ: tl.constexpr,
     ROWS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     WIDTH: tl.constexpr = GROUPS * GROUP + ROPE
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block, within, known = find_slot(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.fp8 import FP8_MAX
 from sparse_attn.layout import Layout, PlainLayout, PlanarFp8Layout, parse_layout, row_stride
 from sparse_attn.ops.kv_cache import config, kernels, shapes
@@ -37,7 +37,7 @@ def write_kv_cache(
         AMAX_FLOOR=kind.amax_floor if fp8 else 0.0,
         num_warps=4,
         enable_fp_fusion=False,
-        **chain.chained(target_of(cache.device)),
+        **pdl.launched(target_of(cache.device)),
     )
 
 
@@ -74,7 +74,7 @@ def gather_kv_cache(
         **_record(kind, row_stride(cache, kind)),
         ROWS=launch.gather_rows,
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return rows
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain, packing
+from sparse_attn.device import packing, pdl
 from sparse_attn.device.packing import COUNT, SPAN
 from sparse_attn.target import target_of
 
@@ -168,13 +168,13 @@ def pack_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOKBACK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     HAS_ENTRIES: tl.constexpr = dense is not None or limits is not None
     HAS_DENSE: tl.constexpr = dense is not None
     HAS_TABLE: tl.constexpr = block_table is not None
     states = counters + 2
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     row = tl.program_id(0)
     if tokens > resident:
         row = tl.atomic_add(counters, 1, sem="relaxed").to(tl.int32)
@@ -314,5 +314,5 @@ def launch_pack_rows(
         *((0, 0) if dense is None else dense.stride()),
         *(0 if value is None else value.stride(0) for value in strided),
         BLOCK_SIZE=block_size, BLOCK=launch.block, LOOKBACK=32, num_warps=launch.num_warps,
-        **chain.chained(target_of(indptr.device)),
+        **pdl.launched(target_of(indptr.device)),
     )  # fmt: skip

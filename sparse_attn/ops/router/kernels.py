@@ -8,7 +8,7 @@ is the best score with the lowest index, and no two are equal.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.order import ordered_key
 
 TAKEN = tl.constexpr(-(2**63))  # below every candidate
@@ -58,9 +58,9 @@ def biased_grouped_topk(
     GROUPS_PADDED: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
     TOP_K_PADDED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     group = tl.arange(0, GROUPS_PADDED)
     member = tl.arange(0, SIZE_PADDED)

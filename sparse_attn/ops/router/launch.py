@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.router import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -46,6 +46,6 @@ def biased_grouped_topk(
         SIZE_PADDED=launch.group_size,
         TOP_K_PADDED=config.next_power(top_k),
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return weights, ids

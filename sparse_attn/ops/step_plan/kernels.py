@@ -4,7 +4,7 @@ kv_indptr."""
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "num_decodes", "next_n"])
@@ -28,9 +28,9 @@ def plan_rows(
     stride_slot,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = rows < tokens
     decode_rows = num_decodes * next_n
@@ -101,9 +101,9 @@ def compressed_rows(
     BLOCK_SIZE: tl.constexpr,  # entries of a block
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     live = rows < tokens
     request = tl.load(request_ids + rows * stride_requests_token, mask=live, other=-1)

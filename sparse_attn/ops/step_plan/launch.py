@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.step_plan import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -32,7 +32,7 @@ def step_plan(
         BLOCK_T=launch.block_tokens,
         BLOCK_R=launch.block_requests,
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return plan
 
@@ -70,6 +70,6 @@ def compressed_plan(
         BLOCK_T=launch.block_tokens,
         BLOCK_R=launch.block_requests,
         num_warps=launch.num_warps,
-        **chain.chained(target),
+        **pdl.launched(target),
     )
     return plan

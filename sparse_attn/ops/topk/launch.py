@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sparse_attn import workspace
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, shapes
 from sparse_attn.ops.topk.algorithms import group_maxima as group_maxima_kernels
@@ -252,7 +252,7 @@ def _threads(plan: SingleCta | Sampled | Streaming) -> int:
 
 
 def _options(num_warps: int, max_registers: int | None, device: torch.device) -> dict[str, int | bool]:
-    options = {"num_warps": num_warps, **chain.chained(target_of(device))}
+    options = {"num_warps": num_warps, **pdl.launched(target_of(device))}
     return options if max_registers is None else {"maxnreg": max_registers, **options}
 
 

@@ -12,7 +12,7 @@ exchange sums: shared memory, which the kernels before and after this one divide
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparse_attn.device.hopper import start_next, wait
+from sparse_attn.device.hopper import launch_dependents, wait
 from sparse_attn.ops.attention.hopper.seesaw import HALF, VALUE, normalise
 
 
@@ -61,7 +61,7 @@ def merge(
     if MORE:  # the few that have more states first, while others merge theirs
         row = all_tokens - 1 - row
     wait()
-    start_next()
+    launch_dependents()
     to = row * heads + head
     if MORE:
         first = row < tokens

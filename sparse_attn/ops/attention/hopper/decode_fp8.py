@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from sparse_attn.device.hopper import barrier, start_next, wait
+from sparse_attn.device.hopper import barrier, launch_dependents, wait
 from sparse_attn.ops.attention.hopper.dequant import dequantise, own_tiles
 from sparse_attn.ops.attention.hopper.seesaw import (
     FILLED,
@@ -44,7 +44,7 @@ def _consume(
     wait()
     if half == 0:
         if early != 0:
-            start_next()
+            launch_dependents()
     ask_queries(
         query, query_rest, q + token * stride_q_token + first_head * stride_q_head, stride_q_head, half, HAS_REST
     )

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from sparse_attn.device.hopper import barrier, signal, start_next, wait
+from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
 from sparse_attn.ops.attention.hopper.lazy_rescale import lowest
 from sparse_attn.ops.attention.hopper.seesaw import (
     FILLED,
@@ -311,7 +311,7 @@ def attend(
     fence_async_shared()
     wait()
     if early != 0:
-        start_next()
+        launch_dependents()
     barrier()
     gl.warp_specialize(
         [

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, signal, start_next, wait
+from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
 from sparse_attn.ops.attention.hopper.lazy_rescale import MOST, in_log2, lowest, origin, product_of, settle
 from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, VALUE, WORD, normalise
 from sparse_attn.ops.attention.hopper.swap_ab_load import (
@@ -101,7 +101,7 @@ def _consume(
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
     wait()
     if early != 0:
-        start_next()
+        launch_dependents()
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1).to(gl.int64)
     _ask_queries(query, query_rest, q + token * stride_q_token, heads, stride_q_head, N, HAS_REST)

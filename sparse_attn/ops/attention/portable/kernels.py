@@ -7,7 +7,7 @@ A key tile is gathered once and serves both products. Bytes: every named row onc
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast, convert, dot
 from sparse_attn.device.softmax import log2_sum, sink_factor, softmax_step
 from sparse_attn.ops.attention.portable.load import interleaved_values, load_columns, planar_values
@@ -139,9 +139,9 @@ def attend(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     HOIST: tl.constexpr,  # whether what all tiles share may be computed before the loop
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait_only(CHAINED)
+    pdl.wait_only(PDL)
     token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the last ones see the most keys of a prompt
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     known_head = head < heads
@@ -224,9 +224,9 @@ def merge(
     stride_lse_token,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     state = tl.arange(0, BLOCK_S)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparse_attn.device.hopper import barrier, signal, start_next, wait
+from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
 from sparse_attn.ops.index_logits.hopper.common import (
     CONSUMERS,
     QUERIES,
@@ -300,7 +300,7 @@ def paged_mqa_logits(
         others = _chunk_lengths(context_lens, chunk, units, stride_lens_request, stride_lens_row, ROWS, NEXT_N)
         total += gl.sum(_chunk_tiles(others, chunk, units, max_context), 0)
     if total <= soon:
-        start_next()
+        launch_dependents()
     begin, end = share(total)
     first, skipped, last = search(there, 0, begin, end, 0, 0, 0)
     for chunk in range(CHUNK, units, CHUNK):

@@ -8,7 +8,7 @@ write 4 bytes per row and key.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain, grid
+from sparse_attn.device import grid, pdl
 from sparse_attn.device.cast import INTERPRETED, dot
 from sparse_attn.device.fp8 import decode_fp8, decode_fp8_bf16
 from sparse_attn.target import target_of
@@ -75,9 +75,9 @@ def mqa_logits(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait_only(CHAINED)
+    pdl.wait_only(PDL)
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     first = tl.program_id(1) * ROWS
     real_key = key < keys
@@ -133,10 +133,10 @@ def mqa_logits(
 
 @triton.jit(do_not_specialize=["keys", "stride_out_row"])
 def clear_outside(
-    kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """-inf outside a row's range; a row's programs share its blocks."""
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.minimum(tl.maximum(tl.load(kv_start + row * stride_start_row), 0), keys)
     end = tl.minimum(tl.maximum(tl.load(kv_end + row * stride_end_row), 0), keys)
@@ -202,9 +202,9 @@ def paged_mqa_logits(
     KEYS: tl.constexpr,
     IN_BLOCK: tl.constexpr,  # KEYS keys lie in one block
     STAGES: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    chain.wait_only(CHAINED)
+    pdl.wait_only(PDL)
     GROUPS: tl.constexpr = (NEXT_N + PAD_N - 1) // PAD_N
     request = (tl.program_id(0) // GROUPS).to(tl.int64)
     first_row = tl.program_id(0) % GROUPS * PAD_N
@@ -296,7 +296,9 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
     if rows == 0 or keys == 0:
         return
     if config.hopper is not None:
-        from sparse_attn.ops.index_logits.hopper import prefill as hopper_prefill  # Gluon is looked for where it is used
+        from sparse_attn.ops.index_logits.hopper import (
+            prefill as hopper_prefill,  # Gluon is looked for where it is used
+        )
 
         if hopper_prefill.fits(q, k, k_scale, weights):
             hopper_prefill.launch(q, k, k_scale, weights, kv_start, kv_end, out, config.hopper)
@@ -311,7 +313,7 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
                     kv_end.stride(0),
                     out.stride(0),
                     BLOCK=OUTSIDE,
-                    **chain.chained(target_of(q.device)),
+                    **pdl.launched(target_of(q.device)),
                 )
             return
     if rows > grid.MOST * config.rows:
@@ -350,7 +352,7 @@ def launch_mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour, out, co
         ROWS=config.rows,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
-        **chain.chained(target_of(q.device)),
+        **pdl.launched(target_of(q.device)),
     )
 
 
@@ -413,5 +415,5 @@ def launch_paged_mqa_logits(
         IN_BLOCK=flavour == "e4m3fn" and cache.shape[1] % config.keys == 0,  # elsewhere registers would be spilled
         STAGES=config.num_stages,
         num_warps=config.num_warps,
-        **chain.chained(target_of(q.device)),
+        **pdl.launched(target_of(q.device)),
     )

@@ -16,7 +16,7 @@ the barriers of two searches, one behind the other.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.topk.primitives import bf16_keys, bf16_select, compact, histogram, output, set_bits, tile
 
 
@@ -82,11 +82,11 @@ def select_group_maxima(
     CHUNK: tl.constexpr,  # scores read at once
     SMEM_WORDS: tl.constexpr,  # behind the histogram
     THREADS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     smem = histogram.claim_cleared(emulated_smem, SMEM_WORDS, THREADS)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     _, end = tile.row_range(None, row_ends, row, width, 0, stride_ends_row)
     output_map = output.of_row(
         row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE, THREADS

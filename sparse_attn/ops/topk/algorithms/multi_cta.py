@@ -15,7 +15,7 @@ of the offered.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.topk.algorithms.single_cta import select_row
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
 from sparse_attn.ops.topk.primitives import compact, histogram, output, ptx_io, radix_select, smem_list, tile
@@ -131,7 +131,7 @@ def select_multi_cta(
     SMEM_WORDS: tl.constexpr,  # behind the histogram
     ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     SLOTS: tl.constexpr = MOST * CTAS
@@ -139,7 +139,7 @@ def select_multi_cta(
     part = tl.program_id(0) % CTAS
     row64 = row.to(tl.int64)
     smem = histogram.claim_cleared(emulated_smem, SMEM_WORDS, THREADS)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     start, end = tile.row_range(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
     row_ptr = logits + row64 * stride_logits_row * UNIT
     base = (start // tile.WORD) * tile.WORD

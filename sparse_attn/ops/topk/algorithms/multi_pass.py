@@ -13,7 +13,7 @@ busy only while it reads its row. Here the CTAs of a pass are many and small, an
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.topk.algorithms.sampled import collect_span, locate, sampled_bound
 from sparse_attn.ops.topk.algorithms.single_cta import search_and_mark
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
@@ -48,11 +48,11 @@ def bound_rows(
     RUN: tl.constexpr,
     ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     smem = histogram.claim_cleared(emulated_smem, 0, THREADS)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     strides = stride_logits_row, stride_starts_row, stride_ends_row
     row_ptr, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
     tl.store(taken + row, 0)
@@ -82,12 +82,12 @@ def collect_candidates(
     SPAN: tl.constexpr,  # columns of a part
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     part = tl.program_id(0) % PARTS
     row = (tl.program_id(0) // PARTS).to(tl.int64)
     smem = histogram.claim(emulated_smem, 0)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     strides = stride_logits_row, stride_starts_row, stride_ends_row
     row_ptr, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
     first = (start // tile.WORD) * tile.WORD + part * SPAN
@@ -123,11 +123,11 @@ def select_candidates(
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     smem = histogram.claim_cleared(emulated_smem, SLOTS // 4, THREADS)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     strides = stride_logits_row, stride_starts_row, stride_ends_row
     source, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
     source += start

@@ -14,7 +14,7 @@ SAMPLED off the kernel is that of streaming.py.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.topk.algorithms.single_cta import select_resident
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
 from sparse_attn.ops.topk.primitives import compact, histogram, radix_select, threshold_select, tile
@@ -173,7 +173,7 @@ def select_sampled(
     RUN: tl.constexpr,  # samples side by side
     ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,  # of the CTA where the search goes by radix digits, by thresholds 0
-    CHAINED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     cta = tl.program_id(0)
@@ -181,7 +181,7 @@ def select_sampled(
     part = cta % CTAS
     slot = tile.positions(SLOTS)
     smem = histogram.claim_cleared(emulated_smem, 0, THREADS)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     for row in range(group, rows, tl.num_programs(0) // CTAS):
         row64 = tl.full([], 0, tl.int64) + row
         start, end = tile.row_range(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)

@@ -13,7 +13,7 @@ SM holds) and barriers. ``select_single_cta`` is the kernel of single_cta_bf16.p
 import triton
 import triton.language as tl
 
-from sparse_attn.device import chain
+from sparse_attn.device import pdl
 from sparse_attn.ops.topk.algorithms import single_cta_bf16
 from sparse_attn.ops.topk.primitives import (
     compact,
@@ -136,15 +136,15 @@ def select_single_cta(
     LATENCY_BOUND: tl.constexpr,  # whether rows are so few that what a CTA waits for counts, not what it issues
     SMEM_WORDS: tl.constexpr,  # behind the histogram
     THREADS: tl.constexpr,  # of the CTA where the search goes by radix digits, by thresholds 0
-    REGISTERS: tl.constexpr,  # to claim, or 0: see chain.claim_registers
-    CHAINED: tl.constexpr,
+    REGISTERS: tl.constexpr,  # to claim, or 0: see pdl.claim_registers
+    PDL: tl.constexpr,
 ):
     UNIT: tl.constexpr = 4 if ALIGNED else 1
     row = tl.program_id(0).to(tl.int64)
     if REGISTERS > 0:
-        chain.claim_registers(REGISTERS)
+        pdl.claim_registers(REGISTERS)
     smem = histogram.claim_cleared(emulated_smem, SMEM_WORDS, THREADS)
-    chain.wait(CHAINED)
+    pdl.wait(PDL)
     start, end = tile.row_range(row_starts, row_ends, row, width, stride_starts_row, stride_ends_row)
     row_ptr = logits + row * stride_logits_row * UNIT
     base = (start // UNIT) * UNIT
