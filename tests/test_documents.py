@@ -1,0 +1,68 @@
+"""The documents beside the code: what they link to and name exists, and every script is listed."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "scripts/README.md", "sparse_attn/README.md")
+# Where a path may begin, beside the folder of the document itself.
+ROOTS = ("", "scripts/results", "sparse_attn", "sparse_attn/ops", "sparse_attn/ops/attention", "scripts")
+PATH = re.compile(r"`((?:[\w.]+/)*[\w.-]+\.(?:py|sh|md|json|toml|txt|cfg)|(?:[\w.]+/)+)(?:::\w+)?`")
+NOT_HERE = {"model.safetensors.index.json", "config.json", "out.json"}  # of checkpoints, and written by users
+
+
+def documents():
+    return [name for name in DOCUMENTS if (ROOT / name).exists()]
+
+
+TODAY = [name for name in documents() if name != "CHANGELOG.md"]  # that names what is gone
+
+
+def slug(title):
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def headings(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return {slug(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("name", documents())
+def test_links_lead_to_files_and_headings(name):
+    path = ROOT / name
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        linked = (path.parent / target).resolve() if target else path
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("name", TODAY)
+def test_paths_it_names_exist(name):
+    path = ROOT / name
+    named = {found for found in PATH.findall(path.read_text()) if "test_x" not in found} - NOT_HERE
+    assert named
+    for found in named:
+        places = [path.parent, *(ROOT / root for root in ROOTS)]
+        assert any((place / found).exists() for place in places), found
+
+
+def test_every_script_is_described():
+    listed = subprocess.run(["git", "ls-files", "scripts"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split() if listed.returncode == 0 else [f"scripts/{p.name}" for p in ROOT.glob("scripts/*.*")]
+    described = (ROOT / "scripts" / "README.md").read_text()
+    for script in (name.removeprefix("scripts/") for name in names if re.fullmatch(r"scripts/\w+\.(py|sh)", name)):
+        assert f"`{script}" in described or f" {script}" in described, script
+
+
+@pytest.mark.parametrize("name", TODAY)
+def test_options_it_gives_a_script_exist(name):
+    """Of the commands in code blocks and in backticks."""
+    text = (ROOT / name).read_text()
+    for script, arguments in re.findall(r"(?:scripts/|`)(\w+\.(?:py|sh))((?: [^`\n#|;]*)?)", text):
+        path = ROOT / "scripts" / script
+        if path.exists() and script not in ("demo.sh", "test.sh"):  # these pass on what they do not know
+            for option in re.findall(r"(?<!\S)--[a-z-]+", arguments):
+                assert f'"{option}"' in path.read_text() or f"{option})" in path.read_text(), f"{script} {option}"
