@@ -42,7 +42,8 @@ def test_links_lead_to_files_and_headings(name):
 @pytest.mark.parametrize("name", TODAY)
 def test_paths_it_names_exist(name):
     path = ROOT / name
-    named = {found for found in PATH.findall(path.read_text()) if "test_x" not in found} - NOT_HERE
+    prose = re.sub(r"\[[^]]*\]\([^)]*\)", "", path.read_text())  # links have a test of their own
+    named = {found for found in PATH.findall(prose) if "test_x" not in found} - NOT_HERE
     assert named
     for found in named:
         places = [path.parent, *(ROOT / root for root in ROOTS)]
