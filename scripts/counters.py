@@ -2,8 +2,8 @@
 """Run each of the slow kernels once, for a profiler that counts between cudaProfilerStart and cudaProfilerStop:
 
 ncu --clock-control none --profile-from-start off --csv --page raw --section SpeedOfLight --section WarpStateStats \\
-    --section SchedulerStats --section MemoryWorkloadAnalysis --section ComputeWorkloadAnalysis python
-    scripts/counters.py
+    --section SchedulerStats --section MemoryWorkloadAnalysis --section ComputeWorkloadAnalysis \\
+    python scripts/counters.py
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 #!/usr/bin/env python
 """Run the tests and the benchmarks on this machine's GPU and write scripts/results/<gpu>.json.
 
-    python scripts/gpu_gate.py                                       # everything
-    python scripts/gpu_gate.py --part tests:1/2                      # or in parts, merged into one result of one
-    commit: python scripts/gpu_gate.py --part tests:2/2 --part suites:1/1    # what is missing stands under `unfinished`
-    python scripts/gpu_gate.py --merge a.json b.json                 # of parts that ran elsewhere, with --out; needs no
-    GPU
+    python scripts/gpu_gate.py                                 # everything
+    python scripts/gpu_gate.py --part tests:1/2                # or in parts, merged into one result of one commit:
+    python scripts/gpu_gate.py --part tests:2/2 --part suites:1/1    # what is missing stands under `unfinished`
+    python scripts/gpu_gate.py --merge a.json b.json           # parts that ran elsewhere with --out; needs no GPU
 
 The first part of a new commit needs --fresh. Exits with 1 where, in what this call ran, a test failed or was skipped,
 none ran, or a suite failed. Tests run every case (SPARSE_ATTN_LONG). Arguments behind -- go to pytest; what they or

@@ -5,9 +5,8 @@ A form is a kernel as a case of scripts/aot_cases launches it. Addresses, labels
 disassembly, so that a file or a kernel may be renamed; instructions, registers and constant-bank offsets are not.
 Machine code depends on the version of Triton, which is written beside the hashes: compare those of one version.
 
-    python scripts/machine_code.py --json before.json                  # on the old commit
-    python scripts/machine_code.py --against before.json               # on the new one; exits with 1 where a form
-    differs
+    python scripts/machine_code.py --json before.json       # on the old commit
+    python scripts/machine_code.py --against before.json    # on the new one; exits with 1 where a form differs
 """
 
 from __future__ import annotations
