@@ -3,12 +3,12 @@
 import math
 
 import torch
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.rope import rope_table
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 PLAIN = PlainLayout("fp32", 32)
 LAYOUTS = [
     PLAIN, PlainLayout("bf16", 20), PlanarFp8Layout(24, 8, group=8), PlanarFp8Layout(48, 16, 16, "e4m3fnuz"),

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import Layout, PlanarFp8Layout
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 WILD = (INT_MIN, INT_MIN + 1, -2, -1, INT_MAX - 1, INT_MAX)
 INF = math.inf
 EXAMPLES = int(os.environ.get("SPARSE_ATTN_EXAMPLES", "0"))

@@ -8,6 +8,10 @@ import pytest
 import torch
 from conftest import big
 from expecttest import assert_expected_inline
+from support.attention import slow_attention
+from support.caches import filled_cache, poison_unread
+from support.extremes import INF
+from support.ragged import ragged_rows
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops import attention
@@ -15,55 +19,6 @@ from sparse_attn.ops.attention import reference
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.types import Ragged
-
-INF = math.inf
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-WILD = torch.tensor([-1, INT_MIN, INT_MAX, 10**6], dtype=torch.int32)
-
-
-def ragged_rows(lengths, rows, seed=0, device="cpu", wild=True) -> Ragged:
-    """Random row ids (a fifth of them wild) in rows of the given lengths, with a tail of garbage that must stay
-    unread."""
-    generator = torch.Generator().manual_seed(seed)
-    indptr = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    total = int(indptr[-1])
-    indices = torch.randint(0, max(rows, 1), (total + 7,), generator=generator, dtype=torch.int32)
-    if wild:
-        pick = torch.rand(indices.shape, generator=generator) < 0.2
-        indices = torch.where(pick, WILD[torch.randint(0, 4, indices.shape, generator=generator)], indices)
-    indices[total:] = 0
-    return Ragged(indices.to(device), indptr.to(device))
-
-
-def poison_unread(rows: torch.Tensor, ragged: Ragged) -> torch.Tensor:
-    """NaN in every row of ``rows`` that no live index names."""
-    live = ragged.indices[: int(ragged.indptr[-1])].long()
-    live = live[(live >= 0) & (live < rows.shape[0])]
-    poisoned = torch.full_like(rows, torch.nan)
-    poisoned[live] = rows[live]
-    return poisoned
-
-
-def slow_attention(q, kv, ragged, scale, d_v, sink=None):
-    """float64, one row and head at a time."""
-    out = torch.zeros(q.shape[0], q.shape[1], d_v, dtype=torch.float64)
-    lse = torch.full(q.shape[:2], -INF, dtype=torch.float64)
-    for t in range(q.shape[0]):
-        row = ragged.indices[int(ragged.indptr[t]) : int(ragged.indptr[t + 1])].tolist()
-        row = [i for i in row if 0 <= i < kv.shape[0]]
-        if not row:
-            continue
-        keys = kv[row].double()
-        for h in range(q.shape[1]):
-            z = keys @ q[t, h].double() * scale
-            lse[t, h] = z.logsumexp(0)
-            weight = (z - lse[t, h]).exp()
-            if sink is not None:
-                weight = weight * (1 / (1 + math.exp(min(float(sink[h] - lse[t, h]), 700))))
-                if sink[h] == INF:
-                    weight = weight * 0
-            out[t, h] = weight @ keys[:, :d_v]
-    return out, lse
 
 
 def test_reference_matches_loop():
@@ -104,20 +59,6 @@ def test_duplicates_count_as_often_as_they_stand():
     ragged = Ragged(torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32))
     got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=1)
     torch.testing.assert_close(got.out, torch.tensor([[[2.0]]]))
-
-
-def filled_cache(layout, num_blocks, block_size, ragged, device, seed=0, padding=0):
-    """A cache of ``layout`` whose read slots hold data and whose other bytes are NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(num_blocks * block_size, layout.dim, generator=generator).to(device) / 10
-    wide = torch.full(
-        (num_blocks, block_size * layout.row + padding), 0xFF if layout.dtype == torch.uint8 else torch.nan
-    )
-    cache = wide.to(layout.dtype).to(device)[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
-    live = ragged.indices[: int(ragged.indptr[-1])].long()
-    live = live[(live >= 0) & (live < values.shape[0])].unique()
-    layout.encode(cache, live, values[live])
-    return cache
 
 
 LAYOUTS = {

@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 from conftest import big
-from test_attention_few_heads import LATENT, NARROW_ROWS, PLANAR, ROWS
+from support.extremes import INF, NAN
+from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS
 
 from sparse_attn import Ragged, allocate_cache, merge_attn_states, sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
@@ -19,7 +20,6 @@ from sparse_attn.ops.attention import reference
 from sparse_attn.target import target_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT, assert_close
 
-INF, NAN = math.inf, math.nan
 SMALL = PlainLayout("bf16", 32, 16), PlanarFp8Layout(48, 16, 16), LatentFp8Layout(32, 16, 32)
 BOTH = pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
 # What a head's query has there: the last ones make -1e30 of -2, and more than fp32 holds of some keys.

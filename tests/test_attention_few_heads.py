@@ -1,23 +1,16 @@
 """The kernel for few heads on Hopper: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time
 here."""
 
-import math
-
 import pytest
 import torch
+from support.extremes import INF
+from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS, check_few_heads, list_of
 
-from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
+from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import config
-from sparse_attn.ops.attention.hopper import launch as hopper_launch
-from sparse_attn.ops.attention.problem import Keys, step_of
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-INF = math.inf
-LATENT, PLANAR = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
-ROWS, NARROW_ROWS = PlainLayout("bf16", 512, 64), PlainLayout("bf16", 512, 0)
 
 
 def chosen(tokens=64, heads=16, d_qk=576, d_v=512, keys=2048, layout=LATENT, dtype=torch.bfloat16, target=H200):
@@ -47,69 +40,6 @@ def test_how_it_splits():
     assert splits(1, keys=3) == splits(1, keys=0) == 1
 
 
-def list_of(tokens, width, slots, lengths):
-    """(ragged, slots it names): wild slots between good ones, a tail that must stay unread."""
-    dense = torch.randint(0, slots, (tokens, width), device="cuda", dtype=torch.int32)
-    column = torch.arange(width, device="cuda")
-    wild = torch.tensor([-1, INT_MIN, INT_MAX, slots], device="cuda", dtype=torch.int32)
-    dense = torch.where((column % 9 == 4) | (lengths == "invalid"), wild[column % 4], dense)
-    length = torch.full((tokens,), width, device="cuda", dtype=torch.int32)
-    if lengths == "random":
-        length = torch.randint(0, width + 1, (tokens,), device="cuda", dtype=torch.int32)
-    elif lengths == "gaps":
-        length = torch.randint(1, width + 1, (tokens,), device="cuda", dtype=torch.int32)
-        length[1::3] = 0
-    elif lengths == "none":
-        length.zero_()
-    packed = dense[column < length.unsqueeze(1)]
-    indices = torch.zeros(tokens * width, dtype=torch.int32, device="cuda")
-    indices[: packed.numel()] = packed
-    ragged = Ragged(indices, torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0)))
-    return ragged, packed[(packed >= 0) & (packed < slots)].long().unique()
-
-
-def cache_of(layout, blocks, block_size, read, gap=0):
-    """Only the slots ``read`` are not NaN, as codes, scales or values."""
-    pitch = block_size * layout.row + gap
-    if isinstance(layout, PlanarFp8Layout):
-        pitch = layout.block_stride(block_size) + gap
-    memory = torch.full(
-        (blocks, pitch), 0xFF if layout.dtype == torch.uint8 else math.nan, dtype=layout.dtype, device="cuda"
-    )
-    cache = memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
-    if len(read):
-        layout.encode(cache, read, torch.randn(len(read), layout.dim, device="cuda") / 10)
-    return cache
-
-
-def check(layout, heads, tokens, width, blocks, block_size, *, lengths="full", sink=None, gap=0, extra=0, seed=0):
-    """Against the reference, twice alike; ``extra`` keys of a second cache."""
-    torch.manual_seed(seed)
-    wide_q = torch.full((tokens, heads, layout.dim + 16), math.nan, device="cuda", dtype=torch.bfloat16)
-    wide_q[..., : layout.dim] = torch.randn(tokens, heads, layout.dim, device="cuda")
-    q = wide_q[..., : layout.dim]
-    ragged, read = list_of(tokens, width, blocks * block_size, lengths)
-    cache = cache_of(layout, blocks, block_size, read, gap)
-    options, second = dict(scale=0.05, layout=layout), None
-    if extra:
-        extra_ragged, read = list_of(tokens, extra, blocks * 7, lengths)
-        extra_cache = cache_of(layout, blocks, 7, read)
-        second = Keys(extra_cache, layout, *extra_ragged)
-        options |= dict(extra_cache=extra_cache, extra_ragged=extra_ragged, extra_layout=layout)
-    if sink is not None:
-        options["sink"] = torch.full((heads + 3,), math.nan, device="cuda")
-        options["sink"][:heads] = torch.randn(heads, device="cuda") if sink == "random" else sink
-    keys = Keys(cache, layout, *ragged)
-    if isinstance(layout, PlainLayout):
-        keys = Keys(cache.flatten(0, 1), None, *ragged)
-    assert hopper_launch.choose_few_heads(q, keys, second, 512, step_of(q, keys, second, None)) is not None
-    got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
-    assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
-    want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
-    assert_close(got.out, want.out, DECODE_OUT)
-    assert_close(got.lse, want.lse, DECODE_LSE)
-
-
 SHAPES = ((27, 3, 9, 64), (3, 2048, 40, 64), (70, 129, 7, 256), (140, 640, 33, 61))  # tokens, keys, blocks, block size
 
 
@@ -121,7 +51,7 @@ def test_kinds_of_rows(layout, lengths, sink):
     for at, (tokens, width, blocks, block_size) in enumerate(SHAPES):
         gap = 16 * at if layout is LATENT else 0
         heads = (1, 8, 16, 24, 32)[(at + len(lengths)) % 5]
-        check(layout, heads, tokens, width, blocks, block_size, lengths=lengths, sink=sink, gap=gap, seed=at)
+        check_few_heads(layout, heads, tokens, width, blocks, block_size, lengths=lengths, sink=sink, gap=gap, seed=at)
 
 
 @pytest.mark.gpu
@@ -129,14 +59,14 @@ def test_kinds_of_rows(layout, lengths, sink):
 @pytest.mark.parametrize("lengths", ["full", "random", "none"])
 def test_two_caches(heads, lengths):
     for tokens, width, extra in ((3, 128, 512), (64, 128, 1024), (140, 130, 70), (33, 1, 260), (9, 260, 1)):
-        check(PLANAR, heads, tokens, width, 40, 64, lengths=lengths, sink="random", extra=extra, seed=extra)
+        check_few_heads(PLANAR, heads, tokens, width, 40, 64, lengths=lengths, sink="random", extra=extra, seed=extra)
 
 
 @pytest.mark.gpu
 def test_other_scales():
     layout = LatentFp8Layout(512, 64, group=64)
-    check(layout, 16, 40, 300, 20, 64)
-    check(LatentFp8Layout(512, 64, scale_rule="pow2"), 16, 40, 300, 20, 64)
+    check_few_heads(layout, 16, 40, 300, 20, 64)
+    check_few_heads(LatentFp8Layout(512, 64, scale_rule="pow2"), 16, 40, 300, 20, 64)
 
 
 @pytest.mark.gpu

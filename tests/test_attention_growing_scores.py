@@ -7,7 +7,7 @@ compared.
 import pytest
 import torch
 from conftest import big
-from test_attention_few_heads import LATENT, NARROW_ROWS, PLANAR, ROWS
+from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS
 
 from sparse_attn import Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.layout import PlainLayout, PlanarFp8Layout

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.extremes import INF, INT_MAX, INT_MIN
 
 from sparse_attn import (
     PlainLayout,
@@ -17,9 +18,6 @@ from sparse_attn import (
 from sparse_attn.ops.attention import config, launch
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-INF = math.inf
 
 
 def test_where_it_applies():

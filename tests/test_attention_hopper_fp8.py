@@ -1,13 +1,14 @@
 """The two-producer decode kernel: where it applies, compiled ahead of time, and planar caches, one or two, on a GPU."""
 
 import itertools
-import math
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-from test_attention_two_caches import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
+from support.attention import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case
+from support.extremes import INF
+from support.hopper_attention import LATENT
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.ops.attention import config, launch
@@ -16,9 +17,6 @@ from sparse_attn.ops.attention.hopper import launch as hopper_launch
 from sparse_attn.ops.attention.split_kv import Part
 from sparse_attn.target import H200, Target
 from sparse_attn.workspace import Buffer, Scratch, largest, size_of
-
-INF = math.inf
-LATENT = LatentFp8Layout(512, 64)
 
 
 def chosen(tokens=9, heads=64, keys=1152, layout=V4, dtype=torch.bfloat16, target=H200):

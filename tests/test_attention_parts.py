@@ -10,12 +10,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
-import test_attention_few_heads as few_heads
-import test_attention_hopper_fp8_latents as latents
 import torch
-from test_attention_two_caches import V4, Case, check_case
+from support.attention import V4, Case, check_case
+from support.extremes import INF
+from support.hopper_attention import LATENT, check_few_heads, check_latents, latent_case
 
-from sparse_attn import LatentFp8Layout, PlainLayout, workspace
+from sparse_attn import PlainLayout, sparse_attn_decode, workspace
 from sparse_attn.ops.attention import config, reference
 from sparse_attn.ops.attention.combine_plan import merge_of
 from sparse_attn.ops.attention.hopper.launch import merge_shares
@@ -25,9 +25,7 @@ from sparse_attn.ops.attention.split_kv import PAIRS, SPLIT, TILES, WHOLE, Part,
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import preset
 from sparse_attn.target import H200
-
-INF = math.inf
-LATENT = LatentFp8Layout(512, 64)
+from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 
 class Shape(NamedTuple):
@@ -264,7 +262,7 @@ def room_for(parts, heads):
 @pytest.mark.parametrize("heads, tokens", [(64, 67), (64, 133), (64, 140), (128, 34), (128, 67), (128, 90)])
 def test_latents(heads, tokens, lengths):
     with room_for(Shape(heads, 2048).parts(tokens), heads):
-        latents.check(*latents.case(tokens, heads, 64, 40, 2048, lengths=lengths, sink="random", gap=16))
+        check_latents(*latent_case(tokens, heads, 64, 40, 2048, lengths=lengths, sink="random", gap=16))
 
 
 @pytest.mark.gpu
@@ -285,29 +283,29 @@ def test_few_heads(layout, lengths):
     for heads, tokens in ((16, 67), (16, 133), (5, 140), (32, 133)):
         sizes = (tokens, heads, layout.dim, 512, tokens * 2048)
         with room_for(config.hopper_few_heads(*sizes, known, torch.bfloat16, H200).parts, heads):
-            few_heads.check(layout, heads, tokens, 2048, 40, 64, lengths=lengths, sink="random", seed=tokens)
+            check_few_heads(layout, heads, tokens, 2048, 40, 64, lengths=lengths, sink="random", seed=tokens)
 
 
 @pytest.mark.gpu
 def test_few_heads_over_two_caches():
     with room_for(Shape(16, 1152, V4).parts(133), 16):
-        few_heads.check(V4, 16, 133, 128, 40, 64, lengths="gaps", sink="random", extra=1024)
+        check_few_heads(V4, 16, 133, 128, 40, 64, lengths="gaps", sink="random", extra=1024)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 64])
 def test_captured(heads):
     """A replay attends what its rows hold by then, in both parts."""
-    q, cache, ragged, sink = latents.case(133, heads, 64, 40, 2048, sink="random")
-    other = latents.case(133, heads, 64, 40, 2048, lengths="gaps", seed=1)
+    q, cache, ragged, sink = latent_case(133, heads, 64, 40, 2048, sink="random")
+    other = latent_case(133, heads, 64, 40, 2048, lengths="gaps", seed=1)
     options = dict(scale=0.05, layout=LATENT, sink=sink)
-    latents.sparse_attn_decode(q, cache, ragged, **options)
+    sparse_attn_decode(q, cache, ragged, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = latents.sparse_attn_decode(q, cache, ragged, **options)
+        got = sparse_attn_decode(q, cache, ragged, **options)
     for kept, new in ((q, other[0]), (cache, other[1]), *zip(ragged, other[2])):
         kept.copy_(new)
     graph.replay()
-    want = latents.sparse_attn_decode(q, cache, ragged, **options, impl="reference")
-    latents.assert_close(got.out, want.out, latents.DECODE_OUT)
-    latents.assert_close(got.lse, want.lse, latents.DECODE_LSE)
+    want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
+    assert_close(got.out, want.out, DECODE_OUT)
+    assert_close(got.lse, want.lse, DECODE_LSE)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import big
-from test_attention import WILD, filled_cache, ragged_rows, slow_attention
+from support.attention import BLOCK_SIZES, V4, V4_FNUZ, Case, check_case, slow_attention
+from support.caches import filled_cache
+from support.extremes import INF
+from support.ragged import ragged_rows
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, allocate_cache
 from sparse_attn.ops import attention
@@ -19,9 +21,6 @@ from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.types import Ragged
 
-INF = math.inf
-V4 = PlanarFp8Layout(448, 64)
-V4_FNUZ = PlanarFp8Layout(448, 64, flavour="e4m3fnuz")
 SMALL = PlanarFp8Layout(48, 16, 16)
 SMALL_FNUZ = PlanarFp8Layout(32, 32, 16, flavour="e4m3fnuz")
 LAYOUTS = {  # of one dim and value_dim
@@ -33,15 +32,6 @@ LAYOUTS = {  # of one dim and value_dim
     "latent": LatentFp8Layout(64, 0, 32),
 }
 ODD = PlanarFp8Layout(80, 12, 40), PlanarFp8Layout(60, 32, 12, flavour="e4m3fnuz")  # dims that are no power of two
-
-
-def planar_cache(layout, num_blocks, block_size, ragged, device, seed=0, padding=0):
-    """filled_cache, the pad bytes beside a planar layout's scales poisoned too."""
-    cache = filled_cache(layout, num_blocks, block_size, ragged, device, seed, padding)
-    if isinstance(layout, PlanarFp8Layout):
-        plane = cache.flatten(1)[:, block_size * layout.token_bytes :].unflatten(1, (block_size, layout.scale_bytes))
-        plane[..., layout.groups :] = 0xFF
-    return cache
 
 
 def union(first, second, q, layouts, caches):
@@ -66,8 +56,8 @@ def test_reference_is_attention_over_the_union(names):
     layouts = [LAYOUTS[name] for name in names]
     first, second = ragged_rows([9, 0, 20, 0], 30), ragged_rows([0, 11, 4, 0], 28, seed=1)
     caches = [
-        planar_cache(layouts[0], 6, 5, first, "cpu", padding=64),
-        planar_cache(layouts[1], 4, 7, second, "cpu", seed=1, padding=4),
+        filled_cache(layouts[0], 6, 5, first, "cpu", padding=64),
+        filled_cache(layouts[1], 4, 7, second, "cpu", seed=1, padding=4),
     ]
     q, sink = torch.randn(4, 3, 64), torch.tensor([0.5, -INF, INF])
     for chosen in (None, sink):
@@ -83,7 +73,7 @@ def test_reference_is_attention_over_the_union(names):
 @pytest.mark.parametrize("layout", [SMALL, SMALL_FNUZ, *ODD], ids=lambda layout: layout.name)
 def test_reference_reads_planar_caches(layout):
     ragged = ragged_rows([9, 0, 20], 30)
-    cache = planar_cache(layout, 6, 5, ragged, "cpu", padding=64)
+    cache = filled_cache(layout, 6, 5, ragged, "cpu", padding=64)
     q = torch.randn(3, 2, layout.dim)
     got = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
     out, lse = slow_attention(q, layout.decode(cache, torch.arange(30)), ragged, 0.2, layout.dim)
@@ -109,7 +99,7 @@ def test_a_key_of_both_caches_counts_twice():
 def two_caches(device="cpu"):
     """Arguments of the op: three tokens, a planar cache and a plain one."""
     first, second = ragged_rows([5, 0, 8], 20, device=device), ragged_rows([2, 0, 70], 21, seed=1, device=device)
-    main = planar_cache(SMALL, 4, 5, first, device)
+    main = filled_cache(SMALL, 4, 5, first, device)
     extra = filled_cache(LAYOUTS["plain bf16"], 3, 7, second, device)
     q, sink = torch.randn(3, 2, 64, device=device), torch.randn(2, device=device)
     return q, main, *first, 0.3, SMALL.name, extra, *second, LAYOUTS["plain bf16"].name, sink, False
@@ -130,7 +120,7 @@ def test_compiles_once_for_all_sizes():
     for tokens, blocks, extra_blocks in ((3, 11, 6), (5, 9, 17), (9, 30, 13)):
         with torch.compiler.set_stance("fail_on_recompile" if tokens > 3 else "default"):
             first, second = ragged_rows([4] * tokens, 20), ragged_rows([tokens] * tokens, 20, seed=1)
-            main = planar_cache(SMALL, blocks, 5, first, "cpu")
+            main = filled_cache(SMALL, blocks, 5, first, "cpu")
             extra = filled_cache(PlainLayout("bf16", 64), extra_blocks, 7, second, "cpu")
             q, sink = torch.randn(tokens, 2, 64), torch.randn(2)
             got = step(q, main, first, extra, second, sink)
@@ -179,59 +169,6 @@ def test_splits_count_the_keys_of_both_caches():
     assert splits(128, 0) == 2 and splits(0, 512) == 8 and splits(128, 512) == 10
 
 
-class Case(NamedTuple):
-    """Each cache: layout, blocks, block size, bytes or values between blocks, and keys of every request."""
-
-    heads: int
-    next_n: int
-    first: tuple
-    second: tuple | None
-    sink: float | None = None  # of every other head; None: no sink
-    dtype: torch.dtype = torch.bfloat16
-    invalid: bool = False  # all indices are
-
-
-def cache_of(part, next_n, invalid, seed, device):
-    """(cache, ragged, layout) of one half of a case: tokens of a request have as many keys, but keys of their own."""
-    layout, blocks, block_size, padding, lengths = part
-    ragged = ragged_rows([length for length in lengths for _ in range(next_n)], blocks * block_size, seed, device)
-    if invalid:
-        wild = WILD.to(device).repeat(-(-ragged.indices.numel() // 4))[: ragged.indices.numel()]
-        ragged = Ragged(wild, ragged.indptr)
-    return planar_cache(layout, blocks, block_size, ragged, device, seed, padding), ragged, layout
-
-
-def check_case(case, seed, device):
-    torch.manual_seed(seed)
-    main, ragged, layout = cache_of(case.first, case.next_n, case.invalid, seed, device)
-    extra, extra_ragged, extra_layout = None, None, None
-    if case.second is not None:
-        extra, extra_ragged, extra_layout = cache_of(case.second, case.next_n, case.invalid, seed + 1000, device)
-    tokens = ragged.indptr.numel() - 1
-    q = torch.randn(case.heads, tokens, layout.dim + 16, device=device).to(case.dtype)
-    q = q.transpose(0, 1)[..., : layout.dim]
-    sink = None
-    if case.sink is not None:
-        sink = torch.randn(case.heads + 3, device=device)
-        sink[::2] = case.sink
-    scale = layout.dim**-0.5
-    got, *repeats = (
-        attention.sparse_attn_decode(
-            q, main, ragged, scale=scale, layout=layout, extra_cache=extra, extra_ragged=extra_ragged,
-            extra_layout=extra_layout, sink=sink, impl="triton",
-        )
-        for _ in range(1 + big(device))
-    )  # fmt: skip
-    assert all(torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse) for again in repeats)
-    others = (None, None, None, "") if extra is None else (extra, *extra_ragged, extra_layout.name)
-    want = reference.sparse_attn_decode(q, main, *ragged, scale, layout.name, *others, sink)
-    compare.assert_close(got.out, want[0], compare.DECODE_OUT, f"out of {case}")
-    compare.assert_close(got.lse, want[1], compare.DECODE_LSE, f"lse of {case}")
-    if case.invalid:
-        assert not got.out.any() and torch.isneginf(got.lse).all()
-
-
-BLOCK_SIZES = (2, 61, 64, 69, 256, 576)
 CASES = [
     *(
         Case(
@@ -339,7 +276,7 @@ def test_kernel_with_an_empty_cache(device):
     """A cache of no blocks, indices of no capacity, no tokens at all."""
     one = ragged_rows([3, 2], 10, device=device, wild=False)
     none = Ragged(torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int32, device=device))
-    main = planar_cache(SMALL, 2, 5, one, device)
+    main = filled_cache(SMALL, 2, 5, one, device)
     q = torch.randn(2, 3, 64, device=device)
     alone = attention.sparse_attn_decode(q, main, one, scale=0.3, layout=SMALL, impl="triton")
     for cache, ragged in ((main[:0], one), (main, none)):

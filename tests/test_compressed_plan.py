@@ -3,11 +3,10 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.ops.step_plan import build_compressed_plan, build_step_plan, build_window_plan
 from sparse_attn.testing.ops import opcheck, schema
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def plan_of(lengths, fed, num_decodes, next_n=1, blocks=6, dead=(), extra=0, hole=True):

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn
 from sparse_attn import debug, gradients, torch_private
@@ -21,7 +22,6 @@ from sparse_attn.ops.router import hash_routed_experts
 from sparse_attn.ops.step_plan import build_step_plan, build_window_plan
 from sparse_attn.ops.topk import top_k_per_row
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 INDEX, PLAIN = IndexFp8Layout(16), PlainLayout("fp32", 12, 4)
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.extremes import INF, INT_MAX, INT_MIN, NAN
 
 import sparse_attn as sa
 
-INF, NAN, INT_MAX, INT_MIN = math.inf, math.nan, 2**31 - 1, -(2**31)
 README = (Path(__file__).parent.parent / "README.md").read_text()
 ROWS = {}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache, reference
 from sparse_attn.testing.ops import opcheck, schema
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 LAYOUTS = [
     IndexFp8Layout(128),
     IndexFp8Layout(32, scale_rule="raw"),

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from conftest import big
 from expecttest import assert_expected_inline
+from support.caches import poisoned_cache
+from support.extremes import INT_MAX, INT_MIN
+from support.index_logits import check_highest
 
 from sparse_attn.fp8 import fp8_decode, fp8_quantise
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_logits import reference
-from sparse_attn.ops.topk.shapes import GROUP
 from sparse_attn.target import target_of
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
 
 INF = float("inf")
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def quantised(shape, flavour, device="cpu"):
@@ -90,9 +89,7 @@ def paged_inputs(layout, lens, heads, block_size, device="cpu", padding=0, poiso
     per_request = -(-longest // block_size)
     num_blocks = num_blocks or requests * per_request + 2
     table = torch.randperm(num_blocks, dtype=torch.int32)[: requests * per_request].reshape(requests, per_request)
-    fill = 0xFF if layout.dtype == torch.uint8 else torch.nan
-    wide = torch.full((num_blocks, block_size * layout.row + padding), fill).to(layout.dtype)
-    cache = wide[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))
+    cache, memory = poisoned_cache(layout, num_blocks, block_size, padding=padding)
     for b in range(requests):
         count = int(context_lens[b].clamp(0, longest).max())
         position = torch.arange(count)
@@ -107,8 +104,7 @@ def paged_inputs(layout, lens, heads, block_size, device="cpu", padding=0, poiso
     else:
         q = torch.randn(requests, next_n, heads, layout.dim).to(layout.dtype)
         weights = torch.randn(requests * next_n, heads)
-    move = cache.storage_offset()
-    cache = torch.as_strided(wide.to(device), cache.shape, cache.stride(), move)
+    cache = memory.to(device).as_strided(cache.shape, cache.stride())
     return q.to(device), cache, weights.to(device), context_lens.to(device), table.to(device)
 
 
@@ -300,28 +296,6 @@ def test_paged_kernel(device):
             got = run_paged(inputs, width, layout, "triton")
             want = reference.paged_mqa_logits(*inputs, width, layout.name)
             compare.assert_same_diff(got, want)
-
-
-def check_highest(launch, rows, width, limits, device):
-    """launch(out, maxima, group): the scores' bits are what they are without, groups are whole, what lies around is
-    untouched."""
-    room = -(-width // GROUP) * GROUP
-    dirt = lambda columns: torch.full((rows + 1, columns), 12345.0, device=device)  # noqa: E731
-    plain, wide, highest = dirt(room + 3), dirt(room + 3), dirt(room // GROUP + 3)
-    launch(plain[:rows, :width], None, 1)
-    launch(wide[:rows, :width], highest[:rows, : room // GROUP], GROUP)
-    limits = limits.reshape(-1, 1).clamp(0, width)
-    column = torch.arange(room, device=device)
-    scores = wide[:rows, :room]
-    seen, whole = column < limits, column < -(-limits // GROUP) * GROUP
-    assert torch.equal(scores[seen].view(torch.int32), plain[:rows, :room][seen].view(torch.int32))
-    assert (scores[whole & ~seen] == -math.inf).all()
-    groups = scores.masked_fill(~whole, -math.inf).unflatten(1, (-1, GROUP))
-    want = groups.masked_fill(groups.isnan(), -math.inf).amax(2).masked_fill(groups.isnan().all(2), math.nan)
-    there = whole[:, ::GROUP]
-    torch.testing.assert_close(highest[:rows, : room // GROUP][there], want[there], rtol=0, atol=0, equal_nan=True)
-    for around in (wide[rows], wide[:, room:], highest[rows], highest[:, room // GROUP :]):
-        assert (around == 12345.0).all()
 
 
 @pytest.mark.kernel

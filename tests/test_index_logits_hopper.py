@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
-from test_index_logits import check_highest
+from support.caches import poisoned_cache
+from support.extremes import INT_MAX, INT_MIN
+from support.index_logits import check_highest
 
 from sparse_attn import IndexFp8Layout
 from sparse_attn.fp8 import fp8_encode
@@ -14,7 +16,6 @@ from sparse_attn.ops.index_logits.portable import kernels
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.compare import assert_same_diff
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 LAYOUT = IndexFp8Layout(128)
 DIRT = 7.25
 
@@ -141,8 +142,7 @@ def paged_case(lens, heads, width, *, padding=0, table_width=None, clean=True, r
     context_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     per = table_width or -(-width // 64)
     num_blocks = requests * per + 3
-    wide = torch.full((num_blocks, 64 * LAYOUT.row + padding), 0xFF, dtype=torch.uint8, device="cuda")
-    cache = wide[:, : 64 * LAYOUT.row].unflatten(1, (64, LAYOUT.row))
+    cache, _ = poisoned_cache(LAYOUT, num_blocks, 64, "cuda", padding)
     table = (
         torch.randperm(num_blocks)[: requests * per].int().view(requests, per)
     )  # thousands of small steps: not on the GPU

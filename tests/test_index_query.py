@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.fp8 import fp8_decode
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, PlainLayout
@@ -17,7 +18,6 @@ from sparse_attn.ops.rope import rope_table
 from sparse_attn.testing.ops import opcheck, schema
 
 NAN = float("nan")
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 WILD = [3, -1, 0, INT_MAX, INT_MIN, 15, 16]  # a table of 16 rows: positions 3, 0 and 15 are real
 FP8 = [IndexFp8Layout(16, flavour, rule) for flavour in ("e4m3fn", "e4m3fnuz") for rule in ("pow2", "raw")]

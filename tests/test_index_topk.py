@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from support.extremes import INT_MAX, INT_MIN
+from support.index_topk import DIM, HEADS, LAYOUTS, codes, decode_case, to
 from support.topk import EXACT, chosen, for_rows
 
 from sparse_attn import workspace
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.layout import IndexFp8Layout
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_topk import (
     DECODE_LOGITS_BYTES,
@@ -22,22 +24,7 @@ from sparse_attn.ops.topk.plan import THRESHOLDS, Bound, Sampled
 from sparse_attn.target import H200, target_of
 from sparse_attn.testing.ops import opcheck, schema
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-HEADS, DIM = 3, 32
 WIDEST = 262144  # with group maxima
-LAYOUTS = {
-    "fp8": IndexFp8Layout(DIM),
-    "fnuz": IndexFp8Layout(DIM, "e4m3fnuz"),
-    "bf16": PlainLayout("bf16", DIM),
-    "fp32": PlainLayout("fp32", DIM),
-}
-
-
-def codes(shape, generator):
-    """fp8 codes without NaN or the largest exponents."""
-    return torch.randint(0, 0x60, shape, generator=generator, dtype=torch.uint8) | (
-        torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
-    )
 
 
 def prefill_case(rows, keys, flavour="e4m3fn", seed=0):
@@ -55,28 +42,6 @@ def prefill_case(rows, keys, flavour="e4m3fn", seed=0):
     for row, (first, last) in enumerate(odd[:rows]):
         start[row], end[row] = first, last
     return q, weights, k, scale, start, end
-
-
-def decode_case(layout, requests, next_n, context, block=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    columns = -(-context // block)
-    blocks = requests * columns + 2
-    cache = allocate_cache(layout, blocks, block, "cpu")
-    shape = (requests, next_n, HEADS, DIM)
-    if isinstance(layout, IndexFp8Layout):
-        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, DIM, generator=generator))
-        q = codes(shape, generator).clamp_min(1)
-    else:
-        cache.copy_(torch.randn(cache.shape, generator=generator))
-        q = torch.randn(shape, generator=generator).to(layout.dtype)
-    weights = torch.randn(requests * next_n, HEADS, generator=generator)
-    lens = torch.randint(0, context + 3, (requests, next_n), generator=generator, dtype=torch.int32)
-    for row, value in enumerate((context, 0, INT_MIN, INT_MAX)[: lens.numel()]):
-        lens.view(-1)[row] = value
-    table = torch.randperm(blocks, generator=generator)[: requests * columns].view(requests, columns).int()
-    wild = torch.tensor([-1, INT_MIN, INT_MAX, blocks], dtype=torch.int32)
-    table[-1, -1] = wild[seed % 4]
-    return q, weights, cache, lens, table
 
 
 def full_logits(case, layout=None, context=None, flavour="e4m3fn", impl="auto"):
@@ -219,10 +184,6 @@ LONG = Sampled(32, 2, 1, 2, chunk=32, span=32, bound=Bound(16, 32, 4), search=TH
 def kernels(rows):
     shared = dataclasses.replace(LONG, ctas_per_row=2, rows_in_flight=rows)
     return None, *(chosen("thresholds.sampled", plan) for plan in (LONG, shared))
-
-
-def to(device, case):
-    return [None if value is None else value.to(device) for value in case]
 
 
 @pytest.mark.kernel

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.kv_cache import gather_kv_cache, reference, write_kv_cache
 from sparse_attn.testing.ops import opcheck, schema
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 LAYOUTS = [
     LatentFp8Layout(512, 64),
     LatentFp8Layout(64, 16, 64, scale_rule="pow2"),

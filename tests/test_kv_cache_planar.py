@@ -6,12 +6,12 @@ import struct
 import pytest
 import torch
 from conftest import big
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.fp8 import FP8_MAX, fp8_decode
 from sparse_attn.layout import PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 FLAVOURS = tuple(FP8_MAX)
 
 

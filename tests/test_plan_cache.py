@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.extremes import INT_MIN
 
 from sparse_attn import build_step_plan
 from sparse_attn.models.params import random_params
@@ -14,7 +15,6 @@ from sparse_attn.runtime.steps import Model, Sampling, advance, decode_plan, pre
 from sparse_attn.spec import preset
 from sparse_attn.torch_private import occupy
 
-INT_MIN = -(2**31)
 BLOCKS = 3
 TENSORS = (
     "request_ids", "positions", "limits", "slot_mapping", "block_table", "context_lens",

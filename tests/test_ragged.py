@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import big
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn.ops.ragged as ragged
 from sparse_attn.ops.ragged import debug, reference
 from sparse_attn.testing.ops import opcheck, schema
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 WILD = [-1, -2, INT_MIN, INT_MAX]
 
 

@@ -3,11 +3,10 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.ops.ragged import combine_topk_swa_indices_ragged, entry_indices, window_indices
 from sparse_attn.testing.ops import opcheck, schema
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def ints(values, device="cpu"):

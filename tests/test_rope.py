@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.ops.rope import Yarn, apply_rope, inverse_frequencies, rope_table
 
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 DEEPSEEK = Yarn(factor=40, original_max_position=4096)
 
 

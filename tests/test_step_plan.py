@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MIN
 
 from sparse_attn.ops.step_plan import build_step_plan, reference
 from sparse_attn.testing.ops import opcheck, schema
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def tensors(starts, lens, slots, device="cpu"):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.extremes import INT_MAX
+from support.index_topk import LAYOUTS, decode_case, to
 from support.topk import EXACT, KINDS, PLANS, chosen, for_rows, group_maxima, scores
-from test_index_topk import LAYOUTS, decode_case, to
 
 from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout
@@ -15,7 +16,6 @@ from sparse_attn.ops.topk import dispatch, reference
 from sparse_attn.ops.topk.plan import GroupMaxima, Problem
 from sparse_attn.target import H200
 
-INT_MAX = 2**31 - 1
 DIRT = 12345
 PLANS = PLANS | {"group_maxima": ("group_maxima", EXACT, 8 * 1000)}
 FORMS = (

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
+from support.extremes import INF, INT_MAX, INT_MIN, NAN
 
 from sparse_attn.dispatch import Choice, find
 from sparse_attn.ops.topk import dispatch
@@ -22,9 +23,6 @@ from sparse_attn.ops.topk.plan import (
     Streaming,
 )
 from sparse_attn.ops.topk.shapes import GROUP
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-INF, NAN = math.inf, math.nan
 
 
 def brute_force(logits, starts, ends, k):

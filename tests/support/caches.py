@@ -1,0 +1,50 @@
+"""Caches of nothing but poison, and caches of which only what is read is not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sparse_attn.layout import PlanarFp8Layout
+
+
+def poison(dtype):
+    """NaN; a byte of 0xFF is one as a code and as a scale."""
+    return 0xFF if dtype == torch.uint8 else math.nan
+
+
+def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0, byte=None):
+    """(cache, the memory it lies in [num_blocks, elements]): blocks stand ``padding`` elements apart, and all is poison,
+    or of ``byte`` where a layout's elements are bytes."""
+    fill = byte if byte is not None and layout.dtype == torch.uint8 else poison(layout.dtype)
+    size = block_size * layout.row
+    memory = torch.full((num_blocks, size + padding), fill, dtype=layout.dtype, device=device)
+    return memory[:, :size].unflatten(1, (block_size, layout.row)), memory
+
+
+def live(ragged, count):
+    """Which of 0 to ``count`` - 1 some row names."""
+    named = ragged.indices[: int(ragged.indptr[-1])].long()
+    return named[(named >= 0) & (named < count)].unique()
+
+
+def poison_unread(rows, ragged):
+    """NaN in every row of ``rows`` that no live index names."""
+    read = live(ragged, len(rows))
+    poisoned = torch.full_like(rows, math.nan)
+    poisoned[read] = rows[read]
+    return poisoned
+
+
+def filled_cache(layout, num_blocks, block_size, ragged, device, seed=0, padding=0):
+    """Slots that ``ragged`` names hold values; all else is poison, the pad bytes beside planar scales too."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(num_blocks * block_size, layout.dim, generator=generator).to(device) / 10
+    cache, _ = poisoned_cache(layout, num_blocks, block_size, device, padding)
+    read = live(ragged, len(values))
+    layout.encode(cache, read, values[read])
+    if isinstance(layout, PlanarFp8Layout):
+        plane = cache.flatten(1)[:, block_size * layout.token_bytes :].unflatten(1, (block_size, layout.scale_bytes))
+        plane[..., layout.groups :] = 0xFF
+    return cache

@@ -1,0 +1,107 @@
+"""Decode by the Hopper kernels against the reference, on a GPU: rows of every kind, all that they do not name poison."""
+
+from __future__ import annotations
+
+import torch
+from support.caches import poisoned_cache
+from support.extremes import INT_MAX, INT_MIN, NAN
+
+from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, sparse_attn_decode
+from sparse_attn.layout import PlanarFp8Layout
+from sparse_attn.ops.attention.hopper import launch as hopper_launch
+from sparse_attn.ops.attention.problem import Keys, step_of
+from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
+
+LATENT, PLANAR = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
+ROWS, NARROW_ROWS = PlainLayout("bf16", 512, 64), PlainLayout("bf16", 512, 0)
+
+
+def queries(tokens, heads, dim, scale=1.0):
+    """A view of a tensor full of NaN."""
+    wide = torch.full((tokens, heads, dim + 16), NAN, device="cuda", dtype=torch.bfloat16)
+    wide[..., :dim] = torch.randn(tokens, heads, dim, device="cuda") * scale
+    return wide[..., :dim]
+
+
+def list_of(tokens, width, slots, lengths):
+    """(ragged, slots it names): wild slots between good ones, a tail that must stay unread."""
+    dense = torch.randint(0, slots, (tokens, width), device="cuda", dtype=torch.int32)
+    column = torch.arange(width, device="cuda")
+    wild = torch.tensor([-1, INT_MIN, INT_MAX, slots], device="cuda", dtype=torch.int32)
+    dense = torch.where((column % 9 == 4) | (lengths == "invalid"), wild[column % 4], dense)
+    length = torch.full((tokens,), width, device="cuda", dtype=torch.int32)
+    if lengths == "random":
+        length = torch.randint(0, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+    elif lengths == "gaps":
+        length = torch.randint(1, width + 1, (tokens,), device="cuda", dtype=torch.int32)
+        length[1::3] = 0
+    elif lengths == "none":
+        length.zero_()
+    packed = dense[column < length.unsqueeze(1)]
+    indices = torch.zeros(tokens * width, dtype=torch.int32, device="cuda")
+    indices[: packed.numel()] = packed
+    ragged = Ragged(indices, torch.nn.functional.pad(length.cumsum(0, dtype=torch.int32), (1, 0)))
+    return ragged, packed[(packed >= 0) & (packed < slots)].long().unique()
+
+
+def cache_of(layout, blocks, block_size, read, gap=0):
+    """Only the slots ``read`` hold values; blocks stand ``gap`` further apart than allocate_cache has them."""
+    if isinstance(layout, PlanarFp8Layout):
+        gap += layout.block_stride(block_size) - block_size * layout.row
+    cache, _ = poisoned_cache(layout, blocks, block_size, "cuda", gap)
+    if len(read):
+        layout.encode(cache, read, torch.randn(len(read), layout.dim, device="cuda") / 10)
+    return cache
+
+
+def sink_of(kind, heads):
+    """The front of a tensor of NaN."""
+    if kind is None:
+        return None
+    sink = torch.full((heads + 3,), NAN, device="cuda")
+    sink[:heads] = torch.randn(heads, device="cuda") if kind == "random" else kind
+    return sink
+
+
+def check(q, cache, ragged, **options):
+    """Against the reference, twice alike."""
+    got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
+    assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
+    want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
+    assert_close(got.out, want.out, DECODE_OUT)
+    assert_close(got.lse, want.lse, DECODE_LSE)
+
+
+def check_few_heads(
+    layout, heads, tokens, width, blocks, block_size, *, lengths="full", sink=None, gap=0, extra=0, seed=0
+):
+    """``extra`` keys of a second cache."""
+    torch.manual_seed(seed)
+    q = queries(tokens, heads, layout.dim)
+    ragged, read = list_of(tokens, width, blocks * block_size, lengths)
+    cache = cache_of(layout, blocks, block_size, read, gap)
+    options, second = dict(scale=0.05, layout=layout), None
+    if extra:
+        extra_ragged, read = list_of(tokens, extra, blocks * 7, lengths)
+        extra_cache = cache_of(layout, blocks, 7, read)
+        second = Keys(extra_cache, layout, *extra_ragged)
+        options |= dict(extra_cache=extra_cache, extra_ragged=extra_ragged, extra_layout=layout)
+    keys = Keys(cache, layout, *ragged)
+    if isinstance(layout, PlainLayout):
+        keys = Keys(cache.flatten(0, 1), None, *ragged)
+    assert hopper_launch.choose_few_heads(q, keys, second, 512, step_of(q, keys, second, None)) is not None
+    check(q, cache, ragged, sink=sink_of(sink, heads), **options)
+
+
+def latent_case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None, layout=LATENT, gap=0, seed=0):
+    """(q, cache, ragged, sink) of decode over one cache of fp8 latents."""
+    torch.manual_seed(seed)
+    q = queries(tokens, heads, layout.dim, 0.1)
+    ragged, read = list_of(tokens, width, blocks * block_size, lengths)
+    return q, cache_of(layout, blocks, block_size, read, gap), ragged, sink_of(sink, heads)
+
+
+def check_latents(q, cache, ragged, sink, layout=LATENT):
+    keys = Keys(cache, layout, *ragged)
+    assert hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, None)) is not None
+    check(q, cache, ragged, scale=0.05, layout=layout, sink=sink)
