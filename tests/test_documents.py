@@ -67,3 +67,9 @@ def test_options_it_gives_a_script_exist(name):
         if path.exists() and script not in ("demo.sh", "test.sh"):  # these pass on what they do not know
             for option in re.findall(r"(?<!\S)--[a-z-]+", arguments):
                 assert f'"{option}"' in path.read_text() or f"{option})" in path.read_text(), f"{script} {option}"
+
+
+def test_the_changelog_begins_with_the_version():
+    version = re.search(r'^__version__ = "(.*)"', (ROOT / "sparse_attn" / "version.py").read_text(), re.MULTILINE)[1]
+    sections = re.findall(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] in ("Unreleased", version) and version in sections
