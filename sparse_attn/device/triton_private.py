@@ -4,12 +4,33 @@ README names."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+
+def aggregate(cls):
+    """Class decorator: a named tuple of values that a kernel carries, made from its fields in their order or by name.
+
+    A field is declared with its type: ``gl.tensor``, ``gl.shared_memory_descriptor``, ``gl.tuple``, another
+    aggregate, or ``gl.constexpr``, which plain numbers become. Triton 3.8 has a public gluon.aggregate, and makes
+    the constructor; before that the name is private and there is none."""
+    from triton.language import core
+
+    fields = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in cls.__annotations__]
+    signature = inspect.Signature(fields)
+
+    def __init__(self, *values, **named):
+        for name, value in signature.bind(*values, **named).arguments.items():
+            setattr(self, name, value if isinstance(value, core.base_value) else core.constexpr(value))
+
+    __init__.__triton_builtin__ = True  # what a kernel's cache key leaves out
+    cls.__init__ = __init__
+    return core._aggregate(cls)
 
 
 @gluon.jit

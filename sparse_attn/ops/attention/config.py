@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
+from sparse_attn.ops.attention.hopper import constants
 from sparse_attn.ops.attention.split_kv import MOST_TURNS, PAIRS, TILES, Part, parts_of
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch, size_of
 
-# What the Hopper kernels take: columns of a value, and columns that only score (of planar records: the value's last).
-HOPPER_VALUE, HOPPER_REST = 512, 64
-HOPPER_HEADS = 64  # of a program, but for few heads
-HOPPER_PAIR = 128  # keys at a time
-HOPPER_UNIT = 16  # bytes of a load, in which strides of caches are counted
+HOPPER_VALUE, HOPPER_REST = constants.D_V, constants.D_ROPE
+HOPPER_HEADS = constants.BLOCK_M
+HOPPER_PAIR = 2 * constants.BLOCK_N
+HOPPER_UNIT = constants.LOAD_BYTES
 HANDED_OUT = Scratch(counters=1)  # how many of their rows the persistent kernel's programs have taken
-FEW_HEADS = 32  # the kernel for few heads takes no more
-FEW_TILE = 64  # keys it takes at a time
+FEW_HEADS = constants.SWAP_AB_HEADS
+FEW_TILE = constants.BLOCK_N
 MOST_SUMS = 64 * 512  # of a portable program: half of its registers; more do not fit in tensor memory either
 
 Fp8Layout = LatentFp8Layout | PlanarFp8Layout

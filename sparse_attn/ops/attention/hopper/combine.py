@@ -1,103 +1,104 @@
-"""Merging the shares of split rows on Hopper.
+"""The LSE combine on Hopper: split-KV partials of a row into its output and lse.
 
-SCALED ones, of ``seesaw.finish``, are fp16, which holds 11 bits where the output has 8, times a scale for each
-half of a row. They stand in the order in which the threads of a matrix product hold them, so that nobody exchanges
-columns: of 32, the pairs are transposed, 4 x 4. Others are fp32, in order.
+SCALED partials, of decode_fp8, are fp16: 11 bits where the output has 8, times a scale for each half of a row. Their
+columns stand in the order in which the threads of an accumulator hold them (seesaw.PARTIAL_LAYOUT), so that no thread
+exchanges columns: of every 32, the pairs are transposed, 4 x 4. Other partials are fp32, in order.
 
-Floor, bytes: states * 1024 (or 2048) in and 1024 out for a row and head. Of STATES of them all loads are under way
-together, by threads that take some of them each: little code, which a step finds in no cache. Only the lanes of a warp
-exchange sums: shared memory, which the kernels before and after this one divide otherwise, costs a step 4 to 9 us.
+Floor, bytes: splits * 1024 (SCALED) or 2048 in, and 1024 out, for a row and head. Schedule: loads of BLOCK_S splits are
+under way together, by LANES lanes that take some of them each. The code is short, since a step finds it in no
+instruction cache. Sums cross the lanes of a warp alone: shared memory, which the kernels before and after this one
+divide otherwise, costs a step 4 to 9 us. README.md has the details.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparse_attn.device.hopper import launch_dependents, wait
-from sparse_attn.ops.attention.hopper.seesaw import HALF, VALUE, normalise
+from sparse_attn.ops.attention.hopper.common import D_V, normalise
 
 
 @gluon.jit
-def _by_half(each, SUMS: gl.constexpr):
+def _by_half(each, ACC: gl.constexpr):
     """A number of each half, beside its columns."""
-    return gl.expand_dims(gl.convert_layout(each, gl.SliceLayout(1, SUMS)), 1)
+    return gl.expand_dims(gl.convert_layout(each, gl.SliceLayout(1, ACC)), 1)
 
 
 @gluon.jit(
-    do_not_specialize=["tokens", "states", "more_states"],
+    do_not_specialize=["tokens", "splits", "tail_splits"],
     do_not_specialize_on_alignment=["sink", "lse"],  # of some rows of a step
 )
-def merge(
-    outs,  # fp16 or fp32 [states, tokens, heads, VALUE]
-    lses,  # fp32 [states, tokens, heads], base 2
-    scales,  # fp32 [states, tokens, heads, 2]; anything without SCALED
-    more_outs,  # with MORE those of the tokens behind these, of another number of states; else anything
-    more_lses,
-    more_scales,
+def combine(
+    out_partial,  # fp16 or fp32 [splits, tokens, heads, D_V]
+    lse_partial,  # fp32 [splits, tokens, heads], base 2
+    scale_partial,  # fp32 [splits, tokens, heads, 2]; anything without SCALED
+    tail_out,  # HAS_TAIL: those of the tail wave, rows behind these, of another number of splits; else anything
+    tail_lse,
+    tail_scale,
     sink,  # fp32 [heads]; anything without HAS_SINK
-    out,  # bf16 [all tokens, heads, VALUE], contiguous
+    out,  # bf16 [all tokens, heads, D_V], contiguous
     lse,  # fp32 [all tokens, heads], natural log, contiguous
     tokens,
-    states,
-    more_states,
-    STATES: gl.constexpr,  # at a time
-    HEADS: gl.constexpr,  # of a program
-    SHARERS: gl.constexpr,  # lanes that share them
+    splits,
+    tail_splits,
+    BLOCK_S: gl.constexpr,  # splits at a time
+    BLOCK_M: gl.constexpr,  # heads of a CTA
+    LANES: gl.constexpr,  # that share a block of splits
     SCALED: gl.constexpr,
-    MORE: gl.constexpr,
+    HAS_TAIL: gl.constexpr,
     HAS_SINK: gl.constexpr,
 ):
     LOAD: gl.constexpr = 8 if SCALED else 4  # values of 16 bytes
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 1, LOAD], [SHARERS, 1, 32 // SHARERS], [1, 2, SHARERS], [2, 1, 0])
-    EACH: gl.constexpr = gl.SliceLayout(2, WIDE)  # of a state and a half
-    SUMS: gl.constexpr = gl.SliceLayout(0, WIDE)
-    state = gl.arange(0, STATES, layout=gl.SliceLayout(1, EACH))
-    half = gl.arange(0, 2 * HEADS, layout=gl.SliceLayout(0, EACH))  # of the program's heads, one after the other
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
-    inside = gl.expand_dims(gl.expand_dims(half * HALF, 0), 2) + gl.expand_dims(gl.expand_dims(column, 0), 1)
-    heads = gl.num_programs(0) * HEADS
-    head = gl.program_id(0) * HEADS
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 1, LOAD], [LANES, 1, 32 // LANES], [1, 2, LANES], [2, 1, 0])
+    EACH: gl.constexpr = gl.SliceLayout(2, WIDE)  # of a split and a half
+    ACC: gl.constexpr = gl.SliceLayout(0, WIDE)
+    split = gl.arange(0, BLOCK_S, layout=gl.SliceLayout(1, EACH))
+    half = gl.arange(0, 2 * BLOCK_M, layout=gl.SliceLayout(0, EACH))  # of the CTA's heads, one after the other
+    column = gl.arange(0, D_V // 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))
+    inside = gl.expand_dims(gl.expand_dims(half * (D_V // 2), 0), 2) + gl.expand_dims(gl.expand_dims(column, 0), 1)
+    heads = gl.num_programs(0) * BLOCK_M
+    head = gl.program_id(0) * BLOCK_M
     row = gl.program_id(1).to(gl.int64)
     all_tokens = gl.num_programs(1)
-    if MORE:  # the few that have more states first, while others merge theirs
+    if HAS_TAIL:  # the few that have more splits first, while others combine theirs
         row = all_tokens - 1 - row
     wait()
     launch_dependents()
-    to = row * heads + head
-    if MORE:
+    out_row = row * heads + head
+    if HAS_TAIL:
         first = row < tokens
-        outs = gl.where(first, outs, more_outs)
-        lses = gl.where(first, lses, more_lses)
-        scales = gl.where(first, scales, more_scales)
-        states = gl.where(first, states, more_states)
+        out_partial = gl.where(first, out_partial, tail_out)
+        lse_partial = gl.where(first, lse_partial, tail_lse)
+        scale_partial = gl.where(first, scale_partial, tail_scale)
+        splits = gl.where(first, splits, tail_splits)
         row = gl.where(first, row, row - tokens)
         tokens = gl.where(first, tokens, all_tokens - tokens)
-    step = (tokens * heads).to(gl.int64)  # from state to state, in rows of a head
-    at = row * heads + head
-    m = gl.full([2 * HEADS], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
-    l = gl.zeros([2 * HEADS], gl.float32, gl.SliceLayout(0, EACH))
-    total = gl.zeros([2 * HEADS, HALF], gl.float32, SUMS)
-    for begin in range(0, states, STATES):
-        there = gl.expand_dims(begin + state < states, 1)
-        place = gl.expand_dims(at + (begin + state) * step, 1)
-        pointers = outs + gl.expand_dims(place * VALUE, 2) + inside
-        values = gl.load(pointers, mask=gl.expand_dims(there, 2), other=0.0)
-        share = gl.load(lses + place + gl.expand_dims(half // 2, 0), mask=there, other=float("-inf"))
+    stride_split = (tokens * heads).to(gl.int64)  # in rows of a head
+    partial_row = row * heads + head
+    m = gl.full([2 * BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
+    l = gl.zeros([2 * BLOCK_M], gl.float32, gl.SliceLayout(0, EACH))
+    acc = gl.zeros([2 * BLOCK_M, D_V // 2], gl.float32, ACC)
+    for begin in range(0, splits, BLOCK_S):
+        valid = gl.expand_dims(begin + split < splits, 1)
+        place = gl.expand_dims(partial_row + (begin + split) * stride_split, 1)
+        pointers = out_partial + gl.expand_dims(place * D_V, 2) + inside
+        values = gl.load(pointers, mask=gl.expand_dims(valid, 2), other=0.0)
+        split_lse = gl.load(lse_partial + place + gl.expand_dims(half // 2, 0), mask=valid, other=float("-inf"))
         if SCALED:
-            scale = gl.load(scales + 2 * place + gl.expand_dims(half, 0), mask=there, other=0.0)
-        top = gl.maximum(m, gl.max(share, 0))
-        base = gl.where(top == float("-inf"), 0.0, top)
+            scale = gl.load(scale_partial + 2 * place + gl.expand_dims(half, 0), mask=valid, other=0.0)
+        m_new = gl.maximum(m, gl.max(split_lse, 0))
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)
         rescale = gl.exp2(m - base)
-        m = top
-        weight = gl.exp2(share - gl.expand_dims(base, 0))
+        m = m_new
+        weight = gl.exp2(split_lse - gl.expand_dims(base, 0))
         l = l * rescale + gl.sum(weight, 0)
         if SCALED:
             weight = weight * scale
-        total = total * _by_half(rescale, SUMS) + gl.sum(values.to(gl.float32) * gl.expand_dims(weight, 2), 0)
-    drain = gl.load(sink + head + half // 2) if HAS_SINK else 0.0
-    factor, logarithm = normalise(m, l, drain, HAS_SINK, False)
-    gl.store(lse + to + half // 2, logarithm, mask=half % 2 == 0)
-    merged = (total * _by_half(factor, SUMS)).to(gl.bfloat16)
+        acc = acc * _by_half(rescale, ACC) + gl.sum(values.to(gl.float32) * gl.expand_dims(weight, 2), 0)
+    head_sink = gl.load(sink + head + half // 2) if HAS_SINK else 0.0
+    factor, lse_row = normalise(m, l, head_sink, HAS_SINK, False)
+    gl.store(lse + out_row + half // 2, lse_row, mask=half % 2 == 0)
+    result = (acc * _by_half(factor, ACC)).to(gl.bfloat16)
     if SCALED:
-        merged = gl.permute(gl.reshape(merged, [HEADS * VALUE // 32, 4, 4, 2]), (0, 2, 1, 3))
-    merged = gl.reshape(merged, [HEADS * VALUE])
-    gl.store(out + to * VALUE + gl.arange(0, HEADS * VALUE, layout=merged.type.layout), merged)
+        result = gl.permute(gl.reshape(result, [BLOCK_M * D_V // 32, 4, 4, 2]), (0, 2, 1, 3))
+    result = gl.reshape(result, [BLOCK_M * D_V])
+    gl.store(out + out_row * D_V + gl.arange(0, BLOCK_M * D_V, layout=result.type.layout), result)

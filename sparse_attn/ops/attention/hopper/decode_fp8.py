@@ -15,16 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from sparse_attn.device.hopper import barrier, launch_dependents, wait
 from sparse_attn.ops.attention.hopper.dequant import dequantise, own_tiles
-from sparse_attn.ops.attention.hopper.seesaw import (
-    FILLED,
-    FREED,
-    HEADS,
-    QUERY,
-    REST,
-    TILE,
-    VALUE,
-    allocate_barriers,
-)
+from sparse_attn.ops.attention.hopper.seesaw import FILLED, FREED, HEADS, QUERY, REST, TILE, VALUE, allocate_barriers
 from sparse_attn.ops.attention.hopper.seesaw_row import ask_queries, left, right
 
 

@@ -22,18 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import barrier, signal, wait
 from sparse_attn.device.triton_private import reinterpret
-from sparse_attn.ops.attention.hopper.seesaw import (
-    FILLED,
-    FREED,
-    HALF,
-    REST,
-    TILE,
-    UNIT,
-    VALUE,
-    WORD,
-    gather,
-    row_range,
-)
+from sparse_attn.ops.attention.hopper.common import gather, row_range
+from sparse_attn.ops.attention.hopper.seesaw import FILLED, FREED, HALF, REST, TILE, UNIT, VALUE, WORD
 
 PART = gl.constexpr(128)  # columns of a part, two to half a tile
 

@@ -176,7 +176,7 @@ def merge_shares(results: list[Output]) -> None:
             shares = [share[:, MOST:] for share in shares]
             out, lse = out[MOST:], lse[MOST:]
         grid = programs, min(rows - begin, MOST)
-        combine.merge[grid](
+        combine.combine[grid](
             *shares,
             first.lse if first.sink is None else first.sink,
             out,
@@ -184,11 +184,11 @@ def merge_shares(results: list[Output]) -> None:
             first.lse.shape[0],
             first.to.shape[0],
             last.to.shape[0],
-            STATES=at_once,
-            HEADS=heads,
-            SHARERS=sharers,
+            BLOCK_S=at_once,
+            BLOCK_M=heads,
+            LANES=sharers,
             SCALED=first.scaled,
-            MORE=len(split) > 1,
+            HAS_TAIL=len(split) > 1,
             HAS_SINK=first.sink is not None,
             num_warps=2 * sharers,
             launch_pdl=True,

@@ -16,7 +16,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
-from sparse_attn.ops.attention.hopper.lazy_rescale import lowest
+from sparse_attn.ops.attention.hopper.common import gather, row_range
+from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
 from sparse_attn.ops.attention.hopper.seesaw import (
     FILLED,
     FREED,
@@ -32,12 +33,10 @@ from sparse_attn.ops.attention.hopper.seesaw import (
     allocate_barriers,
     await_keys,
     finish,
-    gather,
     left_pair,
     name_keys,
     release,
     right_pair,
-    row_range,
     score_even,
     score_left,
 )
@@ -78,7 +77,7 @@ def _left_rows(
     while token >= 0:
         pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-        m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
+        m = gl.full([HEADS], initial_max(scale_log2), gl.float32, ROW)
         l = gl.zeros([HEADS], gl.float32, ROW)
         for i in range(pairs):
             zero = i >> 20
@@ -136,7 +135,7 @@ def _right_rows(
     while token >= 0:
         pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
         acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-        m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
+        m = gl.full([HEADS], initial_max(scale_log2), gl.float32, ROW)
         l = gl.zeros([HEADS], gl.float32, ROW)
         for i in range(pairs):
             before = i * PAIR + TILE

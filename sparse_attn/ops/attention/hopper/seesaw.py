@@ -23,13 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import signal
+from sparse_attn.ops.attention.hopper.common import normalise
 from sparse_attn.ops.attention.hopper.lazy_rescale import (
+    denominator,
+    lagged_max,
     origin,
-    reference,
-    rescale_sums,
-    rescale_weights,
-    rescaling,
-    settle,
+    rescale_acc,
+    rescale_factor,
+    rescale_p,
 )
 
 HEADS = gl.constexpr(64)  # of a program
@@ -133,20 +134,6 @@ def masked(scores, slot, num_rows, PERSISTENT: gl.constexpr):
 
 
 @gluon.jit
-def normalise(m, l, drain, HAS_SINK: gl.constexpr, split):
-    """(what to multiply sums by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A sink ``drain`` adds
-    to the denominator, not to lse. split: of a row's share lse is in base 2, and no sink counts yet."""
-    empty = l == 0.0
-    lse2 = m + gl.log2(gl.where(empty, 1.0, l))
-    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
-    if HAS_SINK:
-        drained = factor / (1.0 + gl.exp2(drain * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
-        drained = gl.where(empty, 0.0, drained)  # whatever the sink is
-        factor = gl.where(split, factor, drained)
-    return factor, gl.where(empty, -float("inf"), lse2 * gl.where(split, 1.0, 0.6931471805599453))
-
-
-@gluon.jit
 def _powers(sums):
     """(2^-n, 2^n) for each row of ``sums``, such that 2^-n times the largest of them lies in [2^14, 2^15); of a row
     with an infinite one (1, 1). (A maximum leaves NaN out.)"""
@@ -177,7 +164,7 @@ def finish(
     head = gl.arange(0, HEADS, layout=m.type.layout)
     drain = gl.load(sink + head) if HAS_SINK else 0.0
     top = m * scale_log2
-    factor, logarithm = normalise(top, settle(top, l), drain, HAS_SINK, split)
+    factor, logarithm = normalise(top, denominator(top, l), drain, HAS_SINK, split)
     if half == 0:
         gl.store(lse + head, logarithm)
     factor = gl.convert_layout(factor, ROW)
@@ -223,9 +210,9 @@ def left_pair(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     z = masked(scores, slot, num_rows, PERSISTENT)
-    top = reference(m, gl.max(z, 1), scale_log2)
+    top = lagged_max(m, gl.max(z, 1), scale_log2)
     scale, base = origin(top, scale_log2)
-    rescale = rescaling(m, top, scale_log2)
+    rescale = rescale_factor(m, top, scale_log2)
     p = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
     l = l * rescale + gl.sum(p, 1)
     m = top
@@ -234,23 +221,23 @@ def left_pair(
     if PERSISTENT:
         if last:
             release(bars[QUERY_FREED], True)
-    acc = rescale_sums(acc, rescale)
+    acc = rescale_acc(acc, rescale)
     own = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
     product = warpgroup_mma(own, keys.index(zero).slice(0, HALF, dim=1), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(product,))
     release(bars[FREED], PERSISTENT)
     mbarrier.wait(bars[RIGHT_MAX], phase)
     top = maxima.load(ROW)
-    rescale = rescaling(m, top, scale_log2)
+    rescale = rescale_factor(m, top, scale_log2)
     l = l * rescale
     sums.index(0).store(l)
     if not PERSISTENT and not HAS_REST:  # elsewhere nothing is gained, or registers are spilled
-        left_p.index(zero).store(rescale_weights(own, rescale))
+        left_p.index(zero).store(rescale_p(own, rescale))
     else:
         left_p.index(zero + HAS_REST).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
     fence_async_shared()
     signal(bars[LEFT_P])
-    acc = rescale_sums(acc, rescale)
+    acc = rescale_acc(acc, rescale)
     mbarrier.wait(bars[RIGHT_P], phase)
     product = warpgroup_mma(right_p.index(zero), keys.index(zero + 1).slice(0, HALF, dim=1), acc, is_async=True)
     return product, top, l
@@ -280,17 +267,17 @@ def right_pair(
     z = masked(scores, slot, num_rows, PERSISTENT)
     top = gl.max(z, 1)
     mbarrier.wait(bars[LEFT_MAX], phase)
-    top = reference(maxima.load(ROW), top, scale_log2)
+    top = lagged_max(maxima.load(ROW), top, scale_log2)
     maxima.store(top)
     signal(bars[RIGHT_MAX])
     if PERSISTENT:
         if last:
             release(bars[QUERY_FREED], True)
     scale, base = origin(top, scale_log2)
-    rescale = rescaling(m, top, scale_log2)
+    rescale = rescale_factor(m, top, scale_log2)
     p = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
     l = l * rescale + gl.sum(p, 1)
-    acc = rescale_sums(acc, rescale)
+    acc = rescale_acc(acc, rescale)
     rounded = p.to(gl.bfloat16)
     own = gl.convert_layout(rounded, OPERAND)
     product = warpgroup_mma(own, keys.index(zero + 1).slice(HALF, HALF, dim=1), acc, is_async=True)
@@ -307,18 +294,3 @@ def right_pair(
     acc = warpgroup_mma_wait(0, deps=(product,))
     release(bars[FREED + 1], PERSISTENT)
     return acc, top, l
-
-
-@gluon.jit
-def gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.constexpr):
-    """Columns [first, first + width) of a tile's rows, zero where a row is not valid; not awaited."""
-    column = gl.arange(0, width, layout=gl.SliceLayout(0, LAYOUT)) + first
-    pointers = gl.expand_dims(rows, 1) + gl.expand_dims(column, 0)
-    async_copy.async_copy_global_to_shared(into, pointers, mask=gl.expand_dims(valid, 1))
-
-
-@gluon.jit
-def row_range(indptr, token, capacity):
-    """(begin, count) of a row's indices, inside [0, capacity]."""
-    begin = gl.maximum(gl.load(indptr + token), 0)
-    return begin, gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper.lazy_rescale import lowest
+from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
 from sparse_attn.ops.attention.hopper.seesaw import (
     FREED,
     HALF,
@@ -67,7 +67,7 @@ def left(
     place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     _await_queries(bars)
     acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-    m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
+    m = gl.full([HEADS], initial_max(scale_log2), gl.float32, ROW)
     l = gl.zeros([HEADS], gl.float32, ROW)
     nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
     phase = 0
@@ -106,7 +106,7 @@ def right(
     place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     _await_queries(bars)
     acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-    m = gl.full([HEADS], lowest(scale_log2), gl.float32, ROW)
+    m = gl.full([HEADS], initial_max(scale_log2), gl.float32, ROW)
     l = gl.zeros([HEADS], gl.float32, ROW)
     phase = 0
     for i in range(pairs):

@@ -5,7 +5,7 @@ The matrix unit takes 64 rows of its first operand at least. Here they are keys 
 columns (O^T = V^T P^T, 512 by 16 or 32), and the heads are the narrow side. One warpgroup consumes tiles of 64 keys,
 which two or three produce (swap_ab_load, swap_ab_planar). Sums over keys stay with the threads that hold them
 until the end, and weights are relative to the maximum of some tiles ago (lazy_rescale): what crosses warps in every
-tile is whether one exceeds MOST. Then the tile is weighed anew, as the first one is. As in decode_fp8, warps specialise
+tile is whether one exceeds MAX_P. Then the tile is weighed anew, as the first one is. As in decode_fp8, warps specialise
 while the launch before still runs.
 
 Floor, bytes: every named record once. What bounds it over fp8 records: shared memory, out of which the matrix unit
@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
-from sparse_attn.ops.attention.hopper.lazy_rescale import MOST, in_log2, lowest, origin, product_of, settle
-from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, VALUE, WORD, normalise
+from sparse_attn.ops.attention.hopper.common import normalise
+from sparse_attn.ops.attention.hopper.lazy_rescale import MAX_P, denominator, far_max, in_log2, initial_max, origin
+from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, VALUE, WORD
 from sparse_attn.ops.attention.hopper.swap_ab_load import (
     BLOCK,
     BUFFERS,
@@ -113,7 +114,7 @@ def _consume(
     barrier()
     acc = gl.zeros([VALUE, N], gl.float32, SUMS)
     nothing = gl.zeros([TILE, N], gl.float32, SUMS)
-    scale, base = origin(gl.full([N], lowest(scale_log2), gl.float32, HEAD), scale_log2)
+    scale, base = origin(gl.full([N], initial_max(scale_log2), gl.float32, HEAD), scale_log2)
     l = gl.zeros([TILE, N], gl.float32, SUMS)
     _await_keys(bars, 0)
     pending = _score(query, query_rest, keys, keys_rest, nothing, 0, 0, HAS_REST)
@@ -130,10 +131,10 @@ def _consume(
             largest.index(zero).store(gl.max(gl.reshape(p, [WARPS, TILE // WARPS * N]), 1))
             fence_async_shared()
         barrier()
-        if (tile == 0) | (gl.max(largest.index(zero).load(EVERYWHERE), 0) > MOST):
+        if (tile == 0) | (gl.max(largest.index(zero).load(EVERYWHERE), 0) > MAX_P):
             seen = gl.convert_layout(_column_maxima(z, maxima.index(zero), N), HEAD)
             far = scale != scale_log2
-            top = product_of(base, scale_log2)
+            top = far_max(base, scale_log2)
             before = gl.where(far, in_log2(top, scale_log2), base)
             now = in_log2(seen, scale_log2)
             moves = gl.where(far, seen > top, now > before)
@@ -165,8 +166,8 @@ def _consume(
             barrier()  # as in signal: else the compiler puts one into every turn
     head = gl.arange(0, N, layout=HEAD)
     drain = gl.load(sink + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
-    top = gl.where(scale != scale_log2, in_log2(product_of(base, scale_log2), scale_log2), base)
-    factor, logarithm = normalise(top, settle(top, gl.sum(l, 0)), drain, HAS_SINK, SPLIT)
+    top = gl.where(scale != scale_log2, in_log2(far_max(base, scale_log2), scale_log2), base)
+    factor, logarithm = normalise(top, denominator(top, gl.sum(l, 0)), drain, HAS_SINK, SPLIT)
     gl.store(lse + head, logarithm, mask=head < heads)
     values = acc * gl.expand_dims(factor, 0)
     if SPLIT:

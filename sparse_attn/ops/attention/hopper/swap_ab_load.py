@@ -20,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal, wait
 from sparse_attn.device.triton_private import reinterpret
+from sparse_attn.ops.attention.hopper.common import gather, row_range
 from sparse_attn.ops.attention.hopper.dequant import put_codes
-from sparse_attn.ops.attention.hopper.seesaw import HALF, REST, TILE, UNIT, VALUE, WORD, gather, row_range
+from sparse_attn.ops.attention.hopper.seesaw import HALF, REST, TILE, UNIT, VALUE, WORD
 
 BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
 SHARE = gl.constexpr(32)  # keys of a tile that a producer brings

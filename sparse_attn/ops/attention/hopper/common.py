@@ -1,0 +1,43 @@
+"""What the Hopper kernels of attention share: sizes, ranges of rows, gathers, and how a row's softmax ends."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from sparse_attn.ops.attention.hopper import constants
+
+D_V = gl.constexpr(constants.D_V)
+D_ROPE = gl.constexpr(constants.D_ROPE)
+BLOCK_M = gl.constexpr(constants.BLOCK_M)
+BLOCK_N = gl.constexpr(constants.BLOCK_N)
+LOAD_BYTES = gl.constexpr(constants.LOAD_BYTES)
+WORD_BYTES = gl.constexpr(constants.WORD_BYTES)
+
+
+@gluon.jit
+def row_range(indptr, token, capacity):
+    """(begin, count) of a row's indices, inside [0, capacity]."""
+    begin = gl.maximum(gl.load(indptr + token), 0)
+    return begin, gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)
+
+
+@gluon.jit
+def gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: gl.constexpr):
+    """Columns [first, first + width) of a tile's rows, zero where a row is not valid; not awaited."""
+    column = gl.arange(0, width, layout=gl.SliceLayout(0, LAYOUT)) + first
+    pointers = gl.expand_dims(rows, 1) + gl.expand_dims(column, 0)
+    async_copy.async_copy_global_to_shared(into, pointers, mask=gl.expand_dims(valid, 1))
+
+
+@gluon.jit
+def normalise(m, l, sink, HAS_SINK: gl.constexpr, split):
+    """(what to multiply the accumulator by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A ``sink``
+    adds to the denominator, not to lse. split: of split-KV partials lse is in base 2, and no sink counts yet."""
+    empty = l == 0.0
+    lse2 = m + gl.log2(gl.where(empty, 1.0, l))
+    factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
+    if HAS_SINK:
+        with_sink = factor / (1.0 + gl.exp2(sink * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
+        with_sink = gl.where(empty, 0.0, with_sink)  # whatever the sink is
+        factor = gl.where(split, factor, with_sink)
+    return factor, gl.where(empty, -float("inf"), lse2 * gl.where(split, 1.0, 0.6931471805599453))
