@@ -425,7 +425,7 @@ HOPPER = [
     ),
     Mutation(
         "hopper-empty-row-divided", "a row without keys is divided by its denominator, 0",
-        ATTENTION + "hopper/seesaw.py",
+        ATTENTION + "hopper/common.py",
         "gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))",
         "1.0 / l",
         ("tests/test_attention_hopper.py::test_kinds_of_rows[64-512-none-None]",),
