@@ -1,5 +1,6 @@
 """DeepSeek Sparse Attention as pure functions on torch.compile."""
 
+from sparse_attn.explanation import Explanation, explain
 from sparse_attn.layout import (
     IndexFp8Layout,
     LatentFp8Layout,
@@ -69,13 +70,13 @@ from sparse_attn.version import __version__
 from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, use
 
 __all__ = [
-    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedPlan", "CompressedSpec", "HyperMix",
+    "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedPlan", "CompressedSpec", "Explanation", "HyperMix",
     "IndexFp8Layout", "IndexKeys", "IndexSpec", "LatentFp8Layout", "MoeSpec", "PlainLayout", "PlanarFp8Layout",
     "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan", "Target", "WindowCaches", "WindowPlan", "Workspace",
     "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache", "apply_rope", "attend", "bf16_mqa_logits",
     "bf16_paged_mqa_logits", "biased_grouped_topk", "build_compressed_plan", "build_ragged_indices_from_dense",
     "build_step_plan", "build_window_plan", "cache_layouts", "combine_topk_swa_indices_ragged", "compress_and_cache",
-    "compute_global_topk_ragged_indices_and_indptr", "entry_indices", "fp8_mqa_logits", "fp8_paged_mqa_logits",
+    "compute_global_topk_ragged_indices_and_indptr", "entry_indices", "explain", "fp8_mqa_logits", "fp8_paged_mqa_logits",
     "from_hf_config", "gather_indexer_k", "gather_kv_cache", "hadamard_transform", "hash_routed_experts", "hyper_head",
     "hyper_merge", "hyper_mix", "index_select", "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill",
     "indexer_k_quant_and_cache", "indexer_q_rope_quant", "lse_to_base2", "lse_to_flashmla", "merge_attn_states",

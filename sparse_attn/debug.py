@@ -4,6 +4,9 @@ Readers take a wild index for "none". Here it becomes a ValueError that names op
 stand for padding stays legal: -1 for an index, a request, a position, a slot or a block, a length <= 0. An op's rules
 are the function of its name in its room's debug.py; they take what the op takes, without ``impl``, and are made of the
 helpers below. Looking waits for the device, so a call that is being captured is let through.
+
+A call that a kernel made for this GPU refuses runs on a slower one that every GPU has; debug mode says so, once for each
+op and reason.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import threading
+import warnings
 
 import torch
 
 from sparse_attn import streams
+from sparse_attn.target import Target
 
 INT32_MAX = 2**31 - 1
 
@@ -25,16 +31,43 @@ def on() -> bool:
     return os.environ.get("SPARSE_ATTN_DEBUG", "0").lower() in ("1", "true", "on", "yes")
 
 
+class SlowPathWarning(UserWarning):
+    """A faster kernel of this GPU refuses a call, and why."""
+
+
 def look(room: str, name: str, *arguments: object) -> None:
     """Apply the rules of op ``name`` of package ``room``; nothing is looked at while tracing or capturing."""
-    if torch.compiler.is_compiling() or not on():
-        return
-    if any(streams.capturing(value.device) for value in arguments if isinstance(value, torch.Tensor)):
+    if not _looks(arguments):
         return
     try:
         getattr(importlib.import_module(f"{room}.debug"), name)(*arguments)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def warn_of_slow_path(name: str, target: Target, *arguments: object) -> None:
+    """SlowPathWarning, once for each reason, where op ``name`` has faster kernels on ``target`` than the one that takes
+    this call; see explanation.slow_path."""
+    if not _looks(arguments):
+        return
+    reason = importlib.import_module("sparse_attn.explanation").slow_path(name, target, *arguments)
+    if reason is not None:
+        with _WARNING:
+            _warn_once(f"{name}: {reason}")
+
+
+_WARNING = threading.RLock()
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, SlowPathWarning, stacklevel=2)
+
+
+def _looks(arguments: tuple[object, ...]) -> bool:
+    if torch.compiler.is_compiling() or not on():
+        return False
+    return not any(streams.capturing(value.device) for value in arguments if isinstance(value, torch.Tensor))
 
 
 def refuse(

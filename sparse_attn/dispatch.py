@@ -43,6 +43,14 @@ def slower(reason: str) -> Support:
     return Support(False, reason, True)
 
 
+ROOMS = ("hopper",)  # folders of kernels made for one architecture; their kernels' names begin with the folder's
+
+
+def of_target(support: Support) -> bool:
+    """Whether it is the target that a kernel refuses. It is asked first, so then nothing else is known."""
+    return support.reason.startswith("target:")
+
+
 class Kernel(NamedTuple, Generic[Problem, Plan]):
     """One way to run an operator.
 
@@ -97,6 +105,11 @@ def _forced(kernels: Sequence[Kernel], problem: Problem, target: Target, name: s
     if not (support.ok or support.able):
         raise ValueError(f"{support.reason} (impl={name!r})")
     return Choice(kernel, kernel.plan(problem, target))
+
+
+def on_target(kernels: Sequence[Kernel[Problem, Plan]], problem: Problem, target: Target) -> tuple[str, ...]:
+    """The kernels that do not refuse ``target``, whatever the problem: any one tells."""
+    return tuple(kernel.name for kernel in kernels if not of_target(kernel.supports(problem, target)))
 
 
 def find(kernels: Sequence[Kernel], name: str) -> Kernel:

@@ -15,7 +15,7 @@ import torch
 from sparse_attn import debug, gradients, streams, workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.dispatch import Kernel
-from sparse_attn.target import resolve_impl
+from sparse_attn.target import resolve_impl, target_of
 from sparse_attn.torch_private import schema
 
 NAMESPACE = "sparse_attn"
@@ -75,6 +75,8 @@ def _implementation(
         impl = resolve_impl(impl, device, kernels)
         if debug.on():
             debug.look(package, name, *arguments)
+            if impl == "triton":
+                debug.warn_of_slow_path(name, target_of(device), *arguments)
         if impl == "reference":
             return getattr(importlib.import_module(f"{package}.reference"), name)(*arguments)
         launcher = getattr(importlib.import_module(f"{package}.launch"), name)

@@ -57,6 +57,17 @@ class Target:
 
 CPU = Target("cpu", "", 1, 1 << 20)
 H200 = Target("nvidia", 90, 132, 232448)
+# Architectures that kernels are compiled for: multiprocessors of a common card, shared memory of a program, a warp.
+TARGETS = {
+    "sm_80": Target("nvidia", 80, 108, 166912),  # A100
+    "sm_86": Target("nvidia", 86, 84, 101376),  # A40
+    "sm_89": Target("nvidia", 89, 142, 101376),  # L40S
+    "sm_90": H200,
+    "sm_100": Target("nvidia", 100, 148, 232448),  # B200
+    "sm_120": Target("nvidia", 120, 188, 101376),  # RTX PRO 6000
+    "gfx942": Target("amd", "gfx942", 304, 65536, 64),  # MI300X
+    "gfx950": Target("amd", "gfx950", 256, 163840, 64),  # MI355X
+}
 
 
 def interpreting() -> bool:

@@ -14,13 +14,21 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
-    "OpOverload", "TorchDispatchMode", "counters", "dynamo_counts", "exported", "fake_mode", "is_view", "leaves",
+    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "counters", "dynamo_counts", "exported", "fake_mode", "is_view", "leaves",
     "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
     "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
 Named = TypeVar("Named", bound=tuple)
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode that Dynamo never sees, and so does not take the seconds to import it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def mark_sizes(tensor: torch.Tensor, dynamic: Iterable[int] = (), static: Iterable[int] = ()) -> torch.Tensor:

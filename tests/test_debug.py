@@ -9,18 +9,22 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import types
+import warnings
 
 import pytest
 import torch
 from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn
-from sparse_attn import debug, gradients, torch_private
+from sparse_attn import debug, dispatch, explanation, gradients, registration, torch_private
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.ops.router import hash_routed_experts
 from sparse_attn.ops.step_plan import build_step_plan, build_window_plan
-from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.ops.topk import reference, top_k_per_row
+from sparse_attn.target import H200, TARGETS
 
 INDEX, PLAIN = IndexFp8Layout(16), PlainLayout("fp32", 12, 4)
 
@@ -352,6 +356,55 @@ def test_composites_have_rules(debugging):
     ):
         with pytest.raises(ValueError, match="^window_plan: " + message):
             build_window_plan(plan._replace(**change), window=2)
+
+
+@pytest.fixture
+def slow_path(debugging, monkeypatch):
+    """top_k_per_row on a CPU that stands for an H200, where kernels of the room "group_maxima" would be faster; what
+    runs is the reference."""
+    launch = types.ModuleType("launch")
+    launch.top_k_per_row = reference.top_k_per_row
+    monkeypatch.setitem(sys.modules, "sparse_attn.ops.topk.launch", launch)
+    monkeypatch.setattr(dispatch, "ROOMS", ("group_maxima",))
+    monkeypatch.setattr(registration, "target_of", lambda device: H200)
+    monkeypatch.setattr(registration, "resolve_impl", lambda impl, *_: "triton" if impl == "auto" else impl)
+    debug._warn_once.cache_clear()
+    yield lambda *arguments, **options: top_k_per_row(torch.zeros(2, 16), 4, *arguments, **options)
+    debug._warn_once.cache_clear()
+
+
+SLOW = "^top_k_per_row: group_maxima: group maxima: got none, allowed: of every 8 scores"
+
+
+def test_a_slow_path_is_said_once_with_its_reason(slow_path):
+    with pytest.warns(debug.SlowPathWarning, match=SLOW) as told:
+        threads = [threading.Thread(target=slow_path) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        slow_path()
+
+
+def test_a_slow_path_is_not_said_of_what_is_asked_for_captured_or_traced(slow_path, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        slow_path(impl="reference")
+        for module, name in ((debug.streams, "capturing"), (torch.compiler, "is_compiling")):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, lambda *_: True)
+                debug.warn_of_slow_path("top_k_per_row", H200, torch.zeros(2, 16), None, None, 4)
+    with pytest.warns(debug.SlowPathWarning, match=SLOW):
+        slow_path()
+
+
+def test_a_slow_path_is_one_where_the_gpu_has_a_faster_kernel(slow_path):
+    for name, target in TARGETS.items():
+        reason = explanation.slow_path("top_k_per_row", target, torch.zeros(2, 16), None, None, 4)
+        assert (reason is not None) == (name == "sm_90")
 
 
 CODE = """

@@ -118,7 +118,7 @@ sm_100, 4096 x 131072, k 512, group maxima: multi_pass
   single_cta: width: got 131072, allowed: at most 32768
   multi_cta: rows: got 4096, allowed: at most 18 (131072 columns take 8 CTAs a row)
 gfx942, 4096 x 131072, k 7000: thresholds.streaming
-  group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
+  group_maxima: target: got gfx942, allowed: sm_90
   single_cta_bf16: target: got gfx942, allowed: sm_90
   single_cta: target: got gfx942, allowed: NVIDIA
   multi_cta: target: got gfx942, allowed: NVIDIA

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from sparse_attn import ops
+from sparse_attn import explanation, ops
+from sparse_attn.runtime import explain_report
 from sparse_attn.runtime.generate import Generation
 from sparse_attn.target import Target, interpreting, resolve_impl, target_of
 from sparse_attn.torch_private import dynamo_counts
@@ -69,8 +70,9 @@ def generation_report(
 
 
 def implementations(device: torch.device) -> list[tuple[str, str, str]]:
-    """(room, operator, implementation that "auto" takes on ``device``) of every operator; "torch" where the room has no
-    kernel."""
+    """(room, operator, implementation that "auto" takes on ``device``) of every operator: "torch" where the room has no
+    kernel, "triton" where it has one, else the kernels that "auto" chooses between."""
+    chosen = kernels(target_of(device))
     rows = []
     for room in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
         if not (Path(ops.__path__[0]) / room / "op.py").exists():
@@ -78,8 +80,18 @@ def implementations(device: torch.device) -> list[tuple[str, str, str]]:
             continue
         module = importlib.import_module(f"{ops.__name__}.{room}.op")
         names = sorted(name for name, value in vars(module).items() if hasattr(value, "overload"))
-        rows.extend((room, name, resolve_impl("auto", device)) for name in names)
+        impl = resolve_impl("auto", device)
+        rows.extend((room, name, impl if impl == "reference" else chosen.get(name, impl)) for name in names)
     return rows
+
+
+def kernels(target: Target) -> dict[str, str]:
+    """The kernels that ``target`` has, in the order in which they are asked, of every operator with a table of them."""
+    found = {}
+    for command in explain_report.COMMANDS.values():
+        args, kwargs = command.arguments(**command.defaults)
+        found[command.op] = ", ".join(explanation.kernels_on(target, command.op, *args, **kwargs))
+    return found
 
 
 def describe_target(target: Target) -> str:

@@ -6,25 +6,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
-from sparse_attn import workspace
+from sparse_attn import roofline, workspace
 
 GRAPH_US = 600.0  # length of one replay, so that what starts and ends it, some 20 us, does not count
 MOST_CALLS = 512  # in one replay
-
-
-class Ceiling(NamedTuple):
-    """What a GPU was measured to do: bytes/s of a large copy, FLOP/s of a large matmul."""
-
-    copy: float
-    bf16: float
-    fp8: float
-
-
-CEILINGS = {"NVIDIA H200": Ceiling(4.26e12, 805e12, 1531e12)}
 
 
 def time_graph(
@@ -95,7 +83,7 @@ def rotations(footprint: int, *, most: int = 64) -> int:
 
 def floor_us(*, nbytes: float = 0.0, flops: float = 0.0, fp8: bool = False) -> float | None:
     """Microseconds below which no implementation gets on this GPU; None for a GPU that was not measured."""
-    ceiling = CEILINGS.get(torch.cuda.get_device_name())
-    if ceiling is None:
+    gpu = roofline.gpu_named(torch.cuda.get_device_name())
+    if gpu is None or not gpu.measured:
         return None
-    return 1e6 * max(nbytes / ceiling.copy, flops / (ceiling.fp8 if fp8 else ceiling.bf16))
+    return max(roofline.floors(roofline.Work(nbytes, flops, fp8), gpu)[1:3])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import torch
+
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, slower
 from sparse_attn.ops.topk.plan import (
@@ -57,6 +59,14 @@ SHORT = 8192  # widest row in one CTA's registers
 NARROW, WIDE = 2048, 8192  # columns of a chunk
 
 
+# --- the facts of a call
+
+
+def problem_of(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None, k: int) -> Problem:
+    """Of top_k_per_row's arguments, real or meta."""
+    return Problem(*logits.shape, k)
+
+
 # --- what a kernel supports
 
 
@@ -82,11 +92,11 @@ def _at_most(name: str, value: int, most: int) -> Support:
 
 
 def _supports_group_maxima(problem: Problem, target: Target) -> Support:
-    if not problem.group_maxima:
-        return no("group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them")
     machine = _hopper(target)
     if not machine.able:
         return machine
+    if not problem.group_maxima:
+        return no("group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them")
     if problem.width > GROUP * RESIDENT:
         return _at_most("width", problem.width, GROUP * RESIDENT)
     if problem.k > RESIDENT // GROUP:

@@ -22,7 +22,6 @@ from sparse_attn.ops.topk.plan import (
     MultiCta,
     MultiPass,
     Plan,
-    Problem,
     Sampled,
     SingleCta,
     SingleCtaBf16,
@@ -47,7 +46,7 @@ def top_k_per_row(
         return out
     if width == 0:
         return out.fill_(-1)
-    choice = dispatch.choose(Problem(rows, width, k), target_of(logits.device), kernel)
+    choice = dispatch.choose(dispatch.problem_of(logits, row_starts, row_ends, k), target_of(logits.device), kernel)
     views, counters = workspace.take("top_k_per_row", choice.plan.scratch, logits.device)
     choice.kernel.launcher(Selection(logits, row_starts, row_ends, out, views, counters), choice.plan)
     return out
@@ -159,7 +158,7 @@ def multi_cta(selection: Selection, plan: MultiCta) -> None:
     rows, width = logits.shape
     offered, _ = selection.views
     next_n, max_blocks, stride_table, block_size = selection.paging
-    ctas, threads = rows * plan.ctas_per_row, 32 * plan.num_warps
+    ctas, threads = plan.ctas(rows), 32 * plan.num_warps
     multi_cta_kernels.select_multi_cta[(ctas,)](
         logits, selection.row_starts, selection.row_ends, selection.out, *selection.output_map, offered,
         selection.counters, _emulated_smem(logits, ctas, plan, threads), rows, width, selection.k,
@@ -199,7 +198,7 @@ def _long_rows(
 ) -> None:
     logits, aligned = selection.logits, selection.aligned
     rows, width = logits.shape
-    ctas, threads = min(plan.rows_in_flight, rows) * ctas_per_row, _threads(plan)
+    ctas, threads = plan.ctas(rows), _threads(plan)
     sampled_kernels.select_sampled[(ctas,)](
         logits, selection.row_starts, selection.row_ends, selection.out, candidates, counts, selection.counters,
         _emulated_smem(logits, ctas, plan, threads), rows, width, selection.k, num_candidates, capacity,

@@ -50,6 +50,10 @@ class Plan:
     reads_group_maxima = False
     starts_early: bool | None = None
 
+    def ctas(self, rows: int) -> int:
+        """Launched at once to select ``rows``."""
+        return rows
+
     def packs(self, rows: int, target: Target) -> bool:
         """Whether ``rows`` can be stored one behind the other: CTAs that hold them certainly run all at once."""
         return False
@@ -164,6 +168,9 @@ class MultiCta(Plan):
     def scratch(self) -> Scratch:
         return _candidate_scratch(max(self.rows * self.ctas_per_row, self.reserved_ctas), self.slots, self.rows)
 
+    def ctas(self, rows: int) -> int:
+        return rows * self.ctas_per_row
+
     @property
     def smem_words(self) -> int:
         return max(self.slots // 4, self.resident * self.ctas_per_row // WORD)
@@ -171,7 +178,7 @@ class MultiCta(Plan):
     starts_early = True
 
     def packs(self, rows: int, target: Target) -> bool:
-        return rows * self.ctas_per_row <= target.num_sms
+        return self.ctas(rows) <= target.num_sms
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,9 @@ class Sampled(Plan):
     reserved_ctas: int = 0
     search: str = RADIX
     max_registers: int | None = None
+
+    def ctas(self, rows: int) -> int:
+        return min(rows, self.rows_in_flight) * self.ctas_per_row
 
     def capacity(self, width: int) -> int:
         """Candidates one CTA may hold: all of its share of a row, but never more than ``slots``."""
@@ -240,6 +250,9 @@ class MultiPass(Plan):
             self.rows_in_flight,  # as Sampled's, so that more rows never need fewer
         )
 
+    def ctas(self, rows: int) -> int:
+        return min(rows, self.rows_in_flight) * self.ctas_per_row
+
     @property
     def smem_words(self) -> int:
         return self.slots // 4
@@ -255,6 +268,9 @@ class Streaming(Plan):
     chunk: int
     search: str = RADIX
     max_registers: int | None = None
+
+    def ctas(self, rows: int) -> int:
+        return min(rows, self.rows_in_flight)
 
 
 def _candidate_scratch(ctas: int, slots: int, rows: int) -> Scratch:

@@ -1,0 +1,95 @@
+"""The two floors of a call: the bytes it must move over a GPU's bandwidth, its operations over the GPU's rate.
+
+No implementation gets below the greater one. What a call must do is counted here, once: explain takes it from shapes,
+the benchmarks from the data that they measure with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Gpu(NamedTuple):
+    """name: torch's. copy: bytes/s; bf16, fp8: operations/s of the matrix unit, of dense operands summed in fp32; fp8 is
+    that of bf16 where the unit has none. source: where the numbers are from."""
+
+    name: str
+    target: str
+    copy: float
+    bf16: float
+    fp8: float
+    source: str
+
+    @property
+    def measured(self) -> bool:
+        return self.source == MEASURED
+
+
+MEASURED = "measured: a large copy, large matrix products"
+# The first of a target is the card that stands for it where there is no GPU.
+GPUS = (
+    Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 2.039e12, 312e12, 312e12, "NVIDIA A100 datasheet"),
+    Gpu("NVIDIA A40", "sm_86", 0.696e12, 149.7e12, 149.7e12, "NVIDIA A40 datasheet"),
+    Gpu("NVIDIA L40S", "sm_89", 0.864e12, 362e12, 733e12, "NVIDIA L40S datasheet"),
+    Gpu("NVIDIA H200", "sm_90", 4.26e12, 805e12, 1531e12, MEASURED),
+    Gpu("NVIDIA H100 80GB HBM3", "sm_90", 3.35e12, 989e12, 1979e12, "NVIDIA H100 SXM datasheet"),
+    Gpu("NVIDIA B200", "sm_100", 7.7e12, 2250e12, 4500e12, "NVIDIA HGX B200 datasheet"),
+    Gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "sm_120", 1.792e12, 503.8e12, 1007.6e12,
+        "NVIDIA RTX Blackwell PRO architecture paper"),
+    Gpu("AMD Instinct MI300X", "gfx942", 5.3e12, 1307.4e12, 2614.9e12, "AMD MI300X datasheet"),
+    Gpu("AMD Instinct MI355X", "gfx950", 8e12, 2516.6e12, 5033.2e12, "AMD MI355X datasheet"),
+)  # fmt: skip
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """The GPU that torch calls ``name``."""
+    return next((gpu for gpu in GPUS if gpu.name == name), None)
+
+
+def gpu_of(target: str) -> Gpu | None:
+    """The card that stands for a target."""
+    return next((gpu for gpu in GPUS if gpu.target == target), None)
+
+
+class Work(NamedTuple):
+    """What no implementation of a call can leave out. fp8: whether fp8 operands are multiplied."""
+
+    nbytes: float = 0.0
+    operations: float = 0.0
+    fp8: bool = False
+
+
+class Floors(NamedTuple):
+    """Microseconds on ``gpu``."""
+
+    gpu: str
+    bytes_us: float
+    operations_us: float
+    source: str
+
+
+def floors(work: Work, gpu: Gpu) -> Floors:
+    rate = gpu.fp8 if work.fp8 else gpu.bf16
+    return Floors(gpu.name, 1e6 * work.nbytes / gpu.copy, 1e6 * work.operations / rate, gpu.source)
+
+
+def attention(q: tuple[int, int, int], d_v: int, pairs: int, key_bytes: int, itemsize: int = 2) -> Work:
+    """q: (tokens, heads, d_qk), of ``itemsize`` bytes a value as the output. pairs: of a token and a key. key_bytes: of
+    the keys that any token names."""
+    tokens, heads, d_qk = q
+    moved = itemsize * tokens * heads * (d_qk + d_v)
+    return Work(moved + key_bytes + 4 * pairs, 2 * pairs * heads * (d_qk + d_v))
+
+
+def scores(q: tuple[int, ...], pairs: int, key_bytes: int, itemsize: int, written: bool = True) -> Work:
+    """q: (..., heads, dim), of ``itemsize`` bytes a value; 1 is fp8. pairs: of a row and a key, each a score that is
+    ``written`` in fp32."""
+    *rows, heads, dim = q
+    queries = math.prod(rows) * heads * (dim * itemsize + 4)  # and their weights
+    return Work(queries + key_bytes + 4 * pairs * written, 2 * pairs * heads * dim, itemsize == 1)
+
+
+def selection(scores: int) -> Work:
+    """scores: fp32, that compete."""
+    return Work(4 * scores)

@@ -1,0 +1,207 @@
+"""explain: the kernel a call takes, how it is launched, its floors, and why the kernels before it do not run."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+import sparse_attn
+from sparse_attn import explanation, roofline
+from sparse_attn.explanation import explain
+from sparse_attn.ops.topk import dispatch as selection
+from sparse_attn.ops.topk.plan import Problem
+from sparse_attn.runtime import explain_report, report
+from sparse_attn.runtime.cli import main
+from sparse_attn.target import CPU, H200, TARGETS, target_of
+
+
+def logits(rows, width, device="meta"):
+    return torch.empty(rows, width, dtype=torch.float32, device=device)
+
+
+def test_a_selection_is_explained():
+    assert_expected_inline(
+        str(explain("top_k_per_row", logits(64, 131072), 2048, target="sm_90")),
+        """\
+top_k_per_row on sm_90: sampled
+  plan: slots 8192, num_warps 16, ctas_per_row 2, rows_in_flight 64, chunk 16384, span 65536, bound (candidates 4096, samples 4096, run 4), reserved_ctas 264, search radix, ctas 128, waves 0.97
+  scratch: 8,652,032 bytes, 64 counters
+    candidates int32 [264, 8192]
+    counts int32 [264]
+  floors on NVIDIA H200: bytes 7.9 us, operations 0.0 us (measured: a large copy, large matrix products)
+  passed over:
+    group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
+    single_cta_bf16: width: got 131072, allowed: 4097 to 32768
+    single_cta: width: got 131072, allowed: at most 32768
+    multi_cta: rows: got 64, allowed: at most 16 (131072 columns take 8 CTAs a row)
+    multi_pass: rows: got 64, faster from 265""",
+    )
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_it_is_the_choice_of_the_table(name):
+    for rows, width, k in ((1, 4096, 2048), (64, 32768, 512), (4096, 131072, 2048), (3, 1 << 20, 7000)):
+        found = explain("top_k_per_row", logits(rows, width), k, target=name)
+        choice = selection.choose(Problem(rows, width, k), TARGETS[name])
+        assert (found.kernel, found.plan, found.passed_over) == (choice.kernel.name, choice.plan, choice.passed_over)
+        assert found.target is TARGETS[name] and found.ctas == choice.plan.ctas(rows)
+
+
+def test_tensors_may_be_real_or_on_meta():
+    real, row_ends = torch.full((3, 5000), math.nan), torch.tensor([1, -7, 1 << 30], dtype=torch.int32)
+    real.requires_grad_()
+    on_meta = explain("top_k_per_row", logits(3, 5000), 9, None, row_ends.to("meta"), target="sm_80")
+    assert explain("top_k_per_row", real, 9, row_ends=row_ends, target=TARGETS["sm_80"]) == on_meta
+
+
+def test_where_the_tensors_are_is_the_target_unless_one_is_given():
+    here = explain("top_k_per_row", torch.zeros(2, 8), 3)
+    assert here.target == target_of(torch.device("cpu")) and (here.kernel, here.plan) == ("reference", None)
+    assert str(here) == "top_k_per_row on cpu: reference"
+    if not torch.cuda.is_available():
+        assert explain("top_k_per_row", logits(2, 8), 3).target == H200
+    assert explain("top_k_per_row", torch.zeros(2, 8), 3, target="gfx942").kernel == "thresholds.single_cta"
+
+
+def test_impl_is_heeded():
+    forced = explain("top_k_per_row", logits(2, 8192), 3, impl="streaming", target="sm_90")
+    assert (forced.kernel, forced.passed_over) == ("streaming", ())
+    assert explain("top_k_per_row", logits(2, 8), 3, impl="reference", target="sm_90").kernel == "reference"
+    with pytest.raises(ValueError, match=r"^width: got 40000, allowed: at most 32768 \(impl='single_cta'\)$"):
+        explain("top_k_per_row", logits(2, 40000), 3, impl="single_cta", target="sm_90")
+    with pytest.raises(ValueError, match="^impl: got 'cuda', allowed: auto, reference, triton, group_maxima"):
+        explain("top_k_per_row", logits(2, 8), 3, impl="cuda", target="sm_90")
+
+
+@pytest.mark.parametrize("shape", ((0, 8), (8, 0)))
+def test_nothing_to_compute_takes_no_kernel(shape):
+    assert explain("top_k_per_row", logits(*shape), 3, target="sm_90").kernel == "none"
+
+
+def test_what_is_wrong_raises_what_the_call_raises():
+    for error, message, wrong in (
+        (ValueError, "^op: got 'topk', allowed: .*top_k_per_row", lambda: explain("topk", logits(2, 8), 3)),
+        (ValueError, "^op: got 3, allowed: ", lambda: explain(3)),
+        (ValueError, "^target: got 'sm_70', allowed: sm_80, ",
+         lambda: explain("top_k_per_row", logits(2, 8), 3, target="sm_70")),
+        (ValueError, "^k: got 0, allowed: at least 1$", lambda: explain("top_k_per_row", logits(2, 8), 0)),
+        (TypeError, "^logits: got dtype int32", lambda: explain("top_k_per_row", torch.zeros(2, 8, dtype=torch.int32), 3)),
+        (TypeError, "unexpected keyword argument 'top'", lambda: explain("top_k_per_row", logits(2, 8), 3, top=1)),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            wrong()
+
+
+def test_every_operator_with_a_table_is_explained():
+    asked = {name for name, value in vars(torch.ops.sparse_attn).items() if name in explanation.QUESTIONS}
+    assert asked <= set(explanation.QUESTIONS)
+    assert {command.op for command in explain_report.COMMANDS.values()} <= set(explanation.FUNCTIONS)
+    for name, function in explanation.FUNCTIONS.items():
+        assert getattr(sparse_attn, name) is function
+
+
+# --- floors
+
+
+def test_every_target_has_a_card():
+    for name in TARGETS:
+        assert roofline.gpu_of(name).target == name
+    assert len({gpu.name for gpu in roofline.GPUS}) == len(roofline.GPUS)
+    for gpu in roofline.GPUS:
+        assert 0.5e12 < gpu.copy < gpu.bf16 <= gpu.fp8 and gpu.source and gpu.target in TARGETS
+
+
+def test_floors_are_bytes_over_bandwidth_and_operations_over_rate():
+    gpu = roofline.Gpu("card", "sm_90", copy=2e12, bf16=10e12, fp8=20e12, source="a test")
+    # Two tokens of 4 heads name 8 keys each: queries of 6 and outputs of 5 values, keys, and indices of 4 bytes.
+    work = roofline.attention((2, 4, 6), 5, pairs=16, key_bytes=1000)
+    assert work == roofline.Work(2 * 2 * 4 * 11 + 1000 + 64, 2 * 16 * 4 * 11)
+    assert roofline.floors(work, gpu)[1:3] == (pytest.approx(work.nbytes / 2e6), pytest.approx(work.operations / 1e7))
+    # 3 rows of 4 heads of 8 codes and a weight each score 10 keys of 12 bytes each.
+    work = roofline.scores((3, 4, 8), pairs=30, key_bytes=120, itemsize=1)
+    assert work == roofline.Work(3 * 4 * 8 + 4 * 3 * 4 + 120 + 4 * 30, 2 * 30 * 4 * 8, fp8=True)
+    assert roofline.floors(work, gpu).operations_us == pytest.approx(work.operations / 2e7)
+    assert roofline.scores((3, 4, 8), 30, 120, 1, written=False).nbytes == work.nbytes - 120
+    assert roofline.floors(roofline.selection(1000), gpu)[1:3] == (pytest.approx(4000 / 2e6), 0)
+
+
+# --- the command line
+
+
+def said(capsys, *arguments):
+    assert main(["explain", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", explain_report.COMMANDS)
+def test_the_command_needs_no_gpu(op, target, tmp_path, capsys):
+    file = tmp_path / "out.json"
+    text = said(capsys, op, "--target", target, "--json", file)
+    found = json.loads(file.read_text())
+    assert [*found][:6] == ["op", "target", "kernel", "plan", "floors", "passed_over"]
+    assert (found["op"], found["target"]) == (op, target)
+    assert text.startswith(f"{op} on {target}: {found['kernel']}\n")
+    assert {"num_warps", "scratch"} <= found["plan"].keys() and found["floors"]["bytes_us"] > 0
+    for one in found["passed_over"]:
+        assert one.keys() == {"kernel", "reason"} and f"    {one['kernel']}: {one['reason']}\n" in text
+    assert json.loads(said(capsys, op, "--target", target, "--json")) == found
+
+
+def test_sizes_are_options(capsys):
+    text = said(capsys, "topk", "--target", "sm_90", "--tokens", 7, "--width", 4096, "--top-k", 512)
+    assert text.splitlines()[0] == "topk on sm_90: single_cta"
+    want = explain("top_k_per_row", logits(7, 4096), 512, target="sm_90")
+    assert text.splitlines()[1:] == str(want).splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    (
+        (("topk", "--tokens", "0"), "argument --tokens: got '0', allowed: an integer of at least 1"),
+        (("topk", "--target", "sm_70"), "argument --target: invalid choice: 'sm_70'"),
+        (("top",), "argument OP: invalid choice: 'top'"),
+        (("topk", "--impl", "x"), "error: impl: got 'x', allowed: auto"),
+        (
+            ("topk", "--json", "/nonexistent/file"),
+            "error: --json: got '/nonexistent/file', allowed: a file in a folder",
+        ),
+    ),
+)
+def test_what_is_wrong_ends_with_code_2_and_one_line(arguments, message, capsys):
+    try:
+        code = main(["explain", *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    told = capsys.readouterr()
+    assert code == 2 and not told.out
+    assert message in told.err.splitlines()[-1]
+
+
+def test_it_runs_as_a_program_without_triton():
+    code = "import sys; from sparse_attn.runtime.cli import main; assert main(['explain', 'topk']) == 0; assert 'triton' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("topk on "), done.stderr
+
+
+# --- info
+
+
+def test_info_names_the_kernels_of_a_target(monkeypatch):
+    """They are the table's, in its order."""
+    monkeypatch.setattr(report, "target_of", lambda device: TARGETS["gfx942"])
+    monkeypatch.setattr(report, "resolve_impl", lambda impl, device: "triton")
+    rows = {name: impl for _, name, impl in report.implementations(torch.device("cpu"))}
+    assert rows["top_k_per_row"] == "thresholds.single_cta, thresholds.sampled, thresholds.streaming"
+    assert rows["write_kv_cache"] == "triton"
+    for target in TARGETS.values():
+        names = report.kernels(target)["top_k_per_row"].split(", ")
+        assert names == [kernel.name for kernel in selection.KERNELS if kernel.name in names]
+        assert ("group_maxima" in names) == (target == H200)
+    assert not report.kernels(CPU)["top_k_per_row"].startswith("single_cta")
