@@ -1,7 +1,7 @@
 """Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1).
 
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
-SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that other_defaults.py names under defaults of
+SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that support/other_defaults.py names under defaults of
 torch other than torch's own.
 SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the
 same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from other_defaults import other_defaults, suits
+from support.other_defaults import other_defaults, suits
 
 from sparse_attn import workspace
 from sparse_attn.target import interpreting

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from compressor_world import FORMS, INT_MAX, INT_MIN, LAYOUTS, PLAIN, World
 from conftest import big
 from expecttest import assert_expected_inline
+from support.compressor import FORMS, INT_MAX, INT_MIN, LAYOUTS, PLAIN, World
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, allocate_cache
 from sparse_attn.ops.compressor import compress_and_cache

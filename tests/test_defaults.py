@@ -1,6 +1,6 @@
 """Nothing depends on torch's default dtype or default device: every tensor that is made says both.
 
-SPARSE_ATTN_OTHER_DEFAULTS runs other tests under other defaults (other_defaults.py); here is what once depended on
+SPARSE_ATTN_OTHER_DEFAULTS runs other tests under other defaults (support/other_defaults.py); here is what once depended on
 them.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from other_defaults import DTYPES
+from support.other_defaults import DTYPES
 
 import sparse_attn as sa
 from sparse_attn.models import deepseek_v4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from second_device import SECOND, second_device
+from support.second_device import SECOND, second_device
 
 import sparse_attn
 from sparse_attn import debug, registration, streams, workspace

@@ -8,8 +8,8 @@ import warnings
 
 import pytest
 import torch
-from test_compile import decode_state, filled_caches, fresh, layer_of, model_of, plan_of, prefill_plan
-from test_debug import GOOD
+from support.arguments import GOOD
+from support.steps import decode_state, filled_caches, fresh, layer_of, model_of, plan_of, prefill_plan
 
 from sparse_attn import ops, sparse_attn_prefill, write_kv_cache
 from sparse_attn.layout import PlainLayout

@@ -145,6 +145,17 @@ def test_operator_packages_keep_to_themselves(name):
         assert set(imports(name)) <= allowed, f"{name} imports {set(imports(name)) - allowed}"
 
 
+def test_no_test_imports_another_test():
+    """What several share lies in tests/support."""
+    tests = Path(__file__).parent
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.split(".")[-1].startswith("test_")], path.relative_to(tests)
+    assert {path.stem for path in tests.glob("*.py") if not path.stem.startswith("test_")} == {"conftest"}
+
+
 def test_what_a_file_is_follows_from_where_it_lies():
     """A new architecture's files need no entry anywhere."""
     for file, expected in (

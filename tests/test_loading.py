@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_spec import PUBLISHED_GLM
+from support.published import PUBLISHED_GLM
 
 from sparse_attn.models.checkpoint import Checkpoint, dequantise
 from sparse_attn.models.loading import load

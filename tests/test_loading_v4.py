@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_spec_compressed import PUBLISHED_FLASH
+from support.published import PUBLISHED_FLASH
 
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params

@@ -19,8 +19,8 @@ normal, by at most half a subnormal step, 2**-10 of the scale. From that:
 
 import pytest
 import torch
-from model_harness import Requests
-from test_models import CONFIGS, TOLERANCE, ours, run, stable_topk, theirs
+from support.parity import CONFIGS, TOLERANCE, ours, run, stable_topk, theirs
+from support.requests import Requests
 
 from sparse_attn import pipeline
 from sparse_attn.fp8 import fp8_decode, fp8_quantise

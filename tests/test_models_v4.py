@@ -10,8 +10,8 @@ import tempfile
 
 import pytest
 import torch
-from model_harness import Requests
-from test_models import difference, stable_topk
+from support.parity import difference, stable_topk
+from support.requests import Requests
 
 from sparse_attn.models.loading import load
 from sparse_attn.pipeline import cache_layouts

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from second_device import second_device
+from support.second_device import second_device
 
 from sparse_attn.models import moe as experts
 from sparse_attn.models.moe import grouped_waits, moe, takes_grouped

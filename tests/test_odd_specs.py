@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from test_models import stable_topk
+from support.parity import stable_topk
 
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params

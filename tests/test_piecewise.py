@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from test_compile import MAX_CONTEXT, decode_state, model_of, plan_of
+from support.steps import MAX_CONTEXT, decode_state, model_of, plan_of
 
 from sparse_attn import workspace
 from sparse_attn.models.mla import attention

@@ -10,10 +10,10 @@ import inspect
 
 import pytest
 import torch
-from hostile import Call, assert_same, hostile, pieces
-from hostile_cases import CASES, calls, expected
 from hypothesis import given
 from hypothesis import strategies as st
+from support.hostile import Call, assert_same, hostile, pieces
+from support.hostile_cases import CASES, calls, expected
 
 import sparse_attn
 from sparse_attn import workspace
@@ -199,7 +199,7 @@ def test_kernels_refuse_what_the_reference_does(name, device):
 @given(st.data())
 def test_samples(data):
     """A draw depends on its own row alone, and is never what cannot be drawn."""
-    from hostile import INF, floats, some
+    from support.hostile import INF, floats, some
 
     rows, vocab = some(data.draw, 0, 4), some(data.draw, 1, 9)
     logits = floats(data.draw, (rows, vocab), spoilt=(float("nan"), -INF))

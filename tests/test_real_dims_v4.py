@@ -1,20 +1,26 @@
-"""DeepSeek-V4 at its real dimensions, a layer of each kind at a time, on a GPU; see tests/test_real_dims.py.
+"""DeepSeek-V4 at its real dimensions, a layer of each kind at a time, on a GPU; see support/real_dims.py.
 
 Beside what stands there:
 
-- entries: the pooling sums in another order, so an entry's bf16 rounding, and then its fp8 code, may fall the other
-way:
-  one value in a thousand, or two, by one step of what it is stored in. The state, which is only copied, is equal;
+- entries: the pooling sums in another order, so an entry's bf16 rounding, and then its fp8 code, may fall the
+  other way: one value in a thousand, or two, by one step of what it is stored in. The state, which is only copied, is equal;
 - hyper-connections: fp32 throughout and rounded once, so half a step of the streams' dtype, u, and 1e-5 in fp32.
 """
 
 from dataclasses import replace
 
-import model_harness
 import pytest
-import test_real_dims as harness
 import torch
-from test_real_dims import U, check_attention, check_equal, check_layer
+from support import requests
+from support.real_dims import (
+    U,
+    check_attention,
+    check_decode_slots,
+    check_equal,
+    check_layer,
+    check_prefill_topk,
+    check_routing,
+)
 
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models import deepseek_v4, moe, windowed
@@ -48,7 +54,7 @@ def check_streams(name, got, want, *_):
 
 
 COMMON = {
-    (model_harness, "build_step_plan"): check_equal,
+    (requests, "build_step_plan"): check_equal,
     (pipeline, "window_indices"): check_equal,
     (pipeline, "combine_topk_swa_indices_ragged"): check_equal,
     (pipeline, "write_kv_cache"): check_equal,
@@ -57,7 +63,7 @@ COMMON = {
     (pipeline, "sparse_attn_decode"): check_attention,
     (deepseek_v4, "hyper_mix"): check_mix,
     (deepseek_v4, "hyper_merge"): check_streams,
-    (moe, "biased_grouped_topk"): harness.check_routing,
+    (moe, "biased_grouped_topk"): check_routing,
 }
 COMPRESSED = {
     (pipeline, "build_compressed_plan"): check_equal,
@@ -68,8 +74,8 @@ CHECKED = {
     "indexed": COMMON | COMPRESSED | {
         (windowed, "indexer_q_rope_quant"): check_equal,
         (choose, "gather_indexer_k"): check_equal,
-        (choose, "index_topk_prefill"): harness.check_prefill_topk,
-        (choose, "index_topk_decode_slots"): harness.check_decode_slots,
+        (choose, "index_topk_prefill"): check_prefill_topk,
+        (choose, "index_topk_decode_slots"): check_decode_slots,
     },
     "full": COMMON | COMPRESSED | {(pipeline, "entry_indices"): check_equal},
 }  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repeatable_ops import ROWS, digest, operators
+from support.repeatable_ops import ROWS, digest, operators
 
 from sparse_attn import (
     LatentFp8Layout,
@@ -20,6 +20,7 @@ from sparse_attn import (
     sparse_attn_prefill,
 )
 
+TESTS = Path(__file__).parent
 NAMES = tuple(operators("cpu"))
 EAGER_MATMUL = ("hyper_mix",)  # begins with a matrix product, which is the library's of the machine
 INVARIANT = tuple(name for name in NAMES if name not in EAGER_MATMUL)
@@ -43,10 +44,10 @@ def check_places(name, device):
 
 
 def check_process(device):
-    program = Path(__file__).with_name("repeatable_ops.py")
-    paths = [str(program.parent.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [str(TESTS), str(TESTS.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, program, device], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "support.repeatable_ops", device]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     theirs = dict(line.split("\t") for line in done.stdout.splitlines())
     order = torch.arange(ROWS, device=device)

@@ -3,27 +3,9 @@
 import dataclasses
 
 import pytest
+from support.published import PUBLISHED_FLASH, PUBLISHED_PRO
 
 from sparse_attn.spec import deepseek_v4_flash, deepseek_v4_pro, from_hf_config, tiny_v4
-
-# The keys of the published files that the forward depends on.
-PUBLISHED_FLASH = {
-    "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096, "num_hidden_layers": 43,
-    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024,
-    "sliding_window": 128, "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0], "index_n_heads": 64,
-    "index_head_dim": 128, "index_topk": 512, "o_groups": 8, "o_lora_rank": 1024, "hc_mult": 4, "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6, "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 1, "num_hash_layers": 3,
-    "moe_intermediate_size": 2048, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True,
-    "swiglu_limit": 10.0, "rms_norm_eps": 1e-6, "rope_theta": 10000, "compress_rope_theta": 160000, "hidden_act": "silu",
-    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536, "beta_fast": 32,
-                     "beta_slow": 1},
-    "max_position_embeddings": 1048576, "attention_bias": False, "eos_token_id": 1, "tie_word_embeddings": False,
-}  # fmt: skip
-PUBLISHED_PRO = PUBLISHED_FLASH | {
-    "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128, "q_lora_rank": 1536, "index_topk": 1024,
-    "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0], "o_groups": 16, "n_routed_experts": 384,
-    "moe_intermediate_size": 3072, "routed_scaling_factor": 2.5,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("config, make", [(PUBLISHED_FLASH, deepseek_v4_flash), (PUBLISHED_PRO, deepseek_v4_pro)])

@@ -12,7 +12,7 @@ import contextlib
 import pytest
 import torch
 from conftest import long
-from test_compile import (
+from support.steps import (
     BLOCK,
     MAX_CONTEXT,
     check_decode,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_harness import Requests
+from support.requests import Requests
 
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts

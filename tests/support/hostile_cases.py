@@ -5,10 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 
-import hostile_oracles as oracles
 import torch
-from hostile import INF, INT_MAX, INT_MIN, Call, amid, blocks, codes, flag, floats, ints, monotone, some
 from hypothesis import strategies as st
+from support import hostile_oracles as oracles
+from support.hostile import INF, INT_MAX, INT_MIN, Call, amid, blocks, codes, flag, floats, ints, monotone, some
 
 import sparse_attn
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.overrides import TorchFunctionMode
 
-PACKAGE = str(Path(__file__).parent.parent / "sparse_attn")
+PACKAGE = str(Path(__file__).parent.parent.parent / "sparse_attn")
 TORCH = str(Path(torch.__file__).parent)
 DTYPES = (torch.bfloat16, torch.float16, torch.float64)
 FACTORIES = {getattr(torch, name) for name in (
