@@ -8,10 +8,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "scripts/README.md", "sparse_attn/README.md")
-# Where a path may begin, beside the folder of the document itself.
-ROOTS = ("", "scripts/results", "sparse_attn", "sparse_attn/ops", "sparse_attn/ops/attention", "scripts")
 PATH = re.compile(r"`((?:[\w.]+/)*[\w.-]+\.(?:py|sh|md|json|toml|txt|cfg)|(?:[\w.]+/)+)(?:::\w+)?`")
 NOT_HERE = {"model.safetensors.index.json", "config.json", "out.json"}  # of checkpoints, and written by users
+EXAMPLES = ("test_x", "blackwell", "backward")  # of what somebody may add
+COMING = {
+    "ops/attention/dispatch.py", "ops/attention/hopper/config.py", "ops/attention/portable/config.py",
+    "ops/attention/hopper/README.md", "scripts/fit_costs.py",
+}  # fmt: skip
 
 
 def documents():
@@ -19,6 +22,17 @@ def documents():
 
 
 TODAY = [name for name in documents() if name != "CHANGELOG.md"]  # that names what is gone
+
+
+def ends_of_paths():
+    """Of every file and folder, the ends of its path that a document may name it by: c, b/c and a/b/c."""
+    folders = [ROOT / name for name in (".github", "scripts", "sparse_attn", "tests")]
+    paths = [
+        *ROOT.iterdir(),
+        *(path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts),
+    ]
+    parts = [path.relative_to(ROOT).parts for path in paths]
+    return {"/".join(names[first:]) for names in parts for first in range(len(names))}
 
 
 def slug(title):
@@ -41,13 +55,20 @@ def test_links_lead_to_files_and_headings(name):
 
 @pytest.mark.parametrize("name", TODAY)
 def test_paths_it_names_exist(name):
-    path = ROOT / name
-    prose = re.sub(r"\[[^]]*\]\([^)]*\)", "", path.read_text())  # links have a test of their own
-    named = {found for found in PATH.findall(prose) if "test_x" not in found} - NOT_HERE
+    prose = re.sub(r"\[[^]]*\]\([^)]*\)", "", (ROOT / name).read_text())  # links have a test of their own
+    named = {found for found in PATH.findall(prose) if not any(word in found for word in EXAMPLES)} - NOT_HERE - COMING
     assert named
-    for found in named:
-        places = [path.parent, *(ROOT / root for root in ROOTS)]
-        assert any((place / found).exists() for place in places), found
+    there = ends_of_paths()
+    assert not [found for found in named if found.rstrip("/") not in there]
+
+
+def test_examples_of_the_architecture_page_run():
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "sparse_attn" / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "sparse_attn/README.md", "exec"), {"__name__": "readme"})
 
 
 def test_every_script_is_described():

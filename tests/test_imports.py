@@ -1,6 +1,7 @@
 """What importing costs, and that imports go down the floors of the house only."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,12 @@ def test_what_a_file_is_follows_from_where_it_lies():
         assert kind("attention", file) == expected, file
     for package, files in UNSORTED.items():
         assert all((PACKAGE / "ops" / package / f"{file}.py").exists() for file in files), package
+
+
+def test_the_architecture_page_lists_the_floors():
+    rows = re.findall(r"^\| (-?[\d.]+) \| (.*?) \|", (PACKAGE / "README.md").read_text(), re.MULTILINE)
+    listed = {name: float(number) for number, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed == {name or "sparse_attn": number for name, number in FLOORS.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("testing")])
