@@ -41,7 +41,8 @@ def empty(*shape, dtype=torch.float32):
     ],
 )
 def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, monkeypatch):
-    from sparse_attn.ops.index_logits import config
+    from sparse_attn.ops.index_logits import dispatch
+    from sparse_attn.ops.index_logits.launch import Prefill
     from sparse_attn.ops.index_logits.portable import kernels
     from sparse_attn.testing.launches import TARGETS
 
@@ -49,9 +50,9 @@ def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, mon
     monkeypatch.setattr(kernels, "mqa_logits", spy)
     q, k = empty(rows, 3, 32, dtype=dtype), empty(keys, 32, dtype=dtype)
     weights, start, end = empty(rows, 3), empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
-    chosen = config.mqa_config(rows, keys, 3, 32, "none", q.element_size(), TARGETS["sm_80"])
-    out = empty(rows, keys)
-    kernels.launch_mqa_logits(q, k, None, weights, start, end, "none", out, chosen, clean=True)
+    arguments, out = (q, k, None, weights, start, end, "none"), empty(rows, keys)
+    choice = dispatch.choose_prefill(dispatch.prefill_problem(*arguments), TARGETS["sm_80"])
+    choice.kernel.launcher(Prefill(*arguments, out), choice.plan)
     assert len(spy.launches) == launches
     done = 0
     for size, (some, _, _, weight, first, last, to, count, *_), constants in spy.launches:

@@ -30,8 +30,8 @@ UNSORTED = {
     "attention": dict.fromkeys(("combine_plan", "problem", "split_kv"), "kernel") | {"partials": "launch"},
     "rope": {"table": "base"},
 }
-# What a fused op takes from another package: how it is dispatched and launched, its kernels, and its oracle.
-FUSED = ("dispatch", "plan", "config", "launch", "kernels", "reference")
+# What a fused op takes from another package: how it is dispatched and launched, and its oracle; never its kernels.
+FUSED = ("dispatch", "plan", "config", "launch", "reference")
 
 
 def module_name(path):

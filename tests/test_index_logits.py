@@ -300,8 +300,8 @@ def test_paged_kernel(device):
 
 @pytest.mark.kernel
 def test_paged_kernel_gives_the_highest_of_groups(device):
-    from sparse_attn.ops.index_logits import config
-    from sparse_attn.ops.index_logits.portable import kernels
+    from sparse_attn.ops.index_logits import dispatch
+    from sparse_attn.ops.index_logits.launch import Paged
 
     for case, (name, lens, heads, block_size, padding) in enumerate(PAGED_CASES):
         torch.manual_seed(case)
@@ -311,13 +311,14 @@ def test_paged_kernel_gives_the_highest_of_groups(device):
         if flavour != "none":
             q = q.view(torch.uint8)
         for width in (155, 64):
-            chosen = config.paged_config(*q.shape, width, flavour, q.element_size(), target_of(torch.device(device)))
-            check_highest(
-                lambda out, maxima, group: kernels.launch_paged_mqa_logits(
-                    q, cache, weights, limits, table, width, flavour, out, chosen, clean=False, maxima=maxima, group=group
-                ),
-                len(weights), width, limits, device,
-            )  # fmt: skip
+            arguments = (q, cache, weights, limits, table, width)
+            problem = dispatch.paged_problem(*arguments, layout.name)
+            kernel, plan, _ = dispatch.choose_paged(problem, target_of(torch.device(device)))
+
+            def launch(out, maxima, group):
+                kernel.launcher(Paged(*arguments, flavour, out, False, maxima=maxima, group=group), plan)
+
+            check_highest(launch, len(weights), width, limits, device)
 
 
 @pytest.mark.kernel

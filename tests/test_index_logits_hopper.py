@@ -7,39 +7,45 @@ import pytest
 import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import check_highest
+from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_arguments, prefill_problem
 
 from sparse_attn import IndexFp8Layout
 from sparse_attn.fp8 import fp8_encode
-from sparse_attn.ops.index_logits import config, reference
-from sparse_attn.ops.index_logits.portable import kernels
-from sparse_attn.target import H200, Target
+from sparse_attn.ops.index_logits import dispatch, reference
+from sparse_attn.ops.index_logits.launch import Paged, Prefill
+from sparse_attn.target import H200
 from sparse_attn.testing.compare import assert_same_diff
+from sparse_attn.testing.launches import TARGETS
 
 LAYOUT = IndexFp8Layout(128)
 DIRT = 7.25
 
 
 def test_where_they_apply():
-    rows, paged = (100, 5000, 64, 128, "e4m3fn", 1), (3, 2, 64, 128, 5000, "e4m3fn", 1)
-    assert config.mqa_config(*rows, H200).hopper.lanes == 256
-    lanes = [
-        config.paged_config(3, n, heads, *paged[3:], H200).hopper.lanes for n in (1, 2, 3, 9) for heads in (32, 64, 128)
-    ]
-    assert lanes == [32, 64, 128, 64, 128, 256, 128, 256, 256, 128, 256, 256]
-    for place, value in ((2, 48), (3, 64), (4, "e4m3fnuz"), (4, "none")):
-        assert config.mqa_config(*rows[:place], value, *rows[place + 1 :], H200).hopper is None
-    for place, value in ((2, 48), (3, 64), (5, "e4m3fnuz"), (5, "none")):
-        assert config.paged_config(*paged[:place], value, *paged[place + 1 :], H200).hopper is None
-    for target in (Target("nvidia", 100, 132, 232448), Target("amd", "gfx950", 256, 163840)):
-        assert config.mqa_config(*rows, target).hopper is None and config.paged_config(*paged, target).hopper is None
+    def prefill(target=H200, **others):
+        return dispatch.choose_prefill(prefill_problem(**others), target)
+
+    def paged(target=H200, **others):
+        return dispatch.choose_paged(paged_problem(**others), target)
+
+    assert prefill().kernel.name == "hopper.prefill" and prefill().plan.block_q == 4
+    rows = [paged(next_n=n, heads=heads).plan.block_q for n in (1, 2, 3, 9) for heads in (32, 64, 128)]
+    assert rows == [1, 1, 1, 2, 2, 2, 4, 4, 2, 4, 4, 2]
+    assert all(paged(next_n=n).kernel.name == "hopper.paged" for n in (1, 2, 3, 9))
+    plain = dict(flavour="none", dtype=torch.bfloat16)
+    for other in (dict(heads=48), dict(dim=64), dict(flavour="e4m3fnuz"), plain):
+        assert prefill(**other).kernel.name == paged(**other).kernel.name == "portable", other
+    for target in (TARGETS["sm_100"], TARGETS["gfx950"]):
+        assert prefill(target).kernel.name == paged(target).kernel.name == "portable"
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])
 def test_the_number_of_rows_chooses_no_kernel(rows):
     """A row's score has the same bits whatever else is in the call."""
-    few, many = (config.mqa_config(n, 70, 64, 128, "e4m3fn", 1, H200).hopper for n in (rows, 5000))
-    assert few == many is not None
+    few, many = (dispatch.choose_prefill(prefill_problem(n, 70), H200) for n in (rows, 5000))
+    assert few == many and few.kernel.name == "hopper.prefill"
+    few, many = (dispatch.choose_paged(paged_problem(n, 1), H200) for n in (rows, 5000))
+    assert few == many and few.kernel.name == "hopper.paged"
 
 
 @pytest.mark.parametrize("lanes", [32, 128, 256])
@@ -49,7 +55,7 @@ def test_slots_keep_their_consumers(lanes):
     from sparse_attn.ops.index_logits.hopper import common
 
     turns = common.CONSUMERS.value // common.products(lanes)
-    tiles = config.mqa_config(100, 5000, 64, 128, "e4m3fn", 1, H200).hopper.tiles
+    tiles = dispatch.choose_prefill(prefill_problem(), H200).plan.stages
     owners, done = {}, 0
     for some in (1, 2, 3, 5, 31, 4, 7, 1, 1, 64, 6):
         taken = [
@@ -61,28 +67,17 @@ def test_slots_keep_their_consumers(lanes):
         done += some
 
 
-def meta(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize("next_n", [0, 1, 2, 4])
 def test_compiles_for_hopper(next_n):
-    from sparse_attn.ops.index_logits.hopper import paged as hopper_paged
-    from sparse_attn.ops.index_logits.hopper import prefill as hopper_prefill
+    from sparse_attn.ops.index_logits import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
-    bounds = meta(90, max(next_n, 1), dtype=torch.int32)
     with recording("sm_90") as launches:
         if next_n:
-            q, cache = meta(90, next_n, 64, 128, dtype=torch.uint8), meta(700, 64, 132, dtype=torch.uint8)
-            chosen = config.paged_config(*q.shape, 900, "e4m3fn", 1, H200).hopper
-            out, table = meta(90 * next_n, 900), meta(90, 15, dtype=torch.int32)
-            hopper_paged.launch(q, cache, meta(90 * next_n, 64), bounds, table, 900, out, chosen, clean=True)
+            launch.paged_mqa_logits(*paged_arguments(90, next_n, max_context_len=900), kernel="hopper.paged")
         else:
-            q, k = meta(90, 64, 128, dtype=torch.uint8), meta(700, 128, dtype=torch.uint8)
-            chosen = config.mqa_config(90, 700, 64, 128, "e4m3fn", 1, H200).hopper
-            hopper_prefill.launch(q, k, meta(700), meta(90, 64), bounds[:, 0], bounds[:, 0], meta(90, 700), chosen)
+            launch.mqa_logits(*prefill_arguments(90, 700), kernel="hopper.prefill")
     compiled = compile_launch(launches[0])
     assert (
         compiled.spill_bytes <= 16 and compiled.shared_memory <= H200.shared_memory
@@ -92,11 +87,24 @@ def test_compiles_for_hopper(next_n):
     assert compiled.count("QGMMA") == 16 and compiled.count(r"WARPGROUP\.DEPBAR") == 4
 
 
+def prefill(call):
+    from sparse_attn.ops.index_logits.hopper import launch
+
+    launch.prefill(call, dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, "hopper.prefill").plan)
+
+
+def paged(call):
+    from sparse_attn.ops.index_logits.hopper import launch
+
+    problem = dispatch.paged_problem(*call[:6], LAYOUT.name)
+    launch.paged(call, dispatch.choose_paged(problem, H200, "hopper.paged").plan)
+
+
 def codes(*shape):
     return fp8_encode(torch.randn(shape, device="cuda"), "e4m3fn")
 
 
-def rows_case(rows, keys, heads, kind, clean, repeats=2):
+def rows_case(rows, keys, heads, kind, clear, repeats=2):
     """Scores in the middle of dirt, against the reference."""
     torch.manual_seed(rows * 7 + keys)
     q, k = codes(rows, heads, 128), codes(keys, 128)
@@ -123,19 +131,19 @@ def rows_case(rows, keys, heads, kind, clean, repeats=2):
     elif kind == "poison":  # behind what any row sees
         end.clamp_(max=keys // 2)
         k[keys // 2 :], k_scale[keys // 2 :] = 0x7F, math.nan
-    chosen = config.mqa_config(rows, keys, heads, 128, "e4m3fn", 1, H200)
+    arguments = (q, k, k_scale, weights, start, end, "e4m3fn")
     results = []
     for _ in range(repeats):
         memory = torch.full((rows + 1, keys + 5), DIRT, device="cuda")
         out = memory[:rows, :keys]
-        kernels.launch_mqa_logits(q, k, k_scale, weights, start, end, "e4m3fn", out, chosen, clean=clean)
+        prefill(Prefill(*arguments, out, clear))
         results.append(memory)
     column = torch.arange(keys, device="cuda")
-    check(results, reference.mqa_logits(q, k, k_scale, weights, start, end, "e4m3fn"),
-          (column >= start[:, None]) & (column < end[:, None]), clean)  # fmt: skip
+    check(results, reference.mqa_logits(*arguments),
+          (column >= start[:, None]) & (column < end[:, None]), clear)  # fmt: skip
 
 
-def paged_case(lens, heads, width, *, padding=0, table_width=None, clean=True, repeats=2):
+def paged_case(lens, heads, width, *, padding=0, table_width=None, clear=True, repeats=2):
     """NaN in slots that no row sees, wild blocks in every table."""
     torch.manual_seed(len(lens) + heads + width)
     requests, next_n = len(lens), len(lens[0])
@@ -155,39 +163,37 @@ def paged_case(lens, heads, width, *, padding=0, table_width=None, clean=True, r
     slots, table = torch.cat(slots).cuda(), table.cuda()
     LAYOUT.encode(cache, slots, torch.randn(len(slots), 128, device="cuda"))
     q, weights = codes(requests, next_n, heads, 128), torch.randn(requests * next_n, heads, device="cuda")
-    chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
+    arguments = (q, cache, weights, context_lens, table, width)
     results = []
     for _ in range(repeats):
         memory = torch.full((requests * next_n + 1, width + 5), DIRT, device="cuda")
         out = memory[:-1, :width]
-        kernels.launch_paged_mqa_logits(
-            q, cache, weights, context_lens, table, width, "e4m3fn", out, chosen, clean=clean
-        )
+        paged(Paged(*arguments, "e4m3fn", out, clear))
         results.append(memory)
     known = (value.cpu() for value in (q, cache, weights, context_lens, table))  # thousands of small steps, again
     check(results, reference.paged_mqa_logits(*known, width, LAYOUT.name).cuda(),
-          torch.arange(width, device="cuda") < context_lens.flatten()[:, None], clean)  # fmt: skip
+          torch.arange(width, device="cuda") < context_lens.flatten()[:, None], clear)  # fmt: skip
 
 
-def check(results, want, inside, clean):
+def check(results, want, inside, clear):
     memory = results[0]
     for other in results[1:]:
         assert torch.equal(memory.view(torch.int32), other.view(torch.int32))
     got = memory[:-1, :-5]
     assert (memory[-1] == DIRT).all() and (memory[:, -5:] == DIRT).all()
-    if not clean:
+    if not clear:
         assert (got[~inside] == DIRT).all()
         got = torch.where(inside, got, -math.inf)
     assert_same_diff(got, want)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("heads", [32, 64, 128])
 @pytest.mark.parametrize("kind", ["causal", "ragged", "wild", "empty", "poison"])
-def test_rows(kind, heads, clean):
+def test_rows(kind, heads, clear):
     for rows, keys in ((1, 1), (3, 65), (37, 1001), (1030, 2049)):
-        rows_case(rows, keys, heads, kind, clean)
+        rows_case(rows, keys, heads, kind, clear)
 
 
 @pytest.mark.gpu
@@ -196,17 +202,17 @@ def test_more_rows_than_are_counted_at_a_time():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("clear", [True, False])
 @pytest.mark.parametrize("heads", [32, 64, 128])
 @pytest.mark.parametrize("next_n", [1, 2, 3, 4, 5])
-def test_paged(next_n, heads, clean):
+def test_paged(next_n, heads, clear):
     """One tile, many, none; more requests than are counted at a time; tables that end early; gaps between blocks."""
     after = range(next_n)
-    paged_case([[64 - j for j in after]], heads, 64, clean=clean)
+    paged_case([[64 - j for j in after]], heads, 64, clear=clear)
     lens = [[2999 + j for j in after], [17 * j for j in after], [INT_MIN] * next_n, [INT_MAX - j for j in after]]
-    paged_case(lens, heads, 3333, clean=clean, padding=64 * 9)
-    paged_case([[i * 7 % 300 + j for j in after] for i in range(300)], heads, 301, clean=clean)
-    paged_case([[5000 + j for j in after], [200] * next_n], heads, 5005, clean=clean, table_width=9)
+    paged_case(lens, heads, 3333, clear=clear, padding=64 * 9)
+    paged_case([[i * 7 % 300 + j for j in after] for i in range(300)], heads, 301, clear=clear)
+    paged_case([[5000 + j for j in after], [200] * next_n], heads, 5005, clear=clear, table_width=9)
 
 
 def random_cache():
@@ -227,13 +233,11 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
     table = torch.randint(-1, 301, (4, 53), dtype=torch.int32, device="cuda")
     q, weights = codes(4, next_n, heads, 128), torch.randn(4 * next_n, heads, device="cuda")
     for width in (3333, 2999):
-        chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
-        check_highest(
-            lambda out, maxima, group: kernels.launch_paged_mqa_logits(
-                q, cache, weights, lens, table, width, "e4m3fn", out, chosen, clean=False, maxima=maxima, group=group
-            ),
-            4 * next_n, width, lens, "cuda",
-        )  # fmt: skip
+
+        def launch(out, maxima, group):
+            paged(Paged(q, cache, weights, lens, table, width, "e4m3fn", out, False, maxima=maxima, group=group))
+
+        check_highest(launch, 4 * next_n, width, lens, "cuda")
 
 
 @pytest.mark.gpu
@@ -249,15 +253,12 @@ def test_more_scores_than_are_to_stay_in_the_l2():
     table = torch.randint(0, 300, (fewer + 1, width // 64), dtype=torch.int32, device="cuda")
     q, weights = codes(fewer + 1, 1, 64, 128), torch.randn(fewer + 1, 64, device="cuda")
     lens = torch.full((fewer + 1, 1), width, dtype=torch.int32, device="cuda")
-    chosen = config.paged_config(*q.shape, width, "e4m3fn", 1, H200)
     scored = []
     for requests in (fewer, fewer + 1):
 
         def launch(out, maxima, group):
-            kernels.launch_paged_mqa_logits(
-                q[:requests], cache, weights[:requests], lens[:requests], table[:requests], width, "e4m3fn", out, chosen,
-                clean=False, maxima=maxima, group=group,
-            )  # fmt: skip
+            some = (value[:requests] for value in (weights, lens, table))
+            paged(Paged(q[:requests], cache, *some, width, "e4m3fn", out, False, maxima=maxima, group=group))
             scored.append(out[:fewer])
 
         check_highest(launch, requests, width, lens[:requests], "cuda")
@@ -279,10 +280,7 @@ def test_a_nan_key_scores_nan():
         torch.full((9,), 200, dtype=torch.int32, device="cuda"),
     )
     out = torch.empty(9, 200, device="cuda")
-    chosen = config.mqa_config(9, 200, 64, 128, "e4m3fn", 1, H200)
-    kernels.launch_mqa_logits(
-        q, k, ones, ones[:64].expand(9, 64).contiguous(), start, end, "e4m3fn", out, chosen, clean=True
-    )
+    prefill(Prefill(q, k, ones, ones[:64].expand(9, 64).contiguous(), start, end, "e4m3fn", out))
     assert out.isnan().nonzero()[:, 1].tolist() == [77] * 9
 
 
@@ -294,10 +292,9 @@ def test_graph_replays_at_other_lengths():
     table = torch.randperm(70, device="cuda").int().view(2, 35)
     q, weights = codes(2, 1, 64, 128), torch.randn(2, 64, device="cuda")
     lens, out = torch.tensor([[9], [2000]], dtype=torch.int32, device="cuda"), torch.empty(2, 2240, device="cuda")
-    chosen = config.paged_config(*q.shape, 2240, "e4m3fn", 1, H200)
 
     def launch():
-        kernels.launch_paged_mqa_logits(q, cache, weights, lens, table, 2240, "e4m3fn", out, chosen, clean=True)
+        paged(Paged(q, cache, weights, lens, table, 2240, "e4m3fn", out))
 
     launch()
     torch.cuda.synchronize()
@@ -312,17 +309,16 @@ def test_graph_replays_at_other_lengths():
 
 @pytest.mark.gpu
 def test_what_tma_cannot_copy_takes_the_portable_kernel():
-    from sparse_attn.ops.index_logits.hopper import prefill as hopper_prefill
-
     q, k, k_scale = codes(50, 64, 128), codes(300, 128), torch.rand(300, device="cuda")
     weights = torch.randn(50, 66, device="cuda")[:, :64]
-    assert not hopper_prefill.fits(q, k, k_scale, weights) and hopper_prefill.fits(q, k, k_scale, weights.contiguous())
     start, end = (
         torch.zeros(50, dtype=torch.int32, device="cuda"),
         torch.full((50,), 300, dtype=torch.int32, device="cuda"),
     )
-    chosen = config.mqa_config(50, 300, 64, 128, "e4m3fn", 1, H200)
     out = torch.empty(2, 50, 300, device="cuda")
-    for place, some in enumerate((weights, weights.contiguous())):
-        kernels.launch_mqa_logits(q, k, k_scale, some, start, end, "e4m3fn", out[place], chosen, clean=True)
+    for name, some, to in zip(("portable", "hopper.prefill"), (weights, weights.contiguous()), out):
+        arguments = (q, k, k_scale, some, start, end, "e4m3fn")
+        kernel, plan, _ = dispatch.choose_prefill(dispatch.prefill_problem(*arguments), H200)
+        assert kernel.name == name
+        kernel.launcher(Prefill(*arguments, to), plan)
     assert_same_diff(out[0], out[1])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from expecttest import assert_expected_inline
+from support.index_logits import U8, paged_problem, prefill_problem
 
 from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.ops.attention import config as attention
-from sparse_attn.ops.index_logits import config as scores
+from sparse_attn.ops.index_logits import dispatch as scores
+from sparse_attn.ops.index_logits.plan import PrefillPlan
 from sparse_attn.ops.topk import dispatch as topk
 from sparse_attn.ops.topk.plan import Problem
 from sparse_attn.target import H200
@@ -154,54 +156,57 @@ def test_index_scores():
     """Keys of a tile, rows of a program (of prefill), warps, stages, programs of a request (of decode, 32 requests)."""
     rows = []
     for name, target in TARGETS.items():
-        for flavour, element in (("e4m3fn", 1), ("e4m3fnuz", 1), ("none", 2), ("none", 4)):
-            prefill = scores.mqa_config(4096, 32768, 64, 128, flavour, element, target)
-            decode = [scores.paged_config(32, next_n, 64, 128, 32768, flavour, element, target) for next_n in (1, 2)]
-            rows.append((name, f"{flavour}, {element} B", *map(scoring, (prefill, *decode))))
+        for kind, dtype in (("e4m3fn", U8), ("e4m3fnuz", U8), ("none", torch.bfloat16), ("none", torch.float32)):
+            prefill = scores.choose_prefill(prefill_problem(4096, 32768, 64, 128, kind, dtype), target)
+            decode = [
+                scores.choose_paged(paged_problem(32, next_n, 64, 128, 32768, kind, dtype), target) for next_n in (1, 2)
+            ]
+            rows.append((name, f"{kind}, {dtype.itemsize} B", *map(scoring, (prefill, *decode))))
     assert_expected_inline(
         table(("target", "queries", "prefill", "decode, 1 row", "decode, 2 rows"), *rows),
         """\
-target  queries        prefill                    decode, 1 row             decode, 2 rows
-sm_80   e4m3fn, 1 B    128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
-sm_80   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
-sm_80   none, 2 B      128 64 rows 8w 2s          128 /13 4w 2s             64 /13 8w 2s
-sm_80   none, 4 B      32 16 rows 8w 1s           32 /13 8w 1s              16 /13 8w 1s
-sm_86   e4m3fn, 1 B    128 64 rows 8w 2s          128 /10 4w 2s             64 /10 8w 2s
-sm_86   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /10 4w 2s             64 /10 8w 2s
-sm_86   none, 2 B      128 64 rows 8w 2s          128 /10 4w 2s             64 /10 8w 2s
-sm_86   none, 4 B      32 16 rows 8w 1s           32 /10 8w 1s              16 /10 8w 1s
-sm_89   e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /26 4w 3s fp8          64 /26 4w 3s fp8
-sm_89   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /17 4w 2s             64 /17 8w 2s
-sm_89   none, 2 B      128 64 rows 8w 2s          128 /17 4w 2s             64 /17 8w 2s
-sm_89   none, 4 B      32 16 rows 8w 1s           32 /17 8w 1s              16 /17 8w 1s
-sm_90   e4m3fn, 1 B    hopper 256 lanes, 8 tiles  hopper 64 lanes, 8 tiles  hopper 128 lanes, 8 tiles
-sm_90   e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /16 4w 2s             64 /16 4w 2s
-sm_90   none, 2 B      128 64 rows 8w 2s          128 /16 4w 2s             64 /16 4w 2s
-sm_90   none, 4 B      32 16 rows 4w 1s           32 /16 8w 1s              16 /16 8w 1s
-sm_100  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /27 4w 3s fp8          64 /27 4w 3s fp8
-sm_100  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /18 4w 2s             64 /18 4w 2s
-sm_100  none, 2 B      128 64 rows 8w 2s          128 /18 4w 2s             64 /18 4w 2s
-sm_100  none, 4 B      32 16 rows 4w 1s           32 /18 8w 1s              16 /18 8w 1s
-sm_120  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /35 4w 3s fp8          64 /35 4w 3s fp8
-sm_120  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /23 4w 2s             64 /23 8w 2s
-sm_120  none, 2 B      128 64 rows 8w 2s          128 /23 4w 2s             64 /23 8w 2s
-sm_120  none, 4 B      32 16 rows 8w 1s           32 /23 8w 1s              16 /23 8w 1s
-gfx942  e4m3fn, 1 B    128 64 rows 8w 2s          128 /38 4w 2s             64 /38 4w 2s
-gfx942  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /38 4w 2s             64 /38 4w 2s
-gfx942  none, 2 B      128 64 rows 8w 2s          128 /38 4w 2s             64 /38 4w 2s
-gfx942  none, 4 B      32 16 rows 8w 1s           32 /38 8w 1s              16 /38 8w 1s
-gfx950  e4m3fn, 1 B    128 64 rows 4w 3s fp8      64 /48 4w 3s fp8          64 /48 4w 3s fp8
-gfx950  e4m3fnuz, 1 B  128 64 rows 8w 2s          128 /32 4w 2s             64 /32 4w 2s
-gfx950  none, 2 B      128 64 rows 8w 2s          128 /32 4w 2s             64 /32 4w 2s
-gfx950  none, 4 B      32 16 rows 8w 1s           32 /32 8w 1s              16 /32 8w 1s""",
+target  queries        prefill                  decode, 1 row            decode, 2 rows
+sm_80   e4m3fn, 1 B    128 64 rows 8w 2s        128 /13 4w 2s            64 /13 8w 2s
+sm_80   e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /13 4w 2s            64 /13 8w 2s
+sm_80   none, 2 B      128 64 rows 8w 2s        128 /13 4w 2s            64 /13 8w 2s
+sm_80   none, 4 B      32 16 rows 8w 1s         32 /13 8w 1s             16 /13 8w 1s
+sm_86   e4m3fn, 1 B    128 64 rows 8w 2s        128 /10 4w 2s            64 /10 8w 2s
+sm_86   e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /10 4w 2s            64 /10 8w 2s
+sm_86   none, 2 B      128 64 rows 8w 2s        128 /10 4w 2s            64 /10 8w 2s
+sm_86   none, 4 B      32 16 rows 8w 1s         32 /10 8w 1s             16 /10 8w 1s
+sm_89   e4m3fn, 1 B    128 64 rows 4w 3s fp8    64 /26 4w 3s fp8         64 /26 4w 3s fp8
+sm_89   e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /17 4w 2s            64 /17 8w 2s
+sm_89   none, 2 B      128 64 rows 8w 2s        128 /17 4w 2s            64 /17 8w 2s
+sm_89   none, 4 B      32 16 rows 8w 1s         32 /17 8w 1s             16 /17 8w 1s
+sm_90   e4m3fn, 1 B    hopper 4 rows, 8 stages  hopper 1 rows, 8 stages  hopper 2 rows, 8 stages
+sm_90   e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /16 4w 2s            64 /16 4w 2s
+sm_90   none, 2 B      128 64 rows 8w 2s        128 /16 4w 2s            64 /16 4w 2s
+sm_90   none, 4 B      32 16 rows 4w 1s         32 /16 8w 1s             16 /16 8w 1s
+sm_100  e4m3fn, 1 B    128 64 rows 4w 3s fp8    64 /27 4w 3s fp8         64 /27 4w 3s fp8
+sm_100  e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /18 4w 2s            64 /18 4w 2s
+sm_100  none, 2 B      128 64 rows 8w 2s        128 /18 4w 2s            64 /18 4w 2s
+sm_100  none, 4 B      32 16 rows 4w 1s         32 /18 8w 1s             16 /18 8w 1s
+sm_120  e4m3fn, 1 B    128 64 rows 4w 3s fp8    64 /35 4w 3s fp8         64 /35 4w 3s fp8
+sm_120  e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /23 4w 2s            64 /23 8w 2s
+sm_120  none, 2 B      128 64 rows 8w 2s        128 /23 4w 2s            64 /23 8w 2s
+sm_120  none, 4 B      32 16 rows 8w 1s         32 /23 8w 1s             16 /23 8w 1s
+gfx942  e4m3fn, 1 B    128 64 rows 8w 2s        128 /38 4w 2s            64 /38 4w 2s
+gfx942  e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /38 4w 2s            64 /38 4w 2s
+gfx942  none, 2 B      128 64 rows 8w 2s        128 /38 4w 2s            64 /38 4w 2s
+gfx942  none, 4 B      32 16 rows 8w 1s         32 /38 8w 1s             16 /38 8w 1s
+gfx950  e4m3fn, 1 B    128 64 rows 4w 3s fp8    64 /48 4w 3s fp8         64 /48 4w 3s fp8
+gfx950  e4m3fnuz, 1 B  128 64 rows 8w 2s        128 /32 4w 2s            64 /32 4w 2s
+gfx950  none, 2 B      128 64 rows 8w 2s        128 /32 4w 2s            64 /32 4w 2s
+gfx950  none, 4 B      32 16 rows 8w 1s         32 /32 8w 1s             16 /32 8w 1s""",
     )
 
 
-def scoring(launch):
-    if launch.hopper:
-        return f"hopper {launch.hopper.lanes} lanes, {launch.hopper.tiles} tiles"
-    per = f"{launch.rows} rows" if launch.rows > 1 else f"/{launch.splits}"
-    return f"{launch.keys} {per} {launch.num_warps}w {launch.num_stages}s{' fp8' if launch.fp8_dot else ''}"
+def scoring(choice):
+    plan = choice.plan
+    if choice.kernel.name.startswith("hopper"):
+        return f"hopper {plan.block_q} rows, {plan.stages} stages"
+    per = f"{plan.block_q} rows" if isinstance(plan, PrefillPlan) else f"/{plan.ctas_per_block}"
+    return f"{plan.block_kv} {per} {plan.num_warps}w {plan.num_stages}s{' fp8' if plan.fp8_dot else ''}"
 
 
 def selections(name):

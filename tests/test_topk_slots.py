@@ -113,10 +113,10 @@ def test_which_blocks_are_mapped():
 
 def launches(monkeypatch):
     """Names of the packing launches that follow."""
-    from sparse_attn.ops.ragged import kernels
+    from sparse_attn.ops.ragged import launch
 
-    seen, launch = [], kernels.launch_pack_rows
-    monkeypatch.setattr(kernels, "launch_pack_rows", lambda *a, **k: (seen.append("pack_rows"), launch(*a, **k)))
+    seen, pack_rows = [], launch.pack_rows
+    monkeypatch.setattr(launch, "pack_rows", lambda *a, **k: (seen.append("pack_rows"), pack_rows(*a, **k)))
     return seen
 
 

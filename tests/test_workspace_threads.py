@@ -255,21 +255,21 @@ def test_where_the_device_takes_no_more_work_the_first_error_is_the_one_told(op_
 def test_a_launcher_that_fails_half_way_leaves_no_count(dirty_workspace, device, monkeypatch):
     """The selection has counted its rows when the launch that packs them fails; the next call is right."""
     from sparse_attn import build_ragged_indices_from_dense
-    from sparse_attn.ops.ragged import kernels
+    from sparse_attn.ops.ragged import launch
 
     dense = torch.tensor([[3, -1, 5], [-1, -1, 2]], dtype=torch.int32, device=device)
     want = build_ragged_indices_from_dense(dense, impl="triton")
-    launch = kernels.launch_pack_rows
+    pack_rows = launch.pack_rows
 
     def fails(indices, indptr, counters, *rest, **options):
-        launch(indices, indptr, counters, *rest, **options)
+        pack_rows(indices, indptr, counters, *rest, **options)
         counters.fill_(9)
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(kernels, "launch_pack_rows", fails)
+    monkeypatch.setattr(launch, "pack_rows", fails)
     with pytest.raises(RuntimeError, match="out of resources"):
         build_ragged_indices_from_dense(dense, impl="triton")
-    monkeypatch.setattr(kernels, "launch_pack_rows", launch)
+    monkeypatch.setattr(launch, "pack_rows", pack_rows)
     assert not dirty_workspace._counters.any()
     got = build_ragged_indices_from_dense(dense, impl="triton")
     assert torch.equal(got.indptr, want.indptr) and torch.equal(got.indices[:3], want.indices[:3])

@@ -1,11 +1,49 @@
-"""What index scores with the highest of every group must be."""
+"""Calls of the index scores of any size, without memory: what dispatch.py and the launchers ask of them. And what
+scores with the highest of every group must be."""
 
 from __future__ import annotations
 
 import torch
 from support.extremes import INF, NAN
 
+from sparse_attn.layout import IndexFp8Layout, PlainLayout
+from sparse_attn.ops.index_logits import dispatch
 from sparse_attn.ops.topk.shapes import GROUP
+
+U8, I32 = torch.uint8, torch.int32
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def prefill_arguments(rows=100, keys=5000, heads=64, dim=128, flavour="e4m3fn", dtype=U8):
+    """Of mqa_logits."""
+    k_scale = None if flavour == "none" else meta(keys)
+    bounds = meta(rows, dtype=I32)
+    q, k = meta(rows, heads, dim, dtype=dtype), meta(keys, dim, dtype=dtype)
+    return q, k, k_scale, meta(rows, heads), bounds, bounds, flavour
+
+
+def paged_arguments(
+    requests=3, next_n=2, heads=64, dim=128, max_context_len=5000, flavour="e4m3fn", dtype=U8, blocks=700, block_size=64
+):
+    """Of paged_mqa_logits."""
+    layout = PlainLayout(NAMES[dtype], dim) if flavour == "none" else IndexFp8Layout(dim, flavour)
+    return (
+        meta(requests, next_n, heads, dim, dtype=dtype), meta(blocks, block_size, layout.row, dtype=layout.dtype),
+        meta(requests * next_n, heads), meta(requests, next_n, dtype=I32),
+        meta(requests, -(-max_context_len // block_size), dtype=I32), max_context_len, layout.name,
+    )  # fmt: skip
+
+
+def prefill_problem(*sizes, **others):
+    return dispatch.prefill_problem(*prefill_arguments(*sizes, **others))
+
+
+def paged_problem(*sizes, **others):
+    return dispatch.paged_problem(*paged_arguments(*sizes, **others))
 
 
 def check_highest(launch, rows, width, limits, device):

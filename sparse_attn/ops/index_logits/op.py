@@ -1,13 +1,15 @@
 """Schemas of the index scores."""
 
-from sparse_attn.ops.index_logits import fake
+from sparse_attn.ops.index_logits import dispatch, fake
 from sparse_attn.registration import define_op
 
 mqa_logits = define_op(
     __package__,
     "mqa_logits",
-    "(Tensor q, Tensor k, Tensor? k_scale, Tensor weights, Tensor kv_start, Tensor kv_end, str flavour, str impl) -> Tensor",
+    "(Tensor q, Tensor k, Tensor? k_scale, Tensor weights, Tensor kv_start, Tensor kv_end, str flavour, str impl)"
+    " -> Tensor",
     fake.mqa_logits,
+    dispatch.PREFILL_KERNELS,
 )
 paged_mqa_logits = define_op(
     __package__,
@@ -15,4 +17,5 @@ paged_mqa_logits = define_op(
     "(Tensor q, Tensor cache, Tensor weights, Tensor context_lens, Tensor block_table, SymInt max_context_len, "
     "str layout, str impl) -> Tensor",
     fake.paged_mqa_logits,
+    dispatch.PAGED_KERNELS,
 )

@@ -6,12 +6,11 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.dispatch import Choice
-from sparse_attn.layout import IndexFp8Layout, parse_layout
-from sparse_attn.ops.index_logits import config as scoring
-from sparse_attn.ops.index_logits.portable import kernels as score_kernels
+from sparse_attn.ops.index_logits import dispatch as scoring
+from sparse_attn.ops.index_logits.launch import Paged, Prefill
 from sparse_attn.ops.index_topk import config, shapes
 from sparse_attn.ops.ragged import config as ragged
-from sparse_attn.ops.ragged import kernels as ragged_kernels
+from sparse_attn.ops.ragged import launch as packing
 from sparse_attn.ops.topk.launch import Selection, Slots
 from sparse_attn.ops.topk.plan import GROUP, Plan
 from sparse_attn.target import target_of
@@ -38,7 +37,8 @@ def index_topk_prefill(
         return out.fill_(-1)
     target = target_of(q.device)
     step = shapes.rows_at_once(rows, keys, logits_bytes)
-    score = scoring.mqa_config(step, keys, *q.shape[1:], flavour, q.element_size(), target)
+    problem = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour, rows=step)
+    scores = scoring.choose_prefill(problem, target)
     choice = config.choose_prefill(step, keys, top_k, target, kernel)
     (buffer, *views), counters = workspace.take(
         "index_topk_prefill", config.scratch_of(step, keys, choice.plan), q.device
@@ -46,10 +46,11 @@ def index_topk_prefill(
     for first in range(0, rows, step):
         some = slice(first, min(first + step, rows))
         logits = buffer[: some.stop - first, :keys]
-        score_kernels.launch_mqa_logits(
-            q[some], k, k_scale, weights[some], kv_start[some], kv_end[some], flavour, logits, score, clean=False
+        ranges = kv_start[some], kv_end[some]
+        scores.kernel.launcher(
+            Prefill(q[some], k, k_scale, weights[some], *ranges, flavour, logits, clear=False), scores.plan
         )
-        selection = Selection(logits, kv_start[some], kv_end[some], out[some], views, counters)
+        selection = Selection(logits, *ranges, out[some], views, counters)
         choice.kernel.launcher(selection, choice.plan)
     return out
 
@@ -100,17 +101,17 @@ def index_topk_decode_slots(
     step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
     scratch = config.slots_scratch_of(step, max_context_len, choice.plan, rows, target)
     views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
-    packing = counters[scratch.counters - ragged.scratch(rows, target).counters :]
+    states = counters[scratch.counters - ragged.scratch(rows, target).counters :]
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
     num_blocks, block_size = cache.shape[:2]
     if step == rows and choice.plan.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
-        slots = Slots(indptr, packing, block_table, block_size, next_n)
+        slots = Slots(indptr, states, block_table, block_size, next_n)
         _select_decode(*inputs, indices, step, choice, views, counters, slots)
     else:
         out = shapes.allocate_decode(q, top_k)
         _select_decode(*inputs, out, step, choice, views, counters)
-        ragged_kernels.launch_pack_rows(
-            indices, indptr, packing, ragged.config(rows, top_k, target), top_k, 0,
+        packing.pack_rows(
+            indices, indptr, states, ragged.config(rows, top_k, target), top_k, 0,
             dense=out, block_table=block_table, block_size=block_size, next_n=next_n,
         )  # fmt: skip
     return indices, indptr
@@ -142,10 +143,10 @@ def _select_decode(
 ) -> None:
     """Score and select, ``step`` rows at a time; out, slots: see Selection."""
     requests, next_n = q.shape[:2]
-    kind = parse_layout(layout)
-    flavour = kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
-    target = target_of(q.device)
-    score = scoring.paged_config(step // next_n, *q.shape[1:], max_context_len, flavour, q.element_size(), target)
+    problem = scoring.paged_problem(
+        q, cache, weights, context_lens, block_table, max_context_len, layout, requests=step // next_n
+    )
+    scores = scoring.choose_paged(problem, target_of(q.device))
     buffer, *views = views
     limits = context_lens.reshape(-1)
     for first in range(0, requests * next_n, step):
@@ -153,9 +154,10 @@ def _select_decode(
         some = slice(first // next_n, rows.stop // next_n)
         logits = buffer[: rows.stop - first, :max_context_len]
         maxima = {"maxima": views[0][: rows.stop - first], "group": GROUP} if choice.plan.reads_group_maxima else {}
-        score_kernels.launch_paged_mqa_logits(
-            q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, flavour, logits,
-            score, clean=False, early=choice.plan.starts_early, **maxima,
+        call = Paged(
+            q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, problem.flavour,
+            logits, clear=False, early_dependents=choice.plan.starts_early, **maxima,
         )  # fmt: skip
+        scores.kernel.launcher(call, scores.plan)
         into = out[rows] if slots is None else out
         choice.kernel.launcher(Selection(logits, None, limits[rows], into, views, counters, slots), choice.plan)

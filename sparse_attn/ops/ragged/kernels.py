@@ -8,13 +8,11 @@ look-back): 0 = unknown, 1 << 32 | count = this row's count, 2 << 32 | total = c
 last program to finish leaves every counter zero. Here too a state says all by itself.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from sparse_attn.device import packing, pdl
 from sparse_attn.device.packing import COUNT, SPAN
-from sparse_attn.target import target_of
 
 TOTAL = tl.constexpr(2 << 32)
 INT32_MAX = tl.constexpr(2**31 - 1)
@@ -279,40 +277,3 @@ def pack_rows(
                 tl.store(counters + at, tl.zeros([SPAN], tl.int64), mask=at < tokens + 2)
     else:
         packing.forget(states, row)
-
-
-def launch_pack_rows(
-    indices: torch.Tensor,
-    indptr: torch.Tensor,
-    counters: torch.Tensor,
-    launch,
-    width: int,
-    window: int,
-    *,
-    dense: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    limits: torch.Tensor | None = None,
-    row_offsets: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    window_offsets: torch.Tensor | None = None,
-    request_ids: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    block_size: int = 1,
-    next_n: int = 1,
-    last_row: int = INT32_MAX.value,
-) -> None:
-    """Pack rows of at most ``width`` entries, then ``window`` positions, into a ragged pair.
-
-    launch: a RaggedConfig; counters: what its scratch asks for.
-    """
-    tokens = indptr.shape[0] - 1
-    strided = (lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table)
-    requests, max_blocks = (0, 0) if block_table is None else block_table.shape
-    pack_rows[(tokens,)](
-        dense, lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table,
-        indices, indptr, counters, launch.resident, tokens, width, window, last_row, requests, next_n, max_blocks,
-        *((0, 0) if dense is None else dense.stride()),
-        *(0 if value is None else value.stride(0) for value in strided),
-        BLOCK_SIZE=block_size, BLOCK=launch.block, LOOKBACK=32, num_warps=launch.num_warps,
-        **pdl.launched(target_of(indptr.device)),
-    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.device import pdl
 from sparse_attn.ops.ragged import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -70,7 +71,44 @@ def _pack(who: str, rows: torch.Tensor, width: int, window: int, **entries) -> t
     if tokens == 0 or width + window == 0 or (table is not None and table.numel() == 0):
         return indices.fill_(-1), indptr.zero_()
     target = target_of(rows.device)
-    launch = config.config(tokens, max(width, window), target)
+    plan = config.config(tokens, max(width, window), target)
     _, counters = workspace.take(who, config.scratch(tokens, target), rows.device)
-    kernels.launch_pack_rows(indices, indptr, counters, launch, width, window, **entries)
+    pack_rows(indices, indptr, counters, plan, width, window, **entries)
     return indices, indptr
+
+
+def pack_rows(
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    counters: torch.Tensor,
+    plan: config.RaggedConfig,
+    width: int,
+    window: int,
+    *,
+    dense: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    limits: torch.Tensor | None = None,
+    row_offsets: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    window_offsets: torch.Tensor | None = None,
+    request_ids: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    block_size: int = 1,
+    next_n: int = 1,
+    last_row: int = kernels.INT32_MAX.value,
+) -> None:
+    """Pack rows of at most ``width`` entries, then ``window`` positions, into a ragged pair.
+
+    counters: what config.scratch asks for.
+    """
+    tokens = indptr.shape[0] - 1
+    strided = (lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table)
+    requests, max_blocks = (0, 0) if block_table is None else block_table.shape
+    kernels.pack_rows[(tokens,)](
+        dense, lengths, limits, row_offsets, positions, window_offsets, request_ids, block_table,
+        indices, indptr, counters, plan.resident, tokens, width, window, last_row, requests, next_n, max_blocks,
+        *((0, 0) if dense is None else dense.stride()),
+        *(0 if value is None else value.stride(0) for value in strided),
+        BLOCK_SIZE=block_size, BLOCK=plan.block, LOOKBACK=32, num_warps=plan.num_warps,
+        **pdl.launched(target_of(indptr.device)),
+    )  # fmt: skip

@@ -154,11 +154,3 @@ def sums(product, halves, ROWS: gl.constexpr):
     if ROWS > 1:
         shares = gl.convert_layout(shares, scores_layout(ROWS, 1))
     return gl.convert_layout(gl.sum(shares, 2), scores_layout(ROWS), assert_trivial=True)
-
-
-def in_lines(tensor) -> bool:
-    """Whether TMA can copy boxes of a tensor: whole rows of 16 bytes, that do not overlap."""
-    lines = tensor.data_ptr() % 16 == 0 and tensor.stride(-1) == 1
-    for size, stride, inner in zip(tensor.shape, tensor.stride(), tensor.shape[1:]):
-        lines = lines and (stride * tensor.element_size() % 16 == 0 and stride >= inner)
-    return lines

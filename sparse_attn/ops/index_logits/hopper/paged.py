@@ -6,8 +6,6 @@ against 250 for 128 lanes in the matrix unit. Short contexts: the chain of lengt
 the other.
 """
 
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
 from sparse_attn.ops.index_logits.hopper.common import (
@@ -37,7 +34,6 @@ from sparse_attn.ops.index_logits.hopper.common import (
 )
 
 CHUNK = gl.constexpr(128)  # units whose tiles are counted at a time
-SOON = 64  # tiles of a program, during which the next launch may start
 STAYS = gl.constexpr(8 << 20)  # bytes of scores, up to which the L2 holds them beside the keys that stream through it
 WINDOW = gl.constexpr(32)  # entries of a block table that the producer holds, one to a lane
 
@@ -331,63 +327,3 @@ def paged_mqa_logits(
         [4, 4, 4, 1],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-
-
-def fits(q, cache) -> bool:
-    """Whether TMA can copy the queries, and a block as one tile."""
-    block = cache.shape[1] * cache.shape[2]
-    whole = (
-        cache.shape[0] > 0 and cache.shape[1] == TILE.value and cache.stride(0) % 16 == 0 and cache.stride(0) >= block
-    )
-    return whole and cache.data_ptr() % 16 == 0 and q.is_contiguous() and q.data_ptr() % 16 == 0
-
-
-def launch(
-    q, cache, weights, context_lens, block_table, max_context_len, out, chosen, *, clean, early=None, maxima=None, group=1,
-):  # fmt: skip
-    """As kernels.launch_paged_mqa_logits, where ``fits``."""
-    requests, next_n, heads, dim = q.shape
-    num_blocks, block_size, row = cache.shape
-    rows = chosen.lanes // heads
-    fp8, planes = torch.float8_e4m3fn, (num_blocks, block_size, dim)
-    codes = torch.as_strided(cache, planes, (cache.stride(0), dim, 1)).view(fp8)
-    at = cache.storage_offset() + block_size * dim
-    factors = torch.as_strided(cache, (num_blocks, block_size * (row - dim)), (cache.stride(0), 1), at).view(
-        torch.float32
-    )
-    tiles = gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=3)
-    units = requests * triton.cdiv(next_n, rows)
-    paged_mqa_logits[(chosen.programs,)](
-        TensorDescriptor.from_tensor(
-            q.view(fp8).flatten(0, 2), [chosen.lanes, dim], gl.NVMMASharedLayout(dim, element_bitwidth=8, rank=2)
-        ),
-        TensorDescriptor.from_tensor(codes, [1, block_size, dim], tiles),
-        TensorDescriptor.from_tensor(
-            factors, [1, block_size], gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        ),
-        weights,
-        context_lens,
-        block_table,
-        out,
-        out if maxima is None else maxima,
-        units,
-        num_blocks,
-        max_context_len,
-        block_table.shape[1],
-        SOON * chosen.programs if early is None else (2**31 - 1 if early else -1),
-        *weights.stride(),
-        *context_lens.stride(),
-        block_table.stride(0),
-        out.stride(0),
-        0 if maxima is None else maxima.stride(0),
-        HEADS=heads,
-        ROWS=rows,
-        NEXT_N=next_n,
-        CLEAN=clean,
-        GROUP=group,
-        TILES=chosen.tiles,
-        CONSUMER_REGISTERS=chosen.consumer_registers,
-        PRODUCER_REGISTERS=chosen.producer_registers,
-        num_warps=4,
-        launch_pdl=True,
-    )

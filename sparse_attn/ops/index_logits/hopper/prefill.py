@@ -5,8 +5,6 @@ sees to the last. Predicted bound: the matrix unit, 512 clocks a tile of 64 keys
 issued to sum it.
 """
 
-import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -15,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_attn.device.hopper import barrier, signal, wait
 from sparse_attn.ops.index_logits.hopper.common import (
@@ -24,7 +21,6 @@ from sparse_attn.ops.index_logits.hopper.common import (
     QUERIES,
     TILE,
     allocate_rings,
-    in_lines,
     multiply,
     own_tile,
     product_layout,
@@ -202,35 +198,3 @@ def mqa_logits(
         [4, 4, 4, 1],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
-
-
-def fits(q, k, k_scale, weights) -> bool:
-    """Whether TMA can copy the tensors."""
-    return q.is_contiguous() and all(map(in_lines, (q, k, k_scale, weights)))
-
-
-def launch(q, k, k_scale, weights, kv_start, kv_end, out, chosen):
-    """As kernels.launch_mqa_logits, of tensors that ``fits`` takes; writes nothing outside the ranges."""
-    rows, heads, dim = q.shape
-    keys, fp8 = k.shape[0], torch.float8_e4m3fn
-    codes = gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=2)
-    values = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    mqa_logits[(chosen.programs,)](
-        TensorDescriptor.from_tensor(q.view(fp8).flatten(0, 1), [chosen.lanes, dim], codes),
-        TensorDescriptor.from_tensor(k.view(fp8), [TILE.value, dim], codes),
-        TensorDescriptor(k_scale, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, TILE.value], values),
-        TensorDescriptor.from_tensor(weights, [chosen.lanes // heads, heads], values),
-        kv_start,
-        kv_end,
-        out,
-        rows,
-        keys,
-        kv_start.stride(0),
-        kv_end.stride(0),
-        out.stride(0),
-        TILES=chosen.tiles,
-        CONSUMER_REGISTERS=chosen.consumer_registers,
-        PRODUCER_REGISTERS=chosen.producer_registers,
-        num_warps=4,
-        launch_pdl=True,
-    )

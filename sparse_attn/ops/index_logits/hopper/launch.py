@@ -1,0 +1,72 @@
+"""Launchers of the Hopper kernels, and the TMA descriptors of what they copy."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparse_attn.ops.index_logits.hopper import paged as paged_kernels
+from sparse_attn.ops.index_logits.hopper import prefill as prefill_kernels
+from sparse_attn.ops.index_logits.hopper.common import TILE
+from sparse_attn.ops.index_logits.launch import Paged, Prefill
+from sparse_attn.ops.index_logits.plan import HopperPlan
+from sparse_attn.ops.index_logits.portable.launch import clear_outside
+
+FP8 = torch.float8_e4m3fn
+SHORT = 64  # tiles a CTA, up to which a launch is short: the next one may start while it runs
+
+
+def prefill(call: Prefill, plan: HopperPlan) -> None:
+    """A kernel that writes nothing outside the ranges, and where that is to be cleared, another launch."""
+    q, k, weights, kv_start, kv_end, out = call.q, call.k, call.weights, call.kv_start, call.kv_end, call.out
+    rows, heads, dim = q.shape
+    keys = k.shape[0]
+    codes, values = _codes(dim, 2), _values()
+    prefill_kernels.mqa_logits[(plan.ctas,)](
+        TensorDescriptor.from_tensor(q.view(FP8).flatten(0, 1), [plan.block_q * heads, dim], codes),
+        TensorDescriptor.from_tensor(k.view(FP8), [TILE.value, dim], codes),
+        TensorDescriptor(call.k_scale, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, TILE.value], values),
+        TensorDescriptor.from_tensor(weights, [plan.block_q, heads], values),
+        kv_start, kv_end, out, rows, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0),
+        TILES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    if call.clear:
+        clear_outside(call)
+
+
+def paged(call: Paged, plan: HopperPlan) -> None:
+    q, cache, weights, context_lens, out, maxima = (
+        call.q, call.cache, call.weights, call.context_lens, call.out, call.maxima
+    )  # fmt: skip
+    block_table, early = call.block_table, call.early_dependents
+    requests, next_n, heads, dim = q.shape
+    num_blocks, block_size, row = cache.shape
+    stride = cache.stride(0)
+    keys = torch.as_strided(cache, (num_blocks, block_size, dim), (stride, dim, 1)).view(FP8)
+    at = cache.storage_offset() + block_size * dim
+    scales = torch.as_strided(cache, (num_blocks, block_size * (row - dim)), (stride, 1), at).view(torch.float32)
+    paged_kernels.paged_mqa_logits[(plan.ctas,)](
+        TensorDescriptor.from_tensor(q.view(FP8).flatten(0, 2), [plan.block_q * heads, dim], _codes(dim, 2)),
+        TensorDescriptor.from_tensor(keys, [1, block_size, dim], _codes(dim, 3)),
+        TensorDescriptor.from_tensor(scales, [1, block_size], _values()),
+        weights, context_lens, block_table, out, out if maxima is None else maxima,
+        requests * triton.cdiv(next_n, plan.block_q), num_blocks, call.max_context_len, block_table.shape[1],
+        SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1),
+        *weights.stride(), *context_lens.stride(), block_table.stride(0), out.stride(0),
+        0 if maxima is None else maxima.stride(0),
+        HEADS=heads, ROWS=plan.block_q, NEXT_N=next_n, CLEAN=call.clear, GROUP=call.group, TILES=plan.stages,
+        CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _codes(dim: int, rank: int) -> gl.NVMMASharedLayout:
+    """Rows of ``dim`` bytes, as the matrix unit reads them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=rank)
+
+
+def _values() -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
