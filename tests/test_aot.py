@@ -183,3 +183,25 @@ def test_every_kernel_of_every_operator_package_is_among_the_cases():
     from aot import kernel_name
 
     assert launched == {kernel_name(launch) for launch in work}
+
+
+def test_a_line_of_inline_assembly_ends_where_a_statement_does():
+    """Triton 3.8 tells ptxas behind every line which one it was."""
+    import importlib
+    import pkgutil
+
+    import triton.language as tl
+
+    import sparse_attn
+
+    texts = {}
+    for module in pkgutil.walk_packages(sparse_attn.__path__, "sparse_attn."):
+        if module.name.startswith(("sparse_attn.device", "sparse_attn.ops")):
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if isinstance(value, tl.constexpr) and isinstance(value.value, str) and "$0" in value.value:
+                    texts[f"{module.name}.{name}"] = value.value
+    assert {"append_in_range", "scatter"} <= {name.rpartition(".")[2].lower() for name in texts}
+    broken = [
+        name for name, text in texts.items() for line in text.split("\n")[:-1] if line.rstrip()[-1:] not in ";:{}"
+    ]
+    assert broken == []

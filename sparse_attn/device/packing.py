@@ -25,7 +25,10 @@ def told_by_rows_before(states, row):
     """Sum of the counts of rows [0, row), once all of them have told."""
     state = tl.full([], 0, tl.int64)
     while (state >> 32) < row:
-        state = tl.load(states + row, cache_modifier=".cv", volatile=True)  # .cv: AMD drops volatile, NVIDIA .cv
+        if tl.target_info.is_hip():
+            state = tl.load(states + row, cache_modifier=".cv")  # Triton drops volatile on AMD,
+        else:
+            state = tl.load(states + row, volatile=True)  # and ptxas takes no .cv beside it
     return state & 0xFFFFFFFF
 
 

@@ -90,8 +90,14 @@ def load_four(smem, word):
         at = smem + word
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
     else:
-        types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
-        return tl.inline_asm_elementwise(LOAD, "=r,=r,=r,=r,r", [smem + word * 4], dtype=types, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(
+            LOAD,
+            "=r,=r,=r,=r,r",
+            [smem + word * 4],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

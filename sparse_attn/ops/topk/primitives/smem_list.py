@@ -37,11 +37,14 @@ STORE_BYTE = tl.constexpr(
 )
 # How many of the $3 keys at $2, a multiple of 4, lie below $1; $3 where that is the last key.
 COUNT_BELOW = tl.constexpr(
-    """{ .reg .pred p; .reg .b32 a, b, c, d, at, end; mov.u32 $0, $3;  setp.eq.u32 p, $1, 0xffffffff;  @p bra DONE;
-    mov.u32 $0, 0;  mov.b32 at, $2;  mad.lo.u32 end, $3, 4, at; NEXT: ld.shared.v4.b32 {a, b, c, d}, [at];  add.u32 at,
-    at, 16; setp.lt.u32 p, a, $1;  @p add.u32 $0, $0, 1;  setp.lt.u32 p, b, $1;  @p add.u32 $0, $0, 1; setp.lt.u32 p, c,
-    $1;  @p add.u32 $0, $0, 1;  setp.lt.u32 p, d, $1;  @p add.u32 $0, $0, 1; setp.lt.u32 p, at, end;  @p bra NEXT; DONE:
-    }"""
+    """{ .reg .pred p; .reg .b32 a, b, c, d, at, end;
+    mov.u32 $0, $3;  setp.eq.u32 p, $1, 0xffffffff;  @p bra DONE;
+    mov.u32 $0, 0;  mov.b32 at, $2;  mad.lo.u32 end, $3, 4, at;
+    NEXT: ld.shared.v4.b32 {a, b, c, d}, [at];  add.u32 at, at, 16;
+    setp.lt.u32 p, a, $1;  @p add.u32 $0, $0, 1;  setp.lt.u32 p, b, $1;  @p add.u32 $0, $0, 1;
+    setp.lt.u32 p, c, $1;  @p add.u32 $0, $0, 1;  setp.lt.u32 p, d, $1;  @p add.u32 $0, $0, 1;
+    setp.lt.u32 p, at, end;  @p bra NEXT;
+    DONE: }"""
 )
 SET_MARK = tl.constexpr(
     """{ .reg .pred p; .reg .b32 word, bit, four;
@@ -119,6 +122,5 @@ def load_marks(smem, word):
         at = smem + WORDS + word * 2
         return tl.load(at), tl.load(at + 1)
     else:
-        types: tl.constexpr = (tl.int32, tl.int32)
         at = smem + WORDS * 4 + word * 8
-        return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,r", [at], dtype=types, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(LOAD_TWO, "=r,=r,r", [at], dtype=(tl.int32, tl.int32), is_pure=False, pack=1)
