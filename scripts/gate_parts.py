@@ -48,7 +48,7 @@ def part(text: str) -> Part:
 
 def result_of(about: dict, parts: dict[str, dict]) -> dict:
     """The result of these parts. unfinished: those that are missing. good: none is, each was good, and no file differed
-    from the commit."""
+    from the commit. deselected: tests that need more GPUs than there were."""
     names = [part(text) for text in parts]
     unfinished = []
     for kind in KINDS:
@@ -61,11 +61,13 @@ def result_of(about: dict, parts: dict[str, dict]) -> dict:
     ordered = {str(one): parts[str(one)] for one in sorted(names, key=lambda one: (KINDS.index(one.kind), one.number))}
     counted = [one["tests"] for one in ordered.values() if "tests" in one]
     tests = {key: sum(counts[key] for counts in counted) for key in ("passed", "failed", "skipped")}
+    deselected = {name: why for one in ordered.values() for name, why in one.get("deselected", {}).items()}
     return {
         **{key: about[key] for key in SAME},
         "good": not unfinished and not about["dirty"] and all(map(good, ordered.values())),
         "unfinished": unfinished,
         "tests": tests,
+        "deselected": deselected,
         "parts": ordered,
     }
 

@@ -7,8 +7,9 @@
     python scripts/gpu_gate.py --merge a.json b.json           # parts that ran elsewhere with --out; needs no GPU
 
 The first part of a new commit needs --fresh. Exits with 1 where, in what this call ran, a test failed or was skipped,
-none ran, or a suite failed. Tests run every case (SPARSE_ATTN_LONG). Arguments behind -- go to pytest; what they or
---suite select is no part of a result, and goes to --out alone.
+none ran, or a suite failed. Tests that need more GPUs than there are stand under `deselected`. Tests run every case
+(SPARSE_ATTN_LONG). Arguments behind -- go to pytest; what they or --suite select is no part of a result, and goes to
+--out alone.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ def finish(result: dict, out: Path | None, part: dict | None = None) -> int:
     state = f"unfinished: {', '.join(missing)}" if missing else "good" if result["good"] else "NOT GOOD"
     counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
     print(f"{result['gpu']}, {result['commit']}: {counts}; in {', '.join(map(str, written))}: {state}")
+    for name, why in result["deselected"].items():
+        print(f"deselected: {why}: {name}")
     bad = [name for name, one in result["parts"].items() if not good(one)]
     if bad:
         print(f"NOT GOOD: {', '.join(bad)}")
@@ -162,11 +165,16 @@ def _git(*arguments: str) -> str:
 def run_tests(arguments: list[str]) -> dict:
     """pytest in a process of its own: counts, what tests report, the seconds of each file, and its exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        report, begun = Path(folder) / "junit.xml", time.perf_counter()
-        command = [sys.executable, "-m", "pytest", f"--junitxml={report}", *arguments]
-        code = subprocess.run(command, cwd=ROOT, env=os.environ | {"SPARSE_ATTN_LONG": "1"}).returncode
+        report, left_out, begun = Path(folder) / "junit.xml", Path(folder) / "deselected.json", time.perf_counter()
+        written = [f"--junitxml={report}", "-p", "gate_gpus", f"--deselected={left_out}"]
+        paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"SPARSE_ATTN_LONG": "1", "PYTHONPATH": paths}
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", *written, *arguments], cwd=ROOT, env=environment
+        ).returncode
         return {
             "tests": counts(report), "code": code, "seconds": round(time.perf_counter() - begun, 1),
+            "deselected": json.loads(left_out.read_text()) if left_out.exists() else {},
             "seconds_of": seconds(report), "reports": properties(report),
         }  # fmt: skip
 

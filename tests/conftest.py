@@ -1,4 +1,4 @@
-"""Which tests run where: `gpu` needs a GPU; `kernel` needs a GPU or Triton's interpreter (TRITON_INTERPRET=1).
+"""Which tests run where: `gpu` needs a GPU, `gpus(2)` two; `kernel` a GPU or Triton's interpreter (TRITON_INTERPRET=1).
 
 SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
 SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that support/other_defaults.py names under defaults of
@@ -30,6 +30,7 @@ def pytest_collection_modifyitems(config, items):
     if OTHER_DEFAULTS:
         config.hook.pytest_deselected(items=[item for item in items if not suits(item, OTHER_DEFAULTS)])
         items[:] = [item for item in items if suits(item, OTHER_DEFAULTS)]
+    skip_where_gpus_are_few(items)
     if torch.cuda.is_available():
         sample(config, items)
         items.sort(key=lambda item: item.path.name != "test_soak.py")  # the longest first: workers end together
@@ -47,6 +48,13 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
     sample(config, items)
+
+
+def skip_where_gpus_are_few(items):
+    for item in items:
+        marker = item.get_closest_marker("gpus")
+        if marker is not None and marker.args[0] > torch.cuda.device_count() > 0:
+            item.add_marker(pytest.mark.skip(reason=f"needs {marker.args[0]} GPUs"))
 
 
 def sample(config, items):

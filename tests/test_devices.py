@@ -143,9 +143,8 @@ def test_nobody_asks_for_the_stream_of_whichever_device_is_current():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(2)
 def test_a_model_on_the_second_gpu_generates_what_it_does_on_the_first():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     drawn = []
     for index in range(2):
         device = torch.device("cuda", index)

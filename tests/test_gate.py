@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 TESTS = {path.name for path in (ROOT / "tests").glob("test_*.py")}
@@ -164,6 +165,25 @@ def test_the_gates_tests_run_every_case(monkeypatch, tmp_path):
     found = gpu_gate.run_tests(["test_it.py", "-p", "no:cacheprovider"])
     assert found["tests"] == {"passed": 1, "failed": 1, "skipped": 0} and found["code"] == 1
     assert found["reports"] == {"test_long": {"long": "1"}} and found["seconds_of"].keys() == {"test_it.py"}
+
+
+def test_tests_that_need_more_gpus_are_listed_and_not_run(gate, monkeypatch, tmp_path, capsys):
+    import gpu_gate
+
+    there = torch.cuda.device_count()
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.gpus(0)\ndef test_none():\n    pass\n\n"
+        f"@pytest.mark.gpus({there + 1})\ndef test_more():\n    assert False\n"
+    )
+    monkeypatch.setattr(gpu_gate, "ROOT", tmp_path)
+    found = gpu_gate.run_tests(["test_it.py", "-p", "no:cacheprovider"])
+    assert found["tests"] == {"passed": 1, "failed": 0, "skipped": 0} and found["code"] == 0
+    assert found["deselected"] == {"test_it.py::test_more": f"needs {there + 1} GPUs"}
+    gate.outcome["tests:1/2"] = found
+    for part in ("tests:1/2", "tests:2/2", "suites:1/1"):
+        assert gate.main(["--part", part]) == 0
+    assert gate.result()["good"] and gate.result()["deselected"] == found["deselected"]
+    assert f"deselected: needs {there + 1} GPUs: test_it.py::test_more\n" in capsys.readouterr().out
 
 
 def run_of(**suites):
