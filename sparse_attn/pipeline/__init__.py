@@ -1,8 +1,8 @@
-"""The composition of a layer's sparse attention out of operators.
+"""A layer's sparse attention, composed of operators.
 
 A step holds decode rows first, then prefill rows; either part may be empty. Each part computes into tensors of its own,
-which are concatenated at the end, so no row is ever written by both. Nothing here looks at a value on the device: which
-part is empty is known from shapes.
+which are concatenated at the end. So no row is written by both. Nothing here reads a value on the device: shapes tell
+which part is empty.
 
 ``latent``: models that cache a latent per token. ``windowed``: models that cache a window of raw keys and compressed
 entries.

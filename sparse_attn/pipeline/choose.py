@@ -19,7 +19,7 @@ def choose_decode(
     query: QuantisedQuery,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    keys: StepPlan | CompressedPlan,
+    plan: StepPlan | CompressedPlan,
     *,
     layout: IndexFp8Layout | PlainLayout,
     top_k: int,
@@ -30,10 +30,10 @@ def choose_decode(
     row's request.
 
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: index keys, this step's
-    included. keys: how many each row sees and where prefill requests' keys lie once gathered; of tokens (StepPlan) or
-    of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
+    included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered; keys of
+    tokens (StepPlan) or of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
     """
-    arguments = _decode_rows(query, cache, block_table, keys, layout, top_k)
+    arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
     return index_topk_decode(*arguments, logits_bytes=logits_bytes, impl=impl)
 
 
@@ -41,25 +41,25 @@ def choose_decode_slots(
     query: QuantisedQuery,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    keys: StepPlan | CompressedPlan,
+    plan: StepPlan | CompressedPlan,
     *,
     layout: IndexFp8Layout | PlainLayout,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     impl: str = "auto",
 ) -> Ragged:
-    """The same as slots of the paged caches."""
-    arguments = _decode_rows(query, cache, block_table, keys, layout, top_k)
+    """As choose_decode, but slots of the paged caches."""
+    arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
     return index_topk_decode_slots(*arguments, logits_bytes=logits_bytes, impl=impl)
 
 
-def _decode_rows(query, cache, block_table, keys, layout, top_k) -> tuple[object, ...]:
-    """What the ops over decode rows take."""
-    requests, next_n = keys.context_lens.shape
+def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[object, ...]:
+    """The arguments of the operators over decode rows."""
+    requests, next_n = plan.context_lens.shape
     rows = requests * next_n
     return (
-        torch.unflatten(query.query[:rows], 0, (requests, next_n)), query.weights[:rows], cache, keys.context_lens,
-        block_table[:requests], top_k, keys.max_context, layout,
+        torch.unflatten(query.query[:rows], 0, (requests, next_n)), query.weights[:rows], cache, plan.context_lens,
+        block_table[:requests], top_k, plan.max_context, layout,
     )  # fmt: skip
 
 
@@ -67,23 +67,23 @@ def choose_prefill(
     query: QuantisedQuery,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    keys: StepPlan | CompressedPlan,
+    plan: StepPlan | CompressedPlan,
     *,
     layout: IndexFp8Layout | PlainLayout,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """The same of every prefill row, int32 [rows, top_k], counted within the row's request."""
-    requests, rows = keys.context_lens.shape[0], num_decode_rows(keys)
-    gathered = gather_indexer_k(cache, block_table[requests:], keys.kv_indptr, keys.kv_capacity, layout, impl=impl)
+    """As choose_decode, for every prefill row: int32 [rows, top_k], counted within the row's request."""
+    requests, rows = plan.context_lens.shape[0], num_decode_rows(plan)
+    gathered = gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=impl)
     return index_topk_prefill(
         query.query[rows:],
         query.weights[rows:],
         gathered.keys,
         gathered.scales,
-        keys.kv_start,
-        keys.kv_end,
+        plan.kv_start,
+        plan.kv_end,
         top_k,
         flavour=layout.flavour if isinstance(layout, IndexFp8Layout) else "none",
         logits_bytes=logits_bytes,

@@ -21,7 +21,7 @@ from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
 
 class Selection(NamedTuple):
-    """What an index layer chose; layers without an indexer attend by it too.
+    """What an index layer selected. Layers without an indexer attend by it too.
 
     decode: slots of the paged cache, a row per decode row. prefill: rows of the gathered keys, a row per prefill row.
     None where the step has no such rows.
@@ -66,13 +66,13 @@ def index_select(
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
     into which this step's keys have been written. logits_bytes: bound on the scores held at a time.
     """
-    keys = (query, cache, plan.block_table, plan)
+    inputs = (query, cache, plan.block_table, plan)
     options = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     decode = prefill = None
     if num_decode_rows(plan):
-        decode = choose_decode_slots(*keys, **options)
+        decode = choose_decode_slots(*inputs, **options)
     if plan.kv_start.shape[0]:
-        chosen = choose_prefill(*keys, **options)
+        chosen = choose_prefill(*inputs, **options)
         prefill = build_ragged_indices_from_dense(
             chosen, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl
         )
@@ -97,8 +97,9 @@ def attend(
     ``selection`` may stem from an earlier layer: all layers' caches share the block table. Returns out [tokens, heads,
     d_v] and lse fp32 [tokens, heads].
 
-    batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it; a row's bits then depend on nothing but
-    whether it is a decode or a prefill row. The other functions here need none, their rows never depend on each other.
+    batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it. A row's bits then depend only on whether it
+    is a decode or a prefill row. The other functions of this module need no such option: their rows never depend on
+    each other.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts = []
@@ -129,7 +130,7 @@ def attend(
 
 
 def join(parts: list[AttentionOutput], q: torch.Tensor, d_v: int) -> AttentionOutput:
-    """The outputs of a step's parts one after the other; of no rows where there is no part."""
+    """The outputs of a step's parts, concatenated. Without a part: outputs of no rows."""
     if len(parts) == 1:
         return parts[0]
     if not parts:

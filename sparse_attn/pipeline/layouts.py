@@ -45,8 +45,8 @@ def _fp8(spec: Spec | CompressedSpec) -> LatentFp8Layout | PlanarFp8Layout:
 
 
 def default_block_size(spec: Spec | CompressedSpec) -> int:
-    """Tokens a block of the paged caches covers, where nobody says: 64 rows, of the index cache where models pool
-    tokens, and as many times that as it takes to hold whole entries of every ratio."""
+    """Tokens that a block of the paged caches covers by default. It holds 64 rows, of the index cache where a model
+    pools tokens, or as many times 64 as it takes to hold whole entries of every ratio."""
     if not isinstance(spec, CompressedSpec) or not spec.ratios:
         return ROWS_PER_BLOCK
     first = spec.indexed_ratio if "indexed" in spec.layer_kinds else spec.full_ratio
@@ -68,7 +68,7 @@ def window_ring(spec: CompressedSpec, step_rows: int) -> int:
 
 
 def state_ring(spec: CompressedSpec, layer: int, dim: int, next_n: int) -> tuple[int, int]:
-    """(tokens, fp32 values a token) of a request's compressor state for entries of ``dim`` values: what an entry pools,
-    and what next_n - 1 rejected tokens overwrote."""
+    """(tokens, fp32 values a token) of a request's compressor state for entries of ``dim`` values. It holds the tokens
+    that an entry pools, and next_n - 1 more, because as many rejected tokens are overwritten."""
     parts = 2 if spec.layer_kinds[layer] == "indexed" else 1
     return parts * spec.ratio(layer) + next_n - 1, 2 * parts * dim

@@ -13,8 +13,8 @@ FP32_BYTES = 4
 
 
 class CacheUse(NamedTuple):
-    """One kind of cache. bytes_per_token: of one layer; a token of a request, or of its ring. layers: that have it.
-    nbytes: of all layers at the bounds, the space between blocks included."""
+    """One kind of cache. bytes_per_token: in one layer, for a token of a request or of its ring. layers: how many
+    layers have such a cache. nbytes: of all layers at the bounds, with the space between blocks."""
 
     kind: str
     layout: str
@@ -24,7 +24,7 @@ class CacheUse(NamedTuple):
 
 
 def cache_uses(spec: Spec | CompressedSpec, layouts: CacheLayouts, bounds: Bounds) -> list[CacheUse]:
-    """What the caches take with room for max_batch requests of max_model_len tokens; rings for at least one request."""
+    """Bytes of the caches of max_batch requests of max_model_len tokens. There are rings for at least one request."""
     check_block_size(spec, bounds.block_size)
     if isinstance(spec, CompressedSpec):
         return _windowed_uses(spec, layouts, bounds)

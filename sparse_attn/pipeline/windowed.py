@@ -1,7 +1,7 @@
 """Attention over a window of raw keys and over compressed entries: write -> choose -> indices -> attend.
 
-Rows that attend in place read both caches where they lie, in one pass (always the decode rows). The others read keys
-gathered into one matrix, entries first, because many rows of one request share those.
+Rows that attend in place read both caches where they lie, in one pass. Decode rows always do. The other rows read keys
+that are gathered into one matrix, entries first, because many rows of one request share them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, R
 class Entries(NamedTuple):
     """Entries that rows attend to beside their window; None where there are no such rows, or no entries.
 
-    in_place: slots of the compressed cache, a row per row that attends in place. gathered: rows of the gathered matrix,
-    the window's included, a row per other row.
+    in_place: slots of the compressed cache, for each row that attends in place. gathered: rows of the gathered matrix,
+    window keys included, for each other row.
     """
 
     in_place: Ragged | None
@@ -41,8 +41,8 @@ class Entries(NamedTuple):
 class WindowStep(NamedTuple):
     """What a step's rows see, the same in every layer.
 
-    in_place: rows at the front that attend in place. window: slots of their window keys. gather: how the other rows'
-    window keys are gathered. compressed: by ratio.
+    in_place: rows at the front that attend in place. window: slots of their window keys. gather: how the window keys of
+    the other rows are gathered. compressed: the plan of the entries, by ratio.
     """
 
     in_place: int
@@ -89,7 +89,7 @@ def write_window_keys(
 
 
 def no_entries(plan: StepPlan, step: WindowStep, *, window: int, impl: str = "auto") -> Entries:
-    """For layers that attend to their window alone."""
+    """For layers that attend only to their window."""
     return Entries(None, _gathered(None, plan, step, None, window, impl))
 
 
@@ -121,19 +121,19 @@ def select_entries(
 ) -> Entries:
     """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``."""
     entries = step.compressed[ratio]
-    keys = (query, cache, plan.block_table, entries)
+    inputs = (query, cache, plan.block_table, entries)
     options = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     rows = num_decode_rows(plan)
     prefill = in_place = None
     if entries.kv_start.shape[0]:
-        prefill = choose_prefill(*keys, **options)
+        prefill = choose_prefill(*inputs, **options)
     if step.in_place > rows:
-        chosen = torch.cat([choose_decode(*keys, **options), prefill]) if rows else prefill
+        chosen = torch.cat([choose_decode(*inputs, **options), prefill]) if rows else prefill
         in_place = compute_global_topk_ragged_indices_and_indptr(
             chosen, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl
         )
     elif rows:
-        in_place = choose_decode_slots(*keys, **options)
+        in_place = choose_decode_slots(*inputs, **options)
     return Entries(in_place, _gathered(prefill, plan, step, entries, window, impl))
 
 
@@ -154,8 +154,8 @@ def attend(
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
-    ratio: that of ``compressed``; not looked at where it is None. batch_invariant: see pipeline.latent.attend. Returns
-    out [tokens, heads, dim] and lse fp32 [tokens, heads].
+    ratio: that of ``compressed``; ignored where that is None. batch_invariant: see pipeline.latent.attend. Returns out
+    [tokens, heads, dim] and lse fp32 [tokens, heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
     if rows:

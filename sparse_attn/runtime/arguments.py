@@ -1,4 +1,4 @@
-"""What arguments of the command line mean, where several commands take them."""
+"""Arguments that several commands of the command line take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """ValueError where a file that a command will write cannot be written, before there is anything to write."""
+    """ValueError where a command's output file cannot be written. Called before the command runs."""
     taken: dict[str, str] = {}
     for key, name in OUTPUTS.items():
         path = getattr(options, key, None)

@@ -38,11 +38,11 @@ def prepare(
     stop_ids: Sequence[int] = (),
     seeds: torch.Tensor | None = None,
 ) -> Batch:
-    """Room for requests of ``lengths`` tokens each, prefilled ``prefill_tokens`` a step, to grow to ``reach``.
+    """What requests of ``lengths`` tokens need to grow to ``reach``, prefilled ``prefill_tokens`` a step.
 
-    block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects every request's
-    first token behind its prompt. stop_ids, seeds: the state's. Rings hold what these lengths
-    need. No size but the number of requests is below 2, whatever the prompts: Dynamo takes 0 and 1 for constants.
+    block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects the first token
+    after every prompt. stop_ids, seeds: of the state. Rings are as long as these lengths need. Only the number of
+    requests may be below 2: Dynamo takes sizes of 0 and 1 for constants.
     """
     device, count = model.device, len(lengths)
     block_size = default_block_size(model.spec) if block_size is None else block_size
@@ -89,7 +89,7 @@ def compiled(model: Model, caches: AnyCaches) -> Model:
 
 
 def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
-    """What the model's steps take of a workspace, computed."""
+    """The workspace that the model's steps take, computed."""
     if resolve_impl(model.impl, model.device) == "reference":
         return workspace.WorkspaceSize(0, 0)
     return workspace_size(model.spec, bounds, target_of(model.device), model.layouts)

@@ -246,7 +246,7 @@ def _print_plan(numbers: dict) -> None:
 def _prompt(
     options: argparse.Namespace, folder: Path | None, tokenizer: text.Tokenizer | None
 ) -> tuple[list[int], str | None]:
-    """Ids, and how a good reader goes on where that is known."""
+    """(ids, the continuation that a good reader gives, None where unknown)."""
     if options.prompt_ids is not None:
         return options.prompt_ids, None
     if tokenizer is None:

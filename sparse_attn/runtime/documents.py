@@ -49,16 +49,16 @@ def text_documents(count: int, length: int) -> list[Document]:
 
 
 def tail_of(length: int) -> int:
-    """First byte of a document of ``length`` bytes that is scored, behind which there is room for a mention."""
+    """The first byte of a document of ``length`` bytes that is scored. A mention fits behind it."""
     return min(int(length * RECORD_SHARE) // CELL, length // CELL - 1) * CELL
 
 
 def retrieval_documents(count: int, length: int, seed: int = 0, queries: int | None = None) -> list[Document]:
-    """``count`` documents of at most ``length`` bytes, every cell of whose tail asks for a key among their records.
+    """``count`` documents of at most ``length`` bytes. Every cell of a tail asks for a key among the document's
+    records.
 
-    queries: the most that a document asks; None: as many as there is room for. There are twice as many records, of
-    which the keys are made of as few letters as there can be, from ALPHABET on: keys of a longer document share theirs
-    too.
+    queries: how many a document asks at most; None: as many as fit. There are twice as many records. Their keys use as
+    few letters as possible, ALPHABET or more, so the keys of longer documents share letters, too.
     """
     checks.check_at_least("length", length, LEAST_BYTES)
     draw, text = random.Random(seed), held_out_text()

@@ -25,8 +25,8 @@ PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
 class Generation(NamedTuple):
     """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked
-    for. prefill_s ends with every prompt's first token, setup_s is what compiling or capturing the decode step took,
-    decode_s covers the rest."""
+    for. prefill_s: until every prompt has its first token. setup_s: compiling or capturing the decode step. decode_s:
+    the rest."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -69,9 +69,9 @@ def generate(
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
     prompts: ids, in sequences or one-dimensional integer tensors.
-    seeds: one a prompt, which then draws what it draws alone under that seed, whatever the batch; None, for all or for
-    one: the random stream (sampling.seed, its place among the prompts), where the first one's is that of sampling.seed
-    alone.
+    seeds: one a prompt. A prompt with a seed draws the same tokens alone and in any batch. None, for all prompts or for
+    one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt with the seed
+    sampling.seed draws.
     block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
     step takes at most, counted over requests. compile: run the forward under
     torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step.

@@ -1,8 +1,8 @@
 """Decode steps captured in CUDA or HIP graphs: after capture, N steps are N replays and nothing on the host.
 
-Next token, position, slot and plan advance on the device. A graph is captured per batch size of a few buckets, with
-every row padding; it then serves any lengths up to ``max_context`` and any block table, because nothing that depends on
-a value is baked in.
+Next token, position, slot and plan advance on the device. A graph is captured for each of a few batch sizes, while
+every row is padding. It then serves any lengths up to ``max_context`` and any block table, because nothing that depends
+on a value is baked in.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class DecodeGraph:
     max_context: tokens a row may hold; a row that reaches it becomes padding. max_blocks: width of the block table.
     ring_blocks: width of the ring table, for caches that have rings.
     buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved
-    and locked; None lets the warm-up find out. keep_logits: have ``logits`` [largest bucket, vocab] hold those of the
-    last step, for what the current stream does between two runs. The graph owns its stream, its workspace and its
-    state; two of them may run at the same time on caches of their own. It lives on the device of ``caches``: by "the
-    current stream" that device's is meant, whichever device is the current one. It may be let go of, with its caches,
-    while steps or the tokens of a TokenStream are still on their way.
+    and locked; None: what the warm-up takes. keep_logits: ``logits`` [largest bucket, vocab] holds the logits of the
+    last step, for work on the current stream between two runs.
+
+    The graph owns its stream, its workspace and its state. Two graphs may run at the same time on caches of their own.
+    A graph lives on the device of ``caches``; "the current stream" is that device's, whichever device is current. It
+    may be freed, with its caches, while steps or the tokens of a TokenStream are still on their way.
     """
 
     def __init__(
@@ -147,11 +148,13 @@ class DecodeGraph:
         ring_table: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
     ) -> None:
-        """Set the live rows: the token each feeds next, int64 [n]; tokens it holds including that one, int32 [n], 0 for
-        a row that is out; its blocks, int32 [n, at most max_blocks]; where the caches have rings its ring blocks, int32
-        [n, ring_blocks]; the seed it draws with, int64 [n], None for the streams (seed of the sampling, row), which
-        change with a request's row. Tensors may lie on the host or the device; the current stream waits until they were
-        read, the host does not, so leave pinned ones alone until a token has arrived."""
+        """Set the live rows.
+
+        tokens: int64 [n], each row's next input. seq_lens: int32 [n], tokens of the row including that one, 0 for a row
+        that is out. block_table: int32 [n, at most max_blocks]. ring_table: int32 [n, ring_blocks], where the caches
+        have rings. seeds: int64 [n], what each row draws with; None: the streams (seed of the sampling, row), which
+        change with a request's row. Tensors may lie on the host or the device. The current stream waits until they are
+        read. The host does not wait, so do not write to pinned tensors until a token has arrived."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
@@ -188,7 +191,7 @@ class DecodeGraph:
         self._rows = rows
 
     def run(self, steps: int) -> TokenStream:
-        """Replay ``steps`` decode steps; returns at once. A row that stopped keeps drawing tokens that mean nothing."""
+        """Replay ``steps`` decode steps; returns at once. A stopped row keeps drawing tokens that mean nothing."""
         if not self._rows:
             raise RuntimeError("run: nothing is loaded; call load first")
         if not 0 <= steps <= HISTORY:

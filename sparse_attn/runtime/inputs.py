@@ -1,4 +1,4 @@
-"""What a caller of the generation loop gives, checked and made plain: lists of ints, a Sampling of ints and a float."""
+"""The arguments of the generation loop, checked and converted: lists of ints, a Sampling of ints and a float."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def checked_prompts(
 
 
 def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampling:
-    """``sampling`` in plain numbers; TypeError or ValueError names the field at fault. vocab_size: None where nobody
-    knows."""
+    """``sampling`` in plain numbers; TypeError or ValueError names the field at fault. vocab_size: None where it is
+    unknown."""
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling: got {_shown(sampling)}, allowed: a Sampling")
     checks.check_temperature(sampling.temperature)
@@ -50,7 +50,7 @@ def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampl
 
 
 def checked_seeds(seeds: Sequence[int | None] | None, seed: int, count: int) -> torch.Tensor:
-    """int64 [count]: the prompts' own seeds, and where one has none that of the stream (``seed``, its place)."""
+    """int64 [count]: each prompt's own seed, or else the seed of the stream (``seed``, its place)."""
     streams = row_seeds(seed, count)
     if seeds is None:
         return streams

@@ -73,8 +73,8 @@ class Model(torch.nn.Module):
     def allocate_caches(
         self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
     ) -> AnyCaches:
-        """Zeroed caches. num_blocks, block_size: of what is paged. requests, step_rows, next_n: see
-        models.deepseek_v4.allocate_caches; without meaning for a model without rings."""
+        """Zeroed caches. num_blocks, block_size: of the paged caches. requests, step_rows, next_n: see
+        models.deepseek_v4.allocate_caches; ignored for a model without rings."""
         if self.has_rings:
             return deepseek_v4.allocate_caches(
                 self.spec, self.layouts, num_blocks, block_size, self.device,

@@ -15,13 +15,13 @@ class HostPlanner:
     """Builds StepPlans in device buffers of fixed address and capacity, which captured graphs may read.
 
     A plan equals build_step_plan's on inputs padded to the capacity: query_start_loc by its last value, seq_lens by 0,
-    slots, block table and ring table by -1. Its shapes depend on num_decodes and next_n alone, so a captured graph
-    wants those fixed, best with a planner of its own; rows of requests that are not there are padding.
+    slots, block table and ring table by -1. Its shapes depend only on num_decodes and next_n, so a captured graph needs
+    those fixed, best with a planner of its own. Rows without a request are padding.
 
-    What follows from lengths is cached under all it is computed from: query_start_loc, seq_lens (unclamped), how many
-    requests and rows, num_decodes, next_n; the rest is fixed with the planner. Tables and slots live on the
-    device, where the host cannot compare them: they, and the padding that a negative slot makes of its row, are written
-    afresh by every call. Without CPU lengths nothing is cached.
+    Everything that follows from lengths is cached. Its key is all that it is computed from: query_start_loc, seq_lens
+    (unclamped), the numbers of requests and rows, num_decodes, next_n. The rest is fixed with the planner. Tables and
+    slots live on the device, where the host cannot compare them. So every call writes them afresh, and turns rows with
+    a negative slot into padding. Without CPU lengths nothing is cached.
 
     Buffers start as padding (request, position, slot and block -1; limits and ranges 0), not as zeros: request 0 and
     slot 0 are somebody's. When a step is smaller than the last, only the rows between their extents are cleared.
@@ -60,7 +60,7 @@ class HostPlanner:
         self._plans: dict[tuple[int, int], StepPlan] = {}
 
     def invalidate(self) -> None:
-        """Forget what is cached and take every row for written: someone else wrote to a plan's tensors."""
+        """Forget what is cached, and treat every row as written, because someone else wrote to a plan's tensors."""
         self._key = None
         self._extents = (self.max_requests, self.max_tokens, self.max_tokens, self.max_tokens)
 

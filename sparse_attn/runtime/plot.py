@@ -15,8 +15,7 @@ NEW = "#b03020"
 
 
 def check_picture(path: Path) -> None:
-    """ValueError for a suffix of no format that can be written; none at all means PNG. ImportError without
-    matplotlib."""
+    """ValueError for a suffix whose format cannot be written. No suffix means PNG. ImportError without matplotlib."""
     formats = sorted(_figure()().canvas.get_supported_filetypes())
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ValueError(f"--plot: got {str(path)!r}, allowed: a name that ends in .{', .'.join(formats)}")

@@ -1,8 +1,8 @@
-"""What a checkpoint is worth by every way to run it: bits per byte of held-out text, and values retrieved by their
+"""How well a checkpoint reads in every way to run it: bits per byte of held-out text, and values retrieved by their
 keys.
 
-All ways predict the same tokens from the same true tokens before them, so that their numbers differ by their arithmetic
-alone. A value counts as retrieved when every token of it is the likeliest one.
+All ways predict the same tokens from the same true tokens before them. So only their arithmetic makes their numbers
+differ. A value counts as retrieved when every token of it is the likeliest one.
 """
 
 from __future__ import annotations

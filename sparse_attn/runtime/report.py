@@ -1,4 +1,4 @@
-"""What a run says of itself: versions, the machine, Dynamo's counts, and the JSON of `generate`."""
+"""Reports: versions, the machine, Dynamo's counts, and the JSON of `generate`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparse_attn.version import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package and what it stands on; None for what is absent."""
+    """Versions of this package and of what it needs; None for what is absent."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

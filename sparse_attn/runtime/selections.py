@@ -1,4 +1,4 @@
-"""What the indexers of one request selected, row by row, seen from beside: no forward knows that it is watched."""
+"""What the indexers of one request selected, row by row. Watching changes no forward."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _SELECTING_SLOTS = "sparse_attn::index_topk_decode_slots"  # takes what index_to
 
 
 class Watch(TorchDispatchMode):
-    """Inside ``with Watch() as seen``, keeps what every selecting op selects: int32 [rows, top_k], -1 for none. Where
-    one returns slots, the selection is made once more for that."""
+    """Inside ``with Watch() as seen``, keeps what every selecting op selects: int32 [rows, top_k], -1 for none. For an
+    op that returns slots, the selection is computed once more as positions."""
 
     def __init__(self):
         super().__init__()

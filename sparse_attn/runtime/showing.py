@@ -1,4 +1,4 @@
-"""What `generate` says of itself in the terminal, and the picture it draws."""
+"""What `generate` prints in the terminal, and the picture it draws."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expecte
 
 
 def check_plot(prompt: Sequence[int], tokenizer: text.Tokenizer | None) -> None:
-    """ValueError for a model whose tokens are more than a character each, which a picture has no places for."""
+    """ValueError for a model whose tokens are longer than a character: the picture has one place a character."""
     if tokenizer is None or any(len(tokenizer.decode([token])) != 1 for token in prompt):
         raise ValueError("--plot: got a vocabulary of more than bytes, allowed: models that read ASCII byte by byte")
 

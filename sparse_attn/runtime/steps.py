@@ -122,8 +122,8 @@ def _with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
 
 
 def least_capacity(model: Model) -> int:
-    """Keys that a step has room for, however few it holds: two of every kind, as a size of 0 or 1 would be a constant
-    for Dynamo, and other steps a compilation of their own."""
+    """The least number of keys that a step has room for: two of every kind. Dynamo takes a size of 0 or 1 for a
+    constant, and would compile once more for other sizes."""
     return 2 * max(model.spec.ratios, default=1) if model.has_rings else 2
 
 
@@ -149,6 +149,6 @@ def _seeds(state: Decode, sampling: Sampling) -> torch.Tensor:
 
 
 def stop(state: Decode) -> None:
-    """Make padding of the rows whose token is a stop id."""
+    """Turn rows whose token is a stop id into padding."""
     stopped = (state.tokens.unsqueeze(1) == state.stop_ids).any(1)
     state.seq_lens.masked_fill_(stopped, 0)
