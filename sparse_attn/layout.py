@@ -22,6 +22,7 @@ from sparse_attn.fp8 import FP8_MAX, SCALE_RULES, exponent_of, fp8_decode, fp8_q
 from sparse_attn.torch_private import mark_sizes
 
 PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PLAIN_NAME = {dtype: name for name, dtype in PLAIN_DTYPE.items()}
 INDEX_AMAX_FLOOR = 1e-4
 SCALE_BYTES = 4  # an fp32 scale, read as one word
 # What a latent's scale is at least. vLLM 0.33 and FlashMLA clamp it before they round it up; vLLM 0.25, which rounds

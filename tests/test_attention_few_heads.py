@@ -4,37 +4,32 @@ here."""
 import pytest
 import torch
 from support.extremes import INF
-from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS, check_few_heads, list_of
+from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS, check_swap_ab, list_of
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.layout import PlanarFp8Layout
-from sparse_attn.ops.attention import config
-from sparse_attn.target import H200, Target
+from sparse_attn.ops.attention.hopper import config
+from sparse_attn.ops.attention.problem import packed_decode
+from sparse_attn.target import H200
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 
-def chosen(tokens=64, heads=16, d_qk=576, d_v=512, keys=2048, layout=LATENT, dtype=torch.bfloat16, target=H200):
-    return config.hopper_few_heads(tokens, heads, d_qk, d_v, tokens * keys, layout, dtype, target)
+def plan(tokens=64, heads=16, keys=2048, layout=LATENT):
+    problem = packed_decode(tokens, heads, layout, tokens * keys)
+    assert config.supports_swap_ab(problem, H200).ok
+    return config.plan_swap_ab(problem, H200)
 
 
-def test_where_it_applies():
-    assert [chosen(heads=heads).heads for heads in (1, 8, 16, 17, 32)] == [16, 16, 16, 32, 32]
-    assert chosen(d_qk=512, layout=PLANAR) and chosen(layout=None) and chosen(d_qk=512, layout=None)
-    for change in (
-        dict(heads=33), dict(heads=64), dict(tokens=0), dict(d_qk=640), dict(d_v=256), dict(dtype=torch.float16),
-        dict(target=Target("nvidia", 100, 132, 232448)), dict(layout=LatentFp8Layout(512, 64, flavour="e4m3fnuz")),
-        dict(layout=LatentFp8Layout(512, 64, group=256)), dict(d_qk=512), dict(layout=PLANAR),
-        dict(d_qk=512, layout=PlanarFp8Layout(480, 32, group=32)),
-    ):  # fmt: skip
-        assert chosen(**change) is None, change
+def test_heads_are_padded():
+    for layout in (LATENT, PLANAR, ROWS, NARROW_ROWS):
+        assert [plan(heads=heads, layout=layout).block_m for heads in (1, 8, 16, 17, 32)] == [16, 16, 16, 32, 32]
 
 
 def test_how_it_splits():
-    """Every multiprocessor has work, in one turn or two even ones."""
+    """Every SM has work, in one wave or two even ones."""
 
     def splits(tokens, **shape):
-        (part,) = chosen(tokens, **shape).parts
-        return part.splits
+        (waves,) = plan(tokens, **shape).waves
+        return waves.splits
 
     assert [splits(tokens) for tokens in (1, 8, 32, 64, 85, 100, 128, 4096)] == [32, 16, 4, 2, 3, 1, 1, 1]
     assert splits(1, keys=3) == splits(1, keys=0) == 1
@@ -51,7 +46,7 @@ def test_kinds_of_rows(layout, lengths, sink):
     for at, (tokens, width, blocks, block_size) in enumerate(SHAPES):
         gap = 16 * at if layout is LATENT else 0
         heads = (1, 8, 16, 24, 32)[(at + len(lengths)) % 5]
-        check_few_heads(layout, heads, tokens, width, blocks, block_size, lengths=lengths, sink=sink, gap=gap, seed=at)
+        check_swap_ab(layout, heads, tokens, width, blocks, block_size, lengths=lengths, sink=sink, gap=gap, seed=at)
 
 
 @pytest.mark.gpu
@@ -59,14 +54,14 @@ def test_kinds_of_rows(layout, lengths, sink):
 @pytest.mark.parametrize("lengths", ["full", "random", "none"])
 def test_two_caches(heads, lengths):
     for tokens, width, extra in ((3, 128, 512), (64, 128, 1024), (140, 130, 70), (33, 1, 260), (9, 260, 1)):
-        check_few_heads(PLANAR, heads, tokens, width, 40, 64, lengths=lengths, sink="random", extra=extra, seed=extra)
+        check_swap_ab(PLANAR, heads, tokens, width, 40, 64, lengths=lengths, sink="random", extra=extra, seed=extra)
 
 
 @pytest.mark.gpu
 def test_other_scales():
     layout = LatentFp8Layout(512, 64, group=64)
-    check_few_heads(layout, 16, 40, 300, 20, 64)
-    check_few_heads(LatentFp8Layout(512, 64, scale_rule="pow2"), 16, 40, 300, 20, 64)
+    check_swap_ab(layout, 16, 40, 300, 20, 64)
+    check_swap_ab(LatentFp8Layout(512, 64, scale_rule="pow2"), 16, 40, 300, 20, 64)
 
 
 @pytest.mark.gpu

@@ -15,19 +15,39 @@ from sparse_attn import (
     sparse_attn_prefill,
     workspace,
 )
-from sparse_attn.ops.attention import config, launch
-from sparse_attn.target import H200, Target
+from sparse_attn.ops.attention import dispatch, launch
+from sparse_attn.ops.attention.hopper import config
+from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
+from sparse_attn.target import H200, target_of
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close
 
+ROWS = PlainLayout("bf16", 512, 64)
 
-def test_where_it_applies():
-    fits = (200, 64, 576, 512, torch.bfloat16, H200)
-    assert config.hopper(*fits) == config.HopperConfig() == config.hopper(22, 128, 512, 512, torch.bfloat16, H200)
-    for place, value in (
-        (0, 43), (1, 32), (1, 96), (2, 640), (3, 256), (4, torch.float16), (5, Target("nvidia", 100, 132, 232448)),
-        (5, Target("amd", "gfx942", 304, 65536)),
-    ):  # fmt: skip
-        assert config.hopper(*fits[:place], value, *fits[place + 1 :]) is None
+
+def test_rows_for_every_third_sm():
+    """No row is split: fewer of them would leave most of the GPU idle."""
+    for heads, rows in ((64, 44), (128, 22)):
+        chosen, passed_over = (
+            dispatch.choose(packed_prefill(tokens, heads, ROWS, tokens * 2048), H200) for tokens in (rows, rows - 1)
+        )
+        assert (chosen.kernel.name, passed_over.kernel.name) == ("hopper.prefill_bf16", "portable")
+        reasons = dict(passed_over.passed_over)
+        assert reasons["hopper.prefill_bf16"] == f"tokens: got {rows - 1}, faster from {rows}"
+    invariant = dispatch.choose(packed_prefill(1, 64, ROWS, 2048, batch_invariant=True), H200)
+    assert invariant.kernel.name == "hopper.prefill_bf16", "as of many rows"
+
+
+def test_ctas_take_work_tiles_in_turn():
+    def plan(tokens, heads=128):
+        return config.plan_prefill_bf16(packed_decode(tokens, heads, ROWS, tokens * 2048), H200)
+
+    assert [(plan(n).blocks, plan(n).tiles, plan(n).ctas) for n in (22, 66, 67)] == [
+        (2, 44, 44),
+        (2, 132, 132),
+        (2, 134, 132),
+    ]
+    assert [plan(tokens, 64).launch_dependents for tokens in (99, 100)] == [True, False]
+    assert plan(4096).scratch == config.TILE_COUNTER
 
 
 @pytest.mark.aot
@@ -38,7 +58,7 @@ def test_compiles_for_hopper_without_spills(rest, sink):
 
     pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")
     pointers |= dict(handed_out="*i64")
-    chosen = config.HopperConfig()
+    chosen = config.plan_prefill_bf16(packed_prefill(4096, 128, ROWS, 4096 * 2048), H200)
     constants = dict(
         HAS_REST=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
@@ -89,7 +109,8 @@ def case(tokens, heads, d_qk, rows, width, *, lengths="full", sink=None, poison=
 def check(q, kv, ragged, sink, some=None):
     """Against the reference, of all rows or of ``some``."""
     arguments = (q, kv, *ragged, 0.05, 512, sink)
-    assert config.hopper(*q.shape, 512, q.dtype, launch.target_of(q.device)) is not None
+    chosen = dispatch.choose(dispatch.prefill_problem(*arguments), target_of(q.device))
+    assert chosen.kernel.name == "hopper.prefill_bf16"
     out, lse = launch.sparse_attn_prefill(*arguments)
     again = launch.sparse_attn_prefill(*arguments)
     assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
@@ -173,7 +194,7 @@ def test_replays_hand_their_rows_out_anew(tokens):
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    _, counters = mine.take("the test", config.HANDED_OUT)
+    _, counters = mine.take("the test", config.TILE_COUNTER)
     assert not counters.any()
 
 

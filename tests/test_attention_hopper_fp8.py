@@ -2,7 +2,6 @@
 
 import itertools
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,36 +10,31 @@ from support.extremes import INF
 from support.hopper_attention import LATENT
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
-from sparse_attn.ops.attention import config, launch
-from sparse_attn.ops.attention.combine_plan import leaves_room, merge_of
-from sparse_attn.ops.attention.hopper import launch as hopper_launch
-from sparse_attn.ops.attention.split_kv import Part
-from sparse_attn.target import H200, Target
-from sparse_attn.workspace import Buffer, Scratch, largest, size_of
+from sparse_attn.ops.attention.hopper import config
+from sparse_attn.ops.attention.partials import scratch
+from sparse_attn.ops.attention.problem import packed_decode
+from sparse_attn.ops.attention.split_kv import Waves, combine_of, may_start_early
+from sparse_attn.target import H200
+from sparse_attn.workspace import Buffer, largest, size_of
 
 
-def chosen(tokens=9, heads=64, keys=1152, layout=V4, dtype=torch.bfloat16, target=H200):
-    return config.hopper_fp8(tokens, heads, tokens * keys, layout, dtype, target)
+def plan(tokens=9, heads=64, keys=1152, layout=V4):
+    problem = packed_decode(tokens, heads, layout, tokens * keys)
+    assert config.supports_decode_fp8(problem, H200).ok
+    return config.plan_decode_fp8(problem, H200)
 
 
-def test_where_it_applies():
-    assert chosen() and chosen(layout=LATENT) and chosen(layout=LatentFp8Layout(512, 64, group=64))
-    assert chosen(layout=LatentFp8Layout(512, 64, scale_rule="pow2"))
-    for change in (
-        dict(heads=96), dict(heads=32), dict(tokens=0), dict(dtype=torch.float16), dict(dtype=torch.float32),
-        dict(layout=V4_FNUZ), dict(layout=replace(V4, group=32)), dict(layout=LatentFp8Layout(256, 64)),
-        dict(layout=LatentFp8Layout(512, 64, flavour="e4m3fnuz")), dict(layout=LatentFp8Layout(512, 64, group=256)),
-        dict(target=Target("nvidia", 100, 132, 232448)), dict(target=Target("amd", "gfx942", 304, 65536)),
-    ):  # fmt: skip
-        assert chosen(**change) is None, change
+def test_scales_that_it_reads():
+    assert plan(layout=LATENT) == plan(layout=LatentFp8Layout(512, 64, group=64))
+    assert plan(layout=LATENT) == plan(layout=LatentFp8Layout(512, 64, scale_rule="pow2"))
 
 
 def test_how_it_splits():
     """Where that spares two pairs of a row; all run at once."""
 
     def splits(*shape):
-        (part,) = chosen(*shape).parts
-        return part.splits
+        (waves,) = plan(*shape).waves
+        return waves.splits
 
     tokens = (1, 8, 32, 64, 128)
     assert [splits(n, 128) for n in tokens] == [9, 5, 2, 1, 1]
@@ -50,64 +44,59 @@ def test_how_it_splits():
     assert [splits(1, 64, keys) for keys in (0, 1, 256, 257, 385)] == [1, 1, 1, 3, 4]
     for n in range(1, 200, 7):
         for keys in (1, 640, 2048, 100_000):
-            for part in chosen(n, 64, keys).parts:
-                assert part.splits * part.rows <= max(part.rows, H200.num_sms)
+            for waves in plan(n, 64, keys).waves:
+                assert waves.splits * waves.rows <= max(waves.rows, H200.num_sms)
 
 
 def test_scratch_that_is_reserved():
-    """Of a row's keys and of any fewer; for few heads, whose shares are fp32, as for many."""
-    for tokens in (1, 5, 24, 33, 88, 100, 140, 264, 265, 3000):  # 88: two ways to split take as many shares
+    """Of a row's keys and of any fewer; for few heads, whose partials are fp32, as for many."""
+    for tokens in (1, 5, 24, 33, 88, 100, 140, 264, 265, 3000):  # 88: two ways to split take as many partials
         for heads in (3, 64, 128):
             for keys in (1, 500, 2200):
-                shorter = [tokens * row for row in range(1, keys + 1)]
-                if heads == 3:
-                    all_chosen = (
-                        config.hopper_few_heads(tokens, 3, 512, 512, n, V4, torch.bfloat16, H200) for n in shorter
-                    )
-                else:
-                    all_chosen = (config.hopper_fp8(tokens, heads, n, V4, torch.bfloat16, H200) for n in shorter)
-                reserved = config.largest_special_scratch(tokens, heads, 512, 512, keys, V4, torch.bfloat16, H200)
-                needed = {config.scratch(launch.parts, heads, 512, heads > 3) for launch in all_chosen}
+                made = config.plan_swap_ab if heads == 3 else config.plan_decode_fp8
+                shorter = (packed_decode(tokens, heads, V4, tokens * row) for row in range(1, keys + 1))
+                needed = {made(problem, H200).scratch for problem in shorter}
+                (reserved,) = config.reserved(packed_decode(tokens, heads, V4, tokens * keys), H200)
                 assert reserved in needed
                 assert size_of(reserved) == largest(map(size_of, needed))
     for heads, target in ((48, H200), (16, replace(H200, arch=80))):
-        sizes = (1, heads, 512, 512, 500)
-        assert config.largest_special_scratch(*sizes, V4, torch.bfloat16, target) == Scratch()
+        assert not list(config.reserved(packed_decode(1, heads, V4, 500), target))
 
 
-def test_layout_of_shares():
-    (part,) = config.hopper_fp8(1, 128, 2048, V4, torch.bfloat16, H200).parts
-    assert part == Part(0, 1, 16)
-    assert config.scratch((part,), 128, 512, scaled=True).buffers == (
-        Buffer("partial_out", (16, 1, 128, 512), torch.float16),
-        Buffer("partial_lse", (16, 1, 128), torch.float32),
-        Buffer("partial_scale", (16, 1, 128, 2), torch.float32),
+def test_layout_of_partials():
+    made = plan(1, 128, 2048)
+    assert made.waves == (Waves(0, 1, 16),)
+    assert made.scratch == scratch(made.waves, 128, 512, scaled=True)
+    assert made.scratch.buffers == (
+        Buffer("out_partial", (16, 1, 128, 512), torch.float16),
+        Buffer("lse_partial", (16, 1, 128), torch.float32),
+        Buffer("scale_partial", (16, 1, 128, 2), torch.float32),
     )
 
 
-def test_how_many_states_are_merged_at_a_time():
-    sizes = {states: merge_of(H200, 3, 64, states)[:3] for states in (2, 3, 5, 6, 7, 8, 9, 16, 17, 33, 132)}
+def test_how_many_splits_are_combined_at_a_time():
+    sizes = {splits: combine_of(H200, 3, 64, splits)[:3] for splits in (2, 3, 5, 6, 7, 8, 9, 16, 17, 33, 132)}
     assert sizes == {2: (2, 1, 2), 3: (4, 1, 1), 5: (8, 1, 1), 6: (8, 1, 1), 7: (8, 2, 1), 8: (8, 2, 1), 9: (16, 2, 1),
                      16: (16, 2, 1), 17: (32, 4, 1), 33: (32, 4, 1), 132: (32, 4, 1)}  # fmt: skip
-    beside = {(few, more): merge_of(H200, 3, 64, few, more).at_once for few in (2, 3, 6) for more in (2, 9, 16, 32)}
+    beside = {(few, more): combine_of(H200, 3, 64, few, more).block_s for few in (2, 3, 6) for more in (2, 9, 16, 32)}
     assert beside == {(2, 2): 2, (2, 9): 4, (2, 16): 4, (2, 32): 8, (3, 2): 4, (3, 9): 4, (3, 16): 4, (3, 32): 8,
                       (6, 2): 8, (6, 9): 8, (6, 16): 8, (6, 32): 8}  # fmt: skip
 
 
-def test_heads_of_a_merging_program():
-    """Two where programs are many and do little, and heads are even."""
-    assert [merge_of(H200, rows, 64, 4).heads for rows in (33, 34)] == [1, 2]
-    assert [merge_of(H200, 9, heads, 2).heads for heads in (1, 7, 8)] == [1, 1, 2]
-    assert merge_of(H200, 200, 64, 5).heads == 1
+def test_heads_of_a_combining_cta():
+    """Two where CTAs are many and do little, and heads are even."""
+    assert [combine_of(H200, rows, 64, 4).block_m for rows in (33, 34)] == [1, 2]
+    assert [combine_of(H200, 9, heads, 2).block_m for heads in (1, 7, 8)] == [1, 1, 2]
+    assert combine_of(H200, 200, 64, 5).block_m == 1
 
 
-def test_attention_that_lets_its_merge_start():
-    """Where the merge's programs do not crowd on what attention leaves, or are so many that most do not."""
-    early = {rows: leaves_room(H200, 10 * rows, merge_of(H200, rows, 32, 10)) for rows in (6, 8, 9, 13)}
+def test_attention_that_lets_its_combine_start():
+    """Where the combine's CTAs do not crowd on the SMs that attention leaves, or are so many that most do not."""
+    early = {rows: may_start_early(H200, 10 * rows, combine_of(H200, rows, 32, 10)) for rows in (6, 8, 9, 13)}
     assert early == {6: True, 8: True, 9: False, 13: False}
-    early = {rows: leaves_room(H200, 5 * rows, merge_of(H200, rows, 64, 5)) for rows in (8, 13, 16, 26)}
+    early = {rows: may_start_early(H200, 5 * rows, combine_of(H200, rows, 64, 5)) for rows in (8, 13, 16, 26)}
     assert early == {8: True, 13: False, 16: False, 26: True}
-    assert not leaves_room(H200, 200, merge_of(H200, 20, 16, 10))
+    assert not may_start_early(H200, 200, combine_of(H200, 20, 16, 10))
 
 
 FORMS = {
@@ -128,7 +117,7 @@ def test_compiles_for_hopper(form):
     from sparse_attn.ops.attention.hopper import decode_fp8
     from sparse_attn.testing.aot import compile_kernel
 
-    launch, sink = chosen(64, 128), form != "two caches"
+    launch, sink = plan(64, 128), form != "two caches"
     constants = FORMS[form] | dict(
         PAGED=True, HAS_SINK=sink, SPLIT=None, CONSUMER_REGISTERS=launch.consumer_registers,
         PRODUCER_REGISTERS=launch.producer_registers,
@@ -168,15 +157,18 @@ def kinds():
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", list(kinds()), ids=str)
 def test_kinds_of_rows(case, device):
-    with mock.patch.object(launch, "_attend", side_effect=AssertionError("the portable kernel")):
-        check_case(case, len(str(case)), device)
+    check_case(case, len(str(case)), device, impl="hopper.decode_fp8")
 
 
 @pytest.mark.gpu
 def test_what_it_cannot_load_takes_the_portable_kernel(device):
-    with mock.patch.object(hopper_launch, "attend_fp8", side_effect=AssertionError("the Hopper kernel")):
-        check_case(Case(64, 1, (V4, 6, 5, 12, [20, 9]), (V4, 9, 7, 8, [90, 3]), 0.0), 0, device)
-        check_case(Case(64, 1, (V4, 6, 5, 8, [20, 9]), (V4_FNUZ, 9, 7, 8, [90, 3]), 0.0), 0, device)
+    for first, second, refusal in (
+        ((V4, 6, 5, 12, [20, 9]), (V4, 9, 7, 8, [90, 3]), "cache block stride: got 2932 bytes"),
+        ((V4, 6, 5, 8, [20, 9]), (V4_FNUZ, 9, 7, 8, [90, 3]), "extra_layout: got planar_fp8/448"),
+    ):
+        with pytest.raises(ValueError, match=f"^{refusal}"):
+            check_case(Case(64, 1, first, second, 0.0), 0, device, impl="hopper.decode_fp8")
+        check_case(Case(64, 1, first, second, 0.0), 0, device)
 
 
 @pytest.mark.gpu
@@ -193,7 +185,8 @@ def test_every_code_and_every_scale(rows):
     scales = torch.arange(256, device="cuda").view(2, 128, 1) - torch.arange(8, device="cuda")
     cache.flatten(1)[:, plane : plane + 1024] = scales.clamp_min(0).to(torch.uint8).flatten(1)
     spare = 0 if rows == 256 else rows * 1152  # indices that no row has, but for which rows are split
-    assert (config.hopper_fp8(rows, 64, rows + spare, V4, torch.bfloat16, H200).parts[0].splits > 1) == (rows == 8)
+    chosen = config.plan_decode_fp8(packed_decode(rows, 64, V4, rows + spare), H200)
+    assert (chosen.waves[0].splits > 1) == (rows == 8)
     q = torch.zeros(rows, 64, 512, device="cuda", dtype=torch.bfloat16)
     bounds = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
 
@@ -209,5 +202,5 @@ def test_every_code_and_every_scale(rows):
     got, want = (some.nan_to_num().float().unflatten(2, (2, 256)) for some in (got, want))
     least = (
         1e-37 if rows == 256 else want.abs().amax(3, keepdim=True) * 2**-39 + 1e-37
-    )  # shares are fp16, scaled by halves
+    )  # partials are fp16, scaled by halves
     assert ((got - want).abs() <= want.abs() * 2**-8 + least).all()

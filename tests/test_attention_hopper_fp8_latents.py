@@ -6,8 +6,9 @@ from support.extremes import INF
 from support.hopper_attention import LATENT, check_latents, latent_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
-from sparse_attn.ops.attention.hopper import launch as hopper_launch
-from sparse_attn.ops.attention.problem import Keys, step_of
+from sparse_attn.ops.attention.hopper import config
+from sparse_attn.ops.attention.problem import packed_decode
+from sparse_attn.target import H200
 
 
 @pytest.mark.gpu
@@ -65,9 +66,8 @@ def test_shares_of_any_size(size, width):
     slots = torch.randint(0, 640, (tokens * width,), device="cuda", dtype=torch.int32)
     ragged = Ragged(slots, torch.arange(tokens + 1, dtype=torch.int32, device="cuda") * width)
     q = torch.zeros(tokens, 64, 576, device="cuda", dtype=torch.bfloat16)
-    keys = Keys(cache, LATENT, *ragged)
-    (part,) = hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, None)).parts
-    assert part.splits == (3 if width == 300 else 16)
+    (waves,) = config.plan_decode_fp8(packed_decode(tokens, 64, LATENT, tokens * width), H200).waves
+    assert waves.splits == (3 if width == 300 else 16)
     got, want = (
         sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT, impl=impl).out
         for impl in ("triton", "reference")

@@ -15,7 +15,9 @@ from support.ragged import ragged_rows
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, allocate_cache
 from sparse_attn.ops import attention
-from sparse_attn.ops.attention import config, reference
+from sparse_attn.ops.attention import reference
+from sparse_attn.ops.attention.portable import config
+from sparse_attn.ops.attention.problem import KvCache, packed_decode
 from sparse_attn.target import H200
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck
@@ -164,7 +166,7 @@ def test_errors_name_the_argument(change, name, kind):
 
 def test_splits_count_the_keys_of_both_caches():
     def splits(main, extra):
-        return config.config(4, 64, 512, 512, 4 * (main + extra), 2, True, H200).splits
+        return config.plan(packed_decode(4, 64, V4, 4 * (main + extra), extra=V4), H200).splits
 
     assert splits(128, 0) == 2 and splits(0, 512) == 8 and splits(128, 512) == 10
 
@@ -316,13 +318,12 @@ def test_offsets_beyond_2_31_bytes(block_size):
 @pytest.mark.aot
 def test_kernel_on_hopper():
     """64 heads, one row, two caches."""
-    from sparse_attn.ops.attention import launch
-    from sparse_attn.ops.attention.portable import kernels
+    from sparse_attn.ops.attention.portable import kernels, launch
     from sparse_attn.testing.aot import compile_kernel
 
     cache, indices = allocate_cache(V4, 2, 64, "cpu"), torch.zeros(640, dtype=torch.int32)
-    chosen = config.config(1, 64, 512, 512, 640, 2, True, H200)
-    keys = launch._arguments(launch.Keys(cache, V4, indices, indices), chosen.block_k).constants
+    chosen = config.plan(packed_decode(1, 64, V4, 640, extra=V4), H200)
+    keys = launch.arguments(KvCache(cache, V4, indices, indices), chosen.block_k).constants
     constants = dict(
         keys, D_V=512, D_REST=0, PAD_V=512, PAD_REST=16, SPLIT=chosen.splits > 1, BLOCK_H=chosen.block_h,
         BLOCK_K=chosen.block_k, STAGES=chosen.num_stages, HOIST=chosen.hoist,

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import config, reference, sparse_attn_prefill
+from sparse_attn.ops.attention import dispatch, reference, sparse_attn_prefill
+from sparse_attn.ops.attention.portable import config
+from sparse_attn.ops.attention.problem import packed_decode
 from sparse_attn.testing import compare
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.types import Ragged
@@ -19,14 +21,10 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def shared_bytes(d_qk, d_v, heads, size, fp8, target):
-    """What the configuration reckons with, or None where it refuses the width."""
-    try:
-        chosen = config.config(64, heads, d_qk, d_v, 64 * 2048, size, fp8, target)
-    except ValueError as error:
-        assert str(error).startswith(f"d_qk: got {d_qk} values of {size} bytes, of which {d_v} are")
-        return None
-    assert chosen.block_h >= 16 and chosen.block_k >= 16 and chosen.num_stages >= 1
-    return config._shared_bytes(chosen, d_qk, d_v, size, fp8, target)
+    """What a plan reckons with, or None where the width is refused."""
+    tile, fits = config.fitting(heads, d_qk, d_v, size, fp8, False, False, target)
+    assert tile.block_h >= 16 and tile.block_k >= 16 and tile.num_stages >= 1
+    return config.shared_bytes(tile, d_qk, d_v, size, fp8, target) if fits else None
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -46,7 +44,7 @@ def test_every_width_fits_or_is_refused(name):
 
 def test_the_error_says_what_fits():
     with pytest.raises(ValueError) as error:
-        config.config(64, 64, 2112, 2048, 64 * 2048, 2, False, TARGETS["sm_86"])
+        dispatch.choose(packed_decode(64, 64, PlainLayout("bf16", 2048, 64), 64 * 2048), TARGETS["sm_86"])
     assert str(error.value) == (
         "d_qk: got 2112 values of 2 bytes, of which 2048 are a key's value, allowed: what fits into 101376 bytes of shared "
         "memory, 16 queries and 16 keys at a time, d_v and the rest rounded up to powers of two"
@@ -62,11 +60,10 @@ def compiled(target, layout, dtype=BF16, heads=64):
     from sparse_attn.ops.attention import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
-    fp8 = None if isinstance(layout, PlainLayout) else layout
     q, cache = empty(64, heads, layout.dim, dtype=dtype), empty(64, 64, layout.row, dtype=layout.dtype)
-    keys = launch.Keys(cache, fp8, empty(64 * 2048), empty(65))
+    keys, none = (cache, empty(64 * 2048), empty(65)), (None, None, None, "", None)
     with recording(target) as launches:
-        launch.portable_decode(q, keys, None, 0.1, layout.value_dim, None)
+        launch.sparse_attn_decode(q, *keys, 0.1, layout.name, *none, kernel="portable")
     return compile_launch(next(one for one in launches if one.kernel == "attend")), TARGETS[target].shared_memory
 
 

@@ -65,12 +65,11 @@ def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, mon
 
 @pytest.mark.parametrize("heads, launches", [(MOST, 1), (MOST + 1, 2), (3 * MOST, 4)])
 def test_merging_many_heads_takes_several_launches(heads, launches, monkeypatch):
-    from sparse_attn.ops.attention import partials
-    from sparse_attn.ops.attention.portable import kernels
+    from sparse_attn.ops.attention.portable import kernels, launch
 
     spy = Spy()
     monkeypatch.setattr(kernels, "merge", spy)
-    partials.merge(empty(2, 5, heads, 8), empty(2, 5, heads), empty(heads), empty(5, heads, 8), empty(5, heads), 1.0)
+    launch.combine(empty(2, 5, heads, 8), empty(2, 5, heads), empty(heads), empty(5, heads, 8), empty(5, heads), 1.0)
     done = 0
     for size, (outs, lses, sink, out, lse, *_), _ in spy.launches:
         assert outs.storage_offset() == out.storage_offset() == 8 * done
@@ -80,7 +79,7 @@ def test_merging_many_heads_takes_several_launches(heads, launches, monkeypatch)
 
 
 def test_what_no_launch_has_room_for_is_refused():
-    from sparse_attn.ops.attention import partials
+    from sparse_attn.ops.attention.portable import launch
     from sparse_attn.ops.compressor import launch as compressor
     from sparse_attn.ops.hyper_connection import launch as hyper
     from sparse_attn.ops.index_query import launch as query
@@ -88,7 +87,7 @@ def test_what_no_launch_has_room_for_is_refused():
 
     d_v = 4096 * MOST + 1
     with pytest.raises(ValueError, match=f"^outs d_v: got {d_v}, allowed: at most {d_v - 1}, "):
-        partials.merge(empty(2, 1, 1, d_v), empty(2, 1, 1), None, empty(1, 1, d_v), empty(1, 1), 1.0)
+        launch.combine(empty(2, 1, 1, d_v), empty(2, 1, 1), None, empty(1, 1, d_v), empty(1, 1), 1.0)
     many, positions, table = 16 * MOST + 1, empty(1, dtype=torch.int32), empty(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"^q heads: got {many}, allowed: at most {many - 1}, "):
         layout = IndexFp8Layout(128).name

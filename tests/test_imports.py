@@ -27,7 +27,6 @@ BASE = ("shapes", "reference", "debug")
 KINDS = {"base": 1.5, "kernel": 1.5, "host": 2, "launch": 2, "contract": 3}  # floors
 # Files that have no folder yet: they leave this table with it.
 UNSORTED = {
-    "attention": dict.fromkeys(("combine_plan", "problem", "split_kv"), "kernel") | {"partials": "launch"},
     "rope": {"table": "base"},
 }
 # What a fused op takes from another package: how it is dispatched and launched, and its oracle; never its kernels.

@@ -6,8 +6,10 @@ import torch
 from expecttest import assert_expected_inline
 from support.index_logits import U8, paged_problem, prefill_problem
 
-from sparse_attn.layout import LatentFp8Layout
-from sparse_attn.ops.attention import config as attention
+from sparse_attn.layout import LatentFp8Layout, PlainLayout
+from sparse_attn.ops.attention import dispatch as attention
+from sparse_attn.ops.attention.portable import config as portable
+from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
 from sparse_attn.ops.index_logits import dispatch as scores
 from sparse_attn.ops.index_logits.plan import PrefillPlan
 from sparse_attn.ops.topk import dispatch as topk
@@ -15,7 +17,7 @@ from sparse_attn.ops.topk.plan import Problem
 from sparse_attn.target import H200
 from sparse_attn.testing.launches import TARGETS
 
-LATENT = LatentFp8Layout(512, 64)
+LATENT, ROWS = LatentFp8Layout(512, 64), PlainLayout("bf16", 512, 64)
 CACHES = (
     ("fp32", 4, False, False, False), ("bf16", 2, False, False, False), ("bf16, apart", 2, False, False, True),
     ("fp8", 2, True, False, False), ("bf16 and fp8", 2, False, True, False),
@@ -40,7 +42,7 @@ def test_portable_attention():
     for name, target in TARGETS.items():
         for heads in (8, 32, 128):
             tiles = [
-                tile(attention.config(4096, heads, 576, 512, 4096 * 2048, size, fp8, target, mixed=mixed, apart=apart))
+                tile(portable.fitting(heads, 576, 512, size, fp8, mixed, apart, target)[0])
                 for _, size, fp8, mixed, apart in CACHES
             ]
             rows.append((name, heads, *tiles))
@@ -78,7 +80,7 @@ gfx950  128    16x16 4w 1s  64x32 4w 2s            64x32 4w 2s            64x16 
 def test_attention_of_few_rows():
     """Programs that share a row of 2048 keys of 576 values, by the portable kernel."""
     rows = [
-        (name, *(attention.config(count, 128, 576, 512, count * 2048, 2, True, target).splits for count in COUNTS))
+        (name, *(portable.plan(packed_decode(count, 128, LATENT, count * 2048), target).splits for count in COUNTS))
         for name, target in TARGETS.items()
     ]
     assert_expected_inline(
@@ -100,17 +102,13 @@ def test_attention_on_hopper():
     """Of rows of 2048 keys: registers, and how often a row is split."""
     rows = []
     for tokens in (1, 8, 22, 32, 44, 66, 67, 128, 133, 4096):
-        plain = [attention.hopper(tokens, heads, 576, 512, torch.bfloat16, H200) for heads in (64, 128)]
-        fp8 = [attention.hopper_fp8(tokens, heads, tokens * 2048, LATENT, torch.bfloat16, H200) for heads in (64, 128)]
-        few = [
-            attention.hopper_few_heads(tokens, heads, 576, 512, tokens * 2048, layout, torch.bfloat16, H200)
-            for layout in (None, LATENT)
-            for heads in (16, 32)
-        ]
-        rows.append((tokens, *("-" if one is None else "whole" for one in plain), *map(shares, fp8), *map(shares, few)))
-    head = ("rows", *(f"{form} {heads}" for form, heads in (("bf16", 64), ("bf16", 128), ("fp8", 64), ("fp8", 128))))
+        prefill = [packed_prefill(tokens, heads, ROWS, tokens * 2048) for heads in (64, 128)]
+        decode = [packed_decode(tokens, heads, LATENT, tokens * 2048) for heads in (64, 128)]
+        few = [packed_decode(tokens, heads, layout, tokens * 2048) for layout in (ROWS, LATENT) for heads in (16, 32)]
+        rows.append((tokens, *(waves(attention.choose(problem, H200)) for problem in (*prefill, *decode, *few))))
+    head = ("bf16 64", "bf16 128", "fp8 64", "fp8 128", "bf16 16", "bf16 32", "fp8 16", "fp8 32")
     assert_expected_inline(
-        table((*head, "bf16 16", "bf16 32", "fp8 16", "fp8 32"), *rows),
+        table(("rows", *head), *rows),
         """\
 rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32       fp8 16        fp8 32
 1     -        -         1x16          1x16          1x32          1x32          1x32          1x32
@@ -125,31 +123,29 @@ rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32      
 4096  whole    whole     4096x1        4096x1        4096x1        4096x1        4096x1        4096x1""",
     )
     registers = [
-        (form, launch.consumer_registers if hasattr(launch, "consumer_registers") else "the rest", launch.producer_registers,
-         getattr(launch, "asker_registers", "-"))
-        for form, launch in (
-            ("bf16 rows", attention.hopper(4096, 128, 576, 512, torch.bfloat16, H200)),
-            ("fp8", attention.hopper_fp8(64, 128, 64 * 2048, LATENT, torch.bfloat16, H200)),
-            ("few heads, bf16", attention.hopper_few_heads(64, 16, 576, 512, 64 * 2048, None, torch.bfloat16, H200)),
-            ("few heads, 16, fp8", attention.hopper_few_heads(64, 16, 576, 512, 64 * 2048, LATENT, torch.bfloat16, H200)),
-            ("few heads, 32, fp8", attention.hopper_few_heads(64, 32, 576, 512, 64 * 2048, LATENT, torch.bfloat16, H200)),
-        )
+        (form, choice.kernel.name, getattr(choice.plan, "consumer_registers", "the rest"), choice.plan.producer_registers,
+         getattr(choice.plan, "loader_registers", "-"))
+        for form, heads, layout in (("bf16, 128", 128, ROWS), ("fp8, 128", 128, LATENT), ("bf16, 16", 16, ROWS),
+                                    ("fp8, 16", 16, LATENT), ("fp8, 32", 32, LATENT))
+        for choice in [attention.choose(packed_decode(64, heads, layout, 64 * 2048), H200)]
     ]  # fmt: skip
     assert_expected_inline(
-        table(("registers", "consumer", "producer", "asker"), *registers),
+        table(("keys, heads", "kernel", "consumer", "producer", "loader"), *registers),
         """\
-registers           consumer  producer  asker
-bf16 rows           216       72        -
-fp8                 192       64        -
-few heads, bf16     the rest  136       96
-few heads, 16, fp8  the rest  112       96
-few heads, 32, fp8  the rest  104       80""",
+keys, heads  kernel               consumer  producer  loader
+bf16, 128    hopper.prefill_bf16  216       72        -
+fp8, 128     hopper.decode_fp8    192       64        -
+bf16, 16     hopper.swap_ab       the rest  136       96
+fp8, 16      hopper.swap_ab       the rest  112       96
+fp8, 32      hopper.swap_ab       the rest  104       80""",
     )
 
 
-def shares(launch):
-    """rows x splits of every part."""
-    return " + ".join(f"{part.rows}x{part.splits}" for part in launch.parts)
+def waves(choice):
+    """rows x splits of every launch."""
+    if choice.kernel.name in ("portable", "hopper.prefill_bf16"):
+        return "-" if choice.kernel.name == "portable" else "whole"
+    return " + ".join(f"{some.rows}x{some.splits}" for some in choice.plan.waves)
 
 
 def test_index_scores():

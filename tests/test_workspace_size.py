@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from sparse_attn import workspace
-from sparse_attn.ops.attention import config as attention_config
-from sparse_attn.ops.attention.split_kv import Part
+from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
 from sparse_attn.spec import PRESETS, CompressedSpec, preset
@@ -20,19 +19,18 @@ from sparse_attn.target import H200, Target
 from sparse_attn.testing.launches import TARGETS
 
 
+def attended(part, limits, rows, indices):
+    return part.attention(rows, part.heads, part.layout, indices, limits.dtype, limits.batch_invariant)
+
+
 def every_scratch(part, limits, target):
     """What every op asks for at every row count there is."""
-    yield attention_config.HANDED_OUT
+    yield from attention.reserved(attended(part, limits, 0, 0), target)
     for rows in range(part.group, part.most + 1, part.group):
         yield ragged_config.scratch(rows, target)
-        for attended in part.attended:
-            tokens, invariant = (part.stand_in, rows) if limits.batch_invariant else (rows, None)
-            sizes = tokens, part.heads, part.d_qk, part.d_v
-            launch = attention_config.config(
-                *sizes, tokens * attended, limits.dtype.itemsize, part.fp8 is not None, target
-            )
-            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
-            yield attention_config.largest_special_scratch(*sizes, attended, part.fp8, limits.dtype, target, invariant)
+        for most in part.attended:
+            for machine in attention.MACHINES:
+                yield from machine.reserved(attended(part, limits, rows, rows * most), target)
         for keys in {part.keys, min(part.keys, 262144)} - {0}:  # the widest with group maxima
             yield part.select_scratch(rows, keys, part.top_k, limits.logits_bytes, target, part.group)
         narrow = limits.logits_bytes // (4 * rows) // 64 * 64

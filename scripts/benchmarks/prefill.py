@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -112,7 +113,7 @@ def _implementations(run: Run):
         return reference.sparse_attn_prefill, reference.sparse_attn_prefill
     from sparse_attn.ops.attention import launch
 
-    return launch.portable_prefill, launch.sparse_attn_prefill
+    return functools.partial(launch.sparse_attn_prefill, kernel="portable"), launch.sparse_attn_prefill
 
 
 def measure(run: Run, case: Case) -> Record:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from sparse_attn import checks, workspace
-from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import config as attention_config
-from sparse_attn.ops.attention.split_kv import SPLIT, WHOLE, Part
+from sparse_attn.layout import PLAIN_NAME, LatentFp8Layout, PlainLayout
+from sparse_attn.ops.attention import dispatch as attention
+from sparse_attn.ops.attention.problem import KvLayout, Problem, packed_decode, packed_prefill
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
@@ -78,8 +78,7 @@ def workspace_size(
 class _Part:
     """Decode rows, prefill rows, or both where they attend at once. select_scratch: of what selects for them. most:
     rows at most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a row holds, for
-    each kind of layer. fp8: the layout attention reads, if fp8. stand_in: rows as which batch-invariant steps are
-    launched."""
+    each kind of layer. layout: of the keys attention reads. attention: what makes a problem of them."""
 
     select_scratch: Callable[..., Scratch]
     most: int
@@ -87,48 +86,50 @@ class _Part:
     keys: int
     top_k: int
     heads: int
-    d_qk: int
-    d_v: int
     attended: tuple[int, ...]
-    fp8: LatentFp8Layout | PlanarFp8Layout | None
-    stand_in: int
+    layout: KvLayout
+    attention: Callable[..., Problem]
 
 
 def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
-    shape = (spec.index.top_k, spec.num_heads, spec.latent_dim, spec.kv_lora, (spec.index.top_k,))
-    fp8 = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else None
-    decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
-    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, fp8, SPLIT)
-    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, None, WHOLE)
+    shape = spec.index.top_k, spec.num_heads
+    plain = PlainLayout(PLAIN_NAME[bounds.dtype], spec.kv_lora, spec.rope_dim)
+    cached = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else plain
+    decode_rows, next_n, attended = bounds.max_batch * bounds.next_n, bounds.next_n, (spec.index.top_k,)
+    decode, prefill = (attended, cached, packed_decode), (attended, plain, packed_prefill)
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
+    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, *prefill)
 
 
 def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
     entries = {"window": 0, "indexed": spec.index.top_k, "full": bounds.max_model_len // spec.full_ratio}
     attended = tuple(spec.window + entries[kind] for kind in sorted(set(spec.layer_kinds)))
-    shape = (spec.index.top_k, spec.num_heads, spec.head_dim, spec.head_dim)
+    shape, plain = (spec.index.top_k, spec.num_heads), PlainLayout(PLAIN_NAME[bounds.dtype], spec.head_dim)
     decode_keys, prefill_keys = (
         tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
         for tokens in (bounds.max_model_len, kv_rows)
     )
-    fp8 = None if isinstance(layouts.kv, PlainLayout) else layouts.kv
+    cached = plain if isinstance(layouts.kv, PlainLayout) else layouts.kv
     decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
     prefill_rows, gathering = bounds.max_batched_tokens, () if bounds.prefill_in_place else attended
-    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, attended, fp8, SPLIT)
-    yield _Part(index_topk_config.scratch, prefill_rows, 1, prefill_keys, *shape, gathering, None, WHOLE)
+    decode, prefill = (attended, cached, packed_decode), (gathering, plain, packed_prefill)
+    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, *decode)
+    yield _Part(index_topk_config.scratch, prefill_rows, 1, prefill_keys, *shape, *prefill)
     if bounds.prefill_in_place:
-        yield _Part(index_topk_config.scratch, decode_rows + prefill_rows, 1, 0, *shape, attended, fp8, SPLIT)
+        yield _Part(index_topk_config.scratch, decode_rows + prefill_rows, 1, 0, *shape, *decode)
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
     """What the ops ask for, at every row count that may be the one that takes most: few rows are split over more
     programs, so the most rows need not be it."""
-    yield attention_config.HANDED_OUT
+    for keys in part.attended:
+        sizes = part.most, part.heads, part.layout, part.most * keys, bounds.dtype, bounds.batch_invariant
+        yield from attention.reserved(part.attention(*sizes), target, part.group)
     if not part.most:
         return
     yield ragged_config.scratch(part.most, target)
-    yield from _attention(part, bounds, target)
     how = dict(top_k=part.top_k, logits_bytes=bounds.logits_bytes, target=target, group=part.group)
     select = functools.partial(part.select_scratch, **how)
     for keys in index_topk_config.widths_of_most_scratch(part.keys):
@@ -137,22 +138,6 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
             yield select(rows, keys)
     for narrow in _narrower(part, bounds.logits_bytes):
         yield select(part.most, narrow)
-
-
-def _attention(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
-    most = min(part.most, attention_config.most_split_rows(target))
-    steps = [(rows, rows) for rows in range(part.group, most + 1, part.group)]
-    if bounds.batch_invariant:
-        steps = [(part.stand_in, part.most)]
-    for tokens, rows in steps:
-        for attended in part.attended:
-            sizes = tokens, part.heads, part.d_qk, part.d_v
-            fp8 = part.fp8 is not None
-            launch = attention_config.config(*sizes, tokens * attended, bounds.dtype.itemsize, fp8, target)
-            yield attention_config.scratch((Part(0, rows, launch.splits),), part.heads, part.d_v)
-            yield attention_config.largest_special_scratch(
-                *sizes, attended, part.fp8, bounds.dtype, target, rows if bounds.batch_invariant else None
-            )
 
 
 def _narrower(part: _Part, logits_bytes: int) -> Iterator[int]:

@@ -66,7 +66,7 @@ def cache_of(part, next_n, invalid, seed, device):
     return filled_cache(layout, blocks, block_size, ragged, device, seed, padding), ragged, layout
 
 
-def check_case(case, seed, device):
+def check_case(case, seed, device, impl="triton"):
     torch.manual_seed(seed)
     main, ragged, layout = cache_of(case.first, case.next_n, case.invalid, seed, device)
     extra, extra_ragged, extra_layout = None, None, None
@@ -83,7 +83,7 @@ def check_case(case, seed, device):
     got, *repeats = (
         attention.sparse_attn_decode(
             q, main, ragged, scale=scale, layout=layout, extra_cache=extra, extra_ragged=extra_ragged,
-            extra_layout=extra_layout, sink=sink, impl="triton",
+            extra_layout=extra_layout, sink=sink, impl=impl,
         )
         for _ in range(1 + big(device))
     )  # fmt: skip

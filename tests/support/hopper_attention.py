@@ -8,8 +8,8 @@ from support.extremes import INT_MAX, INT_MIN, NAN
 
 from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, sparse_attn_decode
 from sparse_attn.layout import PlanarFp8Layout
-from sparse_attn.ops.attention.hopper import launch as hopper_launch
-from sparse_attn.ops.attention.problem import Keys, step_of
+from sparse_attn.ops.attention import dispatch
+from sparse_attn.target import target_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 LATENT, PLANAR = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
@@ -63,8 +63,12 @@ def sink_of(kind, heads):
     return sink
 
 
-def check(q, cache, ragged, **options):
-    """Against the reference, twice alike."""
+def check(kernel, q, cache, ragged, **options):
+    """``kernel``, which the call has to be chosen for, against the reference, twice alike."""
+    arguments = (q, cache, *ragged, options["scale"], options["layout"].name)
+    if "extra_cache" in options:
+        arguments += (options["extra_cache"], *options["extra_ragged"], options["extra_layout"].name)
+    assert dispatch.choose(dispatch.decode_problem(*arguments), target_of(q.device)).kernel.name == kernel
     got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
     assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
     want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
@@ -72,7 +76,7 @@ def check(q, cache, ragged, **options):
     assert_close(got.lse, want.lse, DECODE_LSE)
 
 
-def check_few_heads(
+def check_swap_ab(
     layout, heads, tokens, width, blocks, block_size, *, lengths="full", sink=None, gap=0, extra=0, seed=0
 ):
     """``extra`` keys of a second cache."""
@@ -80,17 +84,12 @@ def check_few_heads(
     q = queries(tokens, heads, layout.dim)
     ragged, read = list_of(tokens, width, blocks * block_size, lengths)
     cache = cache_of(layout, blocks, block_size, read, gap)
-    options, second = dict(scale=0.05, layout=layout), None
+    options = dict(scale=0.05, layout=layout)
     if extra:
         extra_ragged, read = list_of(tokens, extra, blocks * 7, lengths)
         extra_cache = cache_of(layout, blocks, 7, read)
-        second = Keys(extra_cache, layout, *extra_ragged)
         options |= dict(extra_cache=extra_cache, extra_ragged=extra_ragged, extra_layout=layout)
-    keys = Keys(cache, layout, *ragged)
-    if isinstance(layout, PlainLayout):
-        keys = Keys(cache.flatten(0, 1), None, *ragged)
-    assert hopper_launch.choose_few_heads(q, keys, second, 512, step_of(q, keys, second, None)) is not None
-    check(q, cache, ragged, sink=sink_of(sink, heads), **options)
+    check("hopper.swap_ab", q, cache, ragged, sink=sink_of(sink, heads), **options)
 
 
 def latent_case(tokens, heads, block_size, blocks, width, *, lengths="full", sink=None, layout=LATENT, gap=0, seed=0):
@@ -102,6 +101,4 @@ def latent_case(tokens, heads, block_size, blocks, width, *, lengths="full", sin
 
 
 def check_latents(q, cache, ragged, sink, layout=LATENT):
-    keys = Keys(cache, layout, *ragged)
-    assert hopper_launch.choose_fp8(q, keys, None, step_of(q, keys, None, None)) is not None
-    check(q, cache, ragged, scale=0.05, layout=layout, sink=sink)
+    check("hopper.decode_fp8", q, cache, ragged, scale=0.05, layout=layout, sink=sink)

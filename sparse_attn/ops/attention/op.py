@@ -1,6 +1,6 @@
 """Schemas of sparse attention."""
 
-from sparse_attn.ops.attention import fake
+from sparse_attn.ops.attention import dispatch, fake
 from sparse_attn.registration import define_op
 
 sparse_attn_prefill = define_op(
@@ -9,6 +9,7 @@ sparse_attn_prefill = define_op(
     "(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor? sink, bool batch_invariant,"
     " str impl) -> (Tensor out, Tensor lse)",
     fake.sparse_attn_prefill,
+    dispatch.KERNELS,
 )
 sparse_attn_decode = define_op(
     __package__,
@@ -17,6 +18,7 @@ sparse_attn_decode = define_op(
     " Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, bool batch_invariant, str impl)"
     " -> (Tensor out, Tensor lse)",
     fake.sparse_attn_decode,
+    dispatch.KERNELS,
 )
 merge_attn_states = define_op(
     __package__,

@@ -1,97 +1,78 @@
-"""Where attention is written to: its output, or one share of it per split, merged afterwards."""
+"""Where attention is written to: out and lse, or the partials of a split row, combined afterwards."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
-import triton
 
-from sparse_attn import workspace
-from sparse_attn.device import grid, pdl
-from sparse_attn.ops.attention import config
-from sparse_attn.ops.attention.portable import kernels
-from sparse_attn.ops.attention.split_kv import Part
-from sparse_attn.target import target_of
+from sparse_attn.ops.attention.split_kv import Waves
+from sparse_attn.workspace import Buffer, Scratch
 
 LOG2_E = math.log2(math.e)
-MERGED_ELEMENTS = 8192  # partial values a merging program holds
+
+
+def scratch(waves: Sequence[Waves], heads: int, d_v: int, scaled: bool = False) -> Scratch:
+    """The partials of every split, of each of ``waves`` that is split: fp32 outputs and base-2 lse. scaled: fp16
+    outputs, and a scale for each half of their columns."""
+    return Scratch(tuple(buffer for some in waves if some.splits > 1 for buffer in _buffers(some, heads, d_v, scaled)))
+
+
+def _buffers(waves: Waves, heads: int, d_v: int, scaled: bool) -> Iterator[Buffer]:
+    each = waves.splits, waves.rows, heads
+    yield Buffer("out_partial", (*each, d_v), torch.float16 if scaled else torch.float32)
+    yield Buffer("lse_partial", each, torch.float32)
+    if scaled:
+        yield Buffer("scale_partial", (*each, 2), torch.float32)
 
 
 class Output:
-    """Where the programs of some rows write to: (out, lse), or ``shares`` of them (and those shares' scales, if they
-    have any), whose sink is counted once, where they are merged."""
+    """Where the CTAs of some rows write to.
 
-    def __init__(self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, shares: list[torch.Tensor]):
-        self.out, self.lse, self.sink, self.split = out, lse, sink, bool(shares)
-        self.to, self.to_lse, *scales = shares or (out.unsqueeze(0), lse.unsqueeze(0))
-        self.scaled, self.scales = bool(scales), (scales or [self.to_lse])[0]  # anything where there are none
+    out_partial, lse_partial: [splits, rows, heads, ...]; of rows that are whole, out and lse. The sink is counted once:
+    where rows are whole by them, else where partials are combined.
+    """
+
+    def __init__(
+        self, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None, partials: Sequence[torch.Tensor] = ()
+    ):
+        self.out, self.lse, self.sink, self.split = out, lse, sink, bool(partials)
+        self.out_partial, self.lse_partial, *scales = partials or (out.unsqueeze(0), lse.unsqueeze(0))
+        self.scaled, self.scale_partial = (
+            bool(scales),
+            (scales or [self.lse_partial])[0],
+        )  # anything where there is none
 
     @property
     def has_sink(self) -> bool:
-        """Whether the programs count the sink."""
+        """Whether the CTAs count the sink."""
         return self.sink is not None and not self.split
 
     @property
-    def pointers(self) -> tuple[torch.Tensor, ...]:
-        """(sink, out, lse) of a program; the first is anything where there is none."""
-        return self.to_lse if self.sink is None else self.sink, self.to, self.to_lse
+    def pointers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(sink, out, lse) of a CTA; the first is anything where there is none."""
+        return self.lse_partial if self.sink is None else self.sink, self.out_partial, self.lse_partial
 
     @property
     def strides(self) -> tuple[int, ...]:
         """By split, token and head of out, by split and token of lse."""
-        return *self.to.stride()[:3], *self.to_lse.stride()[:2]
+        return *self.out_partial.stride()[:3], *self.lse_partial.stride()[:2]
 
 
 def outputs(
-    who: str,
     out: torch.Tensor,
     lse: torch.Tensor,
-    parts: tuple[Part, ...],
     sink: torch.Tensor | None,
-    scaled: bool = False,
+    waves: Sequence[Waves],
+    views: Sequence[torch.Tensor],
 ) -> list[Output]:
-    """Of the ``parts`` of a step. scaled: as ``config.scratch`` has it."""
-    shares = []
-    if any(part.splits > 1 for part in parts):
-        shares, _ = workspace.take(who, config.scratch(parts, *out.shape[1:], scaled), out.device)
-    results = []
-    for part in parts:
-        rows, number = slice(part.first, part.first + part.rows), 2 + scaled if part.splits > 1 else 0
-        results.append(Output(out[rows], lse[rows], sink, list(shares[:number])))
-        shares = shares[number:]
+    """Of each of ``waves``. views: of what ``scratch`` asks for."""
+    split = [some for some in waves if some.splits > 1]
+    each = len(views) // len(split) if split else 0
+    results, taken = [], 0
+    for some in waves:
+        rows, number = slice(some.first, some.first + some.rows), each if some.splits > 1 else 0
+        results.append(Output(out[rows], lse[rows], sink, views[taken : taken + number]))
+        taken += number
     return results
-
-
-def merge(outs, lses, sink, out, lse, to_log2):
-    """Merge states [states, tokens, heads, ...] into out and lse; ``to_log2`` times the states' lse is in base 2."""
-    tokens, heads, d_v = out.shape
-    if tokens * heads == 0:
-        return
-    if heads > grid.MOST:
-        for some in grid.spans(heads):
-            drain = None if sink is None else sink[some]
-            merge(outs[:, :, some], lses[:, :, some], drain, out[:, some], lse[:, some], to_log2)
-        return
-    states = outs.shape[0]
-    block_s = max(2, triton.next_power_of_2(states))
-    block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
-    grid.check("outs d_v", d_v, block_d)
-    kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
-        outs,
-        lses,
-        sink,
-        out,
-        lse,
-        states,
-        d_v,
-        to_log2,
-        *outs.stride()[:3],
-        *lses.stride(),
-        *out.stride()[:2],
-        lse.stride(0),
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=4,
-        **pdl.launched(target_of(out.device)),
-    )

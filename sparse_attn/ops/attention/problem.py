@@ -1,41 +1,212 @@
-"""What the launchers are given, and what they know of it."""
+"""The facts of a call that the choice of a kernel and its launch depend on, and the tensors a launcher is given."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout
+from sparse_attn.layout import PLAIN_NAME, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+
+ALIGNMENT = 16  # bytes that the widest load takes at once
+# A batch-invariant step is split as one of so many rows is. Decode: as few as leave room to split each row over CTAs.
+# Prefill: so many that none is split, on any GPU.
+INVARIANT_DECODE_ROWS, INVARIANT_PREFILL_ROWS = 32, 4096
+
+KvLayout = PlainLayout | LatentFp8Layout | PlanarFp8Layout
 
 
-class Keys(NamedTuple):
-    """A cache (or the rows of one block), its format, None for plain rows, and the indices into it."""
+class KvCache(NamedTuple):
+    """Keys and the indices into them.
+
+    cache: blocks [num_blocks, block_size, row] of ``layout``, or plain rows [rows, d_qk].
+    """
 
     cache: torch.Tensor
-    layout: LatentFp8Layout | PlanarFp8Layout | None
+    layout: KvLayout
     indices: torch.Tensor
     indptr: torch.Tensor
 
+    @property
+    def blocks(self) -> torch.Tensor:
+        """Plain rows are one block."""
+        return self.cache.unsqueeze(0) if self.cache.dim() == 2 else self.cache
 
-class Step(NamedTuple):
-    """What a launch is chosen for: rows, and how many indices all of them may hold, of two caches together. invariant:
-    how many rows there are instead, launched as those would be in one part; None where bits may depend on it."""
+    @property
+    def rows(self) -> torch.Tensor:
+        """[rows, d_qk] of plain rows, or of plain blocks one behind the other."""
+        return self.cache if self.cache.dim() == 2 else self.cache.flatten(0, 1)
+
+    @property
+    def padded(self) -> bool:
+        """Whether something lies between the last slot of a block and the first of the next one."""
+        return self.cache.dim() == 3 and _padded(*self.cache.shape[:2], *self.cache.stride()[:2])
+
+
+class Call(NamedTuple):
+    """What a launcher is given: the tensors of a call, and what the plan's scratch asks for (views, counters)."""
+
+    q: torch.Tensor
+    keys: KvCache
+    extra: KvCache | None
+    scale: float
+    sink: torch.Tensor | None
+    out: torch.Tensor
+    lse: torch.Tensor
+    views: Sequence[torch.Tensor] = ()
+    counters: torch.Tensor | None = None
+
+
+class CacheFacts(NamedTuple):
+    """What is known of a KvCache.
+
+    name: the argument it is. block_stride, row_stride: in elements. base: bytes from a multiple of ALIGNMENT to the
+    first record.
+    """
+
+    name: str
+    layout: KvLayout
+    num_blocks: int
+    block_size: int
+    block_stride: int
+    row_stride: int
+    base: int = 0
+
+    @property
+    def fp8(self) -> bool:
+        return not isinstance(self.layout, PlainLayout)
+
+    @property
+    def slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def padded(self) -> bool:
+        """Whether something lies between the last slot of a block and the first of the next one."""
+        return _padded(self.num_blocks, self.block_size, self.block_stride, self.row_stride)
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel and its launch depend on.
+
+    dtype: of q. indices: how many the rows may hold in all, of two caches together. q_strides: by token and by head, in
+    elements. q_base: as ``CacheFacts.base``. invariant_rows: the step is split as one of so many rows is, which may
+    hold as many indices each (batch_invariant); None: as its own rows are best split.
+    """
 
     tokens: int
-    capacity: int
-    invariant: int | None = None
+    heads: int
+    dtype: torch.dtype
+    scale: float
+    indices: int
+    cache: CacheFacts
+    extra: CacheFacts | None
+    q_strides: tuple[int, int]
+    q_base: int = 0
+    invariant_rows: int | None = None
+
+    @property
+    def d_qk(self) -> int:
+        return self.cache.layout.dim
+
+    @property
+    def d_v(self) -> int:
+        return self.cache.layout.value_dim
+
+    @property
+    def d_rope(self) -> int:
+        """Columns of a key that are no part of its value."""
+        return self.d_qk - self.d_v
+
+    @property
+    def caches(self) -> tuple[CacheFacts, ...]:
+        return (self.cache,) if self.extra is None else (self.cache, self.extra)
+
+    @property
+    def split_as(self) -> tuple[int, int]:
+        """(rows, indices) of the step that this one is split as."""
+        if self.invariant_rows is None or not self.tokens:
+            return self.tokens, self.indices
+        return self.invariant_rows, self.invariant_rows * -(-self.indices // self.tokens)
 
 
-def step_of(q: torch.Tensor, keys: Keys, extra: Keys | None, stand_in: int | None) -> Step:
-    """This step, or one of ``stand_in`` rows that may hold as many indices each, which stands for it."""
-    tokens = q.shape[0]
-    capacity = keys.indices.numel() + (0 if extra is None else extra.indices.numel())
-    if stand_in and tokens:
-        return Step(stand_in, stand_in * -(-capacity // tokens), tokens)
-    return Step(tokens, capacity)
+def _padded(num_blocks: int, block_size: int, block_stride: int, row_stride: int) -> bool:
+    return num_blocks > 1 and block_stride != block_size * row_stride
 
 
-def are_apart(cache: torch.Tensor) -> bool:
-    """Whether something lies between the last slot of a block and the first of the next one."""
-    return cache.shape[0] > 1 and cache.stride(0) != cache.shape[1] * cache.stride(1)
+def kv_rows(kv: torch.Tensor, d_v: int, indices: torch.Tensor, indptr: torch.Tensor) -> KvCache:
+    """Of rows [rows, d_qk], whose first ``d_v`` columns are their value."""
+    return KvCache(kv, plain_layout(kv.dtype, d_v, kv.shape[1] - d_v), indices, indptr)
+
+
+@functools.cache
+def plain_layout(dtype: torch.dtype, d_v: int, d_rope: int) -> PlainLayout:
+    return PlainLayout(PLAIN_NAME[dtype], d_v, d_rope)
+
+
+def problem_of(
+    q: torch.Tensor, cache: KvCache, extra: KvCache | None, scale: float, invariant_rows: int | None
+) -> Problem:
+    tokens, heads, _ = q.shape
+    indices = cache.indices.numel()
+    if extra is not None:
+        indices += extra.indices.numel()
+    return Problem(
+        tokens, heads, q.dtype, scale, indices,
+        _facts("cache", cache), None if extra is None else _facts("extra_cache", extra),
+        q.stride()[:2], q.data_ptr() % ALIGNMENT, invariant_rows,
+    )  # fmt: skip
+
+
+def _facts(name: str, keys: KvCache) -> CacheFacts:
+    cache, base = keys.cache, keys.cache.data_ptr() % ALIGNMENT
+    if cache.dim() == 2:
+        rows, stride = cache.shape[0], cache.stride(0)
+        return CacheFacts("kv", keys.layout, 1, rows, rows * stride, stride, base)
+    num_blocks, block_size, _ = cache.shape
+    block_stride, row_stride, _ = cache.stride()
+    return CacheFacts(name, keys.layout, num_blocks, block_size, block_stride, row_stride, base)
+
+
+def packed_prefill(
+    tokens: int,
+    heads: int,
+    layout: KvLayout,
+    indices: int,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Of sparse_attn_prefill where all tensors are contiguous and aligned."""
+    return _packed(tokens, heads, layout, indices, dtype, INVARIANT_PREFILL_ROWS if batch_invariant else None)
+
+
+def packed_decode(
+    tokens: int,
+    heads: int,
+    layout: KvLayout,
+    indices: int,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
+    extra: KvLayout | None = None,
+) -> Problem:
+    """Of sparse_attn_decode where all tensors are contiguous and aligned."""
+    return _packed(tokens, heads, layout, indices, dtype, INVARIANT_DECODE_ROWS if batch_invariant else None, extra)
+
+
+def _packed(
+    tokens: int,
+    heads: int,
+    layout: KvLayout,
+    indices: int,
+    dtype: torch.dtype,
+    invariant_rows: int | None,
+    extra: KvLayout | None = None,
+) -> Problem:
+    caches = [
+        None if each is None else CacheFacts(name, each, 64, 64, 64 * each.row, each.row)
+        for name, each in (("cache", layout), ("extra_cache", extra))
+    ]
+    q_strides = heads * layout.dim, layout.dim
+    return Problem(tokens, heads, dtype, 1.0, indices, *caches, q_strides, invariant_rows=invariant_rows)

@@ -1,0 +1,99 @@
+"""Which kernel attends, and how it is launched: ``KERNELS`` in order, each with what it supports and its plan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from sparse_attn import dispatch
+from sparse_attn.dispatch import Choice, Kernel
+from sparse_attn.layout import parse_layout
+from sparse_attn.ops.attention.hopper import config as hopper
+from sparse_attn.ops.attention.portable import config as portable
+from sparse_attn.ops.attention.problem import (
+    INVARIANT_DECODE_ROWS,
+    INVARIANT_PREFILL_ROWS,
+    KvCache,
+    Problem,
+    kv_rows,
+    problem_of,
+)
+from sparse_attn.ops.attention.split_kv import most_split_rows
+from sparse_attn.target import Target
+from sparse_attn.workspace import Scratch
+
+HERE = "sparse_attn.ops.attention"
+Plan = hopper.Plan | portable.PortablePlan
+MACHINES = (hopper, portable)
+KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("hopper.swap_ab", hopper.supports_swap_ab, hopper.plan_swap_ab, f"{HERE}.hopper.launch:swap_ab"),
+    Kernel("hopper.decode_fp8", hopper.supports_decode_fp8, hopper.plan_decode_fp8, f"{HERE}.hopper.launch:decode_fp8"),
+    Kernel(
+        "hopper.prefill_bf16", hopper.supports_prefill_bf16, hopper.plan_prefill_bf16,
+        f"{HERE}.hopper.launch:prefill_bf16",
+    ),
+    Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:attend"),
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
+def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
+    """The kernel that attends, and its plan. kernel: see dispatch.choose. ValueError where no kernel fits: that of the
+    portable one, which asks least."""
+    if kernel is None and not (fits := portable.supports(problem, target)).ok:
+        raise ValueError(fits.reason)
+    return dispatch.choose(KERNELS, problem, target, kernel)
+
+
+def prefill_problem(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    scale: float,
+    d_v: int,
+    sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Of the arguments of the operator sparse_attn_prefill, real or on meta."""
+    rows = INVARIANT_PREFILL_ROWS if batch_invariant else None
+    return problem_of(q, kv_rows(kv, d_v, indices, indptr), None, scale, rows)
+
+
+def decode_problem(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    scale: float,
+    layout: str,
+    extra_cache: torch.Tensor | None = None,
+    extra_indices: torch.Tensor | None = None,
+    extra_indptr: torch.Tensor | None = None,
+    extra_layout: str = "",
+    sink: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Of the arguments of the operator sparse_attn_decode, real or on meta."""
+    keys, extra = KvCache(cache, parse_layout(layout), indices, indptr), None
+    if extra_cache is not None:
+        extra = KvCache(extra_cache, parse_layout(extra_layout), extra_indices, extra_indptr)
+    return problem_of(q, keys, extra, scale, INVARIANT_DECODE_ROWS if batch_invariant else None)
+
+
+def reserved(problem: Problem, target: Target, step: int = 1) -> Iterator[Scratch]:
+    """What calls like ``problem`` ask for, among it the most: of as many rows, ``step`` at a time, or fewer, that each
+    hold as many keys or fewer. A call may fall to a later kernel by its strides, so every kernel counts."""
+    yield hopper.TILE_COUNTER
+    if not problem.tokens:
+        return
+    keys = -(-problem.indices // problem.tokens)
+    rows = range(step, min(problem.tokens, most_split_rows(target)) + 1, step)
+    if problem.invariant_rows is not None:
+        rows = (problem.tokens,)  # of which each is split alike
+    for tokens in rows:
+        some = problem._replace(tokens=tokens, indices=tokens * keys)
+        for machine in MACHINES:
+            yield from machine.reserved(some, target)

@@ -1,0 +1,306 @@
+"""The Hopper kernels: what each supports, how it is launched, and its scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from sparse_attn.dispatch import YES, Support, no, slower
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.ops.attention.hopper.constants import BLOCK_M, BLOCK_N, D_ROPE, D_V, LOAD_BYTES, SWAP_AB_HEADS
+from sparse_attn.ops.attention.partials import scratch
+from sparse_attn.ops.attention.problem import CacheFacts, Problem
+from sparse_attn.ops.attention.split_kv import (
+    PAIRS,
+    TILES,
+    Combine,
+    CostModel,
+    Waves,
+    combine_of,
+    may_start_early,
+    waves_of,
+)
+from sparse_attn.target import Target
+from sparse_attn.workspace import Scratch, size_of
+
+GROUPS = {LatentFp8Layout: (64, 128), PlanarFp8Layout: (64,)}  # codes to a scale
+KNOWN_MULTIPLE = 16  # of which Triton tells the compiler
+MOST_BLOCK_BYTES = 2**33  # records lie within 32-bit offsets of their block, counted in words
+HEADS_SPAN = 2**31
+TILE_COUNTER = Scratch(counters=1)  # work tiles that the CTAs of the persistent kernel have taken
+
+
+@dataclass(frozen=True)
+class SwapAbPlan:
+    """A CTA serves all heads of a row. block_m: these, padded to what the matrix unit takes. waves: launched one after
+    the other. launch_dependents: whether the next launch may start while this one runs. loader_registers: of a thread
+    of the warpgroup that loads fp8 records, producer_registers: of the two others; the consumer gets the rest."""
+
+    block_m: int
+    waves: tuple[Waves, ...]
+    combine: Combine | None
+    launch_dependents: bool
+    producer_registers: int
+    loader_registers: int
+    scratch: Scratch
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class DecodeFp8Plan:
+    """blocks: CTAs of a row and split, of BLOCK_M heads each. consumer_registers: of a thread of warpgroup 1; warpgroup
+    0 gets the rest. Else as SwapAbPlan."""
+
+    blocks: int
+    waves: tuple[Waves, ...]
+    combine: Combine | None
+    launch_dependents: bool
+    scratch: Scratch
+    consumer_registers: int = 192
+    producer_registers: int = 64
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class PrefillBf16Plan:
+    """``ctas`` take work tiles, of a row and BLOCK_M heads, from a counter. Else as DecodeFp8Plan."""
+
+    blocks: int
+    tiles: int
+    ctas: int
+    launch_dependents: bool
+    scratch: Scratch = TILE_COUNTER
+    consumer_registers: int = 216
+    producer_registers: int = 72
+    num_warps: int = 4
+
+
+Plan = SwapAbPlan | DecodeFp8Plan | PrefillBf16Plan
+
+
+# --- what a kernel supports
+
+
+def supports_swap_ab(problem: Problem, target: Target) -> Support:
+    """At most 32 heads over plain rows, fp8 latents, or one or two planar caches."""
+    plain = isinstance(problem.cache.layout, PlainLayout)
+    return _support(
+        _machine(problem, target),
+        _at_most_32_heads(problem),
+        _rows(problem) if plain else _records(problem),
+        _queries(problem),
+        *(_memory(cache) for cache in problem.caches),
+    )
+
+
+def supports_decode_fp8(problem: Problem, target: Target) -> Support:
+    """Whole blocks of heads over fp8 latents, or one or two planar caches."""
+    return _support(
+        _machine(problem, target),
+        _fp8(problem),
+        _whole_blocks_of_heads(problem),
+        _records(problem),
+        _queries(problem),
+        *(_memory(cache) for cache in problem.caches),
+    )
+
+
+def supports_prefill_bf16(problem: Problem, target: Target) -> Support:
+    """Whole blocks of heads over plain rows, and a CTA for every third SM, since no row is split."""
+    support = _support(
+        _machine(problem, target),
+        _plain(problem),
+        _whole_blocks_of_heads(problem),
+        _rows(problem),
+        _queries(problem),
+        _copies(problem.cache),
+    )
+    rows, _ = problem.split_as
+    blocks = problem.heads // BLOCK_M
+    if support.ok and 3 * rows * blocks < target.num_sms:
+        return slower(f"tokens: got {rows}, faster from {-(-target.num_sms // (3 * blocks))}")
+    return support
+
+
+def _support(*refusals: Iterator[str]) -> Support:
+    reason = next(chain(*refusals), None)
+    return YES if reason is None else no(reason)
+
+
+def _machine(problem: Problem, target: Target) -> Iterator[str]:
+    if (target.vendor, target.arch) != ("nvidia", 90):
+        yield f"target: got {target.name}, allowed: sm_90"
+    if problem.dtype != torch.bfloat16:
+        yield f"q dtype: got {problem.dtype}, allowed: torch.bfloat16"
+    if not problem.scale > 0:  # a row's largest score is looked for before it is scaled
+        yield f"scale: got {problem.scale}, allowed: above 0"
+
+
+def _at_most_32_heads(problem: Problem) -> Iterator[str]:
+    if problem.heads > SWAP_AB_HEADS:
+        yield f"heads: got {problem.heads}, allowed: at most {SWAP_AB_HEADS}"
+
+
+def _whole_blocks_of_heads(problem: Problem) -> Iterator[str]:
+    if problem.heads % BLOCK_M:
+        yield f"heads: got {problem.heads}, allowed: a multiple of {BLOCK_M}"
+
+
+def _plain(problem: Problem) -> Iterator[str]:
+    if problem.cache.fp8:
+        yield f"layout: got {problem.cache.layout.name}, allowed: plain rows"
+
+
+def _fp8(problem: Problem) -> Iterator[str]:
+    if not problem.cache.fp8:
+        yield f"layout: got {problem.cache.layout.name}, allowed: fp8 records"
+
+
+def _rows(problem: Problem) -> Iterator[str]:
+    """Plain ones, alone and side by side."""
+    name, layout = problem.cache.name, problem.cache.layout
+    if layout.dtype != problem.dtype:
+        yield f"{name} dtype: got {layout.dtype}, allowed: {problem.dtype}, as q has"
+    if problem.d_v != D_V:
+        yield f"d_v: got {problem.d_v}, allowed: {D_V}"
+    if problem.d_rope not in (0, D_ROPE):
+        yield f"d_qk: got {problem.d_qk}, allowed: {D_V} or {D_V + D_ROPE}"
+    if problem.extra is not None:
+        yield f"extra_cache: got one beside plain rows, allowed: beside {_planar()} of the same layout"
+    if problem.cache.padded:
+        packed = problem.cache.block_size * problem.cache.row_stride
+        yield f"{name} block stride: got {problem.cache.block_stride}, allowed: {packed}, plain blocks side by side"
+
+
+def _records(problem: Problem) -> Iterator[str]:
+    """fp8 ones that the producers know."""
+    layout, extra = problem.cache.layout, problem.extra
+    planar = isinstance(layout, PlanarFp8Layout)
+    if (layout.latent, layout.rope) != (D_V - D_ROPE if planar else D_V, D_ROPE):
+        yield f"layout: got {layout.name}, allowed: {_latent()} or {_planar()}"
+    if layout.flavour != "e4m3fn":
+        yield f"layout flavour: got {layout.flavour}, allowed: e4m3fn"
+    if layout.group not in GROUPS[type(layout)]:
+        yield f"layout group: got {layout.group}, allowed: {' or '.join(map(str, GROUPS[type(layout)]))}"
+    if extra is not None and not planar:
+        yield f"extra_cache: got one beside {layout.name}, allowed: beside {_planar()} of the same layout"
+    if extra is not None and extra.layout != layout:
+        yield f"extra_layout: got {extra.layout.name}, allowed: {layout.name}, as the first cache has"
+
+
+def _latent() -> str:
+    return f"latent_fp8/{D_V}+{D_ROPE}"
+
+
+def _planar() -> str:
+    return f"planar_fp8/{D_V - D_ROPE}+{D_ROPE}"
+
+
+def _queries(problem: Problem) -> Iterator[str]:
+    """Whether they can be copied by 16 bytes, in terms the compiler is told of, and by 32-bit offsets of a head."""
+    if problem.q_base:
+        yield f"q address: got {problem.q_base} bytes behind a multiple of {LOAD_BYTES}, allowed: 0"
+    if any(stride % KNOWN_MULTIPLE for stride in problem.q_strides):
+        yield f"q strides: got {problem.q_strides}, allowed: multiples of {KNOWN_MULTIPLE}"
+    span = (problem.heads - 1) * problem.q_strides[1]
+    if span >= HEADS_SPAN:
+        yield f"q heads: got a span of {span} values, allowed: at most {HEADS_SPAN - 1}"
+
+
+def _memory(cache: CacheFacts) -> Iterator[str]:
+    """Whether 16-byte loads can read it by 32-bit offsets of a block, or of a plain row."""
+    name, element = cache.name, cache.layout.dtype.itemsize
+    kind, stride, size = ("block", cache.block_stride, cache.block_size) if cache.fp8 else ("row", cache.row_stride, 1)
+    if not cache.slots:
+        yield f"{name}: got no slots, allowed: at least 1"
+    if cache.base:
+        yield f"{name} address: got {cache.base} bytes behind a multiple of {LOAD_BYTES}, allowed: 0"
+    if stride * element % LOAD_BYTES:
+        yield f"{name} {kind} stride: got {stride * element} bytes, allowed: a multiple of {LOAD_BYTES}"
+    nbytes = size * cache.layout.row * element
+    if nbytes > MOST_BLOCK_BYTES:
+        yield f"{name} {kind}: got {nbytes} bytes, allowed: at most {MOST_BLOCK_BYTES}"
+
+
+def _copies(cache: CacheFacts) -> Iterator[str]:
+    """Whether plain rows can be copied by 16 bytes, in terms the compiler is told of."""
+    if cache.base:
+        yield f"{cache.name} address: got {cache.base} bytes behind a multiple of {LOAD_BYTES}, allowed: 0"
+    if cache.row_stride % KNOWN_MULTIPLE:
+        yield f"{cache.name} row stride: got {cache.row_stride}, allowed: a multiple of {KNOWN_MULTIPLE}"
+
+
+# --- how it is launched
+
+
+def plan_swap_ab(problem: Problem, target: Target) -> SwapAbPlan:
+    waves = waves_of(*_swap_ab_units(problem, target))
+    block_m = 16 if problem.heads <= 16 else 32
+    producers = 136 if not problem.cache.fp8 else 112 if block_m == 16 else 104
+    return SwapAbPlan(
+        block_m, waves, *_combined(problem, waves, 1, target),
+        producer_registers=producers, loader_registers=96 if block_m == 16 else 80,
+        scratch=scratch(waves, problem.heads, D_V),
+    )  # fmt: skip
+
+
+def plan_decode_fp8(problem: Problem, target: Target) -> DecodeFp8Plan:
+    waves, blocks = waves_of(*_decode_fp8_units(problem, target)), problem.heads // BLOCK_M
+    combined = _combined(problem, waves, blocks, target)
+    return DecodeFp8Plan(blocks, waves, *combined, scratch=scratch(waves, problem.heads, D_V, scaled=True))
+
+
+def plan_prefill_bf16(problem: Problem, target: Target) -> PrefillBf16Plan:
+    blocks = problem.heads // BLOCK_M
+    tiles = problem.tokens * blocks
+    ctas = min(tiles, target.num_sms)
+    # Behind more of them an early start costs many rows more than it spares.
+    return PrefillBf16Plan(blocks, tiles, ctas, launch_dependents=4 * ctas <= 3 * target.num_sms)
+
+
+Units = tuple[CostModel, int, int, int, int, int | None]  # what waves_of is asked
+
+
+def _swap_ab_units(problem: Problem, target: Target) -> Units:
+    rows, indices = problem.split_as
+    return _units(TILES, problem, 1, max(1, -(-indices // (rows * BLOCK_N))), target)
+
+
+def _decode_fp8_units(problem: Problem, target: Target) -> Units:
+    rows, indices = problem.split_as
+    return _units(PAIRS, problem, problem.heads // BLOCK_M, -(-indices // (rows * 2 * BLOCK_N)), target)
+
+
+def _units(model: CostModel, problem: Problem, blocks: int, units: int, target: Target) -> Units:
+    return model, problem.tokens, blocks, units, target.num_sms, problem.invariant_rows
+
+
+def _combined(problem: Problem, waves: tuple[Waves, ...], blocks: int, target: Target) -> tuple[Combine | None, bool]:
+    """(how partials are combined, whether each launch lets the next one start early)."""
+    split = [some for some in waves if some.splits > 1]
+    if not split:
+        return None, True
+    rows = sum(some.rows for some in split)
+    combine = combine_of(target, rows, problem.heads, *(some.splits for some in split))
+    if len(waves) > 1:
+        return combine, True
+    return combine, may_start_early(target, rows * blocks * split[0].splits, combine)
+
+
+def reserved(problem: Problem, target: Target) -> Iterator[Scratch]:
+    """What rows like these ask for that hold as many keys or fewer, which may be split more often: the most of each
+    kernel here."""
+    if problem.tokens and supports_swap_ab(problem, target).ok:
+        yield _most(_swap_ab_units(problem, target), problem, scaled=False)
+    elif problem.tokens and supports_decode_fp8(problem, target).ok:
+        yield _most(_decode_fp8_units(problem, target), problem, scaled=True)
+
+
+def _most(asked: Units, problem: Problem, scaled: bool) -> Scratch:
+    model, rows, blocks, units, num_sms, split_as = asked
+    steps = {waves_of(model, rows, blocks, fewer, num_sms, split_as) for fewer in range(1, units + 1)}
+    asked_for = (scratch(waves, problem.heads, D_V, scaled) for waves in steps)
+    return max(asked_for, key=lambda one: size_of(one).nbytes, default=Scratch())

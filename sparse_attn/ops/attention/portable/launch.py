@@ -1,0 +1,130 @@
+"""Launchers of the kernels that every GPU has."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from sparse_attn.device import grid, pdl
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.ops.attention.partials import LOG2_E, outputs
+from sparse_attn.ops.attention.portable import kernels
+from sparse_attn.ops.attention.portable.config import PortablePlan, padded
+from sparse_attn.ops.attention.problem import Call, KvCache
+from sparse_attn.target import target_of
+
+COMBINED_ELEMENTS = 8192  # partial values that a CTA holds
+
+
+class Arguments(NamedTuple):
+    """What the kernel is told of one cache: run-time arguments in the order of its parameters, constants by name."""
+
+    pointers: tuple[torch.Tensor | None, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    constants: dict[str, int | bool]
+
+
+def attend(call: Call, plan: PortablePlan) -> None:
+    """One launch, and where rows are split one more, which combines their partials."""
+    q, sink, out = call.q, call.sink, call.out
+    tokens, heads, d_qk = q.shape
+    d_v = out.shape[2]
+    (result,) = outputs(out, call.lse, sink, plan.waves, call.views)
+    first, second = arguments(call.keys, plan.block_k), arguments(call.extra, plan.block_k)
+    kernels.attend[(tokens, triton.cdiv(heads, plan.block_h), plan.splits)](
+        q,
+        *first.pointers,
+        *second.pointers,
+        sink,
+        result.out_partial,
+        result.lse_partial,
+        heads,
+        *first.sizes,
+        *second.sizes,
+        call.scale * LOG2_E,
+        q.stride(0),
+        q.stride(1),
+        *first.strides,
+        *second.strides,
+        *result.strides,
+        D_V=d_v,
+        D_REST=d_qk - d_v,
+        PAD_V=padded(d_v),
+        PAD_REST=padded(d_qk - d_v) or 16,
+        SPLIT=result.split,
+        BLOCK_H=plan.block_h,
+        BLOCK_K=plan.block_k,
+        STAGES=plan.num_stages,
+        HOIST=plan.hoist,
+        **first.constants,
+        **{f"EXTRA_{name}": value for name, value in second.constants.items()},
+        num_warps=plan.num_warps,
+        **pdl.launched(target_of(q.device)),
+    )
+    if result.split:
+        combine(result.out_partial, result.lse_partial, sink, out, call.lse, 1.0)
+
+
+def arguments(keys: KvCache | None, block_k: int) -> Arguments:
+    form = dict(
+        GROUP=0, SCALE_AT=0, REST_AT=0, TOKEN_BYTES=0, SCALE_BYTES=0, FNUZ=False, PAGED=False, SHORT=False
+    )  # fmt: skip
+    if keys is None:
+        return Arguments((None, None, None), (0, 0, 0), (0, 0), form)
+    cache, layout, indices = keys.blocks, keys.layout, keys.indices
+    num_blocks, block_size, _ = cache.shape
+    if not isinstance(layout, PlainLayout):
+        form |= dict(GROUP=layout.group, REST_AT=layout.rope_offset, FNUZ=layout.flavour == "e4m3fnuz")
+    if isinstance(layout, PlanarFp8Layout):
+        form |= dict(TOKEN_BYTES=layout.token_bytes, SCALE_BYTES=layout.scale_bytes)
+    else:
+        form["PAGED"] = keys.padded
+    if isinstance(layout, LatentFp8Layout):
+        form["SCALE_AT"] = layout.scale_offset
+    form["SHORT"] = indices.numel() < block_k
+    sizes = (num_blocks * block_size, block_size, indices.numel())
+    return Arguments((cache, indices, keys.indptr), sizes, cache.stride()[:2], form)
+
+
+def combine(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    to_log2: float,
+) -> None:
+    """States [states, tokens, heads, ...] into out and lse; ``to_log2`` times the states' lse is in base 2."""
+    tokens, heads, d_v = out.shape
+    if tokens * heads == 0:
+        return
+    if heads > grid.MOST:
+        for some in grid.spans(heads):
+            some_sink = None if sink is None else sink[some]
+            combine(outs[:, :, some], lses[:, :, some], some_sink, out[:, some], lse[:, some], to_log2)
+        return
+    states = outs.shape[0]
+    block_s = max(2, triton.next_power_of_2(states))
+    block_d = min(max(64, COMBINED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
+    grid.check("outs d_v", d_v, block_d)
+    kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
+        outs,
+        lses,
+        sink,
+        out,
+        lse,
+        states,
+        d_v,
+        to_log2,
+        *outs.stride()[:3],
+        *lses.stride(),
+        *out.stride()[:2],
+        lse.stride(0),
+        BLOCK_S=block_s,
+        BLOCK_D=block_d,
+        num_warps=4,
+        **pdl.launched(target_of(out.device)),
+    )
