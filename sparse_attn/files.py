@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what a file's own errors leave out: its name."""
+"""Files that are written whole or not at all, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STREAMS = ("/proc/", "/dev/fd/", "/dev/stdout", "/dev/stderr")  # names of what
 
 @contextlib.contextmanager
 def replacing(paths: Sequence[Path], removing: Sequence[Path] = ()) -> Iterator[list[Path]]:
-    """Paths beside ``paths``, to be written in the block; behind it they take their places, in this order.
+    """Paths beside ``paths``, to be written inside the block. After the block they replace ``paths``, in this order.
 
-    Behind them what of ``removing`` is there goes. An error in the block or behind it leaves every file as it was, and
-    none of these beside it. The files get the mode that open() would give them.
+    Then the files of ``removing`` that exist are deleted. An error in the block or after it leaves every file as it
+    was, and none of the new ones. The files get the mode that open() would give them.
     """
     fresh = [_beside(path) for path in paths]
     undo = contextlib.ExitStack()
@@ -49,7 +49,8 @@ def replacing(paths: Sequence[Path], removing: Sequence[Path] = ()) -> Iterator[
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path``: whole or not at all where that is a regular file or none, and else into it."""
+    """Write ``data`` to ``path``. A regular or new file is written whole or not at all. Anything else (a pipe, a
+    device) is written into."""
     try:
         if _is_stream(path):
             with open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
@@ -62,7 +63,8 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def check_output(name: str, path: Path) -> None:
-    """ValueError where ``path`` cannot be written to, before what is written is made. name: the argument it came by."""
+    """ValueError where ``path`` cannot be written to. Called before the output is computed. name: the argument that
+    gave the path."""
     got = f"{name}: got {str(path)!r}"
     try:
         if path.is_dir():
@@ -105,7 +107,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether ``path`` is there and no regular file, or names a file that some process has open."""
+    """Whether ``path`` exists and is no regular file, or names a file that some process has open."""
     hop = os.path.abspath(path)
     for _ in range(40):
         if hop.startswith(_STREAMS):
@@ -138,7 +140,8 @@ def _try(path: Path) -> None:
 
 
 def _settle(path: Path, mode: int) -> None:
-    """Bring what was written to the disk, under the mode the file was made with: a writer may have made its own."""
+    """Flush what was written to the disk, and set the mode that the file was made with: a writer may have made a file
+    of its own."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -148,7 +151,7 @@ def _settle(path: Path, mode: int) -> None:
 
 
 def _keep(path: Path, kept: list[Path], undo: contextlib.ExitStack) -> None:
-    """Give what is at ``path`` a second name, or its only one where the file system knows no links."""
+    """Give the file at ``path`` a second name. Where the file system has no links, that becomes its only name."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not os.path.lexists(path):

@@ -31,7 +31,7 @@ def fp8_quantise(
     """Quantise the last dimension with one scale: (codes uint8 [..., d], scales fp32 [...]).
 
     scale = max(amax, amax_floor) / FP8_MAX, rounded up to a power of two under "pow2"; value ~= code * scale. amax is
-    that of the finite values: NaN and infinities become NaN, whatever stands beside them as if they were not there.
+    that of the finite values. NaN and infinities become NaN and change no other value.
     """
     values = values.float()
     values = torch.where(values.isfinite(), values, torch.nan)

@@ -1,7 +1,7 @@
 """No operator has a backward: where a gradient is wanted its forward runs, and a backward that reaches it raises.
 
-The refusal is an operator of its own behind the outputs, there only in grad mode and where an input requires grad. So
-it costs nothing otherwise, and compiled code, whose backward is traced ahead of any, raises when that runs.
+The refusal is an operator of its own that outputs pass through, only in grad mode and where an input requires grad.
+Otherwise it costs nothing. Compiled code traces a backward before any is asked for; it raises when that backward runs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def wanted(args: Sequence[object], tensors: Sequence[int]) -> bool:
 
 
 def end(output: torch.Tensor, name: str, *inputs: torch.Tensor) -> torch.Tensor:
-    """``output``, which depends on ``inputs`` through operator ``name``, out of autograd's sight: a backward from it to
-    any of them raises."""
+    """``output``, which depends on ``inputs`` through operator ``name`` in a way that autograd does not see. A backward
+    from it to any of them raises."""
     inputs = [value for value in inputs if value.requires_grad]
     return torch.ops.sparse_attn.no_backward(output, inputs, name) if torch.is_grad_enabled() and inputs else output
 
@@ -56,8 +56,8 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: torch.Tensor | None):
-    """Every refusal takes the gradient that arrives: a compiler would run with the forward what does not depend on
-    it."""
+    """Every refusal takes the gradient that arrives. A compiler would run a refusal that does not depend on it with the
+    forward."""
     refused = torch.ops.sparse_attn.refuse_backward
     if grad is None:
         return None, [None] * len(ctx.saved_tensors), None

@@ -72,8 +72,8 @@ def _check_groups(latent: int, group: int) -> None:
 
 
 def _name() -> str:
-    """What __post_init__ fills: a plain string, because Dynamo cannot format the numbers of a layout that a compiled
-    function is given."""
+    """A field that __post_init__ fills. It is a plain string, because Dynamo cannot format the numbers of a layout that
+    is an argument of a compiled function."""
     return field(init=False, repr=False, compare=False)
 
 
@@ -172,7 +172,7 @@ class IndexFp8Layout:
 class LatentFp8Layout:
     """MLA latents, interleaved per token: fp8 latent, its fp32 group scales, bf16 rope (656 bytes at 512 + 64).
 
-    scale_floor: what a scale is at least, before it is rounded up under "pow2"; None: LATENT_SCALE_FLOOR of the rule.
+    scale_floor: the least scale, before it is rounded up under "pow2"; None: LATENT_SCALE_FLOOR of the rule.
     """
 
     latent: int
@@ -218,7 +218,7 @@ class LatentFp8Layout:
 
     @property
     def amax_floor(self) -> float:
-        """What the largest magnitude of a group counts as at least, so that its scale is no less than its floor."""
+        """The least value that a group's amax counts as, so that its scale is not below the floor."""
         floor = LATENT_SCALE_FLOOR[self.scale_rule] if self.scale_floor is None else self.scale_floor
         return FP8_MAX[self.flavour] * floor
 
@@ -382,8 +382,8 @@ def parse_layout(name: str) -> Layout:
 
 
 def row_stride(cache: torch.Tensor, layout: Layout) -> int:
-    """Elements from a token's record to the next one's, as ``cache`` has them; a planar block's planes are never
-    apart."""
+    """Elements from one token's record to the next one's in ``cache``. Records of planar blocks are always side by
+    side."""
     if isinstance(layout, (PlainLayout, LatentFp8Layout)):
         return cache.stride(1)
     return layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.dim
@@ -425,8 +425,9 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
 
 
 def alignment(layout: Layout) -> int:
-    """Elements of which a block of ``layout`` starts at a multiple: its words are fp32 scales, or four scale bytes of a
-    planar record; bf16 values, where such records are no multiple of those long, whose scales are read by the byte."""
+    """A block of ``layout`` starts at a multiple of so many elements. fp8 blocks are read in words of 4 bytes: fp32
+    scales, or four scale bytes of a planar record. Where planar records are no multiple of 4 bytes long, their scales
+    are read byte by byte, and the words are bf16 values of 2 bytes."""
     if layout.dtype != torch.uint8:
         return 1
     return BF16_BYTES if isinstance(layout, PlanarFp8Layout) and layout.token_bytes % SCALE_BYTES else SCALE_BYTES
@@ -465,7 +466,7 @@ def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: tor
 
 def mark_cache(cache: torch.Tensor) -> torch.Tensor:
     """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes
-    are symbols of their own, so that none is taken for a batch size or a length that happens to be equal. What
-    allocates caches here has marked them; mark caches made by hand, and views and copies, before they meet a compiled
+    are symbols of their own, so that none is taken for a batch size or a length that happens to be equal. Caches that
+    this library allocates are marked. Mark caches made by hand, views and copies before you pass them to a compiled
     function."""
     return mark_sizes(cache, dynamic=(0, 1), static=(2,))

@@ -25,7 +25,7 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
     """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in ``package``;
     ``impl`` may name one of ``kernels``.
 
-    What is returned calls it, and ends gradients there; its ``overload`` is the operator.
+    The returned function calls the operator and ends gradients there. Its ``overload`` is the operator.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -50,7 +50,8 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
 def _too_large(
     error: Exception, name: str, names: Sequence[str], tensors: Sequence[int], arguments: Sequence[object]
 ) -> ValueError | None:
-    """Where a kernel for these sizes takes more than the GPU has, which is known before it is launched."""
+    """The error for sizes whose kernel takes more than the GPU has, which Triton finds before the launch; None for any
+    other ``error``."""
     from triton import OutOfResources
 
     if not isinstance(error, OutOfResources):
@@ -65,9 +66,10 @@ def _too_large(
 def _implementation(
     package: str, name: str, names: Sequence[str], tensors: Sequence[int], kernels: Sequence[str] = ()
 ) -> Callable:
-    """What runs: on the device of the tensors, whichever is the current one, with one op's launches in a row.
+    """The real implementation. It runs on the device of the tensors, whichever is current. It keeps its workspace until
+    its last launch.
 
-    names: of the arguments. tensors: which of them are tensors, or None. kernels: what ``impl`` may name besides.
+    names: of the arguments. tensors: places of those that are tensors or None. kernels: kernels that ``impl`` may name.
     """
 
     def run(device: torch.device, args: tuple):

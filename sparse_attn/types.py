@@ -25,8 +25,8 @@ class Ragged(NamedTuple):
 class AttentionOutput(NamedTuple):
     """out: [tokens, heads, d_v]; lse: fp32 [tokens, heads], natural log, without the sink, -inf for an empty row.
 
-    Callers unpack the pair, so it stays one: a row's largest score (FlashMLA's max_logits) is not returned, and what
-    more a keyword may ask for comes in a type of its own.
+    Callers unpack the pair, so it stays a pair. A row's largest score (FlashMLA's max_logits) is not returned. Whatever
+    a keyword may add comes in a type of its own.
     """
 
     out: torch.Tensor
@@ -94,7 +94,7 @@ class WindowCaches(NamedTuple):
     """One tensor per layer, None where the layer has no such cache.
 
     kv: rings of raw keys. compressed: entries, paged. index: the entries' index keys, paged. state, index_state: fp32
-    rings of what the compressors of entries and of index keys have yet to pool.
+    rings of tokens that the compressors of entries and of index keys have not pooled yet.
     """
 
     kv: tuple[torch.Tensor, ...]
@@ -106,7 +106,7 @@ class WindowCaches(NamedTuple):
 
 @exported
 class CompressedPlan(NamedTuple):
-    """What a step needs of entries that each stand for ``ratio`` tokens, beside its StepPlan; counted in entries.
+    """What a step needs beside its StepPlan for entries that each stand for ``ratio`` tokens. All counts are entries.
 
     limits: int32 [tokens], entries each row may see. context_lens: int32 [num_decodes, next_n], those of the decode
     rows.
@@ -131,7 +131,7 @@ class WindowPlan(NamedTuple):
     """The raw keys that a step's prefill rows see in their window, gathered request by request.
 
     kv_indptr: int32 [prefill requests + 1], cumulative rows. starts: int32 [prefill requests], position of each
-    request's first row. offsets: int32 [prefill tokens], what a position is shifted by to give its row, 0 for padding.
+    request's first row. offsets: int32 [prefill tokens], position + offset is its row; 0 for padding.
     capacity: the host's bound on kv_indptr[-1].
     """
 

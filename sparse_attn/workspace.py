@@ -6,13 +6,13 @@ an op that uses counters leaves them zero. Without a reservation, eager calls al
 
 Threads. ``reserve`` serves a stream, whichever thread launches on it; the default stream is one for all threads.
 ``use`` serves the thread (or asyncio task) that entered it, and no other. An op holds its workspace from the moment it
-takes scratch to its last launch, so the launches of two ops that share one never interleave on their stream. One that
-serves two streams at a time is a race all the same. A captured graph does not hold the workspace it was captured with
-while it is replayed: leave that workspace to the graph's stream, and its thread.
+takes scratch to its last launch, so the launches of two ops that share one never interleave on their stream. A
+workspace that serves two streams at a time is a race all the same. A replay does not hold the workspace that its graph
+was captured with: use that workspace on the graph's stream and thread only.
 
-Errors. An op that raises after it has taken counters may leave some that its kernels counted up: they are zeroed on the
-stream before the error leaves the op. Where the GPU itself reports an error that stays (an illegal address), nothing on
-that device works from then on, counters included: the process has to end.
+Errors. An op may raise after its kernels have counted. Its counters are then zeroed on the stream before the error
+leaves the op. After a GPU error that stays (an illegal address) nothing works on that device, counters included: the
+process has to end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ALIGNMENT = 256
 
 
 class Buffer(NamedTuple):
-    """One scratch tensor a launcher needs: what ``config.scratch`` lists."""
+    """One scratch tensor that a launcher needs, as a plan's scratch lists them."""
 
     name: str
     shape: tuple[int, ...]
@@ -146,7 +146,7 @@ Key = tuple[torch.device, int]
 
 
 class _Use:
-    """A ``use`` that has not ended; it lets go of its workspace when it does, whoever still knows of it."""
+    """A ``use`` that has not ended. When it ends it drops its workspace, whoever still refers to it."""
 
     __slots__ = ("key", "workspace")
 

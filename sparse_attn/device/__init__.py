@@ -1,4 +1,4 @@
-"""What kernels share, and Triton's interpreter as they need it."""
+"""Device functions that kernels share, and repairs of Triton's interpreter."""
 
 from sparse_attn.target import interpreting
 

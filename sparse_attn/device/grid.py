@@ -1,4 +1,4 @@
-"""What a grid has room for: its second and third dimension are 16 bits wide on NVIDIA's GPUs."""
+"""Limits of a grid: its second and third dimension are 16 bits wide on NVIDIA's GPUs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ ALIGNED = (
 
 
 def spans(count: int, each: int = 1) -> Iterator[slice]:
-    """What launches one after the other take of ``count`` rows, of which a program along such a dimension takes
-    ``each``."""
+    """Slices of ``count`` rows for launches one after the other. A CTA along such a dimension takes ``each`` rows."""
     step = ALIGNED * each
     return (slice(first, min(first + step, count)) for first in range(0, count, step))
 
 
 def check(name: str, size: int, each: int) -> None:
-    """ValueError where programs along such a dimension, each for ``each`` of ``size``, would be too many."""
+    """ValueError where CTAs along such a dimension, one for ``each`` of ``size``, would be too many."""
     if size > MOST * each:
         raise ValueError(f"{name}: got {size}, allowed: at most {MOST * each}, for which a launch has room")

@@ -22,8 +22,8 @@ def log2_sum(m, l):
 
 @triton.jit
 def sink_factor(sink, lse2):
-    """What a sink (natural log units) leaves of a row whose base-2 lse is given: 1 / (1 + exp(sink - lse)); 0 of an
-    empty one."""
+    """What a row's output is multiplied by because of a sink (natural log units): 1 / (1 + exp(sink - lse)) for a
+    base-2 lse; 0 for an empty row."""
     empty = lse2 == float("-inf")
     exponent = sink * 1.4426950408889634 - tl.where(empty, 0.0, lse2)
     return tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp2(exponent)))

@@ -1,9 +1,9 @@
 """The forward of DeepSeek-V3.2 and GLM-5 as a pure function of weights, tokens, caches and a step plan.
 
 What tells the two models apart (dimensions, index rope pairing, shared index layers, yarn, expert groups) is in the
-spec. Under torch.compile ``spec`` and ``layouts`` may reach the function in any way. As attributes of an nn.Module
-(runtime.steps.Model) or globals, Dynamo takes their numbers for constants; as arguments, closed over or in a
-functools.partial, for symbols that guards hold to their values.
+spec. Under torch.compile ``spec`` and ``layouts`` may reach the function in any way. Where they are globals or
+attributes of an nn.Module (runtime.steps.Model), Dynamo treats their numbers as constants. Where they are arguments,
+closed over or in a functools.partial, it treats them as symbols that guards hold to their values.
 """
 
 from __future__ import annotations

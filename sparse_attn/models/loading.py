@@ -33,7 +33,7 @@ def load(
     """(spec, params) of the checkpoint in ``folder``, weights in ``dtype`` on ``device``.
 
     progress: wraps the iteration over parameter names, as tqdm does. ValueError names the config key or the weight at
-    fault, and the file it is in; what headers tell is found before a weight is read.
+    fault, and the file it is in. Faults that headers show are found before a weight is read.
     """
     folder = Path(folder)
     config, spec = read_config(folder)
@@ -89,7 +89,8 @@ def _weight_block(config: dict) -> tuple[int, int]:
 
 
 def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes) -> None:
-    """ValueError that names every weight that is missing, that nothing reads or that cannot be read, before any is."""
+    """ValueError that names every weight that is missing, that nothing reads or that cannot be read. No weight has been
+    read then."""
     wanted, missing = {}, []
     for name, shape in shapes.items():
         sources = spelling.sources(name, checkpoint)

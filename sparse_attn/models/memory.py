@@ -46,8 +46,8 @@ def weight_bytes(spec: Spec | CompressedSpec, dtype: torch.dtype) -> dict[str, i
 
 
 def gathered_bytes(spec: Spec | CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> int:
-    """The keys that a step's prefill rows are scored against, or attend to, whichever is more: layers take turns.
-    Windows are those of max_batch requests."""
+    """Bytes of the keys that a step's prefill rows are scored against, or of those they attend to, whichever is more: a
+    layer gathers one after the other. There are windows of max_batch requests."""
     if not bounds.max_batched_tokens:
         return 0
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows

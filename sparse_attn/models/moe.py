@@ -5,9 +5,9 @@ Two ways through the routed experts, chosen by what the host knows (device, dtyp
 - grouped: rows sorted by expert, two grouped GEMMs. Work is tokens x experts_per_token rows; beside it, one sort of
   that many ids. Needs bf16 on a GPU, and widths that are multiples of 8. Group ends stay on the device where torch has
   a kernel (grouped_waits); elsewhere it copies them to the host, and a step waits once per product.
-- dense: every expert sees every token, what was not chosen is weighted by zero. num_experts / experts_per_token times
-  the necessary operations and tokens x num_experts x (2 x intermediate + hidden) values of scratch: for few or small
-  experts, where a sort costs more than it saves, and for the reference on a CPU.
+- dense: every expert sees every token, and experts that were not chosen weigh zero. It takes num_experts /
+  experts_per_token times the necessary operations, and tokens x num_experts x (2 x intermediate + hidden) values of
+  scratch. It is for few or small experts, where a sort costs more than it saves, and for the reference on a CPU.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ GROUPED_MULTIPLE = 8  # F.grouped_mm takes rows of whole 16-byte pieces
 
 
 def takes_grouped(spec: MoeSpec, hidden: int, dtype: torch.dtype, on_gpu: bool) -> bool:
-    """Whether tokens of ``hidden`` values go through their own experts alone."""
+    """Whether tokens of ``hidden`` values take the grouped way."""
     widths = hidden % GROUPED_MULTIPLE == 0 and spec.intermediate_size % GROUPED_MULTIPLE == 0
     return on_gpu and dtype == torch.bfloat16 and spec.num_experts > DENSE_MAX_EXPERTS and widths
 
 
 def grouped_waits(target: Target) -> bool:
-    """Whether F.grouped_mm copies group ends to the host: torch has a kernel that reads them for compute capabilities 9
-    and 10 alone."""
+    """Whether F.grouped_mm copies group ends to the host. Only for compute capabilities 9 and 10 has torch a kernel
+    that reads them on the device."""
     return target.vendor != "nvidia" or not isinstance(target.arch, int) or not 90 <= target.arch < 110
 
 

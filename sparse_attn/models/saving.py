@@ -32,12 +32,12 @@ def save(
 ) -> int:
     """Write config.json and model.safetensors into ``folder``, which is made where it is missing.
 
-    Both or neither: where it fails, the checkpoint that was there stays. The index and the shards of one that was there
-    go; other files stay.
+    Both files are replaced or neither is: where writing fails, the old checkpoint stays. The index and the shards of an
+    old checkpoint are removed. Other files stay.
 
     params: the forward's weights; rope tables among them are left out. dtype: of the weights, but for those the forward
-    keeps in fp32. Returns the bytes of the weights. ValueError names a weight that is missing or misshaped, and what of
-    the spec no config.json can say.
+    keeps in fp32. Returns the bytes of the weights. ValueError names a weight that is missing or misshaped, or the part
+    of the spec that no config.json can express.
     """
     try:
         from safetensors import SafetensorError

@@ -1,5 +1,5 @@
 """Which files of a folder belong to its checkpoint, as transformers has it: model.safetensors, else the shards of an
-index. Other .safetensors files in the folder are none of it."""
+index. Other .safetensors files in the folder do not belong to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tensors_of(folder: Path) -> dict[str, tuple[Any, Path]]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The file of every tensor by ``index``. ValueError for names that are none of a file in its folder."""
+    """The file of every tensor by ``index``. ValueError for a name that is not a file in its folder."""
     home = read_json_object(index).get("weight_map")
     if not isinstance(home, dict) or not home:
         raise ValueError(f"{index}: weight_map: got {short(home)}, allowed: tensors and the files they are in")
@@ -50,7 +50,7 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def open_tensors(path: Path) -> Any:
-    """The safetensors file at ``path``, of which nothing is read but its header; ValueError where it is none."""
+    """The safetensors file at ``path``. Only its header is read. ValueError where it is no such file."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -68,7 +68,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def stale_files(folder: Path) -> list[Path]:
-    """What of an older checkpoint in ``folder`` is in the way of a model.safetensors: an index, then its shards."""
+    """Files of an older checkpoint in ``folder`` that a model.safetensors replaces: its index, then its shards."""
     index = folder / INDEX
     if not os.path.lexists(index):
         return []

@@ -1,4 +1,4 @@
-"""Attention over a window of raw keys and compressed entries, with what writes them.
+"""Attention over a window of raw keys and compressed entries, and the functions that write them.
 
 A head's key is its value: one vector of head_dim per token (or entry), its last rope_dim values rotated. What was
 rotated into the values is rotated back out of the output, at the query's position.
