@@ -15,7 +15,7 @@ MAX_CAPACITY = 2**31 - 1  # indices that rows hold in all: int32 says where each
 
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name}: got {type(value).__name__}, allowed is a torch.Tensor")
+        raise TypeError(f"{name}: got {type(value).__name__}, allowed: a torch.Tensor")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:

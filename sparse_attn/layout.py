@@ -358,7 +358,7 @@ Layout = PlainLayout | IndexFp8Layout | LatentFp8Layout | PlanarFp8Layout
 def parse_layout(name: str) -> Layout:
     """The layout a name stands for; ValueError where it stands for none."""
     if not isinstance(name, str):
-        raise TypeError(f"layout: got {type(name).__name__}, allowed is a name")
+        raise TypeError(f"layout: got {type(name).__name__}, allowed: a name")
     kind, _, rest = name.partition("/")
     try:
         if kind == "plain":
@@ -395,7 +395,7 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
     padded_rows: records of a layout that is not planar may lie apart.
     """
     if not isinstance(cache, torch.Tensor):
-        raise TypeError(f"{name}: got {type(cache).__name__}, allowed is a torch.Tensor")
+        raise TypeError(f"{name}: got {type(cache).__name__}, allowed: a torch.Tensor")
     if cache.dtype != layout.dtype:
         raise TypeError(f"{name}: got dtype {cache.dtype}, allowed: {layout.dtype} for layout {layout.name}")
     if cache.dim() != 3 or cache.shape[2] != layout.row:

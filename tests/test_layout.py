@@ -82,7 +82,7 @@ def test_unknown_names_are_refused(name):
 def test_what_no_layout_can_be_is_refused(make, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()
-    with pytest.raises(TypeError, match="^layout: got int, allowed is a name$"):
+    with pytest.raises(TypeError, match="^layout: got int, allowed: a name$"):
         parse_layout(5)
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ahead-of-time compilation tells. shared_memory: Triton's, and what inline PTX claims beside it; claimed: the
-    latter. registers: of a thread (AMD: of a lane, accumulation registers among them). spill_bytes: of a thread's
-    stack, where what does not fit in registers goes."""
+    """What is known of a kernel compiled ahead of time. shared_memory: Triton's and what inline PTX claims beside it.
+    claimed: the latter alone. registers: of a thread (AMD: of a lane, accumulation registers among them). spill_bytes:
+    of a thread's stack, where what does not fit in registers goes."""
 
     shared_memory: int
     claimed: int

@@ -153,7 +153,7 @@ def _check_queries(q: torch.Tensor, ragged: Ragged, sink: torch.Tensor | None) -
 
 def _check_ragged(name: str, ragged: Ragged, q: torch.Tensor) -> None:
     if not isinstance(ragged, Ragged):
-        raise TypeError(f"{name}: got {type(ragged).__name__}, allowed is a Ragged")
+        raise TypeError(f"{name}: got {type(ragged).__name__}, allowed: a Ragged")
     indices, indptr = f"{name}.indices", f"{name}.indptr"
     checks.check_dtype(indices, ragged.indices, (torch.int32,))
     checks.check_rank(indices, ragged.indices, 1)

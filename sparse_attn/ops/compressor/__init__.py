@@ -44,23 +44,23 @@ def compress_and_cache(
     negative position or a request outside the table is padding and touches nothing.
 
     The token at position p completes entry p // ratio where (p + 1) % ratio == 0. The entry pools the ``ratio`` tokens
-    up to p; with ``overlap`` by the second halves of their values, and with them the ``ratio`` tokens before, by their
-    first halves. Per channel: y = sum of softmax(gate) * kv over what is pooled; tokens before position 0 do not count.
-    Then RMSNorm with norm_weight and ``eps``, rotation at position p + 1 - ratio of the neighbouring pairs in
-    [rope_start, rope_start + R) by cos_sin fp32 [P, R] (a position outside it: zeros), and with ``hadamard`` the
-    orthonormal transform, all in fp32.
+    up to p. With ``overlap`` it takes the second halves of their values, and also pools the ``ratio`` tokens before
+    them, by the first halves. Per channel: y = sum of softmax(gate) * kv over the pooled tokens. Tokens before position
+    0 do not count. Then RMSNorm with norm_weight and ``eps``, rotation at position p + 1 - ratio of the neighbouring
+    pairs in [rope_start, rope_start + R) by cos_sin fp32 [P, R] (a position outside it: zeros), and with ``hadamard``
+    the orthonormal transform, all in fp32.
 
-    cache: blocks of ``layout``; slot_mapping: int64 [tokens], where the entry that a row completes goes, outside the
-    cache for nowhere. fp8 layouts take the entry rounded to bf16, its NaN as
-    write_kv_cache does.
+    cache: blocks of ``layout``; slot_mapping: int64 [tokens], the slot of the entry that a row completes; a slot
+    outside the cache writes nothing. fp8 layouts take the entry rounded to bf16, and NaN as write_kv_cache does.
 
     state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies in
-    block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size: a ring,
-    which holds at least what an entry pools. Rows of this step are taken from kv and gate, earlier ones from the state,
-    so that a position that is fed again (a rejected token) simply replaces what was there; a ring that is to survive n
-    rejected tokens is n longer. A block outside the state keeps nothing, and what it would have kept does not count.
+    block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size. It is a
+    ring, which holds at least the tokens that an entry pools. Rows of this step are taken from kv and gate, earlier
+    ones from the state. So a position that is fed again (after a rejected token) replaces what was there. A ring that
+    has to survive n rejected tokens is n tokens longer. A block outside the state keeps nothing, and tokens that it
+    would have kept do not count.
 
-    Mutates ``state`` and ``cache``. Raises ValueError or TypeError for anything else than the above.
+    Mutates ``state`` and ``cache``. Raises ValueError or TypeError for other arguments.
     """
     checks.check_dtype("kv", kv, (torch.float32,))
     checks.check_rank("kv", kv, 2)

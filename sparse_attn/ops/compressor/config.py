@@ -18,7 +18,8 @@ class CompressorConfig:
 
 
 def config(dim: int, span: int, target: Target) -> CompressorConfig:
-    """span: tokens an entry pools. 4096 values of kv and as many of gate at a time, 16 of each in a thread."""
+    """span: tokens that an entry pools. A CTA takes 4096 values of kv and as many of gate at a time, 16 of each a
+    thread."""
     padded = 1 << (dim - 1).bit_length()
     rows = max(1, min(1 << (span - 1).bit_length(), 4096 // padded))
     return CompressorConfig(rows, max(1, min(8, rows * padded // 512)), 1024)

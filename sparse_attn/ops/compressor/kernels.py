@@ -3,7 +3,7 @@
 Floors, bytes: an entry reads 8 * SPAN * DIM bytes and writes its row; a token that is kept is read once and written
 once. Most programs of ``pool`` end after three loads.
 
-Of equal pooled values ``pool`` stores the reference's bits when launched with enable_fp_fusion=False; the pooling
+From equal pooled values ``pool`` stores the reference's bits when launched with enable_fp_fusion=False. The pooling
 itself sums in another order.
 """
 

@@ -1,4 +1,5 @@
-"""The GPU implementation: pool, then keep. Two launches: entries are pooled from rows that keeping overwrites."""
+"""The GPU implementation: pool, then keep. It takes two launches, because entries are pooled from rows that keeping
+overwrites."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def hyper_head(
     impl: str = "auto",
 ) -> torch.Tensor:
     """Collapse the streams for the last time: sum_n (sigmoid(fn x * scale + base) + eps)[n] * streams[n], x as in
-    hyper_mix. It is hyper_mix's first output, with zeros for what the other two are made of.
+    hyper_mix. It is hyper_mix's first output, with zeros for the inputs of the other two.
 
     streams: [tokens, N, hidden]. fn: fp32 [N, N * hidden]. base: fp32 [N]. scale: fp32 [1]. Returns [tokens, hidden] in
     the dtype of streams.

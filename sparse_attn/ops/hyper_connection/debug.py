@@ -1,4 +1,4 @@
-"""What debug mode asks of values."""
+"""Rules of debug mode for each argument."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ def indexer_k_quant_and_cache(
     k: bf16, fp16 or fp32 [tokens, dim], rotated. cache: blocks of ``layout``, written in place; block stride free, and
     a PlainLayout's row stride.
     slot_mapping: int64 or int32 [at most tokens], block * block_size + offset of each token; a negative slot, or one
-    beyond the cache, writes nothing. Tokens beyond slot_mapping are not looked at. Two tokens of one slot: undefined
-    which wins.
+    beyond the cache, writes nothing. Tokens beyond slot_mapping are ignored. Where two tokens have one slot, it is
+    undefined which one is written.
 
-    fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2".
-    NaN and infinities become the flavour's NaN, the others as if they were not there: such a key is never selected.
+    fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2". NaN
+    and infinities become the flavour's NaN and change no other value. Such a key is never selected.
     """
     checks.check_dtype("k", k, FLOATS)
     _check_layout(layout)
@@ -62,9 +62,9 @@ def gather_indexer_k(
 ) -> IndexKeys:
     """Collect the index keys of some requests into one matrix.
 
-    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], request b's first kv_indptr[b + 1] -
-    kv_indptr[b] tokens become rows [kv_indptr[b], kv_indptr[b + 1]). capacity: rows of the result, the host's bound on
-    kv_indptr[-1]. Rows beyond kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
+    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1])
+    are the first tokens of request b. capacity: rows of the result, the host's bound on kv_indptr[-1]. Rows beyond
+    kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
 
     Returns IndexKeys(keys [capacity, dim] uint8 codes or the layout's dtype, scales fp32 [capacity], None for a
     PlainLayout).

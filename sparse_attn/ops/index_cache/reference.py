@@ -1,4 +1,4 @@
-"""The oracle: the layout's own encode and decode at the slots that are meant."""
+"""The oracle: the layout's own encode and decode at the valid slots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def gathered_slots(
     capacity: int,
     starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(slots int64 [capacity], known [capacity]) of the rows that kv_indptr lays out; with ``starts`` out of rings."""
+    """(slots int64 [capacity], known [capacity]) of the rows that kv_indptr lays out; with ``starts``, slots of
+    rings."""
     requests, max_blocks = block_table.shape
     num_blocks, block_size, _ = cache.shape
     row = torch.arange(capacity, device=cache.device)

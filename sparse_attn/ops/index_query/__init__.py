@@ -37,8 +37,8 @@ def indexer_q_rope_quant(
     else (i, i + R / 2). hadamard: transform the whole vector afterwards (dim a power of two); the keys must be treated
     alike.
 
-    The rotated vector is rounded to q's dtype, so is the transformed one. Under an IndexFp8Layout one scale per vector
-    follows from its largest magnitude, as for the keys; under a PlainLayout the values are rounded to its dtype and the
+    The rotated vector is rounded to q's dtype, and so is the transformed one. Under an IndexFp8Layout each vector has
+    one scale, from its largest magnitude, as keys have. Under a PlainLayout the values are rounded to its dtype and the
     scale is 1. weights_out = (float(weights) * weight_scale) * scale.
 
     Returns QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,

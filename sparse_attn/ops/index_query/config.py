@@ -18,7 +18,7 @@ class QueryConfig:
 
 
 def config(heads: int, dim: int, target: Target) -> QueryConfig:
-    """About 2048 elements a program: enough loads in flight, and several programs per token at decode sizes."""
+    """About 2048 elements a CTA: enough loads in flight, and several CTAs a token at decode sizes."""
     padded = 1 << (dim - 1).bit_length()
     block = min(1 << (heads - 1).bit_length(), max(1, 2048 // padded))
     return QueryConfig(block, padded, 4)

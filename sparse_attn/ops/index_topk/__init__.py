@@ -1,7 +1,7 @@
 """Score and select in one op: the lightning indexer without a full matrix of logits.
 
-Rows are taken a few at a time, so that the logits held at once stay within a byte budget; the result is exactly
-``top_k_per_row`` of the full logits. What a row selects does not depend on the other rows, nor on how many fit.
+Rows are taken a few at a time, so that the logits held at once stay within a byte budget. The result is exactly
+``top_k_per_row`` of the full logits. A row's selection depends neither on the other rows nor on the budget.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from sparse_attn.ops.index_topk import op
 from sparse_attn.types import Ragged
 
 LOGITS_BYTES = 512 << 20
-DECODE_LOGITS_BYTES = (
-    32 << 20
-)  # 64 rows of 131072 keys; models, which have the room that prefill takes, give what that has
+# 64 rows of 131072 keys. Models give a budget of their own: they reserve scratch for prefill, which takes more.
+DECODE_LOGITS_BYTES = 32 << 20
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEADS = 128
 
@@ -38,9 +37,9 @@ def index_topk_prefill(
     """The ``top_k`` best keys of every query row among gathered keys.
 
     q: [rows, heads, dim] and k: [keys, dim], fp8 codes (float8 or uint8) of ``flavour`` with k_scale fp32 [keys], or
-    bf16/fp16/fp32 with k_scale None (``flavour`` is then not looked at). weights: fp32 [rows, heads], scales folded in.
+    bf16/fp16/fp32 with k_scale None (``flavour`` is then ignored). weights: fp32 [rows, heads], scales folded in.
     kv_start, kv_end: int32 [rows], row r competes with keys [kv_start[r], kv_end[r]), clamped to [0, keys].
-    logits_bytes: how much logits may be held at once, at least one row.
+    logits_bytes: bytes of logits that may be held at once; one row always may.
 
     Returns int32 [rows, top_k] as ``top_k_per_row`` does: key minus kv_start, ascending, -1 behind.
     """
@@ -89,12 +88,12 @@ def index_topk_decode(
     """The ``top_k`` best positions of every decode row among its request's cached keys.
 
     q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout.
-    weights: fp32 [requests * next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n],
-    row (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
+    weights: fp32 [requests * next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n], row
+    (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
     [requests, max_blocks]; positions beyond it or of a block outside the cache are not candidates. max_context_len: the
-    host's bound on every length. logits_bytes: how much logits may be held at once, at least one request; what
-    selecting takes beside them is 16 MiB at most, or an eighth as much. Rows that do not fit, each counted as
-    max_context_len long, take launches of their own.
+    host's bound on every length. logits_bytes: bytes of logits that may be held at once; one request always may. The
+    selection's scratch comes beside them: at most 16 MiB, or an eighth of the logits. Rows count as max_context_len
+    long. Rows that do not fit take further launches.
 
     Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
     """
@@ -119,10 +118,10 @@ def index_topk_decode_slots(
 ) -> Ragged:
     """Where in a paged cache the ``top_k`` best positions of every decode row lie.
 
-    Takes what ``index_topk_decode`` does; the block table is that of the cache to be read, in blocks as long as those
-    of ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that function's result, at
-    capacity requests * next_n * top_k; where programs hold all rows at once, and blocks are a multiple of 32 long,
-    without a launch of its own.
+    Takes the arguments of ``index_topk_decode``. The block table is also that of the cache to be read, whose blocks are
+    as long as those of ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that
+    function's result, at capacity requests * next_n * top_k. Where CTAs hold all rows at once, and blocks are a
+    multiple of 32 long, it takes no further launch.
     """
     arguments = _check_decode(
         q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
@@ -143,7 +142,7 @@ def _check_decode(
     logits_bytes: int,
     impl: str,
 ) -> tuple[object, ...]:
-    """The op's arguments."""
+    """The operator's arguments."""
     if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
         raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout or a PlainLayout")
     quantised = isinstance(layout, IndexFp8Layout)

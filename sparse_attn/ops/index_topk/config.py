@@ -1,5 +1,5 @@
-"""How the fused score and select is launched, and its scratch: the logits of some rows, and what selecting and packing
-them takes."""
+"""How the fused score and select is launched, and its scratch: the logits of some rows, and the scratch of selecting
+and packing them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def choose_prefill(
 def choose_decode(
     rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
 ) -> Choice[Plan]:
-    """The same of index_topk_decode, whose scores come with group maxima where those are of use."""
+    """As choose_prefill, for index_topk_decode: its scores come with group maxima where those help."""
     problem = Problem(rows, width, top_k, group_maxima=True, scratch_bytes=CANDIDATE_BYTES)
     return selection.choose(problem, target, kernel)
 
@@ -42,7 +42,7 @@ def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target
 
 
 def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> int:
-    """How many of ``rows`` there are beyond which one more never takes less scratch."""
+    """The row count, up to ``rows``, beyond which one more row never takes less scratch."""
     if rows == 0 or width == 0:
         return 0
     some = rows_at_once(rows, width, logits_bytes, group)
@@ -70,10 +70,11 @@ def slots_scratch_of(step: int, width: int, plan: Plan, rows: int, target: Targe
 
 
 def widths_of_most_scratch(width: int) -> tuple[int, ...]:
-    """Of calls of at most ``width`` keys, the widths one of which takes the most scratch beside its logits."""
+    """Widths up to ``width``, one of which takes the most scratch beside its logits."""
     return selection.widths_of_most_scratch(width)
 
 
 def packs_blocks(num_blocks: int, block_size: int) -> bool:
-    """Whether what selects can map columns to slots: a word of columns lies in one block, and every slot is one."""
+    """Whether the selection itself can map columns to slots: the columns of a bitmask's word lie in one block, and
+    every slot fits an index."""
     return block_size % WORD == 0 and num_blocks * block_size <= MOST_ROWS

@@ -1,4 +1,5 @@
-"""The GPU implementation: for some rows at a time, one launch scores and one or more select, over the same scratch."""
+"""The GPU implementation: for some rows at a time, one launch scores and one or more launches select, over the same
+scratch."""
 
 from __future__ import annotations
 
@@ -92,7 +93,8 @@ def index_topk_decode_slots(
     logits_bytes: int,
     kernel: str | Choice[Plan] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What selects packs as well, where programs hold all rows at once and a line of columns lies in one block."""
+    """The selection packs the rows itself, where CTAs hold all rows at once and the columns of a word lie in one
+    block."""
     indices, indptr = shapes.allocate_slots(q, top_k)
     rows, next_n = indptr.shape[0] - 1, q.shape[1]
     if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:

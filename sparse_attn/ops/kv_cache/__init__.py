@@ -31,12 +31,12 @@ def write_kv_cache(
     latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache:
     blocks of ``layout``, written in place; block stride free, and the row stride of a layout that is not planar.
     slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens
-    beyond slot_mapping are not looked at. Two tokens of one slot: undefined which wins.
+    beyond slot_mapping are ignored. Where two tokens have one slot, it is undefined which one is written.
 
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
-    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor: so that a
-    latent's scale is ``layout.scale_floor`` at least; of planar layouts 1e-4. NaN and infinities become the flavour's
-    NaN, whatever stands beside them in the group as if they were not there.
+    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor:
+    ``layout.amax_floor``, by which a latent's scale is at least its scale floor; 1e-4 for planar layouts. NaN and
+    infinities become the flavour's NaN and change no other value of the group.
     """
     _check_layout(layout)
     checks.check_dtype("latent", latent, FLOATS)
@@ -69,11 +69,11 @@ def gather_kv_cache(
 ) -> torch.Tensor:
     """Collect and dequantise the rows of some requests into one matrix.
 
-    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], request b's first tokens become rows
-    [kv_indptr[b], kv_indptr[b + 1]). starts: int32 [requests] or None; given, they are its tokens from position
-    starts[b] on, and the table is that of a ring: position p lies in column (p // block_size) % max_blocks. capacity:
-    rows of the result, the host's bound on kv_indptr[-1]. Rows beyond kv_indptr[-1], tokens whose block is outside the
-    table or the cache, and positions outside int32 come out zero.
+    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1])
+    are the first tokens of request b. starts: int32 [requests] or None. With starts, they are its tokens from position
+    starts[b] on, and the table is a ring's: position p lies in column (p // block_size) % max_blocks. capacity: rows of
+    the result, the host's bound on kv_indptr[-1]. Rows beyond kv_indptr[-1], tokens whose block is outside the table or
+    the cache, and positions outside int32 come out zero.
 
     Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
     """

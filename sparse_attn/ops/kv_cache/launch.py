@@ -80,7 +80,7 @@ def gather_kv_cache(
 
 
 def _record(kind: Layout, row: int) -> dict[str, int | bool]:
-    """How a token's record is laid out, as the kernels take it. row: elements from one to the next."""
+    """How a token's record is laid out, as the kernels take it. row: elements from one record to the next."""
     planar, fp8 = isinstance(kind, PlanarFp8Layout), not isinstance(kind, PlainLayout)
     groups, group = (kind.groups, kind.group) if fp8 else (1, kind.latent)
     return dict(

@@ -1,4 +1,4 @@
-"""The oracle: the layout's own encode and decode at the slots that are meant."""
+"""The oracle: the layout's own encode and decode at the valid slots."""
 
 from __future__ import annotations
 

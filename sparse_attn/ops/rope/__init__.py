@@ -1,7 +1,8 @@
 """Rotary position embedding with everything explicit: slice, pairing, table, position, direction.
 
-Plain torch, no operator of its own: eager it runs as written, under torch.compile Inductor fuses it with its neighbours
-(and may contract a product and a sum into one fma, which moves a result by at most one fp32 rounding before the cast).
+Plain torch, not an operator. In eager mode it runs as written. Under torch.compile Inductor fuses it with its
+neighbours, and may contract a product and a sum into one fma, which moves a result by at most one fp32 rounding before
+the cast.
 """
 
 from __future__ import annotations

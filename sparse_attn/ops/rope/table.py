@@ -14,8 +14,8 @@ from sparse_attn import checks
 class Yarn:
     """Yarn frequency scaling: context grown ``factor`` times over ``original_max_position``.
 
-    attention_factor multiplies cos and sin. It is 1 for every model here, because their mscale equals mscale_all_dim;
-    what remains of mscale belongs to the softmax scale. truncate: the ramp's ends are rounded outwards to dimensions.
+    attention_factor multiplies cos and sin. It is 1 for every model here, because their mscale equals mscale_all_dim.
+    The rest of mscale belongs to the softmax scale. truncate: the ramp's ends are rounded outwards to dimensions.
     """
 
     factor: float

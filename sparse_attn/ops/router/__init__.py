@@ -27,7 +27,7 @@ def biased_grouped_topk(
     score: str = "sigmoid",
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose ``top_k`` experts per token by biased score, weigh them by unbiased score.
+    """Choose ``top_k`` experts per token by biased score, and weigh them by unbiased score.
 
     logits: fp32, bf16 or fp16 [tokens, experts], any strides, up-cast to fp32 before anything else. bias: fp32
     [experts].
@@ -73,11 +73,11 @@ def hash_routed_experts(
     score: str = "sigmoid",
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take each token's experts from a table by its id, weigh them by score.
+    """Take each token's experts from a table by its id, and weigh them by score.
 
     logits: fp32, bf16 or fp16 [tokens, experts], up-cast to fp32 first. tokens: int64 or int32 [tokens], ids. table:
-    int64 or int32 [vocabulary, top_k]. Weights are the scores of the experts so named, renormalised and scaled as in
-    biased_grouped_topk; an id outside the vocabulary gives experts 0 with weight 0, and so does a table entry outside
+    int64 or int32 [vocabulary, top_k]. Weights are the scores of these experts, renormalised and scaled as in
+    biased_grouped_topk. An id outside the vocabulary gives experts 0 with weight 0, and so does a table entry outside
     [0, experts).
 
     Returns (weights fp32 [tokens, top_k], ids int32 [tokens, top_k]) in the table's order. Plain torch on every device.

@@ -19,7 +19,7 @@ class RouterConfig:
 
 
 def config(experts: int, num_groups: int, target: Target) -> RouterConfig:
-    """A warp per 512 padded experts; few programs with several rows would leave processors idle at decode sizes."""
+    """A warp per 512 padded experts. Several rows a CTA would leave SMs idle at decode sizes."""
     groups = next_power(num_groups)
     group_size = next_power(experts // num_groups)
     padded = groups * group_size

@@ -21,10 +21,9 @@ def sample(
 
     logits: fp32, bf16 or fp16 [rows, vocab]; NaN counts as -inf, which is never drawn unless the whole row is.
     positions: int32 or int64 [rows], any value.
-    seed: of all rows, or int64 [rows], a row's each. Rows with equal position, seed and logits draw the same token:
-    rows that shall not take their seeds from row_seeds.
-    Greedy ties go to the lowest id, a row without a logit above -inf to 0. A temperature below 2**-160, where no noise
-    outweighs a difference of two fp32 numbers, is greedy.
+    seed: one for all rows, or int64 [rows], one a row. Rows with equal position, seed and logits draw the same token.
+    Take seeds from row_seeds where they should not. Greedy ties go to the lowest id, a row without a logit above -inf
+    to 0. A temperature below 2**-160, where no noise outweighs a difference of two fp32 numbers, is greedy.
 
     TypeError or ValueError for wrong dtypes, shapes, an empty vocabulary, a temperature that is negative or not
     finite, or a seed outside int64.

@@ -36,7 +36,7 @@ def build_step_plan(
 
     A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
     -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its
-    request has L <= 0, or its position is negative. Values that the device alone knows are not checked.
+    request has L <= 0, or its position is negative. Values that only the device knows are not checked.
 
     Returns a StepPlan; see its docstring for shapes.
     """
@@ -114,10 +114,11 @@ def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: 
 
 
 def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> WindowPlan:
-    """The gather of raw keys for the step's prefill rows: of each request, from ``window`` - 1 keys before its first.
+    """How raw keys are gathered for the step's prefill rows: for each request, from ``window`` - 1 positions before its
+    first row on.
 
     window: keys that a row sees, its own included. A request without rows gathers none. Plain torch on every device: it
-    runs once per step, for prefill alone.
+    runs once per step, and only for prefill.
     """
     _check_plan(plan)
     checks.check_at_least("window", window, 1)

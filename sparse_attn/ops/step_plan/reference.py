@@ -78,7 +78,7 @@ def compressed_plan(
 def window_plan(
     request_ids: torch.Tensor, positions: torch.Tensor, kv_indptr: torch.Tensor, num_decodes: int, window: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of prefill rows: (kv_indptr [prefills + 1], starts [prefills], offsets [rows]), int32."""
+    """(kv_indptr [prefills + 1], starts [prefills], offsets [rows]) of the prefill rows, int32."""
     prefills = kv_indptr.shape[0] - 1
     place = request_ids.long() - num_decodes
     known = (positions >= 0) & (place >= 0) & (place < prefills)
