@@ -1,12 +1,12 @@
-"""Debug mode: with SPARSE_ATTN_DEBUG=1 values on the device are looked at before an op runs.
+"""Debug mode: with SPARSE_ATTN_DEBUG=1 values on the device are checked before an op runs.
 
-Readers take a wild index for "none". Here it becomes a ValueError that names op, argument, place and value. What may
-stand for padding stays legal: -1 for an index, a request, a position, a slot or a block, a length <= 0. An op's rules
-are the function of its name in its room's debug.py; they take what the op takes, without ``impl``, and are made of the
-helpers below. Looking waits for the device, so a call that is being captured is let through.
+Readers treat a wild index as none. In debug mode it is a ValueError that names op, argument, place and value. Padding
+stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are the function
+of its name in its package's debug.py. They take the op's arguments without ``impl``, and are made of the helpers below.
+A check waits for the device, so a call that is being captured is not checked.
 
-A call that a kernel made for this GPU refuses runs on a slower one that every GPU has; debug mode says so, once for each
-op and reason.
+A call that no kernel made for this GPU takes runs on a slower one that every GPU has. Debug mode warns of it, once for
+each op and reason.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class SlowPathWarning(UserWarning):
     """A faster kernel of this GPU refuses a call, and why."""
 
 
-def look(room: str, name: str, *arguments: object) -> None:
-    """Apply the rules of op ``name`` of package ``room``; nothing is looked at while tracing or capturing."""
+def look(package: str, name: str, *arguments: object) -> None:
+    """Apply the rules of op ``name`` of ``package``. Nothing is checked while tracing or capturing."""
     if not _looks(arguments):
         return
     try:
-        getattr(importlib.import_module(f"{room}.debug"), name)(*arguments)
+        getattr(importlib.import_module(f"{package}.debug"), name)(*arguments)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -104,17 +104,19 @@ def test_verdict():
 
     ptx = {"ptx": "cvt.rn.f16x2.e4m3x2 %r1, %rs1;"}
     bad = Compiled(200000, 0, 255, 64, 2048, 64, 0, ptx)
-    wrong = failures("sm_80", "room.kernel", TARGETS["sm_80"], bad)
+    wrong = failures("sm_80", "package.kernel", TARGETS["sm_80"], bad)
     assert len(wrong) == 5 and "an fp8 instruction, e4m3" in wrong[-1]
-    assert not failures("sm_89", "room.kernel", TARGETS["sm_89"], Compiled(0, 0, 255, 0, 128, 32, 0, ptx))
+    assert not failures("sm_89", "package.kernel", TARGETS["sm_89"], Compiled(0, 0, 255, 0, 128, 32, 0, ptx))
     asking = Compiled(50000, 9000, 255, 0, 128, 32, 0, ptx)
-    assert "more than a launch grants" in failures("sm_90", "room.kernel", TARGETS["sm_90"], asking)[0]
+    assert "more than a launch grants" in failures("sm_90", "package.kernel", TARGETS["sm_90"], asking)[0]
     load, wait = "\t@%p1 ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n", "\tgriddepcontrol.wait; // for %r0\n"
     early = ["ld.global.b32"]
     for text, expected in ((wait + load, []), (load + wait, early), (load, early), ("ld.param.b64", [])):
         compiled = Compiled(0, 0, 32, 0, 128, 32, 0, {"ptx": text})
-        assert [found.split()[1] for found in failures("sm_90", "room.kernel", TARGETS["sm_90"], compiled)] == expected
-        assert not failures("sm_80", "room.kernel", TARGETS["sm_80"], compiled)
+        assert [
+            found.split()[1] for found in failures("sm_90", "package.kernel", TARGETS["sm_90"], compiled)
+        ] == expected
+        assert not failures("sm_80", "package.kernel", TARGETS["sm_80"], compiled)
 
 
 def test_memory_of_barriers():
@@ -125,7 +127,7 @@ def test_memory_of_barriers():
     def found(*lines):
         begun = "mov.b32 \t%r1, global_smem;\nadd.s32 \t%r2, %r1, 64;\n@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;\n"
         compiled = Compiled(0, 0, 32, 0, 128, 32, 0, {"ptx": begun + "\n".join(lines)})
-        return failures("sm_90", "room.kernel", TARGETS["sm_90"], compiled)
+        return failures("sm_90", "package.kernel", TARGETS["sm_90"], compiled)
 
     assert not found("st.shared.b32 [global_smem+60], %r9;", "st.shared.b32 [%r1+72], %r9;")
     assert not found("mbarrier.arrive.shared::cta.b64 _, [%r2];", "st.shared.b32 [%r3], %r9;")

@@ -171,8 +171,8 @@ def ops():
 
 
 def rules(name):
-    for room in sparse_attn.ops.__path__:
-        for place in os.scandir(room):
+    for folder in sparse_attn.ops.__path__:
+        for place in os.scandir(folder):
             if os.path.exists(f"{place.path}/debug.py"):
                 module = importlib.import_module(f"sparse_attn.ops.{place.name}.debug")
                 if hasattr(module, name):

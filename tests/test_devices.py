@@ -27,11 +27,11 @@ ROOT = Path(sparse_attn.__file__).parent.parent
 def op_that(launch, monkeypatch):
     """What define_op gives of an op with launcher ``launch``, without the dispatcher."""
     for file in ("launch", "reference", "debug"):
-        module = types.ModuleType(f"room.{file}")
+        module = types.ModuleType(f"package.{file}")
         module.probe = launch
-        monkeypatch.setitem(sys.modules, f"room.{file}", module)
-    monkeypatch.setitem(sys.modules, "room", types.ModuleType("room"))
-    return registration._implementation("room", "probe", ["x", "impl"], [0])
+        monkeypatch.setitem(sys.modules, f"package.{file}", module)
+    monkeypatch.setitem(sys.modules, "package", types.ModuleType("package"))
+    return registration._implementation("package", "probe", ["x", "impl"], [0])
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])

@@ -17,8 +17,8 @@ from sparse_attn.ops import attention, index_logits, index_topk, ragged
 OPS = Path(sparse_attn.__file__).parent / "ops"
 FUNCTIONS = [
     function
-    for room in sorted(path.parent.name for path in OPS.glob("*/__init__.py"))
-    for name, function in vars(importlib.import_module(f"sparse_attn.ops.{room}")).items()
+    for package in sorted(path.parent.name for path in OPS.glob("*/__init__.py"))
+    for name, function in vars(importlib.import_module(f"sparse_attn.ops.{package}")).items()
     if inspect.isfunction(function) and name in sparse_attn.__all__ and "impl" in inspect.signature(function).parameters
 ]
 

@@ -25,9 +25,9 @@ WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache"}
 def callables():
     """name -> what public functions call."""
     found = {}
-    for room in pkgutil.iter_modules(ops.__path__):
-        if any(module.name == "op" for module in pkgutil.iter_modules([f"{ops.__path__[0]}/{room.name}"])):
-            module = importlib.import_module(f"sparse_attn.ops.{room.name}.op")
+    for package in pkgutil.iter_modules(ops.__path__):
+        if any(module.name == "op" for module in pkgutil.iter_modules([f"{ops.__path__[0]}/{package.name}"])):
+            module = importlib.import_module(f"sparse_attn.ops.{package.name}.op")
             found |= {name: value for name, value in vars(module).items() if hasattr(value, "overload")}
     return found
 

@@ -1,4 +1,4 @@
-"""What importing costs, and that imports go down the floors of the house only."""
+"""What importing costs, and that imports go down the floors only."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ import pytest
 import sparse_attn
 
 PACKAGE = Path(sparse_attn.__file__).parent
-ROOMS = sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__init__.py").exists())
+PACKAGES = sorted(path.name for path in (PACKAGE / "ops").iterdir() if (path / "__init__.py").exists())
 
 FLOORS = {
     "autocast": -1, "checks": -1, "fp8": -1, "streams": -1, "torch_private": -1, "types": 0, "layout": 0, "target": 0, "spec": 0,
@@ -42,7 +42,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def split(name):
-    """(operator package or None, file): where in the house a module is."""
+    """(operator package or None, file): where a module is."""
     parts = name.split(".")
     if parts[0] == "ops" and len(parts) > 1:
         return parts[1], ".".join(parts[2:])
@@ -103,14 +103,14 @@ def test_import_loads_no_triton_and_no_gpu_runtime(module):
 
 
 def test_public_names():
-    """Every public function of every room is a name of the package, and __all__ tells the truth."""
+    """Every public function of every operator package is a name of the package, and __all__ tells the truth."""
     for name in sparse_attn.__all__:
         assert hasattr(sparse_attn, name), name
-    for room in ROOMS:
-        tree = ast.parse((PACKAGE / "ops" / room / "__init__.py").read_text())
+    for package in PACKAGES:
+        tree = ast.parse((PACKAGE / "ops" / package / "__init__.py").read_text())
         for node in tree.body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                assert node.name in sparse_attn.__all__, f"ops.{room}.{node.name} is not exported"
+                assert node.name in sparse_attn.__all__, f"ops.{package}.{node.name} is not exported"
 
 
 @pytest.mark.parametrize("name", MODULES)

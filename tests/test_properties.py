@@ -52,8 +52,8 @@ def assert_memory(got: Call, want: Call) -> None:
 
 
 def test_every_public_function_is_here():
-    rooms = {name: getattr(sparse_attn, name) for name in sparse_attn.__all__}
-    ops = {name for name, value in rooms.items() if getattr(value, "__module__", "").startswith("sparse_attn.ops.")
+    functions = {name: getattr(sparse_attn, name) for name in sparse_attn.__all__}
+    ops = {name for name, value in functions.items() if getattr(value, "__module__", "").startswith("sparse_attn.ops.")
            and "impl" in inspect.signature(value).parameters}  # fmt: skip
     assert len(ops) > 20 and ops <= CASES.keys()
     assert {"apply_rope", "hadamard_transform"} <= CASES.keys()

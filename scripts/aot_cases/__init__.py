@@ -1,4 +1,4 @@
-"""Calls of every room's launcher that between them take every shipped launch configuration."""
+"""Calls of every operator package's launcher that between them take every shipped launch configuration."""
 
 from __future__ import annotations
 

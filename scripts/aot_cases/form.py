@@ -1,4 +1,4 @@
-"""What a case is: a call of a room's launcher, with tensors that have a shape and no memory."""
+"""What a case is: a call of an operator package's launcher, with tensors that have a shape and no memory."""
 
 from __future__ import annotations
 

@@ -70,18 +70,18 @@ def generation_report(
 
 
 def implementations(device: torch.device) -> list[tuple[str, str, str]]:
-    """(room, operator, implementation that "auto" takes on ``device``) of every operator: "torch" where the room has no
+    """(package, operator, implementation that "auto" takes on ``device``) of every operator: "torch" where the package has no
     kernel, "triton" where it has one, else the kernels that "auto" chooses between."""
     chosen = kernels(target_of(device))
     rows = []
-    for room in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
-        if not (Path(ops.__path__[0]) / room / "op.py").exists():
-            rows.append((room, "-", "torch"))
+    for package in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
+        if not (Path(ops.__path__[0]) / package / "op.py").exists():
+            rows.append((package, "-", "torch"))
             continue
-        module = importlib.import_module(f"{ops.__name__}.{room}.op")
+        module = importlib.import_module(f"{ops.__name__}.{package}.op")
         names = sorted(name for name, value in vars(module).items() if hasattr(value, "overload"))
         impl = resolve_impl("auto", device)
-        rows.extend((room, name, impl if impl == "reference" else chosen.get(name, impl)) for name in names)
+        rows.extend((package, name, impl if impl == "reference" else chosen.get(name, impl)) for name in names)
     return rows
 
 
@@ -107,6 +107,6 @@ def info(device: torch.device) -> str:
     lines += [f"{'device':<12} {device_name(device)}", f"{'target':<12} {describe_target(target_of(device))}", ""]
     rows = implementations(device)
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    lines.append(f"{'room':<{widths[0]}}  {'operator':<{widths[1]}}  implementation")
-    lines += [f"{room:<{widths[0]}}  {name:<{widths[1]}}  {impl}" for room, name, impl in rows]
+    lines.append(f"{'package':<{widths[0]}}  {'operator':<{widths[1]}}  implementation")
+    lines += [f"{package:<{widths[0]}}  {name:<{widths[1]}}  {impl}" for package, name, impl in rows]
     return "\n".join(lines)

@@ -140,8 +140,8 @@ def nothing_written():
     writers = (latent, "write_kv_cache"), (latent, "indexer_k_quant_and_cache"), (windowed, "write_kv_cache"), (
         windowed_model, "compress_and_cache")  # fmt: skip
     with contextlib.ExitStack() as stack:
-        for room, name in writers:
-            stack.enter_context(mock.patch.object(room, name, lambda *_, **__: None))
+        for module, name in writers:
+            stack.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
         yield
 
 
