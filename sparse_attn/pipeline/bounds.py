@@ -1,4 +1,4 @@
-"""What a model's steps never exceed, and from that, bytes: of caches and of the workspace."""
+"""Sizes that a model's steps never exceed, and the workspace that follows from them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from sparse_attn.workspace import Scratch, WorkspaceSize
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no step exceeds. max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens:
-    prefill rows (0: no prefills). max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill
-    requests, the plan's kv_capacity; None: max_model_len. logits_bytes: the budget given to the forward. dtype: the
-    model's. prefill_in_place: whether the forward lets prefill rows attend in place (V4's may). batch_invariant:
-    whether attention is asked to be; decode rows, however many, then take scratch as rows of a small step do.
+    """Sizes that no step exceeds.
+
+    max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens: prefill rows (0: no prefills).
+    max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill requests, the plan's kv_capacity;
+    None: max_model_len. logits_bytes: the budget given to the forward. dtype: of the model. prefill_in_place: whether
+    prefill rows attend in place (DeepSeek-V4). batch_invariant: whether attention is batch-invariant. Then decode rows,
+    however many, take scratch as rows of a small step do.
     """
 
     max_batch: int
@@ -58,10 +60,10 @@ class Bounds:
 def workspace_size(
     spec: Spec | CompressedSpec, bounds: Bounds, target: Target, layouts: CacheLayouts | None = None
 ) -> WorkspaceSize:
-    """The scratch that any step within ``bounds`` takes on ``target``, exactly: what the largest op takes at its
-    largest.
+    """The scratch that any step within ``bounds`` takes on ``target``, exactly: the most that any op takes for any row
+    count.
 
-    layouts: the caches'; None: fp8. A pure function: nothing is run or measured. The reference takes none.
+    layouts: of the caches; None: fp8. A pure function: nothing is run or measured. The reference takes none.
     """
     if target.vendor == "cpu" and not target.interpreted:
         return WorkspaceSize(0, 0)
@@ -76,9 +78,10 @@ def workspace_size(
 
 @dataclass(frozen=True)
 class _Part:
-    """Decode rows, prefill rows, or both where they attend at once. select_scratch: of what selects for them. most:
-    rows at most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a row holds, for
-    each kind of layer. layout: of the keys attention reads. attention: what makes a problem of them."""
+    """Decode rows, prefill rows, or both where they attend at once. select_scratch: gives the scratch of their
+    selection. most: rows at most, in groups of ``group``. keys: index keys a row is scored against. attended: indices a
+    row holds, for each kind of layer. layout: of the keys that attention reads. attention: makes attention's problem of
+    such sizes."""
 
     select_scratch: Callable[..., Scratch]
     most: int
@@ -122,8 +125,8 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
-    """What the ops ask for, at every row count that may be the one that takes most: few rows are split over more
-    programs, so the most rows need not be it."""
+    """The scratch that ops ask for, at every row count that may take the most. Few rows are split over more CTAs, so
+    the largest count need not take the most."""
     for keys in part.attended:
         sizes = part.most, part.heads, part.layout, part.most * keys, bounds.dtype, bounds.batch_invariant
         yield from attention.reserved(part.attention(*sizes), target, part.group)
@@ -141,8 +144,8 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
 
 
 def _narrower(part: _Part, logits_bytes: int) -> Iterator[int]:
-    """Widths below ``part.keys`` of which some rows fill the budget: a narrower call fits more rows into it, and so may
-    leave less of it unused."""
+    """Widths below ``part.keys`` at which some number of rows fills the budget. A narrower call fits more rows into it,
+    and so may leave less of it unused."""
     rows, line = part.group, 4 * ROW_ALIGNMENT
     while rows <= part.most and (lines := logits_bytes // (line * rows)):
         if lines * ROW_ALIGNMENT < part.keys:

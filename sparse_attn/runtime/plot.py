@@ -22,8 +22,8 @@ def check_picture(path: Path) -> None:
 
 
 def draw(path: Path, read: str, written: str, share: torch.Tensor, title: str) -> None:
-    """Write ``read``, shaded by ``share`` [its characters or more, those of ``written`` behind], and ``written`` in a
-    colour of its own, as an image in the format of ``path``'s suffix."""
+    """Draw ``read``, shaded by ``share``, and ``written`` behind it in a colour of its own, as an image in the format
+    of ``path``'s suffix. share: [characters of ``read``], or more for those of ``written``."""
     from matplotlib.patches import Rectangle
 
     lines = _lines(read + written)

@@ -34,7 +34,8 @@ def choose_decode(
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
-    """rows: query rows, ``group`` of which stay together (next_n); width: keys a row may see (capacity or bound)."""
+    """Scratch of the operators that return positions. rows: query rows, ``group`` of which stay together (next_n).
+    width: keys a row may see (capacity or bound)."""
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
@@ -50,13 +51,13 @@ def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Ta
 
 
 def scratch_of(rows: int, width: int, plan: Plan) -> Scratch:
-    """The same for ``rows`` held at once."""
+    """As scratch, for ``rows`` that are held at once."""
     chosen = plan.scratch
     return Scratch((Buffer("logits", (rows, padded(width)), torch.float32), *chosen.buffers), chosen.counters)
 
 
 def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:
-    """Of index_topk_decode_slots."""
+    """Scratch of index_topk_decode_slots."""
     if rows == 0 or width == 0:
         return Scratch()
     some = rows_at_once(rows, width, logits_bytes, group)
@@ -64,7 +65,7 @@ def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: 
 
 
 def slots_scratch_of(step: int, width: int, plan: Plan, rows: int, target: Target) -> Scratch:
-    """The same for ``step`` of the rows held at once; the counters that pack rows come last."""
+    """As slots_scratch, for ``step`` rows that are held at once. The counters that pack rows come last."""
     chosen, packed = scratch_of(step, width, plan), ragged.scratch(rows, target)
     return Scratch(chosen.buffers, chosen.counters + packed.counters)
 
