@@ -105,15 +105,14 @@ def far_max(base, scale_log2):
 @gluon.jit
 def lagged_max(m, tile_max, scale_log2):
     """The product that a row's P is relative to after a tile whose largest product is ``tile_max``; ``m`` before it."""
-    return gl.where((tile_max - m) * scale_log2 > RESCALE_THRESHOLD, tile_max, m)
+    return gl.where(tile_max > m + RESCALE_THRESHOLD / scale_log2, tile_max, m)
 
 
 @gluon.jit
 def rescale_factor(m, m_new, scale_log2):
-    """What turns sums relative to product ``m`` into sums relative to ``m_new``."""
-    score = in_log2(m_new, scale_log2)
-    factor = gl.exp2(in_log2(m, scale_log2) - score)
-    return gl.where(gl.abs(score) >= FAR, gl.where(m == m_new, 1.0, 0.0), factor)
+    """What turns sums relative to product ``m`` into sums relative to ``m_new``: 1 where they are equal, and 0 where
+    either is far and they are not."""
+    return gl.exp2(origin(m, scale_log2)[1] - origin(m_new, scale_log2)[1])
 
 
 @gluon.jit
