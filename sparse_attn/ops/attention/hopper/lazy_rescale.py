@@ -105,7 +105,7 @@ def far_max(base, scale_log2):
 @gluon.jit
 def lagged_max(m, tile_max, scale_log2):
     """The product that a row's P is relative to after a tile whose largest product is ``tile_max``; ``m`` before it."""
-    return gl.where(tile_max > m + RESCALE_THRESHOLD / scale_log2, tile_max, m)
+    return gl.where((tile_max - m) * scale_log2 > RESCALE_THRESHOLD, tile_max, m)
 
 
 @gluon.jit
