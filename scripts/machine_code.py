@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     before = json.loads(options.against.read_text())
     if (before["target"], before["triton"]) != (options.target, triton.__version__):
         parser.error(
-            f"--against: got {before['target']} by triton {before['triton']}, allowed: the target and triton of this run"
+            f"--against: got {before['target']} by triton {before['triton']}, allowed: this run's target and triton"
         )
     expected = {case: found for case, found in before["forms"].items() if options.case in case}
     differing = differences(expected, forms)

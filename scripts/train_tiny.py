@@ -76,9 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
         result = finish(trainer, options.out, facts)
     print(f"{options.out}: {result['weights']:,} weights in {result['bytes']:,} bytes")
     for way in ("dense", "sparse"):
-        print(
-            f"held out, {way}: {result[way]['bits_per_byte']:.4f} bits/byte, retrieval {100 * result[way]['retrieval']:.2f}%"
-        )
+        bits, right = result[way]["bits_per_byte"], 100 * result[way]["retrieval"]
+        print(f"held out, {way}: {bits:.4f} bits/byte, retrieval {right:.2f}%")
     return 0
 
 

@@ -400,7 +400,8 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
         raise TypeError(f"{name}: got dtype {cache.dtype}, allowed: {layout.dtype} for layout {layout.name}")
     if cache.dim() != 3 or cache.shape[2] != layout.row:
         raise ValueError(
-            f"{name}: got shape {list(cache.shape)}, allowed: [num_blocks, block_size, {layout.row}] for layout {layout.name}"
+            f"{name}: got shape {list(cache.shape)}, "
+            f"allowed: [num_blocks, block_size, {layout.row}] for layout {layout.name}"
         )
     if cache.shape[1] < 1:
         raise ValueError(f"{name}: got block_size {cache.shape[1]}, allowed: at least 1")

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    """name: torch's. copy: bytes/s; bf16, fp8: operations/s of the matrix unit, of dense operands summed in fp32; fp8 is
-    that of bf16 where the unit has none. source: where the numbers are from."""
+    """name: torch's. copy: bytes/s; bf16, fp8: operations/s of the matrix unit, of dense operands summed in fp32; fp8
+    is that of bf16 where the unit has none. source: where the numbers are from."""
 
     name: str
     target: str

@@ -16,6 +16,7 @@ from sparse_attn.ops.topk import reference, top_k_per_row
 from sparse_attn.ops.topk.plan import Problem
 from sparse_attn.target import CPU, target_of
 from sparse_attn.testing.launches import TARGETS
+from sparse_attn.workspace import Scratch
 
 
 def table_of(*supports):
@@ -144,7 +145,7 @@ def test_every_refusal_is_worded_as_an_error(target):
                             allowed = "faster" if support.able else "allowed:"
                             assert re.fullmatch(rf"[a-z ]+: got .+, {allowed} .+", support.reason), support.reason
                         if support.able:
-                            kernel.plan(problem, TARGETS[target]).scratch  # there is one
+                            assert isinstance(kernel.plan(problem, TARGETS[target]).scratch, Scratch)
 
 
 @pytest.mark.kernel

@@ -62,7 +62,7 @@ PAGED = dict(
 MERGE = dict(outs=torch.zeros(2, 3, 4, 8), lses=torch.zeros(2, 3, 4))
 ROWS = dict(q=torch.zeros(2, 3, 16), kv=torch.zeros(5, 16), scale=1.0, d_v=16, ragged=sparse_attn.Ragged(
     torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)))  # fmt: skip
-SELECT = {name: value for name, value in PAGED.items()} | dict(top_k=2)
+SELECT = PAGED | dict(top_k=2)
 WIDE = torch.zeros(1, 1, dtype=torch.int32).expand(1 << 16, 1 << 15)  # 2^31 indices
 
 

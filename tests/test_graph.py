@@ -11,8 +11,9 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
-from sparse_attn.runtime.generate import Decode, Model, Sampling, decode_plan, decode_step
+from sparse_attn.runtime.generate import Decode, Model, decode_plan, decode_step
 from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.steps import Sampling
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import target_of
 from sparse_attn.torch_private import occupy

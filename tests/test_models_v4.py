@@ -89,8 +89,9 @@ def ours(name):
     return spec, params
 
 
-def requests_of(name, kind="fp32", count=len(PROMPTS), **options):
+def requests_of(name, kind="fp32", count=None, **options):
     spec, params = ours(name)
+    count = len(PROMPTS) if count is None else count
     return Requests(spec, params, cache_layouts(spec, kind), count, max(PROMPTS) + DECODE_STEPS + 2, **options)
 
 

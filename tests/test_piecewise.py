@@ -80,7 +80,7 @@ def test_one_compiled_layer_serves_all():
         ]
         plan, hidden = plan_of(model, state), F.embedding(state.tokens, model.params["embed"])
         for weights, kv, index in zip(layers, *caches[0]):
-            for name, value in weights.items():
+            for value in weights.values():
                 mark_sizes(value, static=range(value.dim()))
             hidden = compiled(weights, hidden, kv, index, plan)
         want = model(state.tokens, caches[1], plan)

@@ -136,8 +136,9 @@ def test_a_save_is_whole_or_not_at_all(tmp_path, monkeypatch, old):
         for place in range(8):
             count = iter(range(100))
             holder, name = (safetensors.torch, call) if call == "save_file" else (files.os, call)
+            real = getattr(holder, name)
 
-            def failing(*args, real=getattr(holder, name), **kwargs):
+            def failing(*args, **kwargs):
                 if next(count) == place:
                     raise OSError(28, "injected")
                 return real(*args, **kwargs)

@@ -97,7 +97,7 @@ def test_presets_by_name():
     ],
 )
 def test_refused_configs(change, message):
-    config = {key: value for key, value in (PUBLISHED_V32 | change).items()}
+    config = PUBLISHED_V32 | change
     with pytest.raises(ValueError, match=message):
         from_hf_config(config)
 

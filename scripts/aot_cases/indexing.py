@@ -78,7 +78,8 @@ def _prefill_scores() -> Iterator[Case]:
         for rows, keys in ((2048, 32768), (128, 1024)):
             arguments = (
                 tensor(rows, heads, dim, dtype=dtype), tensor(keys, dim, dtype=dtype),
-                floats(keys) if flavour != "none" else None, floats(rows, heads), integers(rows), integers(rows), flavour,
+                floats(keys) if flavour != "none" else None, floats(rows, heads), integers(rows), integers(rows),
+                flavour,
             )  # fmt: skip
             yield Case("mqa_logits", f"{name}, {rows} rows", index_logits.mqa_logits, arguments, more or rows == 128)
     arguments = (  # weights that no TMA copies
@@ -110,14 +111,14 @@ def _decode_scores() -> Iterator[Case]:
     ):
         layout = IndexFp8Layout(dim, kind) if dtype == U8 else PlainLayout(kind, dim)
         arguments = (
-            tensor(4, next_n, heads, dim, dtype=dtype), cache_of(layout), floats(4 * next_n, heads), integers(4, next_n),
-            integers(4, 1024), 65536, layout.name,
+            tensor(4, next_n, heads, dim, dtype=dtype), cache_of(layout), floats(4 * next_n, heads),
+            integers(4, next_n), integers(4, 1024), 65536, layout.name,
         )  # fmt: skip
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, more)
     for next_n in (1, 2):
         arguments = (
-            tensor(4, next_n, 64, 128, dtype=U8), cache_of(FN, block_size=32), floats(4 * next_n, 64), integers(4, next_n),
-            integers(4, 2048), 65536, FN.name,
+            tensor(4, next_n, 64, 128, dtype=U8), cache_of(FN, block_size=32), floats(4 * next_n, 64),
+            integers(4, next_n), integers(4, 2048), 65536, FN.name,
         )  # fmt: skip
         name = f"deepseek_v32, blocks of 32, {next_n} tokens"
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, next_n == 2)
@@ -162,8 +163,8 @@ def _fused() -> Iterator[Case]:
         )  # fmt: skip
         yield Case("index_topk_prefill", name, index_topk.index_topk_prefill, prefill, more)
         decode = (
-            tensor(4, 1, heads, dim, dtype=U8), floats(4, heads), cache_of(layout), integers(4, 1), integers(4, 1024), k,
-            width, layout.name, BUDGET,
+            tensor(4, 1, heads, dim, dtype=U8), floats(4, heads), cache_of(layout), integers(4, 1), integers(4, 1024),
+            k, width, layout.name, BUDGET,
         )  # fmt: skip
         yield Case("index_topk_decode", name, index_topk.index_topk_decode, decode, more)
     for name, requests, next_n, k, width, more, where in (
@@ -176,7 +177,7 @@ def _fused() -> Iterator[Case]:
         ("deepseek_v4, 64 of 4 tokens x 65536", 64, 4, 512, 65536, True, ""),
     ):
         slots = (
-            tensor(requests, next_n, 64, 128, dtype=U8), floats(requests * next_n, 64), cache_of(FN), integers(requests, next_n),
-            integers(requests, 2048), k, width, FN.name, BUDGET,
+            tensor(requests, next_n, 64, 128, dtype=U8), floats(requests * next_n, 64), cache_of(FN),
+            integers(requests, next_n), integers(requests, 2048), k, width, FN.name, BUDGET,
         )  # fmt: skip
         yield Case("index_topk_decode_slots", name, index_topk.index_topk_decode_slots, slots, more, where)

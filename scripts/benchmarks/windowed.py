@@ -1,4 +1,4 @@
-"""Attention over a window and compressed entries, as DeepSeek-V4 has it: one kernel, one layer, two forms of prefill."""
+"""Attention over a window and compressed entries, as DeepSeek-V4 has it: a kernel, a layer, two forms of prefill."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
 
 @suite("layer_v4")
 def layer_v4(run: Run) -> Iterator[Record]:
-    "A decode step of a ratio-4 layer: index_topk_decode_slots over context / 4 entries, sparse_attn_decode; fp8 caches."
+    "Decode step of a ratio-4 layer: index_topk_decode_slots over context / 4 entries, sparse_attn_decode; fp8 caches."
     pool = run.pick(64 * 131072 // RATIO // BLOCK, 32)
     index_cache = filled_cache(INDEX_LAYOUT, pool, run.device)
     caches = _caches(run)

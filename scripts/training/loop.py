@@ -220,8 +220,8 @@ class Trainer:
 
     def state(self) -> dict:
         weights = {name: value.detach() for name, value in self.weights.items() if not name.startswith("rope")}
-        return {"settings": _plain(self.settings), "done": self.done, "weights": weights, "optimiser": self.optimiser.state_dict(),
-                "generator": self.source.generator.get_state()}  # fmt: skip
+        return {"settings": _plain(self.settings), "done": self.done, "weights": weights,
+                "optimiser": self.optimiser.state_dict(), "generator": self.source.generator.get_state()}  # fmt: skip
 
     def resume(self, state: dict) -> None:
         """Go on from a state() of the same settings; ValueError for one of others."""
@@ -260,8 +260,8 @@ def train(trainer: Trainer, folder: Path, deadline: float, report_every: int) ->
             now = time.monotonic()
             pace = (now - since) / max(1, trainer.done - at_report)
             at_report, since = trainer.done, now
-            record = {"step": trainer.done, "stage": number, "kind": stage.kind, "length": stage.length, "seconds": now - started,
-                      "ms_per_step": 1e3 * pace} | found  # fmt: skip
+            record = {"step": trainer.done, "stage": number, "kind": stage.kind, "length": stage.length,
+                      "seconds": now - started, "ms_per_step": 1e3 * pace} | found  # fmt: skip
             if last:
                 record |= measure(trainer, stage.length)
                 since = time.monotonic()
@@ -302,14 +302,14 @@ def _line(record: dict, total: int, started: float, first: int) -> str:
     spent = time.monotonic() - started
     left = spent / max(1, record["step"] - first) * (total - record["step"])
     parts = [
-        f"{record['kind']:>6} {record['length']:>4}  step {record['step']:>5}/{total}  {spent:6.1f} s, about {left:5.1f} s left"
-        f"  {record['ms_per_step']:6.1f} ms  {record['bits_per_byte']:.3f} bits/byte  answers {record['answer_bits']:.3f} bits"
+        f"{record['kind']:>6} {record['length']:>4}  step {record['step']:>5}/{total}"
+        f"  {spent:6.1f} s, about {left:5.1f} s left  {record['ms_per_step']:6.1f} ms"
+        f"  {record['bits_per_byte']:.3f} bits/byte  answers {record['answer_bits']:.3f} bits"
         f" {100 * record['answers_right']:5.1f}%  index {record['index_loss']:.3f}"
     ]
     for way in ("dense", "sparse"):
         if way in record:
             found = record[way]
-            parts.append(
-                f"    held out, {way}: {found['bits_per_byte']:.4f} bits/byte, retrieval {100 * found['retrieval']:.2f}%"
-            )
+            bits, right = found["bits_per_byte"], 100 * found["retrieval"]
+            parts.append(f"    held out, {way}: {bits:.4f} bits/byte, retrieval {right:.2f}%")
     return "\n".join(parts)

@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): a kernel starts while the one before it ends.
 
-A CTA that starts early has its scalars, shared memory and barriers ready when its data is. Before it waits it touches no
-memory that another launch writes. Every kernel launched with PDL waits (``griddepcontrol.wait``), so completion is
+A CTA that starts early has its scalars, shared memory and barriers ready when its data is. Before it waits it touches
+no memory that another launch writes. Every kernel launched with PDL waits (``griddepcontrol.wait``), so completion is
 transitive: after the wait, all launches before it are done.
 """
 
@@ -36,8 +36,8 @@ def _claiming(registers):
 
 @triton.jit
 def claim_registers(REGISTERS: tl.constexpr):
-    """Start with this many registers a thread, needed or not: a multiple of 8, and the launch's maxnreg. ptxas gives all
-    of them to a kernel that might change their number, which limits how many CTAs share an SM. sm_90 only."""
+    """Start with this many registers a thread, needed or not: a multiple of 8, and the launch's maxnreg. ptxas gives
+    all of them to a kernel that might change their number, which limits how many CTAs share an SM. sm_90 only."""
     tl.inline_asm_elementwise(_claiming(REGISTERS), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

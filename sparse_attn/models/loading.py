@@ -82,8 +82,8 @@ def _weight_block(config: dict) -> tuple[int, int]:
     pair = isinstance(block, list) and len(block) == 2 and all(type(step) is int and step > 0 for step in block)
     if method != "fp8" or not pair:
         raise ValueError(
-            f"config quantization_config: got quant_method {short(method)} with weight_block_size {short(block)}, allowed: "
-            "'fp8' with two block sizes"
+            f"config quantization_config: got quant_method {short(method)} with weight_block_size {short(block)}, "
+            "allowed: 'fp8' with two block sizes"
         )
     return tuple(block)
 

@@ -16,7 +16,7 @@ from sparse_attn.pipeline.layouts import CACHE_KINDS, CacheLayouts, cache_layout
 from sparse_attn.pipeline.memory import CacheUse, cache_bytes, cache_uses
 
 __all__ = [
-    "CACHE_KINDS", "LOGITS_BYTES", "Bounds", "CacheLayouts", "CacheUse", "Selection", "attend", "cache_bytes", "cache_layouts",
-    "cache_uses", "check_block_size", "default_block_size", "index_select", "num_decode_rows", "workspace_size", "write_index_keys",
-    "write_latents",
+    "CACHE_KINDS", "LOGITS_BYTES", "Bounds", "CacheLayouts", "CacheUse", "Selection", "attend", "cache_bytes",
+    "cache_layouts", "cache_uses", "check_block_size", "default_block_size", "index_select", "num_decode_rows",
+    "workspace_size", "write_index_keys", "write_latents",
 ]  # fmt: skip

@@ -64,8 +64,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--preset", choices=TINY_PRESETS, type=lambda name: name.replace("_", "-"),
                        help="a seeded random byte-level model")  # fmt: skip
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models that "
-                        "ship here, else the opening of a novel")  # fmt: skip
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models "
+                        "that ship here, else the opening of a novel")  # fmt: skip
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
@@ -98,7 +98,8 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
-                        help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors")  # fmt: skip
+                        help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
+                        )  # fmt: skip
     parser.set_defaults(run=run_generate)
 
 
@@ -106,7 +107,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", type=_spec_of_preset, dest="spec", metavar="|".join(PRESETS))
     model.add_argument("--model", metavar="NAME|DIR",
-                       help=f"a folder with a config.json, or a model that ships here: {', '.join(shipped_models())}")  # fmt: skip
+                       help=f"a folder with a config.json, or a model that ships here: {', '.join(shipped_models())}"
+                       )  # fmt: skip
     parser.add_argument("--max-batch", type=positive, default=1, metavar="N", help="requests (default: %(default)s)")
     parser.add_argument("--max-batched-tokens", type=positive, default=8192, metavar="N",
                         help="tokens of a step (default: %(default)s)")  # fmt: skip

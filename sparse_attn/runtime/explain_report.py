@@ -33,8 +33,8 @@ class Command(NamedTuple):
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Which kernel a call takes, how it is launched, the microseconds below which nothing gets on the target, and why "
-        "the kernels before it do not run. Sizes are DeepSeek-V3.2's unless given; no GPU is needed."
+        "Which kernel a call takes, how it is launched, the microseconds below which nothing gets on the target, and "
+        "why the kernels before it do not run. Sizes are DeepSeek-V3.2's unless given; no GPU is needed."
     )
     parser.add_argument("op", choices=COMMANDS, metavar="OP", help=", ".join(COMMANDS))
     parser.add_argument("--target", choices=TARGETS, help="default: this machine's GPU, or sm_90 where there is none")

@@ -35,8 +35,8 @@ def uncapturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, d
     target = target_of(device)
     if routed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True) and grouped_waits(target):
         return (
-            f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where torch's "
-            "grouped matrix product waits for the host, allowed: sm_90 and sm_10x, or at most "
+            f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where "
+            "torch's grouped matrix product waits for the host, allowed: sm_90 and sm_10x, or at most "
             f"{DENSE_MAX_EXPERTS} experts, or fp16 or fp32"
         )
     return None

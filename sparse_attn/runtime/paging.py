@@ -69,7 +69,8 @@ class BlockTables:
         wanted = blocks_for(tokens, self.block_size)
         if wanted > self.table.shape[1]:
             raise ValueError(
-                f"tokens: got {tokens}, allowed: at most {self.table.shape[1] * self.block_size}, a block table row's worth"
+                f"tokens: got {tokens}, "
+                f"allowed: at most {self.table.shape[1] * self.block_size}, a block table row's worth"
             )
         if wanted > len(owned):
             fresh = self.pool.take(wanted - len(owned))

@@ -40,7 +40,8 @@ def draw(path: Path, read: str, written: str, share: torch.Tensor, title: str) -
                 axes.add_patch(Rectangle((column, row - 0.5), 1, 1, color="#1f6fb4", alpha=0.85 * shade, linewidth=0))
             is_new = place >= len(read)
             axes.text(
-                column + 0.5, row, _shown((read + written)[place]), family="monospace", fontsize=8, ha="center", va="center",
+                column + 0.5, row, _shown((read + written)[place]), family="monospace", fontsize=8, ha="center",
+                va="center",
                 color=NEW if is_new else ("white" if shade > 0.75 else "black"), weight="bold" if is_new else "normal",
             )  # fmt: skip
     axes.text(0, -1.2, title, fontsize=9, va="center")

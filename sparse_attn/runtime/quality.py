@@ -194,7 +194,8 @@ class _Graph:
         bounds = replace(batch.bounds, max_batched_tokens=0, kv_rows=0)
         self.graph = DecodeGraph(
             run, batch.caches, max_context=batch.max_context, max_blocks=batch.state.block_table.shape[1],
-            buckets=(batch.bounds.max_batch,), workspace_size=scratch_size(model, bounds), impl=model.impl, keep_logits=True,
+            buckets=(batch.bounds.max_batch,), workspace_size=scratch_size(model, bounds), impl=model.impl,
+            keep_logits=True,
         )  # fmt: skip
 
     def __call__(self, tokens: list[int], seq_lens: list[int]) -> torch.Tensor:

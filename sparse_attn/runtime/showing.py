@@ -33,8 +33,9 @@ def show(written: dict, spec: Spec | CompressedSpec, prompt: str | None, expecte
     timing, count = written["timing"], len(written["tokens"])
     read, there = attended(spec, written["prompt_tokens"] + count - 1)
     print(
-        f"{written['model']} ({written['impl']} on {written['device']}, {written['dtype']}, {written['cache']} cache): each query "
-        f"attended to {read:.1f} of {there:.1f} keys in the mean; {timing['tokens_per_s']:.1f} tokens a second",
+        f"{written['model']} ({written['impl']} on {written['device']}, {written['dtype']}, {written['cache']} cache): "
+        f"each query attended to {read:.1f} of {there:.1f} keys in the mean; "
+        f"{timing['tokens_per_s']:.1f} tokens a second",
         file=sys.stderr,
     )
     parts = {"reading": timing["prefill_s"], "set-up": timing["setup_s"], "writing": timing["decode_s"]}
@@ -67,7 +68,8 @@ def plot(
     ratio = spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1
     share = shares(by_layer(selected, spec), slice(len(prompt) - 1, None), len(prompt) + len(tokens), ratio)
     title = (
-        f"{name}: what {len(layers)} indexers selected for the {len(tokens)} bytes behind it (dark: by all, every time), "
-        f"{spec.index.top_k} {'keys' if ratio == 1 else f'entries of {ratio} bytes'} each out of up to {len(share) // ratio}"
+        f"{name}: what {len(layers)} indexers selected for the {len(tokens)} bytes behind it "
+        f"(dark: by all, every time), {spec.index.top_k} {'keys' if ratio == 1 else f'entries of {ratio} bytes'} each "
+        f"out of up to {len(share) // ratio}"
     )
     draw(path, "".join(read), "".join(character[:1] for character in new), share, title)

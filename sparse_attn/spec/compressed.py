@@ -75,7 +75,8 @@ class CompressedSpec:
             raise ValueError(f"o_groups: got {self.o_groups}, allowed: a divisor of num_heads = {self.num_heads}")
         if not 1 <= self.moe.experts_per_token <= self.moe.num_experts:
             raise ValueError(
-                f"moe.experts_per_token: got {self.moe.experts_per_token}, allowed: 1 to num_experts = {self.moe.num_experts}"
+                f"moe.experts_per_token: got {self.moe.experts_per_token}, "
+                f"allowed: 1 to num_experts = {self.moe.num_experts}"
             )
         for name in ("window", "indexed_ratio", "full_ratio", "streams", "sinkhorn_iterations"):
             if getattr(self, name) < 1:
@@ -118,8 +119,8 @@ def deepseek_v4_flash() -> CompressedSpec:
         q_lora=1024, head_dim=512, rope_dim=64, window=128,
         layer_kinds=kinds_of_ratios([0, 0] + [4, 128] * 20 + [4]),
         index=IndexSpec(num_heads=64, head_dim=128, top_k=512, rope_interleaved=True, rope_start=64),
-        moe=MoeSpec(num_experts=256, experts_per_token=6, num_groups=1, top_groups=1, routed_scale=1.5, renormalise=True,
-                    num_shared=1, intermediate_size=2048, score="sqrtsoftplus", clamp=10.0),
+        moe=MoeSpec(num_experts=256, experts_per_token=6, num_groups=1, top_groups=1, routed_scale=1.5,
+                    renormalise=True, num_shared=1, intermediate_size=2048, score="sqrtsoftplus", clamp=10.0),
         hash_layers=first_layers(43, 3), o_groups=8, o_lora=1024,
         max_positions=1048576, rope_theta=1e4, compressed_rope_theta=1.6e5, softmax_scale=512**-0.5,
         yarn=YarnSpec(16.0, 65536), eos_token_ids=(1,),
@@ -134,8 +135,8 @@ def deepseek_v4_pro() -> CompressedSpec:
         q_lora=1536, head_dim=512, rope_dim=64, window=128,
         layer_kinds=kinds_of_ratios([128, 128] + [4, 128] * 29 + [4]),
         index=IndexSpec(num_heads=64, head_dim=128, top_k=1024, rope_interleaved=True, rope_start=64),
-        moe=MoeSpec(num_experts=384, experts_per_token=6, num_groups=1, top_groups=1, routed_scale=2.5, renormalise=True,
-                    num_shared=1, intermediate_size=3072, score="sqrtsoftplus", clamp=10.0),
+        moe=MoeSpec(num_experts=384, experts_per_token=6, num_groups=1, top_groups=1, routed_scale=2.5,
+                    renormalise=True, num_shared=1, intermediate_size=3072, score="sqrtsoftplus", clamp=10.0),
         hash_layers=first_layers(61, 3), o_groups=16, o_lora=1024,
         max_positions=1048576, rope_theta=1e4, compressed_rope_theta=1.6e5, softmax_scale=512**-0.5,
         yarn=YarnSpec(16.0, 65536), eos_token_ids=(1,),

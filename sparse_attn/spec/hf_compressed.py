@@ -100,7 +100,8 @@ def _rates_of(fields: Fields) -> tuple[int, int]:
     rates = Fields(fields.part("compress_rates"), "compress_rates", MODEL_TYPE)
     found = []
     for key, flat, default in (
-        ("compressed_sparse_attention", "compress_rate_csa", 4), ("heavily_compressed_attention", "compress_rate_hca", 128),
+        ("compressed_sparse_attention", "compress_rate_csa", 4),
+        ("heavily_compressed_attention", "compress_rate_hca", 128),
     ):  # fmt: skip
         holder, name = (rates, key) if rates.config.get(key) is not None else (fields, flat)
         found.append(default if holder.config.get(name) is None else holder.size(name, at_most=MAX_POSITIONS))

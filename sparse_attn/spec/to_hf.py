@@ -14,7 +14,8 @@ from sparse_attn.spec.parts import MoeSpec, YarnSpec, mscale_of
 
 _KINDS = {ours: theirs for theirs, ours in hf_compressed.LAYER_TYPES.items()}
 _ARCHITECTURES = {
-    "deepseek_v32": "DeepseekV32ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM", "deepseek_v4": "DeepseekV4ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM", "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
 }  # fmt: skip
 
 
@@ -87,8 +88,8 @@ def _latent(spec: Spec) -> dict[str, Any]:
     shared = not all(spec.index_layers)
     if shared and model_type == "deepseek_v32":
         raise ValueError(
-            "spec: got index_layers that share a selection with index.rope_interleaved False, allowed: one or the other; "
-            "transformers reads no such model"
+            "spec: got index_layers that share a selection with index.rope_interleaved False, allowed: one or the "
+            "other; transformers reads no such model"
         )
     mscale = {}
     if spec.yarn is not None:

@@ -411,7 +411,7 @@ def sparse_attn_decode(draw):
     cache, ragged, layout = source(layout)
     extra = None, None, None
     if flag(draw):
-        alike = [other for other in (layout, PlainLayout("bf16", layout.value_dim, layout.dim - layout.value_dim))]
+        alike = [layout, PlainLayout("bf16", layout.value_dim, layout.dim - layout.value_dim)]
         extra = source(pick(draw, alike))
     return dict(
         q=amid(draw, floats(draw, (tokens, heads, layout.dim), dtype, scale=0.3)),

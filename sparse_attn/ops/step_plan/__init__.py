@@ -56,7 +56,8 @@ def build_step_plan(
         raise ValueError(f"num_decodes: got {num_decodes}, allowed: at most the {requests} requests of seq_lens")
     if num_decodes * next_n > slot_mapping.shape[0]:
         raise ValueError(
-            f"slot_mapping: got {slot_mapping.shape[0]} rows, allowed: at least num_decodes * next_n = {num_decodes * next_n}"
+            f"slot_mapping: got {slot_mapping.shape[0]} rows, "
+            f"allowed: at least num_decodes * next_n = {num_decodes * next_n}"
         )
     checks.check_same_device(
         query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
