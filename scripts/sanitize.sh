@@ -32,7 +32,7 @@ mkdir -p "$out"
 if [ $# -gt 0 ]; then
     files=("$@")
 elif [ "${select[1]}" = gpu ]; then
-    files=(tests/test_*hopper*.py tests/test_attention_few_heads.py)
+    files=(tests/test_attention_{prefill_bf16,decode_fp8,decode_fp8_latents,swap_ab}.py tests/test_*hopper*.py)
 else
     mapfile -t files < <(grep -lE 'mark\.kernel' tests/test_*.py)
 fi

@@ -1,5 +1,4 @@
-"""The warp-specialised prefill kernel: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time
-here."""
+"""hopper.prefill_bf16: its plans, compiled ahead of time, and on a GPU FlashMLA's kinds of case at its tolerances."""
 
 import math
 

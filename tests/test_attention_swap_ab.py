@@ -1,5 +1,4 @@
-"""The kernel for few heads on Hopper: FlashMLA's kinds of case at its tolerances, on a GPU; compiled ahead of time
-here."""
+"""hopper.swap_ab: how heads are padded and rows are split, and on a GPU FlashMLA's kinds of case at its tolerances."""
 
 import pytest
 import torch

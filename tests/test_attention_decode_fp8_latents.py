@@ -1,4 +1,4 @@
-"""The two-producer decode kernel on fp8 latents: FlashMLA's kinds of case at its tolerances, on a GPU."""
+"""hopper.decode_fp8 over fp8 latents: FlashMLA's kinds of case at its tolerances, on a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The two-producer decode kernel: where it applies, compiled ahead of time, and planar caches, one or two, on a GPU."""
+"""hopper.decode_fp8: its plans, compiled ahead of time, and on a GPU planar caches, one or two."""
 
 import itertools
 from dataclasses import replace
