@@ -9,14 +9,13 @@ import torch
 
 from sparse_attn import dispatch
 from sparse_attn.dispatch import Choice, Kernel
-from sparse_attn.layout import parse_layout
 from sparse_attn.ops.attention.hopper import config as hopper
 from sparse_attn.ops.attention.portable import config as portable
 from sparse_attn.ops.attention.problem import (
     INVARIANT_DECODE_ROWS,
     INVARIANT_PREFILL_ROWS,
-    KvCache,
     Problem,
+    kv_caches,
     kv_rows,
     problem_of,
 )
@@ -77,10 +76,8 @@ def decode_problem(
     batch_invariant: bool = False,
 ) -> Problem:
     """Of the arguments of the operator sparse_attn_decode, real or on meta."""
-    keys, extra = KvCache(cache, parse_layout(layout), indices, indptr), None
-    if extra_cache is not None:
-        extra = KvCache(extra_cache, parse_layout(extra_layout), extra_indices, extra_indptr)
-    return problem_of(q, keys, extra, scale, INVARIANT_DECODE_ROWS if batch_invariant else None)
+    caches = cache, indices, indptr, layout, extra_cache, extra_indices, extra_indptr, extra_layout
+    return problem_of(q, *kv_caches(*caches), scale, INVARIANT_DECODE_ROWS if batch_invariant else None)
 
 
 def reserved(problem: Problem, target: Target, step: int = 1) -> Iterator[Scratch]:

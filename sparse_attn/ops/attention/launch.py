@@ -6,7 +6,6 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.dispatch import Choice
-from sparse_attn.layout import parse_layout
 from sparse_attn.ops.attention import dispatch, shapes
 from sparse_attn.ops.attention.dispatch import Plan
 from sparse_attn.ops.attention.partials import LOG2_E
@@ -16,6 +15,7 @@ from sparse_attn.ops.attention.problem import (
     INVARIANT_PREFILL_ROWS,
     Call,
     KvCache,
+    kv_caches,
     kv_rows,
     problem_of,
 )
@@ -55,11 +55,9 @@ def sparse_attn_decode(
     kernel: str | Choice[Plan] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """kernel: see dispatch.choose."""
-    keys, extra = KvCache(cache, parse_layout(layout), indices, indptr), None
-    if extra_cache is not None:
-        extra = KvCache(extra_cache, parse_layout(extra_layout), extra_indices, extra_indptr)
+    caches = cache, indices, indptr, layout, extra_cache, extra_indices, extra_indptr, extra_layout
     invariant_rows = INVARIANT_DECODE_ROWS if batch_invariant else None
-    return _attend("sparse_attn_decode", q, keys, extra, scale, sink, invariant_rows, kernel)
+    return _attend("sparse_attn_decode", q, *kv_caches(*caches), scale, sink, invariant_rows, kernel)
 
 
 def merge_attn_states(

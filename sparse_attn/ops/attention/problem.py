@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.layout import PLAIN_NAME, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.layout import PLAIN_NAME, IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 
 ALIGNMENT = 16  # bytes that the widest load takes at once
 # A batch-invariant step is split as one of so many rows is. Decode: as few as leave room to split each row over CTAs.
@@ -137,12 +137,36 @@ def _padded(num_blocks: int, block_size: int, block_stride: int, row_stride: int
 
 
 def kv_rows(kv: torch.Tensor, d_v: int, indices: torch.Tensor, indptr: torch.Tensor) -> KvCache:
-    """Of rows [rows, d_qk], whose first ``d_v`` columns are their value."""
-    return KvCache(kv, plain_layout(kv.dtype, d_v, kv.shape[1] - d_v), indices, indptr)
+    """Rows [rows, d_qk], whose first ``d_v`` columns are their value."""
+    return KvCache(kv, _plain_layout(kv.dtype, d_v, kv.shape[1] - d_v), indices, indptr)
+
+
+def kv_caches(
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    layout: str,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_indptr: torch.Tensor | None,
+    extra_layout: str,
+) -> tuple[KvCache, KvCache | None]:
+    """Blocks [num_blocks, block_size, row] of the layouts of these names."""
+    keys = KvCache(cache, _kv_layout(layout), indices, indptr)
+    if extra_cache is None or extra_indices is None or extra_indptr is None:
+        return keys, None
+    return keys, KvCache(extra_cache, _kv_layout(extra_layout), extra_indices, extra_indptr)
+
+
+def _kv_layout(name: str) -> KvLayout:
+    layout = parse_layout(name)
+    if isinstance(layout, IndexFp8Layout):
+        raise ValueError(f"layout: got {name}, allowed: plain, latent_fp8 or planar_fp8")
+    return layout
 
 
 @functools.cache
-def plain_layout(dtype: torch.dtype, d_v: int, d_rope: int) -> PlainLayout:
+def _plain_layout(dtype: torch.dtype, d_v: int, d_rope: int) -> PlainLayout:
     return PlainLayout(PLAIN_NAME[dtype], d_v, d_rope)
 
 
@@ -156,7 +180,7 @@ def problem_of(
     return Problem(
         tokens, heads, q.dtype, scale, indices,
         _facts("cache", cache), None if extra is None else _facts("extra_cache", extra),
-        q.stride()[:2], q.data_ptr() % ALIGNMENT, invariant_rows,
+        (q.stride(0), q.stride(1)), q.data_ptr() % ALIGNMENT, invariant_rows,
     )  # fmt: skip
 
 
@@ -204,9 +228,11 @@ def _packed(
     invariant_rows: int | None,
     extra: KvLayout | None = None,
 ) -> Problem:
-    caches = [
-        None if each is None else CacheFacts(name, each, 64, 64, 64 * each.row, each.row)
-        for name, each in (("cache", layout), ("extra_cache", extra))
-    ]
+    first = _packed_facts("cache", layout)
+    second = None if extra is None else _packed_facts("extra_cache", extra)
     q_strides = heads * layout.dim, layout.dim
-    return Problem(tokens, heads, dtype, 1.0, indices, *caches, q_strides, invariant_rows=invariant_rows)
+    return Problem(tokens, heads, dtype, 1.0, indices, first, second, q_strides, invariant_rows=invariant_rows)
+
+
+def _packed_facts(name: str, layout: KvLayout) -> CacheFacts:
+    return CacheFacts(name, layout, 64, 64, 64 * layout.row, layout.row)

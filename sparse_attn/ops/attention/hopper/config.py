@@ -100,9 +100,8 @@ def supports_decode_fp8(problem: Problem, target: Target) -> Support:
     """Whole blocks of heads over fp8 latents, or one or two planar caches."""
     return _support(
         _machine(problem, target),
-        _fp8(problem),
-        _whole_blocks_of_heads(problem),
         _records(problem),
+        _whole_blocks_of_heads(problem),
         _queries(problem),
         *(_memory(cache) for cache in problem.caches),
     )
@@ -112,9 +111,8 @@ def supports_prefill_bf16(problem: Problem, target: Target) -> Support:
     """Whole blocks of heads over plain rows, and a CTA for every third SM, since no row is split."""
     support = _support(
         _machine(problem, target),
-        _plain(problem),
-        _whole_blocks_of_heads(problem),
         _rows(problem),
+        _whole_blocks_of_heads(problem),
         _queries(problem),
         _copies(problem.cache),
     )
@@ -149,19 +147,11 @@ def _whole_blocks_of_heads(problem: Problem) -> Iterator[str]:
         yield f"heads: got {problem.heads}, allowed: a multiple of {BLOCK_M}"
 
 
-def _plain(problem: Problem) -> Iterator[str]:
-    if problem.cache.fp8:
-        yield f"layout: got {problem.cache.layout.name}, allowed: plain rows"
-
-
-def _fp8(problem: Problem) -> Iterator[str]:
-    if not problem.cache.fp8:
-        yield f"layout: got {problem.cache.layout.name}, allowed: fp8 records"
-
-
 def _rows(problem: Problem) -> Iterator[str]:
     """Plain ones, alone and side by side."""
     name, layout = problem.cache.name, problem.cache.layout
+    if not isinstance(layout, PlainLayout):
+        yield f"layout: got {layout.name}, allowed: plain rows"
     if layout.dtype != problem.dtype:
         yield f"{name} dtype: got {layout.dtype}, allowed: {problem.dtype}, as q has"
     if problem.d_v != D_V:
@@ -178,6 +168,9 @@ def _rows(problem: Problem) -> Iterator[str]:
 def _records(problem: Problem) -> Iterator[str]:
     """fp8 ones that the producers know."""
     layout, extra = problem.cache.layout, problem.extra
+    if isinstance(layout, PlainLayout):
+        yield f"layout: got {layout.name}, allowed: fp8 records"
+        return
     planar = isinstance(layout, PlanarFp8Layout)
     if (layout.latent, layout.rope) != (D_V - D_ROPE if planar else D_V, D_ROPE):
         yield f"layout: got {layout.name}, allowed: {_latent()} or {_planar()}"
