@@ -43,7 +43,7 @@ def slower(reason: str) -> Support:
     return Support(False, reason, True)
 
 
-ROOMS = ("hopper",)  # folders of kernels made for one architecture; their kernels' names begin with the folder's
+ARCHITECTURES = ("hopper",)  # with which names of kernels begin that are made for one alone, as their folders
 
 
 def of_target(support: Support) -> bool:

@@ -8,6 +8,7 @@ the operator's table answers. Nothing is launched, no value on the device is rea
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +17,21 @@ import torch
 
 from sparse_attn import dispatch, roofline
 from sparse_attn.dispatch import Choice, Kernel
-from sparse_attn.ops import topk
+from sparse_attn.ops.attention import dispatch as attention
+from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.index_logits import (
+    bf16_mqa_logits,
+    bf16_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+)
+from sparse_attn.ops.index_logits import dispatch as scoring
+from sparse_attn.ops.index_topk import config as fused
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.ops.index_topk.shapes import rows_at_once
 from sparse_attn.ops.topk import dispatch as selection
-from sparse_attn.target import CPU, H200, TARGETS, Target, resolve_impl, target_of
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.target import H200, TARGETS, Target, resolve_impl, target_of
 from sparse_attn.torch_private import EagerDispatchMode, OpOverload
 from sparse_attn.workspace import Buffer, Scratch, size_of
 
@@ -28,9 +41,10 @@ REFERENCE, NOTHING = "reference", "none"
 @dataclass(frozen=True)
 class Explanation:
     """kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute. plan: the kernel's own,
-    see the plan.py of its operator; None without a kernel. ctas: launched at once, where that is known. floors: None for
-    a GPU that is not in roofline.GPUS; they count every list of keys full and every range whole. passed_over: (kernel,
-    reason) of those that come before it in the table. scores: of an operator that scores and selects, how it scores.
+    see its operator; None without a kernel. floors: None for a GPU that is not in roofline.GPUS; they count every list
+    of keys full and every range whole. passed_over: (kernel, reason) of those that come before it in the table.
+    scratch: of all launches. ctas: of a launch, where the plan does not say. rows_at_once, scores: of an operator that
+    scores and selects, for how many rows one launch does, and how it scores; the rest is of the selection.
     """
 
     op: str
@@ -39,7 +53,9 @@ class Explanation:
     plan: Any = None
     floors: roofline.Floors | None = None
     passed_over: tuple[tuple[str, str], ...] = ()
+    scratch: Scratch = Scratch()
     ctas: int | None = None
+    rows_at_once: int | None = None
     scores: Explanation | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,12 +75,15 @@ class Explanation:
             return None
         found = _plain(self.plan)
         if self.ctas is not None:
-            found |= {"ctas": self.ctas, "waves": round(self.ctas / self.target.num_sms, 2)}
-        scratch: Scratch = self.plan.scratch
-        size = size_of(scratch)
+            found["ctas"] = self.ctas
+        if self.rows_at_once is not None:
+            found["rows_at_once"] = self.rows_at_once
+        if "ctas" in found and "waves" not in found:
+            found["waves"] = round(found["ctas"] / self.target.num_sms, 2)
+        size = size_of(self.scratch)
         return found | {
             "scratch": {
-                "buffers": [_plain(buffer) for buffer in scratch.buffers],
+                "buffers": [_plain(buffer) for buffer in self.scratch.buffers],
                 "bytes": size.nbytes,
                 "counters": size.counters,
             }
@@ -78,7 +97,7 @@ class Explanation:
                 "  plan: " + ", ".join(f"{key} {_text(value)}" for key, value in plan.items() if value is not None)
             )
             lines.append(f"  scratch: {scratch['bytes']:,} bytes, {scratch['counters']:,} counters")
-            lines += [f"    {_text(buffer)}" for buffer in self.plan.scratch.buffers]
+            lines += [f"    {_text(buffer)}" for buffer in self.scratch.buffers]
         if self.floors is not None:
             gpu, nbytes, operations, source = self.floors
             lines.append(f"  floors on {gpu}: bytes {nbytes:,.1f} us, operations {operations:,.1f} us ({source})")
@@ -104,22 +123,26 @@ def explain(op: str, *args: object, target: Target | str | None = None, **kwargs
         if target not in TARGETS:
             raise ValueError(f"target: got {target!r}, allowed: {', '.join(TARGETS)}")
         target = TARGETS[target]
-    asked = _reach(op, *args, **kwargs)
-    *arguments, impl = asked.arguments
+    name, (*arguments, impl) = reach(op, *args, **kwargs)
+    question = QUESTIONS[name](*arguments)
     device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
-    return _answer(op, QUESTIONS[asked.name](*arguments), impl, device, target)
+    runs_on = device if target is None and device.type != "meta" else torch.device("cuda")
+    impl = resolve_impl(impl, runs_on, [kernel.name for kernel in question.kernels])
+    target, gpu = _target(target, device)
+    return _answer(op, question, impl, gpu, target)
 
 
-def kernels_on(target: Target, op: str, *args: object, **kwargs: object) -> tuple[str, ...]:
-    """Of the kernels of a public function, those that ``target`` has. args, kwargs: of any call."""
-    asked = _reach(op, *args, **kwargs)
-    question = QUESTIONS[asked.name](*asked.arguments[:-1])
-    return dispatch.on_target(question.kernels, question.problem, target)
+def kernels_on(target: Target, op: str, *args: object, **kwargs: object) -> tuple[str, tuple[str, ...]]:
+    """The operator that a public function calls, and of its kernels those that ``target`` has. args, kwargs: of any
+    call."""
+    name, (*arguments, _) = reach(op, *args, **kwargs)
+    question = QUESTIONS[name](*arguments)
+    return name, dispatch.on_target(question.kernels, question.problem, target)
 
 
 def slow_path(name: str, target: Target, *arguments: object) -> str | None:
-    """Why no kernel of an architecture's own room takes a call of operator ``name`` on a target that has such: what each
-    of them refuses. None where one of them runs, or could and would be slower."""
+    """Why no kernel made for ``target``'s architecture takes a call of operator ``name``: what each of them refuses. None
+    where there is no such kernel, and where one runs, or could and would be slower."""
     if name not in QUESTIONS:
         return None
     question = QUESTIONS[name](*arguments)
@@ -132,7 +155,7 @@ def slow_path(name: str, target: Target, *arguments: object) -> str | None:
 def _refusals(question: Question, target: Target) -> list[str]:
     found = []
     for kernel in question.kernels:
-        if kernel.name.partition(".")[0] not in dispatch.ROOMS:
+        if kernel.name.partition(".")[0] not in dispatch.ARCHITECTURES:
             continue
         support = kernel.supports(question.problem, target)
         if support.able:
@@ -143,21 +166,21 @@ def _refusals(question: Question, target: Target) -> list[str]:
 
 
 class Question(NamedTuple):
-    """What one operator chooses between. problem: None where there is nothing to compute."""
+    """What one operator chooses between, and by which function of its dispatch.py. problem: None where there is nothing
+    to compute. rows_at_once, scratch, ctas, scores: see Explanation."""
 
     kernels: Sequence[Kernel]
+    choose: Callable[..., Choice]
     problem: Any
     work: roofline.Work
+    scratch: Callable[[Any, Target], Scratch] = lambda plan, target: plan.scratch
     ctas: Callable[[Any], int] | None = None
+    rows_at_once: int | None = None
     scores: Question | None = None
 
 
-class _Asked(Exception):
-    """An operator was reached."""
-
-    def __init__(self, name: str, arguments: Sequence[object]):
-        super().__init__(name)
-        self.name, self.arguments = name, arguments
+class _Reached(Exception):
+    """(operator, what it was given)"""
 
 
 class _Asking(EagerDispatchMode):
@@ -165,63 +188,174 @@ class _Asking(EagerDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types, args=(), kwargs=None):
         if func.namespace == "sparse_attn":
-            raise _Asked(func.name().partition("::")[2], args)
+            raise _Reached(func.name().partition("::")[2], args)
         return func(*args, **(kwargs or {}))
 
 
-def _reach(op: str, *args: object, **kwargs: object) -> _Asked:
-    """The operator that a call of a public function comes to, and what that is given."""
+def reach(op: str, *args: object, **kwargs: object) -> tuple[str, tuple]:
+    """The operator that a call of a public function comes to, and all that it is given, ``impl`` last."""
     if not isinstance(op, str) or op not in FUNCTIONS:
         raise ValueError(f"op: got {op!r}, allowed: {', '.join(FUNCTIONS)}")
     try:
         with torch.no_grad(), _Asking():
             FUNCTIONS[op](*args, **kwargs)
-    except _Asked as asked:
-        return asked
+    except _Reached as reached:
+        return reached.args
     raise AssertionError(f"{op} reaches no operator")
 
 
-def _answer(op: str, question: Question, impl: str, device: torch.device, target: Target | None) -> Explanation:
-    names = [kernel.name for kernel in question.kernels]
+def _target(target: Target | None, device: torch.device) -> tuple[Target, roofline.Gpu | None]:
+    """What is asked about, and the GPU that its floors are of."""
     if target is None and device.type != "meta":
-        impl = resolve_impl(impl, device, names)
-        target, gpu = target_of(device), _gpu(device)
-    else:
-        resolve_impl(impl, torch.device("cuda"), names)  # the name alone
-        target = target or _target_here()
-        gpu = roofline.gpu_of(target.name)
+        gpu = roofline.gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        return target_of(device), gpu
+    if target is None:
+        target = target_of(torch.device("cuda")) if torch.cuda.is_available() else H200
+    return target, roofline.gpu_of(target.name)
+
+
+def _answer(op: str, question: Question, impl: str, gpu: roofline.Gpu | None, target: Target) -> Explanation:
     if impl == REFERENCE:
         return Explanation(op, target, REFERENCE)
     if question.problem is None:
         return Explanation(op, target, NOTHING)
-    forced = None if impl in ("auto", "triton") else impl
-    choice: Choice = dispatch.choose(question.kernels, question.problem, target, forced)
+    forced = None if impl == "triton" else impl
+    choice = question.choose(question.problem, target, forced)
     floors = gpu and roofline.floors(question.work, gpu)
-    ctas = question.ctas and question.ctas(choice.plan)
-    scores = question.scores and _answer("scores", question.scores, "auto", torch.device("meta"), target)
-    return Explanation(op, target, choice.kernel.name, choice.plan, floors, choice.passed_over, ctas, scores)
-
-
-def _target_here() -> Target:
-    here = target_of(torch.device("cuda")) if torch.cuda.is_available() else CPU
-    return H200 if here == CPU else here
-
-
-def _gpu(device: torch.device) -> roofline.Gpu | None:
-    return roofline.gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return Explanation(
+        op, target, choice.kernel.name, choice.plan, floors, choice.passed_over,
+        question.scratch(choice.plan, target), question.ctas and question.ctas(choice.plan), question.rows_at_once,
+        question.scores and _answer("scores", question.scores, "triton", gpu, target),
+    )  # fmt: skip
 
 
 # --- what each operator asks, of its own arguments
 
 
+def _sparse_attn_prefill(q, kv, indices, indptr, scale, d_v, sink, batch_invariant) -> Question:
+    problem = attention.prefill_problem(q, kv, indices, indptr, scale, d_v, sink, batch_invariant)
+    read = _bytes_named(indices, kv.shape[0], kv.shape[1] * kv.element_size())
+    work = roofline.attention(q.shape, d_v, indices.numel(), read, q.element_size())
+    return Question(attention.KERNELS, attention.choose, problem if q.numel() else None, work)
+
+
+def _sparse_attn_decode(
+    q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, sink,
+    batch_invariant,
+) -> Question:  # fmt: skip
+    problem = attention.decode_problem(
+        q, cache, indices, indptr, scale, layout, extra_cache, extra_indices, extra_indptr, extra_layout, sink,
+        batch_invariant,
+    )  # fmt: skip
+    pairs = read = 0
+    for some, named in ((cache, indices), (extra_cache, extra_indices)):
+        if some is not None:
+            pairs += named.numel()
+            read += _bytes_named(named, some.shape[0] * some.shape[1], some.shape[2] * some.element_size())
+    work = roofline.attention(q.shape, problem.d_v, pairs, read, q.element_size())
+    return Question(attention.KERNELS, attention.choose, problem if q.numel() else None, work)
+
+
+def _bytes_named(indices: torch.Tensor, slots: int, row_bytes: int) -> int:
+    """Of keys, where no two rows name the same unless they must."""
+    return min(indices.numel(), slots) * row_bytes
+
+
+def _mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour) -> Question:
+    problem = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour)
+    pairs = q.shape[0] * k.shape[0]
+    work = roofline.scores(q.shape, pairs, _key_bytes(k, k_scale), q.element_size())
+    return Question(scoring.PREFILL_KERNELS, scoring.choose_prefill, problem if pairs else None, work)
+
+
+def _paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout) -> Question:
+    problem = scoring.paged_problem(q, cache, weights, context_lens, block_table, max_context_len, layout)
+    pairs = context_lens.numel() * max_context_len
+    work = roofline.scores(q.shape, pairs, _cached_bytes(q, cache, max_context_len), q.element_size())
+    return Question(scoring.PAGED_KERNELS, scoring.choose_paged, problem if pairs else None, work)
+
+
+def _key_bytes(k: torch.Tensor, k_scale: torch.Tensor | None) -> int:
+    return k.nbytes + (0 if k_scale is None else k_scale.nbytes)
+
+
+def _cached_bytes(q: torch.Tensor, cache: torch.Tensor, context: int) -> int:
+    return q.shape[0] * context * cache.shape[2] * cache.element_size()
+
+
 def _top_k_per_row(logits, row_starts, row_ends, k) -> Question:
     rows, width = logits.shape
     problem = selection.problem_of(logits, row_starts, row_ends, k) if rows * width else None
-    return Question(selection.KERNELS, problem, roofline.selection(rows * width), lambda plan: plan.ctas(rows))
+    return Question(
+        selection.KERNELS,
+        selection.choose,
+        problem,
+        roofline.selection(rows * width),
+        ctas=lambda plan: plan.ctas(rows),
+    )
 
 
-FUNCTIONS: dict[str, Callable] = {"top_k_per_row": topk.top_k_per_row}
-QUESTIONS: dict[str, Callable[..., Question]] = {"top_k_per_row": _top_k_per_row}
+def _index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes) -> Question:
+    rows, width = q.shape[0], k.shape[0]
+    step = rows_at_once(rows, width, logits_bytes)
+    scores = _mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour)
+    if scores.problem is None:
+        return scores._replace(kernels=selection.KERNELS)
+    return Question(
+        selection.KERNELS,
+        selection.choose,
+        fused.prefill_problem(step, width, top_k),
+        roofline.selected_scores(q.shape, rows * width, _key_bytes(k, k_scale), rows * top_k, q.element_size()),
+        scratch=lambda plan, target: fused.scratch_of(step, width, plan),
+        ctas=lambda plan: plan.ctas(step),
+        rows_at_once=step,
+        scores=scores._replace(problem=scores.problem._replace(rows=step)),
+    )
+
+
+def _index_topk_decode(
+    q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, slots: bool = False
+) -> Question:
+    rows, next_n, width = context_lens.numel(), q.shape[1], max_context_len
+    scores = _paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout)
+    if scores.problem is None:
+        return scores._replace(kernels=selection.KERNELS)
+    step = rows_at_once(rows, width, logits_bytes, next_n)
+
+    def scratch(plan: Any, target: Target) -> Scratch:
+        if slots:
+            return fused.slots_scratch_of(step, width, plan, rows, target)
+        return fused.scratch_of(step, width, plan)
+
+    return Question(
+        selection.KERNELS,
+        selection.choose,
+        fused.decode_problem(step, width, top_k),
+        roofline.selected_scores(q.shape, rows * width, _cached_bytes(q, cache, width), rows * top_k, q.element_size()),
+        scratch=scratch,
+        ctas=lambda plan: plan.ctas(step),
+        rows_at_once=step,
+        scores=scores._replace(problem=scores.problem._replace(requests=step // next_n)),
+    )
+
+
+FUNCTIONS: dict[str, Callable] = {
+    function.__name__: function
+    for function in (
+        sparse_attn_prefill, sparse_attn_decode, fp8_mqa_logits, bf16_mqa_logits, fp8_paged_mqa_logits,
+        bf16_paged_mqa_logits, top_k_per_row, index_topk_prefill, index_topk_decode, index_topk_decode_slots,
+    )
+}  # fmt: skip
+QUESTIONS: dict[str, Callable[..., Question]] = {
+    "sparse_attn_prefill": _sparse_attn_prefill,
+    "sparse_attn_decode": _sparse_attn_decode,
+    "mqa_logits": _mqa_logits,
+    "paged_mqa_logits": _paged_mqa_logits,
+    "top_k_per_row": _top_k_per_row,
+    "index_topk_prefill": _index_topk_prefill,
+    "index_topk_decode": _index_topk_decode,
+    "index_topk_decode_slots": functools.partial(_index_topk_decode, slots=True),
+}
 
 
 # --- as text

@@ -25,7 +25,8 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
     """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in ``package``;
     ``impl`` may name one of ``kernels``.
 
-    The returned function calls the operator and ends gradients there. Its ``overload`` is the operator.
+    The returned function calls the operator and ends gradients there. Its ``overload`` is the operator, its
+    ``kernels`` are these.
     """
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -43,7 +44,7 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
 
     torch.library.impl(qualified, ("cpu", "cuda"))(no_gradient)
     torch.library.register_fake(qualified)(lambda *args: fake(*args[:-1]))
-    call.__name__, call.overload = name, overload
+    call.__name__, call.overload, call.kernels = name, overload, kernels
     return call
 
 

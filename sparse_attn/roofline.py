@@ -7,6 +7,7 @@ the benchmarks from the data that they measure with.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -74,20 +75,27 @@ def floors(work: Work, gpu: Gpu) -> Floors:
     return Floors(gpu.name, 1e6 * work.nbytes / gpu.copy, 1e6 * work.operations / rate, gpu.source)
 
 
-def attention(q: tuple[int, int, int], d_v: int, pairs: int, key_bytes: int, itemsize: int = 2) -> Work:
-    """q: (tokens, heads, d_qk), of ``itemsize`` bytes a value as the output. pairs: of a token and a key. key_bytes: of
-    the keys that any token names."""
-    tokens, heads, d_qk = q
-    moved = itemsize * tokens * heads * (d_qk + d_v)
-    return Work(moved + key_bytes + 4 * pairs, 2 * pairs * heads * (d_qk + d_v))
+def attention(
+    q: Sequence[int], d_v: int, pairs: int, key_bytes: int, itemsize: int = 2, *, listed: bool = True
+) -> Work:
+    """q: (..., heads, d_qk), of ``itemsize`` bytes a value as the output. pairs: of a row and a key, ``listed`` by an
+    index each. key_bytes: of the keys that any row names."""
+    *rows, heads, d_qk = q
+    moved = itemsize * math.prod(rows) * heads * (d_qk + d_v) + 4 * pairs * listed
+    return Work(moved + key_bytes, 2 * pairs * heads * (d_qk + d_v))
 
 
-def scores(q: tuple[int, ...], pairs: int, key_bytes: int, itemsize: int, written: bool = True) -> Work:
-    """q: (..., heads, dim), of ``itemsize`` bytes a value; 1 is fp8. pairs: of a row and a key, each a score that is
-    ``written`` in fp32."""
+def scores(q: Sequence[int], pairs: int, key_bytes: int, itemsize: int = 1) -> Work:
+    """q: (..., heads, dim), of ``itemsize`` bytes a value; 1 is fp8. pairs: of a row and a key, each an fp32 score."""
+    work = selected_scores(q, pairs, key_bytes, 0, itemsize)
+    return work._replace(nbytes=work.nbytes + 4 * pairs)
+
+
+def selected_scores(q: Sequence[int], pairs: int, key_bytes: int, indices: int, itemsize: int = 1) -> Work:
+    """The same of scores that need not be stored, by which ``indices`` keys are selected in all."""
     *rows, heads, dim = q
     queries = math.prod(rows) * heads * (dim * itemsize + 4)  # and their weights
-    return Work(queries + key_bytes + 4 * pairs * written, 2 * pairs * heads * dim, itemsize == 1)
+    return Work(queries + key_bytes + 4 * indices, 2 * pairs * heads * dim, itemsize == 1)
 
 
 def selection(scores: int) -> Work:

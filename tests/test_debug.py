@@ -19,12 +19,14 @@ from support.arguments import GOOD, ints, longs
 from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn
-from sparse_attn import debug, dispatch, explanation, gradients, registration, torch_private
+from sparse_attn import debug, gradients, registration, torch_private
+from sparse_attn.ops.attention import reference, sparse_attn_prefill
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.ops.router import hash_routed_experts
 from sparse_attn.ops.step_plan import build_step_plan, build_window_plan
-from sparse_attn.ops.topk import reference, top_k_per_row
-from sparse_attn.target import H200, TARGETS
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.target import H200
+from sparse_attn.types import Ragged
 
 PAGED_BAD = [
     (dict(context_lens=ints([5, 12], [0, 0])), r"context_lens[0, 1]: got 12, allowed: at most 11 (max_context_len)"),
@@ -248,26 +250,29 @@ def test_composites_have_rules(debugging):
 
 
 @pytest.fixture
-def slow_path(debugging, monkeypatch):
-    """top_k_per_row on a CPU that stands for an H200, where kernels of the room "group_maxima" would be faster; what
-    runs is the reference."""
+def attend(debugging, monkeypatch):
+    """sparse_attn_prefill of two tokens on a CPU that stands for an H200; what runs is the reference."""
     launch = types.ModuleType("launch")
-    launch.top_k_per_row = reference.top_k_per_row
-    monkeypatch.setitem(sys.modules, "sparse_attn.ops.topk.launch", launch)
-    monkeypatch.setattr(dispatch, "ROOMS", ("group_maxima",))
+    launch.sparse_attn_prefill = reference.sparse_attn_prefill
+    monkeypatch.setitem(sys.modules, "sparse_attn.ops.attention.launch", launch)
     monkeypatch.setattr(registration, "target_of", lambda device: H200)
     monkeypatch.setattr(registration, "resolve_impl", lambda impl, *_: "triton" if impl == "auto" else impl)
     debug._warn_once.cache_clear()
-    yield lambda *arguments, **options: top_k_per_row(torch.zeros(2, 16), 4, *arguments, **options)
+
+    def attend(heads, **options):
+        q, kv = torch.zeros(2, heads, 576, dtype=torch.bfloat16), torch.zeros(3, 576, dtype=torch.bfloat16)
+        return sparse_attn_prefill(q, kv, Ragged(ints(0, 1, 2), ints(0, 1, 3)), scale=1.0, d_v=512, **options)
+
+    yield attend
     debug._warn_once.cache_clear()
 
 
-SLOW = "^top_k_per_row: group_maxima: group maxima: got none, allowed: of every 8 scores"
+SLOW = "^sparse_attn_prefill: hopper.swap_ab: heads: got 48, allowed: at most 32; .*heads: got 48, allowed: a multiple of 64"
 
 
-def test_a_slow_path_is_said_once_with_its_reason(slow_path):
+def test_a_slow_path_is_said_once_with_its_reason(attend):
     with pytest.warns(debug.SlowPathWarning, match=SLOW) as told:
-        threads = [threading.Thread(target=slow_path) for _ in range(8)]
+        threads = [threading.Thread(target=attend, args=(48,)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -275,25 +280,26 @@ def test_a_slow_path_is_said_once_with_its_reason(slow_path):
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        slow_path()
+        attend(48)
+    with pytest.warns(debug.SlowPathWarning, match="heads: got 96"):
+        attend(96)
 
 
-def test_a_slow_path_is_not_said_of_what_is_asked_for_captured_or_traced(slow_path, monkeypatch):
+def test_a_slow_path_is_not_said_of_what_is_asked_for_captured_or_traced(attend, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        slow_path(impl="reference")
+        attend(48, impl="reference")
+        for heads in (16, 64):  # a kernel of the GPU's own takes these; for two tokens of 64 it would be slower
+            attend(heads)
         for module, name in ((debug.streams, "capturing"), (torch.compiler, "is_compiling")):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, lambda *_: True)
-                debug.warn_of_slow_path("top_k_per_row", H200, torch.zeros(2, 16), None, None, 4)
+                q, kv = torch.zeros(2, 48, 576), torch.zeros(3, 576)
+                debug.warn_of_slow_path(
+                    "sparse_attn_prefill", H200, q, kv, ints(0), ints(0, 1, 1), 1.0, 512, None, False
+                )
     with pytest.warns(debug.SlowPathWarning, match=SLOW):
-        slow_path()
-
-
-def test_a_slow_path_is_one_where_the_gpu_has_a_faster_kernel(slow_path):
-    for name, target in TARGETS.items():
-        reason = explanation.slow_path("top_k_per_row", target, torch.zeros(2, 16), None, None, 4)
-        assert (reason is not None) == (name == "sm_90")
+        attend(48)
 
 
 CODE = """

@@ -14,15 +14,25 @@ from expecttest import assert_expected_inline
 import sparse_attn
 from sparse_attn import explanation, roofline
 from sparse_attn.explanation import explain
+from sparse_attn.ops.attention import op as attention
+from sparse_attn.ops.index_logits import op as index_logits
+from sparse_attn.ops.index_topk import op as index_topk
 from sparse_attn.ops.topk import dispatch as selection
+from sparse_attn.ops.topk import op as topk
 from sparse_attn.ops.topk.plan import Problem
-from sparse_attn.runtime import explain_report, report
+from sparse_attn.runtime import report
 from sparse_attn.runtime.cli import main
-from sparse_attn.target import CPU, H200, TARGETS, target_of
+from sparse_attn.runtime.explain_calls import CALLS
+from sparse_attn.target import H200, TARGETS, target_of
 
 
 def logits(rows, width, device="meta"):
     return torch.empty(rows, width, dtype=torch.float32, device=device)
+
+
+def explained(call, **sizes):
+    op, args, kwargs = CALLS[call].arguments(**CALLS[call].defaults | sizes)
+    return str(explain(op, *args, target="sm_90", **kwargs))
 
 
 def test_a_selection_is_explained():
@@ -41,6 +51,39 @@ top_k_per_row on sm_90: sampled
     single_cta: width: got 131072, allowed: at most 32768
     multi_cta: rows: got 64, allowed: at most 16 (131072 columns take 8 CTAs a row)
     multi_pass: rows: got 64, faster from 265""",
+    )
+
+
+def test_attention_is_explained():
+    assert_expected_inline(
+        explained("attention_decode", tokens=150),
+        """\
+sparse_attn_decode on sm_90: hopper.decode_fp8
+  plan: blocks 2, waves [(first 0, rows 132, splits 1), (first 132, rows 18, splits 3)], combine (block_s 4, lanes 1, block_m 2, pairs 2304, grid [64, 18]), launch_dependents true, consumer_registers 192, producer_registers 64, num_warps 4
+  scratch: 7,160,832 bytes, 0 counters
+    out_partial float16 [3, 18, 128, 512]
+    lse_partial float32 [3, 18, 128]
+    scale_partial float32 [3, 18, 128, 2]
+  floors on NVIDIA H200: bytes 57.4 us, operations 106.3 us (measured: a large copy, large matrix products)
+  passed over:
+    hopper.swap_ab: heads: got 128, allowed: at most 32""",
+    )
+
+
+def test_a_fused_operator_is_explained_with_its_scores():
+    assert_expected_inline(
+        explained("index_topk_decode", tokens=8, next_n=2, context=131072),
+        """\
+index_topk_decode on sm_90: group_maxima
+  plan: slots 20480, num_warps 16, rows 8, maxima 16384, tile 16384, chunk 4096, max_registers 128, ctas 8, rows_at_once 8, waves 0.06
+  scratch: 4,718,592 bytes, 0 counters
+    logits float32 [8, 131072]
+    maxima float32 [8, 16384]
+  floors on NVIDIA H200: bytes 16.3 us, operations 11.2 us (measured: a large copy, large matrix products)
+  scores on sm_90: hopper.paged
+    plan: block_q 2, ctas 132, stages 8, consumer_registers 112, producer_registers 32, waves 1.0
+    scratch: 0 bytes, 0 counters
+    floors on NVIDIA H200: bytes 17.2 us, operations 11.2 us (measured: a large copy, large matrix products)""",
     )
 
 
@@ -86,7 +129,7 @@ def test_nothing_to_compute_takes_no_kernel(shape):
 
 def test_what_is_wrong_raises_what_the_call_raises():
     for error, message, wrong in (
-        (ValueError, "^op: got 'topk', allowed: .*top_k_per_row", lambda: explain("topk", logits(2, 8), 3)),
+        (ValueError, "^op: got 'topk', allowed: sparse_attn_prefill, .*top_k_per_row", lambda: explain("topk", logits(2, 8), 3)),
         (ValueError, "^op: got 3, allowed: ", lambda: explain(3)),
         (ValueError, "^target: got 'sm_70', allowed: sm_80, ",
          lambda: explain("top_k_per_row", logits(2, 8), 3, target="sm_70")),
@@ -99,9 +142,13 @@ def test_what_is_wrong_raises_what_the_call_raises():
 
 
 def test_every_operator_with_a_table_is_explained():
-    asked = {name for name, value in vars(torch.ops.sparse_attn).items() if name in explanation.QUESTIONS}
-    assert asked <= set(explanation.QUESTIONS)
-    assert {command.op for command in explain_report.COMMANDS.values()} <= set(explanation.FUNCTIONS)
+    """And every call of the command reaches one of them."""
+    tables = set()
+    for room in (attention, index_logits, index_topk, topk):
+        tables |= {name for name, value in vars(room).items() if hasattr(value, "overload") and value.kernels}
+    assert tables == explanation.QUESTIONS.keys()
+    calls = [call.arguments(**call.defaults) for call in CALLS.values()]
+    assert {explanation.reach(op, *args, **kwargs)[0] for op, args, kwargs in calls} == tables
     for name, function in explanation.FUNCTIONS.items():
         assert getattr(sparse_attn, name) is function
 
@@ -122,12 +169,13 @@ def test_floors_are_bytes_over_bandwidth_and_operations_over_rate():
     # Two tokens of 4 heads name 8 keys each: queries of 6 and outputs of 5 values, keys, and indices of 4 bytes.
     work = roofline.attention((2, 4, 6), 5, pairs=16, key_bytes=1000)
     assert work == roofline.Work(2 * 2 * 4 * 11 + 1000 + 64, 2 * 16 * 4 * 11)
+    assert roofline.attention((2, 4, 6), 5, 16, 1000, listed=False).nbytes == work.nbytes - 64
     assert roofline.floors(work, gpu)[1:3] == (pytest.approx(work.nbytes / 2e6), pytest.approx(work.operations / 1e7))
     # 3 rows of 4 heads of 8 codes and a weight each score 10 keys of 12 bytes each.
-    work = roofline.scores((3, 4, 8), pairs=30, key_bytes=120, itemsize=1)
+    work = roofline.scores((3, 4, 8), pairs=30, key_bytes=120)
     assert work == roofline.Work(3 * 4 * 8 + 4 * 3 * 4 + 120 + 4 * 30, 2 * 30 * 4 * 8, fp8=True)
     assert roofline.floors(work, gpu).operations_us == pytest.approx(work.operations / 2e7)
-    assert roofline.scores((3, 4, 8), 30, 120, 1, written=False).nbytes == work.nbytes - 120
+    assert roofline.selected_scores((3, 4, 8), 30, 120, indices=6).nbytes == work.nbytes - 4 * 30 + 4 * 6
     assert roofline.floors(roofline.selection(1000), gpu)[1:3] == (pytest.approx(4000 / 2e6), 0)
 
 
@@ -140,7 +188,7 @@ def said(capsys, *arguments):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("op", explain_report.COMMANDS)
+@pytest.mark.parametrize("op", CALLS)
 def test_the_command_needs_no_gpu(op, target, tmp_path, capsys):
     file = tmp_path / "out.json"
     text = said(capsys, op, "--target", target, "--json", file)
@@ -148,7 +196,7 @@ def test_the_command_needs_no_gpu(op, target, tmp_path, capsys):
     assert [*found][:6] == ["op", "target", "kernel", "plan", "floors", "passed_over"]
     assert (found["op"], found["target"]) == (op, target)
     assert text.startswith(f"{op} on {target}: {found['kernel']}\n")
-    assert {"num_warps", "scratch"} <= found["plan"].keys() and found["floors"]["bytes_us"] > 0
+    assert "scratch" in found["plan"] and found["floors"]["bytes_us"] > 0
     for one in found["passed_over"]:
         assert one.keys() == {"kernel", "reason"} and f"    {one['kernel']}: {one['reason']}\n" in text
     assert json.loads(said(capsys, op, "--target", target, "--json")) == found
@@ -161,22 +209,26 @@ def test_sizes_are_options(capsys):
     assert text.splitlines()[1:] == str(want).splitlines()[1:]
 
 
-@pytest.mark.parametrize(
-    "arguments,message",
-    (
-        (("topk", "--tokens", "0"), "argument --tokens: got '0', allowed: an integer of at least 1"),
-        (("topk", "--target", "sm_70"), "argument --target: invalid choice: 'sm_70'"),
-        (("top",), "argument OP: invalid choice: 'top'"),
-        (("topk", "--impl", "x"), "error: impl: got 'x', allowed: auto"),
-        (
-            ("topk", "--json", "/nonexistent/file"),
-            "error: --json: got '/nonexistent/file', allowed: a file in a folder",
-        ),
-    ),
-)
+@pytest.mark.parametrize("arguments, message", [
+    ("topk --tokens 0", "argument --tokens: got '0', allowed: an integer of at least 1"),
+    ("topk --target sm_70", "argument --target: invalid choice: 'sm_70'"),
+    ("top", "argument OP: invalid choice: 'top'"),
+    ("topk --impl x", "error: impl: got 'x', allowed: auto"),
+    ("topk --json /nonexistent/file", "error: --json: got '/nonexistent/file', allowed: a file in a folder"),
+    ("topk --heads 4", "error: --heads: got 4 for topk, allowed: --tokens, --top-k, --width"),
+    ("attention_prefill --dtype fp8", "argument --dtype: got 'fp8', allowed: fp32, bf16"),
+    ("attention_decode --scale x", "argument --scale: got 'x', allowed: a number"),
+    ("attention_decode --heads 129", "error: q: got 129 heads, allowed: 1 to 128"),
+    ("attention_decode --layout fp4", "error: --layout: got 'fp4', allowed kinds: plain, index_fp8, latent_fp8, planar_fp8, or one of fp8, bf16, fp32"),
+    ("attention_decode --layout index_fp8/128/e4m3fn/pow2", "error: --layout: got 'index_fp8/128/e4m3fn/pow2', allowed: a layout of keys"),
+    ("attention_decode --layout plain/bf16/512+64 --d-v 256", "error: --d-v: got 256, allowed: 512 (that of plain/bf16/512+64)"),
+    ("attention_decode --extra-layout fp8", "error: --extra-layout, --extra-top-k: got one of them, allowed: both or none"),
+    ("paged_scores --next-n 3", "error: --tokens: got 128, allowed: multiples of --next-n, 3"),
+    ("prefill_scores --layout latent_fp8/512+64/128/e4m3fn/raw", "allowed: a layout of index keys"),
+])  # fmt: skip
 def test_what_is_wrong_ends_with_code_2_and_one_line(arguments, message, capsys):
     try:
-        code = main(["explain", *arguments])
+        code = main(["explain", *arguments.split()])
     except SystemExit as exit:
         code = exit.code
     told = capsys.readouterr()
@@ -184,10 +236,26 @@ def test_what_is_wrong_ends_with_code_2_and_one_line(arguments, message, capsys)
     assert message in told.err.splitlines()[-1]
 
 
-def test_it_runs_as_a_program_without_triton():
-    code = "import sys; from sparse_attn.runtime.cli import main; assert main(['explain', 'topk']) == 0; assert 'triton' not in sys.modules"
+def test_options_reach_the_call(capsys):
+    """Each, of some command, changes what is explained."""
+    for line in (
+        "attention_decode --tokens 3", "attention_decode --heads 8", "attention_decode --layout bf16",
+        "attention_decode --top-k 100", "attention_decode --context 2", "attention_decode --dtype fp32",
+        "attention_decode --d-v 256", "attention_decode --d-qk 640", "attention_decode --scale 0",
+        "attention_decode --block-size 14000000", "attention_decode --batch-invariant", "attention_decode --impl portable",
+        "attention_decode --extra-layout fp8 --extra-top-k 64", "attention_prefill --d-qk 512", "attention_prefill --d-v 256",
+        "attention_prefill --context 4", "paged_scores --next-n 4", "paged_scores --block-size 32", "paged_scores --context 64",
+        "prefill_scores --layout fp32", "index_topk_decode --top-k 5000", "index_topk_prefill --tokens 40", "topk --width 400",
+    ):  # fmt: skip
+        op, *options = line.split()
+        assert said(capsys, op, "--target", "sm_90", *options) != said(capsys, op, "--target", "sm_90"), line
+
+
+def test_it_runs_without_triton():
+    code = "import sys; from sparse_attn.runtime.cli import main; main(['explain', 'attention_decode', '--target', 'sm_90']); print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("topk on "), done.stderr
+    assert done.stdout.startswith("attention_decode on sm_90: hopper.decode_fp8\n"), done.stderr
+    assert done.stdout.endswith("\nFalse\n")
 
 
 # --- info
@@ -199,9 +267,12 @@ def test_info_names_the_kernels_of_a_target(monkeypatch):
     monkeypatch.setattr(report, "resolve_impl", lambda impl, device: "triton")
     rows = {name: impl for _, name, impl in report.implementations(torch.device("cpu"))}
     assert rows["top_k_per_row"] == "thresholds.single_cta, thresholds.sampled, thresholds.streaming"
+    assert rows["sparse_attn_decode"] == "portable" and rows["index_topk_decode_slots"] == rows["top_k_per_row"]
     assert rows["write_kv_cache"] == "triton"
     for target in TARGETS.values():
-        names = report.kernels(target)["top_k_per_row"].split(", ")
-        assert names == [kernel.name for kernel in selection.KERNELS if kernel.name in names]
-        assert ("group_maxima" in names) == (target == H200)
-    assert not report.kernels(CPU)["top_k_per_row"].startswith("single_cta")
+        found = report.kernels(target)
+        names = found["top_k_per_row"]
+        assert names == tuple(kernel.name for kernel in selection.KERNELS if kernel.name in names)
+        assert (
+            ("group_maxima" in names) == (found["paged_mqa_logits"] == ("hopper.paged", "portable")) == (target == H200)
+        )

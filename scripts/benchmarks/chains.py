@@ -25,6 +25,7 @@ from benchmarks.inputs import (
 from benchmarks.peers import TOP_K_SCRATCH
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run, total
+from sparse_attn import roofline
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
@@ -91,14 +92,10 @@ def _layer(run: Run, index_cache: torch.Tensor, cache: torch.Tensor, requests: i
         their_attend and (lambda q: (their_attend(0, chosen, q), None)),
         (DECODE_OUT, DECODE_LSE),
     )
-    latents = requests * top_k * LATENT_LAYOUT.row + 2 * requests * heads * (D_QK + D_V)
+    scored, attended = requests * context, requests * top_k
     floor = total(
-        run.floor(
-            flops=2 * requests * context * index_heads * INDEX_DIM,
-            nbytes=inputs.q[0].numel() + requests * context * INDEX_LAYOUT.row,
-            fp8=True,
-        ),
-        run.floor(flops=2 * requests * top_k * heads * (D_QK + D_V), nbytes=latents),
+        run.floor(roofline.selected_scores(inputs.q[0].shape, scored, scored * INDEX_LAYOUT.row, 0)),
+        run.floor(roofline.attention(q[0].shape, D_V, attended, attended * LATENT_LAYOUT.row, listed=False)),
     )
     return run.compare(
         f"requests {requests}, context {context}",
@@ -187,15 +184,8 @@ def _chunk(run: Run, tokens: int, context: int) -> Record:
     )
     pairs = int((inputs.kv_end - inputs.kv_start).sum())
     floor = total(
-        run.floor(
-            flops=2 * pairs * index_heads * INDEX_DIM,
-            nbytes=inputs.q.numel() + context * (INDEX_DIM + 4),
-            fp8=True,
-        ),
-        run.floor(
-            flops=2 * tokens * top_k * heads * (D_QK + D_V),
-            nbytes=2 * (q.numel() + kv.numel() + tokens * heads * D_V),
-        ),
+        run.floor(roofline.selected_scores(inputs.q.shape, pairs, context * (INDEX_DIM + 4), 0)),
+        run.floor(roofline.attention(q.shape, D_V, tokens * top_k, kv.nbytes, listed=False)),
     )
     return run.compare(
         f"tokens {tokens}, context {context}",

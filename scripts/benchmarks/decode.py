@@ -13,6 +13,7 @@ from benchmarks.inputs import BLOCK, D_QK, D_V, LATENT_LAYOUT, distinct_rows, fi
 from benchmarks.peers import own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
+from sparse_attn import roofline
 from sparse_attn.layout import Layout, PlainLayout
 from sparse_attn.ops.attention import sparse_attn_decode
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT
@@ -119,10 +120,8 @@ def _measure(run: Run, pool: Pool, case: Case, peer_name: str, peer: Peer | None
         peer and (lambda q: own_heads(peer(padded_heads(q.view(shape)), slots[0]), heads)),
         (DECODE_OUT, DECODE_LSE),
     )
-    floor = run.floor(
-        flops=2 * tokens * top_k * heads * (D_QK + D_V),
-        nbytes=int(slots[0].unique().numel()) * row_bytes + query_bytes + 4 * tokens * top_k,
-    )
+    key_bytes = int(slots[0].unique().numel()) * row_bytes
+    floor = run.floor(roofline.attention((tokens, heads, D_QK), D_V, tokens * top_k, key_bytes))
     their_q = peer and padded_heads(q)
     return run.compare(
         f"heads {heads}, requests {requests}, s_q {s_q}",

@@ -13,6 +13,7 @@ from benchmarks.inputs import D_V, distinct_rows, normal
 from benchmarks.peers import own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
+from sparse_attn import roofline
 from sparse_attn.ops.attention import sparse_attn_prefill
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT
@@ -99,7 +100,7 @@ def prefill_portable(run: Run) -> Iterator[Record]:
         portable, chosen = _implementations(run)
         for got, want in zip(portable(*arguments), chosen(*arguments)):
             torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-3)
-        floor = run.floor(flops=2 * tokens * top_k * heads * (case.d_qk + D_V))
+        floor = run.floor(roofline.attention(q.shape, D_V, tokens * top_k, kv.nbytes))
         name = f"heads {heads}, d {case.d_qk}, top-k {top_k}, rows {case.rows}"
         ours, theirs = [lambda: portable(*arguments)], None if run.dry else [lambda: chosen(*arguments)]
         yield run.compare(name, ours, "this GPU's kernel", theirs, floor, target_ms=20, rest_s=0.4)
@@ -147,10 +148,7 @@ def measure(run: Run, case: Case) -> Record:
     check_attention(q, ours, reference, run.peers and their_own_heads, (PREFILL_OUT, PREFILL_LSE))
     their_q = padded_heads(q)
     pairs = tokens * top_k if lengths is None else int(lengths.sum())
-    floor = run.floor(
-        flops=2 * pairs * heads * (case.d_qk + D_V),
-        nbytes=2 * (q.numel() + kv.numel() + tokens * heads * D_V) + 4 * pairs,
-    )
+    floor = run.floor(roofline.attention(q.shape, D_V, pairs, kv.nbytes))
     shape = f", d {case.d_qk}, {'lengths' if case.lengths == 'ragged' else case.lengths}" if case.lengths else ""
     name = f"heads {heads}, top-k {top_k}, rows {case.rows}{shape}"
     calls, peer_calls = [lambda: ours(q)], run.peers and [lambda: theirs(their_q)]

@@ -7,7 +7,8 @@ A suite is a function of a module of this package that yields Records, decorated
         "What it measures, in a line."
         for case in run.pick(CASES, TINY_CASES):
             ...  # make inputs on run.device, check the result, then
-            yield run.compare(name, [ours], "FlashMLA sparse_fwd", run.peers and [theirs], run.floor(flops=...))
+            work = roofline.attention(q.shape, ...)
+            yield run.compare(name, [ours], "FlashMLA sparse_fwd", run.peers and [theirs], run.floor(work))
 """
 
 from __future__ import annotations

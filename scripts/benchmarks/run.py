@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from benchmarks.peers import Peers
 from benchmarks.registry import Record
+from sparse_attn import roofline
 from sparse_attn.testing import timing
 
 T = TypeVar("T")
@@ -26,8 +27,8 @@ class Run(NamedTuple):
         """How many input sets of ``footprint`` bytes keep the L2 cold."""
         return 2 if self.dry else timing.rotations(footprint, most=most)
 
-    def floor(self, *, nbytes: float = 0.0, flops: float = 0.0, fp8: bool = False) -> float | None:
-        return None if self.dry else timing.floor_us(nbytes=nbytes, flops=flops, fp8=fp8)
+    def floor(self, work: roofline.Work) -> float | None:
+        return None if self.dry else timing.floor_us(work)
 
     def time(self, calls: Calls, *, target_ms: float = 40.0, rest_s: float = 0.0) -> float:
         """Microseconds per call; dry: 0, after one round of calls."""

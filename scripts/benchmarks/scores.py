@@ -11,6 +11,7 @@ from benchmarks.checks import check_scores, sampled
 from benchmarks.inputs import BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, filled_cache, prefill_index
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
+from sparse_attn import roofline
 from sparse_attn.ops.index_logits import fp8_mqa_logits, fp8_paged_mqa_logits
 
 HEADS, TINY_HEADS = 64, 4
@@ -37,8 +38,7 @@ def prefill_scores(run: Run) -> Iterator[Record]:
             check_scores(got, theirs()[some], start, end)
 
         pairs = int((inputs.kv_end - inputs.kv_start).sum())
-        nbytes = inputs.q.numel() + context * (INDEX_DIM + 4) + 4 * rows * heads + 8 * rows + 4 * pairs
-        floor = run.floor(flops=2 * pairs * heads * INDEX_DIM, nbytes=nbytes, fp8=True)
+        floor = run.floor(roofline.scores(inputs.q.shape, pairs, context * (INDEX_DIM + 4)))
         yield run.compare(
             f"rows {rows}, context {context}",
             [ours],
@@ -98,12 +98,11 @@ def _paged(run: Run, cache: torch.Tensor, requests: int, next_n: int, context: i
         check_scores(got[rows], theirs(0)[rows], None, ends[rows])
 
     pairs = cached * next_n
-    nbytes = inputs.q[0].numel() + 4 * inputs.weights[0].numel() + cached * INDEX_LAYOUT.row + 4 * pairs
     return run.compare(
         f"requests {requests}, next_n {next_n}, context {context}",
         [functools.partial(ours, index) for index in range(sets)],
         "DeepGEMM paged_mqa_logits",
         theirs and [functools.partial(theirs, index) for index in range(sets)],
-        run.floor(flops=2 * pairs * heads * INDEX_DIM, nbytes=nbytes, fp8=True),
+        run.floor(roofline.scores(inputs.q[0].shape, pairs, cached * INDEX_LAYOUT.row)),
         target_ms=20,
     )

@@ -11,6 +11,7 @@ from benchmarks.checks import check_selection, sampled
 from benchmarks.inputs import BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, filled_cache, prefill_index
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
+from sparse_attn import roofline
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
 
 PEER = "DeepGEMM+vLLM"
@@ -44,11 +45,8 @@ def _decode(run: Run, cache: torch.Tensor, requests: int, context: int) -> Recor
     if run.peers is not None:
         theirs = peer_select(run, inputs, cache, requests, top_k, context)
         check_selection(chosen, theirs(0), "selection beside the peers'")
-    floor = run.floor(
-        flops=2 * requests * context * heads * INDEX_DIM,
-        nbytes=inputs.q[0].numel() + requests * context * INDEX_LAYOUT.row + 4 * requests * top_k,
-        fp8=True,
-    )
+    pairs = requests * context
+    floor = run.floor(roofline.selected_scores(inputs.q[0].shape, pairs, pairs * INDEX_LAYOUT.row, requests * top_k))
     return run.compare(
         f"requests {requests}, context {context}",
         [lambda at=at: select(at) for at in range(sets)],
@@ -88,7 +86,5 @@ def _prefill(run: Run, tokens: int, context: int) -> Record:
 
         check_selection(chosen, theirs(), "selection beside the peers'")
     pairs = int((inputs.kv_end - inputs.kv_start).sum())
-    floor = run.floor(
-        flops=2 * pairs * heads * INDEX_DIM, nbytes=inputs.q.numel() + context * (INDEX_DIM + 4), fp8=True
-    )
+    floor = run.floor(roofline.selected_scores(inputs.q.shape, pairs, context * (INDEX_DIM + 4), tokens * top_k))
     return run.compare(f"tokens {tokens}, context {context}", [select], PEER, theirs and [theirs], floor, target_ms=60)

@@ -11,6 +11,7 @@ from benchmarks.checks import check_top_k
 from benchmarks.peers import TOP_K_SCRATCH
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run
+from sparse_attn import roofline
 from sparse_attn.ops.topk import top_k_per_row
 
 TOP_KS, TINY_TOP_KS = (512, 1024, 2048), (16, 300)
@@ -35,7 +36,7 @@ def topk_decode(run: Run) -> Iterator[Record]:
                 theirs = [functools.partial(run.peers.top_k_decode, one, ends, out, scratch) for one in logits]
                 name = f"vLLM {run.peers.top_k_decode_name(rows)}"
                 check_top_k(theirs[0](), logits[0], None, best[:, :k])
-            floor = run.floor(nbytes=4 * rows * width)
+            floor = run.floor(roofline.selection(rows * width))
             yield run.compare(f"rows {rows}, width {width}, k {k}", ours, name, theirs, floor, target_ms=15)
 
 
@@ -50,7 +51,7 @@ def topk_prefill(run: Run) -> Iterator[Record]:
         random = (torch.rand(rows, dtype=torch.float32, device=run.device) * (width // 4)).to(torch.int32)
         for name, starts, some_ks in (("0", torch.zeros_like(ends), top_ks), ("random", random, top_ks[-1:])):
             best = _best(logits, starts, ends, max(some_ks))
-            floor = run.floor(nbytes=4 * int((ends - starts).sum()))
+            floor = run.floor(roofline.selection(int((ends - starts).sum())))
             for k in some_ks:
                 ours = functools.partial(top_k_per_row, logits, k, starts, ends)
                 check_top_k(ours(), logits, starts, best[:, :k])

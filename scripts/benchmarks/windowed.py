@@ -12,7 +12,6 @@ from benchmarks.checks import check_attention, check_selection, sampled
 from benchmarks.decode import FEW_HEADS, REQUESTS
 from benchmarks.inputs import (
     BLOCK,
-    INDEX_DIM,
     INDEX_LAYOUT,
     decode_index,
     distinct_rows,
@@ -23,6 +22,7 @@ from benchmarks.inputs import (
 from benchmarks.peers import TOP_K_SCRATCH, own_heads, padded_heads
 from benchmarks.registry import Record, suite
 from benchmarks.run import Run, total
+from sparse_attn import roofline
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
@@ -124,10 +124,8 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
         (DECODE_OUT, DECODE_LSE),
     )
     keys = int(near[0].unique().numel() + far[0].unique().numel())
-    floor = run.floor(
-        flops=4 * tokens * (window + top_k) * heads * DIM,
-        nbytes=keys * LAYOUT.row + 4 * tokens * heads * DIM,
-    )
+    pairs = tokens * (window + top_k)
+    floor = run.floor(roofline.attention((tokens, heads, DIM), DIM, pairs, keys * LAYOUT.row))
     return run.compare(
         f"heads {heads}, top-k {window}+{top_k}, requests {requests}, s_q {s_q}",
         [functools.partial(ours, index, q[index].flatten(0, 1)) for index in range(sets)],
@@ -214,14 +212,10 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
         their_attend and (lambda q: (their_attend(0, chosen, q), None)),
         (DECODE_OUT, DECODE_LSE),
     )
-    keys = requests * (caches.window + top_k)
+    keys, scored = requests * (caches.window + top_k), requests * entries
     floor = total(
-        run.floor(
-            flops=2 * requests * entries * index_heads * INDEX_DIM,
-            nbytes=inputs.q[0].numel() + requests * entries * INDEX_LAYOUT.row,
-            fp8=True,
-        ),
-        run.floor(flops=4 * keys * heads * DIM, nbytes=keys * LAYOUT.row + 4 * requests * heads * DIM),
+        run.floor(roofline.selected_scores(inputs.q[0].shape, scored, scored * INDEX_LAYOUT.row, 0)),
+        run.floor(roofline.attention((requests, heads, DIM), DIM, keys, keys * LAYOUT.row, listed=False)),
     )
     return run.compare(
         f"heads {heads}, top-k {caches.window}+{top_k}, requests {requests}, context {context}",
@@ -278,6 +272,6 @@ def _prefill(run, caches, heads, top_k, tokens, context) -> Record:
     torch.testing.assert_close(a.out, b.out, rtol=2e-2, atol=2e-3)
     torch.testing.assert_close(a.lse, b.lse, rtol=1e-3, atol=1e-3)
     keys = tokens * (window + top_k)
-    floor = run.floor(flops=4 * keys * heads * DIM, nbytes=(entries + span) * LAYOUT.row + 4 * tokens * heads * DIM)
+    floor = run.floor(roofline.attention((tokens, heads, DIM), DIM, keys, (entries + span) * LAYOUT.row, listed=False))
     case = f"heads {heads}, top-k {window}+{top_k}, tokens {tokens}, context {context}"
     return run.compare(case, [gathered], "in place", None if run.dry else [in_place], floor)

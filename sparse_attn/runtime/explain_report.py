@@ -7,54 +7,71 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from sparse_attn import explanation
-from sparse_attn.runtime.arguments import DTYPES, check_outputs, positive, write_json
+from sparse_attn.explanation import explain
+from sparse_attn.pipeline import CACHE_KINDS
+from sparse_attn.runtime.arguments import DTYPES, check_outputs, positive, refuse, write_json
+from sparse_attn.runtime.explain_calls import CALLS
 from sparse_attn.runtime.text import say
-from sparse_attn.spec import preset
 from sparse_attn.target import TARGETS
 
-MODEL = preset("deepseek_v32")  # whose sizes are the defaults
-META = torch.device("meta")
 PRINT = Path("-")
 
 
-class Command(NamedTuple):
-    """op: the public function that is called. arguments: what it is called with, from the options that ``defaults``
-    names: positional ones, and by name."""
+class Option(NamedTuple):
+    """kind: what reads its value; None: a flag."""
 
-    op: str
-    arguments: Callable[..., tuple[tuple, dict]]
-    defaults: dict[str, object]
+    help: str
+    kind: Callable[[str], object] | None
+    metavar: str | None = None
+
+
+def _number(given: str) -> float:
+    try:
+        return float(given)
+    except ValueError:
+        refuse(f"got {given!r}, allowed: a number")
+
+
+def _dtype(given: str) -> str:
+    return given if given in DTYPES else refuse(f"got {given!r}, allowed: {', '.join(DTYPES)}")
+
+
+OPTIONS: dict[str, Option] = {
+    "tokens": Option("rows of queries", positive, "N"),
+    "heads": Option("of a query; of the indexer for scores", positive, "N"),
+    "layout": Option(f"of the cache: {', '.join(CACHE_KINDS)}, or a layout's own name", str, "NAME"),
+    "top_k": Option("keys that a row selects or attends to", positive, "N"),
+    "width": Option("scores that a row selects among", positive, "N"),
+    "context": Option("keys of a request, or those gathered", positive, "N"),
+    "dtype": Option("of queries", _dtype, "|".join(DTYPES)),
+    "d_qk": Option("values of a key", positive, "N"),
+    "d_v": Option("leading values of a key that are its value", positive, "N"),
+    "scale": Option("of a score (default: d_qk ** -0.5)", _number, "X"),
+    "next_n": Option("rows of a request", positive, "N"),
+    "block_size": Option("keys of a block of the cache", positive, "N"),
+    "extra_layout": Option("of a second cache", str, "NAME"),
+    "extra_top_k": Option("keys of the second cache that a row attends to", positive, "N"),
+    "batch_invariant": Option("a row's bits depend on no other row", None),
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Which kernel a call takes, how it is launched, the microseconds below which nothing gets on the target, and "
-        "why the kernels before it do not run. Sizes are DeepSeek-V3.2's unless given; no GPU is needed."
+        "why the kernels before it do not run. Sizes are DeepSeek-V3.2's unless given. No GPU is needed."
     )
-    parser.add_argument("op", choices=COMMANDS, metavar="OP", help=", ".join(COMMANDS))
+    parser.add_argument("op", choices=CALLS, metavar="OP", help=", ".join(CALLS))
     parser.add_argument("--target", choices=TARGETS, help="default: this machine's GPU, or sm_90 where there is none")
-    for name, (kind, text) in OPTIONS.items():
-        choices = tuple(DTYPES) if name == "dtype" else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, choices=choices,
-                            metavar=None if choices else "NAME" if kind is str else "N", help=text)  # fmt: skip
+    for name, (text, kind, metavar) in OPTIONS.items():
+        how: dict[str, Any] = {"action": "store_true"} if kind is None else {"type": kind, "metavar": metavar}
+        parser.add_argument(_spelled(name), help=text, **how)
+    parser.add_argument("--impl", default="auto", metavar="NAME", help="a kernel, taken wherever it is able")
     parser.add_argument(
-        "--impl", default="auto", metavar="NAME", help="a kernel's name takes that one wherever it is able"
+        "--json", nargs="?", type=Path, const=PRINT, metavar="FILE", help="write JSON; without FILE print it instead"
     )
-    parser.add_argument("--json", nargs="?", type=Path, const=PRINT, metavar="FILE",
-                        help="write it as JSON; without FILE print that instead")  # fmt: skip
     parser.set_defaults(run=run)
-
-
-OPTIONS: dict[str, tuple[Callable, str]] = {
-    "tokens": (positive, "rows of queries"),
-    "top_k": (positive, "keys a row selects"),
-    "width": (positive, "scores a row selects among"),
-}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,17 +79,14 @@ def run(options: argparse.Namespace) -> int:
     if printed:
         options.json = None
     check_outputs(options)
-    command = COMMANDS[options.op]
-    sizes = dict(command.defaults)
-    for name in OPTIONS:
-        if (value := getattr(options, name)) is None:
-            continue
-        if name not in sizes:
-            allowed = ", ".join(f"--{other.replace('_', '-')}" for other in sizes)
-            raise ValueError(f"--{name.replace('_', '-')}: got {value} for {options.op}, allowed: {allowed}")
-        sizes[name] = value
-    args, kwargs = command.arguments(**sizes)
-    found = explanation.explain(command.op, *args, target=options.target, impl=options.impl, **kwargs)
+    call = CALLS[options.op]
+    given = {name: value for name in OPTIONS if (value := getattr(options, name)) is not None and value is not False}
+    for name, value in given.items():
+        if name not in call.defaults:
+            allowed = ", ".join(_spelled(other) for other in OPTIONS if other in call.defaults)
+            raise ValueError(f"{_spelled(name)}: got {value} for {options.op}, allowed: {allowed}")
+    op, args, kwargs = call.arguments(**call.defaults | given)
+    found = explain(op, *args, target=options.target, impl=options.impl, **kwargs)
     found = dataclasses.replace(found, op=options.op)
     if options.json:
         write_json(options.json, found.as_dict())
@@ -80,10 +94,5 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _topk(tokens: int, width: int, top_k: int) -> tuple[tuple, dict]:
-    return (torch.empty(tokens, width, dtype=torch.float32, device=META), top_k), {}
-
-
-COMMANDS: dict[str, Command] = {
-    "topk": Command("top_k_per_row", _topk, {"tokens": 128, "width": MODEL.max_positions, "top_k": MODEL.index.top_k}),
-}
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

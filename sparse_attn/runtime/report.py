@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from sparse_attn import explanation, ops
-from sparse_attn.runtime import explain_report
+from sparse_attn.runtime.explain_calls import CALLS
 from sparse_attn.runtime.generate import Generation
 from sparse_attn.target import Target, interpreting, resolve_impl, target_of
 from sparse_attn.torch_private import dynamo_counts
@@ -70,8 +70,8 @@ def generation_report(
 
 
 def implementations(device: torch.device) -> list[tuple[str, str, str]]:
-    """(package, operator, implementation that "auto" takes on ``device``) of every operator: "torch" where the package has no
-    kernel, "triton" where it has one, else the kernels that "auto" chooses between."""
+    """(package, operator, implementation that "auto" takes on ``device``) of every operator: "torch" where the package
+    has no kernel, "triton" where it has one, else the kernels that "auto" chooses between."""
     chosen = kernels(target_of(device))
     rows = []
     for package in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
@@ -81,17 +81,19 @@ def implementations(device: torch.device) -> list[tuple[str, str, str]]:
         module = importlib.import_module(f"{ops.__name__}.{package}.op")
         names = sorted(name for name, value in vars(module).items() if hasattr(value, "overload"))
         impl = resolve_impl("auto", device)
-        rows.extend((package, name, impl if impl == "reference" else chosen.get(name, impl)) for name in names)
+        for name in names:
+            named = impl != "reference" and name in chosen
+            rows.append((package, name, ", ".join(chosen[name]) if named else impl))
     return rows
 
 
-def kernels(target: Target) -> dict[str, str]:
-    """The kernels that ``target`` has, in the order in which they are asked, of every operator with a table of them."""
-    found = {}
-    for command in explain_report.COMMANDS.values():
-        args, kwargs = command.arguments(**command.defaults)
-        found[command.op] = ", ".join(explanation.kernels_on(target, command.op, *args, **kwargs))
-    return found
+def kernels(target: Target) -> dict[str, tuple[str, ...]]:
+    """By operator, the kernels that ``target`` has, in the order in which they are asked; of one that scores and
+    selects, those that select."""
+    return dict(
+        explanation.kernels_on(target, op, *args, **kwargs)
+        for op, args, kwargs in (call.arguments(**call.defaults) for call in CALLS.values())
+    )
 
 
 def describe_target(target: Target) -> str:

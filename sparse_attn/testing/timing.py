@@ -81,9 +81,9 @@ def rotations(footprint: int, *, most: int = 64) -> int:
     return max(1, min(most, math.ceil(3 * cache / max(footprint, 1))))
 
 
-def floor_us(*, nbytes: float = 0.0, flops: float = 0.0, fp8: bool = False) -> float | None:
+def floor_us(work: roofline.Work) -> float | None:
     """Microseconds below which no implementation gets on this GPU; None for a GPU that was not measured."""
     gpu = roofline.gpu_named(torch.cuda.get_device_name())
     if gpu is None or not gpu.measured:
         return None
-    return max(roofline.floors(roofline.Work(nbytes, flops, fp8), gpu)[1:3])
+    return max(roofline.floors(work, gpu)[1:3])

@@ -18,19 +18,28 @@ from sparse_attn.workspace import Buffer, Scratch
 CANDIDATE_BYTES = (16 << 20) - (1 << 16)
 
 
+def prefill_problem(rows: int, width: int, top_k: int) -> Problem:
+    """Of ``rows`` held at once."""
+    return Problem(rows, width, top_k, scratch_bytes=CANDIDATE_BYTES)
+
+
+def decode_problem(rows: int, width: int, top_k: int) -> Problem:
+    """The same of index_topk_decode, whose scores come with group maxima where those are of use."""
+    return prefill_problem(rows, width, top_k)._replace(group_maxima=True)
+
+
 def choose_prefill(
     rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
 ) -> Choice[Plan]:
     """How ``rows`` held at once are selected."""
-    return selection.choose(Problem(rows, width, top_k, scratch_bytes=CANDIDATE_BYTES), target, kernel)
+    return selection.choose(prefill_problem(rows, width, top_k), target, kernel)
 
 
 def choose_decode(
     rows: int, width: int, top_k: int, target: Target, kernel: str | Choice[Plan] | None = None
 ) -> Choice[Plan]:
-    """As choose_prefill, for index_topk_decode: its scores come with group maxima where those help."""
-    problem = Problem(rows, width, top_k, group_maxima=True, scratch_bytes=CANDIDATE_BYTES)
-    return selection.choose(problem, target, kernel)
+    """As choose_prefill, for index_topk_decode."""
+    return selection.choose(decode_problem(rows, width, top_k), target, kernel)
 
 
 def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:

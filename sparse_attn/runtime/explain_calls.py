@@ -1,0 +1,204 @@
+"""The calls that `python -m sparse_attn explain` explains: public functions, and their arguments on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.fp8 import FP8_DTYPE
+from sparse_attn.layout import (
+    IndexFp8Layout,
+    LatentFp8Layout,
+    Layout,
+    PlainLayout,
+    PlanarFp8Layout,
+    allocate_cache,
+    parse_layout,
+)
+from sparse_attn.pipeline import CACHE_KINDS
+from sparse_attn.runtime.arguments import DTYPES
+from sparse_attn.spec import preset
+from sparse_attn.types import Ragged
+
+MODEL = preset("deepseek_v32")  # whose sizes are the defaults
+DECODE_TOKENS, PREFILL_TOKENS, BLOCK = 128, 8192, 64
+META = torch.device("meta")
+
+Arguments = tuple[str, tuple, dict]  # a public function's name, and what it is called with
+
+
+class Call(NamedTuple):
+    """arguments: from the options that ``defaults`` names."""
+
+    arguments: Callable[..., Arguments]
+    defaults: dict[str, object]
+
+
+def attention_decode(
+    tokens: int, heads: int, layout: str, top_k: int, context: int, dtype: str, d_qk: int | None, d_v: int | None,
+    scale: float | None, block_size: int, extra_layout: str | None, extra_top_k: int | None, batch_invariant: bool,
+) -> Arguments:  # fmt: skip
+    kind = _kv_layout(layout, d_qk, d_v)
+    keys, ragged = _cache(kind, tokens, context, block_size), _ragged(tokens, top_k)
+    options = dict(scale=kind.dim**-0.5 if scale is None else scale, layout=kind, batch_invariant=batch_invariant)
+    if (extra_layout is None) != (extra_top_k is None):
+        raise ValueError("--extra-layout, --extra-top-k: got one of them, allowed: both or none")
+    if extra_layout is not None:
+        extra = _kv_layout(extra_layout, None, None)
+        options |= dict(
+            extra_layout=extra, extra_cache=_cache(extra, tokens, context, block_size),
+            extra_ragged=_ragged(tokens, extra_top_k),
+        )  # fmt: skip
+    q = torch.empty(tokens, heads, kind.dim, dtype=DTYPES[dtype], device=META)
+    return "sparse_attn_decode", (q, keys, ragged), options
+
+
+def attention_prefill(
+    tokens: int, heads: int, top_k: int, context: int, dtype: str, d_qk: int, d_v: int, scale: float | None,
+    batch_invariant: bool,
+) -> Arguments:  # fmt: skip
+    q = torch.empty(tokens, heads, d_qk, dtype=DTYPES[dtype], device=META)
+    options = dict(scale=d_qk**-0.5 if scale is None else scale, d_v=d_v, batch_invariant=batch_invariant)
+    return "sparse_attn_prefill", (q, q.new_empty(context, d_qk), _ragged(tokens, top_k)), options
+
+
+def paged_scores(tokens: int, next_n: int, heads: int, layout: str, context: int, block_size: int) -> Arguments:
+    kind = _index_layout(layout)
+    q, weights, cache, lengths, table = _decode_index(kind, tokens, next_n, heads, context, block_size)
+    op = "fp8_paged_mqa_logits" if isinstance(kind, IndexFp8Layout) else "bf16_paged_mqa_logits"
+    return op, (q, cache, weights, lengths, table, context, kind), {}
+
+
+def prefill_scores(tokens: int, heads: int, layout: str, context: int) -> Arguments:
+    kind = _index_layout(layout)
+    q, weights, k, k_scale, *ranges = _prefill_index(kind, tokens, heads, context)
+    if k_scale is None:
+        return "bf16_mqa_logits", (q, k, weights, *ranges), {}
+    return "fp8_mqa_logits", (q, k, k_scale, weights, *ranges), {"flavour": kind.flavour}
+
+
+def topk(tokens: int, width: int, top_k: int) -> Arguments:
+    return "top_k_per_row", (torch.empty(tokens, width, dtype=torch.float32, device=META), top_k), {}
+
+
+def index_topk_decode(
+    tokens: int, next_n: int, heads: int, layout: str, top_k: int, context: int, block_size: int
+) -> Arguments:
+    kind = _index_layout(layout)
+    inputs = _decode_index(kind, tokens, next_n, heads, context, block_size)
+    return "index_topk_decode", (*inputs, top_k, context, kind), {}
+
+
+def index_topk_decode_slots(**sizes: object) -> Arguments:
+    _, args, kwargs = index_topk_decode(**sizes)
+    return "index_topk_decode_slots", args, kwargs
+
+
+def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context: int) -> Arguments:
+    kind = _index_layout(layout)
+    options = {"flavour": kind.flavour} if isinstance(kind, IndexFp8Layout) else {}
+    return "index_topk_prefill", (*_prefill_index(kind, tokens, heads, context), top_k), options
+
+
+_ATTENTION = dict(
+    heads=MODEL.num_heads, top_k=MODEL.index.top_k, context=MODEL.max_positions, dtype="bf16", scale=None,
+    batch_invariant=False,
+)  # fmt: skip
+_INDEX = dict(heads=MODEL.index.num_heads, layout="fp8", context=MODEL.max_positions)
+_PAGED = dict(tokens=DECODE_TOKENS, next_n=1, block_size=BLOCK)
+CALLS: dict[str, Call] = {
+    "attention_decode": Call(
+        attention_decode,
+        _ATTENTION | dict(tokens=DECODE_TOKENS, layout="fp8", block_size=BLOCK)
+        | dict.fromkeys(("d_qk", "d_v", "extra_layout", "extra_top_k")),
+    ),
+    "attention_prefill": Call(
+        attention_prefill, _ATTENTION | dict(tokens=PREFILL_TOKENS, d_qk=MODEL.latent_dim, d_v=MODEL.kv_lora)
+    ),
+    "paged_scores": Call(paged_scores, _INDEX | _PAGED),
+    "prefill_scores": Call(prefill_scores, _INDEX | dict(tokens=PREFILL_TOKENS)),
+    "topk": Call(topk, dict(tokens=DECODE_TOKENS, width=MODEL.max_positions, top_k=MODEL.index.top_k)),
+    "index_topk_decode": Call(index_topk_decode, _INDEX | _PAGED | dict(top_k=MODEL.index.top_k)),
+    "index_topk_decode_slots": Call(index_topk_decode_slots, _INDEX | _PAGED | dict(top_k=MODEL.index.top_k)),
+    "index_topk_prefill": Call(index_topk_prefill, _INDEX | dict(tokens=PREFILL_TOKENS, top_k=MODEL.index.top_k)),
+}  # fmt: skip
+
+
+def _kv_layout(name: str, d_qk: int | None, d_v: int | None) -> LatentFp8Layout | PlanarFp8Layout | PlainLayout:
+    """``name`` is a layout's own, or a kind of cache: of the model's widths, but for those that are given."""
+    if name in CACHE_KINDS:
+        d_v = MODEL.kv_lora if d_v is None else d_v
+        rope = (d_v + MODEL.rope_dim if d_qk is None else d_qk) - d_v
+        if name != "fp8":
+            return PlainLayout(name, d_v, rope)
+        return LatentFp8Layout(d_v, rope, group=128 if d_v % 128 == 0 else d_v)
+    layout = _parsed(name)
+    if isinstance(layout, IndexFp8Layout):
+        raise ValueError(f"--layout: got {name!r}, allowed: a layout of keys and values")
+    for option, given, has in (("--d-qk", d_qk, layout.dim), ("--d-v", d_v, layout.value_dim)):
+        if given not in (None, has):
+            raise ValueError(f"{option}: got {given}, allowed: {has} (that of {name})")
+    return layout
+
+
+def _index_layout(name: str) -> IndexFp8Layout | PlainLayout:
+    if name in CACHE_KINDS:
+        dim = MODEL.index.head_dim
+        return IndexFp8Layout(dim) if name == "fp8" else PlainLayout(name, dim)
+    layout = _parsed(name)
+    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
+        raise ValueError(f"--layout: got {name!r}, allowed: a layout of index keys")
+    return layout
+
+
+def _parsed(name: str) -> Layout:
+    try:
+        return parse_layout(name)
+    except ValueError as error:
+        raise ValueError(f"--{error}, or one of {', '.join(CACHE_KINDS)}") from None
+
+
+def _cache(layout: Layout, requests: int, context: int, block_size: int) -> torch.Tensor:
+    return allocate_cache(layout, requests * -(-context // block_size), block_size, META)
+
+
+def _ragged(tokens: int, top_k: int) -> Ragged:
+    return Ragged(_ints(tokens * top_k), _ints(tokens + 1))
+
+
+def _ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=META)
+
+
+def _queries(layout: IndexFp8Layout | PlainLayout, *shape: int) -> torch.Tensor:
+    dtype = FP8_DTYPE[layout.flavour] if isinstance(layout, IndexFp8Layout) else layout.dtype
+    return torch.empty(*shape, layout.dim, dtype=dtype, device=META)
+
+
+def _weights(rows: int, heads: int) -> torch.Tensor:
+    return torch.empty(rows, heads, dtype=torch.float32, device=META)
+
+
+def _decode_index(
+    layout: IndexFp8Layout | PlainLayout, tokens: int, next_n: int, heads: int, context: int, block_size: int
+) -> tuple[torch.Tensor, ...]:
+    """(q, weights, cache, context_lens, block_table)"""
+    if tokens % next_n:
+        raise ValueError(f"--tokens: got {tokens}, allowed: multiples of --next-n, {next_n}")
+    requests = tokens // next_n
+    return (
+        _queries(layout, requests, next_n, heads), _weights(tokens, heads),
+        _cache(layout, requests, context, block_size), _ints(requests, next_n), _ints(requests, -(-context // block_size)),
+    )  # fmt: skip
+
+
+def _prefill_index(
+    layout: IndexFp8Layout | PlainLayout, tokens: int, heads: int, context: int
+) -> tuple[torch.Tensor | None, ...]:
+    """(q, weights, k, k_scale, kv_start, kv_end)"""
+    fp8 = isinstance(layout, IndexFp8Layout)
+    k_scale = torch.empty(context, dtype=torch.float32, device=META) if fp8 else None
+    k = _queries(layout, context)
+    return _queries(layout, tokens, heads), _weights(tokens, heads), k, k_scale, _ints(tokens), _ints(tokens)
