@@ -26,7 +26,7 @@ class _Program:
     def __init__(self, ptx: str):
         code = (" ".join(line.split("//")[0].split()) for line in ptx.splitlines())
         self.lines = [line for line in code if line]
-        self.labels = {line.split(":")[0]: at for at, line in enumerate(self.lines) if re.match(r"\$\w+:", line)}
+        self.labels = {line.split(":")[0]: at for at, line in enumerate(self.lines) if re.match(r"[\w$]+:", line)}
 
     def reached(self, stops: set[str]) -> list[str]:
         """The lines on paths from the first one that do not lead past any of ``stops``, these included."""
@@ -46,7 +46,7 @@ class _Program:
         if instruction.startswith(("ret", "exit", "trap")):
             return on
         if instruction.startswith("brx"):
-            return on + self._listed(TARGET.search(instruction)[0])
+            return on + self._listed(re.split(r"[ ,;]+", instruction)[2])
         if instruction.startswith("bra") and (
             target := TARGET.search(instruction)
         ):  # others stay in one piece of assembly

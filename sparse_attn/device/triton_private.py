@@ -33,10 +33,16 @@ def aggregate(cls):
     return core._aggregate(cls)
 
 
+REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # triton 3.9
+
+
 @gluon.jit
 def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
     """Shared memory as another type, shape and layout."""
-    return memory._reinterpret(dtype, shape, layout)
+    if REINTERPRET_IS_PUBLIC:
+        return memory.reinterpret(dtype, shape, layout)
+    else:
+        return memory._reinterpret(dtype, shape, layout)
 
 
 def compile_for(

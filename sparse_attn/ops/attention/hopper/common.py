@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from sparse_attn.device.hopper import async_load
 from sparse_attn.ops.attention.hopper import constants
 
 D_V = gl.constexpr(constants.D_V)
@@ -26,7 +26,7 @@ def gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: 
     """Columns [first, first + width) of a tile's rows, zero where a row is not valid; not awaited."""
     column = gl.arange(0, width, layout=gl.SliceLayout(0, LAYOUT)) + first
     pointers = gl.expand_dims(rows, 1) + gl.expand_dims(column, 0)
-    async_copy.async_copy_global_to_shared(into, pointers, mask=gl.expand_dims(valid, 1))
+    async_load(into, pointers, mask=gl.expand_dims(valid, 1))
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from sparse_attn.device.hopper import signal
+from sparse_attn.device.hopper import async_load, signal
 from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
 from sparse_attn.ops.attention.hopper.seesaw import (
     FREED,
@@ -33,16 +33,12 @@ def ask_queries(query, rest, source, stride_head, half: gl.constexpr, HAS_REST: 
     head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, WIDE)) + half * HALF
     part = query.index(0).slice(half * HALF, HALF, dim=1)
-    async_copy.async_copy_global_to_shared(
-        part, source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0)
-    )
+    async_load(part, source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0))
     if HAS_REST and half == 0:
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         head_r = gl.arange(0, HEADS, layout=gl.SliceLayout(1, NARROW))
         column_r = gl.arange(0, REST, layout=gl.SliceLayout(0, NARROW)) + VALUE
-        async_copy.async_copy_global_to_shared(
-            rest.index(0), source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0)
-        )
+        async_load(rest.index(0), source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0))
     async_copy.commit_group()
 
 

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
+from sparse_attn.device.hopper import async_load, barrier, launch_dependents, signal, wait
 from sparse_attn.ops.attention.hopper.common import normalise
 from sparse_attn.ops.attention.hopper.lazy_rescale import MAX_P, denominator, far_max, in_log2, initial_max, origin
 from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, VALUE, WORD
@@ -51,13 +51,13 @@ def _ask_queries(query, query_rest, source, heads, stride_head, N: gl.constexpr,
     head = gl.arange(0, N, layout=gl.SliceLayout(1, WIDE))
     column = gl.arange(0, VALUE, layout=gl.SliceLayout(0, WIDE))
     pointers = source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0)
-    async_copy.async_copy_global_to_shared(query.index(0), pointers, mask=gl.expand_dims(head < heads, 1))
+    async_load(query.index(0), pointers, mask=gl.expand_dims(head < heads, 1))
     if HAS_REST:
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         head_r = gl.arange(0, N, layout=gl.SliceLayout(1, NARROW))
         column_r = gl.arange(0, REST, layout=gl.SliceLayout(0, NARROW)) + VALUE
         pointers_r = source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0)
-        async_copy.async_copy_global_to_shared(query_rest.index(0), pointers_r, mask=gl.expand_dims(head_r < heads, 1))
+        async_load(query_rest.index(0), pointers_r, mask=gl.expand_dims(head_r < heads, 1))
     async_copy.commit_group()
 
 

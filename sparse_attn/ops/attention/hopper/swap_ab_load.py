@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import signal, wait
+from sparse_attn.device.hopper import async_load, signal, wait
 from sparse_attn.device.triton_private import reinterpret
 from sparse_attn.ops.attention.hopper.common import gather, row_range
 from sparse_attn.ops.attention.hopper.dequant import put_codes
@@ -114,7 +114,7 @@ def copy_codes(into, words, offsets, valid, CODES: gl.constexpr):
     place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * BLOCK, 0)
     pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
     mask = gl.expand_dims(gl.expand_dims(valid, 1), 2)
-    async_copy.async_copy_global_to_shared(into.permute((1, 0, 2)), pointers, mask=mask)
+    async_load(into.permute((1, 0, 2)), pointers, mask=mask)
 
 
 @gluon.jit
@@ -131,7 +131,7 @@ def copy_words(into, words, offsets, valid, LANES: gl.constexpr):
     rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
     known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
     pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
-    async_copy.async_copy_global_to_shared(into, pointers, mask=gl.expand_dims(known, 1))
+    async_load(into, pointers, mask=gl.expand_dims(known, 1))
 
 
 @gluon.jit

@@ -11,11 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
+from sparse_attn.device.hopper import barrier, launch_dependents, signal, tma_load, wait
 from sparse_attn.ops.index_logits.hopper.common import (
     CONSUMERS,
     QUERIES,
@@ -108,7 +107,7 @@ def _fill(
             mbarrier.wait(query_freed.index(place), phase ^ 1)
             mbarrier.expect(query_filled.index(place), queries.shape[1] * queries.shape[2])
             row = request * NEXT_N + unit % GROUPS * ROWS
-            tma.async_copy_global_to_shared(q, [row * HEADS, 0], query_filled.index(place), queries.index(place))
+            tma_load(q, [row * HEADS, 0], query_filled.index(place), queries.index(place))
             for begin in range(0, some, WINDOW):
                 window = after
                 after = _window(entry, skip + begin + WINDOW + lane, max_blocks)
@@ -121,8 +120,8 @@ def _fill(
                     mbarrier.wait(freed.index(slot), phase ^ 1)
                     ends.index(slot).store(gl.full([1], end, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
                     mbarrier.expect(filled.index(slot), keys.shape[2] * keys.shape[3] + scales.shape[2] * 4)
-                    tma.async_copy_global_to_shared(codes, [block, 0, 0], filled.index(slot), keys.index(slot))
-                    tma.async_copy_global_to_shared(factors, [block, 0], filled.index(slot), scales.index(slot))
+                    tma_load(codes, [block, 0, 0], filled.index(slot), keys.index(slot))
+                    tma_load(factors, [block, 0], filled.index(slot), scales.index(slot))
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0

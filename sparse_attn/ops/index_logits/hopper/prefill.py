@@ -10,11 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, signal, wait
+from sparse_attn.device.hopper import barrier, signal, tma_load, wait
 from sparse_attn.ops.index_logits.hopper.common import (
     CONSUMERS,
     LANES,
@@ -73,15 +72,15 @@ def _fill(
             mbarrier.wait(query_freed.index(place), phase ^ 1)
             ready = query_filled.index(place)
             mbarrier.expect(ready, queries.shape[1] * queries.shape[2] + weights.shape[1] * weights.shape[2] * 4)
-            tma.async_copy_global_to_shared(q, [unit * queries.shape[1], 0], ready, queries.index(place))
-            tma.async_copy_global_to_shared(weight, [unit * ROWS, 0], ready, weights.index(place))
+            tma_load(q, [unit * queries.shape[1], 0], ready, queries.index(place))
+            tma_load(weight, [unit * ROWS, 0], ready, weights.index(place))
             for i in range(some):
                 slot, phase = ring(done + i, TILES)
                 at = (begin + skip + i) * TILE
                 mbarrier.wait(freed.index(slot), phase ^ 1)
                 mbarrier.expect(filled.index(slot), tiles.shape[1] * tiles.shape[2] + scales.shape[2] * 4)
-                tma.async_copy_global_to_shared(k, [at, 0], filled.index(slot), tiles.index(slot))
-                tma.async_copy_global_to_shared(k_scale, [0, at], filled.index(slot), scales.index(slot))
+                tma_load(k, [at, 0], filled.index(slot), tiles.index(slot))
+                tma_load(k_scale, [0, at], filled.index(slot), scales.index(slot))
         done += some
         turn += (some > 0).to(gl.int32)
         skip = 0
