@@ -141,7 +141,7 @@ def stderr_into(file) -> Iterator[None]:
 
 
 def kernel_name(launch: Launch) -> str:
-    """Where it lies under ops/, but for files called kernels: attention.portable.merge,
+    """Where it lies under ops/, but for files called kernels: attention.portable.combine,
     attention.hopper.swap_ab.attend."""
     return launch.module.removeprefix("sparse_attn.ops.").replace(".kernels", "") + "." + launch.kernel
 

@@ -231,7 +231,7 @@ KERNELS = [
         ("tests/test_compressor.py::test_kernels_match_reference[8-False-plain/fp32/32+0]",),
     ),
     Mutation(
-        "attention-keys-before-the-share", "where the last tile moves back, it counts keys before its row's share",
+        "attention-keys-before-the-split", "where the last tile moves back, it counts keys before its split",
         OPS + "attention/portable/kernels.py",
         "inside = (key - (start - at)).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)",
         "inside = (key - (start - at)) < (end - start)",
@@ -245,7 +245,7 @@ KERNELS = [
         ("tests/test_far_offsets.py::test_attention_over_rows_side_by_side",),
     ),
     Mutation(
-        "sink-in-every-share", "a sink is counted in every share of a row, and once more when they are merged",
+        "sink-in-every-split", "a sink is counted in every split of a row, and once more when they are combined",
         OPS + "attention/portable/kernels.py",
         "    if SPLIT:\n        tl.store(lse_at, lse2, mask=known_head)\n    else:\n        if sink is not None:\n"
         "            acc = acc * sink_factor(tl.load(sink + head, mask=known_head, other=0.0), lse2)[:, None]\n",
@@ -255,17 +255,17 @@ KERNELS = [
         ("tests/test_attention.py::test_decode_kernel",),
     ),
     Mutation(
-        "merge-of-empty-shares", "a row without keys merges to NaN",
+        "combine-of-empty-splits", "a row without keys combines to NaN",
         OPS + "attention/portable/kernels.py",
         "weight = tl.exp2((found - tl.where(m == float(\"-inf\"), 0.0, m)) * to_log2)",
         "weight = tl.exp2((found - m) * to_log2)",
         ("tests/test_attention.py::test_merge_kernel",),
     ),
     Mutation(
-        "shares-of-two-caches-overlap", "a share that starts in the first cache takes a whole share of the second",
+        "splits-of-two-caches-overlap", "a split that starts in the first cache takes a whole split of the second",
         OPS + "attention/portable/kernels.py",
-        "tl.maximum(extra_first + share, 0))",
-        "tl.maximum(extra_first, 0) + share)",
+        "tl.maximum(extra_first + keys, 0))",
+        "tl.maximum(extra_first, 0) + keys)",
         ("tests/test_attention_two_caches.py::test_kernel",),
     ),
     Mutation(
@@ -286,7 +286,7 @@ KERNELS = [
 
 PYTHON = [
     Mutation(
-        "merge-that-does-not-wait", "a merge that starts while its shares are written reads them",
+        "combine-that-does-not-wait", "a combine that starts while its partials are written reads them",
         OPS + "attention/portable/kernels.py",
         "    pdl.wait(PDL)\n    token = tl.program_id(0)",
         "    token = tl.program_id(0)",

@@ -42,7 +42,7 @@ def test_a_sample_leaves_out_no_kernel():
 def test_a_launch_that_starts_early_waits_before_it_reads():
     import aot
 
-    assert aot.main(["--target", "sm_90", "--kernel", "attention.portable.merge", "--jobs", "1"]) == 0
+    assert aot.main(["--target", "sm_90", "--kernel", "attention.portable.combine", "--jobs", "1"]) == 0
 
 
 @pytest.mark.aot
@@ -74,13 +74,13 @@ def test_claimed_memory_is_what_is_declared():
     from sparse_attn.testing.launches import compile_launch
 
     claimed = {}
-    for name in ("attention.portable.merge", "topk.algorithms.multi_pass.bound_rows"):
+    for name in ("attention.portable.combine", "topk.algorithms.multi_pass.bound_rows"):
         work, _ = aot.gather(["sm_90"], [name], False)
         compiled = [compile_launch(launch) for launch in work]
         claimed[name] = {one.claimed for one in compiled}
         assert any(one.shared_memory > one.claimed for one in compiled)
     assert claimed == {
-        "attention.portable.merge": {0},
+        "attention.portable.combine": {0},
         "topk.algorithms.multi_pass.bound_rows": {4 * histogram.WORDS.value},
     }
 

@@ -323,10 +323,10 @@ def test_kernel_on_hopper():
 
     cache, indices = allocate_cache(V4, 2, 64, "cpu"), torch.zeros(640, dtype=torch.int32)
     chosen = config.plan(packed_decode(1, 64, V4, 640, extra=V4), H200)
-    keys = launch.arguments(KvCache(cache, V4, indices, indices), chosen.block_k).constants
+    keys = launch.arguments(KvCache(cache, V4, indices, indices), chosen.block_n).constants
     constants = dict(
-        keys, D_V=512, D_REST=0, PAD_V=512, PAD_REST=16, SPLIT=chosen.splits > 1, BLOCK_H=chosen.block_h,
-        BLOCK_K=chosen.block_k, STAGES=chosen.num_stages, HOIST=chosen.hoist,
+        keys, D_V=512, D_ROPE=0, PAD_V=512, PAD_ROPE=16, SPLIT=chosen.splits > 1, BLOCK_M=chosen.block_m,
+        BLOCK_N=chosen.block_n, STAGES=chosen.num_stages, HOIST=chosen.hoist,
     )  # fmt: skip
     constants |= {f"EXTRA_{name}": value for name, value in keys.items()}
     pointers = dict(

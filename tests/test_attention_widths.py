@@ -23,7 +23,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def shared_bytes(d_qk, d_v, heads, size, fp8, target):
     """What a plan reckons with, or None where the width is refused."""
     tile, fits = config.fitting(heads, d_qk, d_v, size, fp8, False, False, target)
-    assert tile.block_h >= 16 and tile.block_k >= 16 and tile.num_stages >= 1
+    assert tile.block_m >= 16 and tile.block_n >= 16 and tile.num_stages >= 1
     return config.shared_bytes(tile, d_qk, d_v, size, fp8, target) if fits else None
 
 

@@ -64,11 +64,11 @@ def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, mon
 
 
 @pytest.mark.parametrize("heads, launches", [(MOST, 1), (MOST + 1, 2), (3 * MOST, 4)])
-def test_merging_many_heads_takes_several_launches(heads, launches, monkeypatch):
+def test_combining_many_heads_takes_several_launches(heads, launches, monkeypatch):
     from sparse_attn.ops.attention.portable import kernels, launch
 
     spy = Spy()
-    monkeypatch.setattr(kernels, "merge", spy)
+    monkeypatch.setattr(kernels, "combine", spy)
     launch.combine(empty(2, 5, heads, 8), empty(2, 5, heads), empty(heads), empty(5, heads, 8), empty(5, heads), 1.0)
     done = 0
     for size, (outs, lses, sink, out, lse, *_), _ in spy.launches:
@@ -127,7 +127,7 @@ def test_more_rows_than_one_launch_takes():
 
 
 @pytest.mark.gpu
-def test_more_heads_than_one_launch_merges():
+def test_more_heads_than_one_launch_combines():
     outs, lses = torch.randn(3, 2, MOST + 9, 5, device="cuda"), torch.randn(3, 2, MOST + 9, device="cuda")
     sink = torch.randn(MOST + 9, device="cuda")
     got, want = (merge_attn_states(outs, lses, sink=sink, impl=impl) for impl in IMPLS)

@@ -19,7 +19,7 @@ from sparse_attn.spec import preset
 
 BLOCK, WIDTH, BATCH = 64, 64, 8
 OURS = (
-    "attend", "biased_grouped_topk", "compressed_rows", "entry_indices", "indexer_q_rope_quant", "insert_keys", "keep",
+    "attend", "biased_grouped_topk", "combine", "compressed_rows", "entry_indices", "indexer_q_rope_quant", "insert_keys", "keep",
     "merge", "mix", "pack_rows", "paged_mqa_logits", "plan_rows", "pool", "select_sampled", "select_single_cta",
     "write_rows",
 )  # fmt: skip
@@ -39,8 +39,8 @@ def launched(work) -> list[str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, attends", [(8, 1), (34, 2)])
-def test_at_most_six_kernels_from_scores_to_merged_output(batch, attends):
-    """Also where attention is launched in two parts, both of them split."""
+def test_at_most_six_kernels_from_scores_to_combined_output(batch, attends):
+    """Also where attention launches full waves and a tail, both of them split."""
     spec = preset("deepseek_v32")
     layouts = cache_layouts(spec, "fp8")
     index_cache = torch.zeros(batch * WIDTH, BLOCK, layouts.index.row, dtype=torch.uint8, device="cuda")
@@ -81,14 +81,14 @@ def test_at_most_six_kernels_from_scores_to_merged_output(batch, attends):
         "paged_mqa_logits",
         "select_single_cta",
         *["attend"] * attends,
-        "merge",
+        "combine",
     ], names
     assert sorted(others) == ["indexer_q_rope_quant", "insert_keys", "write_rows"], others
 
 
 @pytest.mark.gpu
 def test_kernels_of_an_indexed_layer():
-    """Two caches at once, from scores to merged output as many as with one; the window's slots serve all layers."""
+    """Two caches at once, from scores to combined output as many as with one; the window's slots serve all layers."""
     spec = preset("deepseek_v4_flash")
     spec = replace(
         spec, num_layers=1, layer_kinds=("indexed",), hash_layers=(False,), vocab_size=64, max_positions=MAX_CONTEXT,
@@ -114,7 +114,7 @@ def test_kernels_of_an_indexed_layer():
     assert ours == [
         "pack_rows", "compressed_rows",  # once a step: the window's slots, the entries' plan
         "mix", "write_rows", "pool", "keep", "pool", "keep", "indexer_q_rope_quant",
-        "paged_mqa_logits", "select_single_cta", "attend", "merge",
+        "paged_mqa_logits", "select_single_cta", "attend", "combine",
         "merge", "mix", "biased_grouped_topk", "merge",
         "mix",  # the streams' last
     ], ours  # fmt: skip

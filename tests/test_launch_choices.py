@@ -33,7 +33,7 @@ def table(head, *rows):
 
 
 def tile(launch):
-    return f"{launch.block_h}x{launch.block_k} {launch.num_warps}w {launch.num_stages}s{'' if launch.hoist else ' unhoisted'}"
+    return f"{launch.block_m}x{launch.block_n} {launch.num_warps}w {launch.num_stages}s{'' if launch.hoist else ' unhoisted'}"
 
 
 def test_portable_attention():

@@ -1,4 +1,4 @@
-"""Sparse attention: prefill over rows, decode over one cache or two, split and whole rows, and their merge."""
+"""Sparse attention: prefill over rows, decode over one cache or two, split and whole rows, and their combine."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def _decode() -> Iterator[Case]:
     for batch, heads, more in heads_too:
         name = f"deepseek_v32 fp8, batch {batch}, {heads} heads"
         yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
-    merging = "sm_90 sparse_attn.ops.attention.hopper.combine"
-    yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=merging)
+    combining = "sm_90 sparse_attn.ops.attention.hopper.combine"
+    yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=combining)
     whole_and_split = "sm_90 sparse_attn.ops.attention.hopper.decode_fp8"
     yield _paged("deepseek_v32 fp8, batch 67 in two parts", 67, 128, latent, where=whole_and_split)
     fnuz = LatentFp8Layout(512, 64, flavour="e4m3fnuz")

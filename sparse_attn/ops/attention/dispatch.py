@@ -1,4 +1,8 @@
-"""Which kernel attends, and how it is launched: ``KERNELS`` in order, each with what it supports and its plan."""
+"""Which kernel attends, and how it is launched.
+
+``KERNELS`` are asked in order. Each says what it supports and plans its launch in the config.py of its folder. Decode
+and prefill share the table: a plain cache whose blocks stand side by side is a matrix of rows.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,10 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
 
 @functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
 def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
-    """The kernel that attends, and its plan. kernel: see dispatch.choose. ValueError where no kernel fits: that of the
-    portable one, which asks least."""
+    """The kernel that attends, and its plan. kernel: see dispatch.choose.
+
+    ValueError where not even the portable kernel, which asks least, can run the problem.
+    """
     if kernel is None and not (fits := portable.supports(problem, target)).ok:
         raise ValueError(fits.reason)
     return dispatch.choose(KERNELS, problem, target, kernel)
@@ -56,7 +62,7 @@ def prefill_problem(
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Problem:
-    """Of the arguments of the operator sparse_attn_prefill, real or on meta."""
+    """The problem that the arguments of the operator sparse_attn_prefill make, real or on meta."""
     rows = INVARIANT_PREFILL_ROWS if batch_invariant else None
     return problem_of(q, kv_rows(kv, d_v, indices, indptr), None, scale, rows)
 
@@ -75,21 +81,24 @@ def decode_problem(
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> Problem:
-    """Of the arguments of the operator sparse_attn_decode, real or on meta."""
+    """The problem that the arguments of the operator sparse_attn_decode make, real or on meta."""
     caches = cache, indices, indptr, layout, extra_cache, extra_indices, extra_indptr, extra_layout
     return problem_of(q, *kv_caches(*caches), scale, INVARIANT_DECODE_ROWS if batch_invariant else None)
 
 
 def reserved(problem: Problem, target: Target, step: int = 1) -> Iterator[Scratch]:
-    """What calls like ``problem`` ask for, among it the most: of as many rows, ``step`` at a time, or fewer, that each
-    hold as many keys or fewer. A call may fall to a later kernel by its strides, so every kernel counts."""
+    """The scratch of calls like ``problem``, the largest among it.
+
+    They have at most its rows, a multiple of ``step``, and each row holds at most as many keys. Strides and addresses
+    may send a call to any kernel that could run it, so all of these count.
+    """
     yield hopper.TILE_COUNTER
     if not problem.tokens:
         return
     keys = -(-problem.indices // problem.tokens)
     rows = range(step, min(problem.tokens, most_split_rows(target)) + 1, step)
     if problem.invariant_rows is not None:
-        rows = (problem.tokens,)  # of which each is split alike
+        rows = (problem.tokens,)  # however many, all are split alike: more take more
     for tokens in rows:
         some = problem._replace(tokens=tokens, indices=tokens * keys)
         for machine in MACHINES:

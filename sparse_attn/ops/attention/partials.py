@@ -1,4 +1,4 @@
-"""Where attention is written to: out and lse, or the partials of a split row, combined afterwards."""
+"""Where attention is written: to out and lse, or to the partials of a split row, which are combined afterwards."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ LOG2_E = math.log2(math.e)
 
 
 def scratch(waves: Sequence[Waves], heads: int, d_v: int, scaled: bool = False) -> Scratch:
-    """The partials of every split, of each of ``waves`` that is split: fp32 outputs and base-2 lse. scaled: fp16
-    outputs, and a scale for each half of their columns."""
+    """Partials of those of ``waves`` that are split: an fp32 output and a base-2 lse for every split.
+
+    scaled: outputs are fp16, with a scale for each half of their columns.
+    """
     return Scratch(tuple(buffer for some in waves if some.splits > 1 for buffer in _buffers(some, heads, d_v, scaled)))
 
 
@@ -28,10 +30,10 @@ def _buffers(waves: Waves, heads: int, d_v: int, scaled: bool) -> Iterator[Buffe
 
 
 class Output:
-    """Where the CTAs of some rows write to.
+    """Where the CTAs of some rows write.
 
-    out_partial, lse_partial: [splits, rows, heads, ...]; of rows that are whole, out and lse. The sink is counted once:
-    where rows are whole by them, else where partials are combined.
+    out_partial, lse_partial: [splits, rows, heads, ...]; where rows are whole, out and lse themselves. The sink is
+    counted once: by these CTAs where rows are whole, by the combine where they are split.
     """
 
     def __init__(
@@ -39,10 +41,8 @@ class Output:
     ):
         self.out, self.lse, self.sink, self.split = out, lse, sink, bool(partials)
         self.out_partial, self.lse_partial, *scales = partials or (out.unsqueeze(0), lse.unsqueeze(0))
-        self.scaled, self.scale_partial = (
-            bool(scales),
-            (scales or [self.lse_partial])[0],
-        )  # anything where there is none
+        self.scaled = bool(scales)
+        self.scale_partial = scales[0] if scales else self.lse_partial  # anything where there is none
 
     @property
     def has_sink(self) -> bool:
@@ -67,7 +67,7 @@ def outputs(
     waves: Sequence[Waves],
     views: Sequence[torch.Tensor],
 ) -> list[Output]:
-    """Of each of ``waves``. views: of what ``scratch`` asks for."""
+    """One for each of ``waves``. views: the buffers of ``scratch``, in its order."""
     split = [some for some in waves if some.splits > 1]
     each = len(views) // len(split) if split else 0
     results, taken = [], 0

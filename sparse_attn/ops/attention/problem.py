@@ -11,15 +11,15 @@ import torch
 from sparse_attn.layout import PLAIN_NAME, IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
 
 ALIGNMENT = 16  # bytes that the widest load takes at once
-# A batch-invariant step is split as one of so many rows is. Decode: as few as leave room to split each row over CTAs.
-# Prefill: so many that none is split, on any GPU.
+# A batch-invariant step is split as a step of so many rows. In decode these are few, so that each row is split over
+# CTAs. In prefill they are so many that no GPU splits one.
 INVARIANT_DECODE_ROWS, INVARIANT_PREFILL_ROWS = 32, 4096
 
 KvLayout = PlainLayout | LatentFp8Layout | PlanarFp8Layout
 
 
 class KvCache(NamedTuple):
-    """Keys and the indices into them.
+    """Keys, and the indices of those that each row attends to.
 
     cache: blocks [num_blocks, block_size, row] of ``layout``, or plain rows [rows, d_qk].
     """
@@ -31,12 +31,12 @@ class KvCache(NamedTuple):
 
     @property
     def blocks(self) -> torch.Tensor:
-        """Plain rows are one block."""
+        """[num_blocks, block_size, row]; plain rows are one block."""
         return self.cache.unsqueeze(0) if self.cache.dim() == 2 else self.cache
 
     @property
     def rows(self) -> torch.Tensor:
-        """[rows, d_qk] of plain rows, or of plain blocks one behind the other."""
+        """[rows, d_qk]; plain blocks have to stand side by side."""
         return self.cache if self.cache.dim() == 2 else self.cache.flatten(0, 1)
 
     @property
@@ -46,7 +46,7 @@ class KvCache(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a launcher is given: the tensors of a call, and what the plan's scratch asks for (views, counters)."""
+    """What a launcher is given: the tensors of a call. views, counters: what the plan's scratch asks for."""
 
     q: torch.Tensor
     keys: KvCache
@@ -62,8 +62,8 @@ class Call(NamedTuple):
 class CacheFacts(NamedTuple):
     """What is known of a KvCache.
 
-    name: the argument it is. block_stride, row_stride: in elements. base: bytes from a multiple of ALIGNMENT to the
-    first record.
+    name: of the argument. block_stride, row_stride: in elements. base: how many bytes the first record lies behind a
+    multiple of ALIGNMENT.
     """
 
     name: str
@@ -91,9 +91,9 @@ class CacheFacts(NamedTuple):
 class Problem(NamedTuple):
     """What the choice of a kernel and its launch depend on.
 
-    dtype: of q. indices: how many the rows may hold in all, of two caches together. q_strides: by token and by head, in
-    elements. q_base: as ``CacheFacts.base``. invariant_rows: the step is split as one of so many rows is, which may
-    hold as many indices each (batch_invariant); None: as its own rows are best split.
+    dtype: of q. indices: the room for indices of all rows together, into both caches. q_strides: from token to token
+    and from head to head, in elements. q_base: as CacheFacts.base. invariant_rows: a batch-invariant step is split as a
+    step of so many rows would be, each with the same room for indices; None where the step's own rows decide.
     """
 
     tokens: int
@@ -126,7 +126,7 @@ class Problem(NamedTuple):
 
     @property
     def split_as(self) -> tuple[int, int]:
-        """(rows, indices) of the step that this one is split as."""
+        """(rows, indices) of the step whose splits this one takes."""
         if self.invariant_rows is None or not self.tokens:
             return self.tokens, self.indices
         return self.invariant_rows, self.invariant_rows * -(-self.indices // self.tokens)
@@ -151,7 +151,7 @@ def kv_caches(
     extra_indptr: torch.Tensor | None,
     extra_layout: str,
 ) -> tuple[KvCache, KvCache | None]:
-    """Blocks [num_blocks, block_size, row] of the layouts of these names."""
+    """One cache of blocks or two. layout, extra_layout: their names."""
     keys = KvCache(cache, _kv_layout(layout), indices, indptr)
     if extra_cache is None or extra_indices is None or extra_indptr is None:
         return keys, None
@@ -202,7 +202,7 @@ def packed_prefill(
     dtype: torch.dtype = torch.bfloat16,
     batch_invariant: bool = False,
 ) -> Problem:
-    """Of sparse_attn_prefill where all tensors are contiguous and aligned."""
+    """A call of sparse_attn_prefill whose tensors are contiguous and aligned."""
     return _packed(tokens, heads, layout, indices, dtype, INVARIANT_PREFILL_ROWS if batch_invariant else None)
 
 
@@ -215,7 +215,7 @@ def packed_decode(
     batch_invariant: bool = False,
     extra: KvLayout | None = None,
 ) -> Problem:
-    """Of sparse_attn_decode where all tensors are contiguous and aligned."""
+    """A call of sparse_attn_decode whose tensors are contiguous and aligned."""
     return _packed(tokens, heads, layout, indices, dtype, INVARIANT_DECODE_ROWS if batch_invariant else None, extra)
 
 

@@ -1,7 +1,7 @@
 """How a step's rows are split over CTAs, in one launch or two, and how the partials of split rows are combined.
 
-An SM runs one CTA at a time. Rows that fill all SMs, whole for some waves or split for one, are launched together; the
-rows left over, the tail wave, are launched behind them, each split over more CTAs.
+An SM runs one CTA at a time. Rows that fill all SMs are launched together: unsplit for several waves, or split for one.
+The rows left over, the tail wave, get a launch of their own, in which each is split over more CTAs.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from sparse_attn.target import Target
 
-MOST_WAVES = 4  # behind more whole ones, the tail is not worth a launch of its own
-WORTH = 0.98  # two launches cost less than this much of what one does
-PAIRS_SPARED = 2  # at least, of a row's longest split, by splitting it
-TILE_WAVES = 2  # of split rows, at most, counted in tiles
+MOST_WAVES = 4  # full ones; behind more of them a tail is not worth a launch of its own
+WORTH = 0.98  # two launches are taken where they cost less than this much of what one costs
+PAIRS_SPARED = 2  # a row is split where that makes its longest split so many pairs shorter
+TILE_WAVES = 2  # most waves of split rows, where a CTA walks tiles
 
 
 class Waves(NamedTuple):
-    """Rows of a step that are launched together, whole waves or a tail: the first of them, how many, and the CTAs that
-    share the keys of each."""
+    """Rows of a step that are launched together: full waves or a tail.
+
+    splits: how many CTAs share the keys of a row.
+    """
 
     first: int
     rows: int
@@ -28,8 +30,11 @@ class Waves(NamedTuple):
 
 
 class CostModel(NamedTuple):
-    """Of a kernel whose CTAs walk units of keys. What costs as much as how many units: a CTA's prologue and epilogue,
-    more of it where all SMs start one, and a combine. splits_of: (CTAs, units, SMs) -> splits of one launch."""
+    """What a kernel's launches cost, counted in units of keys that its CTAs walk.
+
+    start: a CTA's prologue and epilogue. full_wave: what these cost more where all SMs start one. combine: the launch
+    that combines partials. splits_of: (CTAs, units, SMs) -> splits of one launch.
+    """
 
     start: float
     full_wave: float
@@ -37,8 +42,8 @@ class CostModel(NamedTuple):
     splits_of: Callable[[int, int, int], int]
 
     def cost(self, waves: tuple[Waves, ...], blocks: int, units: int, num_sms: int) -> float:
-        """Of ``waves`` launched one after the other, ``blocks`` CTAs a row and split, in units of one CTA; one combine
-        serves all of them."""
+        """``waves`` are launched one after the other, with ``blocks`` CTAs for each row and split. One combine serves
+        all of them."""
         cost = self.combine if any(some.splits > 1 for some in waves) else 0
         for some in waves:
             full, left = divmod(some.rows * blocks * some.splits, num_sms)
@@ -48,14 +53,14 @@ class CostModel(NamedTuple):
 
 
 def _pair_splits(ctas: int, pairs: int, num_sms: int) -> int:
-    """What runs at once, and no more than make the longest split shorter."""
+    """As many as run at once, but no more than make the longest split shorter."""
     most = max(1, min(pairs, num_sms // ctas))
     longest = -(-pairs // most)
     return -(-pairs // longest) if pairs - longest >= PAIRS_SPARED else 1
 
 
 def _tile_splits(ctas: int, tiles: int, num_sms: int) -> int:
-    """As many as run in one wave or TILE_WAVES, or one, whichever costs least."""
+    """As many as run in one wave, or in TILE_WAVES, or no split: whichever costs least."""
     if 2 * ctas > TILE_WAVES * num_sms:
         return 1
     at_once = (min(tiles, max(1, waves * num_sms // ctas)) for waves in (1, TILE_WAVES))
@@ -71,8 +76,10 @@ TILES = CostModel(3, 2, 2, _tile_splits)  # swap_ab
 def waves_of(
     model: CostModel, rows: int, blocks: int, units: int, num_sms: int, split_as: int | None = None
 ) -> tuple[Waves, ...]:
-    """Of ``rows`` of ``units`` each, which ``blocks`` CTAs serve. split_as: all of them in one launch, split as so many
-    rows are."""
+    """How ``rows`` of ``units`` each are launched, with ``blocks`` CTAs for each row and split.
+
+    split_as: in one launch, each row split as if there were so many; None: however it costs least.
+    """
     if split_as is not None:
         return (Waves(0, rows, model.splits_of(split_as * blocks, units, num_sms)),)
     one = (Waves(0, rows, model.splits_of(rows * blocks, units, num_sms)),)
@@ -86,8 +93,8 @@ def waves_of(
 
 
 def _filling(rows: int, blocks: int, units: int, num_sms: int) -> tuple[int, int]:
-    """(rows, splits) that fill the SMs: for whole waves, or for one, each row split more than all rows at once can be.
-    No rows where none do."""
+    """(rows, splits) that fill all SMs: of unsplit rows for several waves, or of split ones for one, where each is
+    split more than a launch of all rows could. 0 rows where there are none."""
     ctas = rows * blocks
     waves = ctas // num_sms
     if waves:
@@ -100,27 +107,32 @@ def _filling(rows: int, blocks: int, units: int, num_sms: int) -> tuple[int, int
 
 
 def most_split_rows(target: Target) -> int:
-    """Rows of a step beyond which no kernel splits one, and so none takes scratch for partials."""
+    """In a step of more rows no kernel splits one, so none takes scratch for partials."""
     return (MOST_WAVES + 1) * target.num_sms
 
 
 # --- the combine
 
-SPLITS_WAVES = 4  # in which the splits of a few rows are combined, among many of fewer
-ALONE, TWO = 6, 16  # splits that one lane takes, or two share
-# CTAs of a head, on each SM: behind more of them, of few splits, a CTA is better begun for two heads.
-CTAS_OF_A_HEAD = 16
-# When a combine may start before attention ends. CTAs that start early go where there is room: on the SMs that
-# attention leaves, of which each may then have many times its part of the work. Where they are few that costs less than
-# a launch's start does; where they are far more than fit there, most of them go where attention ends. The limits are
-# fits to steps that were timed either way.
-FEW = 10  # pairs of warps on each SM that attention leaves do not crowd,
-CROWD, MANY = 40, 12  # and so many more there do not matter, if there are so many for each of all SMs
+SPLITS_WAVES = 4  # a few rows of more splits, among many of fewer, take theirs in so many rounds
+ALONE, TWO = 6, 16  # most splits that one lane takes, and that two share
+CTAS_OF_A_HEAD = 16  # for each SM; where there are more, each with few splits, a CTA takes two heads
+# When a combine may start before attention ends. CTAs that start early go to the SMs that attention leaves free, and
+# each of these may then get many times its part of the work. Where the CTAs are few, that costs less than a launch's
+# start. Where they are far more than fit there, most of them go elsewhere when attention ends. The limits are fits to
+# steps that were timed either way.
+FEW = 10  # pairs of warps for each free SM; so few do not crowd it
+CROWD, MANY = (
+    40,
+    12,
+)  # pairs for each free SM, and for each of all SMs; where there are as many, crowding does not matter
 
 
 class Combine(NamedTuple):
-    """How partials are combined. block_s: splits under way together, shared by so many ``lanes``. block_m: heads of a
-    CTA. pairs: of warps, of all rows and heads, if each has its own. grid: of CTAs."""
+    """How partials are combined.
+
+    block_s: splits that are loaded at once. lanes: how many share them. block_m: heads of a CTA. pairs: of warps in
+    all, if each row and head had its own. grid: of CTAs.
+    """
 
     block_s: int
     lanes: int
@@ -130,7 +142,7 @@ class Combine(NamedTuple):
 
 
 def combine_of(target: Target, rows: int, heads: int, splits: int, tail_splits: int = 0) -> Combine:
-    """For ``rows`` of so many ``splits`` each, but for a few of them that have ``tail_splits``."""
+    """For ``rows`` of ``splits`` each, a few of which have ``tail_splits`` instead."""
     splits = max(splits, -(-tail_splits // SPLITS_WAVES))
     block_s = min(32, max(2, 1 << (splits - 1).bit_length()))
     lanes = 1 if splits <= ALONE else 2 if splits <= TWO else 4
@@ -140,6 +152,6 @@ def combine_of(target: Target, rows: int, heads: int, splits: int, tail_splits: 
 
 
 def may_start_early(target: Target, ctas: int, combine: Combine) -> bool:
-    """Whether ``combine`` may start while attention's ``ctas`` run, of which an SM holds one."""
+    """Whether ``combine`` may start while attention's ``ctas`` run, one to an SM."""
     left = max(0, target.num_sms - ctas)
     return combine.pairs <= FEW * left or combine.pairs >= max(CROWD * left, MANY * target.num_sms)

@@ -28,16 +28,19 @@ from sparse_attn.workspace import Scratch, size_of
 
 GROUPS = {LatentFp8Layout: (64, 128), PlanarFp8Layout: (64,)}  # codes to a scale
 KNOWN_MULTIPLE = 16  # of which Triton tells the compiler
-MOST_BLOCK_BYTES = 2**33  # records lie within 32-bit offsets of their block, counted in words
-HEADS_SPAN = 2**31
-TILE_COUNTER = Scratch(counters=1)  # work tiles that the CTAs of the persistent kernel have taken
+MOST_BLOCK_BYTES = 2**33  # the offset of a record in its block has 32 bits and counts words
+HEADS_SPAN = 2**31  # offsets of heads have 32 bits
+TILE_COUNTER = Scratch(counters=1)  # how many work tiles the persistent kernel's CTAs have taken
 
 
 @dataclass(frozen=True)
 class SwapAbPlan:
-    """A CTA serves all heads of a row. block_m: these, padded to what the matrix unit takes. waves: launched one after
-    the other. launch_dependents: whether the next launch may start while this one runs. loader_registers: of a thread
-    of the warpgroup that loads fp8 records, producer_registers: of the two others; the consumer gets the rest."""
+    """A CTA serves all heads of a row.
+
+    block_m: the heads, padded to what the matrix unit takes. waves: launched one after the other. launch_dependents:
+    whether the next launch may start while this one runs. producer_registers: of a thread of the two warpgroups that
+    produce tiles. loader_registers: of a thread of the one that loads fp8 records for them. The consumer gets the rest.
+    """
 
     block_m: int
     waves: tuple[Waves, ...]
@@ -51,8 +54,11 @@ class SwapAbPlan:
 
 @dataclass(frozen=True)
 class DecodeFp8Plan:
-    """blocks: CTAs of a row and split, of BLOCK_M heads each. consumer_registers: of a thread of warpgroup 1; warpgroup
-    0 gets the rest. Else as SwapAbPlan."""
+    """A CTA serves BLOCK_M heads of a row.
+
+    blocks: CTAs for each row and split. consumer_registers: of a thread of warpgroup 1; warpgroup 0 gets the rest.
+    Others as SwapAbPlan's.
+    """
 
     blocks: int
     waves: tuple[Waves, ...]
@@ -66,7 +72,10 @@ class DecodeFp8Plan:
 
 @dataclass(frozen=True)
 class PrefillBf16Plan:
-    """``ctas`` take work tiles, of a row and BLOCK_M heads, from a counter. Else as DecodeFp8Plan."""
+    """``ctas`` take ``tiles`` work tiles from a counter; a work tile is BLOCK_M heads of a row.
+
+    Others as DecodeFp8Plan's.
+    """
 
     blocks: int
     tiles: int
@@ -108,7 +117,7 @@ def supports_decode_fp8(problem: Problem, target: Target) -> Support:
 
 
 def supports_prefill_bf16(problem: Problem, target: Target) -> Support:
-    """Whole blocks of heads over plain rows, and a CTA for every third SM, since no row is split."""
+    """Whole blocks of heads over plain rows. No row is split, so a step needs a CTA for every third SM."""
     support = _support(
         _machine(problem, target),
         _rows(problem),
@@ -133,7 +142,7 @@ def _machine(problem: Problem, target: Target) -> Iterator[str]:
         yield f"target: got {target.name}, allowed: sm_90"
     if problem.dtype != torch.bfloat16:
         yield f"q dtype: got {problem.dtype}, allowed: torch.bfloat16"
-    if not problem.scale > 0:  # a row's largest score is looked for before it is scaled
+    if not problem.scale > 0:  # the maximum of a row is taken before scores are scaled
         yield f"scale: got {problem.scale}, allowed: above 0"
 
 
@@ -148,7 +157,7 @@ def _whole_blocks_of_heads(problem: Problem) -> Iterator[str]:
 
 
 def _rows(problem: Problem) -> Iterator[str]:
-    """Plain ones, alone and side by side."""
+    """Plain rows, in one cache, side by side."""
     name, layout = problem.cache.name, problem.cache.layout
     if not isinstance(layout, PlainLayout):
         yield f"layout: got {layout.name}, allowed: plain rows"
@@ -166,7 +175,7 @@ def _rows(problem: Problem) -> Iterator[str]:
 
 
 def _records(problem: Problem) -> Iterator[str]:
-    """fp8 ones that the producers know."""
+    """fp8 records that the producers can read."""
     layout, extra = problem.cache.layout, problem.extra
     if isinstance(layout, PlainLayout):
         yield f"layout: got {layout.name}, allowed: fp8 records"
@@ -193,7 +202,7 @@ def _planar() -> str:
 
 
 def _queries(problem: Problem) -> Iterator[str]:
-    """Whether they can be copied by 16 bytes, in terms the compiler is told of, and by 32-bit offsets of a head."""
+    """Queries are copied by 16 bytes, which needs multiples that the compiler knows, and by 32-bit offsets of heads."""
     if problem.q_base:
         yield f"q address: got {problem.q_base} bytes behind a multiple of {LOAD_BYTES}, allowed: 0"
     if any(stride % KNOWN_MULTIPLE for stride in problem.q_strides):
@@ -204,7 +213,7 @@ def _queries(problem: Problem) -> Iterator[str]:
 
 
 def _memory(cache: CacheFacts) -> Iterator[str]:
-    """Whether 16-byte loads can read it by 32-bit offsets of a block, or of a plain row."""
+    """Records are loaded by 16 bytes, at 32-bit offsets in their block; a plain row is a block."""
     name, element = cache.name, cache.layout.dtype.itemsize
     kind, stride, size = ("block", cache.block_stride, cache.block_size) if cache.fp8 else ("row", cache.row_stride, 1)
     if not cache.slots:
@@ -219,7 +228,7 @@ def _memory(cache: CacheFacts) -> Iterator[str]:
 
 
 def _copies(cache: CacheFacts) -> Iterator[str]:
-    """Whether plain rows can be copied by 16 bytes, in terms the compiler is told of."""
+    """Plain rows are copied by 16 bytes, which needs multiples that the compiler knows."""
     if cache.base:
         yield f"{cache.name} address: got {cache.base} bytes behind a multiple of {LOAD_BYTES}, allowed: 0"
     if cache.row_stride % KNOWN_MULTIPLE:
@@ -250,11 +259,11 @@ def plan_prefill_bf16(problem: Problem, target: Target) -> PrefillBf16Plan:
     blocks = problem.heads // BLOCK_M
     tiles = problem.tokens * blocks
     ctas = min(tiles, target.num_sms)
-    # Behind more of them an early start costs many rows more than it spares.
+    # With more of them an early start costs steps of many rows more than it spares.
     return PrefillBf16Plan(blocks, tiles, ctas, launch_dependents=4 * ctas <= 3 * target.num_sms)
 
 
-Units = tuple[CostModel, int, int, int, int, int | None]  # what waves_of is asked
+Units = tuple[CostModel, int, int, int, int, int | None]  # the arguments of waves_of
 
 
 def _swap_ab_units(problem: Problem, target: Target) -> Units:
@@ -284,8 +293,8 @@ def _combined(problem: Problem, waves: tuple[Waves, ...], blocks: int, target: T
 
 
 def reserved(problem: Problem, target: Target) -> Iterator[Scratch]:
-    """What rows like these ask for that hold as many keys or fewer, which may be split more often: the most of each
-    kernel here."""
+    """The most scratch that a kernel here needs for as many rows, each with as many keys or fewer. Fewer keys may be
+    split more often."""
     if problem.tokens and supports_swap_ab(problem, target).ok:
         yield _most(_swap_ab_units(problem, target), problem, scaled=False)
     elif problem.tokens and supports_decode_fp8(problem, target).ok:

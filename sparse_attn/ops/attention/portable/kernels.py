@@ -1,4 +1,4 @@
-"""Sparse attention: one program per (row, block of heads, share of the row's keys), over one cache or two.
+"""Sparse attention: a CTA per row, block of heads and split of the row's keys, over one cache or two.
 
 A key tile is gathered once and serves both products. Bytes: every named row once per block of heads. Operations:
 2 * heads * keys * (d_qk + d_v) per row.
@@ -22,25 +22,25 @@ def _row_range(indptr, token, capacity):
 
 @triton.jit
 def _attend_keys(
-    q_value, q_rest, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
-    stride_cache_block, stride_cache_slot, value_column, rest_column, D_V: tl.constexpr, D_REST: tl.constexpr,
-    PAD_V: tl.constexpr, PAD_REST: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr, REST_AT: tl.constexpr,
-    TOKEN_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, FNUZ: tl.constexpr, PAGED: tl.constexpr, SHORT: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
+    q_value, q_rope, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
+    stride_cache_block, stride_cache_slot, value_column, rope_column, D_V: tl.constexpr, D_ROPE: tl.constexpr,
+    PAD_V: tl.constexpr, PAD_ROPE: tl.constexpr, GROUP: tl.constexpr, SCALE_OFFSET: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr, TOKEN_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr, FNUZ: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, SHORT: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
 ):  # fmt: skip
     """Take the keys indices[begin:end] of a cache into the softmax state (m, l, acc)."""
     dtype = q_value.dtype
-    BLOCK_H: tl.constexpr = q_value.shape[0]
-    key = tl.arange(0, BLOCK_K)
+    BLOCK_M: tl.constexpr = q_value.shape[0]
+    key = tl.arange(0, BLOCK_N)
     # Hoisted addresses of a planar tile's matrix operands would not fit in registers beside acc and the tile.
-    for start in tl.range(begin, end, BLOCK_K, num_stages=STAGES, disable_licm=SCALE_BYTES > 0 or not HOIST):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES, disable_licm=SCALE_BYTES > 0 or not HOIST):
         # Unsigned comparisons serve both ends of a range. A masked index load would cost a seventh of the time, so the
-        # tile moves back where it would leave the buffer, and the keys before its row's share are left out.
+        # tile moves back where it would leave the buffer, and the keys before its split are left out.
         if SHORT:
             slot = tl.load(indices + start + key, mask=start + key < end, other=-1)
             bound = num_slots
         else:
-            at = tl.minimum(start, capacity - BLOCK_K)
+            at = tl.minimum(start, capacity - BLOCK_N)
             slot = tl.load(indices + at + key)
             inside = (key - (start - at)).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
             bound = tl.where(inside, num_slots, 0)
@@ -51,27 +51,27 @@ def _attend_keys(
             base = cache + block.to(tl.int64) * stride_cache_block
             scale_base = base + block_size.to(tl.int64) * TOKEN_BYTES + place * SCALE_BYTES
             base = base + place * TOKEN_BYTES
-            value = planar_values(base, scale_base, value_column, valid, D_V, PAD_V, GROUP, REST_AT, FNUZ, dtype)
+            value = planar_values(base, scale_base, value_column, valid, D_V, PAD_V, GROUP, ROPE_OFFSET, FNUZ, dtype)
         else:
-            if PAGED:
+            if PADDED_BLOCKS:
                 block = slot // block_size
                 offset = block.to(tl.int64) * stride_cache_block + (slot - block * block_size) * stride_cache_slot
             else:
                 offset = slot.to(tl.int64) * stride_cache_slot
             base = cache + offset
             if GROUP > 0:
-                value = interleaved_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_AT, FNUZ, BLOCK_K)
+                value = interleaved_values(base, value_column, valid, D_V, PAD_V, GROUP, SCALE_OFFSET, FNUZ, BLOCK_N)
                 value = cast(value, dtype)
             else:
                 value = convert(load_columns(base, value_column, D_V, PAD_V, valid), dtype)
-        scores = tl.zeros([BLOCK_H, BLOCK_K], tl.float32)
-        if D_REST > 0:
+        scores = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if D_ROPE > 0:
             if GROUP > 0:
-                rest_base = (base + REST_AT).to(tl.pointer_type(tl.bfloat16))
-                rest = load_columns(rest_base, rest_column, D_REST, PAD_REST, valid)
+                rope_base = (base + ROPE_OFFSET).to(tl.pointer_type(tl.bfloat16))
+                rope = load_columns(rope_base, rope_column, D_ROPE, PAD_ROPE, valid)
             else:
-                rest = load_columns(base + D_V, rest_column, D_REST, PAD_REST, valid)
-            scores = dot(q_rest, tl.trans(convert(rest, dtype)), scores)
+                rope = load_columns(base + D_V, rope_column, D_ROPE, PAD_ROPE, valid)
+            scores = dot(q_rope, tl.trans(convert(rope, dtype)), scores)
         scores = dot(q_value, tl.trans(value), scores)
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
         p, rescale, m, l = softmax_step(scores, m, l)
@@ -85,7 +85,7 @@ def _attend_keys(
     ]
 )  # fmt: skip
 def attend(
-    q,  # [tokens, heads, D_V + D_REST]
+    q,  # [tokens, heads, D_V + D_ROPE]
     cache,  # [num_blocks, block_size, row], or rows of one block
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
@@ -115,76 +115,76 @@ def attend(
     stride_lse_split,
     stride_lse_token,
     D_V: tl.constexpr,
-    D_REST: tl.constexpr,
+    D_ROPE: tl.constexpr,
     PAD_V: tl.constexpr,  # powers of two, at least 16
-    PAD_REST: tl.constexpr,
+    PAD_ROPE: tl.constexpr,
     GROUP: tl.constexpr,  # 0: plain cache; else values per fp8 scale
-    SCALE_AT: tl.constexpr,  # byte of a record where its fp32 scales start
-    REST_AT: tl.constexpr,  # byte of a record where its bf16 values start
+    SCALE_OFFSET: tl.constexpr,  # byte of a record where its fp32 scales start
+    ROPE_OFFSET: tl.constexpr,  # byte of a record where its bf16 values start
     TOKEN_BYTES: tl.constexpr,  # planar: from one token's record to the next one's
     SCALE_BYTES: tl.constexpr,  # 0: not a planar cache; else ue8m0 bytes per token behind a block's records
     FNUZ: tl.constexpr,
-    PAGED: tl.constexpr,  # slots do not follow each other through the whole cache; planar caches: not looked at
-    SHORT: tl.constexpr,  # capacity < BLOCK_K
+    PADDED_BLOCKS: tl.constexpr,  # something lies between blocks; planar caches: not looked at
+    SHORT: tl.constexpr,  # capacity < BLOCK_N
     EXTRA_GROUP: tl.constexpr,
-    EXTRA_SCALE_AT: tl.constexpr,
-    EXTRA_REST_AT: tl.constexpr,
+    EXTRA_SCALE_OFFSET: tl.constexpr,
+    EXTRA_ROPE_OFFSET: tl.constexpr,
     EXTRA_TOKEN_BYTES: tl.constexpr,
     EXTRA_SCALE_BYTES: tl.constexpr,
     EXTRA_FNUZ: tl.constexpr,
-    EXTRA_PAGED: tl.constexpr,
+    EXTRA_PADDED_BLOCKS: tl.constexpr,
     EXTRA_SHORT: tl.constexpr,
     SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
     HOIST: tl.constexpr,  # whether what all tiles share may be computed before the loop
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
     token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the last ones see the most keys of a prompt
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     known_head = head < heads
     value_column = tl.arange(0, PAD_V)
-    rest_column = tl.arange(0, PAD_REST)
+    rope_column = tl.arange(0, PAD_ROPE)
 
     q_base = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
     q_value = load_columns(q_base, value_column, D_V, PAD_V, known_head)
-    q_rest = q_value
-    if D_REST > 0:
-        q_rest = load_columns(q_base + D_V, rest_column, D_REST, PAD_REST, known_head)
+    q_rope = q_value
+    if D_ROPE > 0:
+        q_rope = load_columns(q_base + D_V, rope_column, D_ROPE, PAD_ROPE, known_head)
 
     begin, end = _row_range(indptr, token, capacity)
     if extra_cache is not None:
         extra_begin, extra_end = _row_range(extra_indptr, token, extra_capacity)
     if SPLIT:  # the tiles of both rows count as one range
-        tiles = tl.cdiv(end - begin, BLOCK_K)
+        tiles = tl.cdiv(end - begin, BLOCK_N)
         all_tiles = tiles
         if extra_cache is not None:
-            all_tiles += tl.cdiv(extra_end - extra_begin, BLOCK_K)
-        share = tl.cdiv(all_tiles, tl.num_programs(2)) * BLOCK_K
-        first = tl.program_id(2) * share
+            all_tiles += tl.cdiv(extra_end - extra_begin, BLOCK_N)
+        keys = tl.cdiv(all_tiles, tl.num_programs(2)) * BLOCK_N
+        first = tl.program_id(2) * keys
         begin = tl.minimum(begin + first, end)
-        end = tl.minimum(end, begin + share)
+        end = tl.minimum(end, begin + keys)
         if extra_cache is not None:
-            extra_first = first - tiles * BLOCK_K
-            extra_end = tl.minimum(extra_end, extra_begin + tl.maximum(extra_first + share, 0))
+            extra_first = first - tiles * BLOCK_N
+            extra_end = tl.minimum(extra_end, extra_begin + tl.maximum(extra_first + keys, 0))
             extra_begin = tl.minimum(extra_begin + tl.maximum(extra_first, 0), extra_end)
 
-    m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, PAD_V], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
     m, l, acc = _attend_keys(
-        q_value, q_rest, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
-        stride_cache_block, stride_cache_slot, value_column, rest_column, D_V, D_REST, PAD_V, PAD_REST, GROUP, SCALE_AT,
-        REST_AT, TOKEN_BYTES, SCALE_BYTES, FNUZ, PAGED, SHORT, BLOCK_K, STAGES, HOIST,
+        q_value, q_rope, m, l, acc, cache, indices, begin, end, capacity, num_slots, block_size, scale_log2,
+        stride_cache_block, stride_cache_slot, value_column, rope_column, D_V, D_ROPE, PAD_V, PAD_ROPE, GROUP,
+        SCALE_OFFSET, ROPE_OFFSET, TOKEN_BYTES, SCALE_BYTES, FNUZ, PADDED_BLOCKS, SHORT, BLOCK_N, STAGES, HOIST,
     )  # fmt: skip
     if extra_cache is not None:
         m, l, acc = _attend_keys(
-            q_value, q_rest, m, l, acc, extra_cache, extra_indices, extra_begin, extra_end, extra_capacity,
+            q_value, q_rope, m, l, acc, extra_cache, extra_indices, extra_begin, extra_end, extra_capacity,
             extra_num_slots, extra_block_size, scale_log2, stride_extra_block, stride_extra_slot, value_column,
-            rest_column, D_V, D_REST, PAD_V, PAD_REST, EXTRA_GROUP, EXTRA_SCALE_AT, EXTRA_REST_AT, EXTRA_TOKEN_BYTES,
-            EXTRA_SCALE_BYTES, EXTRA_FNUZ, EXTRA_PAGED, EXTRA_SHORT, BLOCK_K, STAGES, HOIST,
+            rope_column, D_V, D_ROPE, PAD_V, PAD_ROPE, EXTRA_GROUP, EXTRA_SCALE_OFFSET, EXTRA_ROPE_OFFSET,
+            EXTRA_TOKEN_BYTES, EXTRA_SCALE_BYTES, EXTRA_FNUZ, EXTRA_PADDED_BLOCKS, EXTRA_SHORT, BLOCK_N, STAGES, HOIST,
         )  # fmt: skip
     acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     lse2 = log2_sum(m, l)
@@ -204,7 +204,7 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["states"])
-def merge(
+def combine(
     outs,  # [states, tokens, heads, d_v]
     lses,  # fp32 [states, tokens, heads]
     sink,  # fp32 [heads] or None
@@ -239,12 +239,12 @@ def merge(
     weight = tl.exp2((found - tl.where(m == float("-inf"), 0.0, m)) * to_log2)
     top = m * to_log2
     l = tl.where(top == float("inf"), float("nan"), tl.sum(weight, 0))
-    merged = log2_sum(top, l)
+    combined = log2_sum(top, l)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if sink is not None:
-        factor = factor * sink_factor(tl.load(sink + head), merged)
+        factor = factor * sink_factor(tl.load(sink + head), combined)
     if tl.program_id(2) == 0:
-        tl.store(lse + token * stride_lse_token + head, merged * 0.6931471805599453)
+        tl.store(lse + token * stride_lse_token + head, combined * 0.6931471805599453)
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     outs_at = outs + token * stride_outs_token + state.to(tl.int64) * stride_outs_state + head * stride_outs_head
     counted = (weight > 0.0)[:, None] & (column < d_v)[None, :]

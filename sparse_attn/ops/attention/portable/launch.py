@@ -33,8 +33,8 @@ def attend(call: Call, plan: PortablePlan) -> None:
     tokens, heads, d_qk = q.shape
     d_v = out.shape[2]
     (result,) = outputs(out, call.lse, sink, plan.waves, call.views)
-    first, second = arguments(call.keys, plan.block_k), arguments(call.extra, plan.block_k)
-    kernels.attend[(tokens, triton.cdiv(heads, plan.block_h), plan.splits)](
+    first, second = arguments(call.keys, plan.block_n), arguments(call.extra, plan.block_n)
+    kernels.attend[(tokens, triton.cdiv(heads, plan.block_m), plan.splits)](
         q,
         *first.pointers,
         *second.pointers,
@@ -51,12 +51,12 @@ def attend(call: Call, plan: PortablePlan) -> None:
         *second.strides,
         *result.strides,
         D_V=d_v,
-        D_REST=d_qk - d_v,
+        D_ROPE=d_qk - d_v,
         PAD_V=padded(d_v),
-        PAD_REST=padded(d_qk - d_v) or 16,
+        PAD_ROPE=padded(d_qk - d_v) or 16,
         SPLIT=result.split,
-        BLOCK_H=plan.block_h,
-        BLOCK_K=plan.block_k,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
         STAGES=plan.num_stages,
         HOIST=plan.hoist,
         **first.constants,
@@ -68,23 +68,24 @@ def attend(call: Call, plan: PortablePlan) -> None:
         combine(result.out_partial, result.lse_partial, sink, out, call.lse, 1.0)
 
 
-def arguments(keys: KvCache | None, block_k: int) -> Arguments:
-    form = dict(
-        GROUP=0, SCALE_AT=0, REST_AT=0, TOKEN_BYTES=0, SCALE_BYTES=0, FNUZ=False, PAGED=False, SHORT=False
+def arguments(keys: KvCache | None, block_n: int) -> Arguments:
+    form: dict[str, int | bool] = dict(
+        GROUP=0, SCALE_OFFSET=0, ROPE_OFFSET=0, TOKEN_BYTES=0, SCALE_BYTES=0, FNUZ=False, PADDED_BLOCKS=False,
+        SHORT=False,
     )  # fmt: skip
     if keys is None:
         return Arguments((None, None, None), (0, 0, 0), (0, 0), form)
     cache, layout, indices = keys.blocks, keys.layout, keys.indices
     num_blocks, block_size, _ = cache.shape
     if not isinstance(layout, PlainLayout):
-        form |= dict(GROUP=layout.group, REST_AT=layout.rope_offset, FNUZ=layout.flavour == "e4m3fnuz")
+        form |= dict(GROUP=layout.group, ROPE_OFFSET=layout.rope_offset, FNUZ=layout.flavour == "e4m3fnuz")
     if isinstance(layout, PlanarFp8Layout):
         form |= dict(TOKEN_BYTES=layout.token_bytes, SCALE_BYTES=layout.scale_bytes)
     else:
-        form["PAGED"] = keys.padded
+        form["PADDED_BLOCKS"] = keys.padded
     if isinstance(layout, LatentFp8Layout):
-        form["SCALE_AT"] = layout.scale_offset
-    form["SHORT"] = indices.numel() < block_k
+        form["SCALE_OFFSET"] = layout.scale_offset
+    form["SHORT"] = indices.numel() < block_n
     sizes = (num_blocks * block_size, block_size, indices.numel())
     return Arguments((cache, indices, keys.indptr), sizes, cache.stride()[:2], form)
 
@@ -110,7 +111,7 @@ def combine(
     block_s = max(2, triton.next_power_of_2(states))
     block_d = min(max(64, COMBINED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
     grid.check("outs d_v", d_v, block_d)
-    kernels.merge[(tokens, heads, triton.cdiv(d_v, block_d))](
+    kernels.combine[(tokens, heads, triton.cdiv(d_v, block_d))](
         outs,
         lses,
         sink,

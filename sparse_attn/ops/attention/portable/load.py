@@ -22,17 +22,17 @@ def load_columns(base, columns, WIDTH: tl.constexpr, PADDED: tl.constexpr, row_m
 
 @triton.jit
 def interleaved_values(
-    base, columns, valid, D_V: tl.constexpr, PAD_V: tl.constexpr, GROUP: tl.constexpr, SCALE_AT: tl.constexpr,
-    FNUZ: tl.constexpr, BLOCK_K: tl.constexpr,
+    base, columns, valid, D_V: tl.constexpr, PAD_V: tl.constexpr, GROUP: tl.constexpr, SCALE_OFFSET: tl.constexpr,
+    FNUZ: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Dequantised fp32 [BLOCK_K, PAD_V] of records of D_V codes, with fp32 group scales from byte SCALE_AT on."""
+    """Dequantised fp32 [BLOCK_N, PAD_V] of records of D_V codes, with fp32 group scales from byte SCALE_OFFSET on."""
     codes = decode_fp8(load_columns(base, columns, D_V, PAD_V, valid), FNUZ)
-    scale_base = (base + SCALE_AT).to(tl.pointer_type(tl.float32))
+    scale_base = (base + SCALE_OFFSET).to(tl.pointer_type(tl.float32))
     GROUPS: tl.constexpr = D_V // GROUP
     if GROUPS * GROUP == PAD_V and (GROUPS & (GROUPS - 1)) == 0:
         scales = tl.load(scale_base[:, None] + tl.arange(0, GROUPS)[None, :], mask=valid[:, None], other=0.0)
-        grouped = tl.reshape(codes, [BLOCK_K, GROUPS, GROUP]) * scales[:, :, None]
-        return tl.reshape(grouped, [BLOCK_K, PAD_V])
+        grouped = tl.reshape(codes, [BLOCK_N, GROUPS, GROUP]) * scales[:, :, None]
+        return tl.reshape(grouped, [BLOCK_N, PAD_V])
     else:
         known = valid[:, None] & (columns < D_V)[None, :]
         return codes * tl.load(scale_base[:, None] + (columns // GROUP)[None, :], mask=known, other=0.0)
@@ -52,10 +52,10 @@ def planar_values(
         is_code = columns < CODES
         codes = decode_fp8(load_columns(base, columns, CODES, PAD_V, valid), FNUZ)
         exponents = tl.load(scale_base[:, None] + (columns // GROUP)[None, :], mask=rows & is_code[None, :], other=0)
-        rest_base = (base + CODES).to(tl.pointer_type(tl.bfloat16))
-        is_rest = (columns >= CODES) & (columns < D_V)
-        rest = tl.load(rest_base[:, None] + (columns - CODES)[None, :], mask=rows & is_rest[None, :], other=0)
-        values = tl.where(is_code[None, :], codes * decode_exponent(exponents), rest.to(tl.float32))
+        rope_base = (base + CODES).to(tl.pointer_type(tl.bfloat16))
+        is_rope = (columns >= CODES) & (columns < D_V)
+        rope = tl.load(rope_base[:, None] + (columns - CODES)[None, :], mask=rows & is_rope[None, :], other=0)
+        values = tl.where(is_code[None, :], codes * decode_exponent(exponents), rope.to(tl.float32))
         return cast(values, DTYPE)
 
 
@@ -80,5 +80,5 @@ def _planar_groups(
         exponents = tl.load(words, mask=valid, other=0) >> (FIRST % 4 * 8)
         return cast(decode_fp8(codes, FNUZ) * decode_exponent(exponents & 0xFF)[:, None], DTYPE)
     else:
-        rest = (base + CODED * GROUP).to(tl.pointer_type(tl.bfloat16)) + (FIRST - CODED) * GROUP
-        return convert(load_columns(rest, tl.arange(0, GROUP), GROUP, GROUP, valid), DTYPE)
+        rope = (base + CODED * GROUP).to(tl.pointer_type(tl.bfloat16)) + (FIRST - CODED) * GROUP
+        return convert(load_columns(rope, tl.arange(0, GROUP), GROUP, GROUP, valid), DTYPE)
