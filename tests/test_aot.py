@@ -172,15 +172,24 @@ def test_every_kernel_of_every_operator_package_is_among_the_cases():
 
     import sparse_attn
 
+    def scopes(source):
+        """(nodes that name things in it, text) of every function: a name may stand for another module in each."""
+        tree = ast.parse(source)
+        for function in filter(lambda node: isinstance(node, ast.FunctionDef), tree.body):
+            yield [*tree.body, *ast.walk(function)], ast.get_source_segment(source, function)
+
     root = Path(sparse_attn.__file__).parent.parent
     launched = set()
     for path in (root / "sparse_attn" / "ops").rglob("*.py"):
         own = ".".join(path.relative_to(root).with_suffix("").parts)
-        imported = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-        modules = {name.asname or name.name: f"{node.module}.{name.name}" for node in imported for name in node.names}
-        for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\])", path.read_text(), re.M):
-            module = modules[match[1]] if match[1] else own
-            launched.add(f"{module.removeprefix('sparse_attn.ops.').replace('.kernels', '')}.{match[2]}")
+        for scope, text in scopes(path.read_text()):
+            imported = [node for node in scope if isinstance(node, ast.ImportFrom)]
+            modules = {
+                name.asname or name.name: f"{node.module}.{name.name}" for node in imported for name in node.names
+            }
+            for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\])", text, re.M):
+                module = modules[match[1]] if match[1] else own
+                launched.add(f"{module.removeprefix('sparse_attn.ops.').replace('.kernels', '')}.{match[2]}")
     work, _ = gather(["sm_90"], [""], False)
     from aot import kernel_name
 
