@@ -128,8 +128,8 @@ KERNELS = [
     Mutation(
         "scores-entry-of-the-tile-before", "a tile's keys come from the block of the tile before",
         OPS + "index_logits/portable/kernels.py",
-        "upcoming = _entry(table, (begin + step) // block_size, max_blocks)",
-        "upcoming = _entry(table, begin // block_size, max_blocks)",
+        "next_entry = _entry(table, (begin + step) // block_size, max_blocks)",
+        "next_entry = _entry(table, begin // block_size, max_blocks)",
         ("tests/test_index_logits.py::test_paged_kernel",),
     ),
     Mutation(
@@ -377,11 +377,11 @@ PYTHON = [
         ("tests/test_pipeline.py::test_against_dense_oracle",),
     ),
     Mutation(
-        "hopper-slots-change-hands", "which consumer takes a slot of scores depends on what came before",
+        "hopper-stages-change-hands", "which consumer takes a stage of scores depends on what came before",
         "sparse_attn/ops/index_logits/hopper/common.py",
         "return (turn - done % TURNS + TURNS) % TURNS",
         "return (turn + done) % TURNS",
-        ("tests/test_index_logits_hopper.py::test_slots_keep_their_consumers",),
+        ("tests/test_index_logits_hopper.py::test_stages_keep_their_consumers",),
     ),
 ]
 
@@ -529,24 +529,24 @@ HOPPER = [
         ("tests/test_index_logits_hopper.py::test_a_nan_key_scores_nan",),
     ),
     Mutation(
-        "hopper-tiles-lost", "tiles that do not divide evenly among programs are scored by none",
+        "hopper-tiles-lost", "tiles that do not divide evenly among CTAs are scored by none",
         SCORES + "hopper/common.py",
-        "return begin, begin + each + (program < more).to(gl.int32)",
+        "return begin, begin + each + (cta < more).to(gl.int32)",
         "return begin, begin + each",
         ("tests/test_index_logits_hopper.py::test_rows[causal-64-True]",),
     ),
     Mutation(
-        "hopper-weights-of-the-other-rows", "the second half of the lanes is weighed as the first",
+        "hopper-weights-of-the-other-rows", "the second half of the columns is weighed as the first",
         SCORES + "hopper/prefill.py",
-        ".slice(PART * LANES, LANES).load(LANE)",
-        ".slice(0, LANES).load(LANE)",
+        ".slice(PRODUCT * COLUMNS, COLUMNS).load(COLUMN)",
+        ".slice(0, COLUMNS).load(COLUMN)",
         ("tests/test_index_logits_hopper.py::test_rows[causal-64-True]",),
     ),
     Mutation(
         "hopper-blocks-outside-the-cache", "blocks that are not in the cache score like zeros",
         SCORES + "hopper/paged.py",
-        "known = (block >= 0) & (block < num_blocks)",
-        "known = block >= 0",
+        "kv_valid = (block >= 0) & (block < num_blocks)",
+        "kv_valid = block >= 0",
         ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
     ),
     Mutation(
@@ -559,8 +559,8 @@ HOPPER = [
     Mutation(
         "hopper-ends-of-other-tiles", "what says that a block is none of the cache's lies with another tile's keys",
         SCORES + "hopper/paged.py",
-        "ends.index(slot).store(",
-        "ends.index(slot ^ 1).store(",
+        "ends.index(stage).store(",
+        "ends.index(stage ^ 1).store(",
         ("tests/test_index_logits_hopper.py::test_paged[1-64-True]",),
     ),
     Mutation(

@@ -58,7 +58,7 @@ def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, mon
     for size, (some, _, _, weight, first, last, to, count, *_), constants in spy.launches:
         assert some.storage_offset() == done * 3 * 32 and to.storage_offset() == done * keys
         assert weight.storage_offset() == 3 * done and first.storage_offset() == last.storage_offset() == done
-        assert size[1] * constants["ROWS"] >= count == len(some) == len(to)
+        assert size[1] * constants["BLOCK_Q"] >= count == len(some) == len(to)
         done += count
     assert done == rows
 

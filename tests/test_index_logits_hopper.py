@@ -48,14 +48,14 @@ def test_the_number_of_rows_chooses_no_kernel(rows):
     assert few == many and few.kernel.name == "hopper.paged"
 
 
-@pytest.mark.parametrize("lanes", [32, 128, 256])
-def test_slots_keep_their_consumers(lanes):
-    """Tiles of units of any length are taken by one consumer each, a ring's slot by the same one every time: another
-    could wait for a tile while the one before is on its way, and take the phase before that for its own."""
+@pytest.mark.parametrize("columns", [32, 128, 256])
+def test_stages_keep_their_consumers(columns):
+    """Tiles of query blocks of any length are taken by one consumer each, a ring's stage by the same one every time.
+    Another could wait for a tile while the one before is on its way, and take the phase before that for its own."""
     from sparse_attn.ops.index_logits.hopper import common
 
-    turns = common.CONSUMERS.value // common.products(lanes)
-    tiles = dispatch.choose_prefill(prefill_problem(), H200).plan.stages
+    turns = common.CONSUMERS.value // common.products(columns)
+    stages = dispatch.choose_prefill(prefill_problem(), H200).plan.stages
     owners, done = {}, 0
     for some in (1, 2, 3, 5, 31, 4, 7, 1, 1, 64, 6):
         taken = [
@@ -63,7 +63,7 @@ def test_slots_keep_their_consumers(lanes):
         ]
         assert sorted(tile for tile, _ in taken) == list(range(done, done + some))
         for tile, turn in taken:
-            assert owners.setdefault(tile % tiles, turn) == turn
+            assert owners.setdefault(tile % stages, turn) == turn
         done += some
 
 
@@ -79,9 +79,8 @@ def test_compiles_for_hopper(next_n):
         else:
             launch.mqa_logits(*prefill_arguments(90, 700), kernel="hopper.prefill")
     compiled = compile_launch(launches[0])
-    assert (
-        compiled.spill_bytes <= 16 and compiled.shared_memory <= H200.shared_memory
-    )  # scalars of a unit, in 112 registers
+    assert compiled.spill_bytes <= 16  # scalars of a query block, in 112 registers
+    assert compiled.shared_memory <= H200.shared_memory
     # Four consumers, a product of four steps in each and one wait for it: ptxas, which waits for every step where it
     # cannot tell what is in flight, has not taken them apart.
     assert compiled.count("QGMMA") == 16 and compiled.count(r"WARPGROUP\.DEPBAR") == 4
@@ -248,7 +247,7 @@ def test_more_scores_than_are_to_stay_in_the_l2():
 
     torch.manual_seed(0)
     width = 131072
-    fewer = hopper_paged.STAYS.value // (4 * width)
+    fewer = hopper_paged.L2_BYTES.value // (4 * width)
     cache = random_cache()
     table = torch.randint(0, 300, (fewer + 1, width // 64), dtype=torch.int32, device="cuda")
     q, weights = codes(fewer + 1, 1, 64, 128), torch.randn(fewer + 1, 64, device="cuda")

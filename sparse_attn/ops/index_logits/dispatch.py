@@ -15,6 +15,7 @@ import torch
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel, Support, no
 from sparse_attn.layout import IndexFp8Layout, parse_layout
+from sparse_attn.ops.index_logits.hopper import constants as hopper
 from sparse_attn.ops.index_logits.plan import (
     LINE,
     HopperPlan,
@@ -28,10 +29,7 @@ from sparse_attn.ops.index_logits.plan import (
 )
 from sparse_attn.target import Target
 
-# Hopper: what a key and a row have, MMA columns of a query block at most, rows of one, keys of a tile and of a block.
-HOPPER_DIM, HOPPER_HEADS, HOPPER_COLUMNS, HOPPER_BLOCK_Q, HOPPER_BLOCK_KV = 128, (32, 64, 128), 256, 4, 64
-
-# Portable.
+# Of the portable kernels.
 WIDE = 64 * 128  # values of a row's heads in the published models; of more, fewer keys fit beside them
 MANY = 1 << 22  # scores, of which a CTA takes many rows
 PAGED_COLUMNS = 128  # of a paged product: what its accumulator holds in registers
@@ -106,8 +104,8 @@ def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
     support = _supports_hopper(problem, target)
     if not support.ok:
         return support
-    if problem.block_size != HOPPER_BLOCK_KV:
-        return no(f"block_size: got {problem.block_size}, allowed: {HOPPER_BLOCK_KV}")
+    if problem.block_size != hopper.BLOCK_KV:
+        return no(f"block_size: got {problem.block_size}, allowed: {hopper.BLOCK_KV}")
     if problem.num_blocks == 0:
         return no("cache: got 0 blocks, allowed: at least 1")
     block = problem.block_size * problem.cache.strides[1]
@@ -119,10 +117,10 @@ def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target) -> 
         return no(f"target: got {target.name}, allowed: sm_90")
     if problem.flavour != "e4m3fn":
         return no(f"flavour: got {problem.flavour}, allowed: e4m3fn")
-    if problem.heads not in HOPPER_HEADS:
-        return no(f"heads: got {problem.heads}, allowed: {', '.join(map(str, HOPPER_HEADS))}")
-    if problem.dim != HOPPER_DIM:
-        return no(f"dim: got {problem.dim}, allowed: {HOPPER_DIM}")
+    if problem.heads not in hopper.HEADS:
+        return no(f"heads: got {problem.heads}, allowed: {', '.join(map(str, hopper.HEADS))}")
+    if problem.dim != hopper.DIM:
+        return no(f"dim: got {problem.dim}, allowed: {hopper.DIM}")
     return YES
 
 
@@ -160,12 +158,12 @@ def _always(problem: PrefillProblem | PagedProblem, target: Target) -> Support:
 
 
 def _plan_hopper_prefill(problem: PrefillProblem, target: Target) -> HopperPlan:
-    return HopperPlan(HOPPER_COLUMNS // problem.heads, target.num_sms)
+    return HopperPlan(hopper.PRODUCTS * hopper.COLUMNS // problem.heads, target.num_sms)
 
 
 def _plan_hopper_paged(problem: PagedProblem, target: Target) -> HopperPlan:
     """Rows of one request share its keys."""
-    rows = min(HOPPER_COLUMNS // problem.heads, HOPPER_BLOCK_Q, power_of_two(problem.next_n))
+    rows = min(hopper.PRODUCTS * hopper.COLUMNS // problem.heads, hopper.BLOCK_Q, power_of_two(problem.next_n))
     return HopperPlan(rows, target.num_sms)
 
 

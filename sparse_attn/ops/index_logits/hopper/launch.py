@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_attn.ops.index_logits.hopper import paged as paged_kernels
 from sparse_attn.ops.index_logits.hopper import prefill as prefill_kernels
-from sparse_attn.ops.index_logits.hopper.common import TILE
+from sparse_attn.ops.index_logits.hopper.constants import BLOCK_KV
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
 from sparse_attn.ops.index_logits.plan import HopperPlan
 from sparse_attn.ops.index_logits.portable.launch import clear_outside
@@ -26,11 +26,11 @@ def prefill(call: Prefill, plan: HopperPlan) -> None:
     codes, values = _codes(dim, 2), _values()
     prefill_kernels.mqa_logits[(plan.ctas,)](
         TensorDescriptor.from_tensor(q.view(FP8).flatten(0, 1), [plan.block_q * heads, dim], codes),
-        TensorDescriptor.from_tensor(k.view(FP8), [TILE.value, dim], codes),
-        TensorDescriptor(call.k_scale, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, TILE.value], values),
+        TensorDescriptor.from_tensor(k.view(FP8), [BLOCK_KV, dim], codes),
+        TensorDescriptor(call.k_scale, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], values),
         TensorDescriptor.from_tensor(weights, [plan.block_q, heads], values),
         kv_start, kv_end, out, rows, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0),
-        TILES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
+        STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if call.clear:
@@ -57,7 +57,7 @@ def paged(call: Paged, plan: HopperPlan) -> None:
         SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1),
         *weights.stride(), *context_lens.stride(), block_table.stride(0), out.stride(0),
         0 if maxima is None else maxima.stride(0),
-        HEADS=heads, ROWS=plan.block_q, NEXT_N=next_n, CLEAN=call.clear, GROUP=call.group, TILES=plan.stages,
+        HEADS=heads, BLOCK_Q=plan.block_q, NEXT_N=next_n, CLEAR=call.clear, GROUP=call.group, STAGES=plan.stages,
         CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Index scores over contiguous fp8 keys on Hopper: see hopper.py.
+"""Index scores over contiguous fp8 keys on Hopper: see common.py and README.md.
 
-Floor: operations, 2 * heads * D per row and key. A unit's rows share its tiles, from the first key that one of them
-sees to the last. Predicted bound: the matrix unit, 512 clocks a tile of 64 keys and 256 lanes, against 330 for what is
-issued to sum it.
+The rows of a query block share its tiles, from the first key that one of them sees to the last. Floor: operations, 2 *
+heads * D per row and key. Predicted bound: the matrix unit, 512 clocks a tile of 64 keys and 256 columns, against 330
+for the instructions that sum it.
 """
 
 from triton.experimental import gluon
@@ -14,12 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import barrier, signal, tma_load, wait
+from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.index_logits.hopper.common import (
+    BLOCK_KV,
+    COLUMNS,
     CONSUMERS,
-    LANES,
-    QUERIES,
-    TILE,
-    allocate_rings,
+    Q_STAGES,
+    Run,
+    Scalar,
+    allocate_barriers,
     multiply,
     own_tile,
     product_layout,
@@ -28,108 +31,132 @@ from sparse_attn.ops.index_logits.hopper.common import (
     scores_layout,
     search,
     share,
-    sums,
+    weighed_sums,
 )
 
-CHUNK = gl.constexpr(1024)  # units whose tiles are counted at a time
+CHUNK = gl.constexpr(1024)  # query blocks whose tiles are counted at a time
+
+
+@aggregate
+class Shared:
+    """Rings in shared memory: tiles of keys and their scales, query blocks and their weights."""
+
+    keys: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    queries: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+
+
+@aggregate
+class Ranges:
+    """The keys that each of ``rows`` rows sees, of ``keys``."""
+
+    start: gl.tensor
+    end: gl.tensor
+    rows: Scalar
+    keys: Scalar
+    stride_start: Scalar
+    stride_end: Scalar
 
 
 @gluon.jit
-def _range(kv_start, kv_end, row, rows, keys, stride_start, stride_end):
+def _range(ranges, row):
     """[start, end) of the keys that ``row`` sees; empty, of a row that does not exist."""
-    start = gl.load(kv_start + row.to(gl.int64) * stride_start, mask=row < rows, other=0)
-    end = gl.load(kv_end + row.to(gl.int64) * stride_end, mask=row < rows, other=0)
-    return gl.minimum(gl.maximum(start, 0), keys), gl.minimum(gl.maximum(end, 0), keys)
+    exists = row < ranges.rows
+    start = gl.load(ranges.start + row.to(gl.int64) * ranges.stride_start, mask=exists, other=0)
+    end = gl.load(ranges.end + row.to(gl.int64) * ranges.stride_end, mask=exists, other=0)
+    return gl.minimum(gl.maximum(start, 0), ranges.keys), gl.minimum(gl.maximum(end, 0), ranges.keys)
 
 
 @gluon.jit
-def _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS: gl.constexpr):
-    """(first tile, tiles) that some row of a unit sees."""
-    low, high = _range(kv_start, kv_end, unit * ROWS, rows, keys, stride_start, stride_end)
+def _tiles(ranges, query_block, BLOCK_Q: gl.constexpr):
+    """(first tile, tiles) that some row of a query block sees."""
+    low, high = _range(ranges, query_block * BLOCK_Q)
     empty = low >= high
-    low, high = gl.where(empty, keys, low), gl.where(empty, 0, high)
-    for n in gl.static_range(1, ROWS):
-        start, end = _range(kv_start, kv_end, unit * ROWS + n, rows, keys, stride_start, stride_end)
-        low = gl.minimum(low, gl.where(start < end, start, keys))
+    low, high = gl.where(empty, ranges.keys, low), gl.where(empty, 0, high)
+    for n in gl.static_range(1, BLOCK_Q):
+        start, end = _range(ranges, query_block * BLOCK_Q + n)
+        low = gl.minimum(low, gl.where(start < end, start, ranges.keys))
         high = gl.maximum(high, gl.where(start < end, end, 0))
-    first = low // TILE
-    return first, gl.maximum((high + TILE - 1) // TILE - first, 0)
+    first = low // BLOCK_KV
+    return first, gl.maximum((high + BLOCK_KV - 1) // BLOCK_KV - first, 0)
 
 
 @gluon.jit
-def _fill(
-    tiles, scales, queries, weights, filled, freed, query_filled, query_freed, k, k_scale, q, weight, kv_start, kv_end, rows,
-    keys, stride_start, stride_end, first, skip, last, count, ROWS: gl.constexpr,
-):  # fmt: skip
-    """The producer: a unit's queries and weights, then its tiles; zeros behind the last key and the last row."""
-    TILES: gl.constexpr = tiles.shape[0]
-    done, turn = 0, 0
-    for unit in range(first, last):
-        begin, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
-        some = gl.maximum(gl.minimum(there - skip, count - done), 0)
-        if some > 0:
-            place, phase = ring(turn, QUERIES)
-            mbarrier.wait(query_freed.index(place), phase ^ 1)
-            ready = query_filled.index(place)
-            mbarrier.expect(ready, queries.shape[1] * queries.shape[2] + weights.shape[1] * weights.shape[2] * 4)
-            tma_load(q, [unit * queries.shape[1], 0], ready, queries.index(place))
-            tma_load(weight, [unit * ROWS, 0], ready, weights.index(place))
-            for i in range(some):
-                slot, phase = ring(done + i, TILES)
-                at = (begin + skip + i) * TILE
-                mbarrier.wait(freed.index(slot), phase ^ 1)
-                mbarrier.expect(filled.index(slot), tiles.shape[1] * tiles.shape[2] + scales.shape[2] * 4)
-                tma_load(k, [at, 0], filled.index(slot), tiles.index(slot))
-                tma_load(k_scale, [0, at], filled.index(slot), scales.index(slot))
-        done += some
-        turn += (some > 0).to(gl.int32)
+def _producer(shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q: gl.constexpr):
+    """Load a query block and its weights, then its tiles; zeros behind the last key and the last row."""
+    STAGES: gl.constexpr = shared.keys.shape[0]
+    MMA_COLUMNS: gl.constexpr = shared.queries.shape[1]
+    done, blocks_done = 0, 0
+    skip = run.skip
+    for query_block in range(run.first, run.last):
+        begin, tiles = _tiles(ranges, query_block, BLOCK_Q)
+        own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
+        if own > 0:
+            q_stage, phase = ring(blocks_done, Q_STAGES)
+            mbarrier.wait(bars.q_empty.index(q_stage), phase ^ 1)
+            q_full = bars.q_full.index(q_stage)
+            mbarrier.expect(
+                q_full, MMA_COLUMNS * shared.queries.shape[2] + shared.weights.shape[1] * shared.weights.shape[2] * 4
+            )
+            tma_load(q, [query_block * MMA_COLUMNS, 0], q_full, shared.queries.index(q_stage))
+            tma_load(weights, [query_block * BLOCK_Q, 0], q_full, shared.weights.index(q_stage))
+            for i in range(own):
+                stage, phase = ring(done + i, STAGES)
+                key = (begin + skip + i) * BLOCK_KV
+                mbarrier.wait(bars.empty.index(stage), phase ^ 1)
+                full = bars.full.index(stage)
+                mbarrier.expect(full, shared.keys.shape[1] * shared.keys.shape[2] + shared.scales.shape[2] * 4)
+                tma_load(k, [key, 0], full, shared.keys.index(stage))
+                tma_load(k_scale, [0, key], full, shared.scales.index(stage))
+        done += own
+        blocks_done += (own > 0).to(gl.int32)
         skip = 0
 
 
 @gluon.jit
-def _score(common, which: gl.constexpr, ROWS: gl.constexpr):
-    """A consumer: of every tile of the program's share that is its turn LANES of the lanes. common: to all
-    consumers."""
-    (
-        tiles, scales, queries, weights, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
-        stride_start, stride_end, stride_out, first, skip, last, count,
-    ) = common  # fmt: skip
-    TILES: gl.constexpr = tiles.shape[0]
-    PARTS: gl.constexpr = products(queries.shape[1])
-    TURNS: gl.constexpr = CONSUMERS // PARTS
-    SOME: gl.constexpr = ROWS // PARTS
-    PART: gl.constexpr = which % PARTS
-    LANE: gl.constexpr = gl.SliceLayout(0, product_layout(LANES))
-    SCORES: gl.constexpr = scores_layout(SOME)
+def _consumer(shared, bars, ranges, out, stride_out, run, which: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Score every tile of the CTA's run whose turn it is, and COLUMNS of a query block's columns."""
+    STAGES: gl.constexpr = shared.keys.shape[0]
+    PRODUCTS: gl.constexpr = products(shared.queries.shape[1])
+    PRODUCT: gl.constexpr = which % PRODUCTS  # its own, of a tile
+    TURN: gl.constexpr = which // PRODUCTS
+    TURNS: gl.constexpr = CONSUMERS // PRODUCTS
+    ROWS: gl.constexpr = BLOCK_Q // PRODUCTS
+    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(COLUMNS))
+    SCORES: gl.constexpr = scores_layout(ROWS)
     KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
-    key = gl.arange(0, TILE, layout=KEY)
-    row = PART * SOME + gl.arange(0, SOME, layout=gl.SliceLayout(0, SCORES))
-    done, turn = 0, 0
-    for nth in range(last - first):  # from 0, for units as wide as addresses take two registers
-        unit = first + nth
-        begin, there = _span(kv_start, kv_end, unit, rows, keys, stride_start, stride_end, ROWS)
-        some = gl.maximum(gl.minimum(there - skip, count - done), 0)
-        if some > 0:
-            start, end = _range(kv_start, kv_end, unit * ROWS + row, rows, keys, stride_start, stride_end)
-            to = gl.expand_dims(out + ((unit * ROWS + row).to(gl.int64) * stride_out + start), 0)
+    key = gl.arange(0, BLOCK_KV, layout=KEY)
+    row = PRODUCT * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
+    done, blocks_done = 0, 0
+    skip = run.skip
+    for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
+        query_block = run.first + nth
+        begin, tiles = _tiles(ranges, query_block, BLOCK_Q)
+        own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
+        if own > 0:
+            start, end = _range(ranges, query_block * BLOCK_Q + row)
+            to = gl.expand_dims(out + ((query_block * BLOCK_Q + row).to(gl.int64) * stride_out + start), 0)
             length = gl.expand_dims(gl.maximum(end - start, 0), 0).to(gl.uint32)
-            ahead = gl.expand_dims((begin + skip) * TILE + key, 1) - gl.expand_dims(start, 0)
-            place, phase = ring(turn, QUERIES)
-            mbarrier.wait(query_filled.index(place), phase)
-            halves = 0.5 * weights.index(place).reshape([PARTS * LANES]).slice(PART * LANES, LANES).load(LANE)
-            for i in range(own_tile(which // PARTS, done, TURNS), some, TURNS):
-                slot, phase = ring(done + i, TILES)
-                mbarrier.wait(filled.index(slot), phase)
-                product = multiply(tiles.index(slot), queries.index(place).slice(PART * LANES, LANES, dim=0))
-                scale = scales.index(slot).reshape([TILE]).load(KEY)
+            offset = gl.expand_dims((begin + skip) * BLOCK_KV + key, 1) - gl.expand_dims(start, 0)
+            q_stage, phase = ring(blocks_done, Q_STAGES)
+            mbarrier.wait(bars.q_full.index(q_stage), phase)
+            weights = shared.weights.index(q_stage).reshape([PRODUCTS * COLUMNS])
+            half_weights = 0.5 * weights.slice(PRODUCT * COLUMNS, COLUMNS).load(COLUMN)
+            for i in range(own_tile(TURN, done, TURNS), own, TURNS):
+                stage, phase = ring(done + i, STAGES)
+                mbarrier.wait(bars.full.index(stage), phase)
+                q = shared.queries.index(q_stage).slice(PRODUCT * COLUMNS, COLUMNS, dim=0)
+                product = multiply(shared.keys.index(stage), q)
+                scale = shared.scales.index(stage).reshape([BLOCK_KV]).load(KEY)
                 product = warpgroup_mma_wait(0, deps=(product,))
-                signal(freed.index(slot))
-                scores = sums(product, halves, SOME) * gl.expand_dims(scale, 1)
-                at = ahead + i * TILE
+                signal(bars.empty.index(stage))
+                scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(scale, 1)
+                at = offset + i * BLOCK_KV
                 gl.store(to + at, scores, mask=at.to(gl.uint32) < length)
-            signal(query_freed.index(place))
-        done += some
-        turn += (some > 0).to(gl.int32)
+            signal(bars.q_empty.index(q_stage))
+        done += own
+        blocks_done += (own > 0).to(gl.int32)
         skip = 0
 
 
@@ -138,10 +165,10 @@ def _score(common, which: gl.constexpr, ROWS: gl.constexpr):
     do_not_specialize_on_alignment=["kv_start", "kv_end", "out"],
 )
 def mqa_logits(
-    q,  # fp8 [rows * heads, D], boxes of ROWS * heads
-    k,  # fp8 [keys, D], boxes of TILE
-    k_scale,  # fp32 [1, keys], boxes of TILE
-    weights,  # fp32 [rows, heads], boxes of ROWS
+    q,  # fp8 [rows * heads, D], boxes of BLOCK_Q * heads
+    k,  # fp8 [keys, D], boxes of BLOCK_KV
+    k_scale,  # fp32 [1, keys], boxes of BLOCK_KV
+    weights,  # fp32 [rows, heads], boxes of BLOCK_Q
     kv_start,  # int32 [rows]
     kv_end,  # int32 [rows]
     out,  # fp32 [rows, keys]
@@ -150,50 +177,47 @@ def mqa_logits(
     stride_start_row,
     stride_end_row,
     stride_out_row,
-    TILES: gl.constexpr,  # in flight
+    STAGES: gl.constexpr,  # tiles in flight
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    ROWS: gl.constexpr = weights.block_shape[0]
-    unit = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    units = (rows + ROWS - 1) // ROWS
-    tiles = gl.allocate_shared_memory(k.dtype, [TILES] + k.block_shape, k.layout)
-    scales = gl.allocate_shared_memory(k_scale.dtype, [TILES] + k_scale.block_shape, k_scale.layout)
-    queries = gl.allocate_shared_memory(q.dtype, [QUERIES] + q.block_shape, q.layout)
-    weighing = gl.allocate_shared_memory(weights.dtype, [QUERIES] + weights.block_shape, weights.layout)
-    filled, freed, query_filled, query_freed = allocate_rings(TILES, products(queries.shape[1]))
+    BLOCK_Q: gl.constexpr = weights.block_shape[0]
+    query_block = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    query_blocks = (rows + BLOCK_Q - 1) // BLOCK_Q
+    shared = Shared(
+        keys=gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout),
+        scales=gl.allocate_shared_memory(k_scale.dtype, [STAGES] + k_scale.block_shape, k_scale.layout),
+        queries=gl.allocate_shared_memory(q.dtype, [Q_STAGES] + q.block_shape, q.layout),
+        weights=gl.allocate_shared_memory(weights.dtype, [Q_STAGES] + weights.block_shape, weights.layout),
+    )
+    bars = allocate_barriers(STAGES, products(shared.queries.shape[1]))
+    ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     fence_async_shared()
     wait()
-    _, there = _span(kv_start, kv_end, unit, rows, keys, stride_start_row, stride_end_row, ROWS)
+    _, tiles = _tiles(ranges, query_block, BLOCK_Q)
 
-    counted = gl.sum(there, 0)
+    counted = gl.sum(tiles, 0)
     total = counted
-    for chunk in range(CHUNK, units, CHUNK):
-        _, others = _span(kv_start, kv_end, chunk + unit, rows, keys, stride_start_row, stride_end_row, ROWS)
+    for chunk in range(CHUNK, query_blocks, CHUNK):
+        _, others = _tiles(ranges, chunk + query_block, BLOCK_Q)
         total += gl.sum(others, 0)
     begin, end = share(total)
-    first, skipped, last = search(there, 0, begin, end, 0, 0, 0)
-    for chunk in range(CHUNK, units, CHUNK):
-        _, others = _span(kv_start, kv_end, chunk + unit, rows, keys, stride_start_row, stride_end_row, ROWS)
+    first, skipped, last = search(tiles, 0, begin, end, 0, 0, 0)
+    for chunk in range(CHUNK, query_blocks, CHUNK):
+        _, others = _tiles(ranges, chunk + query_block, BLOCK_Q)
         first, skipped, last = search(others, counted, begin, end, first, skipped, last)
         counted += gl.sum(others, 0)
-    last = gl.minimum(last + 1, units)
-    count = end - begin
-    skip = begin - skipped
+    last = gl.minimum(last + 1, query_blocks)
+    run = Run(first, begin - skipped, last, end - begin)
     barrier()
-    common = (
-        tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, kv_start, kv_end, out, rows, keys,
-        stride_start_row, stride_end_row, stride_out_row, first, skip, last, count,
-    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_score, (common, 0, ROWS)),
-            (_score, (common, 1, ROWS)),
-            (_score, (common, 2, ROWS)),
-            (_score, (common, 3, ROWS)),
-            (_fill, (tiles, scales, queries, weighing, filled, freed, query_filled, query_freed, k, k_scale, q, weights,
-                     kv_start, kv_end, rows, keys, stride_start_row, stride_end_row, first, skip, last, count, ROWS)),
+            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 0, BLOCK_Q)),
+            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 1, BLOCK_Q)),
+            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 2, BLOCK_Q)),
+            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 3, BLOCK_Q)),
+            (_producer, (shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q)),
         ],
         [4, 4, 4, 1],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

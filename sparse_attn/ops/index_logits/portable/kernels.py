@@ -1,8 +1,8 @@
 """Index scores: a tile of keys against the heads of a query row, relu, weigh, sum over heads, scale.
 
-Keys stand in the rows of the matrix product and heads in its columns, so the sum over heads stays inside a quad of
-lanes. Floors, per row and key: 2 * heads * dim operations; the paged form reads dim + 4 bytes per request and key, both
-write 4 bytes per row and key.
+Keys are the rows of the matrix product and heads its columns, so the sum over heads stays inside a quad of lanes.
+Floors, per row and key: 2 * heads * dim operations; the paged form reads dim + 4 bytes per request and key, both write
+4 bytes per row and key.
 """
 
 import triton
@@ -26,11 +26,13 @@ def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr)
 
 
 @triton.jit
-def _weighed(products, weights, real, WHOLE_H: tl.constexpr, HALVES: tl.constexpr):
-    """relu(products) [KEYS, lanes] times ``weights``, 0 where a lane is no ``real`` head. HALVES: ``weights`` are
-    halves of them, for x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN; on NVIDIA an addition runs at
-    twice the rate of a maximum."""
-    if HALVES:
+def _weighed(products, weights, real, WHOLE_H: tl.constexpr, HALF_WEIGHTS: tl.constexpr):
+    """relu(products) [BLOCK_KV, columns] times ``weights``, 0 where a column is no ``real`` head.
+
+    HALF_WEIGHTS: ``weights`` are half of them: x + |x| is 2 * relu(x) of what fp8 codes give, finite or NaN. On NVIDIA
+    an addition runs at twice the rate of a maximum.
+    """
+    if HALF_WEIGHTS:
         weighed = (products + tl.abs(products)) * weights[None, :]
     else:
         weighed = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
@@ -67,59 +69,57 @@ def mqa_logits(
     FP8: tl.constexpr,
     FP8_DOT: tl.constexpr,
     FNUZ: tl.constexpr,
-    CLEAN: tl.constexpr,  # write -inf outside the range; otherwise leave it undefined
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
+    CLEAR: tl.constexpr,  # write -inf outside the range; otherwise leave it undefined
+    BLOCK_KV: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
-    key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    first = tl.program_id(1) * ROWS
+    key = tl.program_id(0) * BLOCK_KV + tl.arange(0, BLOCK_KV)
+    first = tl.program_id(1) * BLOCK_Q
     real_key = key < keys
-    row = first + tl.arange(0, ROWS)
+    row = first + tl.arange(0, BLOCK_Q)
     starts = tl.load(kv_start + row.to(tl.int64) * stride_start_row, mask=row < rows, other=2147483647)
     ends = tl.load(kv_end + row.to(tl.int64) * stride_end_row, mask=row < rows, other=-2147483648)
-    last = tl.minimum(first + ROWS, rows)
-    tile_begin = tl.program_id(0) * KEYS
-    if (tl.max(ends, 0) <= tile_begin) | (tl.min(starts, 0) >= tile_begin + KEYS):
-        if CLEAN:
+    last = tl.minimum(first + BLOCK_Q, rows)
+    tile_begin = tl.program_id(0) * BLOCK_KV
+    if (tl.max(ends, 0) <= tile_begin) | (tl.min(starts, 0) >= tile_begin + BLOCK_KV):
+        if CLEAR:
             for m in range(first, last):
                 out_at = out + tl.cast(m, tl.int64) * stride_out_row + key
-                tl.store(out_at, tl.full([KEYS], float("-inf"), tl.float32), mask=real_key)
+                tl.store(out_at, tl.full([BLOCK_KV], float("-inf"), tl.float32), mask=real_key)
         return
 
-    column = tl.arange(0, PAD_D)
+    dim = tl.arange(0, PAD_D)
     head = tl.arange(0, PAD_H)
-    real_column = column < D
-    k_at = k + key.to(tl.int64)[:, None] * stride_k_key + column[None, :]
+    real_dim = dim < D
+    k_at = k + key.to(tl.int64)[:, None] * stride_k_key + dim[None, :]
     if FP8_DOT:
         k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
     if D == PAD_D:
         keys_tile = _operand(tl.load(k_at, mask=real_key[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
     else:
-        keys_tile = _operand(
-            tl.load(k_at, mask=real_key[:, None] & real_column[None, :], other=0.0), FP8, FP8_DOT, FNUZ
-        )
+        keys_tile = _operand(tl.load(k_at, mask=real_key[:, None] & real_dim[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
     if k_scale is not None:
         scale = tl.load(k_scale + key.to(tl.int64) * stride_scale_key, mask=real_key, other=0.0)
 
     real_head = head < heads
     for m in tl.range(first, last, num_stages=STAGES):
         m64 = tl.cast(m, tl.int64)
-        q_at = q + m64 * stride_q_row + head[:, None] * stride_q_head + column[None, :]
+        q_at = q + m64 * stride_q_row + head[:, None] * stride_q_head + dim[None, :]
         if FP8_DOT:
             q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
         if D == PAD_D:
             heads_tile = _operand(tl.load(q_at, mask=real_head[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
         else:
-            inside = real_head[:, None] & real_column[None, :]
+            inside = real_head[:, None] & real_dim[None, :]
             heads_tile = _operand(tl.load(q_at, mask=inside, other=0.0), FP8, FP8_DOT, FNUZ)
         weight_at = weights + m64 * stride_weights_row + head * stride_weights_head
         weight = tl.load(weight_at, mask=real_head, other=0.0)
         start = tl.load(kv_start + m64 * stride_start_row)
         end = tl.load(kv_end + m64 * stride_end_row)
-        products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_H], tl.float32))
+        products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([BLOCK_KV, PAD_H], tl.float32))
         score = tl.sum(_weighed(products, weight, real_head, WHOLE_H, False), 1)
         if k_scale is not None:
             score = score * scale
@@ -129,9 +129,10 @@ def mqa_logits(
 
 @triton.jit(do_not_specialize=["keys", "stride_out_row"])
 def clear_outside(
-    kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    kv_start, kv_end, out, keys, stride_start_row, stride_end_row, stride_out_row,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """-inf outside a row's range; a row's programs share its blocks."""
+    """-inf outside a row's range; a row's CTAs share it in blocks."""
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     start = tl.minimum(tl.maximum(tl.load(kv_start + row * stride_start_row), 0), keys)
@@ -157,7 +158,8 @@ def _entry(table, column, max_blocks):
 
 @triton.jit(
     do_not_specialize=[
-        "max_context", "max_blocks", "num_blocks", "block_size", "stride_table_request", "stride_out_row", "stride_maxima_row"
+        "max_context", "max_blocks", "num_blocks", "block_size", "stride_table_request", "stride_out_row",
+        "stride_maxima_row",
     ]
 )  # fmt: skip
 def paged_mqa_logits(
@@ -189,96 +191,98 @@ def paged_mqa_logits(
     PAD_H: tl.constexpr,
     WHOLE_H: tl.constexpr,  # PAD_H == heads
     NEXT_N: tl.constexpr,
-    PAD_N: tl.constexpr,  # rows a program takes; a request has cdiv(NEXT_N, PAD_N) programs to a key tile
+    BLOCK_Q: tl.constexpr,  # rows of a CTA; cdiv(NEXT_N, BLOCK_Q) CTAs to a request and tile of keys
     FP8: tl.constexpr,  # codes, then the block's fp32 scales; otherwise plain rows of D
     FP8_DOT: tl.constexpr,
     FNUZ: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAR: tl.constexpr,
     GROUP: tl.constexpr,  # neighbours whose highest score goes to ``maxima``
-    KEYS: tl.constexpr,
-    IN_BLOCK: tl.constexpr,  # KEYS keys lie in one block
+    BLOCK_KV: tl.constexpr,
+    ONE_ENTRY: tl.constexpr,  # BLOCK_KV keys lie in one block
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl.wait_only(PDL)
-    GROUPS: tl.constexpr = (NEXT_N + PAD_N - 1) // PAD_N
-    request = (tl.program_id(0) // GROUPS).to(tl.int64)
-    first_row = tl.program_id(0) % GROUPS * PAD_N
-    step = tl.num_programs(1) * KEYS
-    row = first_row + tl.arange(0, PAD_N)
+    BLOCKS: tl.constexpr = (NEXT_N + BLOCK_Q - 1) // BLOCK_Q
+    request = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    first_row = tl.program_id(0) % BLOCKS * BLOCK_Q
+    step = tl.num_programs(1) * BLOCK_KV
+    row = first_row + tl.arange(0, BLOCK_Q)
     lens_at = context_lens + request * stride_lens_request + row * stride_lens_row
     limit = tl.minimum(tl.maximum(tl.load(lens_at, mask=row < NEXT_N, other=0), 0), max_context)
     longest = tl.max(limit, 0)
 
-    column = tl.arange(0, PAD_D)
-    lane = tl.arange(0, PAD_N * PAD_H)
-    head, lane_row = lane % PAD_H, first_row + lane // PAD_H
-    real_lane = (head < heads) & (lane_row < NEXT_N)
-    lane_at = lane_row.to(tl.int64) * stride_q_row + head.to(tl.int64) * stride_q_head
-    q_at = q + request * stride_q_request + lane_at[:, None] + column[None, :]
+    dim = tl.arange(0, PAD_D)
+    column = tl.arange(0, BLOCK_Q * PAD_H)
+    head, column_row = column % PAD_H, first_row + column // PAD_H
+    real_column = (head < heads) & (column_row < NEXT_N)
+    column_at = column_row.to(tl.int64) * stride_q_row + head.to(tl.int64) * stride_q_head
+    q_at = q + request * stride_q_request + column_at[:, None] + dim[None, :]
     if FP8_DOT:
         q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
-    heads_tile = _operand(tl.load(q_at, mask=real_lane[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
-    weight_at = weights + (request * NEXT_N + lane_row) * stride_weights_row + head * stride_weights_head
-    weight = tl.load(weight_at, mask=real_lane, other=0.0)
+    heads_tile = _operand(tl.load(q_at, mask=real_column[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
+    weight_at = weights + (request * NEXT_N + column_row) * stride_weights_row + head * stride_weights_head
+    weight = tl.load(weight_at, mask=real_column, other=0.0)
     if FP8_DOT:
         weight = 0.5 * weight
     out_row = out + (request * NEXT_N + row) * stride_out_row
     table = block_table + request * stride_table_request
 
-    first = tl.program_id(1) * KEYS
-    upcoming = -1
-    if IN_BLOCK:
-        upcoming = _entry(table, first // block_size, max_blocks)
+    first = tl.program_id(1) * BLOCK_KV
+    next_entry = -1
+    if ONE_ENTRY:
+        next_entry = _entry(table, first // block_size, max_blocks)
     for begin in tl.range(first, longest, step, num_stages=STAGES):
-        position = begin + tl.arange(0, KEYS)
-        if IN_BLOCK:
+        position = begin + tl.arange(0, BLOCK_KV)
+        if ONE_ENTRY:
             table_column = begin // block_size
-            entry = upcoming
-            upcoming = _entry(table, (begin + step) // block_size, max_blocks)
+            entry = next_entry
+            next_entry = _entry(table, (begin + step) // block_size, max_blocks)
             block = tl.where(position < longest, entry, -1)
         else:
             table_column = position // block_size
             mapped = (position < longest) & (table_column < max_blocks)
             block = tl.load(table + table_column, mask=mapped, other=-1)
             entry = block
-        known = (block >= 0) & (block < num_blocks)
+        kv_valid = (block >= 0) & (block < num_blocks)
         base = cache + entry.to(tl.int64) * stride_cache_block
         within = position - table_column * block_size
         if FP8:  # on their way while keys are multiplied
             scale_at = (base + block_size * D).to(tl.pointer_type(tl.float32)) + within
-            scale = tl.load(scale_at, mask=known, other=0.0)
-        k_at = (base + within * D)[:, None] + column[None, :]
+            scale = tl.load(scale_at, mask=kv_valid, other=0.0)
+        k_at = (base + within * D)[:, None] + dim[None, :]
         if FP8_DOT:
             k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
         if D == PAD_D:
-            keys_tile = _operand(tl.load(k_at, mask=known[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+            keys_tile = _operand(tl.load(k_at, mask=kv_valid[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
         else:
             keys_tile = _operand(
-                tl.load(k_at, mask=known[:, None] & (column < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
+                tl.load(k_at, mask=kv_valid[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
             )
-        products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([KEYS, PAD_N * PAD_H], tl.float32))
-        weighed = _weighed(products, weight, real_lane, WHOLE_H, FP8_DOT)
-        score = tl.sum(tl.reshape(weighed, [KEYS, PAD_N, PAD_H]), 2)
+        products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([BLOCK_KV, BLOCK_Q * PAD_H], tl.float32))
+        weighed = _weighed(products, weight, real_column, WHOLE_H, FP8_DOT)
+        score = tl.sum(tl.reshape(weighed, [BLOCK_KV, BLOCK_Q, PAD_H]), 2)
         if FP8:
             score = score * scale[:, None]
-        score = tl.where(known[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
+        score = tl.where(kv_valid[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
         written = (row < NEXT_N)[None, :] & (position < tl.cdiv(max_context, GROUP) * GROUP)[:, None]
         tl.store(out_row[None, :] + position[:, None], score, mask=written)
         if maxima is not None:
-            group = begin // GROUP + tl.arange(0, KEYS // GROUP)
-            highest = tl.max(tl.reshape(score, [KEYS // GROUP, GROUP, PAD_N]), 1)
+            group = begin // GROUP + tl.arange(0, BLOCK_KV // GROUP)
+            highest = tl.max(tl.reshape(score, [BLOCK_KV // GROUP, GROUP, BLOCK_Q]), 1)
             to = maxima + (request * NEXT_N + row) * stride_maxima_row
             tl.store(
                 to[None, :] + group[:, None],
                 highest,
                 mask=(row < NEXT_N)[None, :] & (group * GROUP < max_context)[:, None],
             )
-    if CLEAN:
+    if CLEAR:
         dead = tl.maximum(tl.cdiv(longest - first, step), 0) * step + first
         for begin in range(dead, max_context, step):
-            position = begin + tl.arange(0, KEYS)
+            position = begin + tl.arange(0, BLOCK_KV)
             written = (row < NEXT_N)[None, :] & (position < max_context)[:, None]
             tl.store(
-                out_row[None, :] + position[:, None], tl.full([KEYS, PAD_N], float("-inf"), tl.float32), mask=written
+                out_row[None, :] + position[:, None],
+                tl.full([BLOCK_KV, BLOCK_Q], float("-inf"), tl.float32),
+                mask=written,
             )

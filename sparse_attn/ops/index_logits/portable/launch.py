@@ -31,7 +31,7 @@ def _prefill(call: Prefill, plan: PrefillPlan) -> None:
         0 if k_scale is None else k_scale.stride(0), *weights.stride(), kv_start.stride(0), kv_end.stride(0),
         out.stride(0),
         D=dim, PAD_D=_padded(dim), PAD_H=plan.padded_heads, WHOLE_H=plan.padded_heads == heads, FP8=k_scale is not None,
-        FP8_DOT=plan.fp8_dot, FNUZ=flavour == "e4m3fnuz", CLEAN=clear, KEYS=plan.block_kv, ROWS=plan.block_q,
+        FP8_DOT=plan.fp8_dot, FNUZ=flavour == "e4m3fnuz", CLEAR=clear, BLOCK_KV=plan.block_kv, BLOCK_Q=plan.block_q,
         STAGES=plan.num_stages, num_warps=plan.num_warps, **pdl.launched(target_of(q.device)),
     )  # fmt: skip
 
@@ -58,8 +58,8 @@ def paged(call: Paged, plan: PagedPlan) -> None:
         block_table.shape[1], heads, *q.stride()[:3], cache.stride(0), *weights.stride(), *context_lens.stride(),
         block_table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
         D=dim, PAD_D=_padded(dim), PAD_H=plan.padded_heads, WHOLE_H=plan.padded_heads == heads, NEXT_N=next_n,
-        PAD_N=plan.block_q, FP8=call.flavour != "none", FP8_DOT=plan.fp8_dot, FNUZ=call.flavour == "e4m3fnuz",
-        CLEAN=call.clear, GROUP=call.group, KEYS=plan.block_kv, IN_BLOCK=plan.one_entry, STAGES=plan.num_stages,
+        BLOCK_Q=plan.block_q, FP8=call.flavour != "none", FP8_DOT=plan.fp8_dot, FNUZ=call.flavour == "e4m3fnuz",
+        CLEAR=call.clear, GROUP=call.group, BLOCK_KV=plan.block_kv, ONE_ENTRY=plan.one_entry, STAGES=plan.num_stages,
         num_warps=plan.num_warps, **pdl.launched(target_of(q.device)),
     )  # fmt: skip
 
