@@ -141,8 +141,10 @@ def kernels_on(target: Target, op: str, *args: object, **kwargs: object) -> tupl
 
 
 def slow_path(name: str, target: Target, *arguments: object) -> str | None:
-    """Why no kernel made for ``target``'s architecture takes a call of operator ``name``: what each of them refuses. None
-    where there is no such kernel, and where one runs, or could and would be slower."""
+    """Why no kernel made for ``target``'s architecture takes a call of operator ``name``: what each of them refuses.
+
+    None where there is no such kernel, and where one runs, or could and would be slower.
+    """
     if name not in QUESTIONS:
         return None
     question = QUESTIONS[name](*arguments)
@@ -365,8 +367,9 @@ def _plain(value: Any) -> Any:
     """``value`` of what JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(one) for name, one in value._asdict().items()}
+    names: Any = getattr(value, "_fields", None)
+    if names is not None:  # of a NamedTuple
+        return {name: _plain(one) for name, one in zip(names, value)}
     if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -160,7 +160,7 @@ d_qk: d_qk: got 640, allowed: 512 or 576
 latent: layout: got latent_fp8/256+64/128/e4m3fn/raw, allowed: latent_fp8/512+64 or planar_fp8/448+64
 rope: layout: got planar_fp8/480+32/32/e4m3fn, allowed: latent_fp8/512+64 or planar_fp8/448+64
 fp8 flavour: layout flavour: got e4m3fnuz, allowed: e4m3fn
-scale group: layout group: got 256, allowed: 64 or 128
+scale group: layout group: got 256, allowed: 64 or 128 of latent_fp8
 query address: q address: got 8 bytes behind a multiple of 16, allowed: 0
 query strides: q strides: got (73736, 576), allowed: multiples of 16
 query heads that span 2^31: q heads: got a span of 2147484528 values, allowed: at most 2147483647
@@ -169,10 +169,10 @@ two caches, not alike: extra_layout: got planar_fp8/448+64/64/e4m3fnuz, allowed:
 plain cache with a second one: extra_cache: got one beside plain rows, allowed: beside planar_fp8/448+64 of the same layout
 plain cache, not contiguous: cache block stride: got 37440, allowed: 36864, plain blocks side by side
 cache of another dtype: cache dtype: got torch.float32, allowed: torch.bfloat16, as q has
-empty cache: cache: got no slots, allowed: at least 1
+empty cache: cache slots: got 0, allowed: at least 1
 cache address: cache address: got 4 bytes behind a multiple of 16, allowed: 0
 block stride: cache block stride: got 41988 bytes, allowed: a multiple of 16
-block over 8 GiB: cache block: got 8589934928 bytes, allowed: at most 8589934592
+block over 8 GiB: cache block: got 8589934928 bytes, allowed: at most 8589934592 bytes
 kv address: kv address: got 2 bytes behind a multiple of 16, allowed: 0
 kv stride: kv row stride: got 584, allowed: a multiple of 16
 kv stride of few heads: kv row stride: got 1154 bytes, allowed: a multiple of 16

@@ -1,6 +1,7 @@
 """The README's examples run as they stand, under the backend they name; what compiles serves any length."""
 
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -12,13 +13,19 @@ README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"^```python(?: (\w+))?\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.fixture
+def support_table(monkeypatch):
+    monkeypatch.syspath_prepend(str(README.parent / "scripts"))
+    return importlib.import_module("support_table")
+
+
 def code_blocks():
     for number, (marker, code) in enumerate(BLOCKS):
         yield pytest.param(code, marks=[getattr(pytest.mark, marker)] if marker else [], id=f"block{number}")
 
 
-def test_there_is_one_per_kind_of_user_and_one_per_part_of_a_server():
-    assert len(BLOCKS) == 3 + 3
+def test_there_is_one_per_kind_of_user_one_per_part_of_a_server_and_one_of_explain():
+    assert len(BLOCKS) == 3 + 3 + 1
     assert all(len(code.splitlines()) <= 32 for _, code in BLOCKS)
 
 
@@ -54,6 +61,24 @@ def test_the_compiled_forward_serves_any_length(length, monkeypatch):
         for other in LENGTHS:
             names["length"] = other
             exec(compile(code[code.index("plan = build_step_plan") :], str(README), "exec"), names)
+
+
+def test_the_support_table_is_what_the_kernels_answer(support_table):
+    text = README.read_text()
+    assert text == support_table.written(text, support_table.table()), "run scripts/support_table.py --write"
+
+
+def test_what_kernels_refuse_is_told_as_what_they_take(support_table):
+    refusals = (
+        "heads: got 48, allowed: a multiple of 64", "rows: got 9, allowed: at most 8 (7 columns take 16 CTAs)",
+        "rows: got 40, allowed: at most 33 (5 columns take 4 CTAs)", "k: got 3, faster up to 2 (at most 5 rows)",
+        "q strides: got (9, 8), allowed: multiples of 16", "q address: got 2 bytes behind a multiple of 16, allowed: 0",
+        "kv address: got 8 bytes behind a multiple of 16, allowed: 0", "cache dtype: got fp16, allowed: bf16, as q has",
+    )  # fmt: skip
+    assert support_table.conditions(refusals) == [
+        "heads: a multiple of 64", "rows: at most 8..33", "k: faster up to 2 (at most 5 rows)",
+        "q strides: multiples of 16", "q address, kv address: a multiple of 16", "cache dtype: as q has",
+    ]  # fmt: skip
 
 
 def test_scripts_and_flags_it_names_exist():

@@ -43,16 +43,16 @@ plain blocks apart: hopper.prefill_bf16: cache block stride: got 36880, allowed:
 plain cache with a second: hopper.prefill_bf16: extra_cache: got one beside plain rows, allowed: beside planar_fp8/448+64 of the same layout
 query address: hopper.decode_fp8: q address: got 2 bytes behind a multiple of 16, allowed: 0
 query strides: hopper.prefill_bf16: q strides: got (74752, 584), allowed: multiples of 16
-heads far apart: hopper.decode_fp8: q heads: got a span of 4261412864 values, allowed: at most 2147483647
+heads far apart: hopper.decode_fp8: q heads: got a span of 272730423296 values, allowed: at most 2147483647
 kv address: hopper.prefill_bf16: kv address: got 2 bytes behind a multiple of 16, allowed: 0
 kv row stride: hopper.prefill_bf16: kv row stride: got 584, allowed: a multiple of 16
 kv dtype: hopper.prefill_bf16: cache dtype: got torch.float32, allowed: torch.bfloat16, as q has
 two caches, not planar: hopper.decode_fp8: extra_cache: got one beside latent_fp8/512+64/128/e4m3fn/raw, allowed: beside planar_fp8/448+64 of the same layout
 two caches, not alike: hopper.decode_fp8: extra_layout: got planar_fp8/448+64/64/e4m3fnuz, allowed: planar_fp8/448+64/64/e4m3fn, as the first cache has
-empty cache: hopper.decode_fp8: cache: got no slots, allowed: at least 1
+empty cache: hopper.decode_fp8: cache slots: got 0, allowed: at least 1
 cache address: hopper.decode_fp8: cache address: got 4 bytes behind a multiple of 16, allowed: 0
 block stride: hopper.decode_fp8: cache block stride: got 41988 bytes, allowed: a multiple of 16
-block over 8 GiB: hopper.decode_fp8: cache block: got 8589934928 bytes, allowed: at most 8589934592
+block over 8 GiB: hopper.decode_fp8: cache block: got 8589934928 bytes, allowed: at most 8589934592 bytes
 another GPU: hopper.decode_fp8: target: got sm_100, allowed: sm_90
 query dtype: hopper.decode_fp8: q dtype: got torch.float32, allowed: torch.bfloat16
 d_v: hopper.prefill_bf16: d_v: got 256, allowed: 512
@@ -62,8 +62,8 @@ d_qk: hopper.prefill_bf16: d_qk: got 544, allowed: 512 or 576
 few rows, plain: hopper.prefill_bf16: tokens: got 21, faster from 22
 latent or rope: hopper.decode_fp8: layout: got latent_fp8/256+64/128/e4m3fn/raw, allowed: latent_fp8/512+64 or planar_fp8/448+64
 flavour: hopper.decode_fp8: layout flavour: got e4m3fnuz, allowed: e4m3fn
-group: hopper.decode_fp8: layout group: got 256, allowed: 64 or 128
-group, planar: hopper.decode_fp8: layout group: got 32, allowed: 64""",
+group: hopper.decode_fp8: layout group: got 256, allowed: 64 or 128 of latent_fp8
+group, planar: hopper.decode_fp8: layout group: got 32, allowed: 64 of planar_fp8""",
     )
 
 
@@ -77,16 +77,19 @@ dim: hopper.prefill: dim: got 64, allowed: 128
 plain keys: hopper.paged: flavour: got none, allowed: e4m3fn
 flavour: hopper.prefill: flavour: got e4m3fnuz, allowed: e4m3fn
 block size: hopper.paged: block_size: got 32, allowed: 64
-empty cache: hopper.paged: cache: got 0 blocks, allowed: at least 1
-cache address: hopper.paged: cache: got an address 4 bytes behind a multiple of 16, allowed: a multiple
-block stride: hopper.paged: cache: got a block stride of 8452, allowed: multiples of 16, at least 8448
+empty cache: hopper.paged: cache blocks: got 0, allowed: at least 1
+cache address: hopper.paged: cache address: got 4 bytes behind a multiple of 16, allowed: 0
+block stride: hopper.paged: cache block stride: got 8452, allowed: a multiple of 16, at least 8448
 query strides: hopper.paged: q: got strides [16384, 16384, 256, 1], allowed: contiguous
-query address: hopper.prefill: q: got an address 1 bytes behind a multiple of 16, allowed: a multiple
-key stride: hopper.prefill: k: got a row stride of 136, allowed: multiples of 16, at least 128
-key address: hopper.prefill: k: got an address 8 bytes behind a multiple of 16, allowed: a multiple
-scale address: hopper.prefill: k_scale: got an address 4 bytes behind a multiple of 16, allowed: a multiple
+query strides, contiguous keys: hopper.prefill: q: got strides [16384, 256, 1], allowed: contiguous
+query address: hopper.paged: q address: got 1 bytes behind a multiple of 16, allowed: 0
+query address, contiguous keys: hopper.prefill: q address: got 1 bytes behind a multiple of 16, allowed: 0
+key stride: hopper.prefill: k row stride: got 136, allowed: a multiple of 16, at least 128
+key address: hopper.prefill: k address: got 8 bytes behind a multiple of 16, allowed: 0
+scale address: hopper.prefill: k_scale address: got 4 bytes behind a multiple of 16, allowed: 0
 scale stride: hopper.prefill: k_scale: got strides [2], allowed: a contiguous last dimension
-weights stride: hopper.prefill: weights: got a row stride of 65, allowed: multiples of 4, at least 64""",
+weights address: hopper.prefill: weights address: got 4 bytes behind a multiple of 16, allowed: 0
+weights stride: hopper.prefill: weights row stride: got 65, allowed: a multiple of 4, at least 64""",
     )
 
 

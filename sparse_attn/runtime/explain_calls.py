@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +19,10 @@ from sparse_attn.layout import (
 )
 from sparse_attn.pipeline import CACHE_KINDS
 from sparse_attn.runtime.arguments import DTYPES
-from sparse_attn.spec import preset
+from sparse_attn.spec import deepseek_v32
 from sparse_attn.types import Ragged
 
-MODEL = preset("deepseek_v32")  # whose sizes are the defaults
+MODEL = deepseek_v32()  # whose sizes are the defaults
 DECODE_TOKENS, PREFILL_TOKENS, BLOCK = 128, 8192, 64
 META = torch.device("meta")
 
@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """arguments: from the options that ``defaults`` names."""
 
     arguments: Callable[..., Arguments]
-    defaults: dict[str, object]
+    defaults: dict[str, Any]
 
 
 def attention_decode(
@@ -43,14 +43,14 @@ def attention_decode(
     kind = _kv_layout(layout, d_qk, d_v)
     keys, ragged = _cache(kind, tokens, context, block_size), _ragged(tokens, top_k)
     options = dict(scale=kind.dim**-0.5 if scale is None else scale, layout=kind, batch_invariant=batch_invariant)
-    if (extra_layout is None) != (extra_top_k is None):
-        raise ValueError("--extra-layout, --extra-top-k: got one of them, allowed: both or none")
-    if extra_layout is not None:
+    if extra_layout is not None and extra_top_k is not None:
         extra = _kv_layout(extra_layout, None, None)
         options |= dict(
             extra_layout=extra, extra_cache=_cache(extra, tokens, context, block_size),
             extra_ragged=_ragged(tokens, extra_top_k),
         )  # fmt: skip
+    elif (extra_layout, extra_top_k) != (None, None):
+        raise ValueError("--extra-layout, --extra-top-k: got one of them, allowed: both or none")
     q = torch.empty(tokens, heads, kind.dim, dtype=DTYPES[dtype], device=META)
     return "sparse_attn_decode", (q, keys, ragged), options
 
@@ -74,7 +74,7 @@ def paged_scores(tokens: int, next_n: int, heads: int, layout: str, context: int
 def prefill_scores(tokens: int, heads: int, layout: str, context: int) -> Arguments:
     kind = _index_layout(layout)
     q, weights, k, k_scale, *ranges = _prefill_index(kind, tokens, heads, context)
-    if k_scale is None:
+    if isinstance(kind, PlainLayout):
         return "bf16_mqa_logits", (q, k, weights, *ranges), {}
     return "fp8_mqa_logits", (q, k, k_scale, weights, *ranges), {"flavour": kind.flavour}
 
@@ -91,7 +91,7 @@ def index_topk_decode(
     return "index_topk_decode", (*inputs, top_k, context, kind), {}
 
 
-def index_topk_decode_slots(**sizes: object) -> Arguments:
+def index_topk_decode_slots(**sizes: Any) -> Arguments:
     _, args, kwargs = index_topk_decode(**sizes)
     return "index_topk_decode_slots", args, kwargs
 
@@ -102,12 +102,12 @@ def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context
     return "index_topk_prefill", (*_prefill_index(kind, tokens, heads, context), top_k), options
 
 
-_ATTENTION = dict(
+_ATTENTION: dict[str, Any] = dict(
     heads=MODEL.num_heads, top_k=MODEL.index.top_k, context=MODEL.max_positions, dtype="bf16", scale=None,
     batch_invariant=False,
 )  # fmt: skip
-_INDEX = dict(heads=MODEL.index.num_heads, layout="fp8", context=MODEL.max_positions)
-_PAGED = dict(tokens=DECODE_TOKENS, next_n=1, block_size=BLOCK)
+_INDEX: dict[str, Any] = dict(heads=MODEL.index.num_heads, layout="fp8", context=MODEL.max_positions)
+_PAGED: dict[str, Any] = dict(tokens=DECODE_TOKENS, next_n=1, block_size=BLOCK)
 CALLS: dict[str, Call] = {
     "attention_decode": Call(
         attention_decode,
@@ -190,7 +190,8 @@ def _decode_index(
     requests = tokens // next_n
     return (
         _queries(layout, requests, next_n, heads), _weights(tokens, heads),
-        _cache(layout, requests, context, block_size), _ints(requests, next_n), _ints(requests, -(-context // block_size)),
+        _cache(layout, requests, context, block_size),
+        _ints(requests, next_n), _ints(requests, -(-context // block_size)),
     )  # fmt: skip
 
 

@@ -107,7 +107,7 @@ def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
     if problem.block_size != hopper.BLOCK_KV:
         return no(f"block_size: got {problem.block_size}, allowed: {hopper.BLOCK_KV}")
     if problem.num_blocks == 0:
-        return no("cache: got 0 blocks, allowed: at least 1")
+        return no("cache blocks: got 0, allowed: at least 1")
     block = problem.block_size * problem.cache.strides[1]
     return _copied_whole("q", problem.q) or _copied_by_rows("cache", problem.cache, 1, block, "block") or YES
 
@@ -140,14 +140,14 @@ def _copied_by_rows(
     stride = memory.strides[0]
     if width is not None and (stride * itemsize % LINE or stride < width):
         lines = LINE // itemsize
-        return no(f"{name}: got a {row} stride of {stride}, allowed: multiples of {lines}, at least {width}")
+        return no(f"{name} {row} stride: got {stride}, allowed: a multiple of {lines}, at least {width}")
     return _at_a_line(name, memory)
 
 
 def _at_a_line(name: str, memory: Memory) -> Support | None:
     if not memory.offset:
         return None
-    return no(f"{name}: got an address {memory.offset} bytes behind a multiple of {LINE}, allowed: a multiple")
+    return no(f"{name} address: got {memory.offset} bytes behind a multiple of {LINE}, allowed: 0")
 
 
 def _always(problem: PrefillProblem | PagedProblem, target: Target) -> Support:

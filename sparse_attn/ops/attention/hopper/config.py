@@ -186,7 +186,8 @@ def _records(problem: Problem) -> Iterator[str]:
     if layout.flavour != "e4m3fn":
         yield f"layout flavour: got {layout.flavour}, allowed: e4m3fn"
     if layout.group not in GROUPS[type(layout)]:
-        yield f"layout group: got {layout.group}, allowed: {' or '.join(map(str, GROUPS[type(layout)]))}"
+        groups = " or ".join(map(str, GROUPS[type(layout)]))
+        yield f"layout group: got {layout.group}, allowed: {groups} of {'planar' if planar else 'latent'}_fp8"
     if extra is not None and not planar:
         yield f"extra_cache: got one beside {layout.name}, allowed: beside {_planar()} of the same layout"
     if extra is not None and extra.layout != layout:
@@ -217,14 +218,14 @@ def _memory(cache: CacheFacts) -> Iterator[str]:
     name, element = cache.name, cache.layout.dtype.itemsize
     kind, stride, size = ("block", cache.block_stride, cache.block_size) if cache.fp8 else ("row", cache.row_stride, 1)
     if not cache.slots:
-        yield f"{name}: got no slots, allowed: at least 1"
+        yield f"{name} slots: got 0, allowed: at least 1"
     if cache.base:
         yield f"{name} address: got {cache.base} bytes behind a multiple of {LOAD_BYTES}, allowed: 0"
     if stride * element % LOAD_BYTES:
         yield f"{name} {kind} stride: got {stride * element} bytes, allowed: a multiple of {LOAD_BYTES}"
     nbytes = size * cache.layout.row * element
     if nbytes > MOST_BLOCK_BYTES:
-        yield f"{name} {kind}: got {nbytes} bytes, allowed: at most {MOST_BLOCK_BYTES}"
+        yield f"{name} {kind}: got {nbytes} bytes, allowed: at most {MOST_BLOCK_BYTES} bytes"
 
 
 def _copies(cache: CacheFacts) -> Iterator[str]:

@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""README's table of kernels: where each runs and what it takes, asked of the tables that choose them.
+
+Nothing is written down here. Calls of many sizes, and those of sparse_attn/testing/slow_paths.py, are put to every
+kernel of every target; what it refuses, in its own words, is what it takes.
+
+    scripts/support_table.py            prints the table
+    scripts/support_table.py --write    puts it into README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from sparse_attn import explanation, ops  # noqa: E402
+from sparse_attn.explanation import Question  # noqa: E402
+from sparse_attn.runtime.explain_calls import CALLS  # noqa: E402
+from sparse_attn.target import TARGETS, Target  # noqa: E402
+from sparse_attn.testing import slow_paths  # noqa: E402
+from sparse_attn.testing.slow_paths import Call  # noqa: E402
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- scripts/support_table.py --write -->", "<!-- end -->"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into README.md")
+    options = parser.parse_args()
+    if options.write:
+        README.write_text(written(README.read_text(), table()))
+    else:
+        print(table())
+    return 0
+
+
+def written(text: str, table: str) -> str:
+    """``text`` with ``table`` between the marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{README}: lacks {BEGIN} or {END}")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+# --- calls
+
+
+def attention() -> Iterator[Question]:
+    bases = {(case.call.op, repr(case.call.sizes)): case.call for case in slow_paths.ATTENTION.values()}
+    few = [
+        slow_paths.TWO._replace(sizes=slow_paths.TWO.sizes | {"heads": 16}),
+        Call("attention_decode", {"heads": 16, "layout": "bf16"}),
+    ]
+    prefill = [Call("attention_prefill", {"heads": heads}) for heads in (16, 64)]
+    yield from _asked([*bases.values(), *few, *prefill], slow_paths.ATTENTION)
+    yield from _asked([Call("attention_prefill", {"d_qk": 4096, "d_v": 4096})], {})
+
+
+def prefill_scores() -> Iterator[Question]:
+    yield from _asked([slow_paths.SCORES], slow_paths.INDEX)
+
+
+def paged_scores() -> Iterator[Question]:
+    yield from _asked([slow_paths.PAGED], slow_paths.INDEX)
+
+
+def selection() -> Iterator[Question]:
+    for rows, width, k in itertools.product(
+        (1, 8, 64, 512, 4096), (2048, 8192, 32768, 65536, 262144, 1 << 20), (512, 2048, 4096, 8192)
+    ):
+        yield _question(Call("topk", {"tokens": rows, "width": width, "top_k": k}))
+        yield _question(Call("index_topk_decode", {"tokens": rows, "context": width, "top_k": k}))
+
+
+def _asked(calls: list[Call], cases: dict[str, slow_paths.Case]) -> Iterator[Question]:
+    """Every call as it is, and with every change that it can have."""
+    for call in calls:
+        yield _question(call)
+        for case in cases.values():
+            if case.call.op == call.op or not (case.change or case.sizes.keys() - CALLS[call.op].defaults):
+                with contextlib.suppress(ValueError):  # what no kernel takes
+                    yield _question(call, case.change, **case.sizes)
+
+
+def _question(call: Call, change: slow_paths.Change | None = None, **sizes: object) -> Question:
+    op, args, kwargs = call.arguments(change, **sizes)
+    name, (*arguments, _) = explanation.reach(op, *args, **kwargs)
+    return explanation.QUESTIONS[name](*arguments)
+
+
+TABLES = {
+    "`attention`": attention,
+    "`index_logits`, contiguous keys": prefill_scores,
+    "`index_logits`, paged keys": paged_scores,
+    "`topk`, `index_topk`": selection,
+}
+
+# --- the table
+
+
+def table() -> str:
+    lines = ["| package | kernel | targets | takes |", "|---|---|---|---|"]
+    for package, calls in TABLES.items():
+        questions = [question for question in calls() if question.problem is not None]
+        for kernel in questions[0].kernels:
+            targets = [at for at in TARGETS.values() if any(_taken(one, at) == kernel.name for one in questions)]
+            takes = "; ".join(conditions(_refusals(kernel.name, questions, targets))) or "everything"
+            lines.append(f"| {package} | `{kernel.name}` | {_names(targets)} | {takes} |")
+            package = ""
+    one, none = [], []
+    for name in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
+        if not any(f"`{name}`" in package for package in TABLES):
+            (one if (Path(ops.__path__[0]) / name / "op.py").exists() else none).append(f"`{name}`")
+    lines.append(f"| {', '.join(one)} | one each | NVIDIA, AMD | everything |")
+    lines.append(f"| {', '.join(none)} | PyTorch | NVIDIA, AMD | everything |")
+    return "\n".join(lines)
+
+
+def _taken(question: Question, target: Target) -> str | None:
+    try:
+        return question.choose(question.problem, target).kernel.name
+    except ValueError:
+        return None
+
+
+def _refusals(name: str, questions: list[Question], targets: list[Target]) -> list[str]:
+    """What the kernel answers to problems that it does not run, on targets where it runs others."""
+    found = {}
+    for question, target in itertools.product(questions, targets):
+        kernel = next(kernel for kernel in question.kernels if kernel.name == name)
+        support = kernel.supports(question.problem, target)
+        if not support.ok:
+            found[support.reason] = None
+    return list(found)
+
+
+def _names(targets: list[Target]) -> str:
+    """A vendor's name for all of its targets."""
+    names = []
+    for vendor, name in (("nvidia", "NVIDIA"), ("amd", "AMD")):
+        some = [target.name for target in targets if target.vendor == vendor]
+        every = len(some) == sum(target.vendor == vendor for target in TARGETS.values())
+        names += [name] if every else some
+    return ", ".join(names)
+
+
+def conditions(refusals: Iterable[str]) -> list[str]:
+    """What is allowed, of "subject: got this, allowed: that": the subjects of one that. A number that differs from call
+    to call is "5..47"."""
+    by_subject: dict[str, dict[str, None]] = {}
+    for refusal in refusals:
+        subject, _, rest = refusal.partition(": got ")
+        got, allowed = re.split(r", (?:allowed: |(?=faster ))", rest, maxsplit=1)
+        if found := re.search(r"behind a (multiple of \d+)", got):
+            allowed = f"a {found[1]}"
+        allowed = re.sub(r"^\S+, (?=as |plain )", "", allowed)  # the number that this call would need
+        by_subject.setdefault(subject, {})[allowed] = None
+    by_allowed: dict[str, list[str]] = {}
+    for subject, texts in by_subject.items():
+        for text in _ranges(texts):
+            by_allowed.setdefault(text, []).append(subject)
+    return [f"{', '.join(subjects)}: {allowed}" for allowed, subjects in by_allowed.items()]
+
+
+def _ranges(texts: dict[str, None]) -> list[str]:
+    """Texts that differ in numbers alone as one, without what they say of these."""
+    shapes: dict[str, list[str]] = {}
+    for text in texts:
+        shapes.setdefault(re.sub(r"\d+", "#", text), []).append(text)
+    return [
+        same[0] if len(same) == 1 else _range([re.sub(r" \(.*\)", "", text) for text in same])
+        for same in shapes.values()
+    ]
+
+
+def _range(texts: list[str]) -> str:
+    numbers = iter(zip(*(map(int, re.findall(r"\d+", text)) for text in texts)))
+
+    def number(_: re.Match) -> str:
+        some = next(numbers)
+        return f"{min(some)}..{max(some)}" if len({*some}) > 1 else str(some[0])
+
+    return re.sub(r"\d+", number, texts[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
