@@ -400,7 +400,7 @@ HOPPER = [
         ATTENTION + "hopper/prefill_bf16.py",
         "gl.store(handed_out, 0)",
         "gl.store(handed_out, items)",
-        ("tests/test_attention_prefill_bf16.py::test_replays_hand_their_rows_out_anew[400]",),
+        ("tests/test_attention_prefill_bf16.py::test_replays_take_their_work_tiles_anew[400]",),
     ),
     Mutation(
         "hopper-denominator-not-rescaled", "an even tile's denominator stays at its own maximum",

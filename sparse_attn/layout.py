@@ -351,7 +351,8 @@ class PlanarFp8Layout:
         return torch.cat([latent, rope], dim=1)
 
 
-Layout = PlainLayout | IndexFp8Layout | LatentFp8Layout | PlanarFp8Layout
+KvLayout = PlainLayout | LatentFp8Layout | PlanarFp8Layout
+Layout = KvLayout | IndexFp8Layout
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def test_rows_of_every_kind(where, kind, dtype):
     impl, device = where["impl"], where["device"]
     torch.manual_seed(1)
     levels = torch.tensor((KINDS[kind] * 40)[:37])
-    tokens = 1 + target_of(device).num_sms // 2  # so many that no CTA has a share of a row
+    tokens = 1 + target_of(device).num_sms // 2  # so many that no row is split
     q, kv = torch.zeros(tokens, len(SLOPES), 20, dtype=dtype), torch.randn(37, 20) / 10
     q[..., -1], kv[:, -1] = torch.tensor(SLOPES), levels
     kv = kv.to(dtype)
@@ -88,7 +88,7 @@ def test_rows_of_every_kind(where, kind, dtype):
 
 
 def levels_of(kind, keys):
-    """Of which the lowest and the highest are one key's: shares of a row are merged by lse, which beside large scores
+    """Of which the lowest and the highest are one key's: splits of a row are combined by lse, which beside large scores
     is not exact enough to tell one key from three."""
     levels = torch.tensor((KINDS[kind] * keys)[:keys])
     low, high = levels.nan_to_num(0.0).clamp(-1e30, 1e30).aminmax()
@@ -143,7 +143,7 @@ def test_portable_kernel(layout, kind, device):
 @pytest.mark.parametrize("heads", [12, 32, 64])
 @pytest.mark.parametrize("layout", [LATENT, PLANAR, ROWS, NARROW_ROWS], ids=lambda layout: layout.name)
 def test_hopper_kernels(layout, heads, kind, device):
-    """Whole rows, many programs that share one, and steps in two parts; scales that are powers of two or not, or above
+    """Whole rows, rows of many splits, and full waves with a tail; scales that are powers of two or not, or above
     1."""
     for tokens, keys in ((140, 640), (3, 2048), (67, 1152)) if big(device) else ((3, 300),):
         for scale in (0.25, 0.0417, 3.1):

@@ -73,7 +73,7 @@ def test_portable_kernel(layout, kind, device):
 @pytest.mark.parametrize("heads", [10, 32, 64, 128])
 @pytest.mark.parametrize("layout", [LATENT, PLANAR, ROWS, NARROW_ROWS], ids=lambda layout: layout.name)
 def test_hopper_kernels(layout, heads, kind, device):
-    """Whole rows, many programs that share one, and steps in two parts."""
+    """Whole rows, rows of many splits, and full waves with a tail."""
     for tokens, keys in ((140, 640), (3, 2048), (67, 1152)) if big(device) else ((2, 300),):
         check(layout, heads, tokens, keys, 0, kind, device)
         if layout is PLANAR:

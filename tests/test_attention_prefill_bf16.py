@@ -175,8 +175,8 @@ def test_offsets_beyond_2_31():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [66, 132, 133, 400])
-def test_replays_hand_their_rows_out_anew(tokens):
-    """As many rows as programs, one more, several each; the counter they are drawn from is zero again afterwards."""
+def test_replays_take_their_work_tiles_anew(tokens):
+    """As many work tiles as CTAs, one more, several each; the tile counter is zero again afterwards."""
     q, kv, ragged, sink = case(tokens, 128, 576, 700, 300, lengths="random", sink="random", seed=tokens)
     want = launch.sparse_attn_prefill(q, kv, *ragged, 0.05, 512, sink)
     mine = workspace.Workspace((0, 0), "cuda")

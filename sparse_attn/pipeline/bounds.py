@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -68,11 +67,10 @@ def workspace_size(
     if target.vendor == "cpu" and not target.interpreted:
         return WorkspaceSize(0, 0)
     layouts = layouts or cache_layouts(spec, "fp8")
-    kind = _windowed if isinstance(spec, CompressedSpec) else _latent
+    compressed = isinstance(spec, CompressedSpec)
+    parts = _windowed(spec, bounds, layouts) if compressed else _latent(spec, bounds, layouts)
     return workspace.largest(
-        workspace.size_of(scratch)
-        for part in kind(spec, bounds, layouts)
-        for scratch in _scratches(part, bounds, target)
+        workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)
     )
 
 
@@ -133,14 +131,13 @@ def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]
     if not part.most:
         return
     yield ragged_config.scratch(part.most, target)
-    how = dict(top_k=part.top_k, logits_bytes=bounds.logits_bytes, target=target, group=part.group)
-    select = functools.partial(part.select_scratch, **how)
+    how = part.top_k, bounds.logits_bytes, target, part.group
     for keys in index_topk_config.widths_of_most_scratch(part.keys):
-        changing = index_topk_config.last_change(part.most, keys, **how)
+        changing = index_topk_config.last_change(part.most, keys, *how)
         for rows in (*range(part.group, changing + 1, part.group), part.most):
-            yield select(rows, keys)
+            yield part.select_scratch(rows, keys, *how)
     for narrow in _narrower(part, bounds.logits_bytes):
-        yield select(part.most, narrow)
+        yield part.select_scratch(part.most, narrow, *how)
 
 
 def _narrower(part: _Part, logits_bytes: int) -> Iterator[int]:

@@ -21,7 +21,7 @@ import math
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.layout import KvLayout, LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout, check_cache
 from sparse_attn.ops.attention import op
 from sparse_attn.types import AttentionOutput, Ragged
 
@@ -44,11 +44,14 @@ def sparse_attn_prefill(
 
     q: [tokens, heads, d_qk] bf16, fp16 or fp32, 1 to 128 heads. kv: [rows, d_qk] or [rows, 1, d_qk], dtype of q.
     ragged: row ids per token. d_v: leading values of a row that are its value, at most d_qk. sink: fp32 [>= heads] or
-    None. On a GPU 16 rows, d_v and the rest of d_qk rounded up to powers of two, fit into shared memory beside as many
-    queries, or it is a ValueError: 2-byte rows of 1024 + 64 values on one with 160 KiB or more, of 512 + 64 on any.
+    None.
 
-    batch_invariant: a row's bits do not depend on how many rows there are: none is split over programs, as none is
-    where there are many.
+    On a GPU 16 rows have to fit into shared memory beside as many queries, with d_v and the rest of d_qk rounded up to
+    powers of two; otherwise it is a ValueError. 2-byte rows of 512 + 64 values fit on every GPU, of 1024 + 64 on those
+    with 160 KiB or more.
+
+    batch_invariant: a row's bits do not depend on how many rows there are. No row is split over CTAs, as none is where
+    rows are many.
 
     Returns AttentionOutput(out [tokens, heads, d_v] dtype of q, lse fp32 [tokens, heads]).
     """
@@ -72,10 +75,10 @@ def sparse_attn_decode(
     ragged: Ragged,
     *,
     scale: float,
-    layout: Layout,
+    layout: KvLayout,
     extra_cache: torch.Tensor | None = None,
     extra_ragged: Ragged | None = None,
-    extra_layout: Layout | None = None,
+    extra_layout: KvLayout | None = None,
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     impl: str = "auto",
@@ -90,9 +93,9 @@ def sparse_attn_decode(
     layout, which agrees with ``layout`` in dim and value_dim; kind, fp8 flavour, block size and block stride are its
     own. A key that both caches hold counts twice. FlashMLA's sparse decode takes two caches in this way.
 
-    batch_invariant: a row's bits do not depend on how many rows there are, as long as the room for indices per row
-    stays the
-    same: every step is split over programs as one of 32 rows is. It takes more scratch: see ``Bounds.batch_invariant``.
+    batch_invariant: a row's bits do not depend on how many rows there are, as long as each has the same room for
+    indices. Every step is split over CTAs as a step of 32 rows is, which takes more scratch: see
+    ``Bounds.batch_invariant``.
 
     Returns AttentionOutput(out [tokens, heads, layout.value_dim] dtype of q, lse fp32 [tokens, heads]).
     """
@@ -101,8 +104,7 @@ def sparse_attn_decode(
     checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
     extra = (None, None, None, "")
     if not (extra_cache is None and extra_ragged is None and extra_layout is None):
-        _check_extra(q, layout, extra_cache, extra_ragged, extra_layout)
-        extra = (extra_cache, *extra_ragged, extra_layout.name)
+        extra = _checked_extra(q, layout, extra_cache, extra_ragged, extra_layout)
     arguments = (q, cache, *ragged, scale, layout.name, *extra, sink, batch_invariant, impl)
     return AttentionOutput(*op.sparse_attn_decode(*arguments))
 
@@ -171,19 +173,24 @@ def _check_keys(q: torch.Tensor, cache: torch.Tensor, layout: Layout, prefix: st
     checks.check_same_device(**{"q": q, f"{prefix}cache": cache})
 
 
-def _check_extra(
-    q: torch.Tensor, layout: Layout, cache: torch.Tensor | None, ragged: Ragged | None, extra_layout: Layout | None
-) -> None:
-    for name, value in (("extra_cache", cache), ("extra_ragged", ragged), ("extra_layout", extra_layout)):
-        if value is None:
-            raise ValueError(f"{name}: got None, allowed: all of extra_cache, extra_ragged and extra_layout, or none")
-    _check_ragged("extra_ragged", ragged, q)
-    _check_keys(q, cache, extra_layout, "extra_")
+def _checked_extra(
+    q: torch.Tensor,
+    layout: KvLayout,
+    extra_cache: torch.Tensor | None,
+    extra_ragged: Ragged | None,
+    extra_layout: KvLayout | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
+    """(cache, indices, indptr, name of the layout)"""
+    if extra_cache is None or extra_ragged is None or extra_layout is None:
+        given = {"extra_cache": extra_cache, "extra_ragged": extra_ragged, "extra_layout": extra_layout}
+        missing = next(name for name, value in given.items() if value is None)
+        raise ValueError(f"{missing}: got None, allowed: all of {', '.join(given)}, or none")
+    _check_ragged("extra_ragged", extra_ragged, q)
+    _check_keys(q, extra_cache, extra_layout, "extra_")
     if (extra_layout.dim, extra_layout.value_dim) != (layout.dim, layout.value_dim):
-        raise ValueError(
-            f"extra_layout: got {extra_layout.name} with dim {extra_layout.dim} and value_dim {extra_layout.value_dim}, "
-            f"allowed: {layout.dim} and {layout.value_dim} as in {layout.name}"
-        )
+        got = f"{extra_layout.name} with dim {extra_layout.dim} and value_dim {extra_layout.value_dim}"
+        raise ValueError(f"extra_layout: got {got}, allowed: {layout.dim} and {layout.value_dim} as in {layout.name}")
+    return extra_cache, extra_ragged.indices, extra_ragged.indptr, extra_layout.name
 
 
 def _check_sink(sink: torch.Tensor | None, heads: int) -> None:

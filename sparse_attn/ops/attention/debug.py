@@ -36,7 +36,7 @@ def sparse_attn_decode(
     batch_invariant: bool,
 ) -> None:
     _rows("", indices, indptr, cache.shape[0] * cache.shape[1], "slots of the cache")
-    if extra_cache is not None:
+    if extra_cache is not None and extra_indices is not None and extra_indptr is not None:
         slots = extra_cache.shape[0] * extra_cache.shape[1]
         _rows("extra_", extra_indices, extra_indptr, slots, "slots of the extra cache")
     debug.not_nan("sink", sink)

@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.layout import PLAIN_NAME, IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
+from sparse_attn.layout import PLAIN_NAME, KvLayout, PlainLayout
+from sparse_attn.ops.attention.shapes import kv_layout
 
 ALIGNMENT = 16  # bytes that the widest load takes at once
 # A batch-invariant step is split as a step of so many rows. In decode these are few, so that each row is split over
 # CTAs. In prefill they are so many that no GPU splits one.
 INVARIANT_DECODE_ROWS, INVARIANT_PREFILL_ROWS = 32, 4096
-
-KvLayout = PlainLayout | LatentFp8Layout | PlanarFp8Layout
 
 
 class KvCache(NamedTuple):
@@ -152,17 +151,10 @@ def kv_caches(
     extra_layout: str,
 ) -> tuple[KvCache, KvCache | None]:
     """One cache of blocks or two. layout, extra_layout: their names."""
-    keys = KvCache(cache, _kv_layout(layout), indices, indptr)
+    keys = KvCache(cache, kv_layout(layout), indices, indptr)
     if extra_cache is None or extra_indices is None or extra_indptr is None:
         return keys, None
-    return keys, KvCache(extra_cache, _kv_layout(extra_layout), extra_indices, extra_indptr)
-
-
-def _kv_layout(name: str) -> KvLayout:
-    layout = parse_layout(name)
-    if isinstance(layout, IndexFp8Layout):
-        raise ValueError(f"layout: got {name}, allowed: plain, latent_fp8 or planar_fp8")
-    return layout
+    return keys, KvCache(extra_cache, kv_layout(extra_layout), extra_indices, extra_indptr)
 
 
 @functools.cache

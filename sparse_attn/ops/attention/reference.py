@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn.layout import parse_layout
+from sparse_attn.ops.attention.shapes import value_dim
 
 GATHERED_ELEMENTS = 1 << 24
 
@@ -53,9 +54,9 @@ def sparse_attn_decode(
     batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     keys = [_cached_keys(cache, indices, indptr, layout, q.dtype)]
-    if extra_cache is not None:
+    if extra_cache is not None and extra_indices is not None and extra_indptr is not None:
         keys.append(_cached_keys(extra_cache, extra_indices, extra_indptr, extra_layout, q.dtype))
-    return _attend(q, keys, scale, parse_layout(layout).value_dim, sink)
+    return _attend(q, keys, scale, value_dim(layout), sink)
 
 
 def merge_attn_states(
