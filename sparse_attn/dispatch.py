@@ -43,9 +43,6 @@ def slower(reason: str) -> Support:
     return Support(False, reason, True)
 
 
-ARCHITECTURES = ("hopper",)  # with which names of kernels begin that are made for one alone, as their folders
-
-
 def of_target(support: Support) -> bool:
     """Whether it is the target that a kernel refuses. It is asked first, so then nothing else is known."""
     return support.reason.startswith("target:")
@@ -63,6 +60,12 @@ class Kernel(NamedTuple, Generic[Problem, Plan]):
     supports: Callable[[Problem, Target], Support]
     plan: Callable[[Problem, Target], Plan]
     launch: str
+
+    @property
+    def folder(self) -> str | None:
+        """Where a kernel lies that is made for one architecture, as its name begins; None of others."""
+        folder, dot, _ = self.name.partition(".")
+        return folder if dot and f".{folder}." in self.launch else None
 
     @property
     def launcher(self) -> Callable[..., None]:

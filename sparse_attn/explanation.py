@@ -31,6 +31,7 @@ from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slot
 from sparse_attn.ops.index_topk.shapes import rows_at_once
 from sparse_attn.ops.topk import dispatch as selection
 from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.ops.topk.shapes import is_aligned
 from sparse_attn.target import H200, TARGETS, Target, resolve_impl, target_of
 from sparse_attn.torch_private import EagerDispatchMode, OpOverload
 from sparse_attn.workspace import Buffer, Scratch, size_of
@@ -43,8 +44,9 @@ class Explanation:
     """kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute. plan: the kernel's own,
     see its operator; None without a kernel. floors: None for a GPU that is not in roofline.GPUS; they count every list
     of keys full and every range whole. passed_over: (kernel, reason) of those that come before it in the table.
-    scratch: of all launches. ctas: of a launch, where the plan does not say. rows_at_once, scores: of an operator that
-    scores and selects, for how many rows one launch does, and how it scores; the rest is of the selection.
+    scratch: of all launches. facts: (name, value) of what the plan does not say: CTAs of a launch, rows that are scored
+    and selected at once, whether top_k_per_row reads four scores at a time (aligned). scores: of an operator that
+    scores and selects, how it scores; the rest is of the selection.
     """
 
     op: str
@@ -54,8 +56,7 @@ class Explanation:
     floors: roofline.Floors | None = None
     passed_over: tuple[tuple[str, str], ...] = ()
     scratch: Scratch = Scratch()
-    ctas: int | None = None
-    rows_at_once: int | None = None
+    facts: tuple[tuple[str, object], ...] = ()
     scores: Explanation | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,11 +74,7 @@ class Explanation:
     def _plan(self) -> dict[str, Any] | None:
         if self.plan is None:
             return None
-        found = _plain(self.plan)
-        if self.ctas is not None:
-            found["ctas"] = self.ctas
-        if self.rows_at_once is not None:
-            found["rows_at_once"] = self.rows_at_once
+        found = _plain(self.plan) | dict(self.facts)
         if "ctas" in found and "waves" not in found:
             found["waves"] = round(found["ctas"] / self.target.num_sms, 2)
         size = size_of(self.scratch)
@@ -157,7 +154,7 @@ def slow_path(name: str, target: Target, *arguments: object) -> str | None:
 def _refusals(question: Question, target: Target) -> list[str]:
     found = []
     for kernel in question.kernels:
-        if kernel.name.partition(".")[0] not in dispatch.ARCHITECTURES:
+        if kernel.folder is None:
             continue
         support = kernel.supports(question.problem, target)
         if support.able:
@@ -169,15 +166,14 @@ def _refusals(question: Question, target: Target) -> list[str]:
 
 class Question(NamedTuple):
     """What one operator chooses between, and by which function of its dispatch.py. problem: None where there is nothing
-    to compute. rows_at_once, scratch, ctas, scores: see Explanation."""
+    to compute. scratch, facts, scores: see Explanation."""
 
     kernels: Sequence[Kernel]
     choose: Callable[..., Choice]
     problem: Any
     work: roofline.Work
     scratch: Callable[[Any, Target], Scratch] = lambda plan, target: plan.scratch
-    ctas: Callable[[Any], int] | None = None
-    rows_at_once: int | None = None
+    facts: Callable[[Any], dict[str, object]] = lambda plan: {}
     scores: Question | None = None
 
 
@@ -226,7 +222,7 @@ def _answer(op: str, question: Question, impl: str, gpu: roofline.Gpu | None, ta
     floors = gpu and roofline.floors(question.work, gpu)
     return Explanation(
         op, target, choice.kernel.name, choice.plan, floors, choice.passed_over,
-        question.scratch(choice.plan, target), question.ctas and question.ctas(choice.plan), question.rows_at_once,
+        question.scratch(choice.plan, target), tuple(question.facts(choice.plan).items()),
         question.scores and _answer("scores", question.scores, "triton", gpu, target),
     )  # fmt: skip
 
@@ -293,7 +289,7 @@ def _top_k_per_row(logits, row_starts, row_ends, k) -> Question:
         selection.choose,
         problem,
         roofline.selection(rows * width),
-        ctas=lambda plan: plan.ctas(rows),
+        facts=lambda plan: {"ctas": plan.ctas(rows), "aligned": is_aligned(logits)},
     )
 
 
@@ -309,8 +305,7 @@ def _index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour
         fused.prefill_problem(step, width, top_k),
         roofline.selected_scores(q.shape, rows * width, _key_bytes(k, k_scale), rows * top_k, q.element_size()),
         scratch=lambda plan, target: fused.scratch_of(step, width, plan),
-        ctas=lambda plan: plan.ctas(step),
-        rows_at_once=step,
+        facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
         scores=scores._replace(problem=scores.problem._replace(rows=step)),
     )
 
@@ -335,8 +330,7 @@ def _index_topk_decode(
         fused.decode_problem(step, width, top_k),
         roofline.selected_scores(q.shape, rows * width, _cached_bytes(q, cache, width), rows * top_k, q.element_size()),
         scratch=scratch,
-        ctas=lambda plan: plan.ctas(step),
-        rows_at_once=step,
+        facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
         scores=scores._replace(problem=scores.problem._replace(requests=step // next_n)),
     )
 

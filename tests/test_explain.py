@@ -13,6 +13,7 @@ from expecttest import assert_expected_inline
 
 import sparse_attn
 from sparse_attn import explanation, roofline
+from sparse_attn.dispatch import Kernel
 from sparse_attn.explanation import explain
 from sparse_attn.ops.attention import op as attention
 from sparse_attn.ops.index_logits import op as index_logits
@@ -24,6 +25,8 @@ from sparse_attn.runtime import report
 from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.explain_calls import CALLS
 from sparse_attn.target import H200, TARGETS, target_of
+from sparse_attn.torch_private import map_leaves
+from sparse_attn.types import Ragged
 
 
 def logits(rows, width, device="meta"):
@@ -40,7 +43,7 @@ def test_a_selection_is_explained():
         str(explain("top_k_per_row", logits(64, 131072), 2048, target="sm_90")),
         """\
 top_k_per_row on sm_90: sampled
-  plan: slots 8192, num_warps 16, ctas_per_row 2, rows_in_flight 64, chunk 16384, span 65536, bound (candidates 4096, samples 4096, run 4), reserved_ctas 264, search radix, ctas 128, waves 0.97
+  plan: slots 8192, num_warps 16, ctas_per_row 2, rows_in_flight 64, chunk 16384, span 65536, bound (candidates 4096, samples 4096, run 4), reserved_ctas 264, search radix, ctas 128, aligned true, waves 0.97
   scratch: 8,652,032 bytes, 64 counters
     candidates int32 [264, 8192]
     counts int32 [264]
@@ -93,7 +96,45 @@ def test_it_is_the_choice_of_the_table(name):
         found = explain("top_k_per_row", logits(rows, width), k, target=name)
         choice = selection.choose(Problem(rows, width, k), TARGETS[name])
         assert (found.kernel, found.plan, found.passed_over) == (choice.kernel.name, choice.plan, choice.passed_over)
-        assert found.target is TARGETS[name] and found.ctas == choice.plan.ctas(rows)
+        assert found.target is TARGETS[name] and dict(found.facts)["ctas"] == choice.plan.ctas(rows)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("call, sizes", [
+    ("attention_decode", dict(tokens=3, heads=64, top_k=128, context=256)),
+    ("attention_decode", dict(tokens=3, heads=24, top_k=64, context=256, layout="bf16")),
+    ("attention_prefill", dict(tokens=50, heads=64, top_k=64, context=100)),
+    ("attention_prefill", dict(tokens=50, heads=40, top_k=64, context=100)),
+    ("paged_scores", dict(tokens=4, next_n=2, context=300)), ("paged_scores", dict(tokens=4, context=300, block_size=32)),
+    ("prefill_scores", dict(tokens=9, context=300)), ("prefill_scores", dict(tokens=9, context=300, layout="fp32")),
+    ("topk", dict(tokens=3, width=9000, top_k=64)), ("index_topk_prefill", dict(tokens=3, context=9000, top_k=64)),
+    ("index_topk_decode", dict(tokens=4, context=9000, top_k=64)),
+])  # fmt: skip
+def test_what_is_explained_is_launched(call, sizes, device, monkeypatch):
+    """Launchers are noted, not run."""
+    launched = []
+    monkeypatch.setattr(Kernel, "launcher", property(lambda kernel: lambda *given: launched.append((kernel, given))))
+    op, args, kwargs = CALLS[call].arguments(**CALLS[call].defaults | sizes)
+    args = map_leaves(lambda one: torch.zeros_like(one, device=device) if isinstance(one, torch.Tensor) else one, args)
+    explanation.FUNCTIONS[op](*args, **kwargs, impl="triton")
+    found = explain(op, *args, **kwargs, impl="triton")
+    want = [found] if found.scores is None else [found.scores, found]
+    assert [kernel.name for kernel, _ in launched] == [one.kernel for one in want]
+    for one, (_, given) in zip(want, launched):
+        assert one.plan in given
+
+
+def test_addresses_and_strides_of_real_tensors_count():
+    q, kv = torch.zeros(200 * 64 * 576 + 1, dtype=torch.bfloat16), torch.zeros(8, 576, dtype=torch.bfloat16)
+    rows = Ragged(torch.zeros(200, dtype=torch.int32), torch.zeros(201, dtype=torch.int32))
+    for start, why in ((0, None), (1, "q address: got 2 bytes behind a multiple of 16, allowed: 0")):
+        some = q[start : q.numel() - 1 + start].view(200, 64, 576)
+        found = explain("sparse_attn_prefill", some, kv, rows, scale=1.0, d_v=512, target="sm_90")
+        assert found.kernel == ("portable" if why else "hopper.prefill_bf16")
+        assert dict(found.passed_over).get("hopper.prefill_bf16") == why
+    for width, aligned in ((8, True), (9, False)):
+        found = explain("top_k_per_row", torch.zeros(2, width)[:, :8], 3, target="sm_90")
+        assert dict(found.facts)["aligned"] == aligned
 
 
 def test_tensors_may_be_real_or_on_meta():

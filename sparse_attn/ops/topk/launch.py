@@ -87,12 +87,7 @@ class Selection(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        """Whether rows start at multiples of 16 bytes and can be read up to the next multiple of 4 columns."""
-        logits = self.logits
-        rows, width = logits.shape
-        stride = logits.stride(0)
-        readable = logits.untyped_storage().nbytes() // 4 - logits.storage_offset() - (rows - 1) * stride
-        return stride % 4 == 0 and logits.data_ptr() % 16 == 0 and -(-width // 4) * 4 <= readable
+        return shapes.is_aligned(self.logits)
 
     def strides(self, aligned: bool) -> tuple[int, int, int]:
         """Of logits, in fours where ``aligned``, of row_starts and of row_ends."""
