@@ -359,11 +359,10 @@ QUESTIONS: dict[str, Callable[..., Question]] = {
 
 def _plain(value: Any) -> Any:
     """``value`` of what JSON has."""
+    if isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        return {name: _plain(one) for name, one in zip(names, value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    names: Any = getattr(value, "_fields", None)
-    if names is not None:  # of a NamedTuple
-        return {name: _plain(one) for name, one in zip(names, value)}
     if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
