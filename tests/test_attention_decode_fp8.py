@@ -101,13 +101,13 @@ def test_attention_that_lets_its_combine_start():
 
 FORMS = {
     "interleaved": dict(
-        LATENT=LATENT.latent, GROUP=LATENT.group, TOKEN=LATENT.row, SCALES=0, REST_AT=LATENT.rope_offset, TWO=False
+        LATENT=LATENT.latent, GROUP=LATENT.group, TOKEN=LATENT.row, SCALES=0, ROPE_OFFSET=LATENT.rope_offset, HAS_EXTRA_CACHE=False
     ),
     "planar": dict(
-        LATENT=V4.latent, GROUP=V4.group, TOKEN=V4.token_bytes, SCALES=V4.scale_bytes, REST_AT=V4.rope_offset, TWO=False
+        LATENT=V4.latent, GROUP=V4.group, TOKEN=V4.token_bytes, SCALES=V4.scale_bytes, ROPE_OFFSET=V4.rope_offset, HAS_EXTRA_CACHE=False
     ),
 }
-FORMS["two caches"] = FORMS["planar"] | dict(TWO=True)
+FORMS["two caches"] = FORMS["planar"] | dict(HAS_EXTRA_CACHE=True)
 
 
 @pytest.mark.aot
@@ -119,7 +119,7 @@ def test_compiles_for_hopper(form):
 
     launch, sink = plan(64, 128), form != "two caches"
     constants = FORMS[form] | dict(
-        PAGED=True, HAS_SINK=sink, SPLIT=None, CONSUMER_REGISTERS=launch.consumer_registers,
+        PADDED_BLOCKS=True, HAS_SINK=sink, SPLIT=None, CONSUMER_REGISTERS=launch.consumer_registers,
         PRODUCER_REGISTERS=launch.producer_registers,
     )  # fmt: skip
     pointers = dict(

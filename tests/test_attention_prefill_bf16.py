@@ -56,10 +56,10 @@ def test_compiles_for_hopper_without_spills(rest, sink):
     from sparse_attn.testing.aot import compile_kernel
 
     pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")
-    pointers |= dict(handed_out="*i64")
+    pointers |= dict(tile_counter="*i64")
     chosen = config.plan_prefill_bf16(packed_prefill(4096, 128, ROWS, 4096 * 2048), H200)
     constants = dict(
-        HAS_REST=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
+        HAS_ROPE=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
     )  # fmt: skip
     scalars = {name: "i32" for name in prefill_bf16.attend.arg_names if name not in pointers | constants}

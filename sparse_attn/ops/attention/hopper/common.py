@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparse_attn.device.hopper import async_load
+from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.attention.hopper import constants
 
 D_V = gl.constexpr(constants.D_V)
@@ -12,6 +13,43 @@ BLOCK_M = gl.constexpr(constants.BLOCK_M)
 BLOCK_N = gl.constexpr(constants.BLOCK_N)
 LOAD_BYTES = gl.constexpr(constants.LOAD_BYTES)
 WORD_BYTES = gl.constexpr(constants.WORD_BYTES)
+
+Scalar = gl.tensor | gl.constexpr  # a field of an aggregate: an argument of the kernel, constexpr where it is 1 or None
+
+
+@aggregate
+class RowBounds:
+    """Where the indices of a row lie: into the first cache, and into the second."""
+
+    indptr: gl.tensor
+    extra_indptr: gl.tensor
+    capacity: Scalar
+    extra_capacity: Scalar
+    head_blocks: Scalar  # CTAs of a row; 1 for swap-AB
+
+
+@aggregate
+class KvCache:
+    """A cache and the indices into it."""
+
+    cache: gl.tensor
+    indices: gl.tensor
+    num_slots: Scalar
+    block_size: Scalar
+    stride_block: Scalar  # in LOAD_BYTES; of a plain row, which is a block
+
+
+@aggregate
+class Record:
+    """The format of a cache's records: codes, codes of a scale, then bytes."""
+
+    LATENT: gl.constexpr
+    GROUP: gl.constexpr
+    TOKEN: gl.constexpr  # from record to record
+    SCALES: gl.constexpr  # planar: a token's scales, behind a block's records; else 0
+    ROPE_OFFSET: gl.constexpr  # of the bf16 values in a record
+    PLANAR: gl.constexpr
+    PADDED_BLOCKS: gl.constexpr  # slots do not follow each other through the whole cache
 
 
 @gluon.jit

@@ -1,82 +1,193 @@
-"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the consumers of seesaw_row behind two producers.
+"""Sparse decode over paged fp8 keys on Hopper, of one cache or two: the seesaw's consumers behind two producers.
 
-The producers are dequant', a tile of every pair each. The tiles of a row are those of its first cache, then
-those of the second. Warps specialise while the launch before still runs: each then waits for it and finds its program's
-tiles by itself, the consumers while their queries are under way.
+A CTA takes 64 heads of a row and a range of its tiles: those of the first cache's keys, then those of the second. wg0
+and wg1 are the consumers (seesaw.py), wg2 and wg3 dequantise K0 and K1 of every pair (dequant.py). Warps specialise
+while the launch before still runs: each warpgroup waits for it and finds its tiles by itself, the consumers while their
+queries are under way.
 
-Floor, bytes: a record per named key and block of heads. What bounds it: of the four halves of a pair three are freed
-within 1300 cycles, and two producers hold two halves in registers: the third comes a put and a load's latency later,
-and right's scores with it.
+Floor, bytes: a record per valid key and block of heads. What bounds it: three of a pair's four half-tiles are freed
+within 1300 cycles, and two producers hold two in registers. The third comes a store and a load's latency later, and
+wg1's scores with it. README.md has the schedule, the barriers and the shared-memory map.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from sparse_attn.device.hopper import barrier, launch_dependents, wait
+from sparse_attn.device.hopper import async_load, barrier, launch_dependents, signal, wait
+from sparse_attn.device.triton_private import aggregate
+from sparse_attn.ops.attention.hopper.common import BLOCK_M, BLOCK_N, D_ROPE, D_V, KvCache, Record, RowBounds, Scalar
 from sparse_attn.ops.attention.hopper.dequant import dequantise, own_tiles
-from sparse_attn.ops.attention.hopper.seesaw import FILLED, FREED, HEADS, QUERY, REST, TILE, VALUE, allocate_barriers
-from sparse_attn.ops.attention.hopper.seesaw_row import ask_queries, left, right
+from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
+from sparse_attn.ops.attention.hopper.seesaw import (
+    OutputTile,
+    allocate,
+    qk0_half,
+    qk1,
+    release,
+    store_output,
+    wg0_pair,
+    wg1_pair,
+)
+
+MMA_N = gl.constexpr(128)  # columns of a PV product: four warpgroups have too few registers for 256
+
+
+@aggregate
+class Strides:
+    q_token: Scalar
+    q_head: Scalar
+    out_split: Scalar
+    out_token: Scalar
+    out_head: Scalar
+    lse_split: Scalar
+    lse_token: Scalar
+
+
+@aggregate
+class Operands:
+    """What the consumers read and write in global memory, as the kernel's arguments of these names."""
+
+    q: gl.tensor
+    scale_log2: Scalar
+    out: gl.tensor
+    lse: gl.tensor
+    scales: gl.tensor
+    sink: gl.tensor
+    strides: Strides
+
+
+@gluon.jit
+def _load_q(smem, source, stride_head, half: gl.constexpr):
+    """Have this warpgroup's half of the queries copied, wg0's with the RoPE columns."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    head = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, D_V // 2, layout=gl.SliceLayout(0, WIDE)) + half * (D_V // 2)
+    into = smem.q.index(0).slice(half * (D_V // 2), D_V // 2, dim=1)
+    async_load(into, source + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0))
+    if smem.HAS_ROPE and half == 0:
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        head_r = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, NARROW))
+        column_r = gl.arange(0, D_ROPE, layout=gl.SliceLayout(0, NARROW)) + D_V
+        async_load(smem.q_rope.index(0), source + gl.expand_dims(head_r * stride_head, 1) + gl.expand_dims(column_r, 0))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _wait_q(bars):
+    """This warpgroup's half, then the other one's."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    signal(bars.q_full)
+    mbarrier.wait(bars.q_full, 0)
+
+
+@gluon.jit
+def _wg0(smem, bars, pairs, scale_log2, to, split, HAS_SINK: gl.constexpr):
+    """wg0 over the pairs of a row, whose queries are under way."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MMA_N, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    _wait_q(bars)
+    acc = gl.zeros([BLOCK_M, D_V // 2], gl.float32, ACC)
+    m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
+    l = gl.zeros([BLOCK_M], gl.float32, ROW)
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    phase = 0
+    pending = qk0_half(smem, bars, 0, phase, nothing, 0)
+    pending = qk0_half(smem, bars, 0, phase, pending, 1)
+    scores = warpgroup_mma_wait(0, deps=(pending,))
+    for i in range(pairs):
+        zero = i >> 20
+        kv_valid = smem.kv_valid.index(0).load(KEYS) != 0
+        pv1, m, l = wg0_pair(scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, False, False)
+        phase = phase ^ 1
+        if i + 1 < pairs:
+            pending = qk0_half(smem, bars, zero, phase, nothing, 0)
+            acc = warpgroup_mma_wait(1 + smem.HAS_ROPE, deps=(pv1,))
+            release(bars.k_empty[2], False)
+            pending = qk0_half(smem, bars, zero, phase, pending, 1)
+            scores = warpgroup_mma_wait(0, deps=(pending,))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(pv1,))
+            scores = nothing
+    l = l + smem.row_sum.index(1).load(ROW)
+    store_output(acc, l, m, scale_log2, to, 0, HAS_SINK, split)
+
+
+@gluon.jit
+def _wg1(smem, bars, pairs, scale_log2, to, split, HAS_SINK: gl.constexpr):
+    """wg1 over the pairs of a row, whose queries are under way."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MMA_N, 16])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    KEYS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    _wait_q(bars)
+    acc = gl.zeros([BLOCK_M, D_V // 2], gl.float32, ACC)
+    m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
+    l = gl.zeros([BLOCK_M], gl.float32, ROW)
+    phase = 0
+    for i in range(pairs):
+        zero = i >> 20
+        pending = qk1(smem, bars, zero, phase)
+        kv_valid = smem.kv_valid.index(1).load(KEYS)
+        scores = warpgroup_mma_wait(0, deps=(pending,))
+        acc, m, l = wg1_pair(scores, kv_valid != 0, acc, m, l, smem, bars, scale_log2, zero, phase, False, False)
+        phase = phase ^ 1
+    l = l + smem.row_sum.index(0).load(ROW)
+    store_output(acc, l, m, scale_log2, to, 1, HAS_SINK, split)
 
 
 @gluon.jit
 def _consume(
-    row, consumer, early, half: gl.constexpr, HAS_REST: gl.constexpr, TWO: gl.constexpr, HAS_SINK: gl.constexpr,
+    rows, smem, bars, operands, launch_early, half: gl.constexpr, HAS_EXTRA_CACHE: gl.constexpr, HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The consumer of one half of the value's columns."""
-    (
-        query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, q, scale_log2, out, lse, scales, sink,
-        stride_q_token, stride_q_head, stride_out_split, stride_out_token, stride_out_head, stride_lse_split, stride_lse_token,
-    ) = consumer  # fmt: skip
-    head_blocks = row[4]
+    """The consumer of one half of the value's columns, wg0 or wg1."""
+    head_blocks = rows.head_blocks
+    strides = operands.strides
     token = (gl.program_id(0) // head_blocks).to(gl.int64)
-    first_head = gl.program_id(0) % head_blocks * HEADS
+    first_head = gl.program_id(0) % head_blocks * BLOCK_M
     wait()
     if half == 0:
-        if early != 0:
+        if launch_early != 0:
             launch_dependents()
-    ask_queries(
-        query, query_rest, q + token * stride_q_token + first_head * stride_q_head, stride_q_head, half, HAS_REST
-    )
-    _, _, _, _, _, start, end = own_tiles(row, TWO, SPLIT)
+    _load_q(smem, operands.q + token * strides.q_token + first_head * strides.q_head, strides.q_head, half)
+    tiles = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     if SPLIT is None:
-        split = gl.num_programs(1) > 1
+        is_split = gl.num_programs(1) > 1
     else:
-        split: gl.constexpr = SPLIT
-    pairs = gl.maximum((end - start + 1) // 2, 1)
-    which = gl.program_id(1).to(gl.int64)
-    target = out + which * stride_out_split + token * stride_out_token + first_head * stride_out_head
-    place = which * stride_lse_split + token * stride_lse_token + first_head
+        is_split: gl.constexpr = SPLIT
+    pairs = gl.maximum((tiles.end - tiles.start + 1) // 2, 1)
+    split = gl.program_id(1).to(gl.int64)
+    out = operands.out + split * strides.out_split + token * strides.out_token + first_head * strides.out_head
+    head = split * strides.lse_split + token * strides.lse_token + first_head
+    to = OutputTile(out, operands.lse + head, operands.scales + 2 * head, operands.sink + first_head, strides.out_head)
     if half == 0:
-        left(
-            query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, pairs, scale_log2, target,
-            lse + place, scales + 2 * place, sink + first_head, stride_out_head, split, HAS_REST, HAS_SINK,
-        )  # fmt: skip
+        _wg0(smem, bars, pairs, operands.scale_log2, to, is_split, HAS_SINK)
     else:
-        right(
-            query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, pairs, scale_log2, target,
-            lse + place, scales + 2 * place, sink + first_head, stride_out_head, split, HAS_REST, HAS_SINK,
-        )  # fmt: skip
+        _wg1(smem, bars, pairs, operands.scale_log2, to, is_split, HAS_SINK)
 
 
 @gluon.jit(
     do_not_specialize=[
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity",
-        "stride_cache_block", "stride_extra_block", "head_blocks", "early",
+        "stride_cache_block", "stride_extra_block", "head_blocks", "launch_early",
     ],
     do_not_specialize_on_alignment=["indptr", "extra_indptr"],  # of some rows of a step
 )  # fmt: skip
 def attend(
-    q,  # bf16 [tokens, heads, VALUE], interleaved: VALUE + REST; heads a multiple of 64
+    q,  # bf16 [tokens, heads, D_V], interleaved: D_V + D_ROPE; heads a multiple of BLOCK_M
     cache,  # uint8 [num_blocks, block_size, row]
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
-    extra_cache,  # the second cache, of the same layout, and its indices; anything without TWO
+    extra_cache,  # the second cache, of the same layout, and its indices; anything without HAS_EXTRA_CACHE
     extra_indices,
     extra_indptr,
     sink,  # fp32 [heads]; anything without HAS_SINK
-    out,  # bf16 [tokens, heads, VALUE]; fp16 [splits, tokens, heads, VALUE] where rows are split, by a bf16 pointer
+    out,  # bf16 [tokens, heads, D_V]; fp16 partials [splits, tokens, heads, D_V] of split rows, by a bf16 pointer
     lse,  # fp32 [tokens, heads], natural log; [splits, tokens, heads], base 2
     scales,  # fp32 [splits, tokens, heads, 2], of both halves of the columns; anything where no rows are split
     num_slots,
@@ -86,11 +197,11 @@ def attend(
     extra_block_size,
     extra_capacity,
     head_blocks,
-    early,  # whether the next launch may start while this one runs
+    launch_early,  # whether the next launch may start while this one runs
     scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
-    stride_cache_block,  # in UNITs
+    stride_cache_block,  # in LOAD_BYTES
     stride_extra_block,
     stride_out_split,
     stride_out_token,
@@ -101,55 +212,49 @@ def attend(
     GROUP: gl.constexpr,
     TOKEN: gl.constexpr,  # bytes from record to record
     SCALES: gl.constexpr,  # planar: bytes of a token's scales, behind a block's records; else 0
-    REST_AT: gl.constexpr,  # byte of a record where its bf16 values start
-    PAGED: gl.constexpr,  # slots do not follow each other through the whole cache
-    TWO: gl.constexpr,
+    ROPE_OFFSET: gl.constexpr,  # byte of a record where its bf16 values start
+    PADDED_BLOCKS: gl.constexpr,  # slots do not follow each other through the whole cache
+    HAS_EXTRA_CACHE: gl.constexpr,
     HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,  # whether programs share a row; None: told by the grid, for a step in two parts
+    SPLIT: gl.constexpr,  # whether CTAs share a row; None: by the grid, for a step with a tail wave
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLANAR: gl.constexpr = SCALES > 0
-    HAS_REST: gl.constexpr = not PLANAR
-    query = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, VALUE], TILES)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, VALUE], TILES)
-    right_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
-    maxima = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
-    named = gl.allocate_shared_memory(gl.int32, [2, TILE], FLAT)
-    bars = allocate_barriers()
-    if HAS_REST:
-        query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, REST], TILES)
-        keys_rest = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, REST], TILES)
-        left_p = keys_rest  # the odd tile's rest is free once it was scored
-    else:
-        left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
-        query_rest = query
-        keys_rest = keys
-    for which in gl.static_range(FILLED, FREED):  # with bf16 values: every thread of a producer, too
-        mbarrier.init(bars[which], count=129 if (which % 2 == 1) == PLANAR else 1)
-    for which in gl.static_range(FREED, QUERY):
-        mbarrier.init(bars[which], count=1)
-    mbarrier.init(bars[QUERY], count=2)
+    smem, bars = allocate(not PLANAR, False)
+    for tile in gl.static_range(2):
+        for half in gl.static_range(2):
+            # A producer's signal, and where there are bf16 values each of its threads' copies.
+            mbarrier.init(bars.k_full[2 * tile + half], count=129 if (half == 1) == PLANAR else 1)
+    for which in gl.static_range(4):
+        mbarrier.init(bars.k_empty[which], count=1)
+    mbarrier.init(bars.max0_full, count=1)
+    mbarrier.init(bars.max1_full, count=1)
+    mbarrier.init(bars.p0_full, count=1)
+    mbarrier.init(bars.p1_full, count=1)
+    mbarrier.init(bars.q_full, count=2)
     fence_async_shared()
     barrier()
-    row = (indptr, extra_indptr, capacity, extra_capacity, head_blocks)
-    consumer = (
-        query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, named, bars, q, scale_log2, out, lse, scales, sink,
-        stride_q_token, stride_q_head, stride_out_split, stride_out_token, stride_out_head, stride_lse_split, stride_lse_token,
-    )  # fmt: skip
-    producer = (
-        keys, keys_rest, named, bars, cache, indices, num_slots, block_size, stride_cache_block, extra_cache, extra_indices,
-        extra_num_slots, extra_block_size, stride_extra_block,
-    )  # fmt: skip
+    rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, head_blocks)
+    strides = Strides(
+        stride_q_token,
+        stride_q_head,
+        stride_out_split,
+        stride_out_token,
+        stride_out_head,
+        stride_lse_split,
+        stride_lse_token,
+    )
+    operands = Operands(q, scale_log2, out, lse, scales, sink, strides)
+    kv = KvCache(cache, indices, num_slots, block_size, stride_cache_block)
+    extra_kv = KvCache(extra_cache, extra_indices, extra_num_slots, extra_block_size, stride_extra_block)
+    record = Record(LATENT, GROUP, TOKEN, SCALES, ROPE_OFFSET, PLANAR, PADDED_BLOCKS)
     gl.warp_specialize(
         [
-            (_consume, (row, consumer, early, 0, HAS_REST, TWO, HAS_SINK, SPLIT)),
-            (_consume, (row, consumer, early, 1, HAS_REST, TWO, HAS_SINK, SPLIT)),
-            (dequantise, (row, producer, 0, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, SPLIT)),
-            (dequantise, (row, producer, 1, LATENT, GROUP, TOKEN, SCALES, REST_AT, PLANAR, PAGED, TWO, SPLIT)),
+            (_consume, (rows, smem, bars, operands, launch_early, 0, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
+            (_consume, (rows, smem, bars, operands, launch_early, 1, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
+            (dequantise, (rows, smem, bars, kv, extra_kv, record, 0, HAS_EXTRA_CACHE, SPLIT)),
+            (dequantise, (rows, smem, bars, kv, extra_kv, record, 1, HAS_EXTRA_CACHE, SPLIT)),
         ],
         [4, 4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

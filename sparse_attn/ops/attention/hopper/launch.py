@@ -40,7 +40,7 @@ def prefill_bf16(call: Call, plan: PrefillBf16Plan) -> None:
         rows.stride(0),
         *out.stride()[:2],
         call.lse.stride(0),
-        HAS_REST=q.shape[2] > out.shape[2],
+        HAS_ROPE=q.shape[2] > out.shape[2],
         HAS_SINK=result.has_sink,
         CONSUMER_REGISTERS=plan.consumer_registers,
         PRODUCER_REGISTERS=plan.producer_registers,
@@ -104,13 +104,13 @@ def swap_ab(call: Call, plan: SwapAbPlan) -> None:
             call.q.stride(1),
             *caches.strides,
             *result.strides,
-            N=plan.block_m,
-            HAS_REST=d_qk > call.out.shape[2],
+            BLOCK_M=plan.block_m,
+            HAS_ROPE=d_qk > call.out.shape[2],
             **caches.constants,
             HAS_SINK=result.has_sink,
             SPLIT=result.split,
             PRODUCER_REGISTERS=plan.producer_registers,
-            ASKER_REGISTERS=plan.loader_registers,
+            LOADER_REGISTERS=plan.loader_registers,
             num_warps=plan.num_warps,
             launch_pdl=True,
         )
@@ -190,11 +190,11 @@ def _launches(
 def _caches(keys: KvCache, extra: KvCache | None) -> Caches:
     both = keys, keys if extra is None else extra
     layout, tensors = keys.layout, []
-    form = dict(GROUP=0, TOKEN=0, SCALES=0, REST_AT=0, PAGED=False, TWO=extra is not None)
+    form = dict(GROUP=0, TOKEN=0, SCALES=0, ROPE_OFFSET=0, PADDED_BLOCKS=False, HAS_EXTRA_CACHE=extra is not None)
     if not isinstance(layout, PlainLayout):
-        form |= dict(GROUP=layout.group, TOKEN=layout.row, REST_AT=layout.rope_offset, PAGED=keys.padded)
+        form |= dict(GROUP=layout.group, TOKEN=layout.row, ROPE_OFFSET=layout.rope_offset, PADDED_BLOCKS=keys.padded)
     if isinstance(layout, PlanarFp8Layout):
-        form |= dict(TOKEN=layout.token_bytes, SCALES=layout.scale_bytes, PAGED=True)
+        form |= dict(TOKEN=layout.token_bytes, SCALES=layout.scale_bytes, PADDED_BLOCKS=True)
     tensors = [some.rows if isinstance(layout, PlainLayout) else some.cache for some in both]
     return Caches(
         tuple(each for some, tensor in zip(both, tensors) for each in (tensor, some.indices, some.indptr)),

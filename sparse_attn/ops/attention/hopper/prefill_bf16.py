@@ -1,12 +1,13 @@
-"""Sparse attention over bf16 rows on Hopper: a program per multiprocessor takes item (row, 64 heads) after item.
+"""Sparse attention over bf16 rows on Hopper: persistent CTAs, one an SM, draw work tiles (a row, 64 heads).
 
-The consumers are seesaw's. A third warpgroup gathers the keys. It also draws the items, from a counter, because
-rows differ in length, and fetches an item's queries and first keys while the consumers finish the one before; they
-store their sums from registers, so that nothing of an item stays in the way of the next. The last rows come first: of a
-prompt they see the most keys, and few programs are busy while the last items are attended.
+wg0 and wg1 are the seesaw's consumers (seesaw.py). wg2 is the producer: it gathers keys, and draws work tiles from a
+counter in global memory, because rows differ in length. It loads a work tile's queries and first keys while the
+consumers finish the one before. They store their accumulators from registers, so that nothing of a work tile stays in
+the way of the next. The last rows come first: of a prompt they see the most keys, and few CTAs are busy while the last
+work tiles are attended.
 
-Floors as in kernels.attend. What bounds it: every program pulls its own keys through the L2, and ``left``'s chain of a
-pair. Structure and layouts that Hopper likes were found in a study of Triton's Gluon; what is measured stands in
+Floors as in portable/kernels.py. What bounds it: every CTA pulls its own keys through the L2, and wg0's chain of a
+pair. README.md has the schedule, the barriers and the shared-memory map. What was measured stands in
 scripts/results/notes/attention-prefill.md.
 """
 
@@ -16,262 +17,305 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
-from sparse_attn.ops.attention.hopper.common import gather, row_range
+from sparse_attn.device.triton_private import aggregate
+from sparse_attn.ops.attention.hopper.common import BLOCK_M, BLOCK_N, D_ROPE, D_V, Scalar, gather, row_range
 from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
 from sparse_attn.ops.attention.hopper.seesaw import (
-    FILLED,
-    FREED,
-    HALF,
-    HEADS,
-    LEFT_MAX,
-    PAIR,
-    QUERY,
-    QUERY_FREED,
-    REST,
-    TILE,
-    VALUE,
-    allocate_barriers,
-    await_keys,
-    finish,
-    left_pair,
-    name_keys,
+    OutputTile,
+    allocate,
+    half_of,
+    qk0_half,
+    qk0_left,
+    qk1,
     release,
-    right_pair,
-    score_even,
-    score_left,
+    store_output,
+    wait_k,
+    wg0_pair,
+    wg1_pair,
 )
 
 
+@aggregate
+class WorkTile:
+    """64 heads of a row, and where the row's indices lie. token -1: there is no work left."""
+
+    token: Scalar
+    first_head: Scalar
+    begin: Scalar
+    count: Scalar
+
+
+@aggregate
+class Outputs:
+    """What the consumers read and write in global memory, as the kernel's arguments of these names."""
+
+    indices: gl.tensor
+    num_rows: Scalar
+    scale_log2: Scalar
+    out: gl.tensor
+    lse: gl.tensor
+    sink: gl.tensor
+    stride_out_token: Scalar
+    stride_out_head: Scalar
+    stride_lse_token: Scalar
+
+
+@aggregate
+class Inputs:
+    """What the producer reads in global memory, as the kernel's arguments of these names."""
+
+    q: gl.tensor
+    indices: gl.tensor
+    indptr: gl.tensor
+    tile_counter: gl.tensor
+    kv: gl.tensor
+    num_rows: Scalar
+    capacity: Scalar
+    num_work_tiles: Scalar
+    head_blocks: Scalar
+    stride_q_token: Scalar
+    stride_q_head: Scalar
+    stride_kv_row: Scalar
+
+
 @gluon.jit
-def _await_row(work, bars, turn):
-    """(token, first head, begin and count of its indices) of the row whose queries the producer brought; token -1:
-    none."""
+def _load_slots(indices, first, count, key):
+    """Indices of a tile's keys from ``first`` on, of which ``count`` are the row's; -1 for others."""
+    return gl.load(indices + (first + key), mask=key < count, other=-1)
+
+
+@gluon.jit
+def _in_rows(slot, num_rows):
+    return (slot >= 0) & (slot < num_rows)
+
+
+@gluon.jit
+def _wait_work_tile(smem, bars, phase):
+    """The WorkTile whose queries the producer has loaded."""
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(bars[QUERY], turn)
+    mbarrier.wait(bars.q_full, phase)
     fence_async_shared()
-    token = gl.max(work.index(0).load(ONE), 0)
-    first_head = gl.max(work.index(1).load(ONE), 0)
-    begin = gl.max(work.index(2).load(ONE), 0)
-    return token, first_head, begin, gl.max(work.index(3).load(ONE), 0)
+    token = gl.max(smem.work_tile.index(0).load(ONE), 0)
+    first_head = gl.max(smem.work_tile.index(1).load(ONE), 0)
+    begin = gl.max(smem.work_tile.index(2).load(ONE), 0)
+    return WorkTile(token, first_head, begin, gl.max(smem.work_tile.index(3).load(ONE), 0))
 
 
 @gluon.jit
-def _left_rows(
-    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, work, bars, indices, num_rows, scale_log2,
-    out, lse, sink, stride_out_token, stride_out_head, stride_lse_token, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-):  # fmt: skip
-    """The left-hand consumer of row after row. The next row's first scores are under way while this one is stored."""
+def _publish_work_tile(smem, token, first_head, begin, count):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    smem.work_tile.index(0).store(gl.full([1], token, gl.int32, ONE))
+    smem.work_tile.index(1).store(gl.full([1], first_head, gl.int32, ONE))
+    smem.work_tile.index(2).store(gl.full([1], begin, gl.int32, ONE))
+    smem.work_tile.index(3).store(gl.full([1], count, gl.int32, ONE))
+
+
+@gluon.jit
+def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
+    """wg0 over work tiles. The next one's first scores are under way while this one is stored."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-    nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
+    indices = outputs.indices
+    num_rows = outputs.num_rows
+    scale_log2 = outputs.scale_log2
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     phase = 0
-    turn = 0
-    token, first_head, begin, count = _await_row(work, bars, turn)
-    zero = count >> 31
-    pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, 0, HAS_REST)
-    pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
-    slot = name_keys(indices + begin, 0, 0, count, place, True)
+    q_phase = 0
+    work = _wait_work_tile(smem, bars, q_phase)
+    zero = work.count >> 31
+    pending = qk0_half(smem, bars, zero, phase, nothing, 0)
+    pending = qk0_half(smem, bars, zero, phase, pending, 1)
+    slot = _load_slots(indices + work.begin, 0, work.count, key)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    while token >= 0:
-        pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
-        acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-        m = gl.full([HEADS], initial_max(scale_log2), gl.float32, ROW)
-        l = gl.zeros([HEADS], gl.float32, ROW)
+    while work.token >= 0:
+        pairs = gl.maximum((work.count + 2 * BLOCK_N - 1) // (2 * BLOCK_N), 1)
+        acc = gl.zeros([BLOCK_M, D_V // 2], gl.float32, ACC)
+        m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
+        l = gl.zeros([BLOCK_M], gl.float32, ROW)
         for i in range(pairs):
             zero = i >> 20
-            product, m, l = left_pair(
-                scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase,
-                i + 1 == pairs, HAS_REST, True,
-            )  # fmt: skip
+            last = i + 1 == pairs
+            kv_valid = _in_rows(slot, num_rows)
+            pv1, m, l = wg0_pair(scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, True)
             phase = phase ^ 1
             if i + 1 < pairs:
-                pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, nothing, 0, HAS_REST)
-                acc = warpgroup_mma_wait(1 + HAS_REST, deps=(product,))
-                release(bars[FREED + 2], True)
-                pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
-                ahead = (i + 1) * PAIR
-                slot = name_keys(indices + begin, 0, ahead, count - ahead, place, True)
+                pending = qk0_half(smem, bars, zero, phase, nothing, 0)
+                acc = warpgroup_mma_wait(1 + smem.HAS_ROPE, deps=(pv1,))
+                release(bars.k_empty[2], True)
+                pending = qk0_half(smem, bars, zero, phase, pending, 1)
+                first = (i + 1) * (2 * BLOCK_N)
+                slot = _load_slots(indices + work.begin, first, work.count - first, key)
                 scores = warpgroup_mma_wait(0, deps=(pending,))
             else:
-                acc = warpgroup_mma_wait(0, deps=(product,))
-                release(bars[FREED + 2], True)
+                acc = warpgroup_mma_wait(0, deps=(pv1,))
+                release(bars.k_empty[2], True)
                 scores = nothing
-        l = l + sums.index(1).load(ROW)
-        wide = token.to(gl.int64)
-        target = out + wide * stride_out_token + first_head * stride_out_head
-        sums_to = lse + wide * stride_lse_token + first_head
-        drain = sink + first_head
-        turn = turn ^ 1
-        token, first_head, begin, count = _await_row(work, bars, turn)
-        zero = count >> 31
-        if token >= 0:
-            await_keys(bars, 0, phase)
-        # Of stale memory after the last row.
-        pending = score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
-        finish(acc, l, m, scale_log2, 0, target, sums_to, None, drain, stride_out_head, HAS_SINK, False, ACC)
-        if token >= 0:
-            pending = score_even(query, query_rest, keys, keys_rest, bars, zero, phase, pending, 1, HAS_REST)
-            slot = name_keys(indices + begin, 0, 0, count, place, True)
+        l = l + smem.row_sum.index(1).load(ROW)
+        token = work.token.to(gl.int64)
+        out = outputs.out + token * outputs.stride_out_token + work.first_head * outputs.stride_out_head
+        lse = outputs.lse + token * outputs.stride_lse_token + work.first_head
+        to = OutputTile(out, lse, None, outputs.sink + work.first_head, outputs.stride_out_head)
+        q_phase = q_phase ^ 1
+        work = _wait_work_tile(smem, bars, q_phase)
+        zero = work.count >> 31
+        if work.token >= 0:
+            wait_k(bars, 0, phase)
+        pending = qk0_left(smem, zero, nothing)  # of stale memory after the last work tile
+        store_output(acc, l, m, scale_log2, to, 0, HAS_SINK, False)
+        if work.token >= 0:
+            pending = qk0_half(smem, bars, zero, phase, pending, 1)
+            slot = _load_slots(indices + work.begin, 0, work.count, key)
             scores = warpgroup_mma_wait(0, deps=(pending,))
         else:
             scores = warpgroup_mma_wait(0, deps=(pending,))
 
 
 @gluon.jit
-def _right_rows(
-    query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, work, bars, indices, num_rows, scale_log2,
-    out, sink, stride_out_token, stride_out_head, HAS_REST: gl.constexpr, HAS_SINK: gl.constexpr,
-):  # fmt: skip
-    """The right-hand consumer of row after row."""
+def _wg1(smem, bars, outputs, HAS_SINK: gl.constexpr):
+    """wg1 over work tiles."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    scale_log2 = outputs.scale_log2
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     phase = 0
-    turn = 0
-    token, first_head, begin, count = _await_row(work, bars, turn)
-    while token >= 0:
-        pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
-        acc = gl.zeros([HEADS, HALF], gl.float32, ACC)
-        m = gl.full([HEADS], initial_max(scale_log2), gl.float32, ROW)
-        l = gl.zeros([HEADS], gl.float32, ROW)
+    q_phase = 0
+    work = _wait_work_tile(smem, bars, q_phase)
+    while work.token >= 0:
+        pairs = gl.maximum((work.count + 2 * BLOCK_N - 1) // (2 * BLOCK_N), 1)
+        acc = gl.zeros([BLOCK_M, D_V // 2], gl.float32, ACC)
+        m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
+        l = gl.zeros([BLOCK_M], gl.float32, ROW)
         for i in range(pairs):
-            before = i * PAIR + TILE
-            acc, m, l = right_pair(
-                indices, begin + before, count - before, place, acc, m, l, query, query_rest, keys, keys_rest, right_p,
-                left_p, maxima, sums, bars, num_rows, scale_log2, i >> 20, phase, i + 1 == pairs, HAS_REST, True,
-            )  # fmt: skip
+            first = i * (2 * BLOCK_N) + BLOCK_N
+            zero = i >> 20
+            last = i + 1 == pairs
+            pending = qk1(smem, bars, zero, phase)
+            slot = _load_slots(outputs.indices, work.begin + first, work.count - first, key)
+            scores = warpgroup_mma_wait(0, deps=(pending,))
+            kv_valid = _in_rows(slot, outputs.num_rows)
+            acc, m, l = wg1_pair(scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, True)
             phase = phase ^ 1
-        l = l + sums.index(0).load(ROW)
-        wide = token.to(gl.int64)
-        target = out + wide * stride_out_token + first_head * stride_out_head
-        finish(acc, l, m, scale_log2, 1, target, None, None, sink + first_head, stride_out_head, HAS_SINK, False, ACC)
-        turn = turn ^ 1
-        token, first_head, begin, count = _await_row(work, bars, turn)
+        l = l + smem.row_sum.index(0).load(ROW)
+        token = work.token.to(gl.int64)
+        out = outputs.out + token * outputs.stride_out_token + work.first_head * outputs.stride_out_head
+        to = OutputTile(out, None, None, outputs.sink + work.first_head, outputs.stride_out_head)
+        store_output(acc, l, m, scale_log2, to, 1, HAS_SINK, False)
+        q_phase = q_phase ^ 1
+        work = _wait_work_tile(smem, bars, q_phase)
 
 
 @gluon.jit
-def _offer_row(work, token, first_head, begin, count):
-    """Tell the consumers what they attend next; token -1: nothing."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    work.index(0).store(gl.full([1], token, gl.int32, ONE))
-    work.index(1).store(gl.full([1], first_head, gl.int32, ONE))
-    work.index(2).store(gl.full([1], begin, gl.int32, ONE))
-    work.index(3).store(gl.full([1], count, gl.int32, ONE))
-
-
-@gluon.jit
-def _claim(items, handed_out):
-    """The next item that no program has taken. Every program comes once in vain; who comes last leaves a zero
-    behind."""
-    ticket = gl.atomic_add(handed_out, 1, sem="relaxed").to(gl.int32)
-    if ticket == items - 1:
-        gl.store(handed_out, 0)
+def _next_work_tile(inputs):
+    """The tile scheduler: the next work tile that no CTA has drawn. Every CTA draws once in vain; who draws last leaves
+    a zero behind."""
+    ticket = gl.atomic_add(inputs.tile_counter, 1, sem="relaxed").to(gl.int32)
+    if ticket == inputs.num_work_tiles - 1:
+        gl.store(inputs.tile_counter, 0)
     return ticket + gl.num_programs(0)
 
 
 @gluon.jit
-def _row_and_heads(item, items, head_blocks):
-    """(token, first head) of an item, both from the last to the first."""
-    behind = items - 1 - item
-    token = behind // head_blocks
-    return token, (behind - token * head_blocks) * HEADS
+def _row_and_heads(inputs, work_tile):
+    """(token, first head) of a work tile, both from the last to the first."""
+    reverse = inputs.num_work_tiles - 1 - work_tile
+    token = reverse // inputs.head_blocks
+    return token, (reverse - token * inputs.head_blocks) * BLOCK_M
 
 
 @gluon.jit
-def _supply(
-    query, query_rest, keys, keys_rest, work, bars, q, indices, indptr, handed_out, kv, num_rows, capacity, items,
-    head_blocks, stride_q_token, stride_q_head, stride_kv, HAS_REST: gl.constexpr,
-):  # fmt: skip
-    """The producer: of item after item the queries, then the keys of pair after pair. An item is claimed a pair before
+def _load(smem, bars, inputs):
+    """The producer: of each work tile the queries, then the keys of pair after pair. A work tile is drawn a pair before
     the last of the one before, and indices are read one pair ahead, so that no wait for keys is one for anything
     else."""
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, LANES))
-    everyone = place >= 0
-    item = gl.program_id(0)
-    token, first_head = _row_and_heads(item, items, head_blocks)
-    begin, count = row_range(indptr, token, capacity)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    indices = inputs.indices
+    num_work_tiles = inputs.num_work_tiles
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, ROWS))
+    all_heads = key >= 0
+    work_tile = gl.program_id(0)
+    token, first_head = _row_and_heads(inputs, work_tile)
+    begin, count = row_range(inputs.indptr, token, inputs.capacity)
     phase = 1
-    turn = 1
-    even = gl.load(indices + (begin + place), mask=place < count, other=-1)
-    odd = gl.load(indices + (begin + TILE + place), mask=TILE + place < count, other=-1)
-    while item < items:
-        token, first_head = _row_and_heads(item, items, head_blocks)
-        mbarrier.wait(bars[QUERY_FREED], turn)
-        turn = turn ^ 1
+    q_phase = 1
+    slot0 = _load_slots(indices, begin, count, key)
+    slot1 = gl.load(indices + (begin + BLOCK_N + key), mask=BLOCK_N + key < count, other=-1)
+    while work_tile < num_work_tiles:
+        token, first_head = _row_and_heads(inputs, work_tile)
+        mbarrier.wait(bars.q_empty, q_phase)
+        q_phase = q_phase ^ 1
         zero = count >> 31
-        _offer_row(work, token, first_head, begin, count)
-        heads = q + token.to(gl.int64) * stride_q_token + (first_head + place) * stride_q_head
-        gather(query.index(zero).slice(0, HALF, dim=1), heads, everyone, 0, HALF, LANES)
-        gather(query.index(zero).slice(HALF, HALF, dim=1), heads, everyone, HALF, HALF, LANES)
-        if HAS_REST:
-            gather(query_rest.index(zero), heads, everyone, VALUE, REST, LANES)
-        async_copy.mbarrier_arrive(bars[QUERY], increment_count=False)
-        signal(bars[QUERY])
-        pairs = gl.maximum((count + PAIR - 1) // PAIR, 1)
-        next_item = item
+        _publish_work_tile(smem, token, first_head, begin, count)
+        heads = inputs.q + token.to(gl.int64) * inputs.stride_q_token + (first_head + key) * inputs.stride_q_head
+        gather(half_of(smem.q.index(zero), 0), heads, all_heads, 0, D_V // 2, ROWS)
+        gather(half_of(smem.q.index(zero), 1), heads, all_heads, D_V // 2, D_V // 2, ROWS)
+        if smem.HAS_ROPE:
+            gather(smem.q_rope.index(zero), heads, all_heads, D_V, D_ROPE, ROWS)
+        async_copy.mbarrier_arrive(bars.q_full, increment_count=False)
+        signal(bars.q_full)
+        pairs = gl.maximum((count + 2 * BLOCK_N - 1) // (2 * BLOCK_N), 1)
+        next_work_tile = work_tile
         next_begin = begin
         next_count = count
         for i in range(pairs):
-            even_valid = (even >= 0) & (even < num_rows)
-            odd_valid = (odd >= 0) & (odd < num_rows)
-            even_rows = kv + even.to(gl.int64) * stride_kv
-            odd_rows = kv + odd.to(gl.int64) * stride_kv
+            kv_valid0 = _in_rows(slot0, inputs.num_rows)
+            kv_valid1 = _in_rows(slot1, inputs.num_rows)
+            rows0 = inputs.kv + slot0.to(gl.int64) * inputs.stride_kv_row
+            rows1 = inputs.kv + slot1.to(gl.int64) * inputs.stride_kv_row
             if i == gl.maximum(pairs - 2, 0):
-                next_item = _claim(items, handed_out)
-                next_token, _ = _row_and_heads(gl.minimum(next_item, items - 1), items, head_blocks)
-                next_begin, next_count = row_range(indptr, next_token, capacity)
-                next_count = gl.where(next_item < items, next_count, 0)
+                next_work_tile = _next_work_tile(inputs)
+                next_token, _ = _row_and_heads(inputs, gl.minimum(next_work_tile, num_work_tiles - 1))
+                next_begin, next_count = row_range(inputs.indptr, next_token, inputs.capacity)
+                next_count = gl.where(next_work_tile < num_work_tiles, next_count, 0)
             last = i + 1 == pairs
-            ahead = gl.where(last, next_begin, begin + (i + 1) * PAIR) + place
-            left_over = gl.where(last, next_count, count - (i + 1) * PAIR)
-            even = gl.load(indices + ahead, mask=place < left_over, other=-1)
-            odd = gl.load(indices + (ahead + TILE), mask=TILE + place < left_over, other=-1)
+            ahead = gl.where(last, next_begin, begin + (i + 1) * (2 * BLOCK_N)) + key
+            left = gl.where(last, next_count, count - (i + 1) * (2 * BLOCK_N))
+            slot0 = gl.load(indices + ahead, mask=key < left, other=-1)
+            slot1 = gl.load(indices + (ahead + BLOCK_N), mask=BLOCK_N + key < left, other=-1)
 
-            mbarrier.wait(bars[FREED], phase)
-            gather(keys.index(0).slice(0, HALF, dim=1), even_rows, even_valid, 0, HALF, LANES)
-            if HAS_REST:
-                gather(keys_rest.index(0), even_rows, even_valid, VALUE, REST, LANES)
-            async_copy.mbarrier_arrive(bars[FILLED], increment_count=False)
-            mbarrier.wait(bars[FREED + 3], phase)
-            gather(keys.index(1).slice(HALF, HALF, dim=1), odd_rows, odd_valid, HALF, HALF, LANES)
-            async_copy.mbarrier_arrive(bars[FILLED + 3], increment_count=False)
-            mbarrier.wait(bars[FREED + 1], phase)
-            gather(keys.index(0).slice(HALF, HALF, dim=1), even_rows, even_valid, HALF, HALF, LANES)
-            async_copy.mbarrier_arrive(bars[FILLED + 1], increment_count=False)
-            if HAS_REST:  # left's probabilities were read there; told of with the left half
-                gather(keys_rest.index(1), odd_rows, odd_valid, VALUE, REST, LANES)
-            mbarrier.wait(bars[FREED + 2], phase)
-            gather(keys.index(1).slice(0, HALF, dim=1), odd_rows, odd_valid, 0, HALF, LANES)
-            async_copy.mbarrier_arrive(bars[FILLED + 2], increment_count=False)
+            mbarrier.wait(bars.k_empty[0], phase)
+            gather(half_of(smem.k.index(0), 0), rows0, kv_valid0, 0, D_V // 2, ROWS)
+            if smem.HAS_ROPE:
+                gather(smem.k_rope.index(0), rows0, kv_valid0, D_V, D_ROPE, ROWS)
+            async_copy.mbarrier_arrive(bars.k_full[0], increment_count=False)
+            mbarrier.wait(bars.k_empty[3], phase)
+            gather(half_of(smem.k.index(1), 1), rows1, kv_valid1, D_V // 2, D_V // 2, ROWS)
+            async_copy.mbarrier_arrive(bars.k_full[3], increment_count=False)
+            mbarrier.wait(bars.k_empty[1], phase)
+            gather(half_of(smem.k.index(0), 1), rows0, kv_valid0, D_V // 2, D_V // 2, ROWS)
+            async_copy.mbarrier_arrive(bars.k_full[1], increment_count=False)
+            if smem.HAS_ROPE:  # P0 was read there; full with the left half
+                gather(smem.k_rope.index(1), rows1, kv_valid1, D_V, D_ROPE, ROWS)
+            mbarrier.wait(bars.k_empty[2], phase)
+            gather(half_of(smem.k.index(1), 0), rows1, kv_valid1, 0, D_V // 2, ROWS)
+            async_copy.mbarrier_arrive(bars.k_full[2], increment_count=False)
             phase = phase ^ 1
-        item = next_item
+        work_tile = next_work_tile
         begin = next_begin
         count = next_count
-    mbarrier.wait(bars[QUERY_FREED], turn)
-    _offer_row(work, -1, 0, 0, 0)
-    async_copy.mbarrier_arrive(bars[QUERY], increment_count=False)
-    signal(bars[QUERY])
+    mbarrier.wait(bars.q_empty, q_phase)
+    _publish_work_tile(smem, -1, 0, 0, 0)
+    async_copy.mbarrier_arrive(bars.q_full, increment_count=False)
+    signal(bars.q_full)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "capacity", "items", "head_blocks", "early"])
+@gluon.jit(do_not_specialize=["num_rows", "capacity", "num_work_tiles", "head_blocks", "launch_early"])
 def attend(
-    q,  # bf16 [tokens, heads, VALUE (+ REST)], heads a multiple of 64
-    kv,  # bf16 [num_rows, VALUE (+ REST)]
+    q,  # bf16 [tokens, heads, D_V (+ D_ROPE)], heads a multiple of BLOCK_M
+    kv,  # bf16 [num_rows, D_V (+ D_ROPE)]
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
     sink,  # fp32 [heads]; anything without HAS_SINK
-    out,  # bf16 [tokens, heads, VALUE]
+    out,  # bf16 [tokens, heads, D_V]
     lse,  # fp32 [tokens, heads], natural log
-    handed_out,  # int64 [1], zero before and after
+    tile_counter,  # int64 [1], zero before and after
     num_rows,
     capacity,
-    items,  # tokens * head_blocks, at least as many as programs
+    num_work_tiles,  # tokens * head_blocks, at least as many as CTAs
     head_blocks,
-    early,  # whether the next launch may start while this one runs
+    launch_early,  # whether the next launch may start while this one runs
     scale_log2,  # above 0: the largest product gives the largest score
     stride_q_token,
     stride_q_head,
@@ -279,49 +323,40 @@ def attend(
     stride_out_token,
     stride_out_head,
     stride_lse_token,
-    HAS_REST: gl.constexpr,
+    HAS_ROPE: gl.constexpr,
     HAS_SINK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    query = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, VALUE], TILES)
-    keys = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, VALUE], TILES)
-    right_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
-    maxima = gl.allocate_shared_memory(gl.float32, [HEADS], FLAT)
-    sums = gl.allocate_shared_memory(gl.float32, [2, HEADS], FLAT)
-    work = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
-    bars = allocate_barriers()
-    if HAS_REST:
-        query_rest = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, REST], TILES)
-        keys_rest = gl.allocate_shared_memory(gl.bfloat16, [2, TILE, REST], TILES)
-        left_p = keys_rest  # the odd tile's rest is free once it was scored
-    else:
-        left_p = gl.allocate_shared_memory(gl.bfloat16, [1, HEADS, TILE], TILES)
-        query_rest = query
-        keys_rest = keys
-    for which in gl.static_range(FILLED, LEFT_MAX):
-        mbarrier.init(bars[which], count=128)  # every thread of the producer, or of a consumer
-    for which in gl.static_range(LEFT_MAX, QUERY):
-        mbarrier.init(bars[which], count=1)
-    mbarrier.init(bars[QUERY], count=129)  # and one for what it says of them
-    mbarrier.init(bars[QUERY_FREED], count=256)
+    smem, bars = allocate(HAS_ROPE, True)
+    for which in gl.static_range(4):  # every thread of the producer, or of a consumer
+        mbarrier.init(bars.k_full[which], count=128)
+    for which in gl.static_range(4):
+        mbarrier.init(bars.k_empty[which], count=128)
+    mbarrier.init(bars.max0_full, count=1)
+    mbarrier.init(bars.max1_full, count=1)
+    mbarrier.init(bars.p0_full, count=1)
+    mbarrier.init(bars.p1_full, count=1)
+    mbarrier.init(bars.q_full, count=129)  # every thread of the producer, and its signal
+    mbarrier.init(bars.q_empty, count=256)  # every thread of both consumers
     fence_async_shared()
     wait()
-    if early != 0:
+    if launch_early != 0:
         launch_dependents()
     barrier()
+    outputs = Outputs(
+        indices, num_rows, scale_log2, out, lse, sink, stride_out_token, stride_out_head, stride_lse_token
+    )
+    inputs = Inputs(
+        q, indices, indptr, tile_counter, kv, num_rows, capacity, num_work_tiles, head_blocks, stride_q_token,
+        stride_q_head, stride_kv_row,
+    )  # fmt: skip
     gl.warp_specialize(
         [
-            (_left_rows, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, work, bars, indices, num_rows,
-                          scale_log2, out, lse, sink, stride_out_token, stride_out_head, stride_lse_token, HAS_REST,
-                          HAS_SINK)),
-            (_right_rows, (query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, work, bars, indices, num_rows,
-                           scale_log2, out, sink, stride_out_token, stride_out_head, HAS_REST, HAS_SINK)),
-            (_supply, (query, query_rest, keys, keys_rest, work, bars, q, indices, indptr, handed_out, kv, num_rows, capacity,
-                       items, head_blocks, stride_q_token, stride_q_head, stride_kv_row, HAS_REST)),
+            (_wg0, (smem, bars, outputs, HAS_SINK)),
+            (_wg1, (smem, bars, outputs, HAS_SINK)),
+            (_load, (smem, bars, inputs)),
         ],
         [4, 4],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

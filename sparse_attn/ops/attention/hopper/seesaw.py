@@ -1,12 +1,17 @@
-"""What two consumer warpgroups on Hopper do with a pair of 64-key tiles.
+"""The seesaw: what two consumer warpgroups do with a pair of 64-key tiles, K0 and K1. FlashMLA's schedule.
 
-``left_pair`` takes the even tile's scores and owns the first 256 output columns, ``right_pair`` scores the odd tile and
-owns the last 256; each multiplies its own probabilities out of registers and the other's out of shared memory, and the
-two agree per pair on what these are relative to. Producers bring the tiles half by half, in the order in which the
-consumers free the halves. Between the two products of a pair ``left`` is one chain: scores, maximum, exponentials.
-What of a key only scores comes with its left half; of an odd tile it makes room for ``left``'s probabilities.
-PERSISTENT: the consumers attend row after row (prefill_bf16) and look up which keys exist; else one row (seesaw_row), and are
-told.
+wg0 scores K0 and owns output columns [0, 256); wg1 scores K1 and owns [256, 512). V is K's first D_V columns. Each
+multiplies its own P out of registers and the other's out of shared memory; per pair they agree on one lagged maximum.
+
+    wg0:  Q K0 | max -> wg1 | P0 | acc += P0 V0l | max <- wg1 | P0 -> wg1, rescaled | P1 <- wg1 | acc += P1 V1l, Q K0
+    wg1:  Q K1 | max <- wg0 | max -> wg0 | P1 | acc += P1 V1r, P1 -> wg0 | P0 <- wg0 | acc += P0 V0r
+
+Producers fill half-tiles (256 columns) in the order in which the consumers free them: K0 left, K1 right, K0 right, K1
+left. RoPE columns arrive with a tile's left half; those of K1 make room for P0 once they were scored.
+
+Floor: wg0's chain of scores, maximum and exponentials, between its two PV. README.md has the barriers, the
+shared-memory map and the schedule of each kernel that runs the seesaw: prefill_bf16 (PERSISTENT: row after row) and
+decode_fp8 (one row).
 
 Shared memory is indexed by an opaque zero made in the loop, because otherwise every matrix descriptor is hoisted out of
 it and spilled. ``mbarrier.arrive`` is one thread and waits for nobody: a barrier of the warpgroup stands before each.
@@ -23,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import signal
-from sparse_attn.ops.attention.hopper.common import normalise
+from sparse_attn.device.triton_private import aggregate
+from sparse_attn.ops.attention.hopper.common import BLOCK_M, BLOCK_N, D_ROPE, D_V, Scalar, normalise
 from sparse_attn.ops.attention.hopper.lazy_rescale import (
     denominator,
     lagged_max,
@@ -33,32 +39,9 @@ from sparse_attn.ops.attention.hopper.lazy_rescale import (
     rescale_p,
 )
 
-HEADS = gl.constexpr(64)  # of a program
-TILE = gl.constexpr(64)  # keys
-PAIR = gl.constexpr(128)
-HALF = gl.constexpr(256)  # columns of half a value
-NARROW = gl.constexpr(128)  # columns of a product beside two producers: four warpgroups have too few registers for HALF
-VALUE = gl.constexpr(512)
-REST = gl.constexpr(64)  # columns behind the value that only score
-
-UNIT = gl.constexpr(16)  # bytes of a load, in which strides of fp8 caches are counted
-WORD = gl.constexpr(4)  # bytes, or codes
-
-# mbarriers. The four halves of a pair, 2 * tile + half: filled by the producer, freed by the consumer that read it
-# last.
-FILLED = gl.constexpr(0)
-FREED = gl.constexpr(4)
-LEFT_MAX = gl.constexpr(8)
-RIGHT_MAX = gl.constexpr(9)
-LEFT_P = gl.constexpr(10)
-RIGHT_P = gl.constexpr(11)
-QUERY = gl.constexpr(12)
-QUERY_FREED = gl.constexpr(13)  # where a program attends more than one row
-BARRIERS = gl.constexpr(14)
-
-# [HEADS, HALF] in the threads that hold it as sums, 8 bytes of a row each: only the four threads of a row exchange
+# [BLOCK_M, D_V // 2] as an accumulator's threads hold it, 8 bytes of a row each: only a row's four threads exchange
 # columns.
-LINES = gl.constexpr(
+OUT_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
         [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
@@ -69,7 +52,7 @@ LINES = gl.constexpr(
 )
 
 # The same in the order in which a thread holds them, 16 bytes of a row each: nothing is exchanged.
-SHARES = gl.constexpr(
+PARTIAL_LAYOUT = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64], [0, 128]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -80,19 +63,92 @@ SHARES = gl.constexpr(
 )
 
 
+@aggregate
+class Shared:
+    """Shared memory of a CTA: bf16 tiles, then fp32 and int32 vectors."""
+
+    q: gl.shared_memory_descriptor  # [1, BLOCK_M, D_V]
+    q_rope: gl.shared_memory_descriptor | gl.constexpr  # [1, BLOCK_M, D_ROPE]; None without HAS_ROPE
+    k: gl.shared_memory_descriptor  # [2, BLOCK_N, D_V]: K0 and K1
+    k_rope: gl.shared_memory_descriptor | gl.constexpr  # [2, BLOCK_N, D_ROPE]; None without HAS_ROPE
+    p1: gl.shared_memory_descriptor  # [1, BLOCK_M, BLOCK_N]
+    p0: gl.shared_memory_descriptor  # at [HAS_ROPE]: with RoPE columns those of K1, which were scored by then
+    row_max: gl.shared_memory_descriptor  # fp32 [BLOCK_M]
+    row_sum: gl.shared_memory_descriptor  # fp32 [2, BLOCK_M]: of wg0 and wg1
+    kv_valid: gl.shared_memory_descriptor | gl.constexpr  # int32 [2, BLOCK_N], of K0 and K1; None if PERSISTENT
+    work_tile: gl.shared_memory_descriptor | gl.constexpr  # int32 [4, 1]; None unless PERSISTENT
+    HAS_ROPE: gl.constexpr
+
+
+@aggregate
+class Barriers:
+    """mbarriers, each an allocation of its own: between uses of one piece of shared memory the compiler would put a
+    barrier of the warpgroup."""
+
+    k_full: gl.tuple  # of half-tile 2 * tile + half, by a producer
+    k_empty: gl.tuple  # of the same, by the consumer that reads it last
+    max0_full: gl.shared_memory_descriptor  # wg0's maximum lies in row_max
+    max1_full: gl.shared_memory_descriptor  # that of both does
+    p0_full: gl.shared_memory_descriptor
+    p1_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor  # PERSISTENT
+
+
+@aggregate
+class OutputTile:
+    """Where a CTA's rows go: pointers to its first head."""
+
+    out: gl.tensor
+    lse: Scalar  # None for wg1 of a persistent kernel
+    scale: Scalar  # of fp16 partials; else anything
+    sink: gl.tensor
+    stride_head: Scalar
+
+
 @gluon.jit
-def allocate_barriers():
-    """One by one: between uses of one piece of shared memory the compiler would put a barrier of the warpgroup."""
+def _allocate_barriers(COUNT: gl.constexpr):
     bars = ()
-    for _ in gl.static_range(BARRIERS):
+    for _ in gl.static_range(COUNT):
         bars = bars + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
     return bars
 
 
 @gluon.jit
+def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr):
+    """(Shared, Barriers) of a CTA; barriers are not initialised."""
+    TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, D_V], TILES)
+    k = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, D_V], TILES)
+    p1 = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, BLOCK_N], TILES)
+    row_max = gl.allocate_shared_memory(gl.float32, [BLOCK_M], FLAT)
+    row_sum = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], FLAT)
+    if PERSISTENT:
+        kv_valid: gl.constexpr = None
+        work_tile = gl.allocate_shared_memory(gl.int32, [4, 1], FLAT)
+    else:
+        kv_valid = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], FLAT)
+        work_tile: gl.constexpr = None
+    k_full = _allocate_barriers(4)
+    k_empty = _allocate_barriers(4)
+    max0_full, max1_full, p0_full, p1_full, q_full, q_empty = _allocate_barriers(6)
+    if HAS_ROPE:
+        q_rope = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, D_ROPE], TILES)
+        k_rope = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_N, D_ROPE], TILES)
+        p0 = k_rope
+    else:
+        q_rope: gl.constexpr = None
+        k_rope: gl.constexpr = None
+        p0 = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, BLOCK_N], TILES)
+    smem = Shared(q, q_rope, k, k_rope, p1, p0, row_max, row_sum, kv_valid, work_tile, HAS_ROPE)
+    return smem, Barriers(k_full, k_empty, max0_full, max1_full, p0_full, p1_full, q_full, q_empty)
+
+
+@gluon.jit
 def release(bar, EACH: gl.constexpr):
-    """This warpgroup has read what it was given: each thread says so for itself, which takes no barrier, or one for
-    all. (Nothing is handed over that a thread wrote: that needs ``signal``.)"""
+    """This warpgroup has read what it was given. EACH: every thread arrives for itself, which takes no barrier; else
+    one for all. (Nothing is handed over that a thread wrote: that needs ``signal``.)"""
     if EACH:
         async_copy.mbarrier_arrive(bar, increment_count=False)
     else:
@@ -100,44 +156,147 @@ def release(bar, EACH: gl.constexpr):
 
 
 @gluon.jit
-def await_keys(bars, which: gl.constexpr, phase):
-    mbarrier.wait(bars[FILLED + which], phase)
+def wait_k(bars, which: gl.constexpr, phase):
+    """Wait for half-tile ``which``, 2 * tile + half, and make its stores seen by the matrix unit."""
+    mbarrier.wait(bars.k_full[which], phase)
     fence_async_shared()
 
 
 @gluon.jit
-def score_half(query, keys, scores, half: gl.constexpr, first: gl.constexpr):
-    """scores (+)= queries times one half of a tile, not awaited."""
-    a = query.slice(half * HALF, HALF, dim=1)
-    b = keys.slice(half * HALF, HALF, dim=1).permute((1, 0))
-    return warpgroup_mma(a, b, scores, use_acc=not first, is_async=True)
+def half_of(tile, half: gl.constexpr):
+    """Columns [0, 256) or [256, 512) of a tile."""
+    return tile.slice(half * (D_V // 2), D_V // 2, dim=1)
 
 
 @gluon.jit
-def name_keys(named, tile: gl.constexpr, first, left_over, place, PERSISTENT: gl.constexpr):
-    """What a tile's keys are called: the indices ``named`` from ``first`` on, of which ``left_over`` are the row's;
-    unless PERSISTENT what the producer says in shared memory of the tiles' keys, once they are there."""
-    if PERSISTENT:
-        return gl.load(named + (first + place), mask=place < left_over, other=-1)
+def _qk_half(q, k, scores, half: gl.constexpr, FIRST: gl.constexpr):
+    """scores (+)= Q times half a tile, not awaited."""
+    return warpgroup_mma(half_of(q, half), half_of(k, half).permute((1, 0)), scores, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def _qk_rope(q_rope, k_rope, scores):
+    return warpgroup_mma(q_rope, k_rope.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def qk0_left(smem, zero, scores):
+    """K0's scores by its left half and its RoPE columns, not awaited. scores: of this type, not read."""
+    scores = _qk_half(smem.q.index(zero), smem.k.index(zero), scores, 0, True)
+    if smem.HAS_ROPE:
+        scores = _qk_rope(smem.q_rope.index(zero), smem.k_rope.index(zero), scores)
+    return scores
+
+
+@gluon.jit
+def qk0_half(smem, bars, zero, phase, scores, half: gl.constexpr):
+    """Wait for half of K0 and score it, the left one first; not awaited."""
+    wait_k(bars, half, phase)
+    if half == 0:
+        return qk0_left(smem, zero, scores)
     else:
-        return named.index(tile).load(place.type.layout)
+        return _qk_half(smem.q.index(zero), smem.k.index(zero), scores, 1, False)
 
 
 @gluon.jit
-def masked(scores, slot, num_rows, PERSISTENT: gl.constexpr):
-    """Scores of a tile, -inf where ``slot`` names no row."""
+def qk1(smem, bars, zero, phase):
+    """Wait for K1 and score it, the right half first; not awaited."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
+    wait_k(bars, 3, phase)
+    scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 1, True)
+    wait_k(bars, 2, phase)
+    scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 0, False)
+    if smem.HAS_ROPE:
+        scores = _qk_rope(smem.q_rope.index(zero), smem.k_rope.index(zero + 1), scores)
+    return scores
+
+
+@gluon.jit
+def wg0_pair(
+    scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, PERSISTENT: gl.constexpr
+):  # fmt: skip
+    """wg0's part of a pair, from K0's scores on: (acc with P1 V1l not awaited, m, l). kv_valid: which keys of K0 a row
+    attends. PERSISTENT: after the ``last`` pair of a row Q's memory is wanted for the next one's."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    z = gl.where(gl.expand_dims(kv_valid, 0), scores, -float("inf"))
+    m_new = lagged_max(m, gl.max(z, 1), scale_log2)
+    scale, base = origin(m_new, scale_log2)
+    rescale = rescale_factor(m, m_new, scale_log2)
+    p0 = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
+    l = l * rescale + gl.sum(p0, 1)
+    m = m_new
+    smem.row_max.store(m_new)
+    signal(bars.max0_full)
     if PERSISTENT:
-        valid = (slot >= 0) & (slot < num_rows)
+        if last:
+            release(bars.q_empty, True)
+    acc = rescale_acc(acc, rescale)
+    p0_operand = gl.convert_layout(p0.to(gl.bfloat16), OPERAND)
+    acc = warpgroup_mma(p0_operand, half_of(smem.k.index(zero), 0), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    release(bars.k_empty[0], PERSISTENT)
+    mbarrier.wait(bars.max1_full, phase)
+    m_new = smem.row_max.load(ROW)
+    rescale = rescale_factor(m, m_new, scale_log2)
+    l = l * rescale
+    smem.row_sum.index(0).store(l)
+    if not PERSISTENT and not smem.HAS_ROPE:  # elsewhere nothing is gained, or registers are spilled
+        smem.p0.index(zero).store(rescale_p(p0_operand, rescale))
     else:
-        valid = slot != 0
-    return gl.where(gl.expand_dims(valid, 0), scores, -float("inf"))
+        smem.p0.index(zero + smem.HAS_ROPE).store((p0 * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
+    fence_async_shared()
+    signal(bars.p0_full)
+    acc = rescale_acc(acc, rescale)
+    mbarrier.wait(bars.p1_full, phase)
+    pv1 = warpgroup_mma(smem.p1.index(zero), half_of(smem.k.index(zero + 1), 0), acc, is_async=True)
+    return pv1, m_new, l
 
 
 @gluon.jit
-def _powers(sums):
-    """(2^-n, 2^n) for each row of ``sums``, such that 2^-n times the largest of them lies in [2^14, 2^15); of a row
-    with an infinite one (1, 1). (A maximum leaves NaN out.)"""
-    exponent = gl.max(gl.abs(sums), 1).to(gl.int32, bitcast=True) >> 23
+def wg1_pair(
+    scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, PERSISTENT: gl.constexpr
+):  # fmt: skip
+    """wg1's part of a pair, from K1's scores on: (acc, m, l). kv_valid, last: as wg0_pair has them."""
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    z = gl.where(gl.expand_dims(kv_valid, 0), scores, -float("inf"))
+    tile_max = gl.max(z, 1)
+    mbarrier.wait(bars.max0_full, phase)
+    m_new = lagged_max(smem.row_max.load(ROW), tile_max, scale_log2)
+    smem.row_max.store(m_new)
+    signal(bars.max1_full)
+    if PERSISTENT:
+        if last:
+            release(bars.q_empty, True)
+    scale, base = origin(m_new, scale_log2)
+    rescale = rescale_factor(m, m_new, scale_log2)
+    p1 = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
+    l = l * rescale + gl.sum(p1, 1)
+    acc = rescale_acc(acc, rescale)
+    rounded = p1.to(gl.bfloat16)
+    p1_operand = gl.convert_layout(rounded, OPERAND)
+    acc = warpgroup_mma(p1_operand, half_of(smem.k.index(zero + 1), 1), acc, is_async=True)
+    smem.row_sum.index(1).store(l)
+    smem.p1.index(zero).store(rounded)
+    fence_async_shared()
+    signal(bars.p1_full)
+    mbarrier.wait(bars.p0_full, phase)
+    p0 = smem.p0.index(zero + smem.HAS_ROPE)
+    acc = warpgroup_mma(p0, half_of(smem.k.index(zero), 1), acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    release(bars.k_empty[3], PERSISTENT)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    release(bars.k_empty[1], PERSISTENT)
+    return acc, m_new, l
+
+
+@gluon.jit
+def _powers(acc):
+    """(2^-n, 2^n) for each row of ``acc``, such that 2^-n times its largest value lies in [2^14, 2^15); (1, 1) for a
+    row with an infinite one. (A maximum leaves NaN out.)"""
+    exponent = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) >> 23
     exponent = gl.where(exponent == 255, 127 + 14, gl.maximum(exponent, 15))
     down = (127 + 14 + 127 - exponent) << 23
     up = (exponent - 14) << 23
@@ -145,152 +304,33 @@ def _powers(sums):
 
 
 @gluon.jit
-def _store(out, stride_head, values, half: gl.constexpr, LAYOUT: gl.constexpr):
-    head = gl.arange(0, HEADS, layout=gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, HALF, layout=gl.SliceLayout(0, LAYOUT)) + half * HALF
-    pointers = out + gl.expand_dims(head * stride_head, 1) + gl.expand_dims(column, 0)
+def _store(to, values, half: gl.constexpr, LAYOUT: gl.constexpr):
+    head = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, D_V // 2, layout=gl.SliceLayout(0, LAYOUT)) + half * (D_V // 2)
+    pointers = to.out + gl.expand_dims(head * to.stride_head, 1) + gl.expand_dims(column, 0)
     gl.store(pointers, gl.convert_layout(values, LAYOUT))
 
 
 @gluon.jit
-def finish(
-    acc, l, m, scale_log2, half: gl.constexpr, out, lse, scales, sink, stride_head, HAS_SINK: gl.constexpr, split,
-    ACC: gl.constexpr,
-):  # fmt: skip
-    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16;
-    or where rows are ``split`` as fp16, by which ``scales`` [HEADS, 2] are to be multiplied, with lse in base 2: to
-    2^-11 of each value, an eighth of what rounding the output costs, or 2^-39 of the row's largest in this half."""
-    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    head = gl.arange(0, HEADS, layout=m.type.layout)
-    drain = gl.load(sink + head) if HAS_SINK else 0.0
-    top = m * scale_log2
-    factor, logarithm = normalise(top, denominator(top, l), drain, HAS_SINK, split)
+def store_output(acc, l, m, scale_log2, to, half: gl.constexpr, HAS_SINK: gl.constexpr, split):
+    """Divide by the denominator (a sink adds to it, not to lse) and store this warpgroup's half of the columns as bf16.
+
+    If the row is ``split``: as fp16 partials, which ``to.scale`` [BLOCK_M, 2] multiplies, with lse in base 2. They are
+    exact to 2^-11 of each value, an eighth of what rounding the output costs, or to 2^-39 of the row's largest in this
+    half."""
+    ROW: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    head = gl.arange(0, BLOCK_M, layout=m.type.layout)
+    sink = gl.load(to.sink + head) if HAS_SINK else 0.0
+    m_log2 = m * scale_log2
+    factor, lse = normalise(m_log2, denominator(m_log2, l), sink, HAS_SINK, split)
     if half == 0:
-        gl.store(lse + head, logarithm)
+        gl.store(to.lse + head, lse)
     factor = gl.convert_layout(factor, ROW)
     if split:
         down, up = _powers(acc)
-        gl.store(scales + 2 * gl.arange(0, HEADS, layout=ROW) + half, up * factor)
+        gl.store(to.scale + 2 * gl.arange(0, BLOCK_M, layout=ROW) + half, up * factor)
         values = (acc * gl.expand_dims(down, 1)).to(gl.float16).to(gl.bfloat16, bitcast=True)
-        mixed = gl.permute(gl.reshape(values, [HEADS, HALF // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
-        _store(out, stride_head, gl.reshape(mixed, [HEADS, HALF]), half, SHARES)
+        mixed = gl.permute(gl.reshape(values, [BLOCK_M, D_V // 2 // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
+        _store(to, gl.reshape(mixed, [BLOCK_M, D_V // 2]), half, PARTIAL_LAYOUT)
     else:
-        _store(out, stride_head, (acc * gl.expand_dims(factor, 1)).to(gl.bfloat16), half, LINES)
-
-
-@gluon.jit
-def score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST: gl.constexpr):
-    """An even tile's scores by its left half and its rest, not awaited."""
-    pending = score_half(query.index(zero), keys.index(zero), nothing, 0, True)
-    if HAS_REST:
-        pending = warpgroup_mma(query_rest.index(zero), keys_rest.index(zero).permute((1, 0)), pending, is_async=True)
-    return pending
-
-
-@gluon.jit
-def score_even(
-    query, query_rest, keys, keys_rest, bars, zero, phase, nothing, half: gl.constexpr, HAS_REST: gl.constexpr
-):
-    """One half of an even tile's share of its scores, not awaited. nothing: what the left half starts from, whose
-    result the right half starts from."""
-    await_keys(bars, half, phase)
-    if half == 0:
-        return score_left(query, query_rest, keys, keys_rest, zero, nothing, HAS_REST)
-    else:
-        return score_half(query.index(zero), keys.index(zero), nothing, 1, False)
-
-
-@gluon.jit
-def left_pair(
-    scores, slot, acc, m, l, keys, right_p, left_p, maxima, sums, bars, num_rows, scale_log2, zero, phase, last,
-    HAS_REST: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
-    """From an even tile's scores to (the product of the odd one, not awaited, m, l). PERSISTENT: after the
-    ``last`` pair of a row the queries' memory is wanted for the next one's."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
-    z = masked(scores, slot, num_rows, PERSISTENT)
-    top = lagged_max(m, gl.max(z, 1), scale_log2)
-    scale, base = origin(top, scale_log2)
-    rescale = rescale_factor(m, top, scale_log2)
-    p = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
-    l = l * rescale + gl.sum(p, 1)
-    m = top
-    maxima.store(top)
-    signal(bars[LEFT_MAX])
-    if PERSISTENT:
-        if last:
-            release(bars[QUERY_FREED], True)
-    acc = rescale_acc(acc, rescale)
-    own = gl.convert_layout(p.to(gl.bfloat16), OPERAND)
-    product = warpgroup_mma(own, keys.index(zero).slice(0, HALF, dim=1), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    release(bars[FREED], PERSISTENT)
-    mbarrier.wait(bars[RIGHT_MAX], phase)
-    top = maxima.load(ROW)
-    rescale = rescale_factor(m, top, scale_log2)
-    l = l * rescale
-    sums.index(0).store(l)
-    if not PERSISTENT and not HAS_REST:  # elsewhere nothing is gained, or registers are spilled
-        left_p.index(zero).store(rescale_p(own, rescale))
-    else:
-        left_p.index(zero + HAS_REST).store((p * gl.expand_dims(rescale, 1)).to(gl.bfloat16))
-    fence_async_shared()
-    signal(bars[LEFT_P])
-    acc = rescale_acc(acc, rescale)
-    mbarrier.wait(bars[RIGHT_P], phase)
-    product = warpgroup_mma(right_p.index(zero), keys.index(zero + 1).slice(0, HALF, dim=1), acc, is_async=True)
-    return product, top, l
-
-
-@gluon.jit
-def right_pair(
-    named, first, left_over, place, acc, m, l, query, query_rest, keys, keys_rest, right_p, left_p, maxima, sums, bars,
-    num_rows, scale_log2, zero, phase, last, HAS_REST: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
-    """All of a pair: (acc, m, l). named, first, left_over: as in name_keys of the odd tile; PERSISTENT as in
-    left_pair."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    nothing = gl.zeros([HEADS, TILE], gl.float32, SCORES)
-    await_keys(bars, 3, phase)
-    pending = score_half(query.index(zero), keys.index(zero + 1), nothing, 1, True)
-    await_keys(bars, 2, phase)
-    pending = score_half(query.index(zero), keys.index(zero + 1), pending, 0, False)
-    if HAS_REST:
-        pending = warpgroup_mma(
-            query_rest.index(zero), keys_rest.index(zero + 1).permute((1, 0)), pending, is_async=True
-        )
-    slot = name_keys(named, 1, first, left_over, place, PERSISTENT)
-    scores = warpgroup_mma_wait(0, deps=(pending,))
-    z = masked(scores, slot, num_rows, PERSISTENT)
-    top = gl.max(z, 1)
-    mbarrier.wait(bars[LEFT_MAX], phase)
-    top = lagged_max(maxima.load(ROW), top, scale_log2)
-    maxima.store(top)
-    signal(bars[RIGHT_MAX])
-    if PERSISTENT:
-        if last:
-            release(bars[QUERY_FREED], True)
-    scale, base = origin(top, scale_log2)
-    rescale = rescale_factor(m, top, scale_log2)
-    p = gl.exp2(z * gl.expand_dims(scale, 1) - gl.expand_dims(base, 1))
-    l = l * rescale + gl.sum(p, 1)
-    acc = rescale_acc(acc, rescale)
-    rounded = p.to(gl.bfloat16)
-    own = gl.convert_layout(rounded, OPERAND)
-    product = warpgroup_mma(own, keys.index(zero + 1).slice(HALF, HALF, dim=1), acc, is_async=True)
-    sums.index(1).store(l)
-    right_p.index(zero).store(rounded)
-    fence_async_shared()
-    signal(bars[RIGHT_P])
-    mbarrier.wait(bars[LEFT_P], phase)
-    product = warpgroup_mma(
-        left_p.index(zero + HAS_REST), keys.index(zero).slice(HALF, HALF, dim=1), product, is_async=True
-    )
-    product = warpgroup_mma_wait(1, deps=(product,))
-    release(bars[FREED + 3], PERSISTENT)
-    acc = warpgroup_mma_wait(0, deps=(product,))
-    release(bars[FREED + 1], PERSISTENT)
-    return acc, top, l
+        _store(to, (acc * gl.expand_dims(factor, 1)).to(gl.bfloat16), half, OUT_LAYOUT)

@@ -1,16 +1,17 @@
-"""Producers of swap_ab: warpgroups that bring tiles of keys into shared memory as bf16. Here of bf16 rows and
-of interleaved fp8 records; swap_ab_planar has those of the other form.
+"""The producers of swap_ab: warpgroups that fill tiles of keys in shared memory with bf16. Here over bf16 rows and over
+interleaved fp8 records; swap_ab_planar has those over planar records.
 
-bf16 rows are copied by two, each SHARE keys of every tile. fp8 records take three. One asks: it keeps copies on their
-way, past the registers and the L1, half a tile's codes at a time, and says which keys exist. What is bf16 goes to where
-it is scored; codes and scales go to a place of their own, from where the other two, each SHARE keys of every tile,
-dequantise them: code times scale in fp32, rounded once to bf16, and NaN codes stay NaN. So memory is busy while they
-compute, and no load is awaited beside others, as ptxas has a thread await them all. Rows that an index does not name
-are zeros.
+bf16 rows: two producers copy PRODUCER_KEYS keys of every tile each. fp8 records: one loader and two dequant warpgroups.
 
-The fence between these stores and the matrix unit is the consumer's, after its wait.
+    loader   copies half a tile's codes at a time, past the registers and the L1, into memory of their own, with the
+             first half all scales; copies bf16 values to where they are scored; signals which keys are valid
+    dequant  PRODUCER_KEYS keys of every tile each: reads codes and scales out of shared memory, multiplies in fp32 and
+             rounds once to bf16 (NaN codes stay NaN), stores them into the tile
 
-A list of tiles is the first cache's indices, then the second one's (TWO); a tile lies in one of them.
+So memory is busy while they compute, and no load is awaited beside others, as ptxas has a thread await them all. Rows
+that no index names are zeros. The fence between these stores and the matrix unit is the consumer's, after its wait.
+
+A row's tiles are those of the first cache's indices, then those of the second (HAS_EXTRA_CACHE); a tile lies in one.
 """
 
 from triton.experimental import gluon
@@ -19,231 +20,324 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import async_load, signal, wait
-from sparse_attn.device.triton_private import reinterpret
-from sparse_attn.ops.attention.hopper.common import gather, row_range
-from sparse_attn.ops.attention.hopper.dequant import put_codes
-from sparse_attn.ops.attention.hopper.seesaw import HALF, REST, TILE, UNIT, VALUE, WORD
+from sparse_attn.device.triton_private import aggregate, reinterpret
+from sparse_attn.ops.attention.hopper.common import (
+    BLOCK_N,
+    D_ROPE,
+    D_V,
+    LOAD_BYTES,
+    WORD_BYTES,
+    KvCache,
+    Scalar,
+    gather,
+    row_range,
+)
+from sparse_attn.ops.attention.hopper.dequant import dequant_codes
 
-BLOCK = gl.constexpr(16)  # words: what keys' codes have side by side before they are dequantised
-SHARE = gl.constexpr(32)  # keys of a tile that a producer brings
-BUFFERS = gl.constexpr(2)
-# mbarriers, two of each kind, in memory of its own: the compiler puts a barrier of the warpgroup between uses of one
-# piece.
-FULL = gl.constexpr(0)  # buffer filled, by all producers
-SPENT = gl.constexpr(1)  # buffer read for the last time, by the consumer
-READY = gl.constexpr(2)  # the codes of a tile's left or right half are there
-EMPTY = gl.constexpr(3)  # they are in registers of those who dequantise them
-KINDS = gl.constexpr(4)
+CODE_WORDS = gl.constexpr(16)  # of codes side by side, in memory of their own
+PRODUCER_KEYS = gl.constexpr(32)  # keys of a tile that a producer stores
+STAGES = gl.constexpr(2)
+
+
+@aggregate
+class Shared:
+    """Shared memory of a CTA, but for codes: bf16 tiles, then vectors."""
+
+    q: gl.shared_memory_descriptor  # [1, BLOCK_M, D_V]
+    q_rope: gl.shared_memory_descriptor | gl.constexpr  # [1, BLOCK_M, D_ROPE]; None without HAS_ROPE
+    k: gl.shared_memory_descriptor  # [STAGES, BLOCK_N, D_V]
+    k_rope: gl.shared_memory_descriptor | gl.constexpr  # [STAGES, BLOCK_N, D_ROPE]; None without HAS_ROPE
+    kv_valid: gl.shared_memory_descriptor  # int32 [STAGES, BLOCK_N]
+    p: gl.shared_memory_descriptor  # [1, BLOCK_N, BLOCK_M]: P^T
+    warp_max: gl.shared_memory_descriptor  # fp32 [1, WARPS, BLOCK_M]: each warp's largest product of every head
+    p_max: gl.shared_memory_descriptor  # fp32 [1, WARPS]: each warp's largest P
+    HAS_ROPE: gl.constexpr
+
+
+@aggregate
+class Barriers:
+    """mbarriers, two of each kind, a kind in memory of its own: between uses of one piece the compiler would put a
+    barrier of the warpgroup."""
+
+    k_full: gl.shared_memory_descriptor  # of a stage, by all producers
+    k_empty: gl.shared_memory_descriptor  # of a stage, by the consumer
+    codes_full: gl.shared_memory_descriptor | gl.constexpr  # of half a tile's codes, by the loader; fp8 caches
+    codes_empty: gl.shared_memory_descriptor | gl.constexpr  # they are in the dequant warpgroups' registers
+
+
+@aggregate
+class LatentCodes:
+    """A tile of interleaved records on its way to the dequant warpgroups."""
+
+    halves: gl.shared_memory_descriptor  # int32 [2, 4, BLOCK_N, CODE_WORDS]
+    scales: gl.shared_memory_descriptor  # int32 [BLOCK_N, D_V / GROUP], which are fp32
+
+
+@aggregate
+class Inputs:
+    """What producers read in global memory, as the kernel's arguments of these names."""
+
+    indices: gl.tensor
+    cache: gl.tensor
+    num_slots: Scalar
+    block_size: Scalar
+    stride_cache: Scalar
+    extra_indices: gl.tensor
+    extra_cache: gl.tensor
+    extra_num_slots: Scalar
+    extra_block_size: Scalar
+    stride_extra: Scalar
+
+
+@aggregate
+class TileRange:
+    """A CTA's share of its row: indices into both caches, tiles of the first cache's keys, and of all."""
+
+    begin: Scalar
+    count: Scalar
+    extra_begin: Scalar
+    extra_count: Scalar
+    tiles: Scalar
+    all_tiles: Scalar
+
+
+@aggregate
+class TileSource:
+    """Where a producer reads a row's tiles from."""
+
+    own: TileRange
+    kv: KvCache
+    extra_kv: KvCache
+    key: gl.tensor  # of a tile
+    HAS_EXTRA_CACHE: gl.constexpr
 
 
 @gluon.jit
-def _part(begin, count, first, share):
-    """What tiles [first, first + share) of a row, ``first`` possibly negative, leave of its (begin, count)."""
-    skipped = gl.minimum(gl.maximum(first, 0) * TILE, count)
-    end = gl.minimum(gl.maximum(first + share, 0) * TILE, count)
+def _clip(begin, count, first, tiles):
+    """What tiles [first, first + tiles) of a row, ``first`` possibly negative, leave of its (begin, count)."""
+    skipped = gl.minimum(gl.maximum(first, 0) * BLOCK_N, count)
+    end = gl.minimum(gl.maximum(first + tiles, 0) * BLOCK_N, count)
     return begin + skipped, gl.maximum(end - skipped, 0)
 
 
 @gluon.jit
-def own_keys(row, TWO: gl.constexpr, SPLIT: gl.constexpr):
-    """Of this program's share of its row: (begin and count of the indices, and of those into the second cache; tiles of
-    the first cache's keys, and of all)."""
-    indptr, extra_indptr, capacity, extra_capacity = row
+def own_tiles(rows, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr):
+    """The TileRange of this CTA."""
     token = gl.program_id(0)
-    begin, count = row_range(indptr, token, capacity)
+    begin, count = row_range(rows.indptr, token, rows.capacity)
     extra_begin = 0
     extra_count = 0
-    if TWO:
-        extra_begin, extra_count = row_range(extra_indptr, token, extra_capacity)
-    if SPLIT:  # the tiles of both rows count as one range
-        tiles = (count + TILE - 1) // TILE
-        both = tiles + (extra_count + TILE - 1) // TILE
-        share = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
-        first = gl.program_id(1) * share
-        begin, count = _part(begin, count, first, share)
-        if TWO:
-            extra_begin, extra_count = _part(extra_begin, extra_count, first - tiles, share)
-    tiles = (count + TILE - 1) // TILE
-    extra_tiles = (extra_count + TILE - 1) // TILE
+    if HAS_EXTRA_CACHE:
+        extra_begin, extra_count = row_range(rows.extra_indptr, token, rows.extra_capacity)
+    if SPLIT:  # the tiles of both caches count as one range
+        tiles = (count + BLOCK_N - 1) // BLOCK_N
+        both = tiles + (extra_count + BLOCK_N - 1) // BLOCK_N
+        tiles_per_split = (both + gl.num_programs(1) - 1) // gl.num_programs(1)
+        first = gl.program_id(1) * tiles_per_split
+        begin, count = _clip(begin, count, first, tiles_per_split)
+        if HAS_EXTRA_CACHE:
+            extra_begin, extra_count = _clip(extra_begin, extra_count, first - tiles, tiles_per_split)
+    tiles = (count + BLOCK_N - 1) // BLOCK_N
+    extra_tiles = (extra_count + BLOCK_N - 1) // BLOCK_N
     # An empty row has one, of keys that do not exist.
-    return begin, count, extra_begin, extra_count, tiles, gl.maximum(tiles + extra_tiles, 1)
+    return TileRange(begin, count, extra_begin, extra_count, tiles, gl.maximum(tiles + extra_tiles, 1))
 
 
 @gluon.jit
-def tile_slots(tile, tiles, indices, count, extra_indices, extra_count, place, TWO: gl.constexpr):
-    """What the lists say of a tile's keys, -1 behind their ends."""
-    if TWO:
-        later = tile >= tiles
-        indices = gl.where(later, extra_indices, indices)
-        count = gl.where(later, extra_count, count)
-        tile = gl.where(later, tile - tiles, tile)
-    at = tile * TILE + place
+def own_caches(own, inputs, HAS_EXTRA_CACHE: gl.constexpr):
+    """Both caches with the indices into them from ``own``'s first on; the first one twice without HAS_EXTRA_CACHE."""
+    indices = inputs.indices + own.begin
+    kv = KvCache(inputs.cache, indices, inputs.num_slots, inputs.block_size, inputs.stride_cache)
+    if HAS_EXTRA_CACHE:
+        indices = inputs.extra_indices + own.extra_begin
+        return kv, KvCache(
+            inputs.extra_cache, indices, inputs.extra_num_slots, inputs.extra_block_size, inputs.stride_extra
+        )
+    else:
+        return kv, kv
+
+
+@gluon.jit
+def tile_slots(source, tile):
+    """The indices of a tile's keys, -1 beyond the row."""
+    indices = source.kv.indices
+    count = source.own.count
+    if source.HAS_EXTRA_CACHE:
+        is_extra = tile >= source.own.tiles
+        indices = gl.where(is_extra, source.extra_kv.indices, indices)
+        count = gl.where(is_extra, source.own.extra_count, count)
+        tile = gl.where(is_extra, tile - source.own.tiles, tile)
+    at = tile * BLOCK_N + source.key
     return gl.load(indices + at, mask=at < count, other=-1)
 
 
 @gluon.jit
-def in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO: gl.constexpr):
+def in_cache(source, slots, tile):
     """Which of a tile's slots exist."""
-    if TWO:
-        num_slots = gl.where(tile >= tiles, extra_num_slots, num_slots)
+    num_slots = source.kv.num_slots
+    if source.HAS_EXTRA_CACHE:
+        num_slots = gl.where(tile >= source.own.tiles, source.extra_kv.num_slots, num_slots)
     return (slots >= 0) & (slots < num_slots)
 
 
 @gluon.jit
-def await_room(bars, tile, buffer):
-    """Until the ``buffer`` that ``tile`` takes was read for the last time."""
-    mbarrier.wait(bars[SPENT].index(buffer), tile // BUFFERS & 1 ^ 1)
+def wait_empty(bars, tile, stage):
+    """Wait until the ``stage`` that ``tile`` takes was read for the last time."""
+    mbarrier.wait(bars.k_empty.index(stage), tile // STAGES & 1 ^ 1)
 
 
 @gluon.jit
-def _latent_offsets(slots, valid, block_size, stride_block, TOKEN: gl.constexpr, PAGED: gl.constexpr):
+def _latent_offsets(source, slots, kv_valid, record):
     """int64 offsets of records, in words."""
-    slots = gl.where(valid, slots, 0)
-    if PAGED:
+    TOKEN: gl.constexpr = record.TOKEN // WORD_BYTES
+    slots = gl.where(kv_valid, slots, 0)
+    if record.PADDED_BLOCKS:
+        block_size = source.kv.block_size
         block = slots // block_size
-        return block.to(gl.int64) * stride_block * (UNIT // WORD) + (slots - block * block_size) * (TOKEN // WORD)
+        stride = source.kv.stride_block
+        return block.to(gl.int64) * stride * (LOAD_BYTES // WORD_BYTES) + (slots - block * block_size) * TOKEN
     else:
-        return slots.to(gl.int64) * (TOKEN // WORD)
+        return slots.to(gl.int64) * TOKEN
 
 
 @gluon.jit
-def copy_codes(into, words, offsets, valid, CODES: gl.constexpr):
-    """Codes of records, from ``words`` on, into [blocks, TILE, BLOCK]."""
+def copy_codes(into, words, offsets, kv_valid, CODES: gl.constexpr):
+    """Codes of records, from ``words`` on, into [blocks, BLOCK_N, CODE_WORDS]; not awaited."""
     block = gl.arange(0, into.shape[0], layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
-    word = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
-    place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * BLOCK, 0)
+    word = gl.arange(0, CODE_WORDS, layout=gl.SliceLayout(0, gl.SliceLayout(0, CODES)))
+    place = gl.expand_dims(offsets, 1) + gl.expand_dims(block * CODE_WORDS, 0)
     pointers = words + gl.expand_dims(place, 2) + gl.expand_dims(gl.expand_dims(word, 0), 0)
-    mask = gl.expand_dims(gl.expand_dims(valid, 1), 2)
+    mask = gl.expand_dims(gl.expand_dims(kv_valid, 1), 2)
     async_load(into.permute((1, 0, 2)), pointers, mask=mask)
 
 
 @gluon.jit
-def copied_codes(copied, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
-    """A share's, int32 [SHARE, GROUPS, GROUP / 4]."""
-    codes = copied.slice(FIRST, SHARE, dim=1).permute((1, 0, 2)).load(CODES)
-    return gl.convert_layout(gl.reshape(codes, [SHARE, GROUPS, GROUP // WORD]), CODES)
+def load_codes(codes, FIRST: gl.constexpr, GROUPS: gl.constexpr, GROUP: gl.constexpr, CODES: gl.constexpr):
+    """A dequant warpgroup's codes out of shared memory: int32 [PRODUCER_KEYS, GROUPS, GROUP / 4]."""
+    own = codes.slice(FIRST, PRODUCER_KEYS, dim=1).permute((1, 0, 2)).load(CODES)
+    return gl.convert_layout(gl.reshape(own, [PRODUCER_KEYS, GROUPS, GROUP // WORD_BYTES]), CODES)
 
 
 @gluon.jit
-def copy_words(into, words, offsets, valid, LANES: gl.constexpr):
-    """Words of records, from ``words`` on, into [TILE, words of a key]."""
-    word = gl.arange(0, into.shape[1], layout=gl.SliceLayout(0, LANES))
-    rows = gl.convert_layout(offsets, gl.SliceLayout(1, LANES))
-    known = gl.convert_layout(valid, gl.SliceLayout(1, LANES))
+def copy_words(into, words, offsets, kv_valid, ROWS: gl.constexpr):
+    """Words of records, from ``words`` on, into [BLOCK_N, words of a key]; not awaited."""
+    word = gl.arange(0, into.shape[1], layout=gl.SliceLayout(0, ROWS))
+    rows = gl.convert_layout(offsets, gl.SliceLayout(1, ROWS))
+    valid = gl.convert_layout(kv_valid, gl.SliceLayout(1, ROWS))
     pointers = words + gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
-    async_load(into, pointers, mask=gl.expand_dims(known, 1))
+    async_load(into, pointers, mask=gl.expand_dims(valid, 1))
 
 
 @gluon.jit
-def bring_rest(into, first: gl.constexpr, known, words, record, valid, bars, tile, buffer, LANES: gl.constexpr):
-    """The bf16 values of a tile, from ``words`` on, into the words of a buffer from ``first`` on, and which of its keys
-    exist."""
-    await_room(bars, tile, buffer)
-    copy_words(into.index(buffer).slice(first, REST // 2, dim=1), words, record, valid, LANES)
-    async_copy.mbarrier_arrive(bars[FULL].index(buffer), increment_count=False)
-    known.index(buffer).store(valid.to(gl.int32))
-    signal(bars[FULL].index(buffer))
-
-
-@gluon.jit
-def _ask_latents(
-    halves, scales, half: gl.constexpr, words, record, valid, bars, CODES: gl.constexpr, LANES: gl.constexpr
-):
-    """The codes of half a tile, with the left ones all scales, not awaited."""
-    copy_codes(halves.index(half), words + half * (HALF // WORD), record, valid, CODES)
-    if half == 0:
-        copy_words(scales, words + VALUE // WORD, record, valid, LANES)
-    async_copy.mbarrier_arrive(bars[READY].index(half), increment_count=False)
-
-
-@gluon.jit
-def ask_latents(
-    row, keys_rest, halves, scales, known, bars, indices, cache, num_slots, block_size, stride_block,
-    TOKEN: gl.constexpr, REST_AT: gl.constexpr, PAGED: gl.constexpr, SPLIT: gl.constexpr,
+def load_rope(
+    smem, bars, into, first: gl.constexpr, words, offsets, kv_valid, tile, stage, ROWS: gl.constexpr
 ):  # fmt: skip
-    """Of interleaved records: VALUE codes and their fp32 scales, and REST bf16 values."""
-    wait()
-    begin, count, _, _, _, tiles = own_keys(row, False, SPLIT)
-    indices += begin
-    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
-    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into_rest = reinterpret(keys_rest, gl.int32, [BUFFERS, TILE, REST // 2], WORD_TILES)
-    words = cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
-    ahead = tile_slots(1, tiles, indices, count, indices, count, place, False)
-    valid = in_cache(slots, 0, tiles, num_slots, num_slots, False)
-    record = _latent_offsets(slots, valid, block_size, stride_block, TOKEN, PAGED)
-    _ask_latents(halves, scales, 0, words, record, valid, bars, CODES, LANES)
-    _ask_latents(halves, scales, 1, words, record, valid, bars, CODES, LANES)
-    for tile in range(tiles):
-        buffer = tile % BUFFERS
-        next_valid = in_cache(ahead, 0, tiles, num_slots, num_slots, False)
-        next_record = _latent_offsets(ahead, next_valid, block_size, stride_block, TOKEN, PAGED)
-        ahead = tile_slots(tile + 2, tiles, indices, count, indices, count, place, False)
-        if tile + 1 < tiles:
-            mbarrier.wait(bars[EMPTY].index(0), tile & 1)
-            _ask_latents(halves, scales, 0, words, next_record, next_valid, bars, CODES, LANES)
-        bring_rest(into_rest, 0, known, words + REST_AT // WORD, record, valid, bars, tile, buffer, LANES)
-        if tile + 1 < tiles:
-            mbarrier.wait(bars[EMPTY].index(1), tile & 1)
-            _ask_latents(halves, scales, 1, words, next_record, next_valid, bars, CODES, LANES)
-        valid = next_valid
-        record = next_record
+    """The bf16 values of a tile, from ``words`` on, into the words of ``into``'s stage from ``first`` on, and which of
+    its keys are valid."""
+    wait_empty(bars, tile, stage)
+    copy_words(into.index(stage).slice(first, D_ROPE // 2, dim=1), words, offsets, kv_valid, ROWS)
+    async_copy.mbarrier_arrive(bars.k_full.index(stage), increment_count=False)
+    smem.kv_valid.index(stage).store(kv_valid.to(gl.int32))
+    signal(bars.k_full.index(stage))
 
 
 @gluon.jit
-def put_latents(row, keys, halves, scales, bars, which: gl.constexpr, GROUP: gl.constexpr, SPLIT: gl.constexpr):
-    """A share of every tile's codes, dequantised by fp32 scales."""
+def _copy_half(
+    codes, bars, half: gl.constexpr, words, offsets, kv_valid, CODES: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """The codes of half a tile, with the left ones all scales, not awaited."""
+    copy_codes(codes.halves.index(half), words + half * (D_V // 2 // WORD_BYTES), offsets, kv_valid, CODES)
+    if half == 0:
+        copy_words(codes.scales, words + D_V // WORD_BYTES, offsets, kv_valid, ROWS)
+    async_copy.mbarrier_arrive(bars.codes_full.index(half), increment_count=False)
+
+
+@gluon.jit
+def load_latents(rows, smem, codes, bars, inputs, record, SPLIT: gl.constexpr):
+    """The loader over interleaved records: D_V codes and their fp32 scales, and D_ROPE bf16 values."""
     wait()
-    _, _, _, _, _, tiles = own_keys(row, False, SPLIT)
+    own = own_tiles(rows, False, SPLIT)
+    kv, _ = own_caches(own, inputs, False)
+    CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    k_rope = reinterpret(smem.k_rope, gl.int32, [STAGES, BLOCK_N, D_ROPE // 2], WORD_TILES)
+    words = kv.cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    source = TileSource(own, kv, kv, key, False)
+    slots = tile_slots(source, 0)
+    ahead = tile_slots(source, 1)
+    kv_valid = in_cache(source, slots, 0)
+    offsets = _latent_offsets(source, slots, kv_valid, record)
+    _copy_half(codes, bars, 0, words, offsets, kv_valid, CODES, ROWS)
+    _copy_half(codes, bars, 1, words, offsets, kv_valid, CODES, ROWS)
+    for tile in range(own.all_tiles):
+        stage = tile % STAGES
+        next_valid = in_cache(source, ahead, 0)
+        next_offsets = _latent_offsets(source, ahead, next_valid, record)
+        ahead = tile_slots(source, tile + 2)
+        if tile + 1 < own.all_tiles:
+            mbarrier.wait(bars.codes_empty.index(0), tile & 1)
+            _copy_half(codes, bars, 0, words, next_offsets, next_valid, CODES, ROWS)
+        rope = words + record.ROPE_OFFSET // WORD_BYTES
+        load_rope(smem, bars, k_rope, 0, rope, offsets, kv_valid, tile, stage, ROWS)
+        if tile + 1 < own.all_tiles:
+            mbarrier.wait(bars.codes_empty.index(1), tile & 1)
+            _copy_half(codes, bars, 1, words, next_offsets, next_valid, CODES, ROWS)
+        kv_valid = next_valid
+        offsets = next_offsets
+
+
+@gluon.jit
+def dequant_latents(rows, smem, codes, bars, which: gl.constexpr, record, SPLIT: gl.constexpr):
+    """Dequant warpgroup ``which``: its keys of every tile, by fp32 scales."""
+    wait()
+    own = own_tiles(rows, False, SPLIT)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     SCALES: gl.constexpr = gl.SliceLayout(2, CODES)
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    GROUPS: gl.constexpr = VALUE // GROUP // 2  # of a half
-    FIRST: gl.constexpr = which * SHARE
-    into = reinterpret(keys, gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    for tile in range(tiles):
-        buffer = tile % BUFFERS
-        mbarrier.wait(bars[READY].index(0), tile & 1)
-        mine = scales.slice(FIRST, SHARE, dim=0)
-        left_scales = mine.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        right_scales = mine.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
-        left = copied_codes(halves.index(0), FIRST, GROUPS, GROUP, CODES)
-        signal(bars[EMPTY].index(0))
-        await_room(bars, tile, buffer)
-        share = into.index(buffer).slice(FIRST, SHARE, dim=0)
-        put_codes(share.slice(0, HALF // 2, dim=1), left, left_scales)
-        mbarrier.wait(bars[READY].index(1), tile & 1)
-        right = copied_codes(halves.index(1), FIRST, GROUPS, GROUP, CODES)
-        signal(bars[EMPTY].index(1))
-        put_codes(share.slice(HALF // 2, HALF // 2, dim=1), right, right_scales)
-        signal(bars[FULL].index(buffer))
+    GROUP: gl.constexpr = record.GROUP
+    GROUPS: gl.constexpr = D_V // GROUP // 2  # of a half
+    FIRST: gl.constexpr = which * PRODUCER_KEYS
+    k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
+    for tile in range(own.all_tiles):
+        stage = tile % STAGES
+        mbarrier.wait(bars.codes_full.index(0), tile & 1)
+        scales = codes.scales.slice(FIRST, PRODUCER_KEYS, dim=0)
+        left_scales = scales.slice(0, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        right_scales = scales.slice(GROUPS, GROUPS, dim=1).load(SCALES).to(gl.float32, bitcast=True)
+        left = load_codes(codes.halves.index(0), FIRST, GROUPS, GROUP, CODES)
+        signal(bars.codes_empty.index(0))
+        wait_empty(bars, tile, stage)
+        keys = k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0)
+        dequant_codes(keys.slice(0, D_V // 2 // 2, dim=1), left, left_scales)
+        mbarrier.wait(bars.codes_full.index(1), tile & 1)
+        right = load_codes(codes.halves.index(1), FIRST, GROUPS, GROUP, CODES)
+        signal(bars.codes_empty.index(1))
+        dequant_codes(keys.slice(D_V // 2 // 2, D_V // 2 // 2, dim=1), right, right_scales)
+        signal(bars.k_full.index(stage))
 
 
 @gluon.jit
-def fill_rows(
-    row, keys, keys_rest, known, bars, which: gl.constexpr, indices, kv, num_rows, stride_row, HAS_REST: gl.constexpr,
-    SPLIT: gl.constexpr,
-):  # fmt: skip
-    """bf16 rows, copied."""
+def load_rows(rows, smem, bars, which: gl.constexpr, inputs, SPLIT: gl.constexpr):
+    """Producer ``which`` over bf16 rows: copies its keys of every tile."""
     wait()
-    begin, count, _, _, _, tiles = own_keys(row, False, SPLIT)
-    indices += begin
-    LANES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    FIRST: gl.constexpr = which * SHARE
-    place = gl.arange(0, SHARE, layout=gl.SliceLayout(1, LANES)) + FIRST
-    slots = tile_slots(0, tiles, indices, count, indices, count, place, False)
-    for tile in range(tiles):
-        buffer = tile % BUFFERS
-        valid = in_cache(slots, 0, tiles, num_rows, num_rows, False)
-        rows = kv + slots.to(gl.int64) * stride_row * (UNIT // 2)
-        slots = tile_slots(tile + 1, tiles, indices, count, indices, count, place, False)
-        await_room(bars, tile, buffer)
-        gather(keys.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, 0, VALUE, LANES)
-        if HAS_REST:
-            gather(keys_rest.index(buffer).slice(FIRST, SHARE, dim=0), rows, valid, VALUE, REST, LANES)
-        async_copy.mbarrier_arrive(bars[FULL].index(buffer), increment_count=False)
-        known.index(buffer).slice(FIRST, SHARE, dim=0).store(valid.to(gl.int32))
-        signal(bars[FULL].index(buffer))
+    own = own_tiles(rows, False, SPLIT)
+    kv, _ = own_caches(own, inputs, False)
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    FIRST: gl.constexpr = which * PRODUCER_KEYS
+    key = gl.arange(0, PRODUCER_KEYS, layout=gl.SliceLayout(1, ROWS)) + FIRST
+    source = TileSource(own, kv, kv, key, False)
+    slots = tile_slots(source, 0)
+    for tile in range(own.all_tiles):
+        stage = tile % STAGES
+        kv_valid = in_cache(source, slots, 0)
+        pointers = kv.cache + slots.to(gl.int64) * kv.stride_block * (LOAD_BYTES // 2)
+        slots = tile_slots(source, tile + 1)
+        wait_empty(bars, tile, stage)
+        gather(smem.k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0), pointers, kv_valid, 0, D_V, ROWS)
+        if smem.HAS_ROPE:
+            gather(smem.k_rope.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0), pointers, kv_valid, D_V, D_ROPE, ROWS)
+        async_copy.mbarrier_arrive(bars.k_full.index(stage), increment_count=False)
+        smem.kv_valid.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0).store(kv_valid.to(gl.int32))
+        signal(bars.k_full.index(stage))

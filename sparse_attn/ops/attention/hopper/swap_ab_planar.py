@@ -1,4 +1,5 @@
-"""Producers of swap_ab over planar fp8 records, of one cache or two, as swap_ab_load has them."""
+"""The producers of swap_ab over planar fp8 records, of one cache or two: a loader and two dequant warpgroups, as
+swap_ab_load has them. Codes are seven groups of 64, of which four are the left half; scales are ue8m0 bytes."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,155 +7,153 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparse_attn.device.hopper import signal, wait
-from sparse_attn.device.triton_private import reinterpret
-from sparse_attn.ops.attention.hopper.dequant import put_codes
-from sparse_attn.ops.attention.hopper.seesaw import REST, TILE, UNIT, VALUE, WORD
+from sparse_attn.device.triton_private import aggregate, reinterpret
+from sparse_attn.ops.attention.hopper.common import BLOCK_N, D_ROPE, D_V, LOAD_BYTES, WORD_BYTES
+from sparse_attn.ops.attention.hopper.dequant import dequant_codes
 from sparse_attn.ops.attention.hopper.swap_ab_load import (
-    BLOCK,
-    BUFFERS,
-    EMPTY,
-    FULL,
-    READY,
-    SHARE,
-    await_room,
-    bring_rest,
-    copied_codes,
+    CODE_WORDS,
+    PRODUCER_KEYS,
+    STAGES,
+    TileSource,
     copy_codes,
     copy_words,
     in_cache,
-    own_keys,
+    load_codes,
+    load_rope,
+    own_caches,
+    own_tiles,
     tile_slots,
+    wait_empty,
 )
 
 
+@aggregate
+class PlanarCodes:
+    """A tile of planar records on its way to the dequant warpgroups: int32 [groups, BLOCK_N, CODE_WORDS]."""
+
+    left: gl.shared_memory_descriptor  # groups 0 to 3
+    right: gl.shared_memory_descriptor  # groups 4 and 5
+    last: gl.shared_memory_descriptor  # group 6
+    scales: gl.shared_memory_descriptor  # int32 [BLOCK_N, SCALES / 4]: seven bytes and one of padding
+
+
+@aggregate
+class PlanarTile:
+    """Where a tile's records lie: words of its cache, and int64 offsets of its keys in words."""
+
+    words: gl.tensor
+    offsets: gl.tensor
+    scale_offsets: gl.tensor
+    kv_valid: gl.tensor
+
+
 @gluon.jit
-def _planar_record(
-    slots, tile, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
-    stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr, TWO: gl.constexpr,
-):  # fmt: skip
-    """(words of the tile's cache, int64 offsets of its keys' records and of their scales in words, which keys
-    exist)."""
-    valid = in_cache(slots, tile, tiles, num_slots, extra_num_slots, TWO)
-    if TWO:
-        later = tile >= tiles
-        cache = gl.where(later, extra_cache, cache)
-        block_size = gl.where(later, extra_block_size, block_size)
-        stride_block = gl.where(later, stride_extra_block, stride_block)
-    slots = gl.where(valid, slots, 0)
+def _locate(source, slots, tile, record):
+    """The PlanarTile of ``slots``."""
+    kv_valid = in_cache(source, slots, tile)
+    cache = source.kv.cache
+    block_size = source.kv.block_size
+    stride_block = source.kv.stride_block
+    if source.HAS_EXTRA_CACHE:
+        is_extra = tile >= source.own.tiles
+        cache = gl.where(is_extra, source.extra_kv.cache, cache)
+        block_size = gl.where(is_extra, source.extra_kv.block_size, block_size)
+        stride_block = gl.where(is_extra, source.extra_kv.stride_block, stride_block)
+    TOKEN: gl.constexpr = record.TOKEN // WORD_BYTES
+    slots = gl.where(kv_valid, slots, 0)
     block = slots // block_size
-    start = block.to(gl.int64) * stride_block * (UNIT // WORD)
+    start = block.to(gl.int64) * stride_block * (LOAD_BYTES // WORD_BYTES)
     inside = slots - block * block_size
-    scales = start + block_size.to(gl.int64) * (TOKEN // WORD) + inside * (SCALES // WORD)
-    return cache.to(gl.pointer_type(gl.int32), bitcast=True), start + inside * (TOKEN // WORD), scales, valid
+    scales = start + block_size.to(gl.int64) * TOKEN + inside * (record.SCALES // WORD_BYTES)
+    return PlanarTile(cache.to(gl.pointer_type(gl.int32), bitcast=True), start + inside * TOKEN, scales, kv_valid)
 
 
 @gluon.jit
 def _power(exponents, first: gl.constexpr, GROUPS: gl.constexpr, CODES: gl.constexpr):
-    """fp32 powers of two [SHARE, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 * first."""
+    """fp32 powers of two [PRODUCER_KEYS, GROUPS] of ue8m0 bytes, the first of them in the low byte of a word >> 8 *
+    first."""
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, CODES)))
     bits = (gl.expand_dims(exponents, 1) >> gl.expand_dims((group + first) * 8, 0) & 0xFF) << 23
     return gl.where(bits == 0, 1 << 22, bits).to(gl.float32, bitcast=True)  # 2^-127 is subnormal
 
 
 @gluon.jit
-def _ask_planar(
-    four, two, one, scales, half: gl.constexpr, words, record, scales_at, valid, bars, CODES: gl.constexpr,
-    PAIRS: gl.constexpr,
-):  # fmt: skip
+def _copy_half(codes, bars, half: gl.constexpr, tile, CODES: gl.constexpr, PAIRS: gl.constexpr):
     """The codes of half a tile, with the left ones all scales, not awaited."""
     if half == 0:
-        copy_codes(four, words, record, valid, CODES)
-        copy_words(scales, words, scales_at, valid, PAIRS)
+        copy_codes(codes.left, tile.words, tile.offsets, tile.kv_valid, CODES)
+        copy_words(codes.scales, tile.words, tile.scale_offsets, tile.kv_valid, PAIRS)
     else:
-        copy_codes(two, words + 4 * BLOCK, record, valid, CODES)
-        copy_codes(one, words + 6 * BLOCK, record, valid, CODES)
-    async_copy.mbarrier_arrive(bars[READY].index(half), increment_count=False)
+        copy_codes(codes.right, tile.words + 4 * CODE_WORDS, tile.offsets, tile.kv_valid, CODES)
+        copy_codes(codes.last, tile.words + 6 * CODE_WORDS, tile.offsets, tile.kv_valid, CODES)
+    async_copy.mbarrier_arrive(bars.codes_full.index(half), increment_count=False)
 
 
 @gluon.jit
-def ask_planar(
-    row, keys, four, two, one, scales, known, bars, indices, cache, num_slots, block_size, stride_block, extra_indices,
-    extra_cache, extra_num_slots, extra_block_size, stride_extra_block, TOKEN: gl.constexpr, SCALES: gl.constexpr,
-    TWO: gl.constexpr, SPLIT: gl.constexpr,
+def load_planar(
+    rows, smem, codes, bars, inputs, record, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr
 ):  # fmt: skip
-    """Of planar records: VALUE - REST codes in seven groups, their scales from behind a block's records, and REST bf16
-    values."""
+    """The loader over planar records: D_V - D_ROPE codes in seven groups, their scales from behind a block's records,
+    and D_ROPE bf16 values."""
     wait()
-    begin, count, extra_begin, extra_count, tiles, all_tiles = own_keys(row, TWO, SPLIT)
-    indices += begin
-    extra_indices += extra_begin
+    own = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
+    kv, extra_kv = own_caches(own, inputs, HAS_EXTRA_CACHE)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
-    LANES: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    into = reinterpret(keys, gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    place = gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
-    slots = tile_slots(0, tiles, indices, count, extra_indices, extra_count, place, TWO)
-    ahead = tile_slots(1, tiles, indices, count, extra_indices, extra_count, place, TWO)
-    words, record, scales_at, valid = _planar_record(
-        slots, 0, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots, extra_block_size,
-        stride_extra_block, TOKEN, SCALES, TWO,
-    )  # fmt: skip
-    _ask_planar(four, two, one, scales, 0, words, record, scales_at, valid, bars, CODES, PAIRS)
-    _ask_planar(four, two, one, scales, 1, words, record, scales_at, valid, bars, CODES, PAIRS)
-    for tile in range(all_tiles):
-        buffer = tile % BUFFERS
-        next_words, next_record, next_scales, next_valid = _planar_record(
-            ahead, tile + 1, tiles, cache, num_slots, block_size, stride_block, extra_cache, extra_num_slots,
-            extra_block_size, stride_extra_block, TOKEN, SCALES, TWO,
-        )  # fmt: skip
-        ahead = tile_slots(tile + 2, tiles, indices, count, extra_indices, extra_count, place, TWO)
-        if tile + 1 < all_tiles:
-            mbarrier.wait(bars[EMPTY].index(0), tile & 1)
-            _ask_planar(four, two, one, scales, 0, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
-        rest = words + (VALUE - REST) // WORD
-        bring_rest(into, (VALUE - REST) // 2, known, rest, record, valid, bars, tile, buffer, LANES)
-        if tile + 1 < all_tiles:
-            mbarrier.wait(bars[EMPTY].index(1), tile & 1)
-            _ask_planar(four, two, one, scales, 1, next_words, next_record, next_scales, next_valid, bars, CODES, PAIRS)
-        words = next_words
-        record = next_record
-        valid = next_valid
+    k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
+    key = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
+    source = TileSource(own, kv, extra_kv, key, HAS_EXTRA_CACHE)
+    slots = tile_slots(source, 0)
+    ahead = tile_slots(source, 1)
+    here = _locate(source, slots, 0, record)
+    _copy_half(codes, bars, 0, here, CODES, PAIRS)
+    _copy_half(codes, bars, 1, here, CODES, PAIRS)
+    for tile in range(own.all_tiles):
+        stage = tile % STAGES
+        following = _locate(source, ahead, tile + 1, record)
+        ahead = tile_slots(source, tile + 2)
+        if tile + 1 < own.all_tiles:
+            mbarrier.wait(bars.codes_empty.index(0), tile & 1)
+            _copy_half(codes, bars, 0, following, CODES, PAIRS)
+        rope = here.words + (D_V - D_ROPE) // WORD_BYTES
+        load_rope(smem, bars, k, (D_V - D_ROPE) // 2, rope, here.offsets, here.kv_valid, tile, stage, ROWS)
+        if tile + 1 < own.all_tiles:
+            mbarrier.wait(bars.codes_empty.index(1), tile & 1)
+            _copy_half(codes, bars, 1, following, CODES, PAIRS)
+        here = following
 
 
 @gluon.jit
-def put_planar(
-    row,
-    keys,
-    four,
-    two,
-    one,
-    scales,
-    bars,
-    which: gl.constexpr,
-    GROUP: gl.constexpr,
-    TWO: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """A share of every tile's codes, dequantised by ue8m0 scales."""
+def dequant_planar(
+    rows, smem, codes, bars, which: gl.constexpr, record, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr
+):  # fmt: skip
+    """Dequant warpgroup ``which``: its keys of every tile, by ue8m0 scales."""
     wait()
-    _, _, _, _, _, all_tiles = own_keys(row, TWO, SPLIT)
+    own = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT)
     CODES: gl.constexpr = gl.BlockedLayout([1, 1, 4], [8, 1, 4], [4, 1, 1], [2, 1, 0])
     PAIRS: gl.constexpr = gl.BlockedLayout([1, 2], [8, 4], [4, 1], [1, 0])
     KEYS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, CODES))
     WORD_TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
-    FIRST: gl.constexpr = which * SHARE
-    into = reinterpret(keys, gl.int32, [BUFFERS, TILE, VALUE // 2], WORD_TILES)
-    for tile in range(all_tiles):
-        buffer = tile % BUFFERS
-        mbarrier.wait(bars[READY].index(0), tile & 1)
-        low, high = gl.split(scales.slice(FIRST, SHARE, dim=0).load(PAIRS))
-        four_codes = copied_codes(four, FIRST, 4, GROUP, CODES)
-        signal(bars[EMPTY].index(0))
+    GROUP: gl.constexpr = record.GROUP
+    FIRST: gl.constexpr = which * PRODUCER_KEYS
+    k = reinterpret(smem.k, gl.int32, [STAGES, BLOCK_N, D_V // 2], WORD_TILES)
+    for tile in range(own.all_tiles):
+        stage = tile % STAGES
+        mbarrier.wait(bars.codes_full.index(0), tile & 1)
+        low, high = gl.split(codes.scales.slice(FIRST, PRODUCER_KEYS, dim=0).load(PAIRS))
+        left = load_codes(codes.left, FIRST, 4, GROUP, CODES)
+        signal(bars.codes_empty.index(0))
         low = gl.convert_layout(low, KEYS)
         high = gl.convert_layout(high, KEYS)
-        await_room(bars, tile, buffer)
-        share = into.index(buffer).slice(FIRST, SHARE, dim=0)
-        put_codes(share.slice(0, 2 * GROUP, dim=1), four_codes, _power(low, 0, 4, CODES))
-        mbarrier.wait(bars[READY].index(1), tile & 1)
-        two_codes = copied_codes(two, FIRST, 2, GROUP, CODES)
-        one_codes = copied_codes(one, FIRST, 1, GROUP, CODES)
-        signal(bars[EMPTY].index(1))
-        put_codes(share.slice(2 * GROUP, GROUP, dim=1), two_codes, _power(high, 0, 2, CODES))
-        put_codes(share.slice(3 * GROUP, GROUP // 2, dim=1), one_codes, _power(high, 2, 1, CODES))
-        signal(bars[FULL].index(buffer))
+        wait_empty(bars, tile, stage)
+        keys = k.index(stage).slice(FIRST, PRODUCER_KEYS, dim=0)
+        dequant_codes(keys.slice(0, 2 * GROUP, dim=1), left, _power(low, 0, 4, CODES))
+        mbarrier.wait(bars.codes_full.index(1), tile & 1)
+        right = load_codes(codes.right, FIRST, 2, GROUP, CODES)
+        last = load_codes(codes.last, FIRST, 1, GROUP, CODES)
+        signal(bars.codes_empty.index(1))
+        dequant_codes(keys.slice(2 * GROUP, GROUP, dim=1), right, _power(high, 0, 2, CODES))
+        dequant_codes(keys.slice(3 * GROUP, GROUP // 2, dim=1), last, _power(high, 2, 1, CODES))
+        signal(bars.k_full.index(stage))
