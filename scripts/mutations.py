@@ -335,6 +335,20 @@ PYTHON = [
         ("tests/test_generate.py::test_noise_is_that_of_the_position_that_was_fed",),
     ),
     Mutation(
+        "attention-fewer-keys-not-reserved", "scratch is reserved for rows of the most keys, which may be split less often",
+        OPS + "attention/hopper/config.py",
+        "for fewer in range(1, units + 1)",
+        "for fewer in (units,)",
+        ("tests/test_attention_decode_fp8.py::test_scratch_that_is_reserved",),
+    ),
+    Mutation(
+        "attention-block-strides-not-asked", "a Hopper kernel takes blocks that 16-byte loads cannot read",
+        OPS + "attention/hopper/config.py",
+        "if stride * element % LOAD_BYTES:",
+        "if stride % LOAD_BYTES and element > 1:",
+        ("tests/test_attention_dispatch.py::test_every_cliff_has_its_reason",),
+    ),
+    Mutation(
         "workspace-shrinks-counters", "growing for scratch drops counters that were reserved",
         "sparse_attn/workspace.py",
         "self._allocate(largest((self.size, size)))",
