@@ -17,6 +17,7 @@ from sparse_attn.ops.attention.split_kv import Combine, Waves
 
 
 def prefill_bf16(call: Call, plan: PrefillBf16Plan) -> None:
+    """One persistent launch over plain rows."""
     from sparse_attn.ops.attention.hopper import prefill_bf16 as kernel
 
     q, keys, out = call.q, call.keys, call.out
@@ -50,16 +51,17 @@ def prefill_bf16(call: Call, plan: PrefillBf16Plan) -> None:
 
 
 def decode_fp8(call: Call, plan: DecodeFp8Plan) -> None:
+    """A launch for full waves and one for a tail, over fp8 caches, and the combine of split rows."""
     from sparse_attn.ops.attention.hopper import decode_fp8 as kernel
 
     results = outputs(call.out, call.lse, call.sink, plan.waves, call.views)
     # Two kernels do not fit in the instruction caches: where some rows are split and some are not, one serves both.
     whole_and_split = len({result.split for result in results}) > 1
-    for waves, rows, caches, result in _launches(call, plan.waves, results):
+    for waves, q, caches, result in _launches(call, plan.waves, results):
         split = None if whole_and_split else result.split
         sink, out, lse = result.pointers
         kernel.attend[(waves.rows * plan.blocks, waves.splits)](
-            rows.q,
+            q,
             *caches.pointers,
             sink,
             out.view(call.q.dtype),
@@ -69,8 +71,8 @@ def decode_fp8(call: Call, plan: DecodeFp8Plan) -> None:
             plan.blocks,
             plan.launch_dependents,
             call.scale * LOG2_E,
-            call.q.stride(0),
-            call.q.stride(1),
+            q.stride(0),
+            q.stride(1),
             *caches.strides,
             *result.strides,
             LATENT=call.keys.layout.latent,
@@ -87,21 +89,22 @@ def decode_fp8(call: Call, plan: DecodeFp8Plan) -> None:
 
 
 def swap_ab(call: Call, plan: SwapAbPlan) -> None:
+    """A launch for full waves and one for a tail, over plain rows or fp8 caches, and the combine of split rows."""
     from sparse_attn.ops.attention.hopper import swap_ab as kernel
 
     _, heads, d_qk = call.q.shape
     results = outputs(call.out, call.lse, call.sink, plan.waves, call.views)
-    for waves, rows, caches, result in _launches(call, plan.waves, results):
+    for waves, q, caches, result in _launches(call, plan.waves, results):
         kernel.attend[(waves.rows, waves.splits)](
-            rows.q,
+            q,
             *caches.pointers,
             *result.pointers,
             heads,
             *caches.sizes,
             plan.launch_dependents,
             call.scale * LOG2_E,
-            call.q.stride(0),
-            call.q.stride(1),
+            q.stride(0),
+            q.stride(1),
             *caches.strides,
             *result.strides,
             BLOCK_M=plan.block_m,
@@ -119,8 +122,10 @@ def swap_ab(call: Call, plan: SwapAbPlan) -> None:
 
 
 def combine(results: list[Output], plan: Combine) -> None:
-    """The partials of a step into its (out, lse): of one launch, or of two whose rows follow each other. In one launch,
-    unless a batch-invariant step has more rows than fit."""
+    """Combine the partials of a step into its out and lse: those of one launch, or of two whose rows follow each other.
+
+    One launch does it, unless a batch-invariant step has more rows than a grid.
+    """
     from sparse_attn.ops.attention.hopper import combine as kernel
 
     split = [result for result in results if result.split]
@@ -151,27 +156,8 @@ def combine(results: list[Output], plan: Combine) -> None:
         )
 
 
-class Rows(NamedTuple):
-    """What of a call is by rows."""
-
-    q: torch.Tensor
-    keys: KvCache
-    extra: KvCache | None
-
-
-def _rows(call: Call, waves: Waves) -> Rows:
-    if waves.rows == call.q.shape[0]:
-        return Rows(call.q, call.keys, call.extra)
-    here, bounds = slice(waves.first, waves.first + waves.rows), slice(waves.first, waves.first + waves.rows + 1)
-    keys, extra = (
-        None if some is None else some._replace(indptr=some.indptr[bounds]) for some in (call.keys, call.extra)
-    )
-    return Rows(call.q[here], keys, extra)
-
-
 class Caches(NamedTuple):
-    """What a kernel is told of one cache or two: run-time arguments in the order of its parameters, constants by
-    name."""
+    """A kernel's arguments for one cache or two: run-time ones in the order of its parameters, constants by name."""
 
     pointers: tuple[torch.Tensor, ...]
     sizes: tuple[int, ...]
@@ -181,15 +167,26 @@ class Caches(NamedTuple):
 
 def _launches(
     call: Call, steps: tuple[Waves, ...], results: list[Output]
-) -> Iterator[tuple[Waves, Rows, Caches, Output]]:
+) -> Iterator[tuple[Waves, torch.Tensor, Caches, Output]]:
+    """(waves, their queries, their keys, where they are written)"""
     for waves, result in zip(steps, results):
-        rows = _rows(call, waves)
-        yield waves, rows, _caches(rows.keys, rows.extra), result
+        if waves.rows == call.q.shape[0]:
+            yield waves, call.q, _caches(call.keys, call.extra), result
+            continue
+        end = waves.first + waves.rows
+        bounds = slice(waves.first, end + 1)
+        extra = None if call.extra is None else _bounded(call.extra, bounds)
+        yield waves, call.q[waves.first : end], _caches(_bounded(call.keys, bounds), extra), result
+
+
+def _bounded(keys: KvCache, bounds: slice) -> KvCache:
+    """Of some rows."""
+    return keys._replace(indptr=keys.indptr[bounds])
 
 
 def _caches(keys: KvCache, extra: KvCache | None) -> Caches:
     both = keys, keys if extra is None else extra
-    layout, tensors = keys.layout, []
+    layout = keys.layout
     form = dict(GROUP=0, TOKEN=0, SCALES=0, ROPE_OFFSET=0, PADDED_BLOCKS=False, HAS_EXTRA_CACHE=extra is not None)
     if not isinstance(layout, PlainLayout):
         form |= dict(GROUP=layout.group, TOKEN=layout.row, ROPE_OFFSET=layout.rope_offset, PADDED_BLOCKS=keys.padded)
