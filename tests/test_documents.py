@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "scripts/README.md", "sparse_attn/README.md")
+DOCUMENTS = (
+    "README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "scripts/README.md", "sparse_attn/README.md",
+    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("sparse_attn/ops/*/*/README.md"))),
+)  # fmt: skip
 PATH = re.compile(r"`((?:[\w.]+/)*[\w.-]+\.(?:py|sh|md|json|toml|txt|cfg)|(?:[\w.]+/)+)(?:::\w+)?`")
 NOT_HERE = {"model.safetensors.index.json", "config.json", "out.json"}  # of checkpoints, and written by users
 EXAMPLES = ("test_x", "blackwell", "backward")  # of what somebody may add

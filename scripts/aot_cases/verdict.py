@@ -31,7 +31,7 @@ ALLOWED_SPILLS = {
     # Addresses beside the tile of sums: at most 32 bytes of the usual forms, more of fp16 rows, and of bf16 and fp8
     # ones together. Forms that spill less were measured to take 1 to 40% more.
     "attention.portable.attend": {"sm_90": 176},
-    # Scalars of a unit, beside its weights and a product in 112 registers.
+    # Scalars of a query block, beside its weights and a product in 112 registers.
     "index_logits.hopper.paged.paged_mqa_logits": {"sm_90": 24},
     "index_logits.hopper.prefill.mqa_logits": {"sm_90": 16},
     # Scalars of the producers.

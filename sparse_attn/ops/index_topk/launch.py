@@ -156,6 +156,7 @@ def _select_decode(
         some = slice(first // next_n, rows.stop // next_n)
         logits = buffer[: rows.stop - first, :max_context_len]
         maxima = {"maxima": views[0][: rows.stop - first], "group": GROUP} if choice.plan.reads_group_maxima else {}
+        # PDL: the selection depends on this launch of scores, and its plan says when its CTAs should start.
         call = Paged(
             q[some], cache, weights[rows], context_lens[some], block_table[some], max_context_len, problem.flavour,
             logits, clear=False, early_dependents=choice.plan.starts_early, **maxima,

@@ -1,0 +1,37 @@
+"""ops/index_logits/hopper/README.md against the compiled kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.index_logits import paged_arguments, prefill_arguments
+from support.warp_specialised import documented, kernel_of, sections
+
+from sparse_attn.ops import index_logits
+
+README = Path(index_logits.__file__).parent / "hopper" / "README.md"
+
+
+def test_every_hopper_kernel_has_its_page():
+    from sparse_attn.ops.index_logits.dispatch import PAGED_KERNELS, PREFILL_KERNELS
+
+    names = {kernel.name for kernel in (*PREFILL_KERNELS, *PAGED_KERNELS) if kernel.name.startswith("hopper.")}
+    assert set(sections(README)) == names
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ["hopper.prefill", "hopper.paged"])
+def test_tables_are_those_of_the_compiled_kernel(name):
+    """Of 64 heads, and four rows a request."""
+    from sparse_attn.ops.index_logits import launch
+    from sparse_attn.testing.launches import compile_launch, recording
+
+    with recording("sm_90") as launches:
+        if name == "hopper.prefill":
+            launch.mqa_logits(*prefill_arguments(90, 700), kernel=name)
+        else:
+            launch.paged_mqa_logits(*paged_arguments(90, 4, max_context_len=900), kernel=name)
+    found, (wanted, barriers) = kernel_of(compile_launch(launches[0])), documented(sections(README)[name])
+    assert barriers == ["full", "empty", "q_full", "q_empty"]  # Barriers of common.py
+    assert wanted == found
