@@ -33,6 +33,9 @@ def aggregate(cls):
     return core._aggregate(cls)
 
 
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# What comes out of inline assembly with effects is not computed anew in the layout that a load wants.
+ASSEMBLY_HOLDS_LAYOUTS = tl.constexpr(VERSION >= (3, 9))
 REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # triton 3.9
 
 
@@ -106,11 +109,13 @@ class _Driver:
 
 def mend_interpreter() -> None:
     """In the interpreter, what comparing integers gives is bool and is called an integer. Broadcast, it becomes one,
-    and Triton 3.9 refuses it as a mask."""
+    and Triton 3.9 refuses it as a mask. A scalar is an array of one element, which Triton 3.6 takes for an integer and
+    numpy 2.4 does not."""
     import numpy as np
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
 
-    binary_op = InterpreterBuilder.binary_op
+    binary_op = interpreter.InterpreterBuilder.binary_op
+    patch = interpreter._patch_lang_tensor
 
     def with_its_type(self, lhs, rhs, op):
         result = binary_op(self, lhs, rhs, op)
@@ -118,4 +123,10 @@ def mend_interpreter() -> None:
             result.dtype = tl.int1
         return result
 
-    InterpreterBuilder.binary_op = with_its_type
+    def with_index(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter.InterpreterBuilder.binary_op = with_its_type
+    if VERSION < (3, 7):
+        interpreter._patch_lang_tensor = with_index

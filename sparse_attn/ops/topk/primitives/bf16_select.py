@@ -8,6 +8,7 @@ GROUP slots each stand for GROUP neighbours, ``groups`` a list in shared memory 
 import triton
 import triton.language as tl
 
+from sparse_attn.device.triton_private import ASSEMBLY_HOLDS_LAYOUTS
 from sparse_attn.ops.topk.primitives import (
     bf16_keys,
     compact,
@@ -200,7 +201,13 @@ def _keys_of_scores(source, first, end, begin, CHUNK: tl.constexpr, ALIGNED: tl.
     if len(source) == 1:
         scores = tile.load_resident(source[0] + begin, end - begin, CHUNK, ALIGNED)
     else:
-        scores = tl.load(source[0] + columns_of(source, begin + slot), mask=slot < end - begin)
+        if ASSEMBLY_HOLDS_LAYOUTS:  # else the addresses of all slots would move between threads
+            group = histogram.load_one(source[1], begin // tile.GROUP + tl.arange(0, CHUNK // tile.GROUP))
+            place = tl.arange(0, CHUNK // tile.GROUP)[:, None] * tile.GROUP + tl.arange(0, tile.GROUP)[None, :]
+            columns = group[:, None] * tile.GROUP + tl.arange(0, tile.GROUP)[None, :]
+            scores = tl.reshape(tl.load(source[0] + columns, mask=place < end - begin), [CHUNK])
+        else:
+            scores = tl.load(source[0] + columns_of(source, begin + slot), mask=slot < end - begin)
     return radix_select.descending_keys(scores, (slot >= first - begin) & (slot < end - begin))
 
 
