@@ -99,3 +99,18 @@ def test_an_aggregate_is_of_its_fields():
         with pytest.raises(TypeError):
             wrong()
     assert Strides(1, column=2).column == 2 and Strides(column=2, step=1).step == 1
+
+
+@triton.jit
+def add_up(lengths, out):
+    total = 0
+    for step in range(tl.load(lengths), tl.load(lengths + 1)):
+        total += step
+    tl.store(out, total)
+
+
+@pytest.mark.kernel
+def test_a_loaded_scalar_bounds_a_loop(device):
+    out = torch.zeros(1, dtype=torch.int32, device=device)
+    add_up[(1,)](torch.tensor([3, 6], dtype=torch.int32, device=device), out)
+    assert out.item() == 12
