@@ -397,6 +397,20 @@ PYTHON = [
         "return (turn + done) % TURNS",
         ("tests/test_index_logits_hopper.py::test_stages_keep_their_consumers",),
     ),
+    Mutation(
+        "scores-lines-unseen", "rows that begin between lines are given to TMA, which copies lines",
+        "sparse_attn/ops/index_logits/dispatch.py",
+        "if width is not None and (stride * itemsize % LINE or stride < width):",
+        "if width is not None and stride < width:",
+        ("tests/test_index_logits_dispatch.py::test_why_hopper_kernels_are_passed_over",),
+    ),
+    Mutation(
+        "scores-by-number-of-rows", "few rows are scored by another kernel, and so by other bits",
+        "sparse_attn/ops/index_logits/dispatch.py",
+        "    heads, dim = problem.heads, problem.dim\n    return (",
+        "    heads, dim = problem.heads, problem.dim\n    if problem.rows < 8:\n        return no('rows: got few, allowed: 8')\n    return (",
+        ("tests/test_index_logits_hopper.py::test_the_number_of_rows_chooses_no_kernel",),
+    ),
 ]
 
 ATTENTION, SCORES = OPS + "attention/", OPS + "index_logits/"
