@@ -7,6 +7,7 @@ is known without a GPU, and scratch is the sum of what plans ask for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
@@ -69,8 +70,13 @@ class Kernel(NamedTuple, Generic[Problem, Plan]):
 
     @property
     def launcher(self) -> Callable[..., None]:
-        module, _, function = self.launch.partition(":")
-        return getattr(importlib.import_module(module), function)
+        return _imported(self.launch)
+
+
+@functools.cache  # every eager call asks
+def _imported(launch: str) -> Callable[..., None]:
+    module, _, function = launch.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 class Choice(NamedTuple, Generic[Plan]):
