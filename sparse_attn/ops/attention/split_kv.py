@@ -68,6 +68,7 @@ def _tile_splits(ctas: int, tiles: int, num_sms: int) -> int:
     return min((1, *even), key=lambda splits: TILES.cost((Waves(0, ctas, splits),), 1, tiles, num_sms))
 
 
+# Fits to steps that were timed (scripts/fit_costs.py), as EARLY_START is.
 PAIRS = CostModel(1.2, 0.85, 0.8, _pair_splits)  # of tiles: decode_fp8
 TILES = CostModel(3, 2, 2, _tile_splits)  # swap_ab
 
@@ -116,15 +117,23 @@ def most_split_rows(target: Target) -> int:
 SPLITS_WAVES = 4  # a few rows of more splits, among many of fewer, take theirs in so many rounds
 ALONE, TWO = 6, 16  # most splits that one lane takes, and that two share
 CTAS_OF_A_HEAD = 16  # for each SM; where there are more, each with few splits, a CTA takes two heads
-# When a combine may start before attention ends. CTAs that start early go to the SMs that attention leaves free, and
-# each of these may then get many times its part of the work. Where the CTAs are few, that costs less than a launch's
-# start. Where they are far more than fit there, most of them go elsewhere when attention ends. The limits are fits to
-# steps that were timed either way.
-FEW = 10  # pairs of warps for each free SM; so few do not crowd it
-CROWD, MANY = (
-    40,
-    12,
-)  # pairs for each free SM, and for each of all SMs; where there are as many, crowding does not matter
+
+
+class EarlyStart(NamedTuple):
+    """When a combine may start before attention ends, by its pairs of warps.
+
+    CTAs that start early go to the SMs that attention leaves free, and each of these may then get many times its part
+    of the work. few: pairs for each free SM; fewer do not crowd it. Where the CTAs are far more than fit there, most of
+    them go elsewhere when attention ends. crowd, many: pairs for each free SM, and for each of all SMs; where there are
+    as many, crowding does not matter.
+    """
+
+    few: float
+    crowd: float
+    many: float
+
+
+EARLY_START = EarlyStart(10, 40, 12)
 
 
 class Combine(NamedTuple):
@@ -151,7 +160,8 @@ def combine_of(target: Target, rows: int, heads: int, splits: int, tail_splits: 
     return Combine(block_s, lanes, block_m, rows * heads * lanes, (heads // block_m, rows))
 
 
-def may_start_early(target: Target, ctas: int, combine: Combine) -> bool:
+def may_start_early(target: Target, ctas: int, combine: Combine, limits: EarlyStart = EARLY_START) -> bool:
     """Whether ``combine`` may start while attention's ``ctas`` run, one to an SM."""
     left = max(0, target.num_sms - ctas)
-    return combine.pairs <= FEW * left or combine.pairs >= max(CROWD * left, MANY * target.num_sms)
+    enough = max(limits.crowd * left, limits.many * target.num_sms)
+    return combine.pairs <= limits.few * left or combine.pairs >= enough
