@@ -3,17 +3,22 @@
 A README has a section ``## `kernel` `` for each kernel, and in it tables whose first header says what they list:
 
     role          | warps | registers        a line for each partition, in the order of gl.warp_specialize
-    barrier       | stages | count | bytes | arrives | waits | first phase
+    barrier       | stages | count | bytes | arrives | waits | first phase      without stages: 1, without bytes: none
     shared memory | shape | bytes            in the order of allocation, then "mbarriers", "Triton's own" and "total"
 
-A role in the plural stands for all that begin with it: "consumers" for "consumer 0", "consumer 1". first phase: what the
-first wait asks for; 1 passes at once.
+A role in the plural stands for all that begin with it: "consumers" for "consumer 0", "consumer 1". count: may be a sum,
+"1 + 128". first phase: what the first wait asks for; 1 passes at once.
+
+Of a kernel in several forms a cell may have a value for each, "1 + 128 / 1", and a column "in" says which forms have a
+line; ``of_form`` makes tables of one form of them.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,13 +52,13 @@ class Kernel(NamedTuple):
 
 BYTES = {"f8E4M3FN": 1, "i8": 1, "bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8}
 ALLOCATION = re.compile(r"(%\S+) = ttg\.local_alloc\b.*?!ttg\.memdesc<((?:\d+x)+)(\w+),")
-INDEX = re.compile(r"(%\S+) = ttg\.memdesc_(?:index|subslice) (%\w+)\[")
+INDEX = re.compile(r"(%\S+) = ttg\.memdesc_(?:index|subslice) (%[\w.]+)\[")
 SPECIALISE = re.compile(r"ttg\.warp_specialize\((.*?)\).*?requestedRegisters = array<i32: ([\d, ]+)>")
 PARTITION = re.compile(r"^\s*partition\d+\((.*)")
-INIT = re.compile(r"ttng\.init_barrier (%\w+), (\d+)")
-WAIT = re.compile(r"ttng\.wait_barrier (%\w+), (%\w+)")
-EXPECT = re.compile(r"ttng\.barrier_expect (%\w+), (\d+)")
-ARRIVE = re.compile(r"ttng\.(?:arrive_barrier|async_copy_mbarrier_arrive) (%\w+)")
+INIT = re.compile(r"ttng\.init_barrier (%[\w.]+), (\d+)")
+WAIT = re.compile(r"ttng\.wait_barrier (%[\w.]+), (%[\w.]+)")
+EXPECT = re.compile(r"ttng\.barrier_expect (%[\w.]+), (\d+)")
+ARRIVE = re.compile(r"ttng\.(?:arrive_barrier|async_copy_mbarrier_arrive) (%[\w.]+)")
 
 
 class _Use(NamedTuple):
@@ -89,26 +94,73 @@ def kernel_of(compiled) -> Kernel:
 
 def _uses(lines: list[str], places: dict[str, int], captures: list[str]):
     """Of barriers, by partition; names are found anew in each, where arguments are called what they capture."""
-    roots, flipped, partition = dict(places), set(), 0
+    roots, values, partition = dict(places), _FirstValues(), 0
     for line in lines:
         if found := PARTITION.match(line):
             partition += 1
-            arguments = re.findall(r"(%\w+): ", found[1])
+            arguments = re.findall(r"(%[\w.]+): ", found[1])
             roots = {name: places[value] for name, value in zip(arguments, captures) if value in places}
-            flipped = set()
+            values = _FirstValues()
         elif found := INDEX.search(line):
             if found[2] in roots:
                 roots[found[1]] = roots[found[2]]
-        elif found := re.match(r"\s*(%\w+) = arith\.(\w+)", line):
-            (flipped.add if found[2] == "xori" else flipped.discard)(found[1])
+        elif values.take(line):
+            pass
         elif found := INIT.search(line):
             yield _Use(roots[found[1]], partition, "init", int(found[2]))
         elif found := WAIT.search(line):
-            yield _Use(roots[found[1]], partition, "wait", int(found[2] in flipped))
+            yield _Use(roots[found[1]], partition, "wait", values.of(found[2]))
         elif found := EXPECT.search(line):
             yield _Use(roots[found[1]], partition, "expect", int(found[2]))
         elif found := ARRIVE.search(line):
             yield _Use(roots[found[1]], partition, "arrive", 0)
+
+
+class _FirstValues:
+    """What integers are when a line runs for the first time, as far as constants, arithmetic and loops tell; of others
+    whether they were flipped last."""
+
+    ARITHMETIC = {
+        "addi": operator.add, "subi": operator.sub, "muli": operator.mul, "andi": operator.and_, "ori": operator.or_,
+        "xori": operator.xor, "divsi": operator.floordiv, "remsi": operator.mod, "shrsi": operator.rshift,
+    }  # fmt: skip
+
+    def __init__(self):
+        self.known: dict[str, int] = {}
+        self.flipped: set[str] = set()
+        self.condition: list[str] = []  # what a while loop hands to its body
+
+    def of(self, name: str) -> int:
+        return self.known.get(name, int(name in self.flipped))
+
+    def take(self, line: str) -> bool:
+        """Whether the line is one of these."""
+        if found := re.match(r"\s*(%[\w.]+) = arith\.constant (-?\d+|true|false)\b(?! :.*tensor)", line):
+            self.known[found[1]] = {"true": 1, "false": 0}[found[2]] if found[2].isalpha() else int(found[2])
+        elif found := re.match(r"\s*(%[\w.]+) = arith\.(\w+) (%[\w.]+), (%[\w.]+) : i", line):
+            self._arithmetic(*found.groups())
+        elif re.search(r"= scf\.(for|while)\b|\bscf\.for\b", line):
+            self._carry(re.findall(r"(%[\w.]+) = (%[\w.]+)", line))
+        elif found := re.match(r"\s*scf\.condition\(%[\w.]+\) (.*) : ", line):
+            self.condition = found[1].split(", ")
+        elif line.lstrip().startswith("^bb0("):
+            self._carry(zip(re.findall(r"(%[\w.]+): ", line), self.condition))
+        else:
+            return False
+        return True
+
+    def _arithmetic(self, result: str, operation: str, *operands: str) -> None:
+        (self.flipped.add if operation == "xori" else self.flipped.discard)(result)
+        self.known.pop(result, None)
+        if operation in self.ARITHMETIC and all(name in self.known for name in operands):
+            self.known[result] = self.ARITHMETIC[operation](*(self.known[name] for name in operands))
+
+    def _carry(self, pairs: Iterable[tuple[str, str]]) -> None:
+        pairs = list(pairs)
+        carried = {name: self.known[value] for name, value in pairs if value in self.known}
+        for name, _ in pairs:
+            self.known.pop(name, None)
+        self.known |= carried
 
 
 def _barrier(stages: int, uses: list[_Use]) -> Barrier:
@@ -127,7 +179,7 @@ def _barrier(stages: int, uses: list[_Use]) -> Barrier:
         only({use.value for use in uses if use.what == "expect"} or {0}),
         partitions("expect", "arrive"),
         partitions("wait"),
-        only({use.value for use in uses if use.what == "wait"}),
+        only(set({use.partition: use.value for use in reversed(uses) if use.what == "wait"}.values())),
     )
 
 
@@ -149,6 +201,21 @@ def _table(text: str) -> Table:
     return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
 
 
+def of_form(tables: list[Table], names: set[str], place: int) -> list[Table]:
+    """Tables of one form: lines that are "in" ``all`` or one of ``names``, and of values for several forms the one at
+    ``place``, or the last. A line without a count is of other forms."""
+
+    def pick(cell: str) -> str:
+        values = cell.split(" / ")
+        return values[min(place, len(values) - 1)]
+
+    lines = [
+        [row for row in table if not {"all", *names}.isdisjoint(row.get("in", "all").split(", "))] for table in tables
+    ]
+    picked = [[{key: pick(cell) for key, cell in row.items()} for row in table] for table in lines]
+    return [[row for row in table if "-" not in (row.get("count"), row.get("registers"))] for table in picked if table]
+
+
 def documented(tables: list[Table]) -> tuple[Kernel, list[str]]:
     """What the tables of a section say, and the names of its barriers."""
     by_kind = {next(iter(table[0])): table for table in tables}
@@ -163,7 +230,7 @@ def documented(tables: list[Table]) -> tuple[Kernel, list[str]]:
         tuple((_shape(row["shape"]), _number(row["bytes"])) for row in memory if row["shared memory"] not in rest),
         tuple(
             Barrier(
-                int(row["stages"]), int(row["count"]), _number(row["bytes"]), _partitions(names, row["arrives"]),
+                int(row.get("stages", 1)), _number(row["count"]), _number(row.get("bytes", "")), _partitions(names, row["arrives"]),
                 _partitions(names, row["waits"]), int(row["first phase"]),
             )
             for row in barriers
@@ -186,7 +253,7 @@ def _is(name: str, role: str) -> bool:
 
 
 def _number(cell: str) -> int:
-    return int(cell.replace(",", "") or 0)
+    return sum(int(part.replace(",", "") or 0) for part in cell.split(" + "))
 
 
 def _shape(cell: str) -> tuple[int, ...]:
