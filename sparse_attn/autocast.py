@@ -11,7 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def no_autocast(function: Callable[P, R]) -> Callable[P, R]:

@@ -6,7 +6,7 @@ They look at shapes, dtypes, strides and devices only, so they cost no synchroni
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -79,7 +79,7 @@ def check_room(name: str, rows: int, width: int) -> None:
         raise ValueError(f"{name}: got {rows} rows of up to {width} indices, allowed: fewer than 2**31 in all")
 
 
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(map(repr, allowed))}")
 

@@ -108,7 +108,7 @@ def choose(
     raise ValueError("; ".join(f"{name}: {reason}" for name, reason in passed_over))
 
 
-def _forced(kernels: Sequence[Kernel], problem: Problem, target: Target, name: str) -> Choice:
+def _forced(kernels: Sequence[Kernel[Problem, Plan]], problem: Problem, target: Target, name: str) -> Choice:
     kernel = find(kernels, name)
     support = kernel.supports(problem, target)
     if not (support.ok or support.able):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from sparse_attn.torch_private import OpOverload
 NO_BACKWARD, REFUSE = "sparse_attn::no_backward", "sparse_attn::refuse_backward"
 
 
-def wanted(args: Sequence[object], tensors: Sequence[int]) -> bool:
+def wanted(args: Sequence[Any], tensors: Sequence[int]) -> bool:
     """Whether autograd would follow what is computed from ``args``: tensors or None at the places ``tensors``."""
     if torch.is_grad_enabled():
         for place in tensors:
@@ -28,8 +29,8 @@ def wanted(args: Sequence[object], tensors: Sequence[int]) -> bool:
 def end(output: torch.Tensor, name: str, *inputs: torch.Tensor) -> torch.Tensor:
     """``output``, which depends on ``inputs`` through operator ``name`` in a way that autograd does not see. A backward
     from it to any of them raises."""
-    inputs = [value for value in inputs if value.requires_grad]
-    return torch.ops.sparse_attn.no_backward(output, inputs, name) if torch.is_grad_enabled() and inputs else output
+    followed = [value for value in inputs if value.requires_grad]
+    return torch.ops.sparse_attn.no_backward(output, followed, name) if torch.is_grad_enabled() and followed else output
 
 
 def call(overload: OpOverload, name: str, args: tuple):

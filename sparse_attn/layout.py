@@ -355,6 +355,14 @@ KvLayout = PlainLayout | LatentFp8Layout | PlanarFp8Layout
 Layout = KvLayout | IndexFp8Layout
 
 
+def parse_kv_layout(name: str) -> KvLayout:
+    """The layout of keys and values that a name stands for."""
+    layout = parse_layout(name)
+    if isinstance(layout, IndexFp8Layout):
+        raise ValueError(f"layout: got {name!r}, allowed: a layout of keys and values")
+    return layout
+
+
 @functools.cache
 def parse_layout(name: str) -> Layout:
     """The layout a name stands for; ValueError where it stands for none."""
@@ -370,9 +378,10 @@ def parse_layout(name: str) -> Layout:
             dim, flavour, rule = rest.split("/")
             return IndexFp8Layout(int(dim), flavour, rule)
         if kind == "latent_fp8":
-            dims, group, flavour, rule, *floor = rest.split("/")
+            dims, group, flavour, rule, *floor = rest.split("/", 4)
             latent, rope = map(int, dims.split("+"))
-            return LatentFp8Layout(latent, rope, int(group), flavour, rule, *map(float, floor))
+            scale_floor = float(floor[0]) if floor else None
+            return LatentFp8Layout(latent, rope, int(group), flavour, rule, scale_floor)
         if kind == "planar_fp8":
             dims, group, flavour = rest.split("/")
             latent, rope = map(int, dims.split("+"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,13 +22,16 @@ from sparse_attn.torch_private import schema
 NAMESPACE = "sparse_attn"
 
 
-def define_op(package: str, name: str, signature: str, fake: Callable, kernels: Sequence[Kernel] = ()) -> Callable:
+def define_op(
+    package: str | None, name: str, signature: str, fake: Callable, kernels: Sequence[Kernel] = ()
+) -> Callable:
     """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in ``package``;
     ``impl`` may name one of ``kernels``.
 
     The returned function calls the operator and ends gradients there. Its ``overload`` is the operator, its
     ``kernels`` are these.
     """
+    assert package is not None, "outside of a package"
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -49,7 +53,7 @@ def define_op(package: str, name: str, signature: str, fake: Callable, kernels: 
 
 
 def _too_large(
-    error: Exception, name: str, names: Sequence[str], tensors: Sequence[int], arguments: Sequence[object]
+    error: Any, name: str, names: Sequence[str], tensors: Sequence[int], arguments: Sequence[Any]
 ) -> ValueError | None:
     """The error for sizes whose kernel takes more than the GPU has, which Triton finds before the launch; None for any
     other ``error``."""
@@ -102,6 +106,7 @@ def _implementation(
             elif value.device != home:
                 found = f"{names[place]}: got device {value.device}"
                 raise ValueError(f"{name}: {found}, allowed: {home} (that of {names[first]})")
+        assert home is not None, "an operator without tensors"
         if streams.is_current(home):
             return run(home, args)
         with streams.entered(home):

@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -40,9 +40,10 @@ def mark_sizes(tensor: torch.Tensor, dynamic: Iterable[int] = (), static: Iterab
     if not torch.compiler.is_compiling():
         if tensor._base is not None:  # Dynamo looks at what a view is a view of, too
             mark_sizes(tensor._base, dynamic=range(tensor._base.dim()))
-        tensor._dynamo_weak_dynamic_indices = set(dynamic)
-        tensor._dynamo_static_indices = set(static)
-        tensor._has_dynamo_dim_marking = True
+        marks: Any = tensor
+        marks._dynamo_weak_dynamic_indices = set(dynamic)
+        marks._dynamo_static_indices = set(static)
+        marks._has_dynamo_dim_marking = True
     return tensor
 
 
@@ -100,7 +101,8 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of ``module`` itself by name, a live view."""
-    return module._parameters
+    held: Any = module._parameters  # of which torch says that they may be None
+    return held
 
 
 def schema(overload: OpOverload):

@@ -151,7 +151,8 @@ class _Use:
     __slots__ = ("key", "workspace")
 
     def __init__(self, key: Key, workspace: Workspace):
-        self.key, self.workspace = key, workspace
+        self.key = key
+        self.workspace: Workspace | None = workspace
 
 
 class _Running(threading.local):

@@ -133,7 +133,7 @@ def _shared_entries(
     if "window" in spec.layer_kinds:
         shared["window"] = windowed.no_entries(plan, step, window=spec.window, impl=impl)
     if "full" in spec.layer_kinds:
-        block_size = caches.compressed[spec.layer_kinds.index("full")].shape[1]
+        block_size = _entries_per_block(spec, caches)[spec.full_ratio]
         shared["full"] = windowed.all_entries(
             plan, step, ratio=spec.full_ratio, window=spec.window, block_size=block_size, impl=impl
         )
@@ -142,8 +142,7 @@ def _shared_entries(
 
 def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, plan: StepPlan) -> None:
     check_tokens(tokens, plan)
-    if plan.ring_table is None:
-        raise ValueError("plan.ring_table: got None, allowed: int32 [requests, ring blocks]")
+    windowed.rings_of(plan)
     kinds = spec.layer_kinds
     compressed, indexed = [kind != "window" for kind in kinds], [kind == "indexed" for kind in kinds]
     for name, present in (("kv", [True] * len(kinds)), ("compressed", compressed), ("state", compressed),

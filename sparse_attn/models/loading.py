@@ -42,7 +42,7 @@ def load(
         block = _weight_block(config)
     checkpoint = Checkpoint(folder, block, spelling.rename)
     _check_weights(checkpoint, spec, spelling, shapes)
-    params = {}
+    params: dict[str, torch.Tensor] = {}
     for name in progress(list(shapes)):
         if name in params:  # came with another of the same source
             continue
@@ -79,13 +79,16 @@ def _weight_block(config: dict) -> tuple[int, int]:
     if not quantisation:
         return (128, 128)
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
-    pair = isinstance(block, list) and len(block) == 2 and all(type(step) is int and step > 0 for step in block)
-    if method != "fp8" or not pair:
+    if (
+        method != "fp8"
+        or not (isinstance(block, list) and len(block) == 2)
+        or not all(type(step) is int and step > 0 for step in block)
+    ):
         raise ValueError(
             f"config quantization_config: got quant_method {short(method)} with weight_block_size {short(block)}, "
             "allowed: 'fp8' with two block sizes"
         )
-    return tuple(block)
+    return (block[0], block[1])
 
 
 def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes) -> None:

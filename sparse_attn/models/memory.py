@@ -68,8 +68,10 @@ def gathered_bytes(spec: Spec | CompressedSpec, bounds: Bounds, layouts: CacheLa
 def activation_bytes(spec: Spec | CompressedSpec, bounds: Bounds, target: Target) -> int:
     """What a step of the most rows holds beside weights, caches, gathered keys and scratch, at most."""
     decode, prefill = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
-    kind = _windowed_row if isinstance(spec, CompressedSpec) else _latent_row
-    kept, stages = kind(spec, bounds, target)
+    if isinstance(spec, CompressedSpec):
+        kept, stages = _windowed_row(spec, bounds, target)
+    else:
+        kept, stages = _latent_row(spec, bounds, target)
     return (decode + prefill) * (kept + max(stages))
 
 

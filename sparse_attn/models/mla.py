@@ -85,6 +85,8 @@ def attention(
             hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
             layouts=layouts, logits_bytes=logits_bytes, impl=impl,
         )  # fmt: skip
+    elif selection is None:
+        raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
     latent, key_rope = F.linear(hidden, params[attn + "kv_a"]).split([spec.kv_lora, spec.rope_dim], dim=-1)
     latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
     key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)

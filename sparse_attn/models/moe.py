@@ -12,6 +12,8 @@ Two ways through the routed experts, chosen by what the host knows (device, dtyp
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -102,7 +104,9 @@ def route(
     """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table
     row."""
     logits = F.linear(x.float(), params[prefix + "gate"])
-    common = dict(score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl)
+    common: dict[str, Any] = dict(
+        score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl
+    )
     if tokens is not None:
         return hash_routed_experts(logits, tokens, params[prefix + "table"], **common)
     return biased_grouped_topk(

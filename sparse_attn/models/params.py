@@ -10,6 +10,7 @@ plain tensor become symbols under dynamic=True and can be taken for a batch size
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -61,8 +62,10 @@ def random_params(
     spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU."""
-    drawing = dict(generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu")
-    params = {}
+    drawing: dict[str, Any] = dict(
+        generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu"
+    )
+    params: dict[str, torch.Tensor] = {}
     for name, shape in param_shapes(spec).items():
         if name.endswith(INTEGER_NAMES):
             drawn = torch.rand(shape[0], spec.moe.num_experts, **drawing)

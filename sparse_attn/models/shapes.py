@@ -14,9 +14,8 @@ def param_shapes(spec: Spec | CompressedSpec) -> Shapes:
         shapes["lm_head"] = (spec.vocab_size, spec.hidden_size)
     if isinstance(spec, CompressedSpec):
         shapes |= {f"head.{name}": shape for name, shape in _hyper_shapes(spec, spec.streams, 1).items()}
-    layer_shapes = _compressed_layer if isinstance(spec, CompressedSpec) else _latent_layer
     for layer in range(spec.num_layers):
-        own = layer_shapes(spec, layer)
+        own = _compressed_layer(spec, layer) if isinstance(spec, CompressedSpec) else _latent_layer(spec, layer)
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
     return shapes
 

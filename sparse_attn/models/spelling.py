@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NoReturn
 
 import torch
@@ -43,7 +43,7 @@ class Spelling:
         beyond = match is not None and int(match[1]) >= self.spec.num_layers
         return beyond or name.endswith("rotary_emb.inv_freq")
 
-    def sources(self, name: str, checkpoint: Checkpoint) -> list[str]:
+    def sources(self, name: str, checkpoint: Container[str]) -> list[str]:
         """The checkpoint's weights that a weight of the forward is read from."""
         prefix, kind = layer_of(name)
         if kind in self.direct:
@@ -139,6 +139,8 @@ class LatentSpelling(Spelling):
         "mlp.gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "moe.shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     }
+
+    spec: Spec
 
     def source_shape(self, name: str, shape: tuple[int, ...], sources: list[str]) -> tuple[int, ...]:
         if layer_of(name)[1] in _KV_B:

@@ -23,6 +23,13 @@ from sparse_attn.types import StepPlan, WindowCaches
 Params = dict[str, torch.Tensor]
 
 
+def held(caches: tuple[torch.Tensor | None, ...], layer: int) -> torch.Tensor:
+    """The cache of a layer of a kind that has one."""
+    cache = caches[layer]
+    assert cache is not None
+    return cache
+
+
 @no_autocast
 def compress(
     hidden: torch.Tensor,
@@ -44,7 +51,7 @@ def compress(
     kv, gate = linear_fp32(hidden, params[prefix + "kv_gate"]).chunk(2, dim=-1)
     compress_and_cache(
         kv, gate, params[prefix + "position_bias"], params[prefix + "norm"], plan.positions, plan.request_ids,
-        state, plan.ring_table, cache, step.compressed[ratio].slot_mapping, params["rope_compressed"],
+        state, windowed.rings_of(plan), cache, step.compressed[ratio].slot_mapping, params["rope_compressed"],
         ratio=ratio, overlap=spec.layer_kinds[layer] == "indexed", eps=spec.rms_eps, rope_start=dim - spec.rope_dim,
         hadamard=hadamard, layout=layout, impl=impl,
     )  # fmt: skip
@@ -67,9 +74,9 @@ def select(
     impl: str,
 ) -> Entries:
     """Run a layer's indexer: pool this step's index keys, score, select."""
-    index, cache = spec.index, caches.index[layer]
+    index, cache = spec.index, held(caches.index, layer)
     compress(
-        hidden, params, prefix, spec, layer, caches.index_state[layer], cache, plan, step,
+        hidden, params, prefix, spec, layer, held(caches.index_state, layer), cache, plan, step,
         layout=layouts.index, hadamard=index.hadamard, impl=impl,
     )  # fmt: skip
     query = indexer_q_rope_quant(
@@ -116,8 +123,8 @@ def attention(
     windowed.write_window_keys(keys, caches.kv[layer], plan, layouts=layouts, impl=impl)
     if kind != "window":
         compress(
-            hidden, params, prefix + "entry.", spec, layer, caches.state[layer], caches.compressed[layer], plan, step,
-            layout=layouts.kv, hadamard=False, impl=impl,
+            hidden, params, prefix + "entry.", spec, layer, held(caches.state, layer), held(caches.compressed, layer),
+            plan, step, layout=layouts.kv, hadamard=False, impl=impl,
         )  # fmt: skip
     if kind == "indexed":
         entries = select(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn.layout import IndexFp8Layout, PlainLayout
@@ -53,7 +55,7 @@ def choose_decode_slots(
     return index_topk_decode_slots(*arguments, logits_bytes=logits_bytes, impl=impl)
 
 
-def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[object, ...]:
+def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[Any, ...]:
     """The arguments of the operators over decode rows."""
     requests, next_n = plan.context_lens.shape
     rows = requests * next_n

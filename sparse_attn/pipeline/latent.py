@@ -6,7 +6,7 @@ share those.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,7 +67,7 @@ def index_select(
     into which this step's keys have been written. logits_bytes: bound on the scores held at a time.
     """
     inputs = (query, cache, plan.block_table, plan)
-    options = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
+    options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     decode = prefill = None
     if num_decode_rows(plan):
         decode = choose_decode_slots(*inputs, **options)

@@ -6,11 +6,11 @@ that are gathered into one matrix, entries first, because many rows of one reque
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from sparse_attn.layout import PlainLayout, PlanarFp8Layout
+from sparse_attn.layout import KvLayout
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
@@ -51,6 +51,13 @@ class WindowStep(NamedTuple):
     compressed: dict[int, CompressedPlan]
 
 
+def rings_of(plan: StepPlan) -> torch.Tensor:
+    """The blocks of each request's rings, which a plan of windows has."""
+    if plan.ring_table is None:
+        raise ValueError("plan.ring_table: got None, allowed: int32 [requests, ring blocks]")
+    return plan.ring_table
+
+
 def plan_windows(
     plan: StepPlan,
     *,
@@ -69,7 +76,7 @@ def plan_windows(
     seen = gather = None
     if in_place:
         seen = window_indices(
-            plan.positions[:in_place], plan.request_ids[:in_place], plan.ring_table, ring, window, impl=impl
+            plan.positions[:in_place], plan.request_ids[:in_place], rings_of(plan), ring, window, impl=impl
         )
     if plan.positions.shape[0] - in_place:
         gather = build_window_plan(plan, window=window, impl=impl)
@@ -122,12 +129,12 @@ def select_entries(
     """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``."""
     entries = step.compressed[ratio]
     inputs = (query, cache, plan.block_table, entries)
-    options = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
+    options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     rows = num_decode_rows(plan)
     prefill = in_place = None
     if entries.kv_start.shape[0]:
         prefill = choose_prefill(*inputs, **options)
-    if step.in_place > rows:
+    if prefill is not None and step.in_place > rows:
         chosen = torch.cat([choose_decode(*inputs, **options), prefill]) if rows else prefill
         in_place = compute_global_topk_ragged_indices_and_indptr(
             chosen, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl
@@ -158,7 +165,7 @@ def attend(
     [tokens, heads, dim] and lse fp32 [tokens, heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
-    if rows:
+    if step.window is not None:
         parts.append(
             sparse_attn_decode(
                 q[:rows], cache, step.window, scale=scale, layout=layout, extra_cache=compressed,
@@ -167,7 +174,8 @@ def attend(
             )
         )  # fmt: skip
     if step.gather is not None:
-        kv = _gather(cache, compressed, plan, step, ratio, layout, q.dtype, impl)
+        assert entries.gathered is not None
+        kv = _gather(cache, compressed, plan, step, step.gather, ratio, layout, q.dtype, impl)
         parts.append(
             sparse_attn_prefill(
                 q[rows:], kv, entries.gathered, scale=scale, d_v=layout.value_dim, sink=sink,
@@ -208,14 +216,15 @@ def _gather(
     compressed: torch.Tensor | None,
     plan: StepPlan,
     step: WindowStep,
+    gather: WindowPlan,
     ratio: int,
-    layout: PlanarFp8Layout | PlainLayout,
+    layout: KvLayout,
     dtype: torch.dtype,
     impl: str,
 ) -> torch.Tensor:
-    requests, gather = plan.context_lens.shape[0], step.gather
+    requests = plan.context_lens.shape[0]
     raw = gather_kv_cache(
-        cache, plan.ring_table[requests:], gather.kv_indptr, gather.capacity, layout,
+        cache, rings_of(plan)[requests:], gather.kv_indptr, gather.capacity, layout,
         starts=gather.starts, dtype=dtype, impl=impl,
     )  # fmt: skip
     if compressed is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
 from sparse_attn.target import resolve_impl, target_of
 from sparse_attn.torch_private import mark_static_address
 
-UNTIMED = {"deterministic": True}  # Inductor benchmarks nothing on the device
+UNTIMED: dict[str, Any] = {"deterministic": True}  # Inductor benchmarks nothing on the device
 
 
 class Batch(NamedTuple):
@@ -85,7 +85,8 @@ def compiled(model: Model, caches: AnyCaches) -> Model:
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             mark_static_address(cache)
-    return torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
+    run: Any = torch.compile(model, fullgraph=True, dynamic=True, options=UNTIMED)
+    return run
 
 
 def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:

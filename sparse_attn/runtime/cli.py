@@ -154,7 +154,8 @@ def run_generate(options: argparse.Namespace) -> int:
     )
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
     before = dynamo_counts()
-    with Watch() if options.plot else contextlib.nullcontext() as seen:
+    watch = Watch() if options.plot else None
+    with watch or contextlib.nullcontext():
         result = generate(
             model,
             [prompt],
@@ -176,12 +177,13 @@ def run_generate(options: argparse.Namespace) -> int:
     }
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if save_logits:
+        assert result.logits is not None  # keep_logits
         write_output(options.dump_logits, save_logits({"logits": result.logits[0]}))
     if options.json:
         write_json(options.json, written)
-    showing.show(written, spec, tokenizer.decode(prompt) if expected else None, expected)
-    if options.plot:
-        showing.plot(options.plot, spec, prompt, result.tokens[0], seen.selected, tokenizer, facts["model"])
+    showing.show(written, spec, tokenizer.decode(prompt) if tokenizer and expected else None, expected)
+    if watch and tokenizer:
+        showing.plot(options.plot, spec, prompt, result.tokens[0], watch.selected, tokenizer, facts["model"])
     return 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,17 +37,25 @@ class Generation(NamedTuple):
     graph_replays: int = 0
 
 
-class Quiet:
-    """Progress that nobody watches; the shape of tqdm."""
+class Bar(Protocol):
+    """What counts, of the shape of tqdm."""
 
-    def update(self, count: int = 1) -> None:
+    def update(self, n: int = 1, /) -> object: ...
+
+    def close(self) -> object: ...
+
+
+class Quiet:
+    """Progress that nobody watches."""
+
+    def update(self, n: int = 1, /) -> None:
         pass
 
     def close(self) -> None:
         pass
 
 
-Progress = Callable[[str, int], Quiet]  # (what is counted, how many) -> something to update and close
+Progress = Callable[[str, int], Bar]  # (what is counted, how many) -> something to update and close
 
 
 @no_autocast
@@ -131,7 +139,7 @@ def generate(
         bar = progress("decode", max_new_tokens)
         bar.update()
         for tokens, logits in steps:
-            if keep_logits:
+            if keep_logits and logits is not None:
                 for request, row in enumerate(logits.cpu()):
                     if alive[request]:
                         kept[request].append(row.unsqueeze(0))

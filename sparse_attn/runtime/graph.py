@@ -163,15 +163,13 @@ class DecodeGraph:
                 raise ValueError(f"{name}: got {value.shape[0]} rows, allowed: {rows}, those of tokens")
         if block_table.shape[1] > self.max_blocks:
             raise ValueError(f"block_table: got width {block_table.shape[1]}, allowed: at most {self.max_blocks}")
-        if (ring_table is None) != (self._ring_table is None):
-            allowed = (
-                "None, the caches have no rings" if self._ring_table is None else "a tensor, the caches have rings"
-            )
+        rings = self._ring_table
+        if (ring_table is None) != (rings is None):
+            allowed = "None, the caches have no rings" if rings is None else "a tensor, the caches have rings"
             raise ValueError(f"ring_table: got {'None' if ring_table is None else 'a tensor'}, allowed: {allowed}")
-        if ring_table is not None and tuple(ring_table.shape) != (rows, self._ring_table.shape[1]):
-            width = self._ring_table.shape[1]
+        if ring_table is not None and rings is not None and tuple(ring_table.shape) != (rows, rings.shape[1]):
             raise ValueError(
-                f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {width}]"
+                f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {rings.shape[1]}]"
             )
         if seeds is not None:
             checks.check_dtype("seeds", seeds, (torch.int64,))
@@ -179,9 +177,9 @@ class DecodeGraph:
         self.stream.wait_stream(self._current_stream())
         with torch.cuda.stream(self.stream):
             self._seeds[:rows].copy_(self._row_seeds[:rows] if seeds is None else seeds, non_blocking=True)
-            if ring_table is not None:
-                self._ring_table.fill_(-1)
-                self._ring_table[:rows].copy_(ring_table, non_blocking=True)
+            if ring_table is not None and rings is not None:
+                rings.fill_(-1)
+                rings[:rows].copy_(ring_table, non_blocking=True)
             self._tokens[:rows].copy_(tokens, non_blocking=True)
             self._seq_lens.zero_()
             self._seq_lens[:rows].copy_(seq_lens, non_blocking=True)

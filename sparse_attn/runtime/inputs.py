@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,18 +55,17 @@ def checked_seeds(seeds: Sequence[int | None] | None, seed: int, count: int) -> 
     streams = row_seeds(seed, count)
     if seeds is None:
         return streams
-    if isinstance(seeds, torch.Tensor) or not _is_sequence(seeds):
-        seeds = integers("seeds", seeds)
-    if len(seeds) != count:
-        raise ValueError(f"seeds: got {len(seeds)}, allowed: {count}, one a prompt")
-    for number, own in enumerate(seeds):
+    given = seeds if not isinstance(seeds, torch.Tensor) and _is_sequence(seeds) else integers("seeds", seeds)
+    if len(given) != count:
+        raise ValueError(f"seeds: got {len(given)}, allowed: {count}, one a prompt")
+    for number, own in enumerate(given):
         if own is not None:
             checks.check_seed(f"seeds[{number}]", own)
             streams[number] = int(own)
     return streams
 
 
-def integers(name: str, values: Sequence[int] | torch.Tensor) -> list[int]:
+def integers(name: str, values: Any) -> list[int]:
     """A sequence of integers, or a tensor or array of one dimension, as a list; TypeError for anything else."""
     if hasattr(values, "__array__") and not isinstance(values, torch.Tensor):
         values = torch.from_numpy(values.__array__())

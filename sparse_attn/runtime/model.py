@@ -31,6 +31,8 @@ class Model(torch.nn.Module):
     models.params holds in the model's dtype. Dynamo takes the numbers among a module's attributes for constants.
     """
 
+    embed: torch.nn.Parameter  # which every model has
+
     def __init__(
         self,
         spec: Spec | CompressedSpec,
@@ -75,7 +77,7 @@ class Model(torch.nn.Module):
     ) -> AnyCaches:
         """Zeroed caches. num_blocks, block_size: of the paged caches. requests, step_rows, next_n: see
         models.deepseek_v4.allocate_caches; ignored for a model without rings."""
-        if self.has_rings:
+        if isinstance(self.spec, CompressedSpec):
             return deepseek_v4.allocate_caches(
                 self.spec, self.layouts, num_blocks, block_size, self.device,
                 requests=requests, step_rows=step_rows, next_n=next_n,
@@ -84,7 +86,7 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
         """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward."""
-        forward = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
+        forward: Callable[..., torch.Tensor] = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
         return forward(
             self._weights(), self.spec, tokens, caches, plan,
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,

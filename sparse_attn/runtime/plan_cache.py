@@ -79,6 +79,8 @@ class HostPlanner:
         beyond max_context or kv_capacity, or a query_start_loc that decreases.
         """
         lengths, on_host = (seq_lens, False) if seq_lens_cpu is None else (seq_lens_cpu, True)
+        if lengths is None:
+            raise TypeError("seq_lens: got NoneType, allowed: a torch.Tensor")
         self._check(query_start_loc, lengths, on_host, block_table, slot_mapping, num_decodes, next_n)
         self._check_rings(ring_table, lengths.shape[0])
         requests, tokens = lengths.shape[0], slot_mapping.shape[0]
@@ -98,7 +100,7 @@ class HostPlanner:
             plan = self._plans[num_decodes, next_n] = self._views(num_decodes, next_n)
         self._clear_tails(requests, tokens, rows, rows - decode_rows)
         self._table[:requests].copy_(block_table)
-        if ring_table is not None:
+        if ring_table is not None and self._rings is not None:
             self._rings[:requests].copy_(ring_table)
         if not on_host:
             self._slots[:tokens].copy_(slot_mapping)
@@ -190,12 +192,12 @@ class HostPlanner:
         )
 
     def _check_rings(self, ring_table: torch.Tensor | None, requests: int) -> None:
-        if (ring_table is None) != (self._rings is None):
-            if ring_table is None:
-                raise ValueError("ring_table: got None, allowed: a tensor, the planner has ring_blocks")
-            raise ValueError("ring_table: got a tensor, allowed: None, the planner has no ring_blocks")
         if ring_table is None:
+            if self._rings is not None:
+                raise ValueError("ring_table: got None, allowed: a tensor, the planner has ring_blocks")
             return
+        if self._rings is None:
+            raise ValueError("ring_table: got a tensor, allowed: None, the planner has no ring_blocks")
         checks.check_dtype("ring_table", ring_table, (torch.int32,))
         checks.check_shape("ring_table", ring_table, (requests, self._rings.shape[1]), "[requests, ring_blocks]")
         if ring_table.device != self._slots.device:

@@ -160,7 +160,8 @@ def score(model: Model, documents: Sequence[Encoded], way: Way) -> list[tuple[to
                 logits = feed([ids[place] for ids, place in zip(whole, at)], [place + 1 for place in at])
                 for mine, row, ids, place in zip(parts, logits, whole, at):
                     mine.append(_compared(row.unsqueeze(0), ids[place + 1 : place + 2]))
-    return [tuple(torch.cat(column).cpu() for column in zip(*mine)) for mine in parts]
+    columns = (zip(*mine) for mine in parts)
+    return [(torch.cat(losses).cpu(), torch.cat(best).cpu()) for losses, best in columns]
 
 
 def _compared(logits: torch.Tensor, targets: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,4 +205,5 @@ class _Graph:
             _on_host(tokens, torch.int64), _on_host(seq_lens, torch.int32), state.block_table, state.ring_table
         )
         self.graph.run(1)
+        assert self.graph.logits is not None  # keep_logits
         return self.graph.logits[: len(tokens)]

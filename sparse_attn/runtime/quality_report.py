@@ -86,8 +86,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _row(name: str, found: dict[str, Quality]) -> str:
-    mine, dense = found[name], found.get("dense")
-    beside = f"{mine.bits_per_byte / dense.bits_per_byte:.4f}" if dense else ""
+    mine = found[name]
+    dense = found["dense"].bits_per_byte if "dense" in found else None
+    beside = f"{mine.bits_per_byte / dense:.4f}" if mine.bits_per_byte and dense else ""
     right = f"{mine.right}/{mine.asked}"
     return (
         f"{name:<10} {mine.bits_per_byte:>10.4f} {beside:>9} {mine.retrieval:>10.2%} {right:>12} {mine.seconds:>8.1f}"

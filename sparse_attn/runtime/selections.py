@@ -62,7 +62,8 @@ def attended(spec: Spec | CompressedSpec, tokens: int) -> tuple[float, float]:
     """(keys a query attends to, tokens it could), the mean over layers and over positions 0 to ``tokens`` - 1."""
     there = torch.arange(1, tokens + 1, device="cpu")
     if isinstance(spec, CompressedSpec):
-        read = sum(_entries(spec, layer, there) + there.clamp_max(spec.window) for layer in range(spec.num_layers))
+        rows = [_entries(spec, layer, there) + there.clamp_max(spec.window) for layer in range(spec.num_layers)]
+        read = torch.stack(rows).sum(0)
     else:
         read = there.clamp_max(spec.index.top_k) * spec.num_layers
     return read.double().mean().item() / spec.num_layers, there.double().mean().item()

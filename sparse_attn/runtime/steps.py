@@ -7,7 +7,7 @@ compiled and captured as it stands.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from sparse_attn.ops.sampling import row_seeds, sample
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
+from sparse_attn.spec import CompressedSpec
 from sparse_attn.torch_private import exported, mark_sizes
 from sparse_attn.types import StepPlan
 
@@ -63,7 +64,8 @@ def prefill_step(
 ) -> torch.Tensor:
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T,
     vocab]."""
-    device, on_host, pad = model.device, dict(dtype=torch.int64, device="cpu"), torch.nn.functional.pad
+    device, pad = model.device, torch.nn.functional.pad
+    on_host: dict[str, Any] = dict(dtype=torch.int64, device="cpu")
     counts = torch.tensor([span.stop - span.start for span in spans], **on_host)
     requests = torch.tensor([span.request for span in spans], **on_host)
     ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
@@ -124,7 +126,8 @@ def _with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
 def least_capacity(model: Model) -> int:
     """The least number of keys that a step has room for: two of every kind. Dynamo takes a size of 0 or 1 for a
     constant, and would compile once more for other sizes."""
-    return 2 * max(model.spec.ratios, default=1) if model.has_rings else 2
+    ratios = model.spec.ratios if isinstance(model.spec, CompressedSpec) else ()
+    return 2 * max(ratios, default=1)
 
 
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:

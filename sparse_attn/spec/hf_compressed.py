@@ -140,8 +140,8 @@ def _ropes_of(fields: Fields) -> tuple[float, float, YarnSpec | None]:
     """
     rope = dict(fields.part("rope_scaling")) | dict(fields.part("rope_parameters"))
     if not (isinstance(rope.get("main"), Mapping) and isinstance(rope.get("compress"), Mapping)):
-        thetas = (fields.number(key, above=1) for key in ("rope_theta", "compress_rope_theta"))
-        return *thetas, yarn_of(rope, 1.0)
+        theta, compressed_theta = (fields.number(key, above=1) for key in ("rope_theta", "compress_rope_theta"))
+        return theta, compressed_theta, yarn_of(rope, 1.0)
     main, compressed = rope["main"], rope["compress"]
     if yarn_of(main) is not None:
         raise ValueError("config rope_parameters main: got yarn, allowed: 'default'")

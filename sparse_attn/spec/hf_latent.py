@@ -12,7 +12,7 @@ from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 # model_type -> whether the indexer's rope is interleaved where the file does not say.
 MODEL_TYPES = {"deepseek_v32": False, "glm_moe_dsa": True}
 # What files call this attention; transformers 5.23 says the latter.
-LAYER_TYPES = dict.fromkeys(("deepseek_sparse_attention", "indexed_attention"))
+LAYER_TYPES: dict[str, None] = dict.fromkeys(("deepseek_sparse_attention", "indexed_attention"))
 # What the forward computes; a file that asks for anything else is refused.
 _FIXED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid",
@@ -24,7 +24,8 @@ def latent_spec(config: Mapping[str, Any]) -> Spec:
     """The spec of a config.json of DeepSeek-V3.2 or GLM-5."""
     fields = Fields(config)
     fields.refuse_unless(_FIXED)
-    size, number, model_type = fields.size, fields.number, fields.model_type
+    size, number = fields.size, fields.number
+    model_type: str = fields.need("model_type")
     layers = size("num_hidden_layers", at_most=MAX_LAYERS)
     nope, rope_dim = size("qk_nope_head_dim"), size("qk_rope_head_dim", at_least=2)
     theta, yarn, scale = _rope_of(fields, nope + rope_dim)

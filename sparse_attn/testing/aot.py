@@ -64,8 +64,9 @@ def read(program) -> Compiled:
     """What the compiler says of a compiled ``program`` of Triton's."""
     facts = _read_cubin if "cubin" in program.asm else _read_amdgcn
     columns = getattr(program.metadata, "tmem_size", None) or 0
-    claimed, *rest = facts(program.asm)
-    return Compiled(program.metadata.shared + claimed, claimed, *rest, columns, dict(program.asm))
+    claimed, registers, spills, threads, lanes = facts(program.asm)
+    shared = program.metadata.shared + claimed
+    return Compiled(shared, claimed, registers, spills, threads, lanes, columns, dict(program.asm))
 
 
 def _read_cubin(assembly) -> tuple[int, int, int, int, int]:
@@ -73,18 +74,25 @@ def _read_cubin(assembly) -> tuple[int, int, int, int, int]:
         file.write(assembly["cubin"])
         file.flush()
         usage = _nvidia_tool("cuobjdump", "-res-usage", file.name)
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    registers, stack = _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage)
     # Declared arrays: from sm_90 on the tool also counts a KiB that the system takes, beside what a launch may ask for.
     claimed = sum(map(int, re.findall(r"\.shared\s[^;\[]*\[(\d+)\];", assembly["ptx"])))
-    return claimed, registers, stack, int(re.search(r"\.(?:reqntid|maxntid) (\d+)", assembly["ptx"])[1]), 32
+    return claimed, registers, stack, _number(r"\.(?:reqntid|maxntid) (\d+)", assembly["ptx"]), 32
 
 
 def _read_amdgcn(assembly) -> tuple[int, int, int, int, int]:
     def field(name: str) -> int:
-        return int(re.search(rf"\.{name}:\s+(\d+)", assembly["amdgcn"])[1])
+        return _number(rf"\.{name}:\s+(\d+)", assembly["amdgcn"])
 
-    names = ("vgpr_count", "private_segment_fixed_size", "max_flat_workgroup_size", "wavefront_size")
-    return 0, *map(field, names)
+    registers, spills = field("vgpr_count"), field("private_segment_fixed_size")
+    return 0, registers, spills, field("max_flat_workgroup_size"), field("wavefront_size")
+
+
+def _number(pattern: str, text: str) -> int:
+    """What the only group of ``pattern`` holds where it is found first."""
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return int(found[1])
 
 
 def _disassemble(cubin: bytes) -> str:

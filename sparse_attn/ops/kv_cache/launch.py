@@ -7,7 +7,7 @@ import triton
 
 from sparse_attn.device import pdl
 from sparse_attn.fp8 import FP8_MAX
-from sparse_attn.layout import Layout, PlainLayout, PlanarFp8Layout, parse_layout, row_stride
+from sparse_attn.layout import KvLayout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_kv_layout, row_stride
 from sparse_attn.ops.kv_cache import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -15,8 +15,8 @@ from sparse_attn.target import target_of
 def write_kv_cache(
     latent: torch.Tensor, rope: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout: str
 ) -> None:
-    kind = parse_layout(layout)
-    fp8 = not isinstance(kind, PlainLayout)
+    kind = parse_kv_layout(layout)
+    plain = isinstance(kind, PlainLayout)
     tokens = slot_mapping.shape[0]
     if tokens == 0 or cache.shape[0] == 0:
         return
@@ -32,9 +32,9 @@ def write_kv_cache(
         slot_mapping.stride(0),
         cache.stride(0),
         **_record(kind, row_stride(cache, kind)),
-        POW2=fp8 and kind.scale_rule == "pow2",
-        FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
-        AMAX_FLOOR=kind.amax_floor if fp8 else 0.0,
+        POW2=not plain and kind.scale_rule == "pow2",
+        FP8_MAX=0.0 if plain else FP8_MAX[kind.flavour],
+        AMAX_FLOOR=0.0 if plain else kind.amax_floor,
         num_warps=4,
         enable_fp_fusion=False,
         **pdl.launched(target_of(cache.device)),
@@ -50,7 +50,7 @@ def gather_kv_cache(
     layout: str,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    kind = parse_layout(layout)
+    kind = parse_kv_layout(layout)
     rows = shapes.allocate_rows(cache, capacity, layout, dtype)
     if capacity == 0:
         return rows
@@ -79,10 +79,10 @@ def gather_kv_cache(
     return rows
 
 
-def _record(kind: Layout, row: int) -> dict[str, int | bool]:
+def _record(kind: KvLayout, row: int) -> dict[str, int | bool]:
     """How a token's record is laid out, as the kernels take it. row: elements from one record to the next."""
-    planar, fp8 = isinstance(kind, PlanarFp8Layout), not isinstance(kind, PlainLayout)
-    groups, group = (kind.groups, kind.group) if fp8 else (1, kind.latent)
+    plain = isinstance(kind, PlainLayout)
+    groups, group = (1, kind.latent) if plain else (kind.groups, kind.group)
     return dict(
         RECORD=row,
         GROUPS=groups,
@@ -91,10 +91,10 @@ def _record(kind: Layout, row: int) -> dict[str, int | bool]:
         PAD_GROUP=max(1, triton.next_power_of_2(group)),
         ROPE=kind.rope,
         PAD_ROPE=max(1, triton.next_power_of_2(kind.rope)),
-        SCALE_AT=kind.scale_offset if fp8 and not planar else 0,
-        SCALE_BYTES=kind.scale_bytes if planar else 0,
-        ROPE_AT=kind.rope_offset if fp8 else kind.latent,
-        FP8=fp8,
-        PLANAR=planar,
-        FNUZ=fp8 and kind.flavour == "e4m3fnuz",
+        SCALE_AT=kind.scale_offset if isinstance(kind, LatentFp8Layout) else 0,
+        SCALE_BYTES=kind.scale_bytes if isinstance(kind, PlanarFp8Layout) else 0,
+        ROPE_AT=kind.latent if plain else kind.rope_offset,
+        FP8=not plain,
+        PLANAR=isinstance(kind, PlanarFp8Layout),
+        FNUZ=not plain and kind.flavour == "e4m3fnuz",
     )

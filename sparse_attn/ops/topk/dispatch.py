@@ -64,7 +64,8 @@ NARROW, WIDE = 2048, 8192  # columns of a chunk
 
 def problem_of(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None, k: int) -> Problem:
     """Of top_k_per_row's arguments, real or meta."""
-    return Problem(*logits.shape, k)
+    rows, width = logits.shape
+    return Problem(rows, width, k)
 
 
 # --- what a kernel supports

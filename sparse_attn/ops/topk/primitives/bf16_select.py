@@ -1,3 +1,4 @@
+# pyright: reportOperatorIssue=false
 """Select by what bf16 keeps of scores: half the registers and a third of the instructions of fp32. Scores that share
 the k-th's bf16 are read again and told apart as fp32.
 
