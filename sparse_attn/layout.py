@@ -356,10 +356,10 @@ Layout = KvLayout | IndexFp8Layout
 
 
 def parse_kv_layout(name: str) -> KvLayout:
-    """The layout of keys and values that a name stands for."""
+    """The layout that a name stands for; ValueError for one of index keys, which attention does not read."""
     layout = parse_layout(name)
     if isinstance(layout, IndexFp8Layout):
-        raise ValueError(f"layout: got {name!r}, allowed: a layout of keys and values")
+        raise ValueError(f"layout: got {name!r}, allowed: plain, latent_fp8 or planar_fp8")
     return layout
 
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.layout import PLAIN_NAME, KvLayout, PlainLayout
-from sparse_attn.ops.attention.shapes import kv_layout
+from sparse_attn.layout import PLAIN_NAME, KvLayout, PlainLayout, parse_kv_layout
 
 ALIGNMENT = 16  # bytes that the widest load takes at once
 # A batch-invariant step is split as a step of so many rows. In decode these are few, so that each row is split over
@@ -151,10 +150,10 @@ def kv_caches(
     extra_layout: str,
 ) -> tuple[KvCache, KvCache | None]:
     """One cache of blocks or two. layout, extra_layout: their names."""
-    keys = KvCache(cache, kv_layout(layout), indices, indptr)
+    keys = KvCache(cache, parse_kv_layout(layout), indices, indptr)
     if extra_cache is None or extra_indices is None or extra_indptr is None:
         return keys, None
-    return keys, KvCache(extra_cache, kv_layout(extra_layout), extra_indices, extra_indptr)
+    return keys, KvCache(extra_cache, parse_kv_layout(extra_layout), extra_indices, extra_indptr)
 
 
 @functools.cache

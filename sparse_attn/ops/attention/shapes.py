@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.layout import IndexFp8Layout, KvLayout, parse_layout
+from sparse_attn.layout import parse_kv_layout
 
 
 def allocate_output(
@@ -17,14 +17,6 @@ def allocate_output(
     )
 
 
-def kv_layout(name: str) -> KvLayout:
-    """The layout of that name; ValueError for one that holds no keys of attention."""
-    layout = parse_layout(name)
-    if isinstance(layout, IndexFp8Layout):
-        raise ValueError(f"layout: got {name}, allowed: plain, latent_fp8 or planar_fp8")
-    return layout
-
-
 def value_dim(layout: str) -> int:
     """Values of a cached row that are its value."""
-    return kv_layout(layout).value_dim
+    return parse_kv_layout(layout).value_dim

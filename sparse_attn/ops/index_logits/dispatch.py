@@ -90,6 +90,7 @@ def _supports_hopper_prefill(problem: PrefillProblem, target: Target) -> Support
     support = _supports_hopper(problem, target)
     if not support.ok:
         return support
+    assert problem.k_scale is not None, "fp8 keys have scales"
     heads, dim = problem.heads, problem.dim
     return (
         _copied_whole("q", problem.q)

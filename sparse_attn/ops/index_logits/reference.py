@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.fp8 import fp8_decode
-from sparse_attn.layout import parse_layout
+from sparse_attn.layout import IndexFp8Layout, parse_layout
 
 PRODUCT_ELEMENTS = 1 << 24  # of [rows, heads, keys] held at once
 
@@ -39,8 +39,7 @@ def paged_mqa_logits(
     kind = parse_layout(layout)
     requests, next_n, heads, dim = q.shape
     num_blocks, block_size, _ = cache.shape
-    quantised = cache.dtype == torch.uint8
-    q = fp8_decode(q, kind.flavour) if quantised else q.float()
+    q = fp8_decode(q, kind.flavour) if isinstance(kind, IndexFp8Layout) else q.float()
     logits = torch.full((requests, next_n, max_context_len), -torch.inf, dtype=torch.float32, device=q.device)
     position = torch.arange(max_context_len, device=q.device)
     column = position // block_size
@@ -51,7 +50,7 @@ def paged_mqa_logits(
         block[mapped] = block_table[request, column[mapped]].long()
         known = (block >= 0) & (block < num_blocks) & (position < limit.amax())
         slots = (block * block_size + position % block_size)[known]
-        if quantised:
+        if isinstance(kind, IndexFp8Layout):
             codes, scale = kind.decode_parts(cache, slots)
             keys = fp8_decode(codes, kind.flavour)
         else:

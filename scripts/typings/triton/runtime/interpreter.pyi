@@ -1,3 +1,4 @@
 from typing import Any
 
-def __getattr__(name: str) -> Any: ...
+InterpreterBuilder: Any
+_patch_lang_tensor: Any

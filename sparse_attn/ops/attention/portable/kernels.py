@@ -1,3 +1,4 @@
+# pyright: reportOperatorIssue=false
 """Sparse attention: a CTA per row, block of heads and split of the row's keys, over one cache or two.
 
 A key tile is gathered once and serves both products. Bytes: every named row once per block of heads. Operations:

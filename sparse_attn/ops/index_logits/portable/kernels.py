@@ -1,3 +1,4 @@
+# pyright: reportAttributeAccessIssue=false
 """Index scores: a tile of keys against the heads of a query row, relu, weigh, sum over heads, scale.
 
 Keys are the rows of the matrix product and heads its columns, so the sum over heads stays inside a quad of lanes.
