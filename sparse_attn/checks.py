@@ -92,6 +92,23 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature: got {temperature}, allowed: 0 (greedy) or positive and finite")
 
 
+def check_share(name: str, value: float) -> None:
+    """TypeError unless it is a number, ValueError outside 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"{name}: got {value!r}, allowed: a number")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: got {value}, allowed: 0 to 1")
+
+
+def check_penalty(name: str, value: float, *, positive: bool) -> None:
+    """TypeError unless it is a number, ValueError unless fp32 holds it as a finite number, above 0 if ``positive``."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"{name}: got {value!r}, allowed: a number")
+    least, most = 2.0**-126 if positive else -(2.0**127), 2.0**127
+    if not least <= value <= most:
+        raise ValueError(f"{name}: got {value}, allowed: {'positive' if positive else 'finite'} fp32 numbers")
+
+
 def check_seed(name: str, seed: int) -> None:
     """TypeError unless it is an integer, ValueError unless it fits 64 bits with a sign."""
     check_integer(name, seed)

@@ -149,3 +149,13 @@ class HyperMix(NamedTuple):
     collapsed: torch.Tensor
     post: torch.Tensor
     comb: torch.Tensor
+
+
+@exported
+class Logprobs(NamedTuple):
+    """drawn: fp32 [rows], natural log-probability of each row's token. ids: int64 [rows, best], the most likely tokens,
+    in this order. values: fp32 [rows, best], theirs."""
+
+    drawn: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor

@@ -7,14 +7,32 @@ import torch
 WORD = 0xFFFFFFFF
 GOLDEN = 0x9E3779B9 - 2**32  # the same modulo 2**32; Inductor adds it to ids that it holds as int32
 GREEDY_BELOW = 2.0**-160  # noise spans less than 2**5, two fp32 logits that differ do so by 2**-149 or more
+LARGEST = torch.finfo(torch.float64).max  # temperature; its inverse is above 0, so that -inf times it stays -inf
 
 
-def sample(logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int | torch.Tensor) -> torch.Tensor:
-    scores = torch.where(torch.isnan(logits), float("-inf"), logits.float())
-    if temperature < GREEDY_BELOW:
+def sample(
+    logits: torch.Tensor, positions: torch.Tensor, temperature: float | torch.Tensor, seed: int | torch.Tensor
+) -> torch.Tensor:
+    scores = drawable(logits)
+    if not isinstance(temperature, torch.Tensor) and temperature < GREEDY_BELOW:
         return scores.argmax(1)
     noise = gumbel(uniform_bits(positions, logits.shape[1], seed))
-    return (scores.double() * (1.0 / temperature) + noise).argmax(1)
+    if isinstance(temperature, torch.Tensor):
+        noise = torch.where((temperature.double() >= GREEDY_BELOW).unsqueeze(1), noise, 0.0)
+    return (scores.double() * inverse(temperature) + noise).argmax(1)
+
+
+def drawable(logits: torch.Tensor) -> torch.Tensor:
+    """fp32, NaN as -inf."""
+    return torch.where(torch.isnan(logits), float("-inf"), logits.float())
+
+
+def inverse(temperature: float | torch.Tensor) -> float | torch.Tensor:
+    """1 / temperature, fp64 [rows, 1] of a tensor; 1 where the draw is greedy."""
+    if isinstance(temperature, torch.Tensor):
+        exact = temperature.double().clamp(max=LARGEST)
+        return torch.where(exact >= GREEDY_BELOW, 1.0 / exact, 1.0).unsqueeze(1)
+    return 1.0 / temperature if temperature >= GREEDY_BELOW else 1.0
 
 
 def row_seeds(seed: int, rows: int, device: torch.device | str) -> torch.Tensor:
