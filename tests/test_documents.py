@@ -14,7 +14,6 @@ DOCUMENTS = (
 PATH = re.compile(r"`((?:[\w.]+/)*[\w.-]+\.(?:py|sh|md|json|toml|txt|cfg)|(?:[\w.]+/)+)(?:::\w+)?`")
 NOT_HERE = {"model.safetensors.index.json", "config.json", "out.json"}  # of checkpoints, and written by users
 EXAMPLES = ("test_x", "blackwell", "backward")  # of what somebody may add
-COMING = {"ops/attention/hopper/README.md", "scripts/fit_costs.py"}
 
 
 def documents():
@@ -56,7 +55,7 @@ def test_links_lead_to_files_and_headings(name):
 @pytest.mark.parametrize("name", TODAY)
 def test_paths_it_names_exist(name):
     prose = re.sub(r"\[[^]]*\]\([^)]*\)", "", (ROOT / name).read_text())  # links have a test of their own
-    named = {found for found in PATH.findall(prose) if not any(word in found for word in EXAMPLES)} - NOT_HERE - COMING
+    named = {found for found in PATH.findall(prose) if not any(word in found for word in EXAMPLES)} - NOT_HERE
     assert named
     there = ends_of_paths()
     assert not [found for found in named if found.rstrip("/") not in there]
