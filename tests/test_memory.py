@@ -108,8 +108,8 @@ def as_on_a_gpu(monkeypatch):
     """Ways that the forward takes on a GPU, of bf16 and more than a few experts."""
 
     def choose(dtype, spec):
-        if dtype == torch.bfloat16 and spec.moe.num_experts > moe.DENSE_MAX_EXPERTS:
-            monkeypatch.setattr(moe, "experts_dense", moe.experts_grouped)
+        way = memory.takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True)
+        monkeypatch.setattr(moe, "takes_grouped", lambda *_: way)
         product = lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)  # noqa: E731
         monkeypatch.setattr(windowed, "linear_fp32", product)
 

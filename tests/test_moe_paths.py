@@ -26,21 +26,23 @@ def params_of(spec, hidden, device="cpu"):
 
 
 CASES = [
-    # hidden, intermediate, experts, dtype, grouped
-    (64, 64, 32, torch.bfloat16, True),
-    (8, 8, 17, torch.bfloat16, True),
-    (64, 64, 16, torch.bfloat16, False),
-    (64, 64, 32, torch.float32, False),
-    (64, 64, 32, torch.float16, False),
-    (60, 64, 32, torch.bfloat16, False),
-    (64, 60, 32, torch.bfloat16, False),
-    (65, 63, 32, torch.bfloat16, False),
+    # hidden, intermediate, experts, dtype, grouped on a GPU, grouped on a CPU
+    (64, 64, 32, torch.bfloat16, True, True),
+    (8, 8, 17, torch.bfloat16, True, True),
+    (64, 64, 16, torch.bfloat16, False, False),
+    (64, 64, 32, torch.float32, False, True),
+    (60, 4, 17, torch.float32, False, True),
+    (64, 64, 32, torch.float16, False, True),
+    (60, 64, 32, torch.bfloat16, False, False),
+    (64, 60, 32, torch.bfloat16, False, False),
+    (62, 64, 32, torch.float32, False, False),
+    (65, 63, 32, torch.bfloat16, False, False),
 ]
 
 
-@pytest.mark.parametrize("hidden,inner,count,dtype,grouped", CASES)
-def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, grouped, monkeypatch):
-    """moe itself, of tensors that say they lie on a GPU."""
+@pytest.mark.parametrize("hidden,inner,count,dtype,on_gpu,on_cpu", CASES)
+def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, on_gpu, on_cpu, monkeypatch):
+    """moe itself, of tensors that lie on a CPU, and of tensors that say they lie on a GPU."""
     spec = replace(MANY, num_experts=count, intermediate_size=inner)
     params = {name: value.to(dtype) for name, value in params_of(spec, hidden).items()} | {
         name: value for name, value in params_of(spec, hidden).items() if name in ("gate", "bias")
@@ -48,11 +50,69 @@ def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, grou
     taken = []
     monkeypatch.setattr(experts, "experts_grouped", lambda x, *_: taken.append("grouped") or x)
     monkeypatch.setattr(experts, "experts_dense", lambda x, *_: taken.append("dense") or x)
+    moe(torch.randn(3, hidden).to(dtype), params, "", spec, impl="reference")
     with second_device():
         moe(torch.randn(3, hidden).to(dtype), params, "", spec, impl="reference")
-    assert taken == ["grouped" if grouped else "dense"]
-    assert takes_grouped(spec, hidden, dtype, on_gpu=True) == grouped
-    assert not takes_grouped(spec, hidden, dtype, on_gpu=False)
+    assert taken == ["grouped" if grouped else "dense" for grouped in (on_cpu, on_gpu)]
+    assert takes_grouped(spec, hidden, dtype, on_gpu=True) == on_gpu
+    assert takes_grouped(spec, hidden, dtype, on_gpu=False) == on_cpu
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("tokens", (1, 9))
+def test_a_cpu_reads_the_chosen_experts_alone(tokens, dtype):
+    """The others hold NaN, which an expert of no weight would carry into every sum. Values are those of an oracle in
+    fp64, which goes token by token."""
+    spec, hidden = replace(MANY, num_experts=19), 64
+    params = params_of(spec, hidden)
+    params = {name: params[name].to(dtype) for name in ("gate_up", "down")} | {
+        "gate": params["gate"],
+        "bias": params["bias"],
+    }
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
+    weights, ids = experts.route(x, params, "", spec, None, impl="reference")
+    want = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for weight, expert in zip(weights[token].double(), ids[token].tolist()):
+            gate, up = (params["gate_up"][expert].double() @ x[token].double()).chunk(2)
+            want[token] += weight * (params["down"][expert].double() @ (gate * torch.sigmoid(gate) * up))
+    unread = sorted(set(range(19)) - set(ids.flatten().tolist()))
+    assert unread
+    for name in ("gate_up", "down"):
+        params[name][unread] = torch.nan
+    got = moe(x, params, "", spec, impl="reference")
+    worst = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    assert (got.double() - want).abs().max() < worst * want.abs().max()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_many_experts_compile_on_a_cpu_in_every_dtype(dtype):
+    spec, hidden = replace(MANY, num_experts=19), 64
+    params = {
+        name: value if name in ("gate", "bias") else value.to(dtype) for name, value in params_of(spec, hidden).items()
+    }
+    x = torch.randn(9, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
+    run = torch.compile(
+        lambda x: moe(x, params, "", spec, impl="reference"), backend="eager", fullgraph=True, dynamic=True
+    )
+    want = moe(x, params, "", spec, impl="reference")
+    worst = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(run(x), want, rtol=0, atol=worst * want.abs().max().item())
+
+
+def test_gradients_of_the_grouped_product_are_those_of_the_dense_one():
+    spec, hidden = replace(MANY, num_experts=19), 64
+    generator = torch.Generator().manual_seed(3)
+    x, params = torch.randn(9, hidden, generator=generator), params_of(spec, hidden)
+    weights, ids = experts.route(x, params, "", spec, None, impl="reference")
+    found = []
+    for product in (experts.experts_dense, experts.experts_grouped):
+        leaves = [one.detach().float().requires_grad_() for one in (x, weights, params["gate_up"], params["down"])]
+        rows, shares, gate_up, down = leaves
+        product(rows, shares, ids, gate_up, down).square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for dense, grouped in zip(*found):
+        torch.testing.assert_close(grouped, dense, rtol=1e-4, atol=1e-5 * dense.abs().max().item())
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -3,11 +3,12 @@
 Two ways through the routed experts, chosen by what the host knows (device, dtype, sizes), never by values:
 
 - grouped: rows sorted by expert, two grouped GEMMs. Work is tokens x experts_per_token rows; beside it, one sort of
-  that many ids. Needs bf16 on a GPU, and widths that are multiples of 8. Group ends stay on the device where torch has
-  a kernel (grouped_waits); elsewhere it copies them to the host, and a step waits once per product.
+  that many ids. Rows of every operand are whole 16-byte pieces; on a GPU and under torch.compile they are bf16. Group
+  ends stay on the device where torch has a kernel (grouped_waits); on other GPUs it copies them to the host, and a step
+  waits once per product.
 - dense: every expert sees every token, and experts that were not chosen weigh zero. It takes num_experts /
   experts_per_token times the necessary operations, and tokens x num_experts x (2 x intermediate + hidden) values of
-  scratch. It is for few or small experts, where a sort costs more than it saves, and for the reference on a CPU.
+  scratch. It is for few or small experts, where a sort costs more than it saves, and for what grouped cannot take.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from sparse_attn.spec import MoeSpec
 from sparse_attn.target import Target
 
 DENSE_MAX_EXPERTS = 16
-GROUPED_MULTIPLE = 8  # F.grouped_mm takes rows of whole 16-byte pieces
+GROUPED_BYTES = 16  # F.grouped_mm takes rows of whole pieces of that many bytes
 
 
 def takes_grouped(spec: MoeSpec, hidden: int, dtype: torch.dtype, on_gpu: bool) -> bool:
-    """Whether tokens of ``hidden`` values take the grouped way."""
-    widths = hidden % GROUPED_MULTIPLE == 0 and spec.intermediate_size % GROUPED_MULTIPLE == 0
-    return on_gpu and dtype == torch.bfloat16 and spec.num_experts > DENSE_MAX_EXPERTS and widths
+    """Whether tokens of ``hidden`` values take the grouped way. Before torch 2.15 bf16 alone is compiled."""
+    rows = (width * dtype.itemsize for width in (hidden, spec.intermediate_size))
+    widths = all(nbytes % GROUPED_BYTES == 0 for nbytes in rows)
+    takes = dtype == torch.bfloat16 or not (on_gpu or torch.compiler.is_compiling())
+    return takes and spec.num_experts > DENSE_MAX_EXPERTS and widths
 
 
 def grouped_waits(target: Target) -> bool:
