@@ -46,7 +46,7 @@ FORMS = [
     Form("hopper.swap_ab", V4 + "128, 16 heads", "584 bytes", 1, 0),
     Form("hopper.swap_ab", V4 + "64, 32 heads", "584 bytes", 2, 1),
 ]
-SEESAW = [f"k_{state}[{which}]" for state in ("full", "empty") for which in range(4)]
+SEESAW = [f"k_{state}[{half}]" for state in ("full", "empty") for half in ("K0L", "K0R", "K1L", "K1R")]
 SEESAW += ["max0_full", "max1_full", "p0_full", "p1_full", "q_full", "q_empty"]
 BARRIERS = {  # of seesaw.py and swap_ab_load.py, in the order of allocation; decode_fp8 reads its queries once
     "hopper.prefill_bf16": SEESAW,

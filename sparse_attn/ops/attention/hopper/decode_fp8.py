@@ -21,6 +21,7 @@ from sparse_attn.ops.attention.hopper.common import BLOCK_M, BLOCK_N, D_ROPE, D_
 from sparse_attn.ops.attention.hopper.dequant import dequantise, own_tiles
 from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
 from sparse_attn.ops.attention.hopper.seesaw import (
+    K1L,
     OutputTile,
     allocate,
     qk0_half,
@@ -107,7 +108,7 @@ def _wg0(smem, bars, pairs, scale_log2, to, split, HAS_SINK: gl.constexpr):
         if i + 1 < pairs:
             pending = qk0_half(smem, bars, zero, phase, nothing, 0)
             acc = warpgroup_mma_wait(1 + smem.HAS_ROPE, deps=(pv1,))
-            release(bars.k_empty[2], False)
+            release(bars.k_empty[K1L], False)
             pending = qk0_half(smem, bars, zero, phase, pending, 1)
             scores = warpgroup_mma_wait(0, deps=(pending,))
         else:

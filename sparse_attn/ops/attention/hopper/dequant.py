@@ -36,6 +36,7 @@ from sparse_attn.ops.attention.hopper.common import (
     gather,
     row_range,
 )
+from sparse_attn.ops.attention.hopper.seesaw import K0L, K0R, K1L
 
 QUARTER = gl.constexpr(128)  # columns that are dequantised at a time, two to half a tile
 
@@ -328,12 +329,12 @@ def _half_step(
     if later == 0:
         if not PLANAR and tile == 0:
             _copy_rope(smem.k_rope.index(here), records, kv_valid, record.ROPE_OFFSET)
-            async_copy.mbarrier_arrive(bars.k_full[0], increment_count=False)
+            async_copy.mbarrier_arrive(bars.k_full[K0L], increment_count=False)
         _signal_full(bars.k_full[2 * tile + SOON], PLANAR and SOON == 1)
         if not PLANAR and tile == 1:
-            mbarrier.wait(bars.k_empty[1], phase)  # P0 was read there
+            mbarrier.wait(bars.k_empty[K0R], phase)  # P0 was read there
             _copy_rope(smem.k_rope.index(here), records, kv_valid, record.ROPE_OFFSET)
-            async_copy.mbarrier_arrive(bars.k_full[2], increment_count=False)
+            async_copy.mbarrier_arrive(bars.k_full[K1L], increment_count=False)
     else:
         _signal_full(bars.k_full[2 * tile + LATER], PLANAR and LATER == 1)
         at += 2
@@ -343,6 +344,13 @@ def _half_step(
     if later == 1:
         next_slot = _slots(source, at + 2)
     return ProducerState(kv_valid, records, scales, next_slot, at, phase, codes)
+
+
+@gluon.jit
+def _at_row(kv, begin):
+    """A cache as words, and a row's indices into it."""
+    words = kv.cache.to(gl.pointer_type(gl.int32), bitcast=True)
+    return KvCache(words, kv.indices + begin, kv.num_slots, kv.block_size, kv.stride_block)
 
 
 @gluon.jit
@@ -379,10 +387,3 @@ def dequantise(
         for step in range(2 * pairs):
             zero = step >> 20
             state = _half_step(state, step & 1, zero, smem, half_tiles, bars, source, tile, record, CODES, False)
-
-
-@gluon.jit
-def _at_row(kv, begin):
-    """A cache as words, and a row's indices into it."""
-    words = kv.cache.to(gl.pointer_type(gl.int32), bitcast=True)
-    return KvCache(words, kv.indices + begin, kv.num_slots, kv.block_size, kv.stride_block)

@@ -21,6 +21,10 @@ from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.attention.hopper.common import BLOCK_M, BLOCK_N, D_ROPE, D_V, Scalar, gather, row_range
 from sparse_attn.ops.attention.hopper.lazy_rescale import initial_max
 from sparse_attn.ops.attention.hopper.seesaw import (
+    K0L,
+    K0R,
+    K1L,
+    K1R,
     OutputTile,
     allocate,
     half_of,
@@ -143,14 +147,14 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
             if i + 1 < pairs:
                 pending = qk0_half(smem, bars, zero, phase, nothing, 0)
                 acc = warpgroup_mma_wait(1 + smem.HAS_ROPE, deps=(pv1,))
-                release(bars.k_empty[2], True)
+                release(bars.k_empty[K1L], True)
                 pending = qk0_half(smem, bars, zero, phase, pending, 1)
                 first = (i + 1) * (2 * BLOCK_N)
                 slot = _load_slots(indices + work.begin, first, work.count - first, key)
                 scores = warpgroup_mma_wait(0, deps=(pending,))
             else:
                 acc = warpgroup_mma_wait(0, deps=(pv1,))
-                release(bars.k_empty[2], True)
+                release(bars.k_empty[K1L], True)
                 scores = nothing
         l = l + smem.row_sum.index(1).load(ROW)
         token = work.token.to(gl.int64)
@@ -161,7 +165,7 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
         work = _wait_work_tile(smem, bars, q_phase)
         zero = work.count >> 31
         if work.token >= 0:
-            wait_k(bars, 0, phase)
+            wait_k(bars, K0L, phase)
         pending = qk0_left(smem, zero, nothing)  # of stale memory after the last work tile
         store_output(acc, l, m, scale_log2, to, 0, HAS_SINK, False)
         if work.token >= 0:
@@ -275,22 +279,22 @@ def _load(smem, bars, inputs):
             slot0 = gl.load(indices + ahead, mask=key < left, other=-1)
             slot1 = gl.load(indices + (ahead + BLOCK_N), mask=BLOCK_N + key < left, other=-1)
 
-            mbarrier.wait(bars.k_empty[0], phase)
+            mbarrier.wait(bars.k_empty[K0L], phase)
             gather(half_of(smem.k.index(0), 0), rows0, kv_valid0, 0, D_V // 2, ROWS)
             if smem.HAS_ROPE:
                 gather(smem.k_rope.index(0), rows0, kv_valid0, D_V, D_ROPE, ROWS)
-            async_copy.mbarrier_arrive(bars.k_full[0], increment_count=False)
-            mbarrier.wait(bars.k_empty[3], phase)
+            async_copy.mbarrier_arrive(bars.k_full[K0L], increment_count=False)
+            mbarrier.wait(bars.k_empty[K1R], phase)
             gather(half_of(smem.k.index(1), 1), rows1, kv_valid1, D_V // 2, D_V // 2, ROWS)
-            async_copy.mbarrier_arrive(bars.k_full[3], increment_count=False)
-            mbarrier.wait(bars.k_empty[1], phase)
+            async_copy.mbarrier_arrive(bars.k_full[K1R], increment_count=False)
+            mbarrier.wait(bars.k_empty[K0R], phase)
             gather(half_of(smem.k.index(0), 1), rows0, kv_valid0, D_V // 2, D_V // 2, ROWS)
-            async_copy.mbarrier_arrive(bars.k_full[1], increment_count=False)
+            async_copy.mbarrier_arrive(bars.k_full[K0R], increment_count=False)
             if smem.HAS_ROPE:  # P0 was read there; full with the left half
                 gather(smem.k_rope.index(1), rows1, kv_valid1, D_V, D_ROPE, ROWS)
-            mbarrier.wait(bars.k_empty[2], phase)
+            mbarrier.wait(bars.k_empty[K1L], phase)
             gather(half_of(smem.k.index(1), 0), rows1, kv_valid1, 0, D_V // 2, ROWS)
-            async_copy.mbarrier_arrive(bars.k_full[2], increment_count=False)
+            async_copy.mbarrier_arrive(bars.k_full[K1L], increment_count=False)
             phase = phase ^ 1
         work_tile = next_work_tile
         begin = next_begin

@@ -39,6 +39,9 @@ from sparse_attn.ops.attention.hopper.lazy_rescale import (
     rescale_p,
 )
 
+# Half-tiles, 2 * tile + half: columns [0, 256) and [256, 512) of K0 and K1.
+K0L, K0R, K1L, K1R = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+
 # [BLOCK_M, D_V // 2] as an accumulator's threads hold it, 8 bytes of a row each: only a row's four threads exchange
 # columns.
 OUT_LAYOUT = gl.constexpr(
@@ -203,9 +206,9 @@ def qk1(smem, bars, zero, phase):
     """Wait for K1 and score it, the right half first; not awaited."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
-    wait_k(bars, 3, phase)
+    wait_k(bars, K1R, phase)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 1, True)
-    wait_k(bars, 2, phase)
+    wait_k(bars, K1L, phase)
     scores = _qk_half(smem.q.index(zero), smem.k.index(zero + 1), scores, 0, False)
     if smem.HAS_ROPE:
         scores = _qk_rope(smem.q_rope.index(zero), smem.k_rope.index(zero + 1), scores)
@@ -236,7 +239,7 @@ def wg0_pair(
     p0_operand = gl.convert_layout(p0.to(gl.bfloat16), OPERAND)
     acc = warpgroup_mma(p0_operand, half_of(smem.k.index(zero), 0), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(bars.k_empty[0], PERSISTENT)
+    release(bars.k_empty[K0L], PERSISTENT)
     mbarrier.wait(bars.max1_full, phase)
     m_new = smem.row_max.load(ROW)
     rescale = rescale_factor(m, m_new, scale_log2)
@@ -286,9 +289,9 @@ def wg1_pair(
     p0 = smem.p0.index(zero + smem.HAS_ROPE)
     acc = warpgroup_mma(p0, half_of(smem.k.index(zero), 1), acc, is_async=True)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    release(bars.k_empty[3], PERSISTENT)
+    release(bars.k_empty[K1R], PERSISTENT)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(bars.k_empty[1], PERSISTENT)
+    release(bars.k_empty[K0R], PERSISTENT)
     return acc, m_new, l
 
 
