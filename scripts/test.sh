@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests: plain, a sample of them under other defaults of torch, then Triton kernels through the interpreter, then
-# ahead-of-time compilation, each in processes of its own. Arguments go to every pytest; PYTHON=... uses an existing environment
-# instead of a local .venv.
+# Run ruff and pyright, then the tests: plain, a sample of them under other defaults of torch, then Triton kernels through
+# the interpreter, then ahead-of-time compilation, each in processes of its own. Arguments go to every pytest, and leave
+# ruff and pyright out; PYTHON=... uses an existing environment instead of a local .venv.
 # --long runs every case of the tests that otherwise draw some of theirs, the same ones every time (SPARSE_ATTN_LONG=1).
 # A stage that collects no test fails, unless arguments narrowed the run and another stage ran some.
 set -euo pipefail
@@ -35,6 +35,16 @@ stage() { # stage NAME COMMAND...
     esac
 }
 
+lint() {
+    "$python" -m ruff check --config scripts/ruff.toml . &&
+        "$python" -m ruff format --config scripts/ruff.toml --check . &&
+        "$python" -m basedpyright -p scripts/pyrightconfig.json --pythonpath "$python"
+}
+
+# An environment of yours may lack these two tools; the one that is made here must not.
+if [ $# -eq 0 ] && { [ -z "${PYTHON:-}" ] || "$python" -c 'import basedpyright, ruff' 2>/dev/null; }; then
+    stage lint lint
+fi
 stage plain "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
 stage other-defaults env SPARSE_ATTN_OTHER_DEFAULTS="${SPARSE_ATTN_LONG:-16}" "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
 stage interpreted env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= \

@@ -1,9 +1,9 @@
 """Debug mode: with SPARSE_ATTN_DEBUG=1 values on the device are checked before an op runs.
 
 Readers treat a wild index as none. In debug mode it is a ValueError that names op, argument, place and value. Padding
-stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are the function
-of its name in its package's debug.py. They take the op's arguments without ``impl``, and are made of the helpers below.
-A check waits for the device, so a call that is being captured is not checked.
+stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are the
+function of its name in its package's debug.py. They take the op's arguments without ``impl``, and are made of the
+helpers below. A check waits for the device, so a call that is being captured is not checked.
 
 A call that no kernel made for this GPU takes runs on a slower one that every GPU has. Debug mode warns of it, once for
 each op and reason.

@@ -14,9 +14,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
-    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "counters", "dynamo_counts", "exported", "fake_mode", "is_view", "leaves",
-    "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
-    "run_what_does_not_compile", "schema", "storage_key",
+    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "counters", "dynamo_counts", "exported", "fake_mode",
+    "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters",
+    "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map

@@ -101,10 +101,20 @@ def test_attention_that_lets_its_combine_start():
 
 FORMS = {
     "interleaved": dict(
-        LATENT=LATENT.latent, GROUP=LATENT.group, TOKEN=LATENT.row, SCALES=0, ROPE_OFFSET=LATENT.rope_offset, HAS_EXTRA_CACHE=False
+        LATENT=LATENT.latent,
+        GROUP=LATENT.group,
+        TOKEN=LATENT.row,
+        SCALES=0,
+        ROPE_OFFSET=LATENT.rope_offset,
+        HAS_EXTRA_CACHE=False,
     ),
     "planar": dict(
-        LATENT=V4.latent, GROUP=V4.group, TOKEN=V4.token_bytes, SCALES=V4.scale_bytes, ROPE_OFFSET=V4.rope_offset, HAS_EXTRA_CACHE=False
+        LATENT=V4.latent,
+        GROUP=V4.group,
+        TOKEN=V4.token_bytes,
+        SCALES=V4.scale_bytes,
+        ROPE_OFFSET=V4.rope_offset,
+        HAS_EXTRA_CACHE=False,
     ),
 }
 FORMS["two caches"] = FORMS["planar"] | dict(HAS_EXTRA_CACHE=True)

@@ -106,3 +106,25 @@ def test_long_reaches_every_stage_and_no_pytest(tmp_path):
         assert len(stages) >= 3 and all(line.startswith(f"long={long} ") for line in stages)
         assert any("interpreted=1" in line for line in stages)
         assert all(line.endswith(" -k a b") and "--long" not in line for line in stages)
+
+
+def test_a_missing_checker_fails_where_test_sh_makes_the_environment(tmp_path):
+    """And is left out in an environment of one's own."""
+    import os
+    import shutil
+    import subprocess
+
+    (tmp_path / "scripts").mkdir()
+    for name in ("test.sh", "environment.sh", "constraints.txt"):
+        shutil.copy(SCRIPTS / name, tmp_path / "scripts")
+    shutil.copy(SCRIPTS.parent / "setup.cfg", tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\ncase "$*" in *ruff*) exit 1;; esac\n')
+    python.chmod(0o755)
+    made = "cat setup.cfg scripts/constraints.txt | cksum >.venv/installed"
+    subprocess.run(made, shell=True, cwd=tmp_path, check=True)
+    for environment, failed in (({}, True), ({"PYTHON": str(python)}, False)):
+        environment |= {"PATH": os.environ["PATH"]}
+        done = subprocess.run([tmp_path / "scripts" / "test.sh"], env=environment, capture_output=True, text=True)
+        assert done.returncode == failed and ("FAILED: lint\n" in done.stderr) == failed, done.stderr

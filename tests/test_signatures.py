@@ -1,6 +1,9 @@
 """Signatures that can grow: options are keywords, and what is asked for at the top arrives where it is done."""
 
+import ast
+import configparser
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,10 @@ INPUTS = {
     ("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
     ("workspace_size", "layouts"), ("row_seeds", "device"),
 }  # fmt: skip
+
+
+ROOT = Path(__file__).parent.parent
+LAUNCHERS = sorted((ROOT / "sparse_attn" / "ops").rglob("launch.py"))
 
 
 def functions():
@@ -32,6 +39,33 @@ def test_options_are_keywords():
             if parameter.default is not parameter.empty and parameter.kind is not parameter.KEYWORD_ONLY:
                 found.add((name, parameter.name))
     assert found == INPUTS
+
+
+def test_public_functions_are_typed():
+    public = [value for name in sa.__all__ if inspect.isfunction(value := getattr(sa, name))]
+    assert len(public) > 40
+    for function in public:
+        signature = inspect.signature(function)
+        untyped = [name for name, one in signature.parameters.items() if one.annotation is one.empty]
+        assert not untyped and signature.return_annotation is not signature.empty, f"{function.__name__}: {untyped}"
+
+
+@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.parent.name)
+def test_launchers_are_typed(path):
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert functions
+    for function in functions:
+        given = function.args
+        parameters = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
+        untyped = [one.arg for one in parameters if one is not None and one.annotation is None and one.arg != "self"]
+        assert not untyped and function.returns is not None, f"{function.name}: {untyped}"
+
+
+def test_types_ship():
+    """A checker reads annotations of a package that says it has them."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    assert config["options.package_data"]["sparse_attn"] == "py.typed" and (ROOT / "sparse_attn" / "py.typed").exists()
 
 
 def test_attention_gives_a_pair():

@@ -12,7 +12,8 @@ from sparse_attn.layout import (
     INDEX_AMAX_FLOOR,
     PLANAR_AMAX_FLOOR,
     SCALE_BYTES,
-    IndexFp8Layout,
+    Layout,
+    PlainLayout,
     PlanarFp8Layout,
     parse_layout,
 )
@@ -103,19 +104,19 @@ def compress_and_cache(
     )
 
 
-def _record(kind, padded: int) -> dict[str, int | float | bool]:
+def _record(kind: Layout, padded: int) -> dict[str, int | float | bool]:
     """How an entry is stored."""
-    planar, index = isinstance(kind, PlanarFp8Layout), isinstance(kind, IndexFp8Layout)
-    fp8 = planar or index
+    planar = isinstance(kind, PlanarFp8Layout)
+    plain = isinstance(kind, PlainLayout)
     return dict(
-        FP8=fp8,
+        FP8=not plain,
         CODES=kind.latent if planar else kind.dim,
         GROUP=min(kind.group, padded) if planar else padded,
         RECORD=kind.token_bytes if planar else kind.dim,
         SCALE_BYTES=kind.scale_bytes if planar else SCALE_BYTES,
         EXPONENT=planar,
-        FNUZ=fp8 and kind.flavour == "e4m3fnuz",
-        POW2=fp8 and kind.scale_rule == "pow2",
-        FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
+        FNUZ=not plain and kind.flavour == "e4m3fnuz",
+        POW2=not plain and kind.scale_rule == "pow2",
+        FP8_MAX=0.0 if plain else FP8_MAX[kind.flavour],
         AMAX_FLOOR=PLANAR_AMAX_FLOOR if planar else INDEX_AMAX_FLOOR,
     )

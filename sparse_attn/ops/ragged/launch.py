@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn import workspace
@@ -63,7 +65,7 @@ def combine_topk_swa_indices_ragged(
     )  # fmt: skip
 
 
-def _pack(who: str, rows: torch.Tensor, width: int, window: int, **entries) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack(who: str, rows: torch.Tensor, width: int, window: int, **entries: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """A row per row of ``rows``: ``width`` entries at most, then a window of positions."""
     tokens = rows.shape[0]
     indices, indptr = shapes.allocate_ragged(rows, width + window)
