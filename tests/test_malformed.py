@@ -254,9 +254,9 @@ BAD_WEIGHTS = {
     "expert beyond": ("v4", TABLE, "expert ids out of range, allowed: 0 to 7", spoilt(TABLE, with_one(8))),
     "negative expert": ("v4", TABLE, "expert ids out of range", spoilt(TABLE, with_one(-1))),
     "float table": ("v4", TABLE, "F32", spoilt(TABLE, lambda w: w.float())),
-    "fused fp8 experts": ("v32", GATE_UP, "fused experts in F8_E4M3",
-                          with_scale(GATE_UP, lambda w: fp8(w)[0], lambda w: torch.ones(8, 1, 1))),
-    "packed fp4 experts": ("v4", GATE_UP, "MXFP4-packed values (I8, two to a byte, a scale for every 32), allowed: bf16",
+    "fused fp8 experts, a scale a half": ("v32", GATE_UP, "_scale_inv: got shape [8, 2, 1], allowed: [8, 1, 1]",
+                                          with_scale(GATE_UP, lambda w: w.to(torch.float8_e4m3fn), lambda w: torch.ones(8, 2, 1))),
+    "fp4 experts with fp32 scales": ("v4", GATE_UP, "_scale_inv: got F32 beside MXFP4 values (I8, two to a byte), allowed: F8_E8M0",
                            with_scale(GATE_UP, lambda w: w[..., ::2].to(torch.int8), lambda w: torch.ones(8, 128, 4))),
     "transposed": ("v32", Q_B, "shape [96, 384], allowed: [384, 96]", spoilt(Q_B, lambda w: w.T.contiguous())),
     "flat": ("v32", Q_B, "shape", spoilt(Q_B, torch.flatten)),
@@ -274,21 +274,6 @@ def test_weights_no_model_may_have(sound, tmp_path, capsys, case):
     save_file(change(load_file(sound / name / WEIGHTS)), tmp_path / WEIGHTS)
     known = case not in ("none", "missing", "extra")
     check_refused(capsys, tmp_path, WEIGHTS if known else None, f"weight {weight}", said)
-
-
-def test_packed_fp4_experts_by_deepseeks_names(sound, tmp_path, capsys):
-    weights = load_file(sound / "v4" / WEIGHTS)
-    shutil.copy(sound / "v4" / CONFIG, tmp_path)
-    for layer in range(3):
-        for name, parts in (("gate_up_proj", "13"), ("down_proj", "2")):
-            fused = weights.pop(f"model.layers.{layer}.mlp.experts.{name}")
-            for expert, rows in enumerate(fused):
-                for part, value in zip(parts, rows.chunk(len(parts))):
-                    stem = f"layers.{layer}.ffn.experts.{expert}.w{part}"
-                    weights[f"{stem}.weight"] = value[:, ::2].to(torch.int8)
-                    weights[f"{stem}.scale"] = torch.ones(value.shape[0], value.shape[1] // 32).to(torch.float8_e8m0fnu)
-    save_file(weights, tmp_path / WEIGHTS)
-    check_refused(capsys, tmp_path, WEIGHTS, "mlp.experts.0.gate_proj.weight", "MXFP4-packed values")
 
 
 def test_infinite_values_that_mean_something_are_taken(sound, tmp_path):

@@ -1,4 +1,8 @@
-"""Tensors of a checkpoint folder by the names they are asked for; fp8 weights dequantised by block."""
+"""Tensors of a checkpoint folder by the names they are asked for; quantised weights in their layouts.
+
+The format of a weight follows from its dtype, its shape, the dtype and shape of its scale, and the config together.
+What disagrees is an error that names the weight.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,30 @@ from pathlib import Path
 
 import torch
 
+from sparse_attn.models.quantisation import Quantisation
 from sparse_attn.models.shards import tensors_of
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, packed_weight, weight_entry
 
 SCALE_SUFFIX = "_scale_inv"
 _WIDE = {"F64", "F32", "F16", "BF16"}
-_FP8 = {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
-_SCALES = {"F32", "F16", "BF16", "F8_E8M0"}
+_FP8 = "F8_E4M3"
+_SCALES = {"F32": "fp32", "F16": "fp32", "BF16": "fp32", "F8_E8M0": "e8m0"}  # fp16 and bf16 are widened, exactly
 _INTEGERS = {"I64", "I32"}
-_FP4_BYTES = {"I8", "U8", "F4"}  # what files call two fp4 values in a byte
-_ALLOWED = "bf16, fp16, fp32, or fp8 with block scales"
+_FP4_BYTES = {"I8", "U8"}  # what files call two fp4 values in a byte
+_MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
+_UNSAID = Quantisation()
+_ALLOWED = "bf16, fp16, fp32, F8_E4M3 with block scales, or experts in MXFP4"
 
 
 class Checkpoint:
     """Tensors of a folder by name, read when asked for.
 
-    block: elements of an fp8 weight under one scale. rename: from a name in the files to the one it is asked for by.
+    quantisation: what the config says of quantised weights. rename: from a name in the files to the one it is asked for
+    by.
     """
 
-    def __init__(self, folder: Path, block: tuple[int, int] = (128, 128), rename: Callable[[str], str] = str):
-        self.folder, self.block = folder, block
+    def __init__(self, folder: Path, quantisation: Quantisation = _UNSAID, rename: Callable[[str], str] = str):
+        self.folder, self.quantisation = folder, quantisation
         self._home = {}
         for stored, (handle, path) in tensors_of(folder).items():
             name = rename(stored)
@@ -52,43 +61,81 @@ class Checkpoint:
         if name not in self._home:
             raise ValueError(f"weight {name}: missing")
         dtype, found = self._header(name)
-        scaled = name + SCALE_SUFFIX in self
-        if dtype in _FP4_BYTES and found and (*found[:-1], 2 * found[-1]) == shape and scaled:
-            self._refuse(name, f"MXFP4-packed values ({dtype}, two to a byte, a scale for every 32)", _ALLOWED)
-        if len(shape) == 3 and dtype in _FP8:
-            self._refuse(
-                name,
-                f"fused experts in {dtype}",
-                "fused experts in bf16, fp16 or fp32, or fp8 with a tensor per expert",
-            )
-        if found != shape:
+        if integers and dtype not in _INTEGERS:
+            self._refuse(name, dtype, "int64 or int32")
+        layout = None if integers else self._layout(name, shape)
+        if layout is None and found != shape:
             self._refuse(name, f"shape {list(found)}", str(list(shape)))
-        if integers:
-            if dtype not in _INTEGERS:
-                self._refuse(name, dtype, "int64 or int32")
-        elif dtype in _WIDE:
-            if scaled:
-                raise ValueError(f"weight {name + SCALE_SUFFIX}: extra, {name} is {dtype} and takes no scale")
-        elif dtype not in _FP8:
-            self._refuse(name, dtype, _ALLOWED)
-        elif not scaled or len(shape) != 2:
-            self._refuse(name, f"{dtype} without a {name + SCALE_SUFFIX}", _ALLOWED)
-        else:
-            self._check_scale(name + SCALE_SUFFIX, shape)
 
     def read(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> torch.Tensor:
-        """The tensor called ``name``; fp8 weights come back dequantised, in fp32."""
+        """The tensor called ``name``; quantised weights come back dequantised, in fp32."""
         self.check(name, shape, integers=integers)
-        value = self._get(name)
-        return dequantise(value, self._get(name + SCALE_SUFFIX), self.block) if value.dtype.itemsize == 1 else value
+        layout = None if integers else self._layout(name, shape)
+        if layout is None:
+            return self._get(name)
+        return dequantise(self._packed(name, layout))
 
-    def _check_scale(self, name: str, shape: tuple[int, ...]) -> None:
+    def copy(self, name: str, target: torch.Tensor, *, integers: bool = False) -> None:
+        """read() into ``target``, fused experts one by one where they are dequantised."""
+        shape = tuple(target.shape)
+        self.check(name, shape, integers=integers)
+        layout = None if integers else self._layout(name, shape)
+        if layout is None or len(shape) == 2:
+            target.copy_(self.read(name, shape, integers=integers))
+            return
+        weight = self._packed(name, layout)
+        for expert, part in enumerate(target):
+            part.copy_(dequantise(weight_entry(weight, expert)))
+
+    def _packed(self, name: str, layout: WeightLayout) -> PackedWeight:
+        codes, scales = self._get(name), self._get(name + SCALE_SUFFIX)
+        if layout.codes == "e2m1":
+            codes = codes.view(torch.uint8)
+        return packed_weight(codes, scales.view(torch.uint8) if layout.scale == "e8m0" else scales.float(), layout)
+
+    def _layout(self, name: str, shape: tuple[int, ...]) -> WeightLayout | None:
+        """The layout of a weight of ``shape``, None for plain values; ValueError where nothing fits all that is known
+        of it."""
+        scale = name + SCALE_SUFFIX
         dtype, found = self._header(name)
-        grid = tuple(-(-size // step) for size, step in zip(shape, self.block))
-        if found != grid:
-            self._refuse(name, f"shape {list(found)}", str(list(grid)))
-        if dtype not in _SCALES:
-            self._refuse(name, dtype, "fp32, bf16, fp16 or e8m0")
+        scale_dtype, grid = self._header(scale) if scale in self else ("", ())
+        if dtype in _FP4_BYTES and found and scale_dtype and (*found[:-1], 2 * found[-1]) == shape:
+            layout, what = _MXFP4, f"MXFP4 values ({dtype}, two to a byte)"
+            if scale_dtype == _FP8:
+                self._refuse(name, f"NVFP4 ({dtype}, two values to a byte, scales in {scale_dtype})", _ALLOWED)
+            self._check_experts(name, what, "fp4")
+            if scale_dtype != "F8_E8M0":
+                self._refuse(scale, f"{scale_dtype} beside {what}", "F8_E8M0")
+        elif dtype in _WIDE:
+            if scale_dtype:
+                raise ValueError(f"weight {scale}: extra, {name} is {dtype} and takes no scale")
+            return None
+        elif dtype != _FP8:
+            self._refuse(name, dtype, _ALLOWED)
+        elif not scale_dtype or len(shape) < 2:
+            self._refuse(name, f"{dtype} without a {scale}", _ALLOWED)
+        elif found != shape:
+            self._refuse(name, f"shape {list(found)}", str(list(shape)))
+        else:
+            self._check_experts(name, f"{dtype} values", "fp8")
+            if scale_dtype not in _SCALES:
+                self._refuse(scale, scale_dtype, "fp32, bf16, fp16 or e8m0")
+            if scale_dtype == "F8_E8M0" and self.quantisation.scale_fmt == "float":
+                self._refuse(scale, f"{scale_dtype} where the config's scale_fmt says 'float'", "fp32, bf16 or fp16")
+            layout = WeightLayout("e4m3", self.quantisation.block, _SCALES[scale_dtype])
+        wanted = (*shape[:-2], *layout.grid(*shape[-2:]))
+        if grid != wanted:
+            self._refuse(scale, f"shape {list(grid)}", str(list(wanted)))
+        return layout
+
+    def _check_experts(self, name: str, what: str, expert_dtype: str) -> None:
+        """ValueError where the config says that experts are anything but ``expert_dtype``, and for fp4 elsewhere."""
+        said = self.quantisation.expert_dtype
+        if ".experts." in name:
+            if said not in (None, expert_dtype):
+                self._refuse(name, f"{what} where the config's expert_dtype says {said!r}", f"experts in {said}")
+        elif expert_dtype == "fp4":
+            self._refuse(name, what, "MXFP4 for routed experts alone")
 
     def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
         handle, stored, _ = self._home[name]
@@ -101,10 +148,3 @@ class Checkpoint:
 
     def _refuse(self, name: str, got: str, allowed: str) -> None:
         raise ValueError(f"weight {name}: got {got}, allowed: {allowed}; in {self.file(name)}")
-
-
-def dequantise(codes: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """fp8 [N, K] times its scale per block of ``block`` elements, in fp32."""
-    rows = torch.arange(codes.shape[0], device=codes.device) // block[0]
-    columns = torch.arange(codes.shape[1], device=codes.device) // block[1]
-    return codes.float() * scale.float()[rows][:, columns]

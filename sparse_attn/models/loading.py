@@ -1,9 +1,10 @@
 """Read a Hugging Face checkpoint folder: config.json and safetensors.
 
-Both spellings are read: the one DeepSeek and Zhipu publish (a tensor per expert, fp8 weights with 128 x 128 block
-scales) and what transformers' save_pretrained writes (the same, or fused experts). A missing, extra or misshaped weight
-is an error that names it. Left out on purpose: layers beyond num_hidden_layers (multi-token prediction) and rotary
-tables.
+Both spellings are read: the one DeepSeek and Zhipu publish (a tensor per expert) and what transformers' save_pretrained
+writes (the same, or fused experts). Weights are bf16, fp16, fp32, or e4m3 with a scale for every block of 128 x 128;
+experts are MXFP4, too. A missing, extra or misshaped weight is an error that names it, and so is one whose dtype,
+shape, scale and config disagree. Left out on purpose: layers beyond num_hidden_layers (multi-token prediction) and
+rotary tables.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 from sparse_attn.files import read_json_object
 from sparse_attn.models.checkpoint import SCALE_SUFFIX, Checkpoint
 from sparse_attn.models.params import INTEGER_NAMES, hold, model_rope_tables, param_dtype
+from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.models.shapes import Shapes, param_shapes
 from sparse_attn.models.spelling import Spelling, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
-from sparse_attn.spec.fields import Fields, short
 
 _SHOWN = 8  # names an error lists before it counts the rest
 _COUNTED = 1000  # missing names after which it stops to look
@@ -39,8 +40,8 @@ def load(
     config, spec = read_config(folder)
     spelling, shapes = spelling_of(spec), param_shapes(spec)
     with _naming(folder / "config.json"):
-        block = _weight_block(config)
-    checkpoint = Checkpoint(folder, block, spelling.rename)
+        quantisation = quantisation_of(config)
+    checkpoint = Checkpoint(folder, quantisation, spelling.rename)
     _check_weights(checkpoint, spec, spelling, shapes)
     params: dict[str, torch.Tensor] = {}
     for name in progress(list(shapes)):
@@ -72,23 +73,6 @@ def _naming(path: Path) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _weight_block(config: dict) -> tuple[int, int]:
-    quantisation = Fields(config).part("quantization_config")
-    if not quantisation:
-        return (128, 128)
-    method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
-    if (
-        method != "fp8"
-        or not (isinstance(block, list) and len(block) == 2)
-        or not all(type(step) is int and step > 0 for step in block)
-    ):
-        raise ValueError(
-            f"config quantization_config: got quant_method {short(method)} with weight_block_size {short(block)}, "
-            "allowed: 'fp8' with two block sizes"
-        )
-    return (block[0], block[1])
 
 
 def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes) -> None:

@@ -74,7 +74,7 @@ class Spelling:
         shape = self.source_shape(name, tuple(target.shape), sources)
         parts = target.view(len(sources), *shape)
         for part, source in zip(parts, sources):
-            part.copy_(checkpoint.read(source, shape, integers=integers))
+            checkpoint.copy(source, part, integers=integers)
         allowed = (0, self.spec.moe.num_experts - 1) if integers else _range(name)
         if not _within(target, allowed):
             at = next(source for part, source in zip(parts, sources) if not _within(part, allowed))

@@ -1,0 +1,54 @@
+"""What a config.json says of how weights are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from sparse_attn.spec.fields import Fields, short
+
+# What other tools call formats that are not read. A config names them under keys of its own.
+_OTHER_KEYS = ("quant_algo", "moe_quant_algo", "kv_cache_quant_algo", "format")
+
+
+class Quantisation(NamedTuple):
+    """block: rows and columns under one scale of an e4m3 weight. The others are None where the config does not say.
+
+    expert_dtype: "fp4" (MXFP4) or "fp8". scale_fmt: "float" or "ue8m0", which files of fp32 scales may say as well,
+    because their scales are powers of two.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    expert_dtype: str | None = None
+    scale_fmt: str | None = None
+
+
+def quantisation_of(config: Mapping[str, Any]) -> Quantisation:
+    """The quantisation of a config.json; ValueError names the key that asks for another than is read."""
+    found = Fields(config).part("quantization_config")
+    expert_dtype = _choice(config, "config expert_dtype", "expert_dtype", ("fp4", "fp8"))
+    if not found:
+        return Quantisation(expert_dtype=expert_dtype)
+    within = "config quantization_config"
+    method, block = found.get("quant_method"), found.get("weight_block_size")
+    others = [f"{key} {short(found[key])}" for key in _OTHER_KEYS if found.get(key) is not None]
+    pair = isinstance(block, list) and len(block) == 2 and all(type(step) is int and step > 0 for step in block)
+    if method != "fp8" or not pair or others:
+        more = "".join(f" and {other}" for other in others)
+        raise ValueError(
+            f"{within}: got quant_method {short(method)} with weight_block_size {short(block)}{more}, "
+            "allowed: 'fp8' with two block sizes"
+        )
+    _choice(found, f"{within} fmt", "fmt", ("e4m3",))
+    inner = _choice(found, f"{within} expert_dtype", "expert_dtype", ("fp4", "fp8"))
+    if inner and expert_dtype and inner != expert_dtype:
+        raise ValueError(f"config expert_dtype: got {expert_dtype!r}, allowed: {inner!r}, as quantization_config says")
+    scale_fmt = _choice(found, f"{within} scale_fmt", "scale_fmt", ("float", "ue8m0"))
+    return Quantisation(tuple(block), inner or expert_dtype, scale_fmt)
+
+
+def _choice(config: Mapping[str, Any], what: str, key: str, allowed: tuple[str, ...]) -> str | None:
+    value = config.get(key)
+    if value is not None and value not in allowed:
+        raise ValueError(f"{what}: got {short(value)}, allowed: {', '.join(map(repr, allowed))}")
+    return value
