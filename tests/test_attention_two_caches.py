@@ -13,6 +13,7 @@ from support.caches import filled_cache
 from support.extremes import INF
 from support.ragged import ragged_rows
 
+from sparse_attn.device.triton_private import VERSION
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, allocate_cache
 from sparse_attn.ops import attention
 from sparse_attn.ops.attention import reference
@@ -341,7 +342,9 @@ def test_kernel_on_hopper():
         aligned=[name for name in scalars if name.startswith("stride") or name == "heads"],
         num_warps=chosen.num_warps,
     )
-    assert compiled.spill_bytes <= 32, "a few scalars may spill; a tile that does takes hundreds"
+    assert compiled.spill_bytes <= (32 if VERSION < (3, 9) else 112), (
+        "a few scalars may spill; a tile that does takes hundreds"
+    )
     assert compiled.shared_memory <= H200.shared_memory
     assert compiled.count("HGMMA")
     assert compiled.count(r"LDGSTS\.E\.BYPASS\.128") >= 9, "a token's nine parts are copied in 16-byte pieces"

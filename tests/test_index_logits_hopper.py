@@ -10,6 +10,7 @@ from support.extremes import INT_MAX, INT_MIN
 from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_arguments, prefill_problem
 
 from sparse_attn import IndexFp8Layout
+from sparse_attn.device.triton_private import VERSION
 from sparse_attn.fp8 import fp8_encode
 from sparse_attn.ops.index_logits import dispatch, reference
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
@@ -79,7 +80,8 @@ def test_compiles_for_hopper(next_n):
         else:
             launch.mqa_logits(*prefill_arguments(90, 700), kernel="hopper.prefill")
     compiled = compile_launch(launches[0])
-    assert compiled.spill_bytes <= 16  # scalars of a query block, in 112 registers
+    # Scalars of a query block, in 112 registers; Triton 3.8 spills those of one consumer.
+    assert compiled.spill_bytes <= (16 if VERSION < (3, 8) else 80)
     assert compiled.shared_memory <= H200.shared_memory
     # Four consumers, a product of four steps in each and one wait for it: ptxas, which waits for every step where it
     # cannot tell what is in flight, has not taken them apart.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from aot_cases.waits import WAITS, reaches_memory_early
+from sparse_attn.device.triton_private import VERSION
 from sparse_attn.target import Target
 from sparse_attn.testing.aot import Compiled
 
@@ -38,6 +39,31 @@ ALLOWED_SPILLS = {
     "attention.hopper.decode_fp8.attend": {"sm_90": 64},
 }
 
+# Bytes with later Tritons than 3.6, which kernels were timed with.
+SPILLS_OF_LATER = {
+    (3, 8): {"index_logits.hopper.prefill.mqa_logits": {"sm_90": 96}, "ragged.pack_rows": {"nvidia": 24}},
+    (3, 9): {
+        "attention.hopper.prefill_bf16.attend": {"sm_90": 120},
+        "attention.hopper.swap_ab.attend": {"sm_90": 32},
+        "attention.portable.attend": {"sm_90": 528},
+        "index_logits.hopper.prefill.mqa_logits": {"sm_90": 40},
+        "index_logits.hopper.paged.paged_mqa_logits": {"sm_90": 56},
+        "index_logits.portable.mqa_logits": {"sm_90": 3024},  # of fp32 queries
+        "index_logits.portable.paged_mqa_logits": {"sm_90": 496},
+        "topk.algorithms.single_cta.select_single_cta": {"sm_90": 144},
+        "topk.algorithms.multi_pass.select_candidates": {"sm_90": 72},
+        "topk.algorithms.multi_pass.collect_candidates": {"sm_90": 24},
+        "topk.algorithms.group_maxima.select_group_maxima": {"sm_90": 16},
+        "ragged.pack_rows": {"nvidia": 32},
+    },
+}
+
+
+def allowed_spills(name: str, kernel: str, target: Target) -> int:
+    """Bytes of a thread's stack that ``kernel`` may take on the target called ``name``, with this Triton."""
+    tables = (ALLOWED_SPILLS.get(kernel, {}), SPILLS_OF_LATER.get(VERSION, {}).get(kernel, {}))
+    return max(table.get(name, table.get(target.vendor, 0)) for table in tables)
+
 
 def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list[str]:
     """What is wrong with ``kernel`` on the target called ``name``."""
@@ -49,8 +75,7 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
         wrong.append(
             f"{asked} bytes of shared memory beside {compiled.claimed} claimed: more than a launch grants unasked"
         )
-    allowances = ALLOWED_SPILLS.get(kernel, {})
-    allowed = allowances.get(name, allowances.get(target.vendor, 0))
+    allowed = allowed_spills(name, kernel, target)
     if compiled.spill_bytes > allowed:
         wrong.append(f"{compiled.spill_bytes} bytes of spills, allowed: {allowed}")
     if compiled.threads > MAX_THREADS:
