@@ -117,6 +117,17 @@ def test_temperature_is_seeded(tmp_path):
     assert first != tokens("--temperature", 5, "--seed", 2)
 
 
+def test_filters_and_penalties_reach_the_draw(tmp_path):
+    def tokens(*given):
+        return generate(tmp_path, "--prompt", "abc", "--max-new-tokens", 12, "--ignore-eos", *given)[0]["tokens"]
+
+    greedy, hot = tokens(), ("--temperature", 5)
+    for one in (("--top-k", 1), ("--top-p", 0), ("--min-p", 1)):
+        assert tokens(*hot, *one) == greedy != tokens(*hot)
+    for name in ("repetition", "presence", "frequency"):
+        assert len(set(tokens(f"--{name}-penalty", 1e9))) == 12 > len(set(greedy))
+
+
 def test_eos_ends_a_text_unless_ignored(tmp_path, monkeypatch):
     common = ("--preset", "tiny-v32", "--prompt", "abc", "--max-new-tokens", 6)
     whole = generate(tmp_path, *common, "--ignore-eos")[0]["tokens"]
@@ -235,6 +246,11 @@ ERRORS = {
     "No such file": ["--prompt-file", "/nonexistent/prompt"],
     "8193 in all": ["--prompt", "a" * 8192, "--max-new-tokens", "2"],
     "--temperature: got '-1'": ["--temperature", "-1"],
+    "--top-k: got '-1', allowed: an integer of at least 0": ["--top-k", "-1"],
+    "--top-p: got '1.5', allowed: a number from 0 to 1": ["--top-p", "1.5"],
+    "--min-p: got 'nan', allowed: a number from 0 to 1": ["--min-p", "nan"],
+    "--repetition-penalty: got '0', allowed": ["--repetition-penalty", "0"],
+    "--presence-penalty: got 'inf', allowed": ["--presence-penalty", "inf"],
     "'triton' needs a CUDA": ["--impl", "triton", "--device", "cpu"],
     "--model: got '/nonexistent', allowed: a folder with a config.json": [
         "--model",

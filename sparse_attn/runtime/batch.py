@@ -9,6 +9,7 @@ import torch
 
 from sparse_attn import checks, workspace
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
+from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
 from sparse_attn.target import resolve_impl, target_of
@@ -37,12 +38,13 @@ def prepare(
     prefill_tokens: int,
     stop_ids: Sequence[int] = (),
     seeds: torch.Tensor | None = None,
+    draws: Draws | None = None,
 ) -> Batch:
     """What requests of ``lengths`` tokens need to grow to ``reach``, prefilled ``prefill_tokens`` a step.
 
     block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects the first token
-    after every prompt. stop_ids, seeds: of the state. Rings are as long as these lengths need. Only the number of
-    requests may be below 2: Dynamo takes sizes of 0 and 1 for constants.
+    after every prompt. stop_ids, seeds, draws: of the state. Rings are as long as these lengths need. Only the number
+    of requests may be below 2: Dynamo takes sizes of 0 and 1 for constants.
     """
     device, count = model.device, len(lengths)
     block_size = default_block_size(model.spec) if block_size is None else block_size
@@ -65,6 +67,7 @@ def prepare(
         stop_ids=torch.tensor(stop_ids, dtype=torch.int64, device=device),
         ring_table=torch.arange(count, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
         seeds=None if seeds is None else seeds.to(device),
+        draws=draws,
     )
     bounds = Bounds(
         max_batch=count,

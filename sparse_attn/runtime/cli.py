@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
@@ -24,6 +25,7 @@ from sparse_attn.torch_private import dynamo_counts
 
 TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
 WEIGHTS_SEED = 0
+FINITE = 2.0**127  # what a penalty may be, as fp32
 BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
 
 
@@ -86,6 +88,21 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)"
     )
+    parser.add_argument("--top-k", type=_fitting(int, 0), default=0, metavar="K",
+                        help="draw from the K most likely tokens; 0: from all (default)")  # fmt: skip
+    parser.add_argument("--top-p", type=_fitting(float, 0, 1), default=1.0, metavar="P",
+                        help="draw from the most likely tokens whose probabilities add up to P; 1: from all (default)"
+                        )  # fmt: skip
+    parser.add_argument("--min-p", type=_fitting(float, 0, 1), default=0.0, metavar="P",
+                        help="draw from tokens at least P times as likely as the most likely; 0: from all (default)"
+                        )  # fmt: skip
+    parser.add_argument("--repetition-penalty", type=_fitting(float, 2.0**-126), default=1.0, metavar="X",
+                        help="divide logits above 0 of tokens read or written by X, multiply others; 1: off (default)"
+                        )  # fmt: skip
+    parser.add_argument("--presence-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
+                        help="subtract X from the logits of tokens written; 0: off (default)")  # fmt: skip
+    parser.add_argument("--frequency-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
+                        help="subtract X for each time a token was written; 0: off (default)")  # fmt: skip
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     parser.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
                         help="tokens per prefill step (default: %(default)s)")  # fmt: skip
@@ -160,7 +177,17 @@ def run_generate(options: argparse.Namespace) -> int:
             model,
             [prompt],
             max_new_tokens=options.max_new_tokens,
-            sampling=Sampling(options.temperature, options.seed, stop_ids),
+            sampling=Sampling(
+                options.temperature,
+                options.seed,
+                stop_ids,
+                options.top_k,
+                options.top_p,
+                options.min_p,
+                options.repetition_penalty,
+                options.presence_penalty,
+                options.frequency_penalty,
+            ),  # fmt: skip
             block_size=options.block_size,
             prefill_tokens=options.prefill_tokens,
             keep_logits=save_logits is not None,
@@ -312,6 +339,24 @@ def _ids(given: str) -> list[int]:
         return [int(part) for part in given.split(",")]
     except ValueError:
         refuse(f"got {given!r}, allowed: integers with commas between them")
+
+
+def _fitting(kind: type[int] | type[float], least: float, most: float | None = None) -> Callable[[str], int | float]:
+    """Reads a number from ``least`` to ``most``; None: without end for an integer, FINITE for others."""
+    most = FINITE if most is None and kind is float else most
+    name = "an integer" if kind is int else "a number"
+    bounds = f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+
+    def read(given: str) -> int | float:
+        try:
+            value = kind(given)
+        except ValueError:
+            value = math.nan
+        if not least <= value or most is not None and value > most:
+            refuse(f"got {given!r}, allowed: {name} {bounds}")
+        return value
+
+    return read
 
 
 def _temperature(given: str) -> float:

@@ -15,8 +15,9 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
+from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
-from sparse_attn.runtime.inputs import checked_prompts, checked_sampling, checked_seeds
+from sparse_attn.runtime.inputs import checked_prompts, checked_samplings, checked_seeds
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
 
@@ -65,7 +66,7 @@ def generate(
     prompts: Sequence[Sequence[int] | torch.Tensor],
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling | Sequence[Sampling] = Sampling(),
     seeds: Sequence[int | None] | None = None,
     block_size: int | None = None,
     prefill_tokens: int = 2048,
@@ -77,6 +78,7 @@ def generate(
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
 
     prompts: ids, in sequences or one-dimensional integer tensors.
+    sampling: one for all prompts, or one a prompt.
     seeds: one a prompt. A prompt with a seed draws the same tokens alone and in any batch. None, for all prompts or for
     one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt with the seed
     sampling.seed draws.
@@ -89,16 +91,19 @@ def generate(
     can be captured.
     """
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
-    sampling = checked_sampling(sampling, model.spec.vocab_size)
-    streams = checked_seeds(seeds, sampling.seed, len(prompts))
+    vocab_size, device, batch = model.spec.vocab_size, model.device, len(prompts)
+    samplings = checked_samplings(sampling, batch, vocab_size)
+    streams, draws, sampling = checked_seeds(seeds, samplings), None, samplings[0]
+    if any(own != sampling for own in samplings) or sampling.penalises:
+        draws, sampling = draws_of(samplings, vocab_size, prompts=prompts, device=device), Sampling()
+    stop_ids = [own.stop_ids for own in samplings]
     if graph:
         check_capturable(model.device, model.impl, model.spec, model.params["embed"].dtype)
-    device, batch = model.device, len(prompts)
     lengths = [len(prompt) for prompt in prompts]
     tables, caches, state, chunks, max_context, bounds = prepare(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
         block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
-        seeds=streams,
+        seeds=streams, draws=draws,
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
     captured = None
@@ -119,15 +124,15 @@ def generate(
         middle = _clock(device)
         bar.close()
 
-        alive = _alive(generated[0], [True] * batch, sampling.stop_ids)
+        alive = _alive(generated[0], [True] * batch, stop_ids)
         count = max_new_tokens - 1 if any(alive) else 0
         if graph and count:
             captured = DecodeGraph(
                 run, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,),
                 sampling=sampling, workspace_size=scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
-                impl=model.impl, keep_logits=keep_logits,
+                impl=model.impl, keep_logits=keep_logits, draws=draws,
             )  # fmt: skip
-            captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, state.seeds)
+            captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, state.seeds, draws)
             steps = _replayed(captured, count)
         else:
             if compile and count:  # a step of padding
@@ -144,7 +149,7 @@ def generate(
                     if alive[request]:
                         kept[request].append(row.unsqueeze(0))
             generated.append(tokens)
-            alive = _alive(tokens, alive, sampling.stop_ids)
+            alive = _alive(tokens, alive, stop_ids)
             bar.update()
             if not any(alive):
                 break
@@ -153,7 +158,7 @@ def generate(
 
     rows = torch.stack(generated, dim=1).tolist()
     return Generation(
-        [_until_stop(row, sampling.stop_ids) for row in rows],
+        [_until_stop(row, own) for row, own in zip(rows, stop_ids)],
         [torch.cat(parts) for parts in kept] if keep_logits else None,
         middle - begin,
         ready - middle,
@@ -181,11 +186,11 @@ def _replayed(graph: DecodeGraph, count: int) -> Iterator[tuple[torch.Tensor, to
         count -= len(stream)
 
 
-def _alive(tokens: torch.Tensor, alive: list[bool], stop_ids: tuple[int, ...]) -> list[bool]:
+def _alive(tokens: torch.Tensor, alive: list[bool], stop_ids: Sequence[tuple[int, ...]]) -> list[bool]:
     """Which rows go on; reads the device only where something can stop a row."""
-    if not stop_ids:
+    if not any(stop_ids):
         return alive
-    return [was and token not in stop_ids for was, token in zip(alive, tokens.tolist())]
+    return [was and token not in own for was, token, own in zip(alive, tokens.tolist(), stop_ids)]
 
 
 def _until_stop(row: list[int], stop_ids: tuple[int, ...]) -> list[int]:

@@ -14,6 +14,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.ops.sampling import row_seeds
+from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.steps import AnyCaches, Decode, Sampling, Step, advance, decode_plan
 from sparse_attn.spec import CompressedSpec, Spec
@@ -77,7 +78,8 @@ class DecodeGraph:
     ring_blocks: width of the ring table, for caches that have rings.
     buckets: batch sizes to capture, the largest bounds the batch. workspace_size: what the step's ops need, reserved
     and locked; None: what the warm-up takes. keep_logits: ``logits`` [largest bucket, vocab] holds the logits of the
-    last step, for work on the current stream between two runs.
+    last step, for work on the current stream between two runs. draws: sampling a row, in place of ``sampling``; of any
+    number of rows. ``load`` sets its values; which of its fields are None, and how many stop ids a row may have, stays.
 
     The graph owns its stream, its workspace and its state. Two graphs may run at the same time on caches of their own.
     A graph lives on the device of ``caches``; "the current stream" is that device's, whichever device is current. It
@@ -97,6 +99,7 @@ class DecodeGraph:
         workspace_size: WorkspaceSize | None = None,
         impl: str = "auto",
         keep_logits: bool = False,
+        draws: Draws | None = None,
     ):
         sampling, device = checked_sampling(sampling), caches.kv[0].device
         if device.type != "cuda":
@@ -112,6 +115,10 @@ class DecodeGraph:
         self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):  # whose order decides when what is allocated here may be used again
             self._allocate(self.buckets[-1], max_blocks, ring_blocks, device)
+            self._draws = None
+            if draws is not None:
+                zeros = lambda value: torch.zeros(self.buckets[-1], *value.shape[1:], dtype=value.dtype, device=device)
+                self._draws = draws.map(zeros)
             self.workspace = Workspace(workspace_size or (0, 0), device)
         if workspace_size is not None:
             self.workspace.lock()
@@ -147,14 +154,16 @@ class DecodeGraph:
         block_table: torch.Tensor,
         ring_table: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
+        draws: Draws | None = None,
     ) -> None:
         """Set the live rows.
 
         tokens: int64 [n], each row's next input. seq_lens: int32 [n], tokens of the row including that one, 0 for a row
         that is out. block_table: int32 [n, at most max_blocks]. ring_table: int32 [n, ring_blocks], where the caches
         have rings. seeds: int64 [n], what each row draws with; None: the streams (seed of the sampling, row), which
-        change with a request's row. Tensors may lie on the host or the device. The current stream waits until they are
-        read. The host does not wait, so do not write to pinned tensors until a token has arrived."""
+        change with a request's row. draws: sampling of the n rows, where the graph was made with such. Tensors may lie
+        on the host or the device. The current stream waits until they are read. The host does not wait, so do not write
+        to pinned tensors until a token has arrived."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
@@ -174,8 +183,12 @@ class DecodeGraph:
         if seeds is not None:
             checks.check_dtype("seeds", seeds, (torch.int64,))
             checks.check_shape("seeds", seeds, (rows,), "[rows]")
+        _check_draws(draws, self._draws, rows)
         self.stream.wait_stream(self._current_stream())
         with torch.cuda.stream(self.stream):
+            for mine, given in zip(self._draws or (), draws or ()):
+                if mine is not None and given is not None:
+                    mine[:rows].copy_(given, non_blocking=True)
             self._seeds[:rows].copy_(self._row_seeds[:rows] if seeds is None else seeds, non_blocking=True)
             if ring_table is not None and rings is not None:
                 rings.fill_(-1)
@@ -229,6 +242,7 @@ class DecodeGraph:
             self._stop_ids,
             None if self._ring_table is None else self._ring_table[:rows],
             self._seeds[:rows],
+            None if self._draws is None else self._draws.rows(slice(rows)),
         )
 
     @torch.no_grad()
@@ -264,3 +278,17 @@ class DecodeGraph:
             self._place.zero_()
         self._current_stream().wait_stream(self.stream)
         return graphs
+
+
+def _check_draws(draws: Draws | None, mine: Draws | None, rows: int) -> None:
+    """ValueError unless ``draws`` holds for ``rows`` rows what the graph reads."""
+    if (draws is None) != (mine is None):
+        allowed = "None, the graph has none" if mine is None else "a Draws, the graph has one"
+        raise ValueError(f"draws: got {'None' if draws is None else 'a Draws'}, allowed: {allowed}")
+    for name, given, buffer in zip(Draws._fields, draws or (), mine or ()):
+        if given is not None and buffer is not None:
+            checks.check_dtype(f"draws.{name}", given, (buffer.dtype,))
+            checks.check_shape(f"draws.{name}", given, (rows, *buffer.shape[1:]), "[rows, as in the graph]")
+        elif given is not buffer:
+            got, allowed = ("None" if value is None else "a tensor" for value in (given, buffer))
+            raise ValueError(f"draws.{name}: got {got}, allowed: {allowed}")

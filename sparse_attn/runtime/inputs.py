@@ -9,7 +9,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.sampling import row_seeds
-from sparse_attn.runtime.steps import Sampling
+from sparse_attn.runtime.draws import Sampling
 from sparse_attn.spec import CompressedSpec, Spec
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -47,12 +47,44 @@ def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampl
     checks.check_seed("seed", sampling.seed)
     stop_ids = integers("stop_ids", sampling.stop_ids)
     _check_ids("stop_ids", stop_ids, vocab_size)
-    return Sampling(float(sampling.temperature), int(sampling.seed), tuple(stop_ids))
+    checks.check_at_least("top_k", sampling.top_k, 0)
+    for name in ("top_p", "min_p"):
+        checks.check_share(name, getattr(sampling, name))
+    for name in ("repetition", "presence", "frequency"):
+        checks.check_penalty(name, getattr(sampling, name), positive=name == "repetition")
+    return Sampling(
+        float(sampling.temperature), int(sampling.seed), tuple(stop_ids), min(int(sampling.top_k), 2**63 - 1),
+        *(float(getattr(sampling, name)) for name in ("top_p", "min_p", "repetition", "presence", "frequency")),
+    )  # fmt: skip
 
 
-def checked_seeds(seeds: Sequence[int | None] | None, seed: int, count: int) -> torch.Tensor:
-    """int64 [count]: each prompt's own seed, or else the seed of the stream (``seed``, its place)."""
-    streams = row_seeds(seed, count)
+def checked_samplings(
+    sampling: Sampling | Sequence[Sampling], count: int, vocab_size: int | None = None
+) -> list[Sampling]:
+    """``sampling`` of each of ``count`` prompts, checked: one for all, or one each."""
+    if isinstance(sampling, Sampling):
+        return [checked_sampling(sampling, vocab_size)] * count
+    if not _is_sequence(sampling):
+        raise TypeError(f"sampling: got {_shown(sampling)}, allowed: a Sampling")
+    if len(sampling) != count:
+        raise ValueError(f"sampling: got {len(sampling)}, allowed: one for all, or {count}, one a prompt")
+    checked = []
+    for number, own in enumerate(sampling):
+        try:
+            checked.append(checked_sampling(own, vocab_size))
+        except (TypeError, ValueError) as error:
+            message = str(error).removeprefix("sampling: ")
+            name = f"sampling[{number}]"
+            raise type(error)(f"{name}: {message}" if message != str(error) else f"{name}.{message}") from error
+    return checked
+
+
+def checked_seeds(seeds: Sequence[int | None] | None, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """int64, one of each sampling: the prompt's own seed, or else the seed of the stream (seed of the sampling, its
+    place)."""
+    count = len(samplings)
+    by_seed = {sampling.seed: row_seeds(sampling.seed, count) for sampling in samplings}
+    streams = torch.stack([by_seed[sampling.seed][place] for place, sampling in enumerate(samplings)])
     if seeds is None:
         return streams
     given = seeds if not isinstance(seeds, torch.Tensor) and _is_sequence(seeds) else integers("seeds", seeds)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparse_attn.ops.sampling import row_seeds, sample
+from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.runtime.draws import Draws, Sampling, count_drawn, draw
 from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
 from sparse_attn.spec import CompressedSpec
@@ -24,15 +25,6 @@ Step = Callable[
 ]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
 
 
-class Sampling(NamedTuple):
-    """temperature 0 is greedy, the lowest id on ties. seed: request n draws from the random stream (seed, n), unless it
-    has a seed of its own. stop_ids end a row; they belong to its output."""
-
-    temperature: float = 0.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-
-
 @exported
 class Decode(NamedTuple):
     """What a decode step reads and advances, a row per request.
@@ -40,7 +32,8 @@ class Decode(NamedTuple):
     tokens: int64 [B], to be fed. seq_lens: int32 [B], tokens of the request including that one, 0 once it has stopped.
     block_table: int32 [B, max_blocks]. query_start_loc: int32 [B + 1] = 0, 1, 2, ... stop_ids: int64 [S]. ring_table:
     int32 [B, ring blocks], for models with rings. seeds: int64 [B], of the rows' random streams; None: the streams
-    (seed of the sampling, row).
+    (seed of the sampling, row). draws: sampling of each row, in place of one for all; its stop ids add to those for
+    all.
     """
 
     tokens: torch.Tensor
@@ -50,6 +43,7 @@ class Decode(NamedTuple):
     stop_ids: torch.Tensor
     ring_table: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
+    draws: Draws | None = None
 
 
 def prefill_step(
@@ -91,7 +85,10 @@ def prefill_step(
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
     drawn, whose = ends[last].to(device), requests[last].to(device)
-    state.tokens[whose] = draw(logits[drawn], plan.positions[drawn], sampling, _seeds(state, sampling)[whose])
+    draws = None if state.draws is None else state.draws.rows(whose)
+    tokens = draw(logits[drawn], plan.positions[drawn], sampling, _seeds(state, sampling)[whose], draws)
+    state.tokens[whose] = tokens
+    count_drawn(state.draws, tokens, torch.ones_like(tokens, dtype=torch.bool), whose)
     return logits
 
 
@@ -133,15 +130,11 @@ def least_capacity(model: Model) -> int:
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:
     """Draw every row's next token from the logits of the one it fed. A row that drew a stop id, or that would hold more
     than ``max_context`` tokens, is padding from now on."""
-    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling, _seeds(state, sampling)))
+    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling, _seeds(state, sampling), state.draws))
+    count_drawn(state.draws, state.tokens, state.seq_lens > 0)
     state.seq_lens.add_((state.seq_lens > 0).to(torch.int32))
     state.seq_lens.masked_fill_(state.seq_lens > max_context, 0)
     stop(state)
-
-
-def draw(logits: torch.Tensor, positions: torch.Tensor, sampling: Sampling, seeds: torch.Tensor) -> torch.Tensor:
-    """The token after each of ``positions``, int64 [B]. seeds: int64 [B], of the rows' streams."""
-    return sample(logits, positions, temperature=sampling.temperature, seed=seeds)
 
 
 def _seeds(state: Decode, sampling: Sampling) -> torch.Tensor:
@@ -154,4 +147,6 @@ def _seeds(state: Decode, sampling: Sampling) -> torch.Tensor:
 def stop(state: Decode) -> None:
     """Turn rows whose token is a stop id into padding."""
     stopped = (state.tokens.unsqueeze(1) == state.stop_ids).any(1)
+    if state.draws is not None and state.draws.stop_ids is not None:
+        stopped = stopped | (state.tokens.unsqueeze(1) == state.draws.stop_ids).any(1)
     state.seq_lens.masked_fill_(stopped, 0)
