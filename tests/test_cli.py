@@ -128,6 +128,21 @@ def test_filters_and_penalties_reach_the_draw(tmp_path):
         assert len(set(tokens(f"--{name}-penalty", 1e9))) == 12 > len(set(greedy))
 
 
+def test_a_stop_string_ends_the_text_and_logprobs_are_written(tmp_path):
+    common = ("--prompt", "abc", "--max-new-tokens", 12, "--ignore-eos")
+    whole = generate(tmp_path, *common)[0]
+    stop = whole["text"][3:5]
+    found = generate(tmp_path, *common, "--stop", "\n\n\n", "--stop", stop, "--logprobs", 2)[0]
+    end = whole["text"].index(stop)
+    assert found["text"] == whole["text"][:end] and found["stop"] == stop
+    count = len(found["tokens"])
+    assert found["tokens"] == whole["tokens"][:count] and count == end + len(stop) == len(found["logprobs"])
+    for token, row in zip(found["tokens"], found["logprobs"]):
+        assert row["best"][0] == [token, row["drawn"]] and len(row["best"]) == 2 and row["drawn"] <= 0
+    missed = generate(tmp_path, *common, "--stop", "\n\n\n")[0]
+    assert (missed["text"], missed["stop"]) == (whole["text"], None) and "stop" not in whole
+
+
 def test_eos_ends_a_text_unless_ignored(tmp_path, monkeypatch):
     common = ("--preset", "tiny-v32", "--prompt", "abc", "--max-new-tokens", 6)
     whole = generate(tmp_path, *common, "--ignore-eos")[0]["tokens"]
@@ -246,6 +261,9 @@ ERRORS = {
     "No such file": ["--prompt-file", "/nonexistent/prompt"],
     "8193 in all": ["--prompt", "a" * 8192, "--max-new-tokens", "2"],
     "--temperature: got '-1'": ["--temperature", "-1"],
+    "--stop: got an empty text, allowed: at least one": ["--stop", ""],
+    "--logprobs: got '-1', allowed: an integer of at least 0": ["--logprobs", "-1"],
+    "logprobs: got 999, allowed: 0 to 257": ["--preset", "tiny-v32", "--logprobs", "999"],
     "--top-k: got '-1', allowed: an integer of at least 0": ["--top-k", "-1"],
     "--top-p: got '1.5', allowed: a number from 0 to 1": ["--top-p", "1.5"],
     "--min-p: got 'nan', allowed: a number from 0 to 1": ["--min-p", "nan"],

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.sampling import penalise_logits, row_seeds, sample
+from sparse_attn.ops.sampling import penalise_logits, row_seeds, sample, token_logprobs
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.generate import Model, Sampling, generate
@@ -109,6 +109,23 @@ def test_what_no_row_uses_takes_no_tensor():
     assert penalised.rows(slice(1, 2)).presence.tolist() == [1.0] and penalised.top_k is None
 
 
+def test_logprobs_are_the_models_own(model):
+    """Of the tokens that were drawn, from the logits of what was fed before; in another batch the same bits."""
+    common = dict(max_new_tokens=6, prefill_tokens=40, logprobs=3)
+    found = generate(model, PROMPTS, sampling=EACH, keep_logits=True, **common)
+    for prompt, tokens, logits, logprobs in zip(PROMPTS, found.tokens, found.logits, found.logprobs):
+        want = token_logprobs(logits[len(prompt) - 1 :], torch.tensor(tokens), best=3)
+        assert all(torch.equal(got, value) for got, value in zip(logprobs, want))
+        assert logprobs.ids.shape == logprobs.values.shape == (6, 3)
+    greedy = generate(model, PROMPTS, **common | dict(logprobs=1))
+    for tokens, logprobs in zip(greedy.tokens, greedy.logprobs):
+        assert logprobs.ids.flatten().tolist() == tokens and torch.equal(logprobs.values.flatten(), logprobs.drawn)
+    assert generate(model, [[1]], max_new_tokens=1).logprobs is None
+    for number, message in ((-1, "at least 0"), (258, "0 to 257, the tokens there are"), (1.0, "an integer")):
+        with pytest.raises((TypeError, ValueError), match=f"^logprobs: got {number}, allowed: {message}"):
+            generate(model, [[1]], max_new_tokens=1, logprobs=number)
+
+
 ERRORS = {
     "sampling: got 2, allowed: one for all, or 1, one a prompt": [Sampling()] * 2,
     "sampling[0]: got int, allowed: a Sampling": [3],
@@ -142,9 +159,15 @@ def test_the_gpu_eager_captured_and_compiled_draws_what_the_cpu_does(name):
     torch.compiler.reset()
     common = dict(max_new_tokens=80, sampling=EACH, prefill_tokens=60)
     host, gpu = model_of(name), model_of(name, "cuda")
-    want = generate(host, PROMPTS, **common).tokens
+    want = generate(host, PROMPTS, logprobs=2, **common)
     for ways in ({}, dict(graph=True), dict(graph=True, compile=True)):
-        assert generate(gpu, PROMPTS, **common, **ways).tokens == want, ways
+        assert generate(gpu, PROMPTS, **common, **ways).tokens == want.tokens, ways
+        seen = [[] for _ in PROMPTS]
+        found = generate(gpu, PROMPTS, logprobs=2, on_token=lambda n, token: seen[n].append(token), **common, **ways)
+        assert found.tokens == want.tokens == seen, ways
+        for got, logprobs in zip(found.logprobs, want.logprobs):
+            torch.testing.assert_close(got.drawn, logprobs.drawn, atol=1e-3, rtol=1e-3)
+            assert got.drawn.shape == (80,) and got.ids.shape == (80, 2)
 
 
 @pytest.mark.gpu

@@ -103,6 +103,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
                         help="subtract X from the logits of tokens written; 0: off (default)")  # fmt: skip
     parser.add_argument("--frequency-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
                         help="subtract X for each time a token was written; 0: off (default)")  # fmt: skip
+    parser.add_argument("--stop", type=_text, action="append", default=[], metavar="TEXT",
+                        help="end before this text; may be given several times")  # fmt: skip
+    parser.add_argument("--logprobs", type=_fitting(int, 0), metavar="N",
+                        help="write log-probabilities of each new token and of the N most likely ones to --json"
+                        )  # fmt: skip
     parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
     parser.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
                         help="tokens per prefill step (default: %(default)s)")  # fmt: skip
@@ -169,6 +174,9 @@ def run_generate(options: argparse.Namespace) -> int:
     model = Model(
         spec, params, cache_layouts(spec, options.cache), options.impl, batch_invariant=options.batch_invariant
     )
+    if options.stop and tokenizer is None:
+        raise ValueError(f"--stop: got a text, allowed: none, {folder} holds no tokenizer.json")
+    stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
     stop_ids = () if options.ignore_eos else spec.eos_token_ids
     before = dynamo_counts()
     watch = Watch() if options.plot else None
@@ -191,6 +199,8 @@ def run_generate(options: argparse.Namespace) -> int:
             block_size=options.block_size,
             prefill_tokens=options.prefill_tokens,
             keep_logits=save_logits is not None,
+            logprobs=options.logprobs,
+            on_token=None if stops is None else lambda _, token: stops.push(token),
             compile=options.compile,
             graph=options.graph,
             progress=_bars(),
@@ -202,6 +212,10 @@ def run_generate(options: argparse.Namespace) -> int:
         "impl": resolve_impl(options.impl, device),
         "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
     }
+    if stops is not None:
+        facts |= {"text": stops.text if stops.found else facts["text"], "stop": stops.found}
+    if result.logprobs is not None:
+        facts["logprobs"] = report.logprobs_report(result.logprobs[0])
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
     if save_logits:
         assert result.logits is not None  # keep_logits
@@ -357,6 +371,12 @@ def _fitting(kind: type[int] | type[float], least: float, most: float | None = N
         return value
 
     return read
+
+
+def _text(given: str) -> str:
+    if not given:
+        refuse("got an empty text, allowed: at least one character")
+    return given
 
 
 def _temperature(given: str) -> float:

@@ -17,9 +17,11 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
-from sparse_attn.runtime.inputs import checked_prompts, checked_samplings, checked_seeds
+from sparse_attn.runtime.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
+from sparse_attn.runtime.scored import TokenLogprobs
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
+from sparse_attn.types import Logprobs
 
 PIECE = 64  # steps replayed before the host looks whether all rows stopped
 
@@ -27,7 +29,7 @@ PIECE = 64  # steps replayed before the host looks whether all rows stopped
 class Generation(NamedTuple):
     """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked
     for. prefill_s: until every prompt has its first token. setup_s: compiling or capturing the decode step. decode_s:
-    the rest."""
+    the rest. logprobs: of the generated tokens per prompt, on the CPU, where asked for."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -36,6 +38,7 @@ class Generation(NamedTuple):
     decode_s: float
     graph_captures: int = 0
     graph_replays: int = 0
+    logprobs: list[Logprobs] | None = None
 
 
 class Bar(Protocol):
@@ -71,6 +74,8 @@ def generate(
     block_size: int | None = None,
     prefill_tokens: int = 2048,
     keep_logits: bool = False,
+    logprobs: int | None = None,
+    on_token: Callable[[int, int], object] | None = None,
     compile: bool = False,
     graph: bool = False,
     progress: Progress = lambda what, total: Quiet(),
@@ -83,7 +88,10 @@ def generate(
     one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt with the seed
     sampling.seed draws.
     block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
-    step takes at most, counted over requests. compile: run the forward under
+    step takes at most, counted over requests. logprobs: how many of the most likely tokens to give the
+    log-probabilities of, beside that of the token drawn; None: none at all. They are the model's own, at temperature 1
+    without penalties and filters. on_token: called with (place of the prompt, id) for each token, in order, as soon as
+    the host has it; ends the prompt where it returns True. compile: run the forward under
     torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
@@ -97,6 +105,7 @@ def generate(
     if any(own != sampling for own in samplings) or sampling.penalises:
         draws, sampling = draws_of(samplings, vocab_size, prompts=prompts, device=device), Sampling()
     stop_ids = [own.stop_ids for own in samplings]
+    scored = None if logprobs is None else TokenLogprobs(prompts, checked_best(logprobs, vocab_size))
     if graph:
         check_capturable(model.device, model.impl, model.spec, model.params["embed"].dtype)
     lengths = [len(prompt) for prompt in prompts]
@@ -118,19 +127,22 @@ def generate(
                 parts = logits.cpu().split([span.stop - span.start for span in spans])
                 for span, part in zip(spans, parts):
                     kept[span.request].append(part)
+            if scored is not None:
+                scored.prefilled(logits, spans, state.tokens)
             bar.update()
         stop(state)
         generated = [state.tokens.cpu() if graph else state.tokens.clone()]
         middle = _clock(device)
         bar.close()
 
-        alive = _alive(generated[0], [True] * batch, stop_ids)
+        lived = [[True] * batch]  # which rows drew a token of theirs, by step
+        alive = _alive(generated[0], lived[0], stop_ids, on_token)
         count = max_new_tokens - 1 if any(alive) else 0
         if graph and count:
             captured = DecodeGraph(
                 run, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,),
                 sampling=sampling, workspace_size=scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
-                impl=model.impl, keep_logits=keep_logits, draws=draws,
+                impl=model.impl, keep_logits=keep_logits or scored is not None, draws=draws,
             )  # fmt: skip
             captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, state.seeds, draws)
             steps = _replayed(captured, count)
@@ -148,8 +160,11 @@ def generate(
                 for request, row in enumerate(logits.cpu()):
                     if alive[request]:
                         kept[request].append(row.unsqueeze(0))
+            if scored is not None and logits is not None:
+                scored.stepped(logits, tokens, alive)
             generated.append(tokens)
-            alive = _alive(tokens, alive, stop_ids)
+            lived.append(alive)
+            alive = _alive(tokens, alive, stop_ids, on_token)
             bar.update()
             if not any(alive):
                 break
@@ -158,13 +173,14 @@ def generate(
 
     rows = torch.stack(generated, dim=1).tolist()
     return Generation(
-        [_until_stop(row, own) for row, own in zip(rows, stop_ids)],
+        [row[: sum(drew)] for row, drew in zip(rows, zip(*lived))],
         [torch.cat(parts) for parts in kept] if keep_logits else None,
         middle - begin,
         ready - middle,
         end - ready,
         captured.captures if captured else 0,
         captured.replays if captured else 0,
+        None if scored is None else scored.result(),
     )
 
 
@@ -186,18 +202,20 @@ def _replayed(graph: DecodeGraph, count: int) -> Iterator[tuple[torch.Tensor, to
         count -= len(stream)
 
 
-def _alive(tokens: torch.Tensor, alive: list[bool], stop_ids: Sequence[tuple[int, ...]]) -> list[bool]:
-    """Which rows go on; reads the device only where something can stop a row."""
-    if not any(stop_ids):
+def _alive(
+    tokens: torch.Tensor,
+    alive: list[bool],
+    stop_ids: Sequence[tuple[int, ...]],
+    on_token: Callable[[int, int], object] | None,
+) -> list[bool]:
+    """Which rows go on; reads the device only where something can stop a row, or watches."""
+    if not any(stop_ids) and on_token is None:
         return alive
-    return [was and token not in own for was, token, own in zip(alive, tokens.tolist(), stop_ids)]
-
-
-def _until_stop(row: list[int], stop_ids: tuple[int, ...]) -> list[int]:
-    for place, token in enumerate(row):
-        if token in stop_ids:
-            return row[: place + 1]
-    return row
+    goes_on = []
+    for row, (was, token, own) in enumerate(zip(alive, tokens.tolist(), stop_ids)):
+        ended = was and on_token is not None and on_token(row, token) is True
+        goes_on.append(was and not ended and token not in own)
+    return goes_on
 
 
 def _clock(device: torch.device) -> float:

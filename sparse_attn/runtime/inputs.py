@@ -97,6 +97,14 @@ def checked_seeds(seeds: Sequence[int | None] | None, samplings: Sequence[Sampli
     return streams
 
 
+def checked_best(logprobs: int, vocab_size: int) -> int:
+    """``logprobs``, a number of tokens; TypeError or ValueError where there are not so many."""
+    checks.check_at_least("logprobs", logprobs, 0)
+    if logprobs > vocab_size:
+        raise ValueError(f"logprobs: got {logprobs}, allowed: 0 to {vocab_size}, the tokens there are")
+    return int(logprobs)
+
+
 def integers(name: str, values: Any) -> list[int]:
     """A sequence of integers, or a tensor or array of one dimension, as a list; TypeError for anything else."""
     if hasattr(values, "__array__") and not isinstance(values, torch.Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import math
 import pkgutil
 import platform
 from pathlib import Path
@@ -15,6 +16,7 @@ from sparse_attn.runtime.explain_calls import CALLS
 from sparse_attn.runtime.generate import Generation
 from sparse_attn.target import Target, interpreting, resolve_impl, target_of
 from sparse_attn.torch_private import dynamo_counts
+from sparse_attn.types import Logprobs
 from sparse_attn.version import __version__
 
 
@@ -67,6 +69,16 @@ def generation_report(
         "versions": versions(),
         **facts,
     }
+
+
+def logprobs_report(logprobs: Logprobs) -> list[dict[str, object]]:
+    """The JSON of log-probabilities: by token its own, and [id, log-probability] of the most likely ones. Those of
+    tokens that cannot be drawn are null."""
+    finite = lambda value: value if math.isfinite(value) else None
+    return [
+        {"drawn": finite(drawn), "best": [[token, finite(value)] for token, value in zip(ids, values)]}
+        for drawn, ids, values in zip(*(part.tolist() for part in logprobs))
+    ]
 
 
 def implementations(device: torch.device) -> list[tuple[str, str, str]]:

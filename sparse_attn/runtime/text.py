@@ -47,6 +47,51 @@ def file_tokenizer(folder: Path) -> Tokenizer | None:
     return Tokenizer(lambda text: backend.encode(text).ids, lambda ids: backend.decode(list(ids)))
 
 
+class TextStream:
+    """The text of tokens that come one by one. A piece is held back while its last character may be unfinished."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []  # those given out last, which what follows is decoded with, and those held back
+        self._given = 0  # how many of them were given out
+
+    def push(self, token: int) -> str:
+        """What there is to give out with ``token``; may be empty."""
+        self._ids.append(token)
+        before, now = self._decode(self._ids[: self._given]), self._decode(self._ids)
+        if len(now) <= len(before) or now.endswith("\ufffd"):
+            return ""
+        self._ids, self._given = self._ids[self._given :], len(self._ids) - self._given
+        return now[len(before) :]
+
+    def rest(self) -> str:
+        """What is held back."""
+        return self._decode(self._ids)[len(self._decode(self._ids[: self._given])) :]
+
+
+class StopStrings:
+    """Watches the text of one request for the first of some strings. text: what was given out before it. found: the
+    string, None until then."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]):
+        if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
+            raise ValueError(f"stops: got {stops!r}, allowed: texts of at least one character")
+        self._stream, self._stops = TextStream(decode), tuple(stops)
+        self._longest = max(map(len, self._stops), default=1)
+        self.text, self.found = "", None
+
+    def push(self, token: int) -> bool:
+        """Whether a stop string is in the text with ``token``. Of several the one that begins first counts, of those
+        the longest."""
+        first = max(0, len(self.text) - self._longest + 1)
+        self.text += self._stream.push(token)
+        places = [(place, -len(stop), stop) for stop in self._stops if (place := self.text.find(stop, first)) >= 0]
+        if places:
+            place, _, self.found = min(places)
+            self.text = self.text[:place]
+        return bool(places)
+
+
 def printable(text: str) -> str:
     """``text`` with everything a terminal may not take escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
