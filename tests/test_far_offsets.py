@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import big
+from support.caches import poison
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
@@ -59,7 +60,7 @@ def slots_on(device, dtype=torch.int64):
 def filled(layout, device):
     """(a far cache, the same near) with values at SLOTS and NaN elsewhere."""
     cache = far(device, (3, 4, layout.row), layout.dtype)
-    cache.fill_(0xFF if layout.dtype == torch.uint8 else torch.nan)
+    cache.fill_(poison(layout.dtype))
     layout.encode(cache, slots_on(device), torch.randn(len(SLOTS), layout.dim, device=device) / 10)
     return cache, near(cache)
 

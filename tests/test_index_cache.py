@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
@@ -19,12 +20,6 @@ LAYOUTS = [
     PlainLayout("fp32", 20),
     PlainLayout("fp16", 24),
 ]
-
-
-def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
-    fill = 0xEE if layout.dtype == torch.uint8 else torch.nan
-    memory = torch.full((num_blocks, block_size * layout.row + padding), fill).to(layout.dtype).to(device)
-    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.caches import poison, poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
@@ -24,12 +25,6 @@ LAYOUTS = [
 ]
 
 
-def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
-    fill = 0xEE if layout.dtype == torch.uint8 else torch.nan
-    memory = torch.full((num_blocks, block_size * layout.row + padding), fill).to(layout.dtype).to(device)
-    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8).cpu(), b.contiguous().view(torch.uint8).cpu())
 
@@ -47,7 +42,7 @@ def test_round_trip_within_quantisation():
             # half a step of e4m3 (3 mantissa bits), or of its smallest values
             bound = values[token].abs() / 16 + values[token].abs().max() * 2.0**-16
             assert ((rows[slot] - values[token]).abs() <= bound).all()
-        assert (memory[:, 2 * 656 :] == 0xEE).all() and (cache[2, 0] == 0xEE).all()
+        assert (memory[:, 2 * 656 :] == 0xFF).all() and (cache[2, 0] == 0xFF).all()
 
 
 def test_schemas():
@@ -207,8 +202,7 @@ APART = [LatentFp8Layout(64, 16, 64), PlainLayout("bf16", 64, 16), PlainLayout("
 
 def padded_rows(layout, device):
     """A cache of 3 blocks of 5 whose records have 12 elements between them, poison everywhere, and its memory."""
-    fill = 0xEE if layout.dtype == torch.uint8 else torch.nan
-    memory = torch.full((3, 5, layout.row + 12), fill).to(layout.dtype).to(device)
+    memory = torch.full((3, 5, layout.row + 12), poison(layout.dtype), dtype=layout.dtype, device=device)
     return memory[..., : layout.row], memory
 
 

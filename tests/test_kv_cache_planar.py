@@ -6,6 +6,7 @@ import struct
 import pytest
 import torch
 from conftest import big
+from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.fp8 import FP8_MAX, fp8_decode
@@ -13,12 +14,6 @@ from sparse_attn.layout import PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 
 FLAVOURS = tuple(FP8_MAX)
-
-
-def padded_cache(layout, num_blocks, block_size, padding, device="cpu"):
-    """A cache of 0xEE bytes whose blocks stand ``padding`` bytes apart, and the bytes it lies in."""
-    memory = torch.full((num_blocks, block_size * layout.row + padding), 0xEE, dtype=torch.uint8, device=device)
-    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
 
 
 def rows(layout, count, dtype=torch.bfloat16, seed=0):
@@ -45,7 +40,7 @@ def nearest_codes(values, flavour):
 
 def check_bytes(device, impl, flavour, block_size, padding):
     layout = PlanarFp8Layout(448, 64, flavour=flavour)
-    cache, memory = padded_cache(layout, 3, block_size, padding, device)
+    cache, memory = poisoned_cache(layout, 3, block_size, device, padding)
     latent, rope = rows(layout, 5)
     slots = [2 * block_size + block_size - 1, -1, block_size // 2, 3 * block_size, INT_MIN]
     write_kv_cache(latent.to(device), rope.to(device), cache, torch.tensor(slots).to(device), layout, impl=impl)
@@ -65,7 +60,7 @@ def check_bytes(device, impl, flavour, block_size, padding):
         assert list(stored) == [bits & 0xFFFF for bits in rope[row].view(torch.int16).tolist()]
         touched[block, 576 * token : 576 * token + 576] = True
         touched[block, block_size * 576 + 8 * token :][:8] = True
-    assert (memory[~touched] == 0xEE).all()
+    assert (memory[~touched] == 0xFF).all()
 
 
 BLOCKS = [(1, 0), (1, 568), (2, 560), (64, 64), (69, 12)]
@@ -95,7 +90,7 @@ def test_kernel_writes_the_reference_bytes(device, layout, dtype):
     slots = torch.randperm(count, generator=torch.Generator().manual_seed(1))
     both = []
     for impl, where in (("reference", "cpu"), ("triton", device)):
-        cache, memory = padded_cache(layout, count // 4 + 1, 4, 36, where)
+        cache, memory = poisoned_cache(layout, count // 4 + 1, 4, where, 36)
         write_kv_cache(latent.to(where), rope.to(where), cache, slots.to(where), layout, impl=impl)
         both.append(memory.cpu())
     assert torch.equal(*both)
@@ -104,7 +99,7 @@ def test_kernel_writes_the_reference_bytes(device, layout, dtype):
 def check_every_code(device, impl, flavour):
     """All 256 codes under four scales, NaN codes included."""
     layout = PlanarFp8Layout(256, 0, group=64, flavour=flavour)
-    cache, memory = padded_cache(layout, 1, 1, 0, device)
+    cache, memory = poisoned_cache(layout, 1, 1, device)
     memory[0, :256] = torch.arange(256)
     for byte in (0, 105, 127, 254):
         memory[0, 256:264] = byte
@@ -131,7 +126,7 @@ def check_gather(device, impl, layout, block_size):
     """Ordinary tables and rings against slot arithmetic; rows that are not asked for hold NaN."""
     blocks = 7
     if layout.dtype == torch.uint8:
-        cache = padded_cache(layout, blocks, block_size, 36)[0].fill_(0xFF)
+        cache = poisoned_cache(layout, blocks, block_size, padding=36)[0]
     else:
         cache = torch.full((blocks, block_size, layout.row), math.nan, dtype=layout.dtype)
     generator = torch.Generator().manual_seed(block_size)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from support.caches import poisoned_cache
 
 from sparse_attn.fp8 import FP8_MAX, FP8_NAN, ceil_pow2, exponent_of, fp8_decode, fp8_encode, fp8_quantise, power_of
 from sparse_attn.layout import (
@@ -22,12 +23,6 @@ from sparse_attn.layout import (
     parse_layout,
 )
 from sparse_attn.torch_private import is_view
-
-
-def padded_cache(layout, num_blocks, block_size, padding):
-    """A cache of 0xEE bytes whose blocks are ``padding`` bytes apart, and the bytes behind it, block by block."""
-    memory = torch.full((num_blocks, block_size * layout.row + padding), 0xEE, dtype=torch.uint8)
-    return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row)), memory
 
 
 def test_names_round_trip():
@@ -90,7 +85,7 @@ def test_what_no_layout_can_be_is_refused(make, message):
 @pytest.mark.parametrize("rule", ["raw", "pow2"])
 def test_index_bytes_are_planar(block_size, padding, rule):
     layout = IndexFp8Layout(128, scale_rule=rule)
-    cache, memory = padded_cache(layout, 3, block_size, padding)
+    cache, memory = poisoned_cache(layout, 3, block_size, padding=padding)
     values = torch.randn(2, 128) * torch.tensor([[3.0], [0.01]])
     slots = torch.tensor([2 * block_size + block_size - 1, block_size // 2])
     layout.encode(cache, slots, values)
@@ -103,7 +98,7 @@ def test_index_bytes_are_planar(block_size, padding, rule):
         assert bytes(memory[block, at : at + 4].tolist()) == struct.pack("<f", scale)
         touched[block, token * 128 : (token + 1) * 128] = True
         touched[block, at : at + 4] = True
-    assert (memory[~touched] == 0xEE).all()
+    assert (memory[~touched] == 0xFF).all()
     torch.testing.assert_close(layout.decode(cache, slots), codes.view(torch.float8_e4m3fn).float() * scales[:, None])
 
 
@@ -111,7 +106,7 @@ def test_index_bytes_are_planar(block_size, padding, rule):
 @pytest.mark.parametrize("rule", ["raw", "pow2"])
 def test_latent_bytes_are_interleaved(block_size, padding, rule):
     layout = LatentFp8Layout(512, 64, scale_rule=rule)
-    cache, memory = padded_cache(layout, 2, block_size, padding)
+    cache, memory = poisoned_cache(layout, 2, block_size, padding=padding)
     values = torch.randn(1, 576) * 2
     slot = block_size + block_size - 1
     layout.encode(cache, torch.tensor([slot]), values)
@@ -120,8 +115,8 @@ def test_latent_bytes_are_interleaved(block_size, padding, rule):
     assert torch.equal(record[:512], codes.flatten())
     assert bytes(record[512:528].tolist()) == struct.pack("<4f", *scales.flatten().tolist())
     assert torch.equal(record[528:].view(torch.bfloat16), values[0, 512:].bfloat16())
-    memory[1, (block_size - 1) * 656 : block_size * 656] = 0xEE
-    assert (memory == 0xEE).all()
+    memory[1, (block_size - 1) * 656 : block_size * 656] = 0xFF
+    assert (memory == 0xFF).all()
 
 
 def test_small_record_golden():
@@ -142,7 +137,7 @@ def test_small_index_block_golden():
     lines = []
     for flavour, rule in (("e4m3fn", "pow2"), ("e4m3fnuz", "raw")):
         layout = IndexFp8Layout(4, flavour, rule)
-        cache, memory = padded_cache(layout, 1, 2, 4)
+        cache, memory = poisoned_cache(layout, 1, 2, padding=4)
         layout.encode(cache, torch.tensor([1, 0]), torch.tensor([[448.0, -1.0, 0.0, 3.0], [0.0, 0.0, -0.0, 0.0]]))
         block = memory[0].tolist()
         lines.append(f"{flavour} codes {[block[:4], block[4:8]]}")
@@ -151,16 +146,16 @@ def test_small_index_block_golden():
         "\n".join(lines),
         """\
 e4m3fn codes [[0, 0, 128, 0], [126, 184, 0, 68]]
-scales [[0, 0, 128, 52], [0, 0, 128, 63]] behind [238, 238, 238, 238]
+scales [[0, 0, 128, 52], [0, 0, 128, 63]] behind [255, 255, 255, 255]
 e4m3fnuz codes [[0, 0, 0, 0], [126, 184, 0, 68]]
-scales [[173, 172, 239, 52], [0, 0, 0, 64]] behind [238, 238, 238, 238]""",
+scales [[173, 172, 239, 52], [0, 0, 0, 64]] behind [255, 255, 255, 255]""",
     )
 
 
 def test_planar_blocks_hold_every_token():
     layout = IndexFp8Layout(32, "e4m3fnuz", "raw")
     for block_size in (1, 2, 64, 69):
-        cache, _ = padded_cache(layout, 2, block_size, 4 * block_size)
+        cache, _ = poisoned_cache(layout, 2, block_size, padding=4 * block_size)
         values = torch.randn(2 * block_size, 32)
         slots = torch.randperm(2 * block_size)
         layout.encode(cache, slots, values)
@@ -339,7 +334,7 @@ def test_rows_may_lie_apart_only_where_a_caller_takes_them():
 @pytest.mark.parametrize("flavour", FP8_MAX)
 def test_planar_bytes(block_size, padding, flavour):
     layout = PlanarFp8Layout(448, 64, flavour=flavour)
-    cache, memory = padded_cache(layout, 3, block_size, padding)
+    cache, memory = poisoned_cache(layout, 3, block_size, padding=padding)
     values = torch.randn(2, 512, generator=torch.Generator().manual_seed(0)) * torch.tensor([[3.0], [0.01]])
     values[0, 64:128] = 0
     slots = torch.tensor([2 * block_size + block_size - 1, block_size // 2])
@@ -361,7 +356,7 @@ def test_planar_bytes(block_size, padding, flavour):
         assert bytes(memory[block, token * 576 + 448 :][:128].tolist()) == rope
         touched[block, token * 576 : (token + 1) * 576] = True
         touched[block, block_size * 576 + token * 8 :][:8] = True
-    assert (memory[~touched] == 0xEE).all()
+    assert (memory[~touched] == 0xFF).all()
     got = layout.decode(cache, slots)
     torch.testing.assert_close(got[:, :448], rounded[:, :448].float(), rtol=2**-4, atol=1e-5)
     assert torch.equal(got[:, 448:], rounded[:, 448:].float())

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 
 import torch
+from support.extremes import INT_MAX
 
 from sparse_attn.layout import PlanarFp8Layout
 
 
 def poison(dtype):
-    """NaN; a byte of 0xFF is one as a code and as a scale."""
-    return 0xFF if dtype == torch.uint8 else math.nan
+    """NaN, which a byte of 0xFF is as a code and as a scale; of other integers the highest."""
+    if dtype == torch.uint8:
+        return 0xFF
+    return math.nan if dtype.is_floating_point or dtype.is_complex else INT_MAX
 
 
-def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0, byte=None):
-    """(cache, the memory it lies in [num_blocks, elements]): blocks stand ``padding`` elements apart, and all is poison,
-    or of ``byte`` where a layout's elements are bytes."""
-    fill = byte if byte is not None and layout.dtype == torch.uint8 else poison(layout.dtype)
+def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
+    """(cache, the memory it lies in [num_blocks, elements]): blocks stand ``padding`` elements apart, all is poison."""
     size = block_size * layout.row
-    memory = torch.full((num_blocks, size + padding), fill, dtype=layout.dtype, device=device)
+    memory = torch.full((num_blocks, size + padding), poison(layout.dtype), dtype=layout.dtype, device=device)
     return memory[:, :size].unflatten(1, (block_size, layout.row)), memory
 
 

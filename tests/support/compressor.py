@@ -3,6 +3,7 @@
 import math
 
 import torch
+from support.caches import poison
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, PlainLayout, PlanarFp8Layout
@@ -79,8 +80,7 @@ class World:
 
     def blocks(self, count, size, row, dtype):
         """(memory, blocks [count, size, row] of it with a gap behind each)."""
-        fill = 0xFF if dtype == torch.uint8 else math.nan
-        memory = torch.full((count, size * row + 16), fill, dtype=dtype, device=self.device)
+        memory = torch.full((count, size * row + 16), poison(dtype), dtype=dtype, device=self.device)
         return memory, memory[:, : size * row].unflatten(1, (size, row))
 
     def slot(self, request, position):

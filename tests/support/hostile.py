@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from support.caches import poison
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import Layout, PlanarFp8Layout
@@ -183,8 +184,7 @@ def amid(draw, tensor: torch.Tensor | None, free: bool = False) -> torch.Tensor 
     if not free and steps:
         steps[-1] = 1
     wide = [size * step + start + 1 for size, step, start in zip(tensor.shape, steps, before)]
-    poison = math.nan if tensor.is_floating_point() else (0xFF if tensor.dtype == torch.uint8 else INT_MAX)
-    memory = torch.full(wide, poison, dtype=tensor.dtype)
+    memory = torch.full(wide, poison(tensor.dtype), dtype=tensor.dtype)
     if free and tensor.dim() > 1 and flag(draw):
         memory = memory.transpose(0, -1).contiguous().transpose(0, -1)
     view = memory[tuple(slice(b, b + n * s, s) for n, s, b in zip(tensor.shape, steps, before))]
@@ -197,9 +197,8 @@ def blocks(draw, layout: Layout, count: int, block_size: int, fill: bool = True)
     unit = 16 if layout.dtype == torch.uint8 else 4
     gap = unit * some(draw, 0, 2)
     row = block_size * layout.row
-    poison = 0xFF if layout.dtype == torch.uint8 else math.nan
     pitch = -(-row // 4) * 4 + gap
-    memory = torch.full((count + 2, pitch), poison, dtype=layout.dtype)
+    memory = torch.full((count + 2, pitch), poison(layout.dtype), dtype=layout.dtype)
     cache = memory[1:-1, :row].unflatten(1, (block_size, layout.row)) if count else memory[:0, :row].reshape(
         0, block_size, layout.row
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Drives the functional forward over paged caches, the way an engine would: requests with blocks in shuffled order."""
 
 import torch
+from support.caches import poison
 
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import default_block_size
@@ -28,7 +29,7 @@ class Requests:
         )
         for cache in (cache for layers in self.caches for cache in layers):
             if cache is not None:  # NaN, in every layout
-                cache.fill_(0xFF if cache.dtype == torch.uint8 else float("nan"))
+                cache.fill_(poison(cache.dtype))
         self.lengths = [0] * count
 
     def step(self, decode=(), prefill=(), padding=0):
