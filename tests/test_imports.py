@@ -1,6 +1,7 @@
 """What importing costs, and that imports go down the floors only."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -143,6 +144,30 @@ def test_operator_packages_keep_to_themselves(name):
     if file == "fake":
         allowed = {"torch", "__future__", f"sparse_attn.ops.{package}.shapes"}
         assert set(imports(name)) <= allowed, f"{name} imports {set(imports(name)) - allowed}"
+
+
+def circle(modules):
+    """A circle of imports among modules (name -> path), those for type checkers included; None where there is none."""
+    graph = {}
+    for name, path in modules.items():
+        nodes = [
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        named = {alias.name for node in nodes for alias in node.names if isinstance(node, ast.Import)}
+        for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+            named |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        graph[name] = (named & modules.keys()) - {name}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+
+
+@pytest.mark.parametrize("folder", ["scripts", "sparse_attn"])
+def test_modules_import_each_other_in_no_circle(folder):
+    root = PACKAGE.parent if folder == "sparse_attn" else PACKAGE.parent / folder
+    paths = [path for path in (PACKAGE.parent / folder).rglob("*.py") if path.name != "__init__.py"]
+    assert circle({".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}) is None
 
 
 def test_no_test_imports_another_test():

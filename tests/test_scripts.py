@@ -33,7 +33,8 @@ def test_gate_takes_the_commit_it_is_given():
 
 
 def test_record_and_registry():
-    from benchmarks.registry import Record, all_suites, suite
+    from benchmarks.record import Record
+    from benchmarks.registry import all_suites, suite
 
     record = Record("case", 10.0, peer="theirs", peer_us=25.0, floor_us=4.0)
     assert record.as_dict("s") == {
@@ -46,7 +47,7 @@ def test_record_and_registry():
 
 def test_bench_row_fits_missing_numbers():
     from bench import _row
-    from benchmarks.registry import Record
+    from benchmarks.record import Record
 
     assert "case" in _row(Record("case", 1.0).as_dict("s"))
 

@@ -23,7 +23,8 @@ from benchmarks.inputs import (
     prefill_index,
 )  # fmt: skip
 from benchmarks.peers import TOP_K_SCRATCH
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run, total
 from sparse_attn import roofline
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill

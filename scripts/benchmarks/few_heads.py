@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks import decode, windowed
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 
 

@@ -10,7 +10,8 @@ import torch
 
 from benchmarks import decode, prefill, windowed
 from benchmarks.inputs import BLOCK, LATENT_LAYOUT, distinct_rows, filled_cache, normal, packed
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn.layout import Layout
 from sparse_attn.ops.attention import sparse_attn_decode

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention

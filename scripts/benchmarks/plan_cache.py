@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.runtime.plan_cache import HostPlanner

@@ -11,7 +11,8 @@ import torch
 from benchmarks.checks import check_attention
 from benchmarks.inputs import D_V, distinct_rows, normal
 from benchmarks.peers import own_heads, padded_heads
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
 from sparse_attn.ops.attention import sparse_attn_prefill

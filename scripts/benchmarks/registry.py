@@ -1,4 +1,4 @@
-"""What a suite yields and how it is found.
+"""How a suite is found.
 
 A suite is a function of a module of this package that yields Records, decorated with ``@suite``:
 
@@ -16,41 +16,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
-    from benchmarks.run import Run
-
-
-class Record(NamedTuple):
-    """One measured case. us: microseconds of ours; peer, peer_us: who else does this and how fast; floor_us: the
-    bound."""
-
-    case: str
-    us: float
-    peer: str | None = None
-    peer_us: float | None = None
-    floor_us: float | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times as fast as the peer."""
-        return None if self.peer_us is None or not self.us else self.peer_us / self.us
-
-    def as_dict(self, suite_name: str) -> dict[str, object]:
-        return {
-            "suite": suite_name,
-            "case": self.case,
-            "us": round(self.us, 3),
-            "peer": self.peer,
-            "peer_us": _rounded(self.peer_us),
-            "ratio": _rounded(self.ratio),
-            "floor_us": _rounded(self.floor_us),
-        }
-
+from benchmarks.record import Record
+from benchmarks.run import Run
 
 HOST_TIMED = frozenset({"plan_cache", "decode_loop"})  # suites of host times, which vary by a third from run to run
-Suite = Callable[["Run"], Iterator[Record]]
+Suite = Callable[[Run], Iterator[Record]]
 _suites: dict[str, Suite] = {}
 
 
@@ -72,7 +43,3 @@ def all_suites() -> dict[str, Suite]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{__package__}.{module.name}")
     return dict(sorted(_suites.items()))
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)

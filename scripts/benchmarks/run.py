@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from benchmarks.peers import Peers
-from benchmarks.registry import Record
+from benchmarks.record import Record
 from sparse_attn import roofline
 from sparse_attn.testing import timing
 

@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.checks import check_scores, sampled
 from benchmarks.inputs import BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, filled_cache, prefill_index
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
 from sparse_attn.ops.index_logits import fp8_mqa_logits, fp8_paged_mqa_logits

@@ -9,7 +9,8 @@ import torch
 from benchmarks.chains import FULL, TINY, peer_select
 from benchmarks.checks import check_selection, sampled
 from benchmarks.inputs import BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, filled_cache, prefill_index
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill

@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.checks import check_top_k
 from benchmarks.peers import TOP_K_SCRATCH
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
 from sparse_attn.ops.topk import top_k_per_row

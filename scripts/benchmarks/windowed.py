@@ -20,7 +20,8 @@ from benchmarks.inputs import (
     packed,
 )  # fmt: skip
 from benchmarks.peers import TOP_K_SCRATCH, own_heads, padded_heads
-from benchmarks.registry import Record, suite
+from benchmarks.record import Record
+from benchmarks.registry import suite
 from benchmarks.run import Run, total
 from sparse_attn import roofline
 from sparse_attn.layout import PlanarFp8Layout

@@ -218,6 +218,15 @@ class Trainer:
             for n, v in self.weights.items()
         }
 
+    def measured(self, length: int, documents: int = 32) -> dict[str, dict[str, float]]:
+        """What the weights are worth, see measure."""
+        weights = self.rounded(self.dtype)
+
+        def forward(ids: torch.Tensor, sparse: bool) -> torch.Tensor:
+            return self.plain(weights, self.spec, ids, sparse=sparse).logits
+
+        return measure(forward, self.device, length, documents)
+
     def state(self) -> dict:
         weights = {name: value.detach() for name, value in self.weights.items() if not name.startswith("rope")}
         return {"settings": _plain(self.settings), "done": self.done, "weights": weights,
@@ -263,7 +272,7 @@ def train(trainer: Trainer, folder: Path, deadline: float, report_every: int) ->
             record = {"step": trainer.done, "stage": number, "kind": stage.kind, "length": stage.length,
                       "seconds": now - started, "ms_per_step": 1e3 * pace} | found  # fmt: skip
             if last:
-                record |= measure(trainer, stage.length)
+                record |= trainer.measured(stage.length)
                 since = time.monotonic()
             _note(log, record)
             print(_line(record, trainer.total, started, first), flush=True)
@@ -281,7 +290,7 @@ def finish(trainer: Trainer, folder: Path, facts: dict) -> dict:
     size = save(folder, trainer.spec, trainer.rounded(torch.float32), torch.bfloat16)
     weights = sum(v.numel() for n, v in trainer.weights.items() if not n.startswith("rope"))
     result = (
-        facts | {"weights": weights, "bytes": size} | measure(trainer, trainer.settings.stages[-1].length, documents=64)
+        facts | {"weights": weights, "bytes": size} | trainer.measured(trainer.settings.stages[-1].length, documents=64)
     )
     (folder / "training.json").write_text(json.dumps(result | {"settings": _plain(trainer.settings)}, indent=2) + "\n")
     return result
