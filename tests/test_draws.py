@@ -151,6 +151,8 @@ def test_penalties_without_counts_are_refused():
     state = Decode(torch.zeros(1).long(), starts[1:], starts.view(1, 2), starts, torch.empty(0).long())
     with pytest.raises(ValueError, match="^sampling: got penalties, allowed: with draws"):
         advance(state, torch.zeros(1, 4), Sampling(presence=1.0), max_context=4)
+    with pytest.raises(ValueError, match="^sampling: got penalties, allowed: with draws"):  # before the model runs
+        decode_step(None, None, state, Sampling(repetition=1.1), 4)
 
 
 @pytest.mark.gpu

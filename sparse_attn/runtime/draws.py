@@ -102,6 +102,12 @@ def draws_of(
     return Draws(**columns)
 
 
+def check_counted(sampling: Sampling, draws: Draws | None) -> None:
+    """ValueError where ``sampling`` asks for penalties and nothing counts the tokens."""
+    if draws is None and sampling.penalises:
+        raise ValueError("sampling: got penalties, allowed: with draws, which count the tokens")
+
+
 def draw(
     logits: torch.Tensor,
     positions: torch.Tensor,
@@ -111,9 +117,8 @@ def draw(
 ) -> torch.Tensor:
     """The token after each of ``positions``, int64 [B]. seeds: int64 [B], of the rows' streams. draws: of the rows, in
     place of ``sampling``."""
+    check_counted(sampling, draws)
     if draws is None:
-        if sampling.penalises:
-            raise ValueError("sampling: got penalties, allowed: with draws, which count the tokens")
         return sample(
             logits,
             positions,

@@ -14,7 +14,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.ops.sampling import row_seeds
-from sparse_attn.runtime.draws import Draws
+from sparse_attn.runtime.draws import Draws, check_counted
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.steps import AnyCaches, Decode, Sampling, Step, advance, decode_plan
 from sparse_attn.spec import CompressedSpec, Spec
@@ -104,6 +104,7 @@ class DecodeGraph:
         sampling, device = checked_sampling(sampling), caches.kv[0].device
         if device.type != "cuda":
             raise ValueError(f"caches: got device {device}, allowed: a CUDA or HIP device, graphs need one")
+        check_counted(sampling, draws)
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets: got {list(buckets)}, allowed: one or more batch sizes, each at least 1")
         self.buckets = tuple(sorted(set(buckets)))

@@ -13,7 +13,7 @@ import torch
 
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.runtime.draws import Draws, Sampling, count_drawn, draw
+from sparse_attn.runtime.draws import Draws, Sampling, check_counted, count_drawn, draw
 from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
 from sparse_attn.spec import CompressedSpec
@@ -58,6 +58,7 @@ def prefill_step(
 ) -> torch.Tensor:
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T,
     vocab]."""
+    check_counted(sampling, state.draws)
     device, pad = model.device, torch.nn.functional.pad
     on_host: dict[str, Any] = dict(dtype=torch.int64, device="cpu")
     counts = torch.tensor([span.stop - span.start for span in spans], **on_host)
@@ -94,6 +95,7 @@ def prefill_step(
 
 def decode_step(model: Model, caches: AnyCaches, state: Decode, sampling: Sampling, max_context: int) -> torch.Tensor:
     """Feed every live row's token, draw the next one and advance ``state`` in place. Returns fp32 logits [B, vocab]."""
+    check_counted(sampling, state.draws)
     logits = model(state.tokens, caches, decode_plan(state, caches.kv[0].shape[1], max_context, model.impl))
     advance(state, logits, sampling, max_context)
     return logits
