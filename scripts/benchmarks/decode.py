@@ -18,6 +18,7 @@ from sparse_attn import roofline
 from sparse_attn.layout import Layout, PlainLayout
 from sparse_attn.ops.attention import sparse_attn_decode
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT
+from sparse_attn.types import AttentionOutput
 
 SCALE = D_QK**-0.5
 BF16_LAYOUT = PlainLayout("bf16", 512, 64)
@@ -44,8 +45,9 @@ class Pool(NamedTuple):
         return self.cache.shape[0] * BLOCK // self.stretch
 
 
-# A peer's attention over one set: (q [requests, s_q, heads, D_QK], slots [requests, s_q, top_k]) -> out, lse or None.
-Peer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+Attended = tuple[torch.Tensor, torch.Tensor | None]  # out, lse or None
+# A peer's attention over one set: (q [requests, s_q, heads, D_QK], slots [requests, s_q, top_k]).
+Peer = Callable[[torch.Tensor, torch.Tensor], Attended]
 
 
 @suite("decode_v32")
@@ -113,21 +115,43 @@ def _measure(run: Run, pool: Pool, case: Case, peer_name: str, peer: Peer | None
         some = packed(slots[0].flatten(0, 1)[rows])
         return sparse_attn_decode(q[rows], pool.cache, some, scale=SCALE, layout=pool.layout, impl="reference")
 
-    shape = (requests, s_q, heads, D_QK)
+    key_bytes = int(slots[0].unique().numel()) * row_bytes
+    return compare_sets(
+        run, f"heads {heads}, requests {requests}, s_q {s_q}", q, ours, reference, peer_name,
+        peer and (lambda index, q: peer(q, slots[index])),
+        run.floor(roofline.attention((tokens, heads, D_QK), D_V, tokens * top_k, key_bytes)),
+    )  # fmt: skip
+
+
+def compare_sets(
+    run: Run,
+    case: str,
+    q: torch.Tensor,
+    ours: Callable[[int, torch.Tensor], AttentionOutput],
+    reference: Callable[[torch.Tensor, torch.Tensor], AttentionOutput],
+    peer_name: str,
+    peer: Callable[[int, torch.Tensor], Attended] | None,
+    floor: float | None,
+) -> Record:
+    """Check the first set of a decode step and time all of them. q: [sets, requests, s_q, heads, dim].
+
+    ours(set, q), reference(q, rows): of tokens' q [tokens, heads, dim]. peer(set, q): of requests' q, padded heads
+    included.
+    """
+    sets, heads = q.shape[0], q.shape[3]
+    rows = q.flatten(1, 2)
     check_attention(
-        q[0].flatten(0, 1),
+        rows[0],
         functools.partial(ours, 0),
         reference,
-        peer and (lambda q: own_heads(peer(padded_heads(q.view(shape)), slots[0]), heads)),
+        peer and (lambda some: own_heads(peer(0, padded_heads(some.view(q.shape[1:]))), heads)),
         (DECODE_OUT, DECODE_LSE),
     )
-    key_bytes = int(slots[0].unique().numel()) * row_bytes
-    floor = run.floor(roofline.attention((tokens, heads, D_QK), D_V, tokens * top_k, key_bytes))
     their_q = peer and padded_heads(q)
     return run.compare(
-        f"heads {heads}, requests {requests}, s_q {s_q}",
-        [functools.partial(ours, index, q[index].flatten(0, 1)) for index in range(sets)],
+        case,
+        [functools.partial(ours, index, rows[index]) for index in range(sets)],
         peer_name,
-        peer and [functools.partial(peer, their_q[index], slots[index]) for index in range(sets)],
+        peer and [functools.partial(peer, index, their_q[index]) for index in range(sets)],
         floor,
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.checks import check_attention, check_selection, sampled
-from benchmarks.decode import FEW_HEADS, REQUESTS
+from benchmarks.decode import FEW_HEADS, REQUESTS, compare_sets
 from benchmarks.inputs import (
     BLOCK,
     INDEX_LAYOUT,
@@ -19,7 +19,7 @@ from benchmarks.inputs import (
     normal,
     packed,
 )  # fmt: skip
-from benchmarks.peers import TOP_K_SCRATCH, own_heads, padded_heads
+from benchmarks.peers import TOP_K_SCRATCH, padded_heads
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run, total
@@ -111,29 +111,18 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
 
     peer = None
     if run.peers is not None:
-        plan, their_sink, their_q = run.peers.decode_plan(), padded_heads(sink, dim=0), padded_heads(q)
+        peers, plan, their_sink = run.peers, run.peers.decode_plan(), padded_heads(sink, dim=0)
 
         def peer(index, q):
-            return run.peers.decode(q, caches.rings, near[index], plan, SCALE, their_sink, caches.entries, far[index])
+            pair = caches.entries, far[index]
+            return peers.decode(q, caches.rings, near[index], plan, SCALE, their_sink, *pair), None
 
-    shape = (requests, s_q, heads, DIM)
-    check_attention(
-        q[0].flatten(0, 1),
-        functools.partial(ours, 0),
-        reference,
-        peer and (lambda q: own_heads((peer(0, padded_heads(q.view(shape))), None), heads)),
-        (DECODE_OUT, DECODE_LSE),
-    )
     keys = int(near[0].unique().numel() + far[0].unique().numel())
     pairs = tokens * (window + top_k)
-    floor = run.floor(roofline.attention((tokens, heads, DIM), DIM, pairs, keys * LAYOUT.row))
-    return run.compare(
-        f"heads {heads}, top-k {window}+{top_k}, requests {requests}, s_q {s_q}",
-        [functools.partial(ours, index, q[index].flatten(0, 1)) for index in range(sets)],
-        "FlashMLA decode",
-        peer and [functools.partial(peer, index, their_q[index]) for index in range(sets)],
-        floor,
-    )
+    return compare_sets(
+        run, f"heads {heads}, top-k {window}+{top_k}, requests {requests}, s_q {s_q}", q, ours, reference,
+        "FlashMLA decode", peer, run.floor(roofline.attention((tokens, heads, DIM), DIM, pairs, keys * LAYOUT.row)),
+    )  # fmt: skip
 
 
 @suite("layer_v4")
