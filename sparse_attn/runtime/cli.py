@@ -12,7 +12,7 @@ from pathlib import Path
 from sparse_attn.files import read_text, write_output
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
-from sparse_attn.runtime import explain_report, quality_report, report, showing, text
+from sparse_attn.runtime import explain_report, quality_report, report, showing, text, write_checkpoint
 from sparse_attn.runtime.arguments import DTYPES, check_outputs, device_of, positive, refuse, write_json
 from sparse_attn.runtime.documents import question
 from sparse_attn.runtime.generate import Model, Progress, Quiet, Sampling, check_capturable, generate
@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sparse_attn", description=__doc__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{generate,info,plan,quality,explain}")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="{generate,info,plan,quality,explain,write-checkpoint}"
+    )
     _add_generate(commands.add_parser("generate", help="continue a text", description="Continue a text."))
     shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
     shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
@@ -52,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser("plan", help="bytes of weights, caches, workspace and activations at given bounds"))
     quality_report.add(commands.add_parser("quality", help="what a checkpoint is worth, path by path"))
     explain_report.add(commands.add_parser("explain", help="which kernel a call takes on a GPU, and why"))
+    write_checkpoint.add(commands.add_parser("write-checkpoint", help="random weights in a form that is published"))
     return parser
 
 

@@ -1,0 +1,287 @@
+"""Checkpoints of random weights in exactly the forms that are published: names, dtypes, shapes, scales, shards.
+
+Codes are random bytes. Scales give every weight unit gain, as models.params draws it. A tensor depends on the seed and
+its name alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sparse_attn.models.params import INTEGER_NAMES, param_dtype
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.shards import INDEX, WEIGHTS
+from sparse_attn.models.spelling import layer_of, spelling_of
+from sparse_attn.spec import CompressedSpec, Spec, to_hf_config
+from sparse_attn.weight_layout import E2M1_VALUES, WeightLayout
+
+BLOCK = (128, 128)
+_FP8_FP32, _FP8_E8M0 = WeightLayout("e4m3", BLOCK, "fp32"), WeightLayout("e4m3", BLOCK, "e8m0")
+_MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
+_EXPERTS = ("moe.gate_up", "moe.down")
+_LINEARS = (
+    "attn.q_a", "attn.q_b", "attn.kv_a", "attn.w_uk", "attn.kv", "attn.o", "attn.o_a", "attn.o_b", "index.q_b",
+    "index.k", "mlp.gate_up", "mlp.down", "moe.shared_gate_up", "moe.shared_down",
+)  # fmt: skip
+_BF16 = ("moe.gate", "index.weights")  # which the forward holds in fp32
+
+
+class Form(NamedTuple):
+    """How a checkpoint is written. linears, experts: layouts, None for bf16. suffix: of DeepSeek-V4's scales. fused:
+    by transformers' names, experts in one tensor, without the layers of multi-token prediction."""
+
+    linears: WeightLayout | None
+    experts: WeightLayout | None
+    suffix: str = "scale"
+    fused: bool = False
+
+
+_V4_FORMS = {
+    "published": Form(_FP8_E8M0, _MXFP4),
+    "flash-base": Form(_FP8_FP32, _FP8_FP32),
+    "fp8-e8m0": Form(_FP8_E8M0, _FP8_E8M0, "weight_scale_inv"),
+    "fused": Form(_FP8_E8M0, _MXFP4, fused=True),
+    "bf16": Form(None, None),
+}
+_LATENT_FORMS = {
+    "published": Form(_FP8_FP32, _FP8_FP32),
+    "fp8-e8m0": Form(_FP8_E8M0, _FP8_E8M0),
+    "fused": Form(_FP8_FP32, _FP8_FP32, fused=True),
+    "bf16": Form(None, None),
+}
+FORMS = tuple(_V4_FORMS)
+
+
+class Entry(NamedTuple):
+    """A weight of the files. kind: which weight of the forward it is a part of."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+def write_published(
+    folder: str | Path, spec: Spec | CompressedSpec, form: str, seed: int = 0,
+    progress: Callable[[int], object] = lambda nbytes: None,
+) -> int:  # fmt: skip
+    """Write random weights of ``spec`` into ``folder``, which must be empty or missing; a shard per layer.
+
+    progress: is told the bytes of every tensor. Returns the bytes of all. ValueError for a form that checkpoints of the
+    architecture do not have, and OSError where the disk has no room.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("writing a checkpoint needs safetensors: pip install 'sparse_attn[models]'") from error
+    made, config, folder = _form(spec, form), to_hf_config(spec), Path(folder)
+    shards, total = list(_shards(spec, made)), published_bytes(spec, form)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"folder: got {folder}, which holds files, allowed: an empty or a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise OSError(f"{folder}: {total:,} bytes of weights, and the disk has {free:,}")
+    home = {}
+    for number, shard in enumerate(shards, start=1):
+        file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for entry in shard:
+            drawn = _draw(entry, made, spec, seed)
+            tensors |= drawn
+            progress(sum(value.nbytes for value in drawn.values()))
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        home |= dict.fromkeys(tensors, file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": home}, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config | _said(spec, made), indent=2) + "\n")
+    return total
+
+
+def published_bytes(spec: Spec | CompressedSpec, form: str) -> int:
+    """Bytes of the weights that write_published writes."""
+    made = _form(spec, form)
+    return sum(_nbytes(entry, made) for shard in _shards(spec, made) for entry in shard)
+
+
+def _form(spec: Spec | CompressedSpec, form: str) -> Form:
+    forms = _V4_FORMS if isinstance(spec, CompressedSpec) else _LATENT_FORMS
+    if form not in forms:
+        raise ValueError(f"format: got {form!r}, allowed for {spec.name}: {', '.join(forms)}")
+    return forms[form]
+
+
+def first_layers(spec: Spec | CompressedSpec, layers: int) -> Spec | CompressedSpec:
+    """``spec`` with its first ``layers`` alone."""
+    if not 1 <= layers <= spec.num_layers:
+        raise ValueError(f"layers: got {layers}, allowed: 1 to the {spec.num_layers} of {spec.name}")
+    names = ("layer_kinds", "hash_layers") if isinstance(spec, CompressedSpec) else ("moe_layers", "index_layers")
+    return replace(spec, num_layers=layers, **{name: getattr(spec, name)[:layers] for name in names})
+
+
+def _said(spec: Spec | CompressedSpec, form: Form) -> dict[str, Any]:
+    """What the config says of the form."""
+    said: dict[str, Any] = {"dtype": "bfloat16", "num_nextn_predict_layers": 0 if form.fused else 1}
+    if form.linears is None:
+        return said
+    e8m0 = isinstance(spec, CompressedSpec) and form.linears.scale == "e8m0" or not isinstance(spec, CompressedSpec)
+    said["quantization_config"] = {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK),
+        "scale_fmt": "ue8m0" if e8m0 else "float",
+    }  # fmt: skip
+    if isinstance(spec, CompressedSpec):
+        said["expert_dtype"] = "fp4" if form.experts == _MXFP4 else "fp8"
+    return said
+
+
+class _Names:
+    """A checkpoint of which a spelling may take experts to be fused, or not to be."""
+
+    def __init__(self, fused: bool):
+        self.fused = fused
+
+    def __contains__(self, name: str) -> bool:
+        return self.fused
+
+
+def _shards(spec: Spec | CompressedSpec, form: Form) -> Iterator[list[Entry]]:
+    """Embedding, every layer, the layer of multi-token prediction, and what follows the layers."""
+    spelling, found = spelling_of(spec), {}
+    for name, shape in param_shapes(spec).items():
+        kind = layer_of(name)[1]
+        if kind == "attn.w_uv":  # kv_b holds both
+            continue
+        sources = spelling.sources(name, _Names(form.fused))
+        each = spelling.source_shape(name, shape, sources)
+        layer = name.split(".")[1] if name.startswith("layers.") else "embed" if name == "embed" else "head"
+        found.setdefault(layer, []).extend(Entry(source, each, kind) for source in sources)
+    compressed = isinstance(spec, CompressedSpec)
+    layers = [str(layer) for layer in range(spec.num_layers)]
+    order = [found["embed"], *(found[layer] for layer in layers), found["head"]]
+    if not form.fused:
+        order.insert(-1, _prediction(spec, found[layers[-1]]))
+    for shard in order:
+        yield (
+            [entry._replace(name=deepseek_name(entry.name)) for entry in shard]
+            if compressed and not form.fused
+            else shard
+        )
+
+
+def _prediction(spec: Spec | CompressedSpec, last: list[Entry]) -> list[Entry]:
+    """The layer of multi-token prediction: one as the ``last``, and the projection of what it reads."""
+    hidden, vocab, old = spec.hidden_size, spec.vocab_size, f"model.layers.{spec.num_layers - 1}."
+    norms = dict.fromkeys(("enorm.weight", "hnorm.weight"), ((hidden,), "norm"))
+    if isinstance(spec, CompressedSpec):
+        stem = "mtp.0."
+        more = norms | {f"{name}.weight": ((hidden, hidden), "attn.o_b") for name in ("e_proj", "h_proj")}
+        more["norm.weight"] = (hidden,), "norm"
+    else:
+        stem = f"model.layers.{spec.num_layers}."
+        more = norms | {
+            "eh_proj.weight": ((hidden, 2 * hidden), "eh_proj"), "shared_head.norm.weight": ((hidden,), "norm"),
+            "shared_head.head.weight": ((vocab, hidden), "lm_head"), "embed_tokens.weight": ((vocab, hidden), "embed"),
+        }  # fmt: skip
+    own = [entry._replace(name=stem + entry.name.removeprefix(old)) for entry in last]
+    return own + [Entry(stem + name, shape, kind) for name, (shape, kind) in more.items()]
+
+
+def _layout(entry: Entry, form: Form) -> WeightLayout | None:
+    return form.experts if entry.kind in _EXPERTS else form.linears if entry.kind in _LINEARS else None
+
+
+def _dtype(entry: Entry) -> torch.dtype:
+    if entry.kind.endswith(INTEGER_NAMES):
+        return torch.int64
+    return torch.bfloat16 if entry.kind.endswith(_BF16) else param_dtype(entry.kind, torch.bfloat16)
+
+
+def _nbytes(entry: Entry, form: Form) -> int:
+    layout, values = _layout(entry, form), math.prod(entry.shape)
+    if layout is None:
+        return values * _dtype(entry).itemsize
+    scales = math.prod(entry.shape[:-2]) * math.prod(layout.grid(*entry.shape[-2:]))
+    return values // (2 if layout.codes == "e2m1" else 1) + scales * (4 if layout.scale == "fp32" else 1)
+
+
+def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of an entry by their names."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
+    layout = _layout(entry, form)
+    if layout is not None:
+        scale = entry.name + "_scale_inv"
+        if entry.name.startswith(("layers.", "mtp.")):
+            scale = entry.name.removesuffix("weight") + form.suffix
+        codes, scales = _packed(entry.shape, layout, generator)
+        return {entry.name: codes, scale: scales}
+    if entry.kind.endswith(INTEGER_NAMES):
+        return {entry.name: torch.randint(spec.moe.num_experts, entry.shape, generator=generator)}
+    noise = 2 * torch.rand(entry.shape, generator=generator) - 1
+    if entry.kind.endswith(("norm", ".scale")):
+        noise = 1 + 0.1 * noise
+    elif entry.kind.endswith(("bias", ".base")):
+        noise = 0.1 * noise
+    elif entry.kind != "embed" and not entry.kind.endswith(".sink"):
+        noise = noise * (3 / entry.shape[-1]) ** 0.5
+    return {entry.name: noise.to(_dtype(entry))}
+
+
+def _packed(
+    shape: tuple[int, ...], layout: WeightLayout, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *leading, rows, columns = shape
+    if layout.codes == "e2m1":
+        codes = torch.randint(256, (*leading, rows, columns // 2), dtype=torch.uint8, generator=generator)
+        codes, values = codes.view(torch.int8), torch.tensor(E2M1_VALUES)
+    else:
+        codes = torch.randint(254, shape, dtype=torch.uint8, generator=generator)
+        codes += (codes >= 127).to(torch.uint8)  # 127 and 255 are NaN
+        codes = codes.view(torch.float8_e4m3fn)
+        values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    usual = math.log2((1 / columns) ** 0.5 / values.square().mean().sqrt().item())
+    grid = (*leading, *layout.grid(rows, columns))
+    exponents = usual + torch.rand(grid, generator=generator) - 0.5
+    if layout.scale == "fp32":
+        return codes, torch.exp2(exponents)
+    return codes, (exponents.round() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+_TO_DEEPSEEK = (
+    (r"^lm_head\.", "head."),
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^model\.hc_head\.hc_", "hc_head_"),
+    (r"^model\.", ""),
+    (r"\.self_attn\.sinks$", ".attn.attn_sink"),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"(?<=\.)(attn|ffn)_hc\.", r"hc_\1_"),
+    (r"(?<=\.)input_layernorm\.", "attn_norm."),
+    (r"(?<=\.)post_attention_layernorm\.", "ffn_norm."),
+    (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+    (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"compressor\.kv_norm\.", "compressor.norm."),
+    (r"compressor\.position_bias$", "compressor.ape"),
+    (r"compressor\.gate_proj\.", "compressor.wgate."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.(q_a|q_b|kv|o_a|o_b)_proj\.", r".w\1."),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.down_proj\.", ".w2."),
+    (r"\.up_proj\.", ".w3."),
+)
+
+
+def deepseek_name(name: str) -> str:
+    """DeepSeek's name of a weight of DeepSeek-V4 that transformers calls ``name``."""
+    for pattern, replacement in _TO_DEEPSEEK:
+        name = re.sub(pattern, replacement, name)
+    return name
