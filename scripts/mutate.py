@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Seed the bugs of mutations.py one at a time, each into a copy of the repository, and show that the tests catch them.
+"""Seed the bugs of mutations/ one at a time, each into a copy of the repository, and show that the tests catch them.
 
 A bug is caught where the tests it names pass without it and fail with it. Exits with 1 where one survives. By default
 those that need no GPU; --gpu: those of kernels for Hopper, on such a GPU.

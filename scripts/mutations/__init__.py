@@ -1,0 +1,13 @@
+"""Bugs that the tests must catch."""
+
+from mutations.hopper import HOPPER
+from mutations.mutation import ROOT as ROOT
+from mutations.mutation import Mutation as Mutation
+from mutations.portable import KERNELS
+from mutations.python import PYTHON
+
+MUTATIONS = [
+    *(mutation._replace(interpreted=True) for mutation in KERNELS),
+    *PYTHON,
+    *(mutation._replace(gpu=True) for mutation in HOPPER),
+]
