@@ -41,6 +41,18 @@ EXPECTED = {
     ("v4", "bf16"): ("BF16", None, V4 + ".weight", V4 + ".scale"),
 }  # fmt: skip
 
+QUANTISED = (
+    "attn.q_a", "attn.q_b", "attn.kv_a", "attn.kv", "attn.o", "attn.o_a", "attn.o_b", "index.q_b", "index.k",
+    "moe.gate_up", "moe.down", "moe.shared_gate_up", "moe.shared_down",
+)  # fmt: skip
+
+
+class Fused:
+    """A checkpoint of fused experts."""
+
+    def __contains__(self, name):
+        return True
+
 
 def headers(folder):
     """(dtype, shape) of every tensor by its name, and that the index tells the truth."""
@@ -130,3 +142,26 @@ def test_the_command_writes_what_generate_reads(tmp_path, capsys):
         assert main(["write-checkpoint", *arguments]) == 2
         assert message in capsys.readouterr().err
         assert not (tmp_path / "out2").exists()
+
+
+@pytest.mark.parametrize("form", ["published", "fp8-e8m0"])
+@pytest.mark.parametrize("name", ["v32", "v4"])
+def test_transformers_reads_the_same_weights(name, form, tmp_path, monkeypatch):
+    """To the bit, by its own dequantisation. It reads no fused experts that are quantised."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    # It asks for accelerate, which places weights on devices and has no part in reading them.
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda *_: True)
+    write_published(tmp_path / "out", SPECS[name], form, seed=5)
+    ours = load(tmp_path / "out", dtype=torch.bfloat16)[1]
+    wide = FineGrainedFP8Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=wide, dtype=torch.bfloat16)
+    theirs, spelling, compared = theirs.state_dict(), spelling_of(SPECS[name]), 0
+    for param in param_shapes(SPECS[name]):
+        if not param.endswith(QUANTISED):
+            continue
+        found = torch.cat([theirs[source].flatten() for source in spelling.sources(param, Fused())])
+        assert found.dtype == torch.bfloat16 and torch.equal(found, ours[param].flatten()), param
+        compared += 1
+    assert compared >= 6 * SPECS[name].num_layers
