@@ -150,9 +150,14 @@ def test_rows_scored_at_a_time_are_what_is_launched():
 def case(device):
     torch.manual_seed(0)
     layout = IndexFp8Layout(32)
-    q, k = (torch.randint(0, 120, shape, dtype=U8, device=device) for shape in ((3, 4, 32), (70, 32)))
+    # Small whole numbers: their products are exact in every matrix unit.
+    q, k, keys = (
+        torch.randint(0, 8, shape, device=device).to(torch.float8_e4m3fn).view(U8)
+        for shape in ((3, 4, 32), (70, 32), (5, 16 * 32))
+    )
     ends = torch.tensor([70, 0, 33], dtype=torch.int32, device=device)
-    cache = torch.randint(0, 120, (5, 16, layout.row), dtype=U8, device=device)
+    cache = torch.zeros(5, 16, layout.row, dtype=U8, device=device)
+    cache.view(5, -1)[:, : 16 * 32] = keys
     cache.view(5, -1)[:, 16 * 32 :].view(torch.float32).uniform_(0.5, 1.5)
     table = torch.tensor([[4, 0, -1, 2, 1]] * 3, dtype=torch.int32, device=device)
     weights, scale = torch.randn(3, 4, device=device), torch.rand(70, device=device)
