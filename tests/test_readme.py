@@ -68,6 +68,15 @@ def test_the_support_table_is_what_the_kernels_answer(support_table):
     assert text == support_table.written(text, support_table.table()), "run scripts/support_table.py --write"
 
 
+def test_ci_runs_a_row_of_the_table_of_versions():
+    rows = re.findall(r"^\| (\d[^|]*) \| (\d[^|]*) \| (\d[^|]*) \| (.*) \|$", README.read_text(), re.MULTILINE)
+    pins = dict(re.findall(r"^(\w+)==(.*)$", (README.parent / "scripts" / "constraints.txt").read_text(), re.MULTILINE))
+    (ran,) = (ran for *versions, ran in rows if versions == [pins["torch"], pins["triton"], pins["transformers"]])
+    assert ran.startswith("yes | yes | yes | ")
+    oldest = re.findall(r"(?:torch|triton|transformers)>=([\d.]+)", (README.parent / "setup.cfg").read_text())
+    assert [f"{version}.0" for version in oldest] == list(rows[0][:3])
+
+
 def test_what_kernels_refuse_is_told_as_what_they_take(support_table):
     refusals = (
         "heads: got 48, allowed: a multiple of 64", "rows: got 9, allowed: at most 8 (7 columns take 16 CTAs)",
