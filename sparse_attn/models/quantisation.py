@@ -32,8 +32,8 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation:
     within = "config quantization_config"
     method, block = found.get("quant_method"), found.get("weight_block_size")
     others = [f"{key} {short(found[key])}" for key in _OTHER_KEYS if found.get(key) is not None]
-    pair = isinstance(block, list) and len(block) == 2 and all(type(step) is int and step > 0 for step in block)
-    if method != "fp8" or not pair or others:
+    pair = tuple(block) if isinstance(block, list) and all(type(step) is int and step > 0 for step in block) else ()
+    if method != "fp8" or len(pair) != 2 or others:
         more = "".join(f" and {other}" for other in others)
         raise ValueError(
             f"{within}: got quant_method {short(method)} with weight_block_size {short(block)}{more}, "
@@ -44,7 +44,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation:
     if inner and expert_dtype and inner != expert_dtype:
         raise ValueError(f"config expert_dtype: got {expert_dtype!r}, allowed: {inner!r}, as quantization_config says")
     scale_fmt = _choice(found, f"{within} scale_fmt", "scale_fmt", ("float", "ue8m0"))
-    return Quantisation(tuple(block), inner or expert_dtype, scale_fmt)
+    return Quantisation(pair, inner or expert_dtype, scale_fmt)
 
 
 def _choice(config: Mapping[str, Any], what: str, key: str, allowed: tuple[str, ...]) -> str | None:
