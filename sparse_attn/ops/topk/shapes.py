@@ -16,4 +16,4 @@ def is_aligned(logits: torch.Tensor) -> bool:
     rows, width = logits.shape
     stride = logits.stride(0)
     readable = logits.untyped_storage().nbytes() // 4 - logits.storage_offset() - (rows - 1) * stride
-    return stride % 4 == 0 and logits.data_ptr() % 16 == 0 and -(-width // 4) * 4 <= readable
+    return bool(stride % 4 == 0 and logits.data_ptr() % 16 == 0 and -(-width // 4) * 4 <= readable)
