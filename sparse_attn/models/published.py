@@ -214,7 +214,7 @@ def _nbytes(entry: Entry, form: Form) -> int:
 
 def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of an entry by their names."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
     layout = _layout(entry, form)
     if layout is not None:
         scale = entry.name + "_scale_inv"
@@ -223,8 +223,12 @@ def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> d
         codes, scales = _packed(entry.shape, layout, generator)
         return {entry.name: codes, scale: scales}
     if entry.kind.endswith(INTEGER_NAMES):
-        return {entry.name: torch.randint(spec.moe.num_experts, entry.shape, generator=generator)}
-    noise = 2 * torch.rand(entry.shape, generator=generator) - 1
+        return {
+            entry.name: torch.randint(
+                spec.moe.num_experts, entry.shape, dtype=torch.int64, device="cpu", generator=generator
+            )
+        }
+    noise = 2 * torch.rand(entry.shape, dtype=torch.float32, device="cpu", generator=generator) - 1
     if entry.kind.endswith(("norm", ".scale")):
         noise = 1 + 0.1 * noise
     elif entry.kind.endswith(("bias", ".base")):
@@ -239,16 +243,16 @@ def _packed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *leading, rows, columns = shape
     if layout.codes == "e2m1":
-        codes = torch.randint(256, (*leading, rows, columns // 2), dtype=torch.uint8, generator=generator)
-        codes, values = codes.view(torch.int8), torch.tensor(E2M1_VALUES)
+        codes = torch.randint(256, (*leading, rows, columns // 2), dtype=torch.uint8, device="cpu", generator=generator)
+        codes, values = codes.view(torch.int8), torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
     else:
-        codes = torch.randint(254, shape, dtype=torch.uint8, generator=generator)
+        codes = torch.randint(254, shape, dtype=torch.uint8, device="cpu", generator=generator)
         codes += (codes >= 127).to(torch.uint8)  # 127 and 255 are NaN
         codes = codes.view(torch.float8_e4m3fn)
-        values = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        values = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     usual = math.log2((1 / columns) ** 0.5 / values.square().mean().sqrt().item())
     grid = (*leading, *layout.grid(rows, columns))
-    exponents = usual + torch.rand(grid, generator=generator) - 0.5
+    exponents = usual + torch.rand(grid, dtype=torch.float32, device="cpu", generator=generator) - 0.5
     if layout.scale == "fp32":
         return codes, torch.exp2(exponents)
     return codes, (exponents.round() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)

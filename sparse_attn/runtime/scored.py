@@ -25,7 +25,7 @@ class TokenLogprobs:
         ends = accumulate(span.stop - span.start for span in spans)
         last = [(end - 1, span.request) for end, span in zip(ends, spans) if span.stop == self._lengths[span.request]]
         if last:
-            rows, requests = (torch.tensor(column, device=logits.device) for column in zip(*last))
+            rows, requests = (torch.tensor(column, dtype=torch.int64, device=logits.device) for column in zip(*last))
             self._take(logits[rows], tokens[requests], [request for _, request in last])
 
     def stepped(self, logits: torch.Tensor, tokens: torch.Tensor, alive: Sequence[bool]) -> None:
