@@ -22,12 +22,14 @@ class Support(NamedTuple):
     """Whether a kernel is taken for a problem, and if not, why, in the words of an error: "k: got 7000, allowed: at
     most 6553".
 
-    able: whether it would run the problem all the same; then another kernel is faster.
+    able: whether it would run the problem all the same; then another kernel is faster. of_target: whether the reason is
+    the target. A kernel asks for it first, so nothing else is known then.
     """
 
     ok: bool
     reason: str = ""
     able: bool = True
+    of_target: bool = False
 
 
 YES = Support(True)
@@ -44,9 +46,9 @@ def slower(reason: str) -> Support:
     return Support(False, reason, True)
 
 
-def of_target(support: Support) -> bool:
-    """Whether it is the target that a kernel refuses. It is asked first, so then nothing else is known."""
-    return support.reason.startswith("target:")
+def not_on(target: Target, allowed: str) -> Support:
+    """The kernel cannot run on ``target``."""
+    return no(f"target: got {target.name}, allowed: {allowed}")._replace(of_target=True)
 
 
 class Kernel(NamedTuple, Generic[Problem, Plan]):
@@ -118,7 +120,7 @@ def _forced(kernels: Sequence[Kernel[Problem, Plan]], problem: Problem, target: 
 
 def on_target(kernels: Sequence[Kernel[Problem, Plan]], problem: Problem, target: Target) -> tuple[str, ...]:
     """The kernels that do not refuse ``target``, whatever the problem: any one tells."""
-    return tuple(kernel.name for kernel in kernels if not of_target(kernel.supports(problem, target)))
+    return tuple(kernel.name for kernel in kernels if not kernel.supports(problem, target).of_target)
 
 
 def find(kernels: Sequence[Kernel], name: str) -> Kernel:

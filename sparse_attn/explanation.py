@@ -159,7 +159,7 @@ def _refusals(question: Question, target: Target) -> list[str]:
         support = kernel.supports(question.problem, target)
         if support.able:
             return []
-        if not dispatch.of_target(support):
+        if not support.of_target:
             found.append(f"{kernel.name}: {support.reason}")
     return found
 

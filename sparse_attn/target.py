@@ -36,6 +36,10 @@ class Target:
         return f"sm_{self.arch}" if self.vendor == "nvidia" else str(self.arch) or self.vendor
 
     @property
+    def is_hopper(self) -> bool:
+        return (self.vendor, self.arch) == ("nvidia", 90)
+
+    @property
     def fp8_dot(self) -> bool:
         """Whether the matrix unit multiplies e4m3fn directly."""
         if self.interpreted:

@@ -13,7 +13,7 @@ import functools
 import torch
 
 from sparse_attn import dispatch
-from sparse_attn.dispatch import YES, Choice, Kernel, Support, no
+from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on
 from sparse_attn.layout import IndexFp8Layout, parse_layout
 from sparse_attn.ops.index_logits.hopper import constants as hopper
 from sparse_attn.ops.index_logits.plan import (
@@ -114,8 +114,8 @@ def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
 
 
 def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target) -> Support:
-    if (target.vendor, target.arch) != ("nvidia", 90):
-        return no(f"target: got {target.name}, allowed: sm_90")
+    if not target.is_hopper:
+        return not_on(target, "sm_90")
     if problem.flavour != "e4m3fn":
         return no(f"flavour: got {problem.flavour}, allowed: e4m3fn")
     if problem.heads not in hopper.HEADS:

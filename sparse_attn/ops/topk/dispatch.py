@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from sparse_attn import dispatch
-from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, slower
+from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on, slower
 from sparse_attn.ops.topk.plan import (
     THRESHOLDS,
     Bound,
@@ -73,19 +73,19 @@ def problem_of(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: 
 
 def _radix(target: Target) -> Support:
     """Whether CTAs count in shared memory; the interpreter can, but need not."""
-    if target.vendor == "nvidia":
-        return YES
-    if target.interpreted:
-        return slower("target: got the interpreter, faster by thresholds")
-    return no(f"target: got {target.name}, allowed: NVIDIA")
+    return _made_for(target, target.vendor == "nvidia", "NVIDIA")
 
 
 def _hopper(target: Target) -> Support:
-    if _is_hopper(target):
+    return _made_for(target, target.is_hopper, "sm_90")
+
+
+def _made_for(target: Target, fits: bool, allowed: str) -> Support:
+    if fits:
         return YES
     if target.interpreted:
-        return slower("target: got the interpreter, faster by thresholds")
-    return no(f"target: got {target.name}, allowed: sm_90")
+        return slower("target: got the interpreter, faster by thresholds")._replace(of_target=True)
+    return not_on(target, allowed)
 
 
 def _at_most(name: str, value: int, most: int) -> Support:
@@ -212,7 +212,7 @@ def _evenly(plan: SingleCta, rows: int, target: Target) -> SingleCta:
     each = -(-rows // target.num_sms)
     if each > MOST_EVEN:
         return replace(plan, coalesced=True)
-    if not _is_hopper(target):
+    if not target.is_hopper:
         return plan
     registers = 8 * (REGISTERS // (32 * WARPS_EVEN * (each + 1)) // 8 + 1)
     return replace(plan, num_warps=WARPS_EVEN, max_registers=registers, spread=True)
@@ -321,11 +321,7 @@ def _between(low: int, high: int) -> int:
 
 def _fitting_registers(registers: int, target: Target) -> int | None:
     """Registers of a thread where more CTAs at once were measured to outweigh the spills."""
-    return registers if _is_hopper(target) else None
-
-
-def _is_hopper(target: Target) -> bool:
-    return (target.vendor, target.arch) == ("nvidia", 90)
+    return registers if target.is_hopper else None
 
 
 # --- the table

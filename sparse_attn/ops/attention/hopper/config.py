@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from sparse_attn.dispatch import YES, Support, no, slower
+from sparse_attn.dispatch import YES, Support, no, not_on, slower
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention.hopper.constants import BLOCK_M, BLOCK_N, D_ROPE, D_V, LOAD_BYTES, SWAP_AB_HEADS
 from sparse_attn.ops.attention.partials import scratch
@@ -97,7 +97,8 @@ def supports_swap_ab(problem: Problem, target: Target) -> Support:
     """At most 32 heads over plain rows, fp8 latents, or one or two planar caches."""
     plain = isinstance(problem.cache.layout, PlainLayout)
     return _support(
-        _machine(problem, target),
+        target,
+        _scores(problem),
         _at_most_32_heads(problem),
         _rows(problem) if plain else _records(problem),
         _queries(problem),
@@ -108,7 +109,8 @@ def supports_swap_ab(problem: Problem, target: Target) -> Support:
 def supports_decode_fp8(problem: Problem, target: Target) -> Support:
     """Whole blocks of heads over fp8 latents, or one or two planar caches."""
     return _support(
-        _machine(problem, target),
+        target,
+        _scores(problem),
         _records(problem),
         _whole_blocks_of_heads(problem),
         _queries(problem),
@@ -119,7 +121,8 @@ def supports_decode_fp8(problem: Problem, target: Target) -> Support:
 def supports_prefill_bf16(problem: Problem, target: Target) -> Support:
     """Whole blocks of heads over plain rows. No row is split, so a step needs a CTA for every third SM."""
     support = _support(
-        _machine(problem, target),
+        target,
+        _scores(problem),
         _rows(problem),
         _whole_blocks_of_heads(problem),
         _queries(problem),
@@ -132,14 +135,14 @@ def supports_prefill_bf16(problem: Problem, target: Target) -> Support:
     return support
 
 
-def _support(*refusals: Iterator[str]) -> Support:
+def _support(target: Target, *refusals: Iterator[str]) -> Support:
+    if not target.is_hopper:
+        return not_on(target, "sm_90")
     reason = next(chain(*refusals), None)
     return YES if reason is None else no(reason)
 
 
-def _machine(problem: Problem, target: Target) -> Iterator[str]:
-    if (target.vendor, target.arch) != ("nvidia", 90):
-        yield f"target: got {target.name}, allowed: sm_90"
+def _scores(problem: Problem) -> Iterator[str]:
     if problem.dtype != torch.bfloat16:
         yield f"q dtype: got {problem.dtype}, allowed: torch.bfloat16"
     if not problem.scale > 0:  # the maximum of a row is taken before scores are scaled
