@@ -10,6 +10,10 @@ import torch
 from sparse_attn.ops.sampling import penalise_logits, sample
 from sparse_attn.torch_private import exported
 
+PENALTIES = ("repetition", "presence", "frequency")
+DTYPES = dict(temperature=torch.float64, top_p=torch.float64, min_p=torch.float64, top_k=torch.int64)
+DTYPES |= dict.fromkeys(PENALTIES, torch.float32)
+
 
 class Sampling(NamedTuple):
     """temperature 0 is greedy, the lowest id on ties. seed: request n draws from the random stream (seed, n), unless it
@@ -73,29 +77,19 @@ def draws_of(
 ) -> Draws:
     """What a step reads to draw row n as ``samplings[n]`` says, after a prompt of ``prompts[n]``. Their seeds have no
     part in it: rows' seeds are beside it in Decode."""
-    columns: dict[str, torch.Tensor] = {}
-    for names, dtype in (
-        (("temperature", "top_p", "min_p"), torch.float64),
-        (("top_k",), torch.int64),
-        (("repetition", "presence", "frequency"), torch.float32),
-    ):
-        for name in names:
-            values = [getattr(sampling, name) for sampling in samplings]
+    penalised, columns = any(sampling.penalises for sampling in samplings), {}
+    for name, dtype in DTYPES.items():
+        values = [getattr(sampling, name) for sampling in samplings]
+        off = getattr(Sampling(), name)
+        if name == "temperature" or (penalised if name in PENALTIES else any(value != off for value in values)):
             columns[name] = torch.tensor(values, dtype=dtype, device=device)
-    rows, penalised = len(samplings), any(sampling.penalises for sampling in samplings)
-    off = Sampling()
-    for name in ("top_k", "top_p", "min_p"):
-        if all(getattr(sampling, name) == getattr(off, name) for sampling in samplings):
-            del columns[name]
     if penalised:
-        columns["counts"] = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-        prompted = torch.zeros(rows, vocab_size, dtype=torch.bool, device="cpu")
+        shape = len(samplings), vocab_size
+        columns["counts"] = torch.zeros(shape, dtype=torch.int32, device=device)
+        prompted = torch.zeros(shape, dtype=torch.bool, device="cpu")
         for row, prompt in enumerate(prompts or ()):
             prompted[row, torch.tensor(prompt, dtype=torch.int64, device="cpu")] = True
         columns["prompted"] = prompted.to(device)
-    else:
-        for name in ("repetition", "presence", "frequency"):
-            del columns[name]
     if longest := max((len(sampling.stop_ids) for sampling in samplings), default=0):
         padded = [[*sampling.stop_ids] + [-1] * (longest - len(sampling.stop_ids)) for sampling in samplings]
         columns["stop_ids"] = torch.tensor(padded, dtype=torch.int64, device=device)
@@ -129,8 +123,7 @@ def draw(
             min_p=sampling.min_p or None,
         )
     if draws.counts is not None:
-        penalties = dict(repetition=draws.repetition, presence=draws.presence, frequency=draws.frequency)
-        given = {name: value for name, value in penalties.items() if value is not None}
+        given = {name: value for name in PENALTIES if (value := getattr(draws, name)) is not None}
         logits = penalise_logits(logits, draws.counts, prompted=draws.prompted, **given)
     return sample(
         logits, positions, temperature=draws.temperature, seed=seeds, top_k=draws.top_k, top_p=draws.top_p,

@@ -91,8 +91,9 @@ def generate(
     step takes at most, counted over requests. logprobs: how many of the most likely tokens to give the
     log-probabilities of, beside that of the token drawn; None: none at all. They are the model's own, at temperature 1
     without penalties and filters. on_token: called with (place of the prompt, id) for each token, in order, as soon as
-    the host has it; ends the prompt where it returns True. compile: run the forward under
-    torch.compile, as one graph of symbolic sizes. graph: decode by replaying a captured step.
+    the host has it; ends the prompt where it returns True. compile: run the forward under torch.compile, as one graph
+    of symbolic sizes. graph: decode by replaying a captured step; with keep_logits or logprobs the host reads each
+    step's before it replays the next one.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
     their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
