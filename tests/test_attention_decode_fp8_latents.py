@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.extremes import INF
-from support.hopper_attention import LATENT, check_latents, latent_case
+from support.hopper_attention import LATENT, check_every_code, check_latents, latent_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.ops.attention.hopper import config
@@ -31,21 +31,7 @@ def test_other_scales(layout):
 
 @pytest.mark.gpu
 def test_every_code_and_large_scales():
-    """All 256 codes, NaN among them, and scales beyond what a product in bf16 would hold."""
-    cache = allocate_cache(LATENT, 1, 64, "cuda")
-    for token in range(8):
-        cache[0, token, :512] = torch.arange(512, device="cuda").remainder(256).to(torch.uint8)
-        if token != 5:
-            cache[0, token, :512][cache[0, token, :512] & 0x7F == 0x7F] = 0
-        cache[0, token, 512:528] = torch.tensor([2.0**-9, 1000.0, 0.37, 3e-5], device="cuda").view(torch.uint8)
-    q = torch.zeros(40, 64, 576, device="cuda", dtype=torch.bfloat16)
-    for tokens in ([0, 1, 2], [5]):
-        slots = torch.tensor(tokens * 40, dtype=torch.int32, device="cuda")
-        ragged = Ragged(slots, torch.arange(41, dtype=torch.int32, device="cuda") * len(tokens))
-        got = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT)
-        want = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT, impl="reference")
-        assert torch.equal(got.out.isnan(), want.out.isnan())
-        torch.testing.assert_close(got.out.nan_to_num(), want.out.nan_to_num(), rtol=2**-7, atol=1e-6)
+    check_every_code(64)
 
 
 @pytest.mark.gpu

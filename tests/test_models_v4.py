@@ -6,11 +6,10 @@ gets a sink so large that its softmax is the same but finite.
 
 import functools
 import math
-import tempfile
 
 import pytest
 import torch
-from support.parity import difference, stable_topk
+from support.parity import difference, saved_and_continued
 from support.requests import Requests
 
 from sparse_attn.models.loading import load
@@ -63,21 +62,7 @@ def theirs(name):
     if name == "infinite sinks":
         for layer in model.model.layers:
             layer.self_attn.sinks.data[:2] = torch.tensor([1e30, -math.inf])
-    folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)
-    results = []
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.Tensor, "topk", stable_topk)
-        for length in PROMPTS:
-            prompt = torch.randint(keys["vocab_size"], (1, length))
-            output = model(prompt, use_cache=True)
-            tokens, logits = [prompt], [output.logits]
-            for _ in range(DECODE_STEPS):
-                tokens.append(logits[-1][:, -1:].argmax(-1))
-                output = model(tokens[-1], past_key_values=output.past_key_values, use_cache=True)
-                logits.append(output.logits)
-            results.append((torch.cat(tokens, 1)[0], torch.cat(logits, 1)[0]))
-    return folder, results
+    return saved_and_continued(model, PROMPTS, DECODE_STEPS)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN, NAN
 
-from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, sparse_attn_decode
+from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.layout import PlanarFp8Layout
 from sparse_attn.ops.attention import dispatch
 from sparse_attn.target import target_of
@@ -102,3 +102,21 @@ def latent_case(tokens, heads, block_size, blocks, width, *, lengths="full", sin
 
 def check_latents(q, cache, ragged, sink, layout=LATENT):
     check("hopper.decode_fp8", q, cache, ragged, scale=0.05, layout=layout, sink=sink)
+
+
+def check_every_code(heads):
+    """All 256 codes, NaN among them, and scales beyond what a product in bf16 would hold."""
+    cache = allocate_cache(LATENT, 1, 64, "cuda")
+    for token in range(8):
+        cache[0, token, :512] = torch.arange(512, device="cuda").remainder(256).to(torch.uint8)
+        if token != 5:
+            cache[0, token, :512][cache[0, token, :512] & 0x7F == 0x7F] = 0
+        cache[0, token, 512:528] = torch.tensor([2.0**-9, 1000.0, 0.37, 3e-5], device="cuda").view(torch.uint8)
+    q = torch.zeros(40, heads, 576, device="cuda", dtype=torch.bfloat16)
+    for tokens in ([0, 1, 2], [5]):
+        slots = torch.tensor(tokens * 40, dtype=torch.int32, device="cuda")
+        ragged = Ragged(slots, torch.arange(41, dtype=torch.int32, device="cuda") * len(tokens))
+        got = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT)
+        want = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT, impl="reference")
+        assert torch.equal(got.out.isnan(), want.out.isnan())
+        torch.testing.assert_close(got.out.nan_to_num(), want.out.nan_to_num(), rtol=2**-7, atol=1e-6)

@@ -62,6 +62,26 @@ def stable_topk(scores, k, dim=-1, largest=True, sorted=True):
     return TopK(values.narrow(dim, 0, k), indices.narrow(dim, 0, k))
 
 
+def saved_and_continued(model, lengths, steps):
+    """(folder of the saved transformers model, tokens and logits of random prompts of these lengths and ``steps`` greedy
+    decode steps)."""
+    folder = tempfile.mkdtemp()
+    model.save_pretrained(folder)
+    results = []
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "topk", stable_topk)
+        for length in lengths:
+            prompt = torch.randint(model.config.vocab_size, (1, length))
+            output = model(prompt, use_cache=True)
+            tokens, logits = [prompt], [output.logits]
+            for _ in range(steps):
+                tokens.append(logits[-1][:, -1:].argmax(-1))
+                output = model(tokens[-1], past_key_values=output.past_key_values, use_cache=True)
+                logits.append(output.logits)
+            results.append((torch.cat(tokens, 1)[0], torch.cat(logits, 1)[0]))
+    return folder, results
+
+
 @functools.cache
 def theirs(name):
     """(model folder, prompts, tokens and logits of each prompt followed by greedy decode steps), all from
@@ -79,21 +99,7 @@ def theirs(name):
         is_rope = parameter.shape[0] == keys["qk_rope_head_dim"] // 2
         if parameter.dim() == 1 and parameter.is_floating_point() and not is_rope:
             parameter.data += 0.2 * torch.randn(parameter.shape)
-    folder = tempfile.mkdtemp()
-    model.save_pretrained(folder)
-    results = []
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(torch.Tensor, "topk", stable_topk)
-        for length in PROMPTS:
-            prompt = torch.randint(keys["vocab_size"], (1, length))
-            output = model(prompt, use_cache=True)
-            tokens, logits = [prompt], [output.logits]
-            for _ in range(DECODE_STEPS):
-                tokens.append(logits[-1][:, -1:].argmax(-1))
-                output = model(tokens[-1], past_key_values=output.past_key_values, use_cache=True)
-                logits.append(output.logits)
-            results.append((torch.cat(tokens, 1)[0], torch.cat(logits, 1)[0]))
-    return folder, results
+    return saved_and_continued(model, PROMPTS, DECODE_STEPS)
 
 
 @functools.cache
