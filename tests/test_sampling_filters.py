@@ -9,6 +9,7 @@ import torch
 from conftest import long
 
 from sparse_attn.ops.sampling import count_tokens, filter_logits, penalise_logits, row_seeds, sample, token_logprobs
+from sparse_attn.ops.sampling.filters import SCANNED
 
 NAN, INF = float("nan"), float("inf")
 DRAWS = 100_000 if long() else 5_000
@@ -68,6 +69,15 @@ def test_the_kept_tokens_are_the_oracles(setting, temperature):
         for row, found, values in zip(logits.tolist(), kept(got), got.tolist()):
             assert found == slow_kept(row, temperature, **slow_spelling(setting))
             assert all(values[i] == row[i] for i in found)
+
+
+@pytest.mark.parametrize("vocab", [SCANNED - 1, SCANNED, SCANNED + 1, 2 * SCANNED + 5])
+def test_top_p_counts_across_the_pieces_of_a_scan(vocab):
+    """Nearly even probabilities, so that the border lies pieces away from the first token."""
+    logits = torch.randn(2, vocab) / 100
+    for p in (0.2, 0.999):
+        for row, found in zip(logits.tolist(), kept(filter_logits(logits, top_p=p))):
+            assert found == slow_kept(row, 1.0, p=p)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from sparse_attn.ops.sampling.reference import drawable, inverse
 
 UNIT_BITS = 42
 MAX_VOCAB = 2**20  # as many weights of 2**UNIT_BITS add up to 2**62
+SCANNED = 1024  # columns of one scan
 
 Number = float | torch.Tensor
 
@@ -52,12 +54,22 @@ def _ranked_before_border(
     if top_p is not None:
         p = _column(top_p, torch.float64, device)
         mass = torch.where(inside, _weights(ranked, ranked[:, :1], scale), 0)
-        before = mass.cumsum(1) - mass
+        before = _running_sum(mass) - mass
         wanted = mass.sum(1, keepdim=True).double() * p
         inside = inside & ((before.double() < wanted) | (p >= 1) | (ids == 0))
     last = inside.sum(1, keepdim=True) - 1
     border, border_id = ranked.gather(1, last), order.gather(1, last)
     return (scores > border) | ((scores == border) & (ids <= border_id))
+
+
+def _running_sum(values: torch.Tensor) -> torch.Tensor:
+    """cumsum(1) of int64 [rows, columns], in two levels. One long scan of a few rows is what Inductor splits between
+    programs, which torch 2.11 cannot compile for more than one row."""
+    rows, columns = values.shape
+    pieces = -(-columns // SCANNED)
+    within = F.pad(values, (0, pieces * SCANNED - columns)).view(rows, pieces, SCANNED).cumsum(2)
+    totals = within[:, :, -1]
+    return (within + (totals.cumsum(1) - totals).unsqueeze(2)).view(rows, pieces * SCANNED)[:, :columns]
 
 
 def penalise(
