@@ -27,31 +27,48 @@ def slots_of(
 
 
 class BlockPool:
-    """Free blocks of one cache, lowest id first after a fresh start, last freed first afterwards."""
+    """Blocks of one cache and how many hold each. Free ones are given out lowest id first after a fresh start, last
+    freed first afterwards."""
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._taken: set[int] = set()
+        self._holders: dict[int, int] = {}  # of the blocks that are not free
 
     def __len__(self) -> int:
         return len(self._free)
 
+    def holders(self, block: int) -> int:
+        """How many hold ``block``; 0 for a free one."""
+        return self._holders.get(block, 0)
+
     def take(self, count: int) -> list[int]:
-        """``count`` blocks; RuntimeError where fewer are free, in which case none is taken."""
+        """``count`` blocks with one holder each; RuntimeError where fewer are free, in which case none is taken."""
         if count > len(self._free):
             raise RuntimeError(f"block pool: {count} blocks wanted, {len(self._free)} of {self.num_blocks} are free")
         blocks = [self._free.pop() for _ in range(count)]
-        self._taken.update(blocks)
+        self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """Return blocks that were taken; ValueError for one that was not."""
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add a holder to each of ``blocks``; ValueError for a free one, in which case nobody holds more."""
         for block in blocks:
-            if block not in self._taken:
-                raise ValueError(f"blocks: got {block}, allowed: blocks taken from this pool and not yet returned")
-            self._taken.remove(block)
-            self._free.append(block)
+            self._check(block)
+        for block in blocks:
+            self._holders[block] += 1
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Take a holder from each of ``blocks``, which is free once nobody holds it; ValueError for a free one."""
+        for block in blocks:
+            self._check(block)
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                self._free.append(block)
+
+    def _check(self, block: int) -> None:
+        if block not in self._holders:
+            raise ValueError(f"blocks: got {block}, allowed: blocks taken from this pool and not yet returned")
 
 
 class BlockTables:
@@ -63,6 +80,21 @@ class BlockTables:
         self.table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32, device="cpu")
         self._owned: list[list[int]] = [[] for _ in range(max_requests)]
 
+    def blocks(self, request: int) -> list[int]:
+        """The blocks that ``request`` holds, in the order of its tokens."""
+        return list(self._owned[request])
+
+    def missing(self, request: int, tokens: int) -> int:
+        """Blocks that ``request`` lacks to hold ``tokens`` tokens."""
+        return max(0, blocks_for(tokens, self.block_size) - len(self._owned[request]))
+
+    def begin(self, request: int, blocks: Sequence[int]) -> None:
+        """Let ``request``, which holds nothing, begin with ``blocks``: shared ones, of which the caller hands over a
+        hold each."""
+        if self._owned[request]:
+            raise ValueError(f"request: got {request}, which holds blocks, allowed: one that holds none")
+        self._append(request, blocks)
+
     def reserve(self, request: int, tokens: int) -> None:
         """Let ``request`` hold ``tokens`` tokens; what it has stays where it is."""
         owned = self._owned[request]
@@ -73,15 +105,19 @@ class BlockTables:
                 f"allowed: at most {self.table.shape[1] * self.block_size}, a block table row's worth"
             )
         if wanted > len(owned):
-            fresh = self.pool.take(wanted - len(owned))
-            self.table[request, len(owned) : wanted] = torch.tensor(fresh, dtype=torch.int32, device="cpu")
-            owned.extend(fresh)
+            self._append(request, self.pool.take(wanted - len(owned)))
 
     def release(self, request: int) -> None:
         """Return everything ``request`` holds."""
         self.pool.give_back(self._owned[request])
         self._owned[request] = []
         self.table[request] = -1
+
+    def _append(self, request: int, blocks: Sequence[int]) -> None:
+        owned = self._owned[request]
+        ids = torch.tensor(blocks, dtype=torch.int32, device="cpu")
+        self.table[request, len(owned) : len(owned) + len(blocks)] = ids
+        owned.extend(blocks)
 
 
 class Span(NamedTuple):

@@ -1,0 +1,134 @@
+"""Prefixes of prompts that requests may begin from: blocks, found by a hash of the tokens up to their end.
+
+A block's key is a hash of the key before it and of the block's tokens, so it stands for all tokens from the first one
+on. Where a model has rings, its blocks alone do not suffice: a request begins at a border whose rings were kept, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from sparse_attn.runtime.paging import BlockPool
+
+
+@dataclass
+class _Kept:
+    block: int
+    ring: int | None = None
+
+
+class Prefixes:
+    """Blocks kept for prompts to come. Each kept block has this cache as a holder; one without another is let go of
+    when blocks run out, the one not used for longest first, and never before those that continue it.
+
+    rings: ids of the rings that may hold the rings' content at a border; None: the model has no rings, and every border
+    will do.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, rings: Sequence[int] | None = None):
+        self.pool, self.block_size = pool, block_size
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # what was not used for longest comes first
+        self._rings = None if rings is None else list(rings)  # free ones
+        self.hits = 0  # tokens that requests began with
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The kept blocks, least recently used first."""
+        return [kept.block for kept in self._kept.values()]
+
+    @property
+    def rings(self) -> list[int]:
+        """The rings in use."""
+        return [kept.ring for kept in self._kept.values() if kept.ring is not None]
+
+    def room(self) -> int:
+        """Blocks that are free, or would be if everything that nobody else holds were let go of."""
+        return len(self.pool) + sum(self.pool.holders(kept.block) == 1 for kept in self._kept.values())
+
+    def begin(self, tokens: Sequence[int]) -> tuple[list[int], int | None, int]:
+        """(blocks, ring, known) of the longest usable prefix of ``tokens``. The caller gets a hold of each block.
+
+        ring: what to copy into the request's own before its first step; None without rings or without blocks. known:
+        how many blocks of ``tokens`` are kept, usable or not. At least one token is left to compute.
+        """
+        found, usable = [], 0
+        for key in islice(self._keys(tokens), (len(tokens) - 1) // self.block_size):
+            if key not in self._kept:
+                break
+            found.append(key)
+            if self._rings is None or self._kept[key].ring is not None:
+                usable = len(found)
+        self._touch(found)
+        used = [self._kept[key] for key in found[:usable]]
+        blocks = [kept.block for kept in used]
+        self.pool.share(blocks)
+        self.hits += len(blocks) * self.block_size
+        return blocks, used[-1].ring if used else None, len(found)
+
+    def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Keep the whole blocks of ``tokens``, whose keys were written. blocks: those of the request, of which others
+        with the same tokens may be kept already."""
+        keys = list(self._keys(tokens))
+        for key, block in zip(keys, blocks):
+            if key not in self._kept:
+                self.pool.share([block])
+                self._kept[key] = _Kept(block)
+        self._touch(keys)
+
+    def ring_for(self, tokens: Sequence[int]) -> int | None:
+        """The ring to copy a request's own into, that has computed ``tokens``, whole blocks that are kept; None where
+        it was kept before, or where there are no rings. The ring not used for longest is taken from its border."""
+        key = next(reversed(list(self._keys(tokens))), None)
+        if self._rings is None or key is None or key not in self._kept or self._kept[key].ring is not None:
+            return None
+        if not self._rings:
+            victim = next((kept for kept in self._kept.values() if kept.ring is not None), None)
+            if victim is None or victim.ring is None:
+                return None
+            self._rings.append(victim.ring)
+            victim.ring = None
+        self._kept[key].ring = self._rings.pop()
+        return self._kept[key].ring
+
+    def make_room(self, count: int) -> bool:
+        """Let go of blocks that nobody else holds until ``count`` are free; False where there are too few, in which
+        case all stay."""
+        if count <= len(self.pool):
+            return True
+        if count > self.room():
+            return False
+        for key in [key for key, kept in self._kept.items() if self.pool.holders(kept.block) == 1]:
+            if count <= len(self.pool):
+                break
+            self._let_go(key)
+        return True
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        for key in list(self._kept):
+            self._let_go(key)
+
+    def _let_go(self, key: bytes) -> None:
+        kept = self._kept.pop(key)
+        self.pool.give_back([kept.block])
+        if kept.ring is not None and self._rings is not None:
+            self._rings.append(kept.ring)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):  # the first block last, so that it outlives those that continue it
+            self._kept.move_to_end(key)
+
+    def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
+        key = b""
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            ids = array("q", tokens[end - self.block_size : end])
+            key = hashlib.blake2b(key + ids.tobytes(), digest_size=32).digest()
+            yield key
