@@ -18,13 +18,13 @@ class RaggedConfig:
 
 
 def config(tokens: int, width: int, target: Target) -> RaggedConfig:
-    """One program per row walks it in blocks; wide rows get wide blocks. Few rows have the machine to themselves: more
-    warps each. Every quarter of a block has a column for every thread all the same."""
+    """One program a row walks it in blocks; wide rows get wide blocks. Few rows have the machine to themselves, so they
+    get more warps. Every quarter of a block has a column for every thread."""
     block = min(2048, max(16, 1 << max(width - 1, 0).bit_length()))
     columns = 128 if tokens <= target.num_sms else 256  # of a warp
     return RaggedConfig(block, max(1, block // columns), target.num_sms)
 
 
 def scratch(tokens: int, target: Target) -> Scratch:
-    """A state per row for the prefix sum across programs, and two tickets."""
+    """A state a row for the prefix sum across programs, and two tickets."""
     return Scratch((), tokens + TICKETS)

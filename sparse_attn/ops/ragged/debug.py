@@ -77,7 +77,7 @@ def combine_topk_swa_indices_ragged(
 def _shifted(
     name: str, indices: torch.Tensor, looked_at: torch.Tensor, offsets: torch.Tensor | int, num_rows: int
 ) -> None:
-    """Those that are looked at are -1, or within [0, num_rows) once their row's offset is added."""
+    """Entries that are looked at are -1, or lie within [0, num_rows) once their row's offset is added."""
     shifted = indices.long() + offsets
     wild = (indices < -1) | ((indices >= 0) & ((shifted < 0) | (shifted >= num_rows)))
     least = torch.zeros_like(shifted) - offsets
@@ -85,7 +85,7 @@ def _shifted(
 
 
 def _blocks(block_table: torch.Tensor, requests: torch.Tensor, columns: torch.Tensor, block_size: int) -> None:
-    """The blocks that rows name are at least -1, their slots int32."""
+    """Blocks that rows name are at least -1, and their slots fit int32."""
     used = debug.used_by(block_table, requests, columns)
     most = MOST_ROWS // block_size - 1
     wild = (block_table < -1) | (block_table > most)

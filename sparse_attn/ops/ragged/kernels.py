@@ -1,11 +1,12 @@
-"""One program per row: count the row, learn from the rows before it where to write, pack.
+"""One program a row: count the row's entries, learn from the rows before it where to write, pack.
 
-Row states live in the workspace's counters. Up to ``resident`` rows, whose programs all run at once, tell each other
-(device/packing.py).
+Row states live in the workspace's counters. The programs of up to ``resident`` rows all run at once and tell each other
+their counts (device/packing.py).
 
-More rows are handed out by a ticket, so that a program only ever waits for programs that already run (decoupled
-look-back): 0 = unknown, 1 << 32 | count = this row's count, 2 << 32 | total = count of all rows up to this one. The
-last program to finish leaves every counter zero. Here too a state says all by itself.
+More rows are handed out by a ticket. So a program only waits for programs that already run (decoupled look-back). A
+state is 0 while it is unknown, 1 << 32 | count for this row's count, and 2 << 32 | total for the count of all rows up
+to this one. A state is one word, so a reader needs nothing else to be visible. The last program to finish leaves every
+counter zero.
 """
 
 import triton
@@ -24,9 +25,9 @@ def _entries(
     dense, first, length, limit, offset, known, table_row, columns, last_row, max_blocks, stride_column,
     BLOCK_SIZE: tl.constexpr, HAS_DENSE: tl.constexpr, HAS_TABLE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """(values, keep) of one block of a run of entries: listed in a dense row, or counting up from ``first``.
+    """(values, keep) of one block of a run of entries. They are listed in a dense row, or count up from ``first``.
 
-    limit: None, or what listed entries stay below; a run that counts is as long as it may be.
+    limit: listed entries stay below it, unless it is None. A run that counts up is as long as it may be.
     """
     keep = columns < length
     if HAS_DENSE:  # the load that waits for no other
@@ -53,8 +54,8 @@ def _entries(
 
 @triton.jit
 def _quarters(keep, BLOCK: tl.constexpr):
-    """How many columns each quarter of a block keeps, 16 bits a quarter, so that one scan ranks them all: per column of
-    the quarters, and altogether."""
+    """How many columns each quarter of a block keeps, 16 bits a quarter, so that one scan ranks them all. Given for
+    each column of the quarters, and in all."""
     kept = tl.sum(tl.reshape(keep.to(tl.int64), [4, BLOCK // 4]) << (16 * tl.arange(0, 4))[:, None], 0)
     return kept, tl.sum(kept, 0)
 

@@ -66,7 +66,7 @@ def combine_topk_swa_indices_ragged(
 
 
 def _pack(who: str, rows: torch.Tensor, width: int, window: int, **entries: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row per row of ``rows``: ``width`` entries at most, then a window of positions."""
+    """One output row for each row of ``rows``: at most ``width`` entries, then a window of positions."""
     tokens = rows.shape[0]
     indices, indptr = shapes.allocate_ragged(rows, width + window)
     table = entries.get("block_table")

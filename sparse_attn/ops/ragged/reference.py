@@ -60,7 +60,7 @@ def combine_topk_swa_indices_ragged(
 
 
 def windows(positions: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions [tokens, window] that each row sees, ascending, front-packed; which of them there are)."""
+    """(positions [tokens, window] that each row sees, ascending and front-packed; which of them exist)."""
     first = (positions.long() - window + 1).clamp_min(0).unsqueeze(1)
     seen = first + torch.arange(window, device=positions.device)
     return seen, seen <= positions.unsqueeze(1)
@@ -75,7 +75,7 @@ def slots_of(
     *,
     ring: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cache slots, which of them are valid) of request-local places [tokens, width]; a ring's blocks come round.
+    """(cache slots of request-local places [tokens, width]; which of them are valid). A ring's blocks repeat.
 
     A slot beyond int32 is none: cut to 32 bits it would name another key's.
     """

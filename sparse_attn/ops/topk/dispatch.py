@@ -1,7 +1,8 @@
-"""Which algorithm selects, and how it is launched: ``KERNELS`` in order, each with what it supports and its plan.
+"""Which algorithm selects, and how it is launched. ``KERNELS`` lists the algorithms in order, each with what it
+supports and its plan.
 
-A search goes by radix digits, counted in a histogram in shared memory by PTX, on NVIDIA; elsewhere by thresholds. Short
-rows have one CTA each. Long rows have as many CTAs a row as fill the machine, one when rows are many.
+On NVIDIA a search goes by radix digits, counted by PTX in a histogram in shared memory. Elsewhere it goes by
+thresholds. A short row has one CTA. A long row has as many CTAs as fill the machine, or one where rows are many.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ NARROW, WIDE = 2048, 8192  # columns of a chunk
 
 
 def problem_of(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None, k: int) -> Problem:
-    """Of top_k_per_row's arguments, real or meta."""
+    """The problem of top_k_per_row's arguments, real or on meta."""
     rows, width = logits.shape
     return Problem(rows, width, k)
 
@@ -72,7 +73,7 @@ def problem_of(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: 
 
 
 def _radix(target: Target) -> Support:
-    """Whether CTAs count in shared memory; the interpreter can, but need not."""
+    """Whether CTAs count in shared memory. The interpreter can, but need not."""
     return _made_for(target, target.vendor == "nvidia", "NVIDIA")
 
 
@@ -182,8 +183,8 @@ def _plan_group_maxima(problem: Problem, target: Target) -> GroupMaxima:
 
 
 def _plan_single_cta_bf16(problem: Problem, target: Target) -> SingleCtaBf16:
-    """Of few rows one CTA an SM; of many as many as hold its registers in 16 to 32 warps, of 8192 columns in small CTAs
-    where those come in three waves or more."""
+    """Few rows: one CTA an SM. Many rows: as many CTAs as hold their rows in registers, of 16 to 32 warps; rows of 8192
+    columns take small CTAs where those come in three waves or more."""
     slots = power_of_two(problem.width)
     if problem.rows <= target.num_sms:
         if slots < RESIDENT:
@@ -207,8 +208,8 @@ def _plan_single_cta(problem: Problem, target: Target) -> SingleCta:
 
 
 def _evenly(plan: SingleCta, rows: int, target: Target) -> SingleCta:
-    """Few rows: ``plan`` with so many registers a thread that no SM holds more CTAs than it must; else CTAs crowd on
-    the SMs that the launch before leaves first. Many rows: ``plan`` with fewer instructions."""
+    """Few rows: ``plan`` with so many registers a thread that no SM holds more CTAs than it must. Otherwise CTAs crowd
+    on the SMs that the launch before leaves first. Many rows: ``plan`` with fewer instructions."""
     each = -(-rows // target.num_sms)
     if each > MOST_EVEN:
         return replace(plan, coalesced=True)
@@ -280,7 +281,7 @@ def _plan_threshold_streaming(problem: Problem, target: Target) -> Streaming:
 
 
 def _slots(problem: Problem, most: int) -> int:
-    """Half of ``most``, where a bound from the sample is sharp enough to aim between k and that."""
+    """Half of ``most``, where the sample gives a bound that is sharp enough to land between k and that."""
     sharp = 8 * problem.k <= most or (4 * problem.k <= most and problem.width <= 1 << 16)
     return most // 2 if sharp else most
 
@@ -291,12 +292,12 @@ def _ctas_per_row(problem: Problem, target: Target) -> int:
 
 
 def _share(problem: Problem, ctas: int) -> int:
-    """Columns of each of the CTAs that share a row."""
+    """Columns for each of the CTAs that share a row."""
     return max(power_of_two(-(-problem.width // ctas)), CTA_COLUMNS)
 
 
 def _reserved_ctas(problem: Problem, slots: int, target: Target) -> int:
-    """CTAs to have scratch for: what no call with fewer rows or columns exceeds."""
+    """How many CTAs to reserve scratch for. No call with fewer rows or columns needs more."""
     reserved = min(problem.rows * MOST_CTAS, 2 * target.num_sms)
     if problem.scratch_bytes is None or problem.rows == 1:
         return reserved
@@ -304,7 +305,7 @@ def _reserved_ctas(problem: Problem, slots: int, target: Target) -> int:
 
 
 def _whole_ctas(nbytes: int, slots: int) -> int:
-    """``nbytes`` in whole CTAs' candidates: the most columns take the most."""
+    """``nbytes``, cut to whole CTAs' candidates. The widest rows need the most."""
     for most in (CANDIDATES, slots):
         nbytes -= nbytes % (4 * (most + 1))
     return nbytes
@@ -315,12 +316,12 @@ def _bound(problem: Problem, slots: int) -> Bound:
 
 
 def _between(low: int, high: int) -> int:
-    """The geometric mean: a bound on the candidates' number may err by the same factor on either side."""
+    """The geometric mean. A bound on the number of candidates may then err by the same factor on either side."""
     return max(64, int((low * high) ** 0.5))
 
 
 def _fitting_registers(registers: int, target: Target) -> int | None:
-    """Registers of a thread where more CTAs at once were measured to outweigh the spills."""
+    """Registers of a thread, where more CTAs at once were measured to be worth more than the spills cost."""
     return registers if target.is_hopper else None
 
 
@@ -343,17 +344,17 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
 
 @functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
 def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
-    """The kernel that selects, and its plan. kernel: see dispatch.choose."""
+    """The kernel that selects, and its plan. kernel: see sparse_attn.dispatch.choose."""
     return dispatch.choose(KERNELS, problem, target, kernel)
 
 
 def last_change(problem: Problem, target: Target) -> int:
-    """Of ``problem``'s rows, how many there are beyond which one more never takes less scratch."""
+    """Of ``problem``'s rows, the number beyond which one more row never needs less scratch."""
     passes = isinstance(choose(problem, target).plan, MultiPass)
     return min(problem.rows, BOUNDED_ROWS if passes else MULTI_PASS * target.num_sms)
 
 
 def widths_of_most_scratch(width: int) -> tuple[int, ...]:
-    """Of the widths up to ``width``, one of which takes the most scratch: beyond the widest with group maxima it is
-    less."""
+    """Widths up to ``width``, one of which needs the most scratch. Beyond the widest row with group maxima, less is
+    needed."""
     return (width, GROUP * RESIDENT) if width > GROUP * RESIDENT else (width,)

@@ -67,8 +67,8 @@ class Slots(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What a launcher selects: columns into out [rows, k], or with ``slots``, then without row_starts, into out [rows *
-    k].
+    """What a launcher selects. Columns go into out [rows, k]. With ``slots``, cache slots go into out [rows * k], and
+    there are no row_starts.
 
     views, counters: what the plan's scratch asks for. slots: only with a plan that packs the rows.
     """
@@ -90,14 +90,14 @@ class Selection(NamedTuple):
         return shapes.is_aligned(self.logits)
 
     def strides(self, aligned: bool) -> tuple[int, int, int]:
-        """Of logits, in fours where ``aligned``, of row_starts and of row_ends."""
+        """Strides of logits (in fours where ``aligned``), of row_starts and of row_ends."""
         stride = self.logits.stride(0)
         starts, ends = (0 if limit is None else limit.stride(0) for limit in (self.row_starts, self.row_ends))
         return stride // 4 if aligned else stride, starts, ends
 
     @property
     def output_map(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """(indptr, states, block_table), Nones where columns go to a matrix."""
+        """(indptr, states, block_table), or Nones where columns go to a matrix."""
         return (None, None, None) if self.slots is None else self.slots[:3]
 
     @property
@@ -110,7 +110,7 @@ class Selection(NamedTuple):
 
 
 def single_cta(selection: Selection, plan: SingleCta | SingleCtaBf16) -> None:
-    """A CTA a row."""
+    """One CTA a row."""
     logits, k, aligned = selection.logits, selection.k, selection.aligned
     rows, width = logits.shape
     next_n, max_blocks, stride_table, block_size = selection.paging
@@ -131,8 +131,8 @@ def single_cta(selection: Selection, plan: SingleCta | SingleCtaBf16) -> None:
 
 
 def group_maxima(selection: Selection, plan: GroupMaxima) -> None:
-    """A CTA a row, whose maxima are in the scratch. Rows have no starts, begin at multiples of 32 bytes and end, for
-    their last group, with -inf."""
+    """One CTA a row. The scratch holds the rows' maxima. Rows have no starts, begin at multiples of 32 bytes, and end
+    with -inf up to a whole group."""
     logits, row_ends, k = selection.logits, selection.row_ends, selection.k
     rows, width = logits.shape
     (maxima,) = selection.views
@@ -166,7 +166,7 @@ def multi_cta(selection: Selection, plan: MultiCta) -> None:
 
 
 def sampled(selection: Selection, plan: Sampled) -> None:
-    """One launch, of which the last CTA of a row selects."""
+    """One launch. The last CTA of a row to arrive selects."""
     candidates, counts = selection.views
     bound, width = plan.bound, selection.logits.shape[1]
     _long_rows(
@@ -176,7 +176,7 @@ def sampled(selection: Selection, plan: Sampled) -> None:
 
 
 def streaming(selection: Selection, plan: Streaming) -> None:
-    """A CTA a row, without candidates."""
+    """One CTA a row, and no candidates."""
     out = selection.out
     _long_rows(selection, plan, out, out, 1, 0, 0, SPAN=0, SAMPLED=False, SAMPLES=0, RUN=1)
 
@@ -204,8 +204,8 @@ def _long_rows(
 
 
 def multi_pass(selection: Selection, plan: MultiPass) -> None:
-    """Bounds of plan.bounded_rows rows, then of these at most plan.rows_in_flight at a time, each time about as
-    many."""
+    """Bounds for plan.bounded_rows rows, then the other passes for at most plan.rows_in_flight of these at a time,
+    evenly cut."""
     logits, row_starts, row_ends, out, views, _, _ = selection
     bounds, taken, begins, counts, columns, scores = views
     rows, width = logits.shape
@@ -241,7 +241,7 @@ def multi_pass(selection: Selection, plan: MultiPass) -> None:
 
 
 def _threads(plan: SingleCta | Sampled | Streaming) -> int:
-    """Of a CTA that counts in shared memory, else 0."""
+    """Threads of a CTA that counts in shared memory, else 0."""
     return 32 * plan.num_warps if plan.search == RADIX else 0
 
 
@@ -251,7 +251,7 @@ def _options(num_warps: int, max_registers: int | None, device: torch.device) ->
 
 
 def _emulated_smem(logits: torch.Tensor, ctas: int, plan: Plan, threads: int) -> torch.Tensor | None:
-    """Where Triton interprets, the shared memory of all CTAs that count there."""
+    """In the interpreter, the shared memory of all CTAs that count there."""
     if not threads or not interpreting():
         return None
     return logits.new_zeros((ctas, histogram.WORDS.value + plan.smem_words), dtype=torch.int32)

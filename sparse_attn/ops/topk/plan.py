@@ -1,5 +1,4 @@
-"""The facts of a selection, and how each algorithm is launched: what it holds, shares and reads at once, and its
-scratch."""
+"""The facts of a selection, and each algorithm's plan: what its CTAs hold, share and read at once, and its scratch."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ RADIX, THRESHOLDS = "radix", "thresholds"  # searches: by digits counted in shar
 class Problem(NamedTuple):
     """What the choice of a kernel depends on.
 
-    group_maxima: whether the highest score of every GROUP neighbours comes with the rows. scratch_bytes: for the
-    candidates of two long rows or more, the same whatever their columns; None: what they need, at most CANDIDATE_BYTES.
+    group_maxima: whether the rows come with the maximum of every GROUP neighbours. scratch_bytes: for the candidates of
+    two or more long rows, the same for any number of columns; None: what they need, at most CANDIDATE_BYTES.
     """
 
     rows: int
@@ -30,7 +29,8 @@ class Problem(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A score that about ``candidates`` of a row exceed, estimated from ``samples`` of them, ``run`` side by side."""
+    """A score that about ``candidates`` scores of a row exceed, estimated from ``samples`` of them, in runs of ``run``
+    neighbours."""
 
     candidates: int
     samples: int
@@ -40,9 +40,9 @@ class Bound(NamedTuple):
 class Plan:
     """What a launcher or a fused operator asks of every plan.
 
-    smem_words: shared memory behind the histogram. reads_group_maxima: whether whoever scores stores group maxima in
-    its scratch. starts_early: whether CTAs should start before their scores are there (programmatic dependent launch);
-    None: where that is soon.
+    smem_words: shared memory behind the histogram. reads_group_maxima: whether the kernel that computes scores also
+    stores group maxima, in the plan's scratch. starts_early: whether CTAs should start before their scores are there
+    (programmatic dependent launch); None: only where the scores will be there soon.
     """
 
     scratch = Scratch()
@@ -64,9 +64,9 @@ class SingleCta(Plan):
     """A CTA holds a row's scores in registers.
 
     slots: scores it holds, a power of two. coalesced: whether columns are staged in shared memory and stored by whole
-    lines: fewer instructions, more barriers. window_shift: digits count from the row's highest score and are its bits
-    from this one on; 0: the leading digit comes first. spread: whether no more CTAs fit an SM than must, so that they
-    spread over all SMs whenever they start; what a CTA waits for counts, not what it issues.
+    lines, which takes fewer instructions and more barriers. window_shift: digits count from the row's highest score and
+    are its bits from this one on; 0: the leading digit comes first. spread: whether no SM takes more CTAs than it must,
+    so that they spread over all SMs whenever they start. Then waits matter, and instructions do not.
     """
 
     slots: int
@@ -92,8 +92,8 @@ class SingleCta(Plan):
 
 @dataclass(frozen=True)
 class SingleCtaBf16(Plan):
-    """A CTA holds a row's scores in registers as bf16, two to a register. chunk: columns read at once; else as
-    SingleCta."""
+    """A CTA holds a row's scores in registers as bf16, two to a register. chunk: columns read at once. The rest is
+    SingleCta's."""
 
     slots: int
     num_warps: int
@@ -118,8 +118,8 @@ class SingleCtaBf16(Plan):
 class GroupMaxima(Plan):
     """A CTA selects k groups by their maxima, then k scores of these groups.
 
-    slots: scores of groups it holds, as bf16, GROUP * k at least. maxima: stored of a row, in whole fours. tile: maxima
-    it holds, a power of two. chunk: slots read at once.
+    slots: scores of groups it holds, as bf16, at least GROUP * k. maxima: stored for a row, in whole fours. tile:
+    maxima it holds, a power of two. chunk: slots read at once.
     """
 
     slots: int
@@ -148,11 +148,10 @@ class GroupMaxima(Plan):
 
 @dataclass(frozen=True)
 class MultiCta(Plan):
-    """CTAs that share a row hold it together, interleaved; the last one to arrive selects among what all offer.
+    """CTAs that share a row hold it together, interleaved. The last one to arrive selects among all offers.
 
     slots: scores offered at most. resident: scores a CTA holds. candidates: scores a CTA offers at least. chunk:
-    columns read at once where the row is streamed after all. reserved_ctas: to have scratch for, what no smaller call
-    exceeds.
+    columns read at once where the row has to be streamed. reserved_ctas: CTAs with scratch; no smaller call needs more.
     """
 
     slots: int
@@ -183,11 +182,11 @@ class MultiCta(Plan):
 
 @dataclass(frozen=True)
 class Sampled(Plan):
-    """A sample bounds the row; CTAs that share it collect what exceeds the bound; the last one to arrive selects among
-    that.
+    """A sample gives the row's bound. CTAs that share the row collect the scores above it. The last one to arrive
+    selects among these.
 
     slots: candidates that are searched at most. ctas_per_row: a power of two. rows_in_flight: each CTA takes every
-    rows_in_flight-th row. chunk: columns read at once; span: columns whose bits are put in order at once.
+    rows_in_flight-th row. chunk: columns read at once. span: columns whose bits are put in order at once.
     """
 
     slots: int
@@ -205,7 +204,7 @@ class Sampled(Plan):
         return min(rows, self.rows_in_flight) * self.ctas_per_row
 
     def capacity(self, width: int) -> int:
-        """Candidates one CTA may hold: all of its share of a row, but never more than ``slots``."""
+        """Candidates one CTA may hold: all of its share of a row, but no more than ``slots``."""
         chunks = -(-(width + WORD - 1) // self.chunk)
         return min(-(-chunks // self.ctas_per_row) * self.chunk, self.slots)
 
@@ -217,8 +216,8 @@ class Sampled(Plan):
 
 @dataclass(frozen=True)
 class MultiPass(Plan):
-    """Sampled, of many rows, as launches one behind the other: one bounds ``bounded_rows``; then of ``rows_in_flight``
-    at a time one collects, ``ctas_per_row`` CTAs to a row, and one selects.
+    """Sampled for many rows, as launches one after the other. One bounds ``bounded_rows``. Then, for ``rows_in_flight``
+    rows at a time, one collects with ``ctas_per_row`` CTAs a row, and one selects.
 
     slots: candidates of a row. chunk, span: as Sampled's; a CTA collects one span. collect_registers: of a thread that
     collects.
@@ -260,7 +259,8 @@ class MultiPass(Plan):
 
 @dataclass(frozen=True)
 class Streaming(Plan):
-    """A CTA reads a row from memory once for every digit. slots: scores of a row that it holds instead."""
+    """A CTA reads a row from memory once for every digit. slots: a row of no more scores is held in
+    registers instead."""
 
     slots: int
     num_warps: int
@@ -274,12 +274,12 @@ class Streaming(Plan):
 
 
 def _candidate_scratch(ctas: int, slots: int, rows: int) -> Scratch:
-    """Candidates and their count of every CTA, and a counter of arrivals of every row."""
+    """Candidates and their count for every CTA, and a counter of arrivals for every row."""
     return Scratch((Buffer("candidates", (ctas, slots), torch.int32), Buffer("counts", (ctas,), torch.int32)), rows)
 
 
 def _bitmask_and_list(slots: int, num_warps: int) -> int:
-    """Two bits for every slot, a power of two, and a list of a word a thread."""
+    """Words for two bits a slot, and for a list of one word a thread. There are a power of two slots."""
     return power_of_two(slots) // 4 + 32 * num_warps
 
 
@@ -289,5 +289,5 @@ def power_of_two(value: int) -> int:
 
 
 def group_maxima_of(width: int) -> int:
-    """Maxima stored of a row: rows start at multiples of 16 bytes."""
+    """Maxima stored for a row. Rows of them start at multiples of 16 bytes."""
     return -(-width // (4 * GROUP)) * 4

@@ -1,16 +1,17 @@
-"""Group maxima: a row's scores come with the highest of every GROUP neighbours, and most of them are never read.
+"""Group maxima: each row of scores comes with the maximum of every GROUP neighbours. Most scores are never read.
 
-The k groups with the highest maxima, of equal ones the first, hold the k highest scores, of equal ones the first: were
-one of these in another group, each of the k groups would have a score before it.
+Why this is exact: take the k groups with the highest maxima, the first ones among equals. They hold the k highest
+scores, the first ones among equals. A score outside of them has k scores before it, one in each of these groups.
 
-1. Load the row's maxima as bf16, an eighth as many as scores, and select k groups as single_cta_bf16 selects columns.
-   Where more groups share the k-th's bf16 and fit, all of those are taken, and none is told apart.
-2. Load the scores of these groups as bf16, select k of them the same way. The histogram's window is known from step 1.
-3. Compact: a bitmask of the groups' slots, staged in shared memory, mapped to columns or cache slots, stored by whole
+1. Load the row's maxima as bf16; there are an eighth as many as scores. Select k groups as single_cta_bf16 selects
+   columns. Where more groups share the bf16 of the k-th and all of them fit, all are taken, and none is read as fp32.
+2. Load the scores of these groups as bf16, and select k of them the same way. Step 1 has already given the histogram's
+   window.
+3. Compact: stage a bitmask of the groups' slots in shared memory, map slots to columns or cache slots, and store whole
    lines.
 
-A row that is as narrow as what step 2 holds skips step 1. It reads width / 8 + 8 * k scores of a row; what costs are
-the barriers of two searches, one behind the other.
+A row no wider than what step 2 holds skips step 1. The kernel reads width / 8 + 8 * k scores of a row. It is bound by
+the barriers of two searches, one after the other.
 """
 
 import triton
@@ -22,8 +23,8 @@ from sparse_attn.ops.topk.primitives import bf16_keys, bf16_select, compact, his
 
 @triton.jit
 def _store_coalesced(out, smem, bitmask, count, source, output_map, SLOTS: tl.constexpr, THREADS: tl.constexpr):
-    """compact.store_bitmask_coalesced of the slots of groups; ``count`` is less than there are words before the list of
-    groups."""
+    """compact.store_bitmask_coalesced for slots of groups. ``count`` is less than the words of shared memory before the
+    list of groups."""
     position = compact.set_bits_before(bitmask)
     begin = output.begin(output_map)
     tl.debug_barrier()
@@ -42,8 +43,8 @@ def _list_groups(
     groups, smem, chunks, row_maxima, number, k, TILE: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """List which of the ``number`` groups are searched. Returns (how many; the first digit of a window, and the last
-    one, which the k-th score certainly comes before)."""
+    """List the groups to search among ``number``. Returns (how many; the first digit of a window; a digit that
+    certainly lies behind the k-th score's)."""
     least, last = bf16_select.first_window(chunks, k, True, THREADS)
     bf16, below, in_bin = bf16_select.search(smem, chunks, least, last, number, k, True, CHUNK, THREADS)
     bf16_select.mark(smem, chunks, bf16, CHUNK)

@@ -1,15 +1,16 @@
-"""Multi-CTA: CTAs hold a long row together in registers, interleaved by sectors.
+"""Multi-CTA: several CTAs hold one long row in registers, interleaved by sectors.
 
-1. Each CTA loads every CTAS-th sector of the row, so that each has about as many of the highest scores, radix-selects
-   its own highest and offers them: their columns, their keys, and the last key offered.
-2. The CTA that arrives last loads what all offered and selects k of it. The cutoff is exact where no CTA could have
-   offered more at or above it.
-3. It puts the columns in order by a bit each, in a bitmask in shared memory, and stores what the set bits stand for.
-4. Where a CTA held more of the selected scores than it offered, or ties fill what it may offer, the last one streams
-   the row instead (streaming.py): slower, equally exact.
+1. Each CTA loads every CTAS-th sector of the row. So each holds about the same number of the highest scores. It
+   radix-selects its own highest scores and offers them: their columns, their keys, and the last key it offered.
+2. The last CTA to arrive loads all offers and selects k of them. The cutoff is exact where no CTA could have offered
+   more at or above it.
+3. It sets a bit for each selected column in a bitmask in shared memory, which puts the columns in order. It stores what
+   the set bits stand for.
+4. Where a CTA held more of the selected scores than it offered, or where ties fill its offer, the last CTA streams the
+   row instead (streaming.py). That is slower and equally exact.
 
-It reads a row once, no sample comes first. What costs is the way through L2 between steps 1 and 2, and one CTA's search
-of the offered.
+The row is read once, and no sample is taken first. The cost is the trip through L2 between steps 1 and 2, and one CTA's
+search of the offers.
 """
 
 import triton
@@ -26,8 +27,8 @@ NOTHING = tl.constexpr(0)  # a key that no score has: nothing was offered
 
 @triton.jit
 def _interleaved(base, part, RESIDENT: tl.constexpr, CTAS: tl.constexpr):
-    """The columns of a CTA, [RESIDENT / SECTOR, SECTOR], ascending: one of every CTAS sectors, in turns that no period
-    of the scores follows."""
+    """The columns of a CTA, ascending, [RESIDENT / SECTOR, SECTOR]. The CTA takes one of every CTAS sectors. Which one
+    changes from round to round, so that scores with a period do not all go to one CTA."""
     round = tl.arange(0, RESIDENT // SECTOR)
     turn = (part ^ round ^ (round >> 4) ^ (round >> 8)) & (CTAS - 1)
     first = base + (round * CTAS + turn) * SECTOR
@@ -40,8 +41,8 @@ def _offer(
     MOST: tl.constexpr, RESIDENT: tl.constexpr, CTAS: tl.constexpr, WINDOW_SHIFT: tl.constexpr, ALIGNED: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Store a CTA's least .. MOST highest scores: at ``mine`` their columns from ``base`` on, then MOST keys, -1 where
-    there is none, then the last key that was stored."""
+    """Store a CTA's highest scores, at least ``least`` and at most MOST of them. ``mine`` receives their columns
+    relative to ``base``, then MOST keys (-1 where there is none), then the last key that was stored."""
     columns = _interleaved(base, part, RESIDENT, CTAS)
     scores, inside = tile.load(row_ptr, columns, start, end, ALIGNED)
     keys = tl.reshape(radix_select.descending_keys(scores, inside), [RESIDENT // tile.WORD, tile.WORD])
@@ -62,8 +63,8 @@ def _select_offered(
     out, offered, stride, shift, smem, output_map, k,
     MOST: tl.constexpr, RESIDENT: tl.constexpr, CTAS: tl.constexpr, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Select among what the CTAs offered, ``stride`` apart; columns move by ``shift``. Returns whether that was enough:
-    if not, nothing is stored."""
+    """Select among the CTAs' offers, which lie ``stride`` apart; ``shift`` is added to columns. Returns whether the
+    offers were enough. If not, nothing is stored."""
     SLOTS: tl.constexpr = MOST * CTAS
     WORDS: tl.constexpr = RESIDENT * CTAS // tile.WORD
     word = tl.arange(0, WORDS)

@@ -1,13 +1,13 @@
-"""Multi-pass: sampled.py's steps over many long rows, each a launch of its own, of CTAs that suit it.
+"""Multi-pass: the steps of sampled.py for many long rows. Each step is a launch of its own, with CTAs that suit it.
 
-1. ``bound_rows``: a CTA a row samples it and stores its bound.
-2. ``collect_candidates``: a CTA a part of a row collects columns and scores above the bound, into words of the row's
-   buffer as they come, so that rows are read from DRAM once.
-3. ``select_candidates``: a CTA a row puts its parts in order again (``locate``) and selects k of the candidates, as
-   single_cta does, or streams the row where there are fewer than k or too many.
+1. ``bound_rows``: one CTA a row takes a sample and stores the row's bound.
+2. ``collect_candidates``: one CTA a part of a row collects columns and scores above the bound. Parts append to the
+   row's buffer in any order, in words of 32 slots. Rows are read from DRAM once.
+3. ``select_candidates``: one CTA a row puts the parts back in order (``locate``) and selects k candidates as single_cta
+   does. It streams the row where there are fewer than k candidates or too many.
 
-A CTA that does all three for a row waits most of its time: for a sample, for barriers, for a few candidates; memory is
-busy only while it reads its row. Here the CTAs of a pass are many and small, and fill each other's waits.
+A CTA that did all three steps would mostly wait: for its sample, for barriers, for a few candidates. Memory would be
+busy only while it reads the row. Here each launch has many small CTAs, and some work while others wait.
 """
 
 import triton

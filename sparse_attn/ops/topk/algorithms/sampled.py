@@ -1,13 +1,13 @@
-"""Sampled: a sample bounds a long row, and only what exceeds the bound is searched.
+"""Sampled: a sample gives a bound for a long row, and only scores above the bound are searched.
 
-1. Load a sample of the row, side by side in runs, jittered. Search it for a score that about ``num_candidates`` of the
-   row exceed, more than k and fewer than a CTA holds.
-2. The CTAs that share the row read it, each its part, and collect the columns above the bound, in order.
-3. The CTA that arrives last selects k among these candidates, whose scores it reads again, as single_cta does.
-4. Where there are fewer than k or too many, because the bound was off or ties fill the row, it streams the row instead
-   (streaming.py): slower, equally exact.
+1. Load a sample of the row: runs of neighbours at jittered places. Find a score that about ``num_candidates`` scores of
+   the row exceed. That is more than k, and fewer than a CTA holds.
+2. The CTAs that share the row each read a part of it. They collect the columns above the bound, in order.
+3. The last CTA to arrive reads the candidates' scores again and selects k of them, as single_cta does.
+4. Where there are fewer than k candidates or too many, it streams the row instead (streaming.py): the bound was off, or
+   ties fill the row. That is slower and equally exact.
 
-It reads a row once, at the memory's pace only in step 2: what costs are steps 1 and 3, during which a CTA waits. With
+The row is read once, at memory speed, in step 2. The cost is in steps 1 and 3, in which a CTA mostly waits. With
 SAMPLED off the kernel is that of streaming.py.
 """
 
@@ -25,8 +25,9 @@ from sparse_attn.ops.topk.primitives.tile import WORD
 def sampled_bound(
     source, length, num_candidates, smem, SAMPLES: tl.constexpr, RUN: tl.constexpr, THREADS: tl.constexpr
 ):
-    """What about ``num_candidates`` scores of the row exceed, as far as a sample tells: (as a key of threshold_select,
-    where the search goes by those; as a score; whether that is all there are)."""
+    """A bound that about ``num_candidates`` scores of the row exceed, estimated from a sample. Returns (the bound as a
+    key of threshold_select, where the search goes by those; the bound as a score; whether the sample holds all
+    scores there are)."""
     sample = tile.positions(SAMPLES)
     run = sample // RUN
     stride = length // (SAMPLES // RUN)
@@ -67,8 +68,8 @@ def _chunk_bitmask(row_ptr, base, start, end, limit, CHUNK: tl.constexpr, ALIGNE
 def _span_bitmask(
     smem, row_ptr, start, end, first, last, limit, CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """The same of the columns in [first, last), SPAN at most, put together in shared memory: to scan it costs more than
-    to read a chunk."""
+    """_chunk_bitmask of the columns in [first, last), at most SPAN of them. It is put together in shared memory: one
+    scan of a span costs less than a scan of each chunk."""
     for base in range(first, last, CHUNK):
         bitmask = _chunk_bitmask(row_ptr, base, start, end, limit, CHUNK, ALIGNED)
         position = (base - first) // WORD + tl.arange(0, CHUNK // WORD)
@@ -84,8 +85,8 @@ def _collect(
     candidates, row_ptr, start, end, first, last, limit, capacity, smem,
     CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Store the columns (relative to start) of scores above ``limit`` in [first, last), in order; returns their number,
-    stored or not. first is a multiple of 32. The histogram, where there is one, is zero before and after."""
+    """Store the columns in [first, last) whose scores exceed ``limit``, relative to start and in order. Returns their
+    number, stored or not. first is a multiple of 32. The histogram, where there is one, is zero before and after."""
     found = tl.full([], 0, tl.int32)
     word = tl.arange(0, SPAN // WORD)
     for begin in range(first, last, SPAN):
@@ -110,9 +111,9 @@ def collect_span(
     columns, scores, taken, row_ptr, start, end, first, limit, smem,
     SLOTS: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Store the columns (relative to start) of scores above ``limit`` in [first, first + SPAN), in order, and these
-    scores, into the first of SLOTS that are free: ``taken`` counts words of 32 slots. Returns (the first of its slots,
-    how many candidates there are, stored or not)."""
+    """Store the columns in [first, first + SPAN) whose scores exceed ``limit``, relative to start and in order, and
+    these scores. They go to the next free ones of SLOTS slots; ``taken`` counts words of 32 slots. Returns (the
+    first slot of this span, its number of candidates, stored or not)."""
     bitmask = _span_bitmask(
         smem, row_ptr, start, end, first, tl.minimum(first + SPAN, end), limit, CHUNK, SPAN, ALIGNED
     )
@@ -127,9 +128,10 @@ def collect_span(
 
 @triton.jit
 def locate(number, begins, CTAS: tl.constexpr, SLOTS: tl.constexpr):
-    """Where the candidates of a row lie, in order: number[c] of CTA c, from begins[c] on, in whole words of 32 slots.
+    """Where a row's candidates lie, in order. CTA c has number[c] candidates from slot begins[c] on, in whole words of
+    32 slots.
 
-    Returns (where each word's first slot lies, whether there is a candidate in each slot, slots taken).
+    Returns (the first slot of each word, whether each slot holds a candidate, slots taken).
     """
     words = tl.cdiv(number, WORD)
     before = tl.cumsum(words, 0) - words

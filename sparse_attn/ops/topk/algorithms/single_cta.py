@@ -1,13 +1,14 @@
 """Single CTA: one CTA holds a row of at most 32768 scores in registers.
 
-1. Load the row; make keys of its scores, unsigned integers that ascend as scores fall.
-2. Radix select: count digits in a histogram in shared memory, find the bin of the k-th key, count the next digit of
-   what shares it. By thresholds on other GPUs: count the scores at or above three keys at a time.
-3. Compact: what lies above the cutoff, and of equal ones the first, is numbered in column order and stored as columns
-   or cache slots.
+1. Load the row and turn its scores into keys: unsigned integers that ascend as scores fall.
+2. Radix select: count digits in a histogram in shared memory, find the bin of the k-th key, and count the next digit of
+   the keys in it. On other GPUs search by thresholds: count the scores at or above three keys at a time.
+3. Compact: number the selected columns in order and store them, or their cache slots. Selected are the keys above the
+   cutoff, and the first of those equal to it.
 
-It reads a row once. A count costs an atomic in shared memory a score, so what bounds it are registers (how many CTAs an
-SM holds) and barriers. ``select_single_cta`` is the kernel of single_cta_bf16.py, too, which halves the registers.
+The row is read once. Counting takes an atomic in shared memory for each score. So the kernel is bound by registers,
+which limit the CTAs on an SM, and by barriers. ``select_single_cta`` is also the kernel of single_cta_bf16.py, which
+needs half the registers.
 """
 
 import triton
@@ -30,8 +31,8 @@ BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code
 
 @triton.jit
 def select_resident(out, scores, inside, values, key2, key3, smem, output_map, k, THREADS: tl.constexpr):
-    """Select among the scores a CTA holds, those that are ``inside``; values: what is stored for each; key2, key3:
-    where thresholds start."""
+    """Select among the scores a CTA holds, of which those ``inside`` count. values: what is stored for each score.
+    key2, key3: where a search by thresholds starts."""
     if THREADS > 0:
         keys = radix_select.descending_keys(scores, inside)
         cutoff, at_cutoff, below = radix_select.search(smem, keys, k, k, THREADS)
@@ -66,8 +67,8 @@ def _keys(smem, scores, start, end):
 
 @triton.jit
 def search_and_mark(smem, keys, k, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr):
-    """Mark what is to be selected of the keys a CTA holds. Returns (how many are selected, how many of them are the
-    first that are marked equal; 0 where all are)."""
+    """Mark the keys to select among those a CTA holds. Returns (how many are selected; how many of the keys marked
+    equal are, the first ones; 0 where all are)."""
     if WINDOW_SHIFT > 0:
         cutoff, at_cutoff, below = radix_select.search_resident(
             smem, keys, k, keys.shape[0] // 4, WINDOW_SHIFT, THREADS
@@ -85,7 +86,7 @@ def select_row(
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr, COALESCED: tl.constexpr, WINDOW_SHIFT: tl.constexpr,
     BF16_CHUNK: tl.constexpr, LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Select in a row that ends at most SLOTS columns behind ``base``; its constants: see select_single_cta."""
+    """Select in a row that ends at most SLOTS columns behind ``base``. select_single_cta describes the constants."""
     if BF16_CHUNK > 0:
         single_cta_bf16.select_row(
             out, row_ptr, base, start, end, smem, output_map, k,

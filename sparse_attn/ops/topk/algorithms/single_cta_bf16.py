@@ -1,16 +1,16 @@
-"""Single CTA, bf16 keys: one CTA holds a row as bf16, two scores to a register, and reads again only what shares the
-k-th's bf16.
+"""Single CTA, bf16 keys: one CTA holds a row as bf16, two scores to a register. Only scores that share the bf16 of the
+k-th are read again.
 
-1. Load the row, truncate it to bf16.
-2. Find the row's highest score. Count 2048 digits that begin there, in a histogram in shared memory, and find the
-   k-th's bin; where the k-th lies behind all of them, count again in two digits.
+1. Load the row and truncate it to bf16.
+2. Find the row's highest score. Count 2048 digits from there on in a histogram in shared memory, and find the k-th's
+   bin. Where the k-th lies behind all of them, count again, in two digits.
 3. Mark the slots above that bf16, and those equal to it.
-4. Where more than are needed share it, read their scores again: up to a thread each are listed and ranked against each
-   other, more are searched by further digits.
-5. Compact: marks to a bitmask, a scan of popcounts, columns or cache slots to the output.
+4. Where more slots are equal to it than are needed, read their scores again. Up to one a thread are listed and ranked
+   against each other. More are searched by further digits.
+5. Compact: marks to a bitmask, a scan of popcounts, then columns or cache slots to the output.
 
-It reads a row once, half the registers and a third of the instructions of single_cta; what costs are the barriers
-between steps, and for many rows the compaction's stores.
+The row is read once. The kernel takes half the registers and a third of the instructions of single_cta. It is bound by
+the barriers between steps and, for many rows, by the stores of step 5.
 """
 
 import triton
@@ -25,7 +25,7 @@ def select_row(
     SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, COALESCED: tl.constexpr,
     LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """As single_cta.select_row, CHUNK columns read at once."""
+    """single_cta.select_row for a row held as bf16, of which CHUNK columns are read at once."""
     source, first, length = (row_ptr + base,), start - base, end - base
     chunks = bf16_select.load(row_ptr + base, first, length, length, SLOTS, CHUNK, ALIGNED)
     least, last = bf16_select.first_window(chunks, k, LATENCY_BOUND, THREADS)

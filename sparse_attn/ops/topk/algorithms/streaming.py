@@ -1,11 +1,12 @@
-"""Streaming: read a row from memory once for every digit, where it is in no registers and no candidates are at hand.
+"""Streaming: read a row from memory once for every digit. It needs no scratch, and no registers for the row.
 
-1. Count the leading digits of the whole row, find the k-th's; read the row again for the next digit, three reads at
-   most. By thresholds: count scores at or above three keys at a time.
-2. Read the row once more and store the columns above the cutoff, and of equal ones the first.
+1. Count the leading digits of the whole row and find the k-th's. Read the row again for the next digit; three reads at
+   most. On other GPUs count scores at or above three keys at a time.
+2. Read the row once more. Store the columns above the cutoff, and the first of those equal to it.
 
-It costs up to four reads of the row and needs no scratch: the exact way out of every algorithm that cuts a row down to
-candidates first, and the way of k too near to the candidates that a CTA holds. Its kernel is sampled.py's, SAMPLED off.
+It reads the row up to four times. Every algorithm that cuts a row down to candidates first ends here where the
+candidates do not suffice. A k too near to the number of candidates that a CTA holds begins here. The kernel is that of
+sampled.py with SAMPLED off.
 """
 
 import triton
@@ -16,7 +17,7 @@ from sparse_attn.ops.topk.primitives import compact, output, radix_select, thres
 
 @triton.jit
 def select_streamed(out, source, length, guess, smem, output_map, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """Select in the ``length`` scores from ``source`` on; guess: where thresholds start."""
+    """Select in the ``length`` scores from ``source`` on. guess: where a search by thresholds starts."""
     if THREADS > 0:
         cutoff, at_cutoff, at_next = radix_select.search_streamed(smem, source, length, k, CHUNK, THREADS)
         limit = radix_select.score_of(cutoff)

@@ -1,7 +1,7 @@
-"""Scores as bf16 towards zero, two neighbours to a word: half the registers of fp32.
+"""Scores as bf16, rounded towards zero, two neighbours in a word. They take half the registers of fp32.
 
-A key is 16 bits that ascend as scores fall: the upper half of radix_select's descending key, but for zeros. Tiny
-negative scores share the key of zero.
+A key is 16 bits that ascend as scores fall: the upper half of radix_select's descending key. Zeros differ: they and
+tiny negative scores share one key.
 """
 
 import triton
@@ -22,8 +22,8 @@ MARK = tl.constexpr(
 
 
 def _count(registers: str, both: str, each: str, smem: str) -> str:
-    """PTX that counts the two scores of a word, $1, by the distance of their keys from the first one, minus $2:
-    ``both`` sees both distances in ``high``, ``each`` one in ``low`` and one in ``high``."""
+    """PTX that counts the two scores of a word, $1, by the distance of their keys from the first key, minus $2.
+    ``both`` sees both distances in ``high``. ``each`` sees one in ``low`` and one in ``high``."""
     return f"""{{ .reg .b32 high, low, sign; {registers}
     prmt.b32 sign, $1, 0, 0xBB99;  lop3.b32 high, $1, sign, 0x7fff7fff, 0xd2;  add.u16x2 high, high, $2;  {both}
     and.b32 low, high, 0xffff;  shr.u32 high, high, 16;  {each}
@@ -45,7 +45,7 @@ COUNT_FROM = tl.constexpr(
 
 @triton.jit
 def round_two(first, second):
-    """Two fp32 -> a word: both towards zero, -0.0 as 0.0, NaN as NaN."""
+    """Round two fp32 towards zero, into one word. -0.0 becomes 0.0, NaN stays NaN."""
     if INTERPRETED:
         return _rounded(first) | (_rounded(second) << 16)
     else:
@@ -72,7 +72,7 @@ def upper(words):
 
 @triton.jit
 def maximum(words, others):
-    """The greater of two words' first scores, and of their second; a number rather than NaN."""
+    """The greater of two words' first scores, and of their second scores. A number wins over NaN."""
     if INTERPRETED:
         low = tl.where(lower(words) > lower(others), words, others) & 0xFFFF
         return low | (tl.where(upper(words) > upper(others), words, others) & -65536)
@@ -94,14 +94,14 @@ def _distance(bf16, least):
 
 @triton.jit
 def _twice(bf16):
-    """A word of twice the same 16 bits."""
+    """A word of the same 16 bits twice."""
     return (bf16 & 0xFFFF) | (bf16 << 16)
 
 
 @triton.jit
 def count(smem, words, least, last):
-    """Add one to the bin of the distance of every score's key from ``least``, to the ``last`` bin where that is
-    further. As many words as keys for histogram.count."""
+    """For every score, add one to the bin of its key's distance from ``least``. Greater distances count in the bin
+    ``last``. There are at least as many words as histogram.count needs keys."""
     if smem.dtype.is_ptr():
         tl.atomic_add(smem + tl.minimum(_distance(words, least), last), 1)
         tl.atomic_add(smem + tl.minimum(_distance(words >> 16, least), last), 1)
@@ -112,7 +112,8 @@ def count(smem, words, least, last):
 
 @triton.jit
 def count_from(smem, words, least, end, base, shift):
-    """Add one to bin (distance - base) >> shift for every score less than ``end`` behind, if there is such a bin."""
+    """For every score whose key lies less than ``end`` behind the least key, add one to bin (distance - base) >> shift,
+    if there is such a bin."""
     if smem.dtype.is_ptr():
         for bf16 in tl.static_range(2):
             distance = _distance(words >> (16 * bf16), least)
@@ -124,8 +125,8 @@ def count_from(smem, words, least, end, base, shift):
 
 @triton.jit
 def marks(words, bf16):
-    """Whether each score of a word is above ``bf16``, and whether it equals it: bits 0 and 4, of the second score 17
-    and 21."""
+    """Whether each score of a word is above ``bf16``, and whether it equals it: bits 0 and 4 for the first score, 17
+    and 21 for the second."""
     both = bf16 | (bf16 << 16)
     if INTERPRETED:
         score = upper(both)

@@ -1,9 +1,9 @@
 # pyright: reportOperatorIssue=false
-"""Select by what bf16 keeps of scores: half the registers and a third of the instructions of fp32. Scores that share
-the k-th's bf16 are read again and told apart as fp32.
+"""Select by the bf16 of scores, which takes half the registers and a third of the instructions of fp32. Scores that
+share the bf16 of the k-th are read again and compared as fp32.
 
-A ``source`` says where a row's scores lie: (its first,) where they lie side by side; (its column 0, groups) where
-GROUP slots each stand for GROUP neighbours, ``groups`` a list in shared memory of which.
+A ``source`` says where a row's scores lie. (its first,): they lie side by side. (its column 0, groups): GROUP slots
+each stand for GROUP neighbours; ``groups`` lists the groups, in shared memory.
 """
 
 import triton
@@ -28,7 +28,7 @@ OF_ZERO, OF_OTHERS = tl.constexpr(1 << 17), tl.constexpr(1 << 16)  # scores that
 
 @triton.jit
 def columns_of(source, slots):
-    """Columns of a source's slots; anything for slots behind its last."""
+    """The columns of a source's slots. Slots behind the last give any value."""
     if len(source) == 1:
         return slots
     else:
@@ -44,7 +44,7 @@ def _two(both):
 
 @triton.jit
 def load_groups(source, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
-    """The scores of a source of groups, those of slots below ``end`` of SLOTS, as load returns them."""
+    """The scores of a source of groups, in the form that load returns. Of SLOTS slots those below ``end`` count."""
     PAIRS: tl.constexpr = tile.GROUP // 2
     pairs = source[0].to(tl.pointer_type(tl.int64))
     chunks = ()
@@ -61,8 +61,8 @@ def load_groups(source, end, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def load(scores, first, end, readable, SLOTS: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """SLOTS scores, -inf outside [first, end), first below 4, as a tuple of chunks: int32 [CHUNK / 2]. readable: how
-    many may be read, ``end`` or what is known before it. ALIGNED: see tile.load."""
+    """SLOTS scores as a tuple of chunks, int32 [CHUNK / 2]. Scores outside [first, end) are -inf; first is below 4.
+    readable: how many may be read, which is ``end`` or what is known before it. ALIGNED: see tile.load."""
     loaded = ()  # all loads are issued before any is waited for
     for chunk in tl.static_range(SLOTS // CHUNK):
         pair = chunk * (CHUNK // 2) + tl.arange(0, CHUNK // 2)
@@ -96,13 +96,14 @@ def load(scores, first, end, readable, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
 
 @triton.jit
 def first_window(chunks, k, LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr):
-    """(least, last): the first window of digits, and the digit that the k-th score probably comes before, or the last
-    one.
+    """(least, last): the first digit of a window, and a digit that probably lies behind the k-th score's, or the last
+    digit.
 
-    Digits count from ``least``: the highest score's key, or such that only the last digit holds what is not to be
-    selected. Bins that many scores share cost nothing, so where a row is LATENCY_BOUND all scores below the lowest
-    of the threads' maxima go to one, ``last``. That bin nearly always lies below the k-th score: a thread holds k /
-    THREADS of the k highest on average, and while that is at most 4, hardly ever does every thread hold one.
+    Digits count from ``least``. That is the key of the highest score, or a key such that only the last digit holds what
+    is not to be selected. It costs nothing that many scores share a bin. So where a row is LATENCY_BOUND, all scores
+    below the lowest of the threads' maxima count in one bin, ``last``. That bin nearly always lies below the k-th
+    score. A thread holds k / THREADS of the k highest on average; while that is at most 4, it hardly ever happens that
+    every thread holds one.
     """
     greatest = tl.full(chunks[0].shape, bf16_keys.TWO_MINUS_INF, tl.int32)
     for chunk in tl.static_range(len(chunks)):
@@ -124,7 +125,7 @@ def first_window(chunks, k, LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def _search_all(smem, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """search over all 16 bits, in two digits; the same code counts both."""
+    """search over all 16 bits in two digits. The same code counts both."""
     zero = tl.full([], 0, tl.int32)
     base = zero
     shift = tl.full([], 16 - histogram.DIGIT_BITS, tl.int32)
@@ -149,7 +150,7 @@ def _search_all(smem, chunks, least, end, k, CHUNK: tl.constexpr, THREADS: tl.co
 
 @triton.jit
 def _search_from(smem, chunks, least, last, end, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """(the k-th's digit, how many scores have a lesser one, how many have it)."""
+    """(the k-th's digit, how many scores have a lesser digit, how many have it)."""
     for chunk in tl.static_range(len(chunks)):
         if chunk * CHUNK < end:
             bf16_keys.count(smem, chunks[chunk], least, last)
@@ -158,8 +159,8 @@ def _search_from(smem, chunks, least, last, end, k, CHUNK: tl.constexpr, THREADS
 
 @triton.jit
 def search(smem, chunks, least, last, end, k, LATENCY_BOUND: tl.constexpr, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """(the k-th score as bf16, how many are higher, how many equal it); where there are fewer than k (-inf, all, 0).
-    least, last, LATENCY_BOUND: see first_window."""
+    """(the k-th score as bf16, how many scores are higher, how many equal it), or (-inf, all, 0) where there are fewer
+    than k. least, last, LATENCY_BOUND: see first_window."""
     if LATENCY_BOUND:
         digit, below, in_bin = least, least, least
         going = k >= 0
@@ -176,7 +177,7 @@ def search(smem, chunks, least, last, end, k, LATENCY_BOUND: tl.constexpr, CHUNK
 
 @triton.jit
 def clear_marks(smem, FIRST: tl.constexpr, SLOTS: tl.constexpr):
-    """Mark none of the slots from FIRST on, a multiple of 64, which ``mark`` leaves alone."""
+    """Clear the marks of the slots from FIRST on, a multiple of 64. ``mark`` does not touch them."""
     if FIRST < SLOTS:
         at = tl.arange(0, SLOTS // 64) * 4
         zero = at * 0
@@ -185,7 +186,7 @@ def clear_marks(smem, FIRST: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def mark(smem, chunks, bf16, CHUNK: tl.constexpr):
-    """Mark what is higher than ``bf16`` as above, and what equals it as equal."""
+    """Mark scores higher than ``bf16`` as above, and scores that equal it as equal."""
     tl.debug_barrier()
     for chunk in tl.static_range(len(chunks)):
         marks = bf16_keys.marks(chunks[chunk], bf16)
@@ -196,8 +197,8 @@ def mark(smem, chunks, bf16, CHUNK: tl.constexpr):
 
 @triton.jit
 def _keys_of_scores(source, first, end, begin, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The descending keys of CHUNK slots from ``begin`` on, of those in [first, end), from fp32 scores that are read
-    again."""
+    """The descending keys of CHUNK slots from ``begin`` on, from fp32 scores that are read again. Slots outside [first,
+    end) do not count."""
     slot = tl.arange(0, CHUNK)
     if len(source) == 1:
         scores = tile.load_resident(source[0] + begin, end - begin, CHUNK, ALIGNED)
@@ -217,8 +218,8 @@ def _marked_by_scores(
     smem, source, first, end, bf16, need, above, equal,
     SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """marked_bitmask where more than THREADS share the bf16: where they are not all equal, their scores are searched
-    and marked."""
+    """marked_bitmask where more than THREADS scores share the bf16. Unless all of them are equal, their fp32 scores are
+    searched and marked."""
     CHUNK: tl.constexpr = min(16 * THREADS, SLOTS)
     base = bf16_keys.key_of(bf16) << 16
     shift = tl.full([], OPEN_BITS - histogram.DIGIT_BITS, tl.int32)
@@ -255,8 +256,8 @@ def _marked_by_scores(
 
 @triton.jit
 def _mark_first(smem, LISTED: tl.constexpr, in_bin, need, PARTS: tl.constexpr, THREADS: tl.constexpr):
-    """Mark the slots, the last 15 bits, of the ``need`` first of the ``in_bin`` keys in the list from word LISTED
-    on. PARTS: threads to a key, each of which compares it with a part of the list."""
+    """Of the ``in_bin`` keys in the list from word LISTED on, mark the slots of the ``need`` least. A key's last 15
+    bits are its slot. PARTS: threads for a key, each of which compares it with a part of the list."""
     KEYS: tl.constexpr = THREADS // PARTS
     thread = tl.arange(0, THREADS)
     each = tl.cdiv(in_bin, 4 * PARTS) * 4
@@ -270,8 +271,8 @@ def _mark_first(smem, LISTED: tl.constexpr, in_bin, need, PARTS: tl.constexpr, T
 
 @triton.jit
 def _mark_listed(smem, source, bf16, need, in_bin, equal, SLOTS: tl.constexpr, THREADS: tl.constexpr):
-    """Mark the highest ``need`` of the ``in_bin``, at most THREADS, that share a bf16 as above. Their scores are
-    read again and listed as keys of the bits left open, ties in order of slots."""
+    """Mark as above the ``need`` highest of the ``in_bin`` scores that share a bf16, at most THREADS of them. Their
+    scores are read again and listed as keys of the bits that bf16 leaves open. Ties go in order of slots."""
     LISTED: tl.constexpr = histogram.WORDS + SLOTS // 16
     tl.static_assert(SLOTS <= 1 << 15 and SLOTS // 32 >= THREADS)
     set_bits.append(smem, equal, tl.arange(0, SLOTS // 32) * 32, LISTED)
@@ -300,8 +301,8 @@ def _mark_listed(smem, source, bf16, need, in_bin, equal, SLOTS: tl.constexpr, T
 def marked_bitmask(
     smem, source, first, end, bf16, need, in_bin, SLOTS: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr
 ):
-    """uint32 [SLOTS / 32]: a bit for all that is marked as above and for the highest ``need`` of the ``in_bin`` that
-    share a bf16, of equal ones the first. Of the source's scores those in [first, end) count."""
+    """uint32 [SLOTS / 32]: a bit for each slot marked as above, and for the ``need`` highest of the ``in_bin`` slots
+    that share a bf16, the first ones among equals. Of the source's scores those in [first, end) count."""
     above, equal = compact.bitmasks_of_marks(smem, SLOTS)
     if in_bin <= need:
         above |= tl.where(in_bin > 0, equal, 0)

@@ -1,7 +1,7 @@
-"""Compaction: number the selected scores in column order and store their columns.
+"""Compaction: number the selected scores in column order, and store their columns.
 
-A row's selection is marks in shared memory (see smem_list.py), then a bitmask in registers, uint32 [SLOTS / 32], of
-which a scan of popcounts says where each word's columns go.
+A row's selection is marks in shared memory at first (see smem_list.py), then a bitmask in registers, uint32 [SLOTS /
+32]. A scan of the bitmask's popcounts says where each word's columns go.
 """
 
 import triton
@@ -14,9 +14,9 @@ FOURS_OF_WORD = tl.constexpr(8)
 
 @triton.jit
 def store_above_and_equal(out, above, equal, columns, need, above_before, equal_before, THREADS: tl.constexpr):
-    """Store the columns of all scores ``above`` and of the first ``need`` of ``equal``; returns both counts.
+    """Store the columns of all scores ``above``, and of the first ``need`` of ``equal``. Returns both counts.
 
-    At most 32768 scores, and fewer of them above. THREADS: of the CTA where any of them may store, else 0.
+    At most 32768 scores, and fewer of them above. THREADS: the CTA's threads where any of them may store, else 0.
     """
     marks = (above.to(tl.int32) << 16) | equal.to(tl.int32)
     in_line = tl.sum(marks, 1)
@@ -44,7 +44,7 @@ def popcount(bitmask):
 
 @triton.jit
 def ranks_up_to(keys, cutoff):
-    """The rank of every key (unsigned) at or below ``cutoff``, in order of columns; anything for others."""
+    """The rank of every key (unsigned) at or below ``cutoff``, in order of columns. Other keys give any value."""
     lines: tl.constexpr = keys.shape[0]
     # A thread holds four keys of a line: what lies before them comes from the line's word of bits, the rest from a
     # scan of four.
@@ -67,7 +67,7 @@ def _sum_and_last(sum_left, last_left, sum_right, last_right):
 
 @triton.jit
 def scan_bitmask(bitmask):
-    """(bitmask, how many bits are set in the words before each, the most that are set in one, all that are)."""
+    """(bitmask, bits set in the words before each word, the most bits set in one word, all bits set)."""
     counts = popcount(bitmask)
     rounds = tl.max(counts, 0)
     total = tl.sum(counts, 0)
@@ -79,7 +79,7 @@ def scan_bitmask(bitmask):
 
 @triton.jit
 def set_bits_before(bitmask):
-    """How many bits are set in the words before each: scan_bitmask, where only that is wanted and words are few."""
+    """Bits set in the words before each word. It is scan_bitmask for few words, where nothing else is wanted."""
     counts = popcount(bitmask)
     return tl.cumsum(counts, 0) - counts
 
@@ -93,10 +93,11 @@ def _first_bit(bitmask):
 
 @triton.jit
 def store_by_rounds(out, bitmask, position, rounds, word_base, most, source=None, values=None):
-    """Store word_base[i] + the number of every bit that is set in bitmask[i], at out[position[i] ..], none at ``most``
-    and beyond; with a ``source``, source[what is stored] into ``values``, too, at the same position.
+    """For every bit that is set in bitmask[i] store word_base[i] + the bit's number, at out[position[i]] and on.
+    Nothing is stored at ``most`` and beyond. With a ``source``, source[what is stored] goes into ``values`` at the
+    same position.
 
-    rounds: the most bits that are set in one word, of which each round stores one.
+    rounds: the most bits that are set in one word. Each round stores one bit of every word.
     """
     for _ in range(rounds):
         bit, rest = _first_bit(bitmask)
@@ -110,14 +111,14 @@ def store_by_rounds(out, bitmask, position, rounds, word_base, most, source=None
 
 @triton.jit
 def _nibbles(marks):
-    """Truth of every column -> int32, four bits of every four."""
+    """bool of every column -> int32, four bits for every four columns."""
     marks = tl.reshape(marks.to(tl.int32), [marks.shape[0] // 4, 4])
     return tl.sum(marks << tl.arange(0, 4)[None, :], 1)
 
 
 @triton.jit
 def _word_of_marks(low, high):
-    """Eight bytes, of which the lower halves count -> a word, uint32."""
+    """Eight bytes -> a word, uint32. The lower half of each byte counts."""
     low, high = low & 0x0F0F0F0F, high & 0x0F0F0F0F
     low, high = (low | (low >> 4)) & 0x00FF00FF, (high | (high >> 4)) & 0x00FF00FF
     low, high = (low | (low >> 8)) & 0xFFFF, (high | (high >> 8)) & 0xFFFF
@@ -126,7 +127,7 @@ def _word_of_marks(low, high):
 
 @triton.jit
 def first_set_bits(bitmask, need):
-    """The first ``need`` of the bits that are set in ``bitmask``; all where there are not so many."""
+    """The first ``need`` of the set bits of ``bitmask``, or all where there are fewer."""
     counts = popcount(bitmask)
     wanted = tl.maximum(need - (tl.cumsum(counts, 0) - counts), 0)
     ends = tl.zeros_like(wanted)
@@ -140,8 +141,8 @@ def first_set_bits(bitmask, need):
 
 @triton.jit
 def mark(smem, keys, cutoff, need):
-    """Mark all keys below ``cutoff``, unsigned, as above, and those equal to it as equal; both as above where need
-    is 0."""
+    """Mark the keys below ``cutoff``, unsigned, as above, and those equal to it as equal. Where need is 0, both are
+    marked as above."""
     tl.debug_barrier()
     mark_from(smem, keys, 0, cutoff, need)
     tl.debug_barrier()
@@ -161,14 +162,14 @@ def mark_from(smem, keys, first, cutoff, need):
 
 @triton.jit
 def bitmasks_of_marks(smem, SLOTS: tl.constexpr):
-    """uint32 [SLOTS / 32], twice: what was marked above, and equal."""
+    """Two bitmasks, uint32 [SLOTS / 32]: slots marked above, and slots marked equal."""
     low, high = smem_list.load_marks(smem, tl.arange(0, SLOTS // 32))
     return _word_of_marks(low, high), _word_of_marks(low >> 4, high >> 4)
 
 
 @triton.jit
 def _marked_bitmask(smem, need, SLOTS: tl.constexpr):
-    """uint32 [SLOTS / 32]: what was marked above and the first ``need`` marked equal."""
+    """uint32 [SLOTS / 32]: the slots marked above, and the first ``need`` of those marked equal."""
     bitmask, equal = bitmasks_of_marks(smem, SLOTS)
     if need > 0:
         bitmask |= first_set_bits(equal, need)
@@ -177,7 +178,7 @@ def _marked_bitmask(smem, need, SLOTS: tl.constexpr):
 
 @triton.jit
 def store_marked(out, smem, need, word_base, count, output_map, SLOTS: tl.constexpr):
-    """Store what was marked above and the first ``need`` marked equal, ``count`` in all; word_base: see
+    """Store the slots marked above and the first ``need`` of those marked equal, ``count`` in all. word_base: see
     store_bitmask."""
     store_bitmask(out, _marked_bitmask(smem, need, SLOTS), word_base, count, output_map)
 
@@ -186,7 +187,7 @@ def store_marked(out, smem, need, word_base, count, output_map, SLOTS: tl.conste
 def store_marked_coalesced(
     out, smem, need, word_base, count, output_map, SLOTS: tl.constexpr, THREADS: tl.constexpr, columns=None, whole=True
 ):  # fmt: skip
-    """The same by coalesced stores: see store_bitmask_coalesced."""
+    """store_marked by coalesced stores: see store_bitmask_coalesced."""
     bitmask = _marked_bitmask(smem, need, SLOTS)
     store_bitmask_coalesced(out, smem, bitmask, word_base, count, output_map, SLOTS, THREADS, columns, whole)
 
@@ -196,9 +197,9 @@ def store_bitmask_coalesced(
     out, smem, bitmask, word_base, count, output_map, SLOTS: tl.constexpr, THREADS: tl.constexpr, columns=None,
     whole=True,
 ):  # fmt: skip
-    """store_bitmask, staged in shared memory, of which histogram and list are overwritten: threads hold the set bits
-    of a word each, and so would store far from each other. columns: int32, of which those at what would be stored
-    are, unless ``whole``."""
+    """store_bitmask, staged in shared memory; histogram and list are overwritten. Without staging a thread would store
+    the set bits of its own word, far from its neighbours'. columns: int32; unless ``whole``, the columns are found
+    there, at what the bitmask stands for."""
     STAGED: tl.constexpr = histogram.WORDS + SLOTS // 4
     bitmask, position, _, _ = scan_bitmask(bitmask)
     begin = output.begin(output_map)
@@ -218,8 +219,8 @@ def store_bitmask_coalesced(
 
 @triton.jit
 def store_bitmask(out, bitmask, word_base, count, output_map):
-    """Store the row's selection, the ``count`` bits that are set; word_base: what is stored for the first bit of
-    each word."""
+    """Store the row's selection, the ``count`` bits that are set. word_base: what is stored for the first bit of each
+    word."""
     bitmask, position, _, _ = scan_bitmask(bitmask)
     begin = output.begin(output_map)
     set_bits.store(out + begin, bitmask, position, word_base)

@@ -1,10 +1,10 @@
-"""A CTA's shared memory, and the histogram of radix digits at its start. Triton cannot name shared memory, so this is
+"""A CTA's shared memory, and the histogram of radix digits at its start. Triton cannot name shared memory. So this is
 PTX on NVIDIA, and global memory in the interpreter.
 
-The layout, in words: BINS bins; one bin for what is not to be counted; the length of the smem list; a zero; a word
-that is unused; a note of four words, by which one thread tells all others a result. ``smem`` is its address, or a
-pointer in the interpreter. Triton may replicate a tensor of fewer elements than threads, which matters where every
-copy is counted.
+Words, in order: BINS bins; one bin for what is not to be counted; the length of the smem list; a zero; an unused word;
+a note of four words, through which one thread tells all others a result. ``smem`` is the address, or a pointer in the
+interpreter. Triton may replicate a tensor of fewer elements than threads. That matters where every copy would be
+counted.
 """
 
 import triton
@@ -42,8 +42,8 @@ def _claiming(words):
 
 @triton.jit
 def claim(emulated_smem, BEHIND: tl.constexpr):
-    """The CTA's shared memory: a histogram and BEHIND words more; to be claimed once a kernel. emulated_smem: int32
-    [CTAs, WORDS + BEHIND] in the interpreter, else None."""
+    """The CTA's shared memory: a histogram and BEHIND more words. A kernel claims it once. emulated_smem: int32 [CTAs,
+    WORDS + BEHIND] in the interpreter, else None."""
     if emulated_smem is None:
         zero = tl.full([], 0, tl.int32)
         return tl.inline_asm_elementwise(_claiming(BEHIND), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
@@ -53,7 +53,7 @@ def claim(emulated_smem, BEHIND: tl.constexpr):
 
 @triton.jit
 def claim_cleared(emulated_smem, BEHIND: tl.constexpr, THREADS: tl.constexpr):
-    """claim, with a histogram of zeros; nothing where the search goes by thresholds (THREADS is 0)."""
+    """claim, with the histogram zeroed. Where the search goes by thresholds (THREADS is 0), nothing is claimed."""
     if THREADS > 0:
         smem = claim(emulated_smem, BEHIND)
         clear(smem, THREADS)
@@ -64,7 +64,7 @@ def claim_cleared(emulated_smem, BEHIND: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def clear(smem, THREADS: tl.constexpr):
-    """Zero the histogram. THREADS: of the CTA; each has four bins at least."""
+    """Zero the histogram. THREADS: of the CTA; each clears four bins at least."""
     tl.static_assert(4 * THREADS <= BINS)
     thread = tl.arange(0, THREADS)
     zero = tl.zeros([THREADS], tl.int32)
@@ -76,7 +76,7 @@ def clear(smem, THREADS: tl.constexpr):
 
 @triton.jit
 def after(smem, word):
-    """What starts ``word`` words further on, as shared memory of its own."""
+    """The shared memory that starts ``word`` words further on."""
     if smem.dtype.is_ptr():
         return smem + word
     else:
@@ -85,7 +85,7 @@ def after(smem, word):
 
 @triton.jit
 def load_four(smem, word):
-    """Four words from ``word``, a multiple of 4, on."""
+    """Four words from word ``word`` on, a multiple of 4."""
     if smem.dtype.is_ptr():
         at = smem + word
         return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
@@ -102,7 +102,7 @@ def load_four(smem, word):
 
 @triton.jit
 def store_four(smem, word, a, b, c, d, mask):
-    """Store four words from ``word``, a multiple of 4, on, where ``mask`` (int32) is not 0."""
+    """Store four words from word ``word`` on, a multiple of 4, where ``mask`` (int32) is not 0."""
     if smem.dtype.is_ptr():
         at = smem + word
         tl.store(at, a, mask=mask != 0)
@@ -133,8 +133,8 @@ def store_one(smem, word, value):
 
 @triton.jit
 def count(smem, keys, base, shift):
-    """Add one to bin (key - base) >> shift, unsigned, for every key that has such a bin. keys: at least as many as
-    the CTA has threads."""
+    """For every key add one to bin (key - base) >> shift, unsigned, if there is such a bin. There are at least as many
+    keys as the CTA has threads."""
     if smem.dtype.is_ptr():
         bin = (keys - base).to(tl.uint32, bitcast=True) >> shift.to(tl.uint32)
         tl.atomic_add(smem + tl.minimum(bin, BINS).to(tl.int32), 1)
@@ -145,7 +145,7 @@ def count(smem, keys, base, shift):
 
 @triton.jit
 def count_leading(smem, keys):
-    """Add one to the bin of every key's 11 leading bits; at least as many keys as threads."""
+    """For every key add one to the bin of its 11 leading bits. There are at least as many keys as threads."""
     if smem.dtype.is_ptr():
         tl.atomic_add(smem + (keys.to(tl.uint32, bitcast=True) >> 21).to(tl.int32), 1)
     else:

@@ -1,9 +1,9 @@
 """The output map: where a row's selection goes, and what is stored for a column.
 
-It is (row, k) where columns go to a row of a matrix. Else cache slots go behind those of the rows before, and it is
-(row, k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE, THREADS); ``blocks`` is the block table of the row's
-request. Rows are packed in three steps, see device/packing.py: ``announce`` how many slots the row has, as soon as that
-is known; ``begin``, as late as can be, waits for the rows before; ``finish``.
+Columns go to a row of a matrix; the map is (row, k). Cache slots go behind those of the rows before; the map is (row,
+k, indptr, states, rows, blocks, max_blocks, BLOCK_SIZE, THREADS), and ``blocks`` is the block table of the row's
+request. Rows are packed in three steps (device/packing.py). ``announce`` tells how many slots the row has, as soon as
+that is known. ``begin`` waits for the rows before, as late as possible. ``finish`` ends the row.
 """
 
 import triton
@@ -19,8 +19,8 @@ def of_row(
     row, k, indptr, states, block_table, rows, next_n, max_blocks, stride_table_request, BLOCK_SIZE: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
-    """A row's output map: of a matrix where there is no block table. row: int64; a request has ``next_n`` rows.
-    THREADS: of the CTA where any of them may load, else 0."""
+    """A row's output map. Without a block table it is a row of a matrix. row: int64; a request has ``next_n`` rows.
+    THREADS: the CTA's threads where any of them may load, else 0."""
     if block_table is None:
         return row, k
     else:
@@ -30,7 +30,7 @@ def of_row(
 
 @triton.jit
 def values(output_map, columns):
-    """What is stored for ``columns``; anything for those beyond the block table."""
+    """What is stored for ``columns``. Columns beyond the block table give any value."""
     if len(output_map) == 2:
         return columns
     else:
@@ -45,7 +45,7 @@ def values(output_map, columns):
 
 @triton.jit
 def tile_values(output_map, first, SIZE: tl.constexpr):
-    """What is stored for SIZE columns from ``first`` on, as a tile, each line of which lies in one block."""
+    """What is stored for SIZE columns from ``first`` on, as a tile. Each line of it lies in one block."""
     if len(output_map) == 2:
         return first + tile.positions(SIZE)
     else:
@@ -62,7 +62,7 @@ def announce(output_map, count):
 
 @triton.jit
 def begin(output_map):
-    """Where in the output the row begins; waits until all rows before have announced."""
+    """Where the row begins in the output. Waits until all rows before have announced."""
     if len(output_map) == 2:
         return output_map[0] * output_map[1]
     else:

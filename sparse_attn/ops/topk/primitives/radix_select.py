@@ -1,8 +1,8 @@
-"""Radix select: count the keys of every leading digit in a histogram, find the digit of the k-th, count the next digit
-of what shares it, and so on.
+"""Radix select: count all keys by their leading digit in a histogram, find the digit of the k-th key, count the keys
+that share it by their next digit, and so on.
 
-Keys ascend as scores fall, as unsigned integers held in int32: the cutoff is the least key with at least k keys at or
-below it, and bins are summed from the first.
+Keys ascend as scores fall. They are unsigned integers held in int32. The cutoff is the least key with at least k keys
+at or below it. Bins are summed from the first.
 """
 
 import triton
@@ -26,15 +26,15 @@ KEY_PTX = tl.constexpr(
 
 @triton.jit
 def descending_keys(scores, inside):
-    """fp32 -> int32: unsigned, they ascend as scores fall; -0.0 equals 0.0; NaN, -inf and what is not ``inside``
-    come last, beyond LAST_KEY."""
+    """fp32 -> int32. As unsigned integers the keys ascend as scores fall. -0.0 equals 0.0. NaN, -inf and what is not
+    ``inside`` come last, beyond LAST_KEY."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
     return tl.where(inside & (scores > float("-inf")), bits ^ (~(bits >> 31) & 0x7FFFFFFF), -1)
 
 
 @triton.jit
 def descending_keys_in(scores, zero, slots, start, end):
-    """descending_keys of a row's scores, those in [start, end), start below 4; zero: 0.0."""
+    """descending_keys of a row's scores in [start, end), where start is below 4. zero: 0.0."""
     slots = tl.where(slots >= (start & 3), slots, 1 << 30)
     if INTERPRETED:
         return descending_keys(scores, slots < end)
@@ -51,10 +51,10 @@ def score_of(key):
 
 @triton.jit
 def find_bin(smem, wanted, spare, THREADS: tl.constexpr):
-    """(the first bin with at least ``wanted`` keys in it and before it, how many lie before it, how many in it).
+    """(the first bin with at least ``wanted`` keys in it and before it, keys before it, keys in it).
 
-    ``spare`` keys are taken to lie in the last bin beside those counted: with them there must be as many as wanted.
-    Leaves the histogram zero. THREADS: of the CTA, each of which looks through some bins.
+    ``spare`` keys count as if they lay in the last bin; with them there must be as many as wanted. The histogram is
+    zero afterwards. THREADS: of the CTA; each looks through some bins.
     """
     tl.debug_barrier()
     thread = tl.arange(0, THREADS)
@@ -96,8 +96,8 @@ def find_bin(smem, wanted, spare, THREADS: tl.constexpr):
 
 @triton.jit
 def _leading(smem, k, THREADS: tl.constexpr):
-    """From the histogram of leading digits: (least key with the k-th's digit, keys below it, keys with that digit);
-    where there are fewer than k (-1, all keys, 0)."""
+    """From the histogram of leading digits: (the least key with the k-th's digit, keys below it, keys with that digit),
+    or (-1, all keys, 0) where there are fewer than k."""
     digit, below, in_bin = find_bin(smem, k, SPARE, THREADS)
     few = digit == UNSELECTABLE
     return tl.where(few, -1, digit << LEADING_SHIFT), below, tl.where(few, 0, in_bin)
@@ -105,14 +105,14 @@ def _leading(smem, k, THREADS: tl.constexpr):
 
 @triton.jit
 def next_digit(smem, base, shift, below, k, THREADS: tl.constexpr):
-    """The same from the histogram of the digits at ``shift`` of keys from ``base`` on."""
+    """_leading for the histogram of the digits at ``shift`` of the keys from ``base`` on."""
     digit, more, in_bin = find_bin(smem, k - below, 0, THREADS)
     return base + (digit << shift), below + more, in_bin
 
 
 @triton.jit
 def cutoff_of(base, shift, below, in_bin):
-    """(the last key that starts as base does, keys at or below it); LAST_KEY where there are too few."""
+    """(the last key that starts as base does, keys at or below it), or LAST_KEY where there are too few keys."""
     return tl.where(base == -1, LAST_KEY, base + ((1 << shift) - 1)), below + in_bin
 
 
@@ -124,13 +124,13 @@ def _before(key, other):
 
 @triton.jit
 def _narrow(smem, keys, k, enough, few, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr):
-    """(base, shift, below, in_bin): all bits of the k-th key but the last ``shift``, how many keys lie below those, and
-    how many share them; until there are at most ``enough`` in all, or ``few`` that share them. Where there are fewer
-    than k: base -1, all of them, none.
+    """(base, shift, below, in_bin): all bits of the k-th key but the last ``shift``, how many keys lie below those
+    bits, and how many share them. It ends where there are at most ``enough`` in all, or at most ``few`` that share
+    them. Where there are fewer than k: base -1, all keys, none.
 
-    WINDOW_SHIFT: bits behind the digits to begin with. They start at the least key; then once more at the last of
-    those; where the k-th is in neither, the leading digit comes first. The same code counts all of them: it is as
-    long as a thread has keys.
+    WINDOW_SHIFT: bits behind the first digits that are counted. They start at the least key, then once more at the last
+    of those digits. Where the k-th lies in neither window, the leading digit comes first. One loop counts all of these,
+    because its code is as long as a thread has keys.
     """
     reach = tl.full([], -8388608 - (2048 << WINDOW_SHIFT), tl.int32)  # a window from there ends with LAST_KEY
     least = tl.min(keys.to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
@@ -161,9 +161,9 @@ def _narrow(smem, keys, k, enough, few, WINDOW_SHIFT: tl.constexpr, THREADS: tl.
 
 @triton.jit
 def search(smem, keys, k, enough, THREADS: tl.constexpr):
-    """A key with k .. enough keys at or below it, or the k-th least key, or LAST_KEY where there are fewer than k.
+    """A key with k to ``enough`` keys at or below it, or the k-th least key, or LAST_KEY where there are fewer than k.
 
-    Returns (key, keys at or below it, keys below it: only where there are more than ``enough`` at or below it).
+    Returns (key, keys at or below it, keys below it, which is set only where more than ``enough`` are at or below it).
     """
     shift = tl.full([], LEADING_SHIFT, tl.int32)
     histogram.count_leading(smem, keys)
@@ -178,7 +178,7 @@ def search(smem, keys, k, enough, THREADS: tl.constexpr):
 
 @triton.jit
 def search_windowed(smem, keys, k, enough, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr):
-    """The same, by windows first: see _narrow."""
+    """search, by windows first: see _narrow."""
     base, shift, below, in_bin = _narrow(smem, keys, k, enough, 0, WINDOW_SHIFT, THREADS)
     cutoff, at_most = cutoff_of(base, shift, below, in_bin)
     return cutoff, at_most, below
@@ -186,8 +186,8 @@ def search_windowed(smem, keys, k, enough, WINDOW_SHIFT: tl.constexpr, THREADS: 
 
 @triton.jit
 def _pick(smem, listed, wanted, THREADS: tl.constexpr):
-    """Of the list's ``listed`` keys, at most a thread each: (the wanted-th least, keys below it, keys equal to it).
-    A thread compares its key with all."""
+    """Of the ``listed`` keys in the list, at most one a thread: (the wanted-th least, keys below it, keys equal to it).
+    A thread compares its key with all others."""
     position = tl.arange(0, THREADS)
     key = histogram.load_one(smem, histogram.WORDS + tl.minimum(position, listed - 1))
     mine = key.to(tl.uint32, bitcast=True)
@@ -215,13 +215,13 @@ def _compared(theirs, mine, valid):
 
 @triton.jit
 def search_resident(smem, keys, k, LIST: tl.constexpr, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr):
-    """search among keys in registers, which cost more to count again than to list; enough is k. LIST: words of the smem
-    list.
+    """search for exactly k, among keys in registers. Counting those again costs more than listing them. LIST: words of
+    the smem list.
 
-    1. Count 2048 digits that begin with the row's highest score: scores of a row share a few octaves, so few keys share
-       the k-th's.
+    1. Count 2048 digits from the row's highest score on. Scores of a row share a few octaves, so few keys share the
+       k-th's digit.
     2. Append those keys to the list.
-    3. Compare them with each other where they are few; else count their further digits from the list.
+    3. Compare them with each other where they are few. Else count their further digits from the list.
     """
     tl.static_assert(keys.shape[0] >= 4 * THREADS)
     histogram.store_one(smem, tl.full([], histogram.LENGTH, tl.int32), tl.full([], 0, tl.int32))
@@ -255,7 +255,7 @@ def _row_keys(source, length, first, CHUNK: tl.constexpr):
 
 @triton.jit
 def search_streamed(smem, source, length, k, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """search over a whole row in memory, which is read again for every digit; enough is k."""
+    """search for exactly k, over a whole row in memory. The row is read again for every digit."""
     shift = tl.full([], LEADING_SHIFT, tl.int32)
     for first in range(0, length, CHUNK):
         histogram.count_leading(smem, _row_keys(source, length, first, CHUNK))

@@ -1,4 +1,4 @@
-"""Loops over the set bits of a bitmask, in PTX: a warp goes on only as long as one of its own words has bits left."""
+"""Loops over the set bits of a bitmask, in PTX. A warp goes on only while one of its own words has bits left."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ from sparse_attn.ops.topk.primitives.histogram import LENGTH
 
 
 def _from_both_ends(registers: str, first: str, store: str, store_last: str) -> str:
-    """PTX that takes the set bits of a word, $1, from both ends: ``store`` the lowest that is left as ``bit``, $2 + its
-    number, then ``store_last`` the highest as ``last``, where p says that it is another one. ``first`` comes before, if
-    any bit is set."""
+    """PTX that takes the set bits of a word, $1, from both ends. ``store`` sees the lowest remaining bit as ``bit``,
+    which is $2 + its number. ``store_last`` sees the highest as ``last``, where p says that it is another bit.
+    ``first`` runs before, if any bit is set."""
     return f"""{{ .reg .pred p, q; .reg .b32 word, rest, one, other, bit, last; {registers}
     mov.b32 word, $1;  setp.eq.u32 p, word, 0;  @p bra DONE;  {first}
     NEXT: bfind.u32 last, word;  shl.b32 other, 1, last;  sub.u32 rest, word, 1;  and.b32 rest, word, rest;
@@ -53,7 +53,8 @@ APPEND = tl.constexpr(
 
 @triton.jit
 def store(out, bitmask, position, word_base):
-    """Store word_base[i] + the number of every bit that is set in bitmask[i] (uint32), at out[position[i] ..]."""
+    """For every bit that is set in bitmask[i] (uint32) store word_base[i] + the bit's number, at out[position[i]] and
+    on."""
     if INTERPRETED:
         for bit in range(32):
             valid = ((bitmask >> bit) & 1) != 0
@@ -66,7 +67,7 @@ def store(out, bitmask, position, word_base):
 
 @triton.jit
 def stage(smem, bitmask, position, word_base, most):
-    """The same to shared memory, at words position[i] .. of it, those below ``most``."""
+    """store to shared memory, at words position[i] and on, below word ``most``."""
     if smem.dtype.is_ptr():
         for bit in range(32):
             valid = ((bitmask >> bit) & 1) != 0
@@ -79,8 +80,8 @@ def stage(smem, bitmask, position, word_base, most):
 
 @triton.jit
 def append(smem, bitmask, word_base, FIRST: tl.constexpr):
-    """Append word_base[i] + the number of every bit that is set in bitmask[i] to the list from word FIRST on, in any
-    order. At least as many words as threads: every copy would be appended."""
+    """For every bit that is set in bitmask[i] append word_base[i] + the bit's number to the list from word FIRST on, in
+    any order. There are at least as many words as threads: every copy would be appended."""
     if smem.dtype.is_ptr():
         for bit in range(32):
             valid = ((bitmask >> bit) & 1) != 0

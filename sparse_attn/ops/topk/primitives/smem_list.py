@@ -1,8 +1,8 @@
-"""What lies behind the histogram in a CTA's shared memory, one at a time: a list of keys or columns, a bitmask of a bit
-a column, or marks.
+"""What lies behind the histogram in a CTA's shared memory. At a time it is a list of keys or columns, a bitmask of a
+bit a column, or marks.
 
-Marks are two bits a column, a byte for every four columns: bits 0 to 3 say that a score lies above the cutoff, bits
-4 to 7 that it equals it.
+Marks are two bits a column, in a byte for every four columns. Bits 0 to 3: the score lies above the cutoff. Bits 4 to
+7: it equals the cutoff.
 """
 
 import triton
@@ -12,8 +12,8 @@ from sparse_attn.ops.topk.primitives.histogram import LENGTH, WORDS
 
 
 def _append_in_range() -> str:
-    """PTX that appends those of the keys $4 to $7 that lie in [$8, $8 + $12). One branch skips four keys, mostly all of
-    them."""
+    """PTX that appends those of the keys $4 to $7 that lie in [$8, $8 + $12). One branch skips four keys, since mostly
+    none of them does."""
     appends = "".join(
         f"""setp.lt.u32 p, {distance}, $12;  @p atom.shared.add.u32 at, [$16 + {4 * LENGTH.value}], 1;
     @p mad.lo.u32 at, at, 4, $16;  @p st.shared.b32 [at + {4 * WORDS.value}], {key};
@@ -70,8 +70,8 @@ def append_in_range(smem, keys, base, span):
 
 @triton.jit
 def count_below(smem, keys, first, number):
-    """How many of the ``number`` keys from word first[i] on, a multiple of 4, lie below keys[i], unsigned;
-    ``number`` where that is -1, the last key."""
+    """How many of the ``number`` keys from word first[i] on, a multiple of 4, lie below keys[i], unsigned. Where
+    keys[i] is -1, the last key, the result is ``number``."""
     if smem.dtype.is_ptr():
         below = tl.zeros_like(keys)
         for at in range(number):
@@ -85,7 +85,7 @@ def count_below(smem, keys, first, number):
 
 @triton.jit
 def set_bits(smem, columns, keys, most):
-    """Set the bit of each column whose keys <= most, unsigned, in a bitmask."""
+    """Set a bit in a bitmask for each column whose key is <= most, unsigned."""
     if smem.dtype.is_ptr():
         chosen = keys.to(tl.uint32, bitcast=True) <= most.to(tl.uint32, bitcast=True)
         tl.atomic_or(smem + WORDS + (columns >> 5), tl.full([], 1, tl.int32) << (columns & 31), mask=chosen)
@@ -106,7 +106,7 @@ def store_marks(smem, position, marks):
 
 @triton.jit
 def set_marks(smem, columns, wanted):
-    """Mark the columns that are ``wanted`` (int32) as above."""
+    """Mark the columns that are ``wanted`` (int32) as above the cutoff."""
     if smem.dtype.is_ptr():
         bit = ((columns >> 2) & 3) * 8 + (columns & 3)
         tl.atomic_or(smem + WORDS + (columns >> 4), tl.full([], 1, tl.int32) << bit, mask=wanted != 0)
@@ -117,7 +117,7 @@ def set_marks(smem, columns, wanted):
 
 @triton.jit
 def load_marks(smem, word):
-    """The eight bytes of marks of a bitmask's word, as two words."""
+    """The eight bytes of marks that belong to a word of the bitmask, as two words."""
     if smem.dtype.is_ptr():
         at = smem + WORDS + word * 2
         return tl.load(at), tl.load(at + 1)

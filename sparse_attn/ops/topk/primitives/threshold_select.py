@@ -1,7 +1,7 @@
-"""Search by thresholds: count the scores at or above three keys at a time, on any GPU, without shared memory.
+"""Search by thresholds: count the scores at or above three keys at a time. It runs on any GPU, without shared memory.
 
-Keys are the integers of device/order.py, but floats are compared, so NaN (false in every comparison) and -inf (below
-every key searched) drop out by themselves, and -0.0 equals +0.0.
+Keys are the integers of device/order.py, but the comparisons are of floats. So NaN drops out, which is false in every
+comparison; -inf drops out, which is below every key searched; and -0.0 equals +0.0.
 """
 
 import triton
@@ -29,7 +29,7 @@ def key_of(score):
 
 @triton.jit
 def _count(scores, first, second, third):
-    """How many scores lie at or above each of three keys; fewer than 65536 scores."""
+    """How many scores lie at or above each of three keys. There are fewer than 65536 scores."""
     passed = tl.where(scores >= score_of(second), 0x10001, (scores >= score_of(first)).to(tl.int32)).to(tl.int64)
     passed = tl.sum(passed | ((scores >= score_of(third)).to(tl.int64) << 32))
     return (passed & 0xFFFF).to(tl.int32), ((passed >> 16) & 0xFFFF).to(tl.int32), (passed >> 32).to(tl.int32)
@@ -37,14 +37,15 @@ def _count(scores, first, second, third):
 
 @triton.jit
 def _quarters(low, high):
-    """Three keys that split [low, high), distinct from low while high - low > 1."""
+    """Three keys that split [low, high) in four. They differ from low while high - low > 1."""
     span = high - low
     return low + tl.maximum(span >> 2, 1), low + tl.maximum(span >> 1, 2), low + tl.maximum((3 * span) >> 2, 3)
 
 
 @triton.jit
 def _narrow(low, high, at_low, at_high, key1, key2, key3, at1, at2, at3, k):
-    """Tighten low (at least k scores at or above it) and high (fewer) by three ascending keys and their counts."""
+    """Move low (at least k scores are at or above it) and high (fewer are) together, by three ascending keys and their
+    counts."""
     new_low = tl.where(at3 >= k, key3, tl.where(at2 >= k, key2, tl.where(at1 >= k, key1, low)))
     new_at_low = tl.where(at3 >= k, at3, tl.where(at2 >= k, at2, tl.where(at1 >= k, at1, at_low)))
     new_high = tl.where(at1 < k, key1, tl.where(at2 < k, key2, tl.where(at3 < k, key3, high)))
@@ -54,7 +55,8 @@ def _narrow(low, high, at_low, at_high, key1, key2, key3, at1, at2, at3, k):
 
 @triton.jit
 def search(scores, key2, key3, k, enough):
-    """Key with k .. enough scores at or above it, or the k-th largest key, or LOWEST when there are fewer than k.
+    """A key with k to ``enough`` scores at or above it, or the k-th largest key, or LOWEST where there are fewer than
+    k.
 
     key2 <= key3: where to look first. Returns (key, scores at or above it, scores at or above the next key tried).
     """
@@ -92,8 +94,7 @@ def _count_in_row(source, length, first, second, third, CHUNK: tl.constexpr):
 
 @triton.jit
 def search_streamed(source, length, guess, k, CHUNK: tl.constexpr):
-    """search over a whole row in memory, which is read again for every count; guess: a key that may well be the
-    k-th."""
+    """search over a whole row in memory, which is read again for every count. guess: a key that may be the k-th."""
     low = tl.full([], LOWEST, tl.int64)
     high = tl.full([], BEYOND, tl.int64)
     at_low, at2, at3 = _count_in_row(source, length, low, guess, guess + 1, CHUNK)

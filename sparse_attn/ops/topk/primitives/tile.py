@@ -32,9 +32,9 @@ def row_range(row_starts, row_ends, row, width, stride_starts_row, stride_ends_r
 
 @triton.jit
 def load(row_ptr, columns, start, end, ALIGNED: tl.constexpr):
-    """(scores at ``columns`` of a row, anything outside [start, end); which columns lie inside).
+    """(scores at ``columns`` of a row; which columns lie inside). Scores outside [start, end) have any value.
 
-    ALIGNED: the row starts at a multiple of 16 bytes and can be read up to the next multiple of 4 columns, so that four
+    ALIGNED: the row starts at a multiple of 16 bytes and can be read up to the next multiple of 4 columns. Then four
     columns are one load.
     """
     inside = (columns - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)
@@ -47,7 +47,8 @@ def load(row_ptr, columns, start, end, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_resident(source, end, SLOTS: tl.constexpr, ALIGNED: tl.constexpr):
-    """SLOTS scores from ``source`` on, anything from ``end`` on; where ALIGNED, source is a multiple of 16 bytes."""
+    """SLOTS scores from ``source`` on. Scores from ``end`` on have any value. Where ALIGNED, source is a multiple of 16
+    bytes."""
     slots = tl.arange(0, SLOTS)
     if ALIGNED:
         return tl.load(source + slots, mask=slots < ((end + 3) // 4) * 4)
