@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     trainer = Trainer(
         spec, settings, Source(corpus, device, options.seed), bf16=options.bf16 if options.bf16 is not None else on_gpu,
         graph=on_gpu and options.graph, fuse=on_gpu and options.compile,
-        start=load(options.start, device=device, dtype=torch.float32)[1] if options.start else None,
+        start=load(options.start, device=device, dtype=torch.float32, expand=True)[1] if options.start else None,
     )  # fmt: skip
     count = sum(trainer.weights[name].numel() for name in trainer.names)
     print(f"{spec.name}: {count:,} weights; {trainer.total} steps of {settings.tokens} tokens on {device}", flush=True)

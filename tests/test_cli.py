@@ -47,6 +47,7 @@ def test_generate(tmp_path, capsys, name, cache):
         "--cache",
         cache,
         "--ignore-eos",
+        "--progress",
         logits=True,
     )
     assert found["prompt_tokens"] == len(PROMPT.encode())

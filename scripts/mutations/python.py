@@ -33,10 +33,10 @@ PYTHON = [
         ("tests/test_models.py::test_gate_logits_are_not_rounded",),
     ),
     Mutation(
-        "kv-b-heads-interleaved", "W_UK and W_UV of a head are every n-th row of kv_b",
-        "sparse_attn/models/spelling.py",
-        "kv_b = checkpoint.read(source, (heads * both, spec.kv_lora)).unflatten(0, (heads, both))",
-        "kv_b = checkpoint.read(source, (heads * both, spec.kv_lora)).unflatten(0, (both, heads)).transpose(0, 1)",
+        "kv-b-values-first", "W_UV of a head is the first rows of its part of kv_b",
+        "sparse_attn/models/filling.py",
+        "values.copy_(rows[spec.nope_dim :].t())",
+        "values.copy_(rows[: spec.v_dim].t())",
         ("tests/test_loading.py::test_published_spelling[1]",),
     ),
     Mutation(

@@ -6,20 +6,23 @@ What disagrees is an error that names the weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from sparse_attn.models.quantisation import Quantisation
 from sparse_attn.models.shards import tensors_of
-from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, packed_weight, weight_entry
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, packed_weight
 
 SCALE_SUFFIX = "_scale_inv"
 _WIDE = {"F64", "F32", "F16", "BF16"}
 _FP8 = "F8_E4M3"
 _SCALES = {"F32": "fp32", "F16": "fp32", "BF16": "fp32", "F8_E8M0": "e8m0"}  # fp16 and bf16 are widened, exactly
 _INTEGERS = {"I64", "I32"}
+_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of a value; others that are read take one
 _FP4_BYTES = {"I8", "U8"}  # what files call two fp4 values in a byte
 _MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 _UNSAID = Quantisation()
@@ -56,8 +59,17 @@ class Checkpoint:
         """Whether ``name`` has no elements, as shared experts have where there are none."""
         return 0 in self._header(name)[1]
 
-    def check(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> None:
-        """ValueError unless ``name`` is there in a form that read() takes. Reads headers, no values."""
+    def nbytes(self, name: str) -> int:
+        """Bytes of ``name`` in its file, and of its scales."""
+        names = [name, name + SCALE_SUFFIX] if name + SCALE_SUFFIX in self else [name]
+        headers = map(self._header, names)
+        return sum(_BYTES.get(dtype, 1) * math.prod(shape) for dtype, shape in headers)
+
+    def layout(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> WeightLayout | None:
+        """The layout of ``name``, a weight of ``shape``; None where it holds plain values. Reads headers alone.
+
+        ValueError unless it is there in a form that is read, and dtype, shape, scale and config agree on it.
+        """
         if name not in self._home:
             raise ValueError(f"weight {name}: missing")
         dtype, found = self._header(name)
@@ -66,28 +78,14 @@ class Checkpoint:
         layout = None if integers else self._layout(name, shape)
         if layout is None and found != shape:
             self._refuse(name, f"shape {list(found)}", str(list(shape)))
+        return layout
 
-    def read(self, name: str, shape: tuple[int, ...], *, integers: bool = False) -> torch.Tensor:
-        """The tensor called ``name``; quantised weights come back dequantised, in fp32."""
-        self.check(name, shape, integers=integers)
-        layout = None if integers else self._layout(name, shape)
-        if layout is None:
-            return self._get(name)
-        return dequantise(self._packed(name, layout))
+    def values(self, name: str) -> torch.Tensor:
+        """The tensor called ``name`` as it lies in its file, a view of mapped memory."""
+        return self._get(name)
 
-    def copy(self, name: str, target: torch.Tensor, *, integers: bool = False) -> None:
-        """read() into ``target``, fused experts one by one where they are dequantised."""
-        shape = tuple(target.shape)
-        self.check(name, shape, integers=integers)
-        layout = None if integers else self._layout(name, shape)
-        if layout is None or len(shape) == 2:
-            target.copy_(self.read(name, shape, integers=integers))
-            return
-        weight = self._packed(name, layout)
-        for expert, part in enumerate(target):
-            part.copy_(dequantise(weight_entry(weight, expert)))
-
-    def _packed(self, name: str, layout: WeightLayout) -> PackedWeight:
+    def packed(self, name: str, layout: WeightLayout) -> PackedWeight:
+        """The weight called ``name`` as it lies in its file; scales in fp16 and bf16 are widened."""
         codes, scales = self._get(name), self._get(name + SCALE_SUFFIX)
         if layout.codes == "e2m1":
             codes = codes.view(torch.uint8)
@@ -146,5 +144,5 @@ class Checkpoint:
         handle, stored, _ = self._home[name]
         return handle.get_tensor(stored)
 
-    def _refuse(self, name: str, got: str, allowed: str) -> None:
+    def _refuse(self, name: str, got: str, allowed: str) -> NoReturn:
         raise ValueError(f"weight {name}: got {got}, allowed: {allowed}; in {self.file(name)}")

@@ -2,7 +2,8 @@
 
 Both spellings are read: the one DeepSeek and Zhipu publish (a tensor per expert) and what transformers' save_pretrained
 writes (the same, or fused experts). Weights are bf16, fp16, fp32, or e4m3 with a scale for every block of 128 x 128;
-experts are MXFP4, too. A missing, extra or misshaped weight is an error that names it, and so is one whose dtype,
+experts are MXFP4, too. Weights that files have quantised stay as they are, as PackedWeight, but for those of
+models.params.EXPANDED. A missing, extra or misshaped weight is an error that names it, and so is one whose dtype,
 shape, scale and config disagree. Left out on purpose: layers beyond num_hidden_layers (multi-token prediction) and
 rotary tables.
 """
@@ -10,31 +11,35 @@ rotary tables.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from sparse_attn.files import read_json_object
 from sparse_attn.models.checkpoint import SCALE_SUFFIX, Checkpoint
-from sparse_attn.models.params import INTEGER_NAMES, hold, model_rope_tables, param_dtype
+from sparse_attn.models.filling import Reading, fill, reading_of
+from sparse_attn.models.params import hold_weight, model_rope_tables
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.models.shapes import Shapes, param_shapes
 from sparse_attn.models.spelling import Spelling, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
+from sparse_attn.weight_layout import Weight
 
 _SHOWN = 8  # names an error lists before it counts the rest
 _COUNTED = 1000  # missing names after which it stops to look
 
 
 def load(
-    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
-) -> tuple[Spec | CompressedSpec, dict[str, torch.Tensor]]:  # fmt: skip
-    """(spec, params) of the checkpoint in ``folder``, weights in ``dtype`` on ``device``.
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, expand: bool = True,
+    progress: Callable[[int, int], object] = lambda nbytes, total: None,
+) -> tuple[Spec | CompressedSpec, dict[str, Weight]]:  # fmt: skip
+    """(spec, params) of the checkpoint in ``folder`` on ``device``. Every tensor is copied straight to its place there.
 
-    progress: wraps the iteration over parameter names, as tqdm does. ValueError names the config key or the weight at
-    fault, and the file it is in. Faults that headers show are found before a weight is read.
+    dtype: of weights that are not quantised, and of those that are expanded. expand: expand quantised weights to
+    ``dtype``; False: they stay packed, as the files have them, but for those of models.params.EXPANDED. progress: is
+    told the bytes of each tensor of the files once it is read, and those of all that are. ValueError names the config
+    key or the weight at fault, and the file it is in. Faults that headers show are found before anything is allocated.
     """
     folder = Path(folder)
     config, spec = read_config(folder)
@@ -42,17 +47,18 @@ def load(
     with _naming(folder / "config.json"):
         quantisation = quantisation_of(config)
     checkpoint = Checkpoint(folder, quantisation, spelling.rename)
-    _check_weights(checkpoint, spec, spelling, shapes)
-    params: dict[str, torch.Tensor] = {}
-    for name in progress(list(shapes)):
+    readings = _readings(checkpoint, spec, spelling, shapes, expand)
+    total = sum(map(checkpoint.nbytes, {source for one in readings.values() for source in one.sources}))
+    params: dict[str, Weight] = {}
+    for name in shapes:
         if name in params:  # came with another of the same source
             continue
-        targets = {
-            one: torch.empty(shapes[one], dtype=param_dtype(one, dtype), device=device)
-            for one in spelling.together(name)
-        }
-        spelling.fill(targets, checkpoint)
-        params |= {one: hold(target) for one, target in targets.items()}
+        names = spelling.together(name)
+        found = fill(
+            [readings[one] for one in names], checkpoint, spec,
+            device=device, dtype=dtype, told=lambda nbytes: progress(nbytes, total),
+        )  # fmt: skip
+        params |= {one: hold_weight(weight) for one, weight in zip(names, found)}
     return spec, params | model_rope_tables(spec, device)
 
 
@@ -75,20 +81,21 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes) -> None:
-    """ValueError that names every weight that is missing, that nothing reads or that cannot be read. No weight has been
-    read then."""
-    wanted, missing = {}, []
-    for name, shape in shapes.items():
+def _readings(
+    checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes, expand: bool
+) -> dict[str, Reading]:
+    """How every weight is read. ValueError that names every weight that is missing, that nothing reads or that cannot
+    be read. No weight has been read then."""
+    wanted, missing = set(), []
+    for name in shapes:
         sources = spelling.sources(name, checkpoint)
-        each = spelling.source_shape(name, shape, sources)
-        wanted |= dict.fromkeys(sources, (each, name.endswith(INTEGER_NAMES)))
+        wanted.update(sources)
         missing += [source for source in sources if source not in checkpoint]
         if len(missing) > _COUNTED:
             break
     if missing:
         raise ValueError(f"weight {_listed(sorted(set(missing)))}: missing; in {checkpoint.folder}")
-    known = wanted.keys() | {name + SCALE_SUFFIX for name in wanted}
+    known = wanted | {name + SCALE_SUFFIX for name in wanted}
     if spec.tie_embeddings:
         known |= {"lm_head.weight", "lm_head.weight" + SCALE_SUFFIX}
     extra = [
@@ -99,8 +106,7 @@ def _check_weights(checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling
         raise ValueError(
             f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {checkpoint.folder}"
         )
-    for name, (shape, integers) in wanted.items():
-        checkpoint.check(name, shape, integers=integers)
+    return {name: reading_of(name, shape, spelling, checkpoint, expand) for name, shape in shapes.items()}
 
 
 def _listed(names: list[str]) -> str:

@@ -17,12 +17,20 @@ import torch
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.ops.rope import Yarn, rope_table
 from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.weight_layout import PackedWeight, Weight
 
 # Kept in fp32 whatever the model's dtype: a rounding there changes which keys or experts are selected, or is multiplied
 # through every layer.
 FP32_NAMES = ("index.weights", "moe.gate", "moe.bias", ".sink", ".position_bias", ".fn", ".base", ".scale")
 INTEGER_NAMES = ("moe.table",)
 ROPE_NAMES = ("rope", "rope_compressed")
+# Expanded to the model's dtype where files have them quantised; every other matrix stays packed. All of them together
+# are less than 1% of a published checkpoint.
+EXPANDED = {
+    "embed": "rows are looked up, nothing is multiplied",
+    "attn.w_uk": "kv_b is absorbed: a head's part is cut inside of scale blocks, and multiplies on either side",
+    "attn.w_uv": "as attn.w_uk",
+} | dict.fromkeys(("kv_gate",), "the compressor pools products in fp32")
 
 
 def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -30,6 +38,11 @@ def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     if name.endswith(INTEGER_NAMES):
         return torch.int32
     return torch.float32 if name.endswith(FP32_NAMES) else dtype
+
+
+def stays_packed(name: str) -> bool:
+    """Whether a weight that files have quantised is held as it is; others are expanded."""
+    return not name.endswith((*EXPANDED, *FP32_NAMES, *INTEGER_NAMES))
 
 
 def keeps_dtype(name: str) -> bool:
@@ -40,6 +53,13 @@ def keeps_dtype(name: str) -> bool:
 def hold(value: torch.Tensor) -> torch.nn.Parameter:
     """``value`` as a weight of fixed shape; a parameter is one already."""
     return value if isinstance(value, torch.nn.Parameter) else torch.nn.Parameter(value, requires_grad=False)
+
+
+def hold_weight(weight: Weight) -> Weight:
+    """``weight`` with its tensors as hold() gives them."""
+    if not isinstance(weight, PackedWeight):
+        return hold(weight)
+    return PackedWeight(hold(weight.codes), hold(weight.scales), weight.layout)
 
 
 def model_rope_tables(

@@ -72,12 +72,12 @@ class Entry(NamedTuple):
 
 def write_published(
     folder: str | Path, spec: Spec | CompressedSpec, form: str, seed: int = 0,
-    progress: Callable[[int], object] = lambda nbytes: None,
+    progress: Callable[[int, int], object] = lambda nbytes, total: None,
 ) -> int:  # fmt: skip
     """Write random weights of ``spec`` into ``folder``, which must be empty or missing; a shard per layer.
 
-    progress: is told the bytes of every tensor. Returns the bytes of all. ValueError for a form that checkpoints of the
-    architecture do not have, and OSError where the disk has no room.
+    progress: is told the bytes of every tensor once it is drawn, and of all. Returns the bytes of all. ValueError for a
+    form that checkpoints of the architecture do not have, and OSError where the disk has no room.
     """
     try:
         from safetensors.torch import save_file
@@ -98,7 +98,7 @@ def write_published(
         for entry in shard:
             drawn = _draw(entry, made, spec, seed)
             tensors |= drawn
-            progress(sum(value.nbytes for value in drawn.values()))
+            progress(sum(value.nbytes for value in drawn.values()), total)
         save_file(tensors, folder / file, metadata={"format": "pt"})
         home |= dict.fromkeys(tensors, file)
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": home}, indent=2) + "\n")

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
-import sys
-from collections.abc import Container, Mapping
-from typing import NoReturn
+from collections.abc import Container
 
-import torch
-
-from sparse_attn.models.checkpoint import Checkpoint
-from sparse_attn.models.params import INTEGER_NAMES
 from sparse_attn.spec import CompressedSpec, Spec
 
 _FUSED_GATE_UP, _FUSED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _KV_B = ("attn.w_uk", "attn.w_uv")
-_FINITE = sys.float_info.max
-# Where an infinite value means something: no sink, and an expert that is never chosen.
-_MAY_BE_INFINITE = (".sink", "moe.bias")
 
 
 class Spelling:
@@ -67,45 +57,11 @@ class Spelling:
         """The weights that are read at once with ``name``, itself among them: those of the same source."""
         return (name,)
 
-    def fill(self, targets: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
-        """Copy the values of weights that are read together from the checkpoint into tensors."""
-        ((name, target),) = targets.items()
-        integers, sources = name.endswith(INTEGER_NAMES), self.sources(name, checkpoint)
-        shape = self.source_shape(name, tuple(target.shape), sources)
-        parts = target.view(len(sources), *shape)
-        for part, source in zip(parts, sources):
-            checkpoint.copy(source, part, integers=integers)
-        allowed = (0, self.spec.moe.num_experts - 1) if integers else _range(name)
-        if not _within(target, allowed):
-            at = next(source for part, source in zip(parts, sources) if not _within(part, allowed))
-            _refuse_values(at, allowed, checkpoint)
-
 
 def layer_of(name: str) -> tuple[str, str]:
     """(checkpoint prefix, name inside its layer) of a weight of the forward."""
     match = re.match(r"layers\.(\d+)\.(.*)", name)
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
-
-
-def _range(name: str) -> tuple[float, float]:
-    """The least and the greatest value that a weight of the forward may hold."""
-    return (-math.inf, math.inf) if name.endswith(_MAY_BE_INFINITE) else (-_FINITE, _FINITE)
-
-
-def _within(values: torch.Tensor, allowed: tuple[float, float]) -> bool:
-    """Whether all of ``values`` are in the range; NaN is in none."""
-    if not values.numel():
-        return True
-    least, greatest = (bound.item() for bound in torch.aminmax(values))
-    return allowed[0] <= least and greatest <= allowed[1]
-
-
-def _refuse_values(source: str, allowed: tuple[float, float], checkpoint: Checkpoint) -> NoReturn:
-    found = "values that are NaN or infinite" if allowed[1] == _FINITE else "values that are NaN"
-    what = "finite values" if allowed[1] == _FINITE else "numbers"
-    if isinstance(allowed[0], int):
-        found, what = "expert ids out of range", f"{allowed[0]} to {allowed[1]}"
-    raise ValueError(f"weight {source}: got {found}, allowed: {what}; in {checkpoint.file(source)}")
 
 
 class LatentSpelling(Spelling):
@@ -150,19 +106,6 @@ class LatentSpelling(Spelling):
     def together(self, name: str) -> tuple[str, ...]:
         kind = layer_of(name)[1]
         return tuple(name.removesuffix(kind) + one for one in _KV_B) if kind in _KV_B else (name,)
-
-    def fill(self, targets: Mapping[str, torch.Tensor], checkpoint: Checkpoint) -> None:
-        if len(targets) == 1:
-            return super().fill(targets, checkpoint)
-        (w_uk, w_uv), spec = targets.values(), self.spec
-        (source,) = self.sources(next(iter(targets)), checkpoint)
-        heads, both = spec.num_heads, spec.nope_dim + spec.v_dim
-        kv_b = checkpoint.read(source, (heads * both, spec.kv_lora)).unflatten(0, (heads, both))
-        w_uk.copy_(kv_b[:, : spec.nope_dim])
-        w_uv.copy_(kv_b[:, spec.nope_dim :].transpose(1, 2))
-        for target in targets.values():
-            if not _within(target, (-_FINITE, _FINITE)):
-                _refuse_values(source, (-_FINITE, _FINITE), checkpoint)
 
 
 _ATTENTION, _INDEXER = "self_attn.", "self_attn.compressor.indexer."

@@ -27,6 +27,11 @@ def device_of(name: str | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def add_expand_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--expand-weights", action=argparse.BooleanOptionalAction, default=True,
+                        help="hold quantised weights in --dtype, in place of as the files have them")  # fmt: skip
+
+
 def check_outputs(options: argparse.Namespace) -> None:
     """ValueError where a command's output file cannot be written. Called before the command runs."""
     taken: dict[str, str] = {}

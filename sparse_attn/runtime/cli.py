@@ -13,9 +13,18 @@ from sparse_attn.files import read_text, write_output
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.runtime import explain_report, quality_report, report, showing, text, write_checkpoint
-from sparse_attn.runtime.arguments import DTYPES, check_outputs, device_of, positive, refuse, write_json
+from sparse_attn.runtime.arguments import (
+    DTYPES,
+    add_expand_weights,
+    check_outputs,
+    device_of,
+    positive,
+    refuse,
+    write_json,
+)
+from sparse_attn.runtime.bars import add_progress, byte_bar, step_bars
 from sparse_attn.runtime.documents import question
-from sparse_attn.runtime.generate import Model, Progress, Quiet, Sampling, check_capturable, generate
+from sparse_attn.runtime.generate import Model, Sampling, check_capturable, generate
 from sparse_attn.runtime.plan import plan
 from sparse_attn.runtime.selections import Watch
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
@@ -78,6 +87,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
     )
+    add_expand_weights(parser)
     parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
     parser.add_argument(
@@ -125,6 +135,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
                         help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
                         )  # fmt: skip
+    add_progress(parser)
     parser.set_defaults(run=run_generate)
 
 
@@ -164,7 +175,8 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.graph:
         check_capturable(device, options.impl, read_config(folder)[1] if folder else preset(options.preset), dtype)
     if folder:
-        spec, params = load(folder, device=device, dtype=dtype, progress=_over("weights"))
+        with byte_bar("weights", options.progress) as progress:
+            spec, params = load(folder, device=device, dtype=dtype, expand=options.expand_weights, progress=progress)
         tokenizer = tokenizer_of(folder, spec)
     else:
         from sparse_attn.models.params import random_params
@@ -206,7 +218,7 @@ def run_generate(options: argparse.Namespace) -> int:
             on_token=None if stops is None else lambda _, token: stops.push(token),
             compile=options.compile,
             graph=options.graph,
-            progress=_bars(),
+            progress=step_bars(options.progress),
         )
     facts = {
         "model": folder.name if folder else spec.name,
@@ -324,24 +336,6 @@ def _logits_writer():
     except ImportError as error:
         raise ImportError("--dump-logits needs safetensors: pip install 'sparse_attn[models]'") from error
     return save
-
-
-def _bars() -> Progress:
-    """Progress bars on stderr, nothing where tqdm is not installed."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return lambda what, total: Quiet()
-    units = {"prefill": "chunk", "decode": "tok"}
-    return lambda what, total: tqdm(total=total, desc=what, unit=units[what], file=sys.stderr)
-
-
-def _over(what: str):
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return iter
-    return lambda items: tqdm(items, desc=what, file=sys.stderr)
 
 
 def _spec_of_preset(name: str) -> Spec | CompressedSpec:

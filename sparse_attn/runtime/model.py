@@ -14,8 +14,10 @@ from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.torch_private import parameters
 from sparse_attn.types import Caches, StepPlan, WindowCaches
+from sparse_attn.weight_layout import PackedWeight, Weight
 
 AnyCaches = Caches | WindowCaches
+SCALE = "_scale"  # behind the name of a packed weight: of its scales
 
 
 class Weights(torch.nn.Module):
@@ -27,8 +29,10 @@ class Model(torch.nn.Module):
     batch_invariant: of attention in every step, see pipeline.attend.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
-    holds what ``params`` does, and load_state_dict() takes it. ``to`` moves all of them; a new dtype reaches those that
-    models.params holds in the model's dtype. Dynamo takes the numbers among a module's attributes for constants.
+    holds what ``params`` does, and load_state_dict() takes it. A PackedWeight is two: its codes under its own name, and
+    its scales under that with "_scale" behind. ``to`` moves all of them; a new dtype reaches those that models.params
+    holds in the model's dtype, and no packed weight. Dynamo takes the numbers among a module's attributes for
+    constants.
     """
 
     embed: torch.nn.Parameter  # which every model has
@@ -36,7 +40,7 @@ class Model(torch.nn.Module):
     def __init__(
         self,
         spec: Spec | CompressedSpec,
-        params: Mapping[str, torch.Tensor],
+        params: Mapping[str, Weight],
         layouts: CacheLayouts,
         impl: str = "auto",
         logits_bytes: int = LOGITS_BYTES,
@@ -47,19 +51,28 @@ class Model(torch.nn.Module):
         self.spec, self.layouts = spec, layouts
         self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
         self._places = []  # (name, its node, its name there), because a walk over the tree takes long
+        self._packed = {name: value.layout for name, value in params.items() if isinstance(value, PackedWeight)}
         for name, value in params.items():
-            *path, leaf = name.split(".")
-            node: torch.nn.Module = self
-            for part in path:
-                if not hasattr(node, part):
-                    node.add_module(part, Weights())
-                node = getattr(node, part)
-            node.register_parameter(leaf, hold(value))
-            self._places.append((name, node, leaf))
+            if isinstance(value, PackedWeight):
+                self._register(name, value.codes)
+                self._register(name + SCALE, value.scales)
+            else:
+                self._register(name, value)
+        self.register_load_state_dict_pre_hook(_check_packed)
         self._count_alone()
 
+    def _register(self, name: str, value: torch.Tensor) -> None:
+        *path, leaf = name.split(".")
+        node: torch.nn.Module = self
+        for part in path:
+            if not hasattr(node, part):
+                node.add_module(part, Weights())
+            node = getattr(node, part)
+        node.register_parameter(leaf, hold(value))
+        self._places.append((name, node, leaf))
+
     @property
-    def params(self) -> Mapping[str, torch.nn.Parameter]:
+    def params(self) -> Mapping[str, Weight]:
         """The weights by name, as the forwards take them; read-only."""
         return types.MappingProxyType(self._weights())
 
@@ -92,17 +105,27 @@ class Model(torch.nn.Module):
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
-    def _weights(self) -> dict[str, torch.nn.Parameter]:
+    def _weights(self) -> dict[str, Weight]:
+        held = self._tensors()
+        packed: dict[str, Weight] = {
+            name: PackedWeight(held.pop(name), held.pop(name + SCALE), layout) for name, layout in self._packed.items()
+        }
+        return held | packed
+
+    def _tensors(self) -> dict[str, torch.nn.Parameter]:
         if torch.compiler.is_exporting():  # which knows a weight by the way to it
             return dict(self.named_parameters(remove_duplicate=False))
         return {name: parameters(node)[leaf] for name, node, leaf in self._places}
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Model:
-        fixed = {id(value) for name, value in self._weights().items() if keeps_dtype(name)}
+        packed = {part for name in self._packed for part in (name, name + SCALE)}
+        fixed = {id(value) for name, value in self._tensors().items() if name in packed or keeps_dtype(name)}
 
         def moved(value: torch.Tensor) -> torch.Tensor:
-            found = fn(value)
-            return value.to(found.device) if id(value) in fixed and found.dtype != value.dtype else found
+            if id(value) not in fixed:
+                return fn(value)
+            tried = fn(value.new_empty(0, dtype=value.dtype, device=value.device))  # a copy of all could be too large
+            return fn(value) if tried.dtype == value.dtype else value.to(tried.device)
 
         return super()._apply(moved, recurse)
 
@@ -126,3 +149,14 @@ class Model(torch.nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._count_alone()
+
+
+def _check_packed(model: torch.nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: object) -> None:
+    """TypeError where codes or scales would be copied from a tensor of another dtype, as numbers."""
+    assert isinstance(model, Model)
+    held = model._tensors()
+    for name in model._packed:
+        for part in (name, name + SCALE):
+            given = state.get(prefix + part)
+            if given is not None and given.dtype != held[part].dtype:
+                raise TypeError(f"state {prefix + part}: got {given.dtype}, allowed: {held[part].dtype}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.steps import Model, Sampling, decode_plan, prefill_step
 from sparse_attn.runtime.text import Tokenizer
 from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.weight_layout import Weight
 
 PREFILL_TOKENS = 2048
 TOGETHER = 16  # documents that run as one batch
@@ -103,7 +104,7 @@ def encode(document: Document, tokenizer: Tokenizer) -> Encoded:
 
 def measure(
     spec: Spec | CompressedSpec,
-    params: dict[str, torch.Tensor],
+    params: Mapping[str, Weight],
     way: Way,
     texts: Sequence[Encoded],
     asked: Sequence[Encoded],
@@ -112,7 +113,9 @@ def measure(
     began, longest = time.perf_counter(), max(len(document.ids) for document in (*texts, *asked))
     if way.dense:
         spec = replace(spec, index=replace(spec.index, top_k=longest))
-    kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[params["embed"].dtype] if way.cache == "plain" else way.cache
+    embed = params["embed"]
+    assert isinstance(embed, torch.Tensor)
+    kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[embed.dtype] if way.cache == "plain" else way.cache
     model = Model(spec, params, cache_layouts(spec, kind), way.impl)
     bits = None
     if texts:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.runtime import report
-from sparse_attn.runtime.arguments import DTYPES, check_outputs, device_of, positive, refuse, write_json
+from sparse_attn.runtime.arguments import (
+    DTYPES,
+    add_expand_weights,
+    check_outputs,
+    device_of,
+    positive,
+    refuse,
+    write_json,
+)
+from sparse_attn.runtime.bars import add_progress, byte_bar
 from sparse_attn.runtime.documents import LEAST_BYTES, retrieval_documents, text_documents
 from sparse_attn.runtime.graph import uncapturable
 from sparse_attn.runtime.quality import MEANING, WAYS, Quality, encode, measure
@@ -35,7 +44,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the keys and values (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 on cuda, else fp32")
+    add_expand_weights(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    add_progress(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--ways: got {name!r} with {waits}")
     if options.context is not None and options.context < LEAST_BYTES:
         raise ValueError(f"--context: got {options.context} bytes, allowed: at least {LEAST_BYTES}")
-    spec, params = load(folder, device=device, dtype=dtype)
+    with byte_bar("weights", options.progress) as progress:
+        spec, params = load(folder, device=device, dtype=dtype, expand=options.expand_weights, progress=progress)
     tokenizer = tokenizer_of(folder, spec)
     if tokenizer is None:
         raise ValueError(f"--model: {folder} holds no tokenizer.json, and its vocabulary is not that of bytes")

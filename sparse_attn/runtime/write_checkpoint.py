@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from sparse_attn.models.published import FORMS, first_layers, write_published
 from sparse_attn.runtime.arguments import positive, refuse
+from sparse_attn.runtime.bars import add_progress, byte_bar
 from sparse_attn.spec import PRESETS, preset
 
 
@@ -22,13 +22,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new or an empty folder")
     parser.add_argument("--seed", type=_seed, default=0, help="of the weights (default: %(default)s)")
+    add_progress(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     spec = options.preset if options.layers is None else first_layers(options.preset, options.layers)
-    with _bar() as bar:
-        total = write_published(options.out, spec, options.format, options.seed, bar.update)
+    with byte_bar("weights", options.progress) as progress:
+        total = write_published(options.out, spec, options.format, options.seed, progress)
     print(f"{options.out}: {spec.num_layers} layers of {spec.name}, {options.format}, {total:,} bytes of weights")
     return 0
 
@@ -43,20 +44,3 @@ def _preset(name: str):
 def _seed(given: str) -> int:
     value = int(given) if given.isdecimal() else -1
     return value if 0 <= value < 2**31 else refuse(f"got {given!r}, allowed: an integer from 0 to {2**31 - 1}")
-
-
-class _Silent:
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def update(self, nbytes: int) -> None: ...
-
-
-def _bar():
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Silent()
-    return tqdm(desc="weights", unit="B", unit_scale=True, file=sys.stderr)

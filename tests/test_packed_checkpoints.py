@@ -1,0 +1,274 @@
+"""Weights that files have quantised stay as they are: codes and scales of the files, in places of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparse_attn.models.loading import load
+from sparse_attn.models.params import stays_packed
+from sparse_attn.models.published import write_published
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.model import Model
+from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
+from sparse_attn.weight_layout import PackedWeight, dequantise, weight_shape
+
+SPECS = {"v32": tiny_v32(), "glm": tiny_glm5(), "v4": tiny_v4()}
+CASES = [
+    (name, form)
+    for name in SPECS
+    for form in ("published", "flash-base", "fp8-e8m0", "fused", "bf16")
+    if name == "v4" or form != "flash-base"
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The folder of a checkpoint by (name, form), written once."""
+    home, made = tmp_path_factory.mktemp("written"), {}
+
+    def folder(name, form):
+        if (name, form) not in made:
+            made[name, form] = home / f"{name}-{form}"
+            write_published(made[name, form], SPECS[name], form, seed=3)
+        return made[name, form]
+
+    return folder
+
+
+def packed_names(params):
+    return {name for name, value in params.items() if isinstance(value, PackedWeight)}
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name,form", CASES)
+def test_packed_weights_are_worth_what_expanded_ones_are(written, name, form):
+    """The expanded ones are tested against fp64 and transformers."""
+    packed, wide = (load(written(name, form), dtype=torch.float32, expand=expand)[1] for expand in (False, True))
+    assert list(packed) == list(wide) and not packed_names(wide)
+    for key, value in packed.items():
+        assert torch.equal(dequantise(value) if isinstance(value, PackedWeight) else value, wide[key]), key
+        if isinstance(value, PackedWeight):
+            assert weight_shape(value) == param_shapes(SPECS[name])[key] and stays_packed(key)
+            assert isinstance(value.codes, torch.nn.Parameter) and isinstance(value.scales, torch.nn.Parameter)
+    kinds = {key.split(".", 2)[-1] for key in packed_names(packed)}
+    matrices = {"attn.q_a", "attn.q_b", "moe.gate_up", "moe.down", "moe.shared_gate_up", "moe.shared_down"}
+    assert matrices <= kinds if form != "bf16" else not kinds
+
+
+@pytest.mark.parametrize("form,layouts", [
+    ("published", {"attn.q_b": "e4m3/128x128/e8m0", "moe.down": "e2m1/1x32/e8m0", "moe.gate_up": "e2m1/1x32/e8m0"}),
+    ("flash-base", {"attn.q_b": "e4m3/128x128/fp32", "moe.down": "e4m3/128x128/fp32", "moe.gate_up": "e4m3/64x128/fp32"}),
+    ("fp8-e8m0", {"attn.o_a": "e4m3/64x128/e8m0", "moe.down": "e4m3/128x128/e8m0"}),
+    ("fused", {"attn.q_b": "e4m3/128x128/e8m0", "moe.gate_up": "e2m1/1x32/e8m0"}),
+])  # fmt: skip
+def test_layouts_are_those_of_the_files(written, form, layouts):
+    """Where parts end inside of a block of 128 rows, the blocks are as high as the parts."""
+    params = load(written("v4", form), expand=False)[1]
+    assert {kind: params[f"layers.1.{kind}"].layout for kind in layouts} == layouts
+
+
+def test_codes_and_scales_are_the_bytes_of_the_files(written):
+    """Experts one after the other, gate before up."""
+    folder, inner = written("v4", "published"), SPECS["v4"].moe.intermediate_size
+    files = {}
+    for path in folder.glob("*.safetensors"):
+        files |= load_file(path)
+    gate_up, down = (load(folder, expand=False)[1][f"layers.2.moe.{kind}"] for kind in ("gate_up", "down"))
+    for expert in range(SPECS["v4"].moe.num_experts):
+        stem = f"layers.2.ffn.experts.{expert}.w"
+        for part, rows in ((1, slice(0, inner)), (3, slice(inner, 2 * inner))):
+            assert torch.equal(gate_up.codes[expert, rows], files[f"{stem}{part}.weight"].view(torch.uint8))
+            assert torch.equal(gate_up.scales[expert, rows], files[f"{stem}{part}.scale"].view(torch.uint8))
+        assert torch.equal(down.codes[expert], files[stem + "2.weight"].view(torch.uint8))
+        assert torch.equal(down.scales[expert], files[stem + "2.scale"].view(torch.uint8))
+
+
+def with_tensor(folder, tmp_path, name, change):
+    """A copy of a checkpoint, one tensor of it changed."""
+    tensors, index = {}, json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    assert name in index
+    tensors[name] = change(tensors[name].clone())
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    return tmp_path
+
+
+def last(byte):
+    def change(tensor):
+        tensor.view(torch.uint8).view(-1)[-1] = byte
+        return tensor
+
+    return change
+
+
+def last_number(number):
+    def change(tensor):
+        tensor.view(-1)[-1] = number
+        return tensor
+
+    return change
+
+
+W1, QB = "layers.3.ffn.experts.5.w3", "layers.1.attn.wq_b"
+UP, Q_B = "model.layers.3.mlp.experts.5.up_proj.weight", "model.layers.1.self_attn.q_b_proj.weight"
+
+
+@pytest.mark.parametrize("form,stored,change,weight", [
+    ("published", W1 + ".scale", last(255), UP), ("published", W1 + ".scale", last(254), UP),
+    ("published", QB + ".scale", last(255), Q_B), ("published", QB + ".weight", last(0x7F), Q_B),
+    ("published", QB + ".weight", last(0xFF), Q_B), ("flash-base", W1 + ".weight", last(0xFF), UP),
+    ("flash-base", W1 + ".scale", last_number(math.nan), UP), ("flash-base", QB + ".scale", last_number(-math.inf), Q_B),
+    ("flash-base", QB + ".scale", last_number(2.0**127), Q_B),
+])  # fmt: skip
+@pytest.mark.parametrize("expand", [False, True])
+def test_codes_and_scales_that_are_no_numbers(written, tmp_path, form, stored, change, weight, expand):
+    # 2^127 with a block whose every code is at most 1 is a number: the last block of rows keeps some larger ones.
+    with_tensor(written("v4", form), tmp_path, stored, change)
+    with pytest.raises(
+        ValueError, match=f"weight {weight}: got values that are NaN or infinite.*; in .*model.safetensors"
+    ):
+        load(tmp_path, expand=expand)
+
+
+def test_a_great_scale_of_small_codes_is_a_number(written, tmp_path):
+    def change(codes):
+        codes.view(torch.uint8)[-1, -16:] &= 0x99  # values 0 and 0.5
+        return codes
+
+    folder = with_tensor(written("v4", "published"), tmp_path, W1 + ".weight", change)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[W1 + ".scale"].view(torch.uint8)[-1, -1] = 254
+    save_file(tensors, folder / "model.safetensors")
+    value = dequantise(load(folder, expand=False)[1]["layers.3.moe.gate_up"])
+    assert value.abs().max() == 2.0**126
+
+
+def test_experts_of_two_layouts_stay_packed_in_none(written, tmp_path):
+    name = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
+    with_tensor(written("v32", "published"), tmp_path, name, lambda scale: scale.to(torch.float8_e8m0fnu))
+    with pytest.raises(ValueError, match="up_proj.weight: got e4m3/128x128/e8m0, allowed: e4m3/128x128/fp32, that of"):
+        load(tmp_path, expand=False)
+    assert not packed_names(load(tmp_path, expand=True)[1])
+
+
+@pytest.fixture(scope="module")
+def params(written):
+    return load(written("v4", "published"), dtype=torch.bfloat16, expand=False)[1]
+
+
+def model_of(params):
+    return Model(SPECS["v4"], params, cache_layouts(SPECS["v4"], "fp32"))
+
+
+def test_a_model_has_codes_and_scales_as_parameters(params):
+    model, packed = model_of(params), packed_names(params)
+    wanted = set(params) | {name + "_scale" for name in packed}
+    assert packed and dict(model.named_parameters()).keys() == model.state_dict().keys() == wanted
+    assert not any(value.requires_grad for value in model.parameters())
+    assert model.params.keys() == params.keys()
+    for name in packed:
+        assert model.params[name].codes is params[name].codes and model.params[name] == params[name], name
+    other = model_of({key: value if not isinstance(value, PackedWeight) else PackedWeight(
+        torch.zeros_like(value.codes), torch.zeros_like(value.scales), value.layout) for key, value in params.items()
+    })  # fmt: skip
+    assert not any(other.load_state_dict(model.state_dict()))
+    for name in packed:
+        for got, want in zip(other.params[name][:2], params[name][:2]):
+            assert got.dtype == want.dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("move", ["to", "half", "float"])
+def test_another_dtype_leaves_codes_and_scales_alone(written, move):
+    for form in ("published", "flash-base"):
+        before = load(written("v4", form), dtype=torch.bfloat16, expand=False)[1]
+        model = model_of(before)
+        model = model.to(torch.float32) if move == "to" else getattr(model, move)()
+        after = model.params
+        assert after["embed"].dtype == (torch.float16 if move == "half" else torch.float32)
+        for name in packed_names(before):
+            assert [part.dtype for part in after[name][:2]] == [part.dtype for part in before[name][:2]], name
+            assert all(torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+                       for got, want in zip(after[name][:2], before[name][:2]))  # fmt: skip
+    meta = model.to("meta").params
+    assert all(meta[name].codes.is_meta and meta[name].scales.is_meta for name in packed_names(meta))
+
+
+@pytest.mark.parametrize("part", ["", "_scale"])
+def test_a_state_of_other_dtypes_is_refused(params, part):
+    """It would be copied as numbers: 127 for the byte of 1.0."""
+    model = model_of(params)
+    state = dict(model.state_dict())
+    name = "layers.1.attn.q_b" + part
+    state[name] = state[name].float() if part == "" else torch.ones(state[name].shape)
+    with pytest.raises(TypeError, match=f"state {name}: got torch.float32, allowed: torch."):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name,form", [("v32", "published"), ("v4", "published"), ("v4", "flash-base")])
+def test_the_device_holds_the_bytes_of_the_files(written, name, form):
+    """Of what stays packed to the byte where no block is cut; here blocks of 128 rows are cut to 64."""
+    params = load(written(name, form), expand=False)[1]
+    files = {}
+    for path in written(name, form).glob("*.safetensors"):
+        files |= {key: value.nbytes for key, value in load_file(path).items()}
+    codes = sum(nbytes for key, nbytes in files.items() if ".experts." in key and key.endswith("weight") and "mtp" not in key
+                and f"layers.{SPECS[name].num_layers}." not in key)  # fmt: skip
+    held = sum(value.codes.nbytes for key, value in params.items() if key.endswith(("moe.gate_up", "moe.down")))
+    assert held == codes > 0
+
+
+def test_progress_is_told_every_byte(written):
+    folder, told = written("glm", "published"), []
+    load(folder, expand=False, progress=lambda nbytes, total: told.append((nbytes, total)))
+    (total,) = {total for _, total in told}
+    wanted = 0
+    for path in folder.glob("*.safetensors"):
+        wanted += sum(value.nbytes for key, value in load_file(path).items() if "layers.6." not in key)
+    assert sum(nbytes for nbytes, _ in told) == total == wanted and len(told) > 100
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import torch
+from sparse_attn.models.loading import load
+from sparse_attn.weight_layout import weight_bytes
+
+large, most = sys.argv[1], int(sys.argv[2])
+files = sum(path.stat().st_size for path in Path(large).glob("*.safetensors"))
+for expand in (False, True):
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    held = sum(map(weight_bytes, load(large, expand=expand)[1].values()))
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    size = 1024 * int(status["VmSize"].split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (size + files + held + 2 * most, resource.RLIM_INFINITY))
+    load(large, expand=expand)
+    print(expand, held)
+"""
+
+
+def test_the_host_holds_no_more_than_two_tensors_beside(tmp_path):
+    """By the address space: the files mapped, the weights, and twice the largest tensor of the files."""
+    moe = replace(tiny_v4().moe, intermediate_size=4096)
+    spec = replace(tiny_v4(), num_layers=1, layer_kinds=("window",), hash_layers=(False,), hidden_size=256, moe=moe)
+    write_published(tmp_path / "large", spec, "fused")
+    most = 8 * 8192 * 128
+    assert most == max(value.nbytes for path in (tmp_path / "large").glob("*.safetensors")
+                       for value in load_file(path).values())  # fmt: skip
+    command = [sys.executable, "-c", LIMITED, str(tmp_path / "large"), str(most)]
+    unmapped = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # what is freed goes at once
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | unmapped)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["False", "True"]
