@@ -200,7 +200,7 @@ def test_one_capture_serves_rows_of_any_sampling():
             decode_step(model, mine, state, Sampling(), 256)
             assert torch.equal(got[step][live], state.tokens.cpu()[live])
             live = state.seq_lens.cpu() > 0
-    with pytest.raises(ValueError, match="^draws: got None, allowed: a Draws, the graph has one"):
+    with pytest.raises(ValueError, match="^draws: got None, allowed: a Draws, the loop has one"):
         graph.load(tokens, lens, table[:3])
     with pytest.raises(ValueError, match="^draws.top_k: got None, allowed: a tensor"):
         graph.load(tokens, lens, table[:3], draws=loaded._replace(top_k=None))

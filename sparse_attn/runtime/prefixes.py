@@ -34,7 +34,6 @@ class Prefixes:
         self.pool, self.block_size = pool, block_size
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # what was not used for longest comes first
         self._rings = None if rings is None else list(rings)  # free ones
-        self.hits = 0  # tokens that requests began with
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -70,7 +69,6 @@ class Prefixes:
         used = [self._kept[key] for key in found[:usable]]
         blocks = [kept.block for kept in used]
         self.pool.share(blocks)
-        self.hits += len(blocks) * self.block_size
         return blocks, used[-1].ring if used else None, len(found)
 
     def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:

@@ -46,6 +46,19 @@ class Decode(NamedTuple):
     draws: Draws | None = None
 
 
+class PrefillSize(NamedTuple):
+    """Rows of a prefill step, its requests, and the keys it has room for; padding among them."""
+
+    tokens: int
+    requests: int
+    kv_capacity: int
+
+
+def sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``, without waiting for the copy."""
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
+
+
 def prefill_step(
     model: Model,
     prompts: Sequence[Sequence[int]],
@@ -55,9 +68,16 @@ def prefill_step(
     state: Decode,
     sampling: Sampling,
     max_context: int,
+    *,
+    rings: torch.Tensor | None = None,
+    pad_to: PrefillSize | None = None,
 ) -> torch.Tensor:
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T,
-    vocab]."""
+    vocab].
+
+    rings: ``state.ring_table`` on the host; None: copied from there, for which the host waits. pad_to: the size of
+    every step, whatever is in it; None: what the spans need.
+    """
     check_counted(sampling, state.draws)
     device, pad = model.device, torch.nn.functional.pad
     on_host: dict[str, Any] = dict(dtype=torch.int64, device="cpu")
@@ -65,27 +85,30 @@ def prefill_step(
     requests = torch.tensor([span.request for span in spans], **on_host)
     ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
     positions = torch.cat([torch.arange(span.start, span.stop, **on_host) for span in spans])
-    rings = None if state.ring_table is None else state.ring_table.cpu()
+    if rings is None and state.ring_table is not None:
+        rings = state.ring_table.cpu()
     written, block_size = (tables.table if rings is None else rings), caches.kv[0].shape[1]
     slots = slots_of(written, requests.repeat_interleave(counts), positions, block_size)
     # Dynamo takes a size of 1 for a constant: a lone row, and a lone request of several, get one of padding beside it.
     rows, idle = len(ids), int(len(spans) == 1 < state.tokens.shape[0])
-    more = max(2 - rows, 0)
+    more, capacity = max(2 - rows, 0), max(sum(span.stop for span in spans), least_capacity(model))
+    if pad_to is not None:
+        more, idle, capacity = pad_to.tokens - rows, pad_to.requests - len(spans), pad_to.kv_capacity
     plan = build_step_plan(
-        pad(pad(counts, (0, idle)).cumsum(0), (1, 0)).to(device, torch.int32),
-        torch.tensor([span.stop for span in spans] + [0] * idle, dtype=torch.int32, device=device),
-        pad(tables.table[requests], (0, 0, 0, idle), value=-1).to(device),
-        pad(slots, (0, more), value=-1).to(device),
-        kv_capacity=max(sum(span.stop for span in spans), least_capacity(model)),
+        sent(pad(pad(counts, (0, idle)).cumsum(0), (1, 0)).int(), device),
+        sent(torch.tensor([span.stop for span in spans] + [0] * idle, dtype=torch.int32, device="cpu"), device),
+        sent(pad(tables.table[requests], (0, 0, 0, idle), value=-1), device),
+        sent(pad(slots, (0, more), value=-1), device),
+        kv_capacity=capacity,
         max_context=max_context,
         impl=model.impl,
     )
     if rings is not None:
-        plan = _with_rings(plan, pad(rings[requests], (0, 0, 0, idle), value=-1).to(device))
-    logits = model(torch.tensor(ids + [0] * more, dtype=torch.int64, device=device), caches, plan)[:rows]
+        plan = _with_rings(plan, sent(pad(rings[requests], (0, 0, 0, idle), value=-1), device))
+    logits = model(sent(torch.tensor(ids + [0] * more, **on_host), device), caches, plan)[:rows]
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
-    drawn, whose = ends[last].to(device), requests[last].to(device)
+    drawn, whose = sent(ends[last], device), sent(requests[last], device)
     draws = None if state.draws is None else state.draws.rows(whose)
     tokens = draw(logits[drawn], plan.positions[drawn], sampling, _seeds(state, sampling)[whose], draws)
     state.tokens[whose] = tokens

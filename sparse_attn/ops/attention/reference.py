@@ -34,9 +34,10 @@ def sparse_attn_prefill(
     scale: float,
     d_v: int,
     sink: torch.Tensor | None,
-    batch_invariant: bool = False,  # rows never meet here
+    batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _attend(q, [Keys(lambda rows: kv[rows].float(), kv.shape[0], indices, indptr)], scale, d_v, sink)
+    keys = [Keys(lambda rows: kv[rows].float(), kv.shape[0], indices, indptr)]
+    return (_attend_alone if batch_invariant else _attend)(q, keys, scale, d_v, sink)
 
 
 def sparse_attn_decode(
@@ -56,7 +57,7 @@ def sparse_attn_decode(
     keys = [_cached_keys(cache, indices, indptr, layout, q.dtype)]
     if extra_cache is not None and extra_indices is not None and extra_indptr is not None:
         keys.append(_cached_keys(extra_cache, extra_indices, extra_indptr, extra_layout, q.dtype))
-    return _attend(q, keys, scale, value_dim(layout), sink)
+    return (_attend_alone if batch_invariant else _attend)(q, keys, scale, value_dim(layout), sink)
 
 
 def merge_attn_states(
@@ -117,6 +118,21 @@ def _attend(
         weights, lse[chunk] = softmax(torch.where(valid.unsqueeze(1), scores, -torch.inf), 2)
         out[chunk] = torch.einsum("thk,tkd->thd", weights, rows[..., :d_v])
     return apply_sink(out, lse, sink).to(q.dtype), lse
+
+
+def _attend_alone(
+    q: torch.Tensor, keys: list[Keys], scale: float, d_v: int, sink: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token by token. Together they are as wide as the widest, and sums of another width round otherwise."""
+    parts = [
+        _attend(q[token : token + 1], [part._replace(indptr=part.indptr[token : token + 2]) for part in keys],
+                scale, d_v, sink)
+        for token in range(q.shape[0])
+    ]  # fmt: skip
+    if not parts:
+        return _attend(q, keys, scale, d_v, sink)
+    outs, lses = zip(*parts)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _width(keys: Keys) -> int:

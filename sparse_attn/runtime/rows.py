@@ -1,0 +1,386 @@
+"""Rows of a decode loop: who sits where, changed between steps without touching the others, and steps that do not wait.
+
+DecodeRows holds what captured and eager loops share. EagerDecode is the loop of a CPU, and of whatever cannot be
+captured; runtime.graph.DecodeGraph replays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.sampling import row_seeds, token_logprobs
+from sparse_attn.runtime.draws import Draws, Sampling, check_counted
+from sparse_attn.runtime.inputs import checked_sampling
+from sparse_attn.runtime.steps import AnyCaches, Decode, Step, advance, decode_plan
+from sparse_attn.types import WindowCaches
+
+HISTORY = 1024  # steps of drawn tokens the device keeps
+
+
+class TokenStream:
+    """Tokens of some steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive."""
+
+    def __init__(
+        self, tokens: torch.Tensor, arrived: Sequence[torch.cuda.Event | None], logprobs: torch.Tensor | None = None
+    ):
+        self._tokens, self._arrived, self._logprobs = tokens, list(arrived), logprobs
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for row, event in zip(self._tokens, self._arrived):
+            if event is not None:
+                event.synchronize()
+            yield row
+
+    def arrived(self) -> int:
+        """Steps that arrived, without waiting for any."""
+        while self._seen < len(self) and ((event := self._arrived[self._seen]) is None or event.query()):
+            self._seen += 1
+        return self._seen
+
+    def step(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int64 [rows] of a step that arrived, and the log-probabilities of those, fp32 [rows], where kept."""
+        if number >= self._seen:
+            raise ValueError(f"number: got {number}, allowed: below {self._seen}, the steps seen to have arrived")
+        return self._tokens[number], None if self._logprobs is None else self._logprobs[number]
+
+    def wait(self) -> torch.Tensor:
+        """All tokens, int64 [steps, rows]; blocks until the last one arrived."""
+        if self._arrived and (last := self._arrived[-1]) is not None:
+            last.synchronize()
+        return self._tokens
+
+
+class DecodeRows(ABC):
+    """The rows of a decode loop and their state on the device of ``caches``. Arguments: see DecodeGraph."""
+
+    def __init__(
+        self,
+        step: Step,
+        caches: AnyCaches,
+        *,
+        max_context: int,
+        max_blocks: int,
+        ring_blocks: int = 1,
+        buckets: Sequence[int],
+        sampling: Sampling = Sampling(),
+        impl: str = "auto",
+        keep_logits: bool = False,
+        keep_logprobs: bool = False,
+        draws: Draws | None = None,
+        batch_invariant: bool = False,
+    ):
+        sampling = checked_sampling(sampling)
+        check_counted(sampling, draws)
+        if not buckets or min(buckets) < 1:
+            raise ValueError(f"buckets: got {list(buckets)}, allowed: one or more batch sizes, each at least 1")
+        if batch_invariant and getattr(step, "batch_invariant", True) is False:
+            raise ValueError("batch_invariant: got True, allowed: with a step whose attention is; see Model")
+        self.buckets = (max(buckets),) if batch_invariant else tuple(sorted(set(buckets)))
+        self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
+        self.keep_logits, self.keep_logprobs, self.batch_invariant = keep_logits, keep_logprobs, batch_invariant
+        self.logits: torch.Tensor | None = None
+        self._step, self._caches, self._impl = step, caches, impl
+        self._live: set[int] = set()
+        self._taken = 0  # steps taken, the host's count of what _place counts on the device
+        with self._editing():
+            self._allocate(self.buckets[-1], max_blocks, ring_blocks, draws, caches.kv[0].device)
+
+    def _allocate(
+        self, rows: int, max_blocks: int, ring_blocks: int, draws: Draws | None, device: torch.device
+    ) -> None:
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._block_table = torch.full((rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._ring_table = None
+        if isinstance(self._caches, WindowCaches):
+            self._ring_table = torch.full((rows, ring_blocks), -1, dtype=torch.int32, device=device)
+        self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._seeds = row_seeds(self.sampling.seed, rows, device)
+        self._row_seeds = self._seeds.clone()  # of rows that bring none
+        self._stop_ids = torch.tensor(self.sampling.stop_ids, dtype=torch.int64, device=device)
+        self._draws = None
+        if draws is not None:
+            self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
+        self._history = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
+        self._logprobs = None
+        if self.keep_logprobs:
+            self._logprobs = torch.zeros(HISTORY, rows, dtype=torch.float32, device=device)
+        self._place = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @property
+    def live(self) -> frozenset[int]:
+        """The rows in use."""
+        return frozenset(self._live)
+
+    @abstractmethod
+    def run(self, steps: int) -> TokenStream:
+        """Take ``steps`` decode steps of the live rows, columns of the tokens. A stopped row keeps drawing tokens that
+        mean nothing."""
+
+    def load(
+        self,
+        tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        ring_table: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        """Set the live rows: the first n, and no others.
+
+        tokens: int64 [n], each row's next input. seq_lens: int32 [n], tokens of the row including that one, 0 for a row
+        that is out. block_table: int32 [n, at most max_blocks]. ring_table: int32 [n, ring_blocks], where the caches
+        have rings. seeds: int64 [n], what each row draws with; None: the streams (seed of the sampling, row), which
+        change with a request's row. draws: sampling of the n rows, where the loop was made with such. Tensors may lie
+        on the host or the device. The current stream waits until they are read. The host does not wait, so do not write
+        to pinned tensors until a token has arrived."""
+        rows = tokens.shape[0]
+        if not 1 <= rows <= self.buckets[-1]:
+            raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
+        self._check(rows, seq_lens, block_table, ring_table, seeds, draws)
+        with self._editing():
+            self._seq_lens.zero_()
+            self._block_table.fill_(-1)
+            if self._ring_table is not None:
+                self._ring_table.fill_(-1)
+            self._join(range(rows), tokens, seq_lens, block_table, ring_table, seeds, draws)
+        self._live = set(range(rows))
+
+    def join(
+        self,
+        rows: Sequence[int],
+        tokens: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        ring_table: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+        draws: Draws | None = None,
+    ) -> None:
+        """Set ``rows``, n of them that are not live, beside those that are. tokens: None: those that lie in the rows,
+        drawn by prefill_step into ``state``. The others: as ``load`` takes them."""
+        self._check_rows(rows, live=False)
+        if tokens is not None and tokens.shape[0] != len(rows):
+            raise ValueError(f"tokens: got {tokens.shape[0]} rows, allowed: {len(rows)}, those of rows")
+        self._check(len(rows), seq_lens, block_table, ring_table, seeds, draws)
+        with self._editing():
+            self._join(rows, tokens, seq_lens, block_table, ring_table, seeds, draws)
+        self._live.update(rows)
+
+    def prepare(
+        self, row: int, ring: torch.Tensor | None = None, seed: torch.Tensor | None = None, draws: Draws | None = None
+    ) -> None:
+        """Set what prefill_step reads of ``row``, which is not live, in ``state``: ring int32 [1, ring_blocks], seed
+        int64 [1], draws of one row. ``start`` makes it live."""
+        self._check_rows([row], live=False)
+        if seed is not None:
+            checks.check_dtype("seed", seed, (torch.int64,))
+            checks.check_shape("seed", seed, (1,), "[1]")
+        _check_draws(draws, self._draws, 1)
+        with self._editing():
+            self._set(range(row, row + 1), ring, seed, draws)
+
+    def start(self, row: int, seq_len: int, block_table: torch.Tensor) -> None:
+        """Make a prepared row live. seq_len: tokens of the row including the next input, which lies in ``state``;
+        block_table: int32 [at most max_blocks]. A row whose input is one of its stop ids is padding."""
+        self._check_rows([row], live=False)
+        with self._editing():
+            self._seq_lens[row : row + 1].fill_(seq_len)
+            self._block_table[row].fill_(-1)
+            self._block_table[row, : block_table.shape[0]].copy_(block_table, non_blocking=True)
+            state = self.state
+            stopped = (state.tokens[row] == state.stop_ids).any()
+            if state.draws is not None and state.draws.stop_ids is not None:
+                stopped = stopped | (state.tokens[row] == state.draws.stop_ids[row]).any()
+            self._seq_lens[row : row + 1].masked_fill_(stopped, 0)
+        self._live.add(row)
+
+    def set_blocks(self, row: int, block_table: torch.Tensor) -> None:
+        """Give ``row`` another block table, int32 [at most max_blocks], that begins as the one before."""
+        with self._editing():
+            self._block_table[row, : block_table.shape[0]].copy_(block_table, non_blocking=True)
+
+    def leave(self, rows: Sequence[int]) -> None:
+        """Take live ``rows`` out. Steps already asked for still run with them."""
+        self._check_rows(rows, live=True)
+        with self._editing():
+            for row in rows:
+                self._seq_lens[row : row + 1].zero_()
+                self._block_table[row].fill_(-1)
+        self._live.difference_update(rows)
+
+    @property
+    def state(self) -> Decode:
+        """What the steps read and advance, of all rows; ordered by the current stream between two runs."""
+        return self._state(self.buckets[-1])
+
+    def _editing(self) -> AbstractContextManager[object]:
+        """Where the state is written between steps."""
+        return nullcontext()
+
+    @property
+    def _width(self) -> int:
+        """Rows up to the last live one."""
+        if not self._live:
+            raise RuntimeError("run: nothing is loaded; call load or join first")
+        return max(self._live) + 1
+
+    def _bucket(self, rows: int) -> int:
+        return next(bucket for bucket in self.buckets if bucket >= rows)
+
+    def _join(
+        self,
+        rows: Sequence[int],
+        tokens: torch.Tensor | None,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        ring_table: torch.Tensor | None,
+        seeds: torch.Tensor | None,
+        draws: Draws | None,
+    ) -> None:
+        self._set(rows, ring_table, seeds, draws)
+        if seeds is None:
+            for part in [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]:
+                _put(self._seeds, part, self._row_seeds[part.start : part.stop])
+        if tokens is not None:
+            _put(self._tokens, rows, tokens)
+        _put(self._seq_lens, rows, seq_lens)
+        for row in rows:
+            self._block_table[row].fill_(-1)
+        _put(self._block_table[:, : block_table.shape[1]], rows, block_table)
+
+    def _set(
+        self, rows: Sequence[int], rings: torch.Tensor | None, seeds: torch.Tensor | None, draws: Draws | None
+    ) -> None:
+        for mine, given in zip(self._draws or (), draws or ()):
+            if mine is not None and given is not None:
+                _put(mine, rows, given)
+        if seeds is not None:
+            _put(self._seeds, rows, seeds)
+        if rings is not None and self._ring_table is not None:
+            _put(self._ring_table, rows, rings)
+
+    def _state(self, rows: int) -> Decode:
+        return Decode(
+            self._tokens[:rows],
+            self._seq_lens[:rows],
+            self._block_table[:rows],
+            self._query_start_loc[: rows + 1],
+            self._stop_ids,
+            None if self._ring_table is None else self._ring_table[:rows],
+            self._seeds[:rows],
+            None if self._draws is None else self._draws.rows(slice(rows)),
+        )
+
+    @torch.no_grad()
+    def _decode(self, rows: int) -> None:
+        """One step of the first ``rows`` rows."""
+        state = self._state(rows)
+        block_size = self._caches.kv[0].shape[1]
+        plan = decode_plan(state, block_size, self.max_context, self._impl)
+        logits = self._step(state.tokens, self._caches, plan)
+        if self.keep_logits:
+            if self.logits is None:  # a captured loop's largest bucket warms up first
+                shape = self.buckets[-1], logits.shape[1]
+                self.logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+            self.logits[:rows].copy_(logits)
+        advance(state, logits, self.sampling, self.max_context)
+        place = self._place % HISTORY
+        self._history[:, :rows].index_copy_(0, place, state.tokens.unsqueeze(0))
+        if self._logprobs is not None:
+            drawn = token_logprobs(logits, state.tokens, best=0).drawn
+            self._logprobs[:, :rows].index_copy_(0, place, drawn.unsqueeze(0))
+        self._place.add_(1)
+
+    def _check_rows(self, rows: Sequence[int], live: bool) -> None:
+        for place, row in enumerate(rows):
+            checks.check_integer(f"rows[{place}]", row)
+            if not 0 <= row < self.buckets[-1]:
+                raise ValueError(f"rows[{place}]: got {row}, allowed: 0 to {self.buckets[-1] - 1}")
+            if (row in self._live) != live:
+                got, allowed = ("a live row", "others") if not live else ("no live row", "live ones")
+                raise ValueError(f"rows[{place}]: got {row}, {got}, allowed: {allowed}")
+        if len(set(rows)) != len(rows):
+            raise ValueError(f"rows: got {list(rows)}, allowed: each once")
+
+    def _check(
+        self,
+        rows: int,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        ring_table: torch.Tensor | None,
+        seeds: torch.Tensor | None,
+        draws: Draws | None,
+    ) -> None:
+        for name, value in (("seq_lens", seq_lens), ("block_table", block_table)):
+            if value.shape[0] != rows:
+                raise ValueError(f"{name}: got {value.shape[0]} rows, allowed: {rows}, those of tokens")
+        if block_table.shape[1] > self.max_blocks:
+            raise ValueError(f"block_table: got width {block_table.shape[1]}, allowed: at most {self.max_blocks}")
+        rings = self._ring_table
+        if (ring_table is None) != (rings is None):
+            allowed = "None, the caches have no rings" if rings is None else "a tensor, the caches have rings"
+            raise ValueError(f"ring_table: got {'None' if ring_table is None else 'a tensor'}, allowed: {allowed}")
+        if ring_table is not None and rings is not None and tuple(ring_table.shape) != (rows, rings.shape[1]):
+            raise ValueError(
+                f"ring_table: got shape {list(ring_table.shape)}, allowed: [{rows}, ring_blocks = {rings.shape[1]}]"
+            )
+        if seeds is not None:
+            checks.check_dtype("seeds", seeds, (torch.int64,))
+            checks.check_shape("seeds", seeds, (rows,), "[rows]")
+        _check_draws(draws, self._draws, rows)
+
+
+class EagerDecode(DecodeRows):
+    """The same loop without a capture, on any device: a step runs when it is asked for."""
+
+    def run(self, steps: int) -> TokenStream:
+        width = self._width
+        if not 0 <= steps <= HISTORY:
+            raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
+        on_host: dict[str, Any] = dict(device="cpu", pin_memory=self._tokens.is_cuda)
+        tokens = torch.empty(steps, width, dtype=torch.int64, **on_host)
+        logprobs = None if self._logprobs is None else torch.empty(steps, width, dtype=torch.float32, **on_host)
+        arrived = []
+        for number in range(steps):
+            self._decode(self._bucket(width))
+            place = self._taken % HISTORY
+            tokens[number].copy_(self._history[place, :width], non_blocking=True)
+            if logprobs is not None and self._logprobs is not None:
+                logprobs[number].copy_(self._logprobs[place, :width], non_blocking=True)
+            on_gpu = self._tokens.is_cuda
+            arrived.append(torch.cuda.current_stream(self._tokens.device).record_event() if on_gpu else None)
+            self._taken += 1
+        return TokenStream(tokens, arrived, logprobs)
+
+
+def _put(mine: torch.Tensor, rows: Sequence[int], given: torch.Tensor) -> None:
+    """Copy row n of ``given`` to row rows[n] of ``mine``, without waiting."""
+    if isinstance(rows, range):
+        mine[rows.start : rows.stop].copy_(given, non_blocking=True)
+        return
+    for number, row in enumerate(rows):
+        mine[row : row + 1].copy_(given[number : number + 1], non_blocking=True)
+
+
+def _check_draws(draws: Draws | None, mine: Draws | None, rows: int) -> None:
+    """ValueError unless ``draws`` holds for ``rows`` rows what the loop reads."""
+    if (draws is None) != (mine is None):
+        allowed = "None, the loop has none" if mine is None else "a Draws, the loop has one"
+        raise ValueError(f"draws: got {'None' if draws is None else 'a Draws'}, allowed: {allowed}")
+    for name, given, buffer in zip(Draws._fields, draws or (), mine or ()):
+        if given is not None and buffer is not None:
+            checks.check_dtype(f"draws.{name}", given, (buffer.dtype,))
+            checks.check_shape(f"draws.{name}", given, (rows, *buffer.shape[1:]), "[rows, as in the loop]")
+        elif given is not buffer:
+            got, allowed = ("None" if value is None else "a tensor" for value in (given, buffer))
+            raise ValueError(f"draws.{name}: got {got}, allowed: {allowed}")
