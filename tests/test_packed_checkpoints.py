@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import stays_packed
 from sparse_attn.models.published import write_published
-from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.model import Model
 from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
@@ -227,6 +227,58 @@ def test_the_device_holds_the_bytes_of_the_files(written, name, form):
                 and f"layers.{SPECS[name].num_layers}." not in key)  # fmt: skip
     held = sum(value.codes.nbytes for key, value in params.items() if key.endswith(("moe.gate_up", "moe.down")))
     assert held == codes > 0
+
+
+MTP = {  # of the layer's own weights: those of the forward, and the tensors of the files
+    "v32": {"eh_proj": "model.layers.4.eh_proj.weight", "norm": "model.layers.4.shared_head.norm.weight",
+            "lm_head": "model.layers.4.shared_head.head.weight", "embed": "model.layers.4.embed_tokens.weight",
+            "attn.q_b": "model.layers.4.self_attn.q_b_proj.weight", "index.k": "model.layers.4.self_attn.indexer.wk.weight"},
+    "glm": {"enorm": "model.layers.6.enorm.weight", "index.q_b": "model.layers.6.self_attn.indexer.wq_b.weight"},
+    "v4": {"e_proj": "mtp.0.e_proj.weight", "h_proj": "mtp.0.h_proj.weight", "hnorm": "mtp.0.hnorm.weight",
+           "norm": "mtp.0.norm.weight", "head.fn": "mtp.0.hc_head_fn", "attn.q_a": "mtp.0.attn.wq_a.weight",
+           "moe_hyper.base": "mtp.0.hc_ffn_base", "attn.sink": "mtp.0.attn.attn_sink"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MTP)
+def test_layers_of_multi_token_prediction_load_where_asked_for(written, name):
+    spec, folder, files = SPECS[name], written(name, "published"), {}
+    for path in folder.glob("*.safetensors"):
+        files |= load_file(path)
+    alone, params = (load(folder, expand=False, mtp=mtp)[1] for mtp in (False, True))
+    assert alone.keys() | prediction_shapes(spec, 1).keys() == params.keys()
+    assert not any(key.startswith("mtp.") for key in alone)
+    for key, shape in prediction_shapes(spec, 1).items():
+        assert weight_shape(params[key]) == shape, key
+    for kind, stored in MTP[name].items():
+        value = params[f"mtp.0.{kind}"]
+        held = value.codes if isinstance(value, PackedWeight) else value
+        assert torch.equal(held.view(torch.uint8), files[stored].view(torch.uint8)), stored
+    experts = params["mtp.0.moe.down"]
+    assert experts.layout == params["layers.1.moe.down"].layout and experts.codes.shape[0] == spec.moe.num_experts
+    assert "mtp.0.attn.q_b_scale" in Model(spec, params, cache_layouts(spec, "fp32")).state_dict()
+
+
+@pytest.mark.parametrize("change,message", [
+    ({"mtp.0.hc_head_fn": None}, "weight mtp.0.hc_head_fn: missing"),
+    ({"mtp.0.attn.compressor.ape": torch.ones(3)}, "weight mtp.0.self_attn.compressor.position_bias: extra"),
+    ({"mtp.1.norm.weight": torch.ones(128)}, None),
+    (0, "config.json: config num_nextn_predict_layers: got 0, allowed: 1 to 64, or mtp=False"),
+])  # fmt: skip
+def test_layers_that_are_none_of_multi_token_prediction(written, tmp_path, change, message):
+    with_tensor(written("v4", "published"), tmp_path, "norm.weight", lambda norm: norm)
+    if change == 0:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    else:
+        tensors = load_file(tmp_path / "model.safetensors") | change
+        save_file({key: value for key, value in tensors.items() if value is not None}, tmp_path / "model.safetensors")
+    load(tmp_path)
+    if message is None:
+        load(tmp_path, mtp=True)
+        return
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, mtp=True)
 
 
 def test_progress_is_told_every_byte(written):

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from sparse_attn.models.loading import load
-from sparse_attn.models.published import deepseek_name, first_layers, published_bytes, write_published
+from sparse_attn.models.published import first_layers, published_bytes, write_published
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.models.spelling import spelling_of
 from sparse_attn.runtime.cli import main
@@ -115,7 +115,7 @@ def test_deepseeks_names_are_what_the_loader_renames(name):
     spelling, seen = spelling_of(spec), set()
     for param in param_shapes(spec):
         for source in spelling.sources(param, ()):
-            theirs = deepseek_name(source)
+            theirs = spelling.published(source)
             assert (
                 spelling.rename(theirs) == source
                 and "model." not in theirs

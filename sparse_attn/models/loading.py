@@ -4,15 +4,16 @@ Both spellings are read: the one DeepSeek and Zhipu publish (a tensor per expert
 writes (the same, or fused experts). Weights are bf16, fp16, fp32, or e4m3 with a scale for every block of 128 x 128;
 experts are MXFP4, too. Weights that files have quantised stay as they are, as PackedWeight, but for those of
 models.params.EXPANDED. A missing, extra or misshaped weight is an error that names it, and so is one whose dtype,
-shape, scale and config disagree. Left out on purpose: layers beyond num_hidden_layers (multi-token prediction) and
+shape, scale and config disagree. Left out on purpose: layers of multi-token prediction, unless they are asked for, and
 rotary tables.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,31 +22,34 @@ from sparse_attn.models.checkpoint import SCALE_SUFFIX, Checkpoint
 from sparse_attn.models.filling import Reading, fill, reading_of
 from sparse_attn.models.params import hold_weight, model_rope_tables
 from sparse_attn.models.quantisation import quantisation_of
-from sparse_attn.models.shapes import Shapes, param_shapes
+from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
 from sparse_attn.models.spelling import Spelling, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
+from sparse_attn.spec.fields import short
 from sparse_attn.weight_layout import Weight
 
 _SHOWN = 8  # names an error lists before it counts the rest
+_PREDICTED, _MOST_PREDICTED = "num_nextn_predict_layers", 64
 _COUNTED = 1000  # missing names after which it stops to look
 
 
 def load(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, expand: bool = True,
-    progress: Callable[[int, int], object] = lambda nbytes, total: None,
+    mtp: bool = False, progress: Callable[[int, int], object] = lambda nbytes, total: None,
 ) -> tuple[Spec | CompressedSpec, dict[str, Weight]]:  # fmt: skip
     """(spec, params) of the checkpoint in ``folder`` on ``device``. Every tensor is copied straight to its place there.
 
     dtype: of weights that are not quantised, and of those that are expanded. expand: expand quantised weights to
-    ``dtype``; False: they stay packed, as the files have them, but for those of models.params.EXPANDED. progress: is
-    told the bytes of each tensor of the files once it is read, and those of all that are. ValueError names the config
-    key or the weight at fault, and the file it is in. Faults that headers show are found before anything is allocated.
+    ``dtype``; False: they stay packed, as the files have them, but for those of models.params.EXPANDED. mtp: read the
+    layers of multi-token prediction, too, by the names of models.shapes.prediction_shapes. progress: is told the bytes
+    of each tensor of the files once it is read, and those of all that are. ValueError names the config key or the
+    weight at fault, and the file it is in. Faults that headers show are found before anything is allocated.
     """
     folder = Path(folder)
     config, spec = read_config(folder)
-    spelling, shapes = spelling_of(spec), param_shapes(spec)
     with _naming(folder / "config.json"):
-        quantisation = quantisation_of(config)
+        quantisation, predicted = quantisation_of(config), _predicted(config) if mtp else 0
+    spelling, shapes = spelling_of(spec, predicted), param_shapes(spec) | prediction_shapes(spec, predicted)
     checkpoint = Checkpoint(folder, quantisation, spelling.rename)
     readings = _readings(checkpoint, spec, spelling, shapes, expand)
     total = sum(map(checkpoint.nbytes, {source for one in readings.values() for source in one.sources}))
@@ -70,6 +74,16 @@ def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
     config = read_json_object(path)
     with _naming(path):
         return config, from_hf_config(config)
+
+
+def _predicted(config: Mapping[str, Any]) -> int:
+    """How many layers of multi-token prediction a config.json says there are."""
+    layers = config.get(_PREDICTED, 0)
+    if type(layers) is not int or not 1 <= layers <= _MOST_PREDICTED:
+        raise ValueError(
+            f"config {_PREDICTED}: got {short(layers)}, allowed: 1 to {_MOST_PREDICTED}, or mtp=False, which reads none"
+        )
+    return layers
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype
-from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.quantisation import quantisation_config
+from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.models.shards import INDEX, WEIGHTS
-from sparse_attn.models.spelling import layer_of, spelling_of
+from sparse_attn.models.spelling import kind_of, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, to_hf_config
 from sparse_attn.weight_layout import E2M1_VALUES, WeightLayout
 
@@ -31,7 +31,7 @@ _MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 _EXPERTS = ("moe.gate_up", "moe.down")
 _LINEARS = (
     "attn.q_a", "attn.q_b", "attn.kv_a", "attn.w_uk", "attn.kv", "attn.o", "attn.o_a", "attn.o_b", "index.q_b",
-    "index.k", "mlp.gate_up", "mlp.down", "moe.shared_gate_up", "moe.shared_down",
+    "index.k", "mlp.gate_up", "mlp.down", "moe.shared_gate_up", "moe.shared_down", "e_proj", "h_proj",
 )  # fmt: skip
 _BF16 = ("moe.gate", "index.weights")  # which the forward holds in fp32
 
@@ -132,14 +132,10 @@ def _said(spec: Spec | CompressedSpec, form: Form) -> dict[str, Any]:
     said: dict[str, Any] = {"dtype": "bfloat16", "num_nextn_predict_layers": 0 if form.fused else 1}
     if form.linears is None:
         return said
-    e8m0 = isinstance(spec, CompressedSpec) and form.linears.scale == "e8m0" or not isinstance(spec, CompressedSpec)
-    said["quantization_config"] = {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(BLOCK),
-        "scale_fmt": "ue8m0" if e8m0 else "float",
-    }  # fmt: skip
-    if isinstance(spec, CompressedSpec):
-        said["expert_dtype"] = "fp4" if form.experts == _MXFP4 else "fp8"
-    return said
+    compressed = isinstance(spec, CompressedSpec)
+    expert_dtype = None if not compressed else "fp4" if form.experts == _MXFP4 else "fp8"
+    e8m0 = not compressed or form.linears.scale == "e8m0"
+    return said | quantisation_config(BLOCK, e8m0=e8m0, expert_dtype=expert_dtype)
 
 
 class _Names:
@@ -154,44 +150,19 @@ class _Names:
 
 def _shards(spec: Spec | CompressedSpec, form: Form) -> Iterator[list[Entry]]:
     """Embedding, every layer, the layer of multi-token prediction, and what follows the layers."""
-    spelling, found = spelling_of(spec), {}
-    for name, shape in param_shapes(spec).items():
-        kind = layer_of(name)[1]
+    predicted = 0 if form.fused else 1
+    spelling, found = spelling_of(spec, predicted), {}
+    for name, shape in (param_shapes(spec) | prediction_shapes(spec, predicted)).items():
+        kind = kind_of(name)
         if kind == "attn.w_uv":  # kv_b holds both
             continue
         sources = spelling.sources(name, _Names(form.fused))
         each = spelling.source_shape(name, shape, sources)
-        layer = name.split(".")[1] if name.startswith("layers.") else "embed" if name == "embed" else "head"
-        found.setdefault(layer, []).extend(Entry(source, each, kind) for source in sources)
-    compressed = isinstance(spec, CompressedSpec)
-    layers = [str(layer) for layer in range(spec.num_layers)]
-    order = [found["embed"], *(found[layer] for layer in layers), found["head"]]
-    if not form.fused:
-        order.insert(-1, _prediction(spec, found[layers[-1]]))
-    for shard in order:
-        yield (
-            [entry._replace(name=deepseek_name(entry.name)) for entry in shard]
-            if compressed and not form.fused
-            else shard
-        )
-
-
-def _prediction(spec: Spec | CompressedSpec, last: list[Entry]) -> list[Entry]:
-    """The layer of multi-token prediction: one as the ``last``, and the projection of what it reads."""
-    hidden, vocab, old = spec.hidden_size, spec.vocab_size, f"model.layers.{spec.num_layers - 1}."
-    norms = dict.fromkeys(("enorm.weight", "hnorm.weight"), ((hidden,), "norm"))
-    if isinstance(spec, CompressedSpec):
-        stem = "mtp.0."
-        more = norms | {f"{name}.weight": ((hidden, hidden), "attn.o_b") for name in ("e_proj", "h_proj")}
-        more["norm.weight"] = (hidden,), "norm"
-    else:
-        stem = f"model.layers.{spec.num_layers}."
-        more = norms | {
-            "eh_proj.weight": ((hidden, 2 * hidden), "eh_proj"), "shared_head.norm.weight": ((hidden,), "norm"),
-            "shared_head.head.weight": ((vocab, hidden), "lm_head"), "embed_tokens.weight": ((vocab, hidden), "embed"),
-        }  # fmt: skip
-    own = [entry._replace(name=stem + entry.name.removeprefix(old)) for entry in last]
-    return own + [Entry(stem + name, shape, kind) for name, (shape, kind) in more.items()]
+        part = ".".join(name.split(".")[:2]) if kind != name else "embed" if name == "embed" else "head"
+        entries = found.setdefault(part, [])
+        entries += [Entry(source if form.fused else spelling.published(source), each, kind) for source in sources]
+    layers = [f"layers.{layer}" for layer in range(spec.num_layers)] + [f"mtp.{layer}" for layer in range(predicted)]
+    return iter([found[part] for part in ("embed", *layers, "head")])
 
 
 def _layout(entry: Entry, form: Form) -> WeightLayout | None:
@@ -256,36 +227,3 @@ def _packed(
     if layout.scale == "fp32":
         return codes, torch.exp2(exponents)
     return codes, (exponents.round() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-_TO_DEEPSEEK = (
-    (r"^lm_head\.", "head."),
-    (r"^model\.embed_tokens\.", "embed."),
-    (r"^model\.hc_head\.hc_", "hc_head_"),
-    (r"^model\.", ""),
-    (r"\.self_attn\.sinks$", ".attn.attn_sink"),
-    (r"\.self_attn\.", ".attn."),
-    (r"\.mlp\.", ".ffn."),
-    (r"(?<=\.)(attn|ffn)_hc\.", r"hc_\1_"),
-    (r"(?<=\.)input_layernorm\.", "attn_norm."),
-    (r"(?<=\.)post_attention_layernorm\.", "ffn_norm."),
-    (r"\.compressor\.indexer\.scorer\.", ".indexer."),
-    (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
-    (r"\.compressor\.indexer\.", ".indexer.compressor."),
-    (r"compressor\.kv_norm\.", "compressor.norm."),
-    (r"compressor\.position_bias$", "compressor.ape"),
-    (r"compressor\.gate_proj\.", "compressor.wgate."),
-    (r"\.q_a_norm\.", ".q_norm."),
-    (r"\.(q_a|q_b|kv|o_a|o_b)_proj\.", r".w\1."),
-    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
-    (r"\.gate_proj\.", ".w1."),
-    (r"\.down_proj\.", ".w2."),
-    (r"\.up_proj\.", ".w3."),
-)
-
-
-def deepseek_name(name: str) -> str:
-    """DeepSeek's name of a weight of DeepSeek-V4 that transformers calls ``name``."""
-    for pattern, replacement in _TO_DEEPSEEK:
-        name = re.sub(pattern, replacement, name)
-    return name

@@ -47,6 +47,21 @@ def quantisation_of(config: Mapping[str, Any]) -> Quantisation:
     return Quantisation(pair, inner or expert_dtype, scale_fmt)
 
 
+def quantisation_config(block: tuple[int, int], *, e8m0: bool, expert_dtype: str | None) -> dict[str, Any]:
+    """What a config.json says of e4m3 weights with a scale for every ``block``: the inverse of quantisation_of.
+
+    e8m0: whether scales are powers of two, however they are stored. expert_dtype: None where the architecture's configs
+    say nothing of it.
+    """
+    said: dict[str, Any] = {
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": list(block),
+            "scale_fmt": "ue8m0" if e8m0 else "float",
+        }
+    }  # fmt: skip
+    return said | ({} if expert_dtype is None else {"expert_dtype": expert_dtype})
+
+
 def _choice(config: Mapping[str, Any], what: str, key: str, allowed: tuple[str, ...]) -> str | None:
     value = config.get(key)
     if value is not None and value not in allowed:

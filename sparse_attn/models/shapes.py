@@ -1,6 +1,9 @@
-"""Names and shapes of the weights each forward needs. Names of layer i start with "layers.{i}."."""
+"""Names and shapes of the weights each forward needs. Names of layer i start with "layers.{i}.", those of layer m of
+multi-token prediction with "mtp.{m}."."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from sparse_attn.spec import CompressedSpec, MoeSpec, Spec
 
@@ -18,6 +21,26 @@ def param_shapes(spec: Spec | CompressedSpec) -> Shapes:
         own = _compressed_layer(spec, layer) if isinstance(spec, CompressedSpec) else _latent_layer(spec, layer)
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
     return shapes
+
+
+def prediction_shapes(spec: Spec | CompressedSpec, layers: int) -> Shapes:
+    """Shape of every weight of ``layers`` layers of multi-token prediction, which no forward here takes.
+
+    Each is a layer of the model, routed and with an indexer of its own (DeepSeek-V3.2, GLM-5), or over the window alone
+    (DeepSeek-V4), and projections of the token's embedding and of the hidden state. The first have an embedding and a
+    head of their own; DeepSeek-V4 has the streams' head.
+    """
+    hidden, norms = spec.hidden_size, ("enorm", "hnorm", "norm")
+    if isinstance(spec, CompressedSpec):
+        one = replace(spec, num_layers=1, layer_kinds=("window",), hash_layers=(False,))
+        own = _compressed_layer(one, 0) | dict.fromkeys(("e_proj", "h_proj"), (hidden, hidden))
+        own |= {f"head.{name}": shape for name, shape in _hyper_shapes(spec, spec.streams, 1).items()}
+    else:
+        one = replace(spec, num_layers=1, moe_layers=(True,), index_layers=(True,))
+        own = _latent_layer(one, 0) | {"eh_proj": (hidden, 2 * hidden)}
+        own |= dict.fromkeys(("embed", "lm_head"), (spec.vocab_size, hidden))
+    own |= dict.fromkeys(norms, (hidden,))
+    return {f"mtp.{layer}.{name}": shape for layer in range(layers) for name, shape in own.items()}
 
 
 def _latent_layer(spec: Spec, layer: int) -> Shapes:

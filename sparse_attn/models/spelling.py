@@ -14,28 +14,44 @@ _KV_B = ("attn.w_uk", "attn.w_uv")
 class Spelling:
     """Names of a checkpoint's weights, relative to their layer where they belong to one.
 
-    direct: read as they are, but for the shape. stacked: one after the other along the first dimension.
+    direct: read as they are, but for the shape. stacked: one after the other along the first dimension. prediction: as
+    direct, of what layers of multi-token prediction have beside a layer's weights. predicted: how many of these layers
+    are read; the others are left out on purpose.
     """
 
     direct: dict[str, str] = {}
     stacked: dict[str, tuple[str, ...]] = {}
+    prediction: dict[str, str] = {}
 
-    def __init__(self, spec: Spec | CompressedSpec):
-        self.spec = spec
+    def __init__(self, spec: Spec | CompressedSpec, predicted: int = 0):
+        self.spec, self.predicted = spec, predicted
 
     def rename(self, stored: str) -> str:
         """The name that a weight called ``stored`` in the files is read by."""
         return stored
 
+    def published(self, name: str) -> str:
+        """The name that a weight which is read as ``name`` has in files as they are published."""
+        return name
+
     def ignores(self, name: str) -> bool:
         """Whether ``name`` is left out on purpose."""
         match = re.match(r"model\.layers\.(\d+)\.", name)
-        beyond = match is not None and int(match[1]) >= self.spec.num_layers
+        beyond = match is not None and int(match[1]) >= self.spec.num_layers + self.predicted
         return beyond or name.endswith("rotary_emb.inv_freq")
+
+    def prediction_prefix(self, layer: int) -> str:
+        """What the names of a layer of multi-token prediction begin with."""
+        return f"model.layers.{self.spec.num_layers + layer}."
 
     def sources(self, name: str, checkpoint: Container[str]) -> list[str]:
         """The checkpoint's weights that a weight of the forward is read from."""
         prefix, kind = layer_of(name)
+        match = re.match(r"mtp\.(\d+)\.(.*)", name)
+        if match:
+            prefix, kind = self.prediction_prefix(int(match[1])), match[2]
+            if kind in self.prediction:
+                return [prefix + self.prediction[kind]]
         if kind in self.direct:
             return [prefix + self.direct[kind]]
         if kind in self.stacked:
@@ -62,6 +78,11 @@ def layer_of(name: str) -> tuple[str, str]:
     """(checkpoint prefix, name inside its layer) of a weight of the forward."""
     match = re.match(r"layers\.(\d+)\.(.*)", name)
     return (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
+
+
+def kind_of(name: str) -> str:
+    """The name of a weight inside its layer, be it one of multi-token prediction."""
+    return re.sub(r"^(layers|mtp)\.\d+\.", "", name)
 
 
 class LatentSpelling(Spelling):
@@ -95,16 +116,24 @@ class LatentSpelling(Spelling):
         "mlp.gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "moe.shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     }
+    prediction = {
+        "enorm": "enorm.weight",
+        "hnorm": "hnorm.weight",
+        "eh_proj": "eh_proj.weight",
+        "norm": "shared_head.norm.weight",
+        "embed": "embed_tokens.weight",
+        "lm_head": "shared_head.head.weight",
+    }
 
     spec: Spec
 
     def source_shape(self, name: str, shape: tuple[int, ...], sources: list[str]) -> tuple[int, ...]:
-        if layer_of(name)[1] in _KV_B:
+        if kind_of(name) in _KV_B:
             return (self.spec.num_heads * (self.spec.nope_dim + self.spec.v_dim), self.spec.kv_lora)
         return super().source_shape(name, shape, sources)
 
     def together(self, name: str) -> tuple[str, ...]:
-        kind = layer_of(name)[1]
+        kind = kind_of(name)
         return tuple(name.removesuffix(kind) + one for one in _KV_B) if kind in _KV_B else (name,)
 
 
@@ -136,6 +165,32 @@ _RENAMES = (
     (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."),
     (r"_proj\.scale$", "_proj.weight_scale_inv"),
+)
+
+# And back.
+_TO_DEEPSEEK = (
+    (r"^lm_head\.", "head."),
+    (r"^model\.embed_tokens\.", "embed."),
+    (r"^model\.hc_head\.hc_", "hc_head_"),
+    (r"^model\.", ""),
+    (r"\.self_attn\.sinks$", ".attn.attn_sink"),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.", ".ffn."),
+    (r"(?<=\.)(attn|ffn)_hc\.", r"hc_\1_"),
+    (r"(?<=\.)input_layernorm\.", "attn_norm."),
+    (r"(?<=\.)post_attention_layernorm\.", "ffn_norm."),
+    (r"\.compressor\.indexer\.scorer\.", ".indexer."),
+    (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
+    (r"\.compressor\.indexer\.", ".indexer.compressor."),
+    (r"compressor\.kv_norm\.", "compressor.norm."),
+    (r"compressor\.position_bias$", "compressor.ape"),
+    (r"compressor\.gate_proj\.", "compressor.wgate."),
+    (r"\.q_a_norm\.", ".q_norm."),
+    (r"\.(q_a|q_b|kv|o_a|o_b)_proj\.", r".w\1."),
+    (r"\.gate\.e_score_correction_bias$", ".gate.bias"),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.down_proj\.", ".w2."),
+    (r"\.up_proj\.", ".w3."),
 )
 
 
@@ -180,16 +235,37 @@ class CompressedSpelling(Spelling):
         "moe.shared_gate_up": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     }
 
+    prediction = {
+        "enorm": "enorm.weight",
+        "hnorm": "hnorm.weight",
+        "e_proj": "e_proj.weight",
+        "h_proj": "h_proj.weight",
+        "norm": "norm.weight",
+        "head.fn": "hc_head_fn",
+        "head.base": "hc_head_base",
+        "head.scale": "hc_head_scale",
+    }
+
     def rename(self, stored: str) -> str:
         name = stored
         for pattern, replacement in _RENAMES:
             name = re.sub(pattern, replacement, name)
         return name
 
+    def published(self, name: str) -> str:
+        for pattern, replacement in _TO_DEEPSEEK:
+            name = re.sub(pattern, replacement, name)
+        return name
+
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or name.startswith("mtp.")
+        read = tuple(self.prediction_prefix(layer) for layer in range(self.predicted))
+        return super().ignores(name) or name.startswith("mtp.") and not name.startswith(read)
+
+    def prediction_prefix(self, layer: int) -> str:
+        return f"mtp.{layer}."
 
 
-def spelling_of(spec: Spec | CompressedSpec) -> Spelling:
-    """How checkpoints of ``spec``'s architecture name their weights."""
-    return (CompressedSpelling if isinstance(spec, CompressedSpec) else LatentSpelling)(spec)
+def spelling_of(spec: Spec | CompressedSpec, predicted: int = 0) -> Spelling:
+    """How checkpoints of ``spec``'s architecture name their weights. predicted: layers of multi-token prediction that
+    are read, too."""
+    return (CompressedSpelling if isinstance(spec, CompressedSpec) else LatentSpelling)(spec, predicted)
