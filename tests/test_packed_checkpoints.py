@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import stays_packed
 from sparse_attn.models.published import write_published
+from sparse_attn.models.saving import save
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.model import Model
@@ -227,6 +228,53 @@ def test_the_device_holds_the_bytes_of_the_files(written, name, form):
                 and f"layers.{SPECS[name].num_layers}." not in key)  # fmt: skip
     held = sum(value.codes.nbytes for key, value in params.items() if key.endswith(("moe.gate_up", "moe.down")))
     assert held == codes > 0
+
+
+def tensors_of(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name,form", CASES)
+def test_save_writes_the_files_tensors_back(written, tmp_path, name, form):
+    """By name, dtype, shape and bytes, but for kv_b, which the forward holds expanded."""
+    spec, folder, fused = SPECS[name], written(name, form), form == "fused"
+    params = load(folder, expand=False, mtp=not fused)[1]
+    total = save(tmp_path, spec, params, names="transformers" if fused else "published")
+    got, want = tensors_of(tmp_path), tensors_of(folder)
+    assert total == sum(value.nbytes for value in got.values())
+    apart = {key for key in want if "kv_b_proj" in key} if form != "bf16" else set()
+    if fused:  # in transformers' files these are fp32
+        apart |= {key for key in want if key.endswith(("gate.weight", "weights_proj.weight"))}
+    assert got.keys() - apart == want.keys() - apart
+    for key in want.keys() - apart:
+        assert got[key].dtype == want[key].dtype and got[key].shape == want[key].shape, key
+        assert torch.equal(got[key].view(torch.uint8), want[key].view(torch.uint8)), key
+    said, wanted = (json.loads((path / "config.json").read_text()) for path in (tmp_path, folder))
+    said.get("quantization_config", {}).pop("modules_to_not_convert", None)
+    keys = ("quantization_config", "expert_dtype", "num_nextn_predict_layers", "dtype")
+    assert [said.get(key) or None for key in keys] == [wanted.get(key) or None for key in keys]
+    again = load(tmp_path, expand=False, mtp=not fused)[1]
+    assert {key: weight.layout for key, weight in again.items() if isinstance(weight, PackedWeight)} == {
+        key: weight.layout for key, weight in params.items() if isinstance(weight, PackedWeight)
+    }
+
+
+def test_fused_experts_are_saved_apart_and_together(written, tmp_path):
+    """Halves of 64 rows under a scale for 128 rows of both: apart each has it. Halves with scales of their own are no
+    fused weight in blocks of 128 rows."""
+    apart, together = (load(written("v32", form), expand=False)[1] for form in ("published", "fused"))
+    save(tmp_path / "apart", SPECS["v32"], together, names="published")
+    again = load(tmp_path / "apart", expand=False)[1]
+    for kind in ("gate_up", "down"):
+        got, want = again[f"layers.1.moe.{kind}"], together[f"layers.1.moe.{kind}"]
+        assert torch.equal(dequantise(got), dequantise(want))
+    with pytest.raises(ValueError, match="weight layers.1.moe.gate_up: got scales that differ within 128 rows"):
+        save(tmp_path / "together", SPECS["v32"], apart)
+    assert not (tmp_path / "together").exists()
 
 
 MTP = {  # of the layer's own weights: those of the forward, and the tensors of the files

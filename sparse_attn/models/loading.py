@@ -23,13 +23,13 @@ from sparse_attn.models.filling import Reading, fill, reading_of
 from sparse_attn.models.params import hold_weight, model_rope_tables
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
-from sparse_attn.models.spelling import Spelling, spelling_of
+from sparse_attn.models.spelling import PREDICTED, Spelling, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
 from sparse_attn.spec.fields import short
 from sparse_attn.weight_layout import Weight
 
 _SHOWN = 8  # names an error lists before it counts the rest
-_PREDICTED, _MOST_PREDICTED = "num_nextn_predict_layers", 64
+_MOST_PREDICTED = 64
 _COUNTED = 1000  # missing names after which it stops to look
 
 
@@ -78,10 +78,10 @@ def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
 
 def _predicted(config: Mapping[str, Any]) -> int:
     """How many layers of multi-token prediction a config.json says there are."""
-    layers = config.get(_PREDICTED, 0)
+    layers = config.get(PREDICTED, 0)
     if type(layers) is not int or not 1 <= layers <= _MOST_PREDICTED:
         raise ValueError(
-            f"config {_PREDICTED}: got {short(layers)}, allowed: 1 to {_MOST_PREDICTED}, or mtp=False, which reads none"
+            f"config {PREDICTED}: got {short(layers)}, allowed: 1 to {_MOST_PREDICTED}, or mtp=False, which reads none"
         )
     return layers
 

@@ -21,7 +21,7 @@ from sparse_attn.models.params import INTEGER_NAMES, param_dtype
 from sparse_attn.models.quantisation import quantisation_config
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.models.shards import INDEX, WEIGHTS
-from sparse_attn.models.spelling import kind_of, spelling_of
+from sparse_attn.models.spelling import PREDICTED, kind_of, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec, to_hf_config
 from sparse_attn.weight_layout import E2M1_VALUES, WeightLayout
 
@@ -129,7 +129,7 @@ def first_layers(spec: Spec | CompressedSpec, layers: int) -> Spec | CompressedS
 
 def _said(spec: Spec | CompressedSpec, form: Form) -> dict[str, Any]:
     """What the config says of the form."""
-    said: dict[str, Any] = {"dtype": "bfloat16", "num_nextn_predict_layers": 0 if form.fused else 1}
+    said: dict[str, Any] = {"dtype": "bfloat16", PREDICTED: 0 if form.fused else 1}
     if form.linears is None:
         return said
     compressed = isinstance(spec, CompressedSpec)

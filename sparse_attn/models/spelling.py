@@ -7,6 +7,7 @@ from collections.abc import Container
 
 from sparse_attn.spec import CompressedSpec, Spec
 
+PREDICTED = "num_nextn_predict_layers"  # what a config.json calls the number of layers of multi-token prediction
 _FUSED_GATE_UP, _FUSED_DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 _KV_B = ("attn.w_uk", "attn.w_uv")
 
