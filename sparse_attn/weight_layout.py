@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn import checks
-from sparse_attn.fp8 import fp8_decode, power_of
+from sparse_attn.fp8 import ceil_pow2, exponent_of, fp8_decode, fp8_encode, power_of
 from sparse_attn.torch_private import exported
 
 CODE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8}
 CODES_PER_BYTE = {"e4m3": 1, "e2m1": 2}
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+GREATEST_CODE = {"e4m3": 448.0, "e2m1": 6.0}
 E8M0_NAN = 255
 
 
@@ -167,6 +168,43 @@ def dequantise(weight: Weight) -> torch.Tensor:
     at_row = (torch.arange(rows, device=device) + layout.first_row) // layout.block[0]
     at_column = torch.arange(columns, device=device) // layout.block[1]
     return values * scales[..., at_row, :][..., at_column]
+
+
+def quantise(values: torch.Tensor, layout: WeightLayout, *, powers: bool = False) -> PackedWeight:
+    """fp32 values [..., rows, columns] as codes and scales, rounded to the nearest, ties to even codes.
+
+    A block's scale is its largest magnitude over that of the codes; rounded up to a power of two where the layout holds
+    e8m0 bytes or ``powers`` asks for it, at least 2^-126. A block of zeros has scale 1. ValueError for values that are
+    not finite.
+    """
+    values = values.float()
+    if not bool(values.isfinite().all()):
+        raise ValueError("values: got NaN or infinite ones, allowed: finite numbers")
+    if layout.first_row:
+        raise ValueError(f"layout: got {layout.name}, which begins inside of a block, allowed: whole blocks")
+    (*leading, rows, columns), (high, wide) = values.shape, layout.block
+    down, across = layout.grid(rows, columns)
+    padded = torch.nn.functional.pad(values, (0, across * wide - columns, 0, down * high - rows))
+    blocks = padded.view(*leading, down, high, across, wide)
+    amax = blocks.abs().amax((-3, -1))
+    scales = (amax / torch.full_like(amax, GREATEST_CODE[layout.codes])).clamp_min(2.0**-126)
+    scales = torch.where(amax == 0, 1.0, ceil_pow2(scales) if powers or layout.scale == "e8m0" else scales)
+    scaled = (blocks / scales.unsqueeze(-1).unsqueeze(-3)).view(padded.shape)[..., :rows, :columns]
+    if layout.codes == "e4m3":
+        codes = fp8_encode(scaled, "e4m3fn").view(torch.float8_e4m3fn)
+    else:
+        codes = _e2m1_codes(scaled)
+    return packed_weight(codes, exponent_of(scales) if layout.scale == "e8m0" else scales, layout)
+
+
+def _e2m1_codes(values: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., columns / 2] of fp32 values: the nearest of E2M1_VALUES; of two as near, that of the even code."""
+    between = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device=values.device)
+    even = torch.tensor([0, 1, 0, 1, 0, 1, 0], dtype=torch.bool, device=values.device)
+    bounds = torch.where(even, torch.nextafter(between, torch.zeros_like(between)), between)
+    codes = torch.bucketize(values.abs().contiguous(), bounds).to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return low | (high << 4)
 
 
 def _code_values(codes: torch.Tensor, layout: WeightLayout) -> torch.Tensor:

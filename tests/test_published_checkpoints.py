@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from sparse_attn.models.forms import first_layers
 from sparse_attn.models.loading import load
-from sparse_attn.models.published import first_layers, published_bytes, write_published
+from sparse_attn.models.published import published_bytes, write_published
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.models.spelling import spelling_of
 from sparse_attn.runtime.cli import main

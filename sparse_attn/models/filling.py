@@ -22,6 +22,7 @@ from sparse_attn.weight_layout import (
     CODE_DTYPE,
     CODES_PER_BYTE,
     E8M0_NAN,
+    GREATEST_CODE,
     SCALE_DTYPE,
     PackedWeight,
     Weight,
@@ -35,7 +36,6 @@ from sparse_attn.weight_layout import (
 BAND = {"cpu": 1 << 18, "cuda": 1 << 24}  # values that are expanded at a time
 _FINITE = sys.float_info.max
 _FP32_MAX = torch.finfo(torch.float32).max
-_GREATEST_CODE = {"e4m3": 448.0, "e2m1": 6.0}
 # Where an infinite value means something: no sink, and an expert that is never chosen.
 _MAY_BE_INFINITE = (".sink", "moe.bias")
 
@@ -133,7 +133,7 @@ def is_finite(weight: PackedWeight) -> bool:
         greatest = max(-least, most)
         if not math.isfinite(least) or not math.isfinite(most):
             return False
-    if greatest * _GREATEST_CODE[layout.codes] <= _FP32_MAX:
+    if greatest * GREATEST_CODE[layout.codes] <= _FP32_MAX:
         return True
     return all(bool(values.isfinite().all()) for values in _expanded_bands(weight))
 

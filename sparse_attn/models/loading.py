@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,25 +45,46 @@ def load(
     of each tensor of the files once it is read, and those of all that are. ValueError names the config key or the
     weight at fault, and the file it is in. Faults that headers show are found before anything is allocated.
     """
-    folder = Path(folder)
-    config, spec = read_config(folder)
-    with _naming(folder / "config.json"):
-        quantisation, predicted = quantisation_of(config), _predicted(config) if mtp else 0
-    spelling, shapes = spelling_of(spec, predicted), param_shapes(spec) | prediction_shapes(spec, predicted)
-    checkpoint = Checkpoint(folder, quantisation, spelling.rename)
-    readings = _readings(checkpoint, spec, spelling, shapes, expand)
+    opened = open_checkpoint(folder, mtp=mtp)
+    spec, checkpoint = opened.spec, opened.checkpoint
+    readings = readings_of(opened, expand)
     total = sum(map(checkpoint.nbytes, {source for one in readings.values() for source in one.sources}))
     params: dict[str, Weight] = {}
-    for name in shapes:
+    for name in readings:
         if name in params:  # came with another of the same source
             continue
-        names = spelling.together(name)
+        names = opened.spelling.together(name)
         found = fill(
             [readings[one] for one in names], checkpoint, spec,
             device=device, dtype=dtype, told=lambda nbytes: progress(nbytes, total),
         )  # fmt: skip
         params |= {one: hold_weight(weight) for one, weight in zip(names, found)}
     return spec, params | model_rope_tables(spec, device)
+
+
+class Opened(NamedTuple):
+    """A checkpoint of which nothing but config and headers have been read. shapes: of the weights that it must hold."""
+
+    config: dict[str, Any]
+    spec: Spec | CompressedSpec
+    checkpoint: Checkpoint
+    spelling: Spelling
+    shapes: Shapes
+
+
+def open_checkpoint(folder: str | Path, *, mtp: bool | None) -> Opened:
+    """The checkpoint in ``folder``. mtp: with its layers of multi-token prediction; None: where the files have any."""
+    folder = Path(folder)
+    config, spec = read_config(folder)
+    with _naming(folder / "config.json"):
+        quantisation, predicted = quantisation_of(config), _predicted(config) if mtp else 0
+    checkpoint = Checkpoint(folder, quantisation, spelling_of(spec).rename)
+    prefix = spelling_of(spec).prediction_prefix(0)
+    if mtp is None and any(name.startswith(prefix) for name in checkpoint.names()):
+        with _naming(folder / "config.json"):
+            predicted = _predicted(config)
+    shapes = param_shapes(spec) | prediction_shapes(spec, predicted)
+    return Opened(config, spec, checkpoint, spelling_of(spec, predicted), shapes)
 
 
 def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
@@ -95,11 +116,10 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _readings(
-    checkpoint: Checkpoint, spec: Spec | CompressedSpec, spelling: Spelling, shapes: Shapes, expand: bool
-) -> dict[str, Reading]:
+def readings_of(opened: Opened, expand: bool) -> dict[str, Reading]:
     """How every weight is read. ValueError that names every weight that is missing, that nothing reads or that cannot
     be read. No weight has been read then."""
+    _, spec, checkpoint, spelling, shapes = opened
     wanted, missing = set(), []
     for name in shapes:
         sources = spelling.sources(name, checkpoint)

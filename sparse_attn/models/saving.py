@@ -16,6 +16,7 @@ import torch
 from sparse_attn import checks
 from sparse_attn.files import replacing
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
+from sparse_attn.models.forms import EXPERTS, NARROW, Names
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype
 from sparse_attn.models.quantisation import Quantisation, quantisation_config
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
@@ -33,18 +34,6 @@ from sparse_attn.weight_layout import (
 )
 
 NAMES = ("transformers", "published")
-EXPERTS = ("moe.gate_up", "moe.down")
-NARROW = ("moe.gate", "index.weights")  # bf16 in published files, fp32 in the forward
-
-
-class _Fused:
-    """A checkpoint of which a spelling may take fused experts to be there, or not to be."""
-
-    def __init__(self, fused: bool):
-        self.fused = fused
-
-    def __contains__(self, name: str) -> bool:
-        return self.fused
 
 
 def save(
@@ -109,10 +98,10 @@ def checkpoint_tensors(
             raise ValueError(f"weight {name}: got shape {list(weight_shape(weight))}, allowed: {list(shape)}")
         if kind == "attn.w_uv":  # kv_b holds both and was written with w_uk
             continue
-        sources = spelling.sources(name, _Fused(fused))
+        sources = spelling.sources(name, Names(fused))
         if isinstance(weight, PackedWeight):
             each = spelling.source_shape(name, shape, sources)
-            for source, part in zip(sources, _parts(weight, each)):
+            for source, part in zip(sources, parts_of(weight, each)):
                 codes, scales = _packed(name, part, block[0])
                 scale = source.removesuffix("weight") + "scale" if short else source + SCALE_SUFFIX
                 tensors |= {source: codes, scale: scales}
@@ -175,7 +164,7 @@ def _said(spec: Spec | CompressedSpec, params: Mapping[str, Weight]) -> dict[str
     return said
 
 
-def _parts(weight: PackedWeight, each: tuple[int, ...]) -> Iterator[PackedWeight]:
+def parts_of(weight: PackedWeight, each: tuple[int, ...]) -> Iterator[PackedWeight]:
     """``weight`` in parts of shape ``each``, along its rows, as views."""
     shape = weight_shape(weight)
     if len(each) == len(shape) and each[-2] == shape[-2]:
@@ -201,7 +190,7 @@ def _has_short_scales(spec: Spec | CompressedSpec, params: Mapping[str, Weight])
 def _packed(name: str, part: PackedWeight, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a packed weight as files have them."""
     layout = parse_weight_layout(part.layout)
-    scales = part.scales if layout.codes == "e2m1" else _in_blocks(name, part, rows)
+    scales = part.scales if layout.codes == "e2m1" else in_blocks(name, part, rows)
     codes, scales = (value.detach().to("cpu").contiguous().clone() for value in (part.codes, scales))
     return (
         codes.view(torch.int8) if layout.codes == "e2m1" else codes,
@@ -209,7 +198,7 @@ def _packed(name: str, part: PackedWeight, rows: int) -> tuple[torch.Tensor, tor
     )
 
 
-def _in_blocks(name: str, weight: PackedWeight, rows: int) -> torch.Tensor:
+def in_blocks(name: str, weight: PackedWeight, rows: int) -> torch.Tensor:
     """The scales of ``weight`` in blocks of ``rows`` rows that begin with it."""
     layout = parse_weight_layout(weight.layout)
     if layout.block[0] == rows and not layout.first_row:
