@@ -68,6 +68,27 @@ PYTHON = [
         ("tests/test_sampling_filters.py::test_penalties_are_the_oracles",),
     ),
     Mutation(
+        "resumed-among-others-blocks", "a preempted request goes on over what its new blocks held before",
+        "sparse_attn/runtime/batching.py",
+        "        put_back(paged(self.caches), blocks, parked.blocks)\n",
+        "",
+        ("tests/test_batching.py::test_the_youngest_gives_way_and_goes_on_with_the_same_tokens",),
+    ),
+    Mutation(
+        "prefix-without-its-rings", "a request begins with another's blocks and its own row's old rings",
+        "sparse_attn/runtime/batching.py",
+        "            copy_row(ringed(self.caches), ring, row)\n        request.computed",
+        "            pass\n        request.computed",
+        ("tests/test_batching.py::test_a_prefix_computed_by_another_is_the_same_to_the_bit",),
+    ),
+    Mutation(
+        "prefix-key-of-the-block-alone", "the same tokens after other ones are taken for the same prefix",
+        "sparse_attn/runtime/prefixes.py",
+        "hashlib.blake2b(key + ids.tobytes()",
+        "hashlib.blake2b(ids.tobytes()",
+        ("tests/test_prefixes.py::test_a_prompt_begins_with_the_longest_prefix_and_computes_at_least_one_token",),
+    ),
+    Mutation(
         "first-token-not-counted", "penalties do not know of the token that prefill drew",
         "sparse_attn/runtime/steps.py",
         "count_drawn(state.draws, tokens, torch.ones_like(tokens, dtype=torch.bool), whose)",

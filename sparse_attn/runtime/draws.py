@@ -96,6 +96,24 @@ def draws_of(
     return Draws(**columns)
 
 
+def row_draws(sampling: Sampling, vocab_size: int, *, prompt: Sequence[int], penalties: bool, stop_ids: int) -> Draws:
+    """A row of draws on the host, with every field that some request may use. penalties: whether one may ask for them.
+    stop_ids: how many it may have."""
+    columns: dict[str, torch.Tensor] = {
+        name: torch.tensor([getattr(sampling, name)], dtype=dtype, device="cpu")
+        for name, dtype in DTYPES.items()
+        if penalties or name not in PENALTIES
+    }
+    if penalties:
+        columns["counts"] = torch.zeros(1, vocab_size, dtype=torch.int32, device="cpu")
+        columns["prompted"] = torch.zeros(1, vocab_size, dtype=torch.bool, device="cpu")
+        columns["prompted"][0, torch.tensor(prompt, dtype=torch.int64, device="cpu")] = True
+    if stop_ids:
+        padded = [*sampling.stop_ids] + [-1] * (stop_ids - len(sampling.stop_ids))
+        columns["stop_ids"] = torch.tensor([padded], dtype=torch.int64, device="cpu")
+    return Draws(**columns)
+
+
 def check_counted(sampling: Sampling, draws: Draws | None) -> None:
     """ValueError where ``sampling`` asks for penalties and nothing counts the tokens."""
     if draws is None and sampling.penalises:

@@ -85,6 +85,12 @@ class Model(torch.nn.Module):
         """Whether requests own rings beside blocks: window keys and compressor state."""
         return isinstance(self.spec, CompressedSpec)
 
+    def invariant(self) -> Model:
+        """The model with batch_invariant, of the same weights; itself where it is."""
+        if self.batch_invariant:
+            return self
+        return Model(self.spec, self.params, self.layouts, self.impl, self.logits_bytes, batch_invariant=True)
+
     def allocate_caches(
         self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
     ) -> AnyCaches:

@@ -357,10 +357,18 @@ class EagerDecode(DecodeRows):
             tokens[number].copy_(self._history[place, :width], non_blocking=True)
             if logprobs is not None and self._logprobs is not None:
                 logprobs[number].copy_(self._logprobs[place, :width], non_blocking=True)
-            on_gpu = self._tokens.is_cuda
-            arrived.append(torch.cuda.current_stream(self._tokens.device).record_event() if on_gpu else None)
+            arrived.append(passed(self._tokens.device))
             self._taken += 1
         return TokenStream(tokens, arrived, logprobs)
+
+
+def passed(device: torch.device) -> torch.cuda.Event | None:
+    """An event of what was launched on the current stream of ``device``; None on a CPU, where it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _put(mine: torch.Tensor, rows: Sequence[int], given: torch.Tensor) -> None:

@@ -1,0 +1,82 @@
+"""What a scheduler knows of a request, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.runtime.draws import Sampling
+
+
+class Finished(NamedTuple):
+    """tokens: all that were delivered, the one that ended the request among them. reason: "length" (max_new_tokens),
+    "stop" (a stop id), "ended" (on_token returned True) or "cancelled". logprobs: of the tokens under the model's own
+    softmax, where kept."""
+
+    request: int
+    tokens: list[int]
+    reason: str
+    logprobs: list[float] | None
+
+
+class Occupancy(NamedTuple):
+    """Counts of a moment. rows, running: there are, and in use. waiting: requests without a row. blocks, free: there
+    are, and nobody holds but kept prefixes. tokens: delivered so far. reused: tokens of prompts that were not computed
+    again. preempted: how often."""
+
+    rows: int
+    running: int
+    waiting: int
+    blocks: int
+    free: int
+    tokens: int
+    reused: int
+    preempted: int
+
+
+class Parked(NamedTuple):
+    """What a preempted request had on the device, on the host."""
+
+    blocks: list[torch.Tensor]
+    rings: list[torch.Tensor]
+    token: torch.Tensor
+    seq_len: torch.Tensor
+    counts: torch.Tensor | None
+
+
+@dataclass(order=True)
+class Request:
+    """number: in order of arrival. computed: tokens of the prompt that steps were launched for. drawn: tokens that
+    steps were launched for. border: where its prompt's prefix is shared with what was kept. reason: why it is over."""
+
+    number: int
+    prompt: list[int] = field(compare=False)
+    max_new_tokens: int = field(compare=False)
+    sampling: Sampling = field(compare=False)
+    seed: int = field(compare=False)
+    on_token: Callable[[int, int], object] | None = field(compare=False)
+    row: int | None = field(default=None, compare=False)
+    computed: int = field(default=0, compare=False)
+    drawn: int = field(default=0, compare=False)
+    border: int = field(default=0, compare=False)
+    tokens: list[int] = field(default_factory=list, compare=False)
+    logprobs: list[float] = field(default_factory=list, compare=False)
+    parked: Parked | None = field(default=None, compare=False)
+    reason: str | None = field(default=None, compare=False)
+
+    @property
+    def most(self) -> int:
+        """Tokens it writes keys of; the last one drawn is never fed."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def length(self) -> int:
+        """Tokens including the next input."""
+        return len(self.prompt) + self.drawn
+
+    @property
+    def decoding(self) -> bool:
+        return 0 < self.drawn < self.max_new_tokens

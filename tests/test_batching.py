@@ -1,0 +1,307 @@
+"""Requests that come and go: who runs when, that nobody is lost, and that company changes nothing."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import long
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.hashing import alone, hashing_model
+from support.ledger import check_ledger
+
+from sparse_attn.models.params import random_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.batching import Batching
+from sparse_attn.runtime.generate import generate
+from sparse_attn.runtime.steps import Model, Sampling
+from sparse_attn.spec import CompressedSpec, preset
+
+NAMES = ("tiny_v32", "tiny_glm5", "tiny_v4")
+BLOCK = 8
+
+
+def model_of(name: str, device="cpu", cache="fp32", layers: int = 3) -> Model:
+    spec = preset(name)
+    if isinstance(spec, CompressedSpec):
+        spec = replace(
+            spec, num_layers=layers, layer_kinds=("window", "indexed", "full")[:layers], window=8, full_ratio=BLOCK,
+            hash_layers=spec.hash_layers[:layers], index=replace(spec.index, top_k=8),
+        )  # fmt: skip
+    else:
+        spec = replace(
+            spec, num_layers=layers, moe_layers=spec.moe_layers[:layers], index_layers=spec.index_layers[:layers],
+            index=replace(spec.index, top_k=16),
+        )  # fmt: skip
+    return Model(spec, random_params(spec, seed=0, device=device), cache_layouts(spec, cache))
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {}
+
+
+@pytest.fixture
+def model(request, models):
+    """One of a preset, made once."""
+    name = request.param
+    return models[name] if name in models else models.setdefault(name, model_of(name, layers=3 if long() else 2))
+
+
+def on(*names):
+    """For some presets in CI, all where every case is asked for."""
+    return pytest.mark.parametrize("model", NAMES if long() else names, indirect=True)
+
+
+def batching_of(model, **options) -> Batching:
+    small = dict(rows=3, num_blocks=24, max_context=64, block_size=BLOCK, prefill_tokens=16, piece=2, snapshots=3)
+    return Batching(model, **(small | options))
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(256) for _ in range(count)]
+
+
+@on("tiny_v32")
+def test_requests_of_all_kinds_draw_what_they_draw_alone(model):
+    """Sampling, seeds, penalties and stop ids of their own; more of them than rows."""
+    batching = batching_of(model, penalties=True, logprobs=True, stop_ids=100)
+    kinds = [
+        (ids(20), 9, Sampling(), 0),
+        (ids(3, 1), 12, Sampling(temperature=0.9, top_k=20), 5),
+        (ids(17, 2), 1, Sampling(temperature=1.0, top_p=0.8), 6),
+        (ids(8, 3), 10, Sampling(temperature=0.7, repetition=1.5, frequency=0.3), 7),
+        (ids(40, 4), 6, Sampling(temperature=1.0, stop_ids=tuple(range(100))), 8),
+        (ids(16, 5), 12, Sampling(temperature=1.0, min_p=0.1, stop_ids=tuple(range(0, 256, 40))), 9),
+    ]
+    heard: dict[int, list[int]] = {}
+    numbers = [
+        batching.submit(
+            prompt, max_new_tokens=most, sampling=sampling, seed=seed,
+            on_token=lambda number, token: heard.setdefault(number, []).append(token),
+        )
+        for prompt, most, sampling, seed in kinds
+    ]  # fmt: skip
+    done = {one.request: one for one in batching.drain()}
+    assert batching.idle and sorted(done) == numbers and heard == {one: done[one].tokens for one in done}
+    for number, (prompt, most, sampling, seed) in zip(numbers, kinds):
+        want = generate(
+            model, [prompt], max_new_tokens=most, sampling=sampling, seeds=[seed], block_size=BLOCK, logprobs=0
+        )
+        assert done[number].tokens == want.tokens[0], number
+        torch.testing.assert_close(torch.tensor(done[number].logprobs), want.logprobs[0].drawn, atol=1e-4, rtol=1e-4)
+        assert done[number].reason == ("stop" if want.tokens[0][-1] in sampling.stop_ids else "length")
+    check_ledger(batching)
+    assert batching.occupancy().free == batching.pool.num_blocks
+
+
+@on("tiny_v4")
+def test_the_youngest_gives_way_and_goes_on_with_the_same_tokens(model):
+    """Blocks for one request and a bit: the second is preempted, more than once, and draws what it draws alone."""
+    batching = batching_of(model, num_blocks=6, penalties=True)
+    kinds = [(ids(17), 22, Sampling()), (ids(9, 1), 22, Sampling(temperature=1.0, presence=0.5))]
+    for prompt, most, sampling in kinds:
+        batching.submit(prompt, max_new_tokens=most, sampling=sampling)
+    done = {}
+    while not batching.idle:
+        done |= {one.request: one.tokens for one in batching.step()}
+        check_ledger(batching)
+    assert batching.occupancy().preempted >= 1 and list(done) == [0, 1]
+    for number, (prompt, most, sampling) in enumerate(kinds):
+        assert (
+            done[number]
+            == generate(model, [prompt], max_new_tokens=most, sampling=sampling, block_size=BLOCK).tokens[0]
+        )
+
+
+def drawn(batching, prompt, most=5):
+    batching.submit(prompt, max_new_tokens=most, sampling=Sampling(temperature=1.0))
+    (done,) = batching.drain()
+    return done.tokens, done.logprobs
+
+
+@on("tiny_v32", "tiny_v4")
+def test_a_request_alone_and_among_others_is_the_same_to_the_bit(model):
+    """Batch-invariant: tokens and log-probabilities, whoever comes, leaves, is cancelled or preempted beside it, and
+    wherever its prompt is cut."""
+    options = dict(batch_invariant=True, logprobs=True, num_blocks=12)
+    prompt = ids(21, 9)
+    want = drawn(batching_of(model, **options), prompt, most=12)
+    for seed in range(10 if long() else 1):
+        batching, draw = batching_of(model, **options), random.Random(seed)
+        for other in range(3):
+            batching.submit(ids(draw.randint(1, 40), other), max_new_tokens=draw.randint(1, 20))
+        batching.step()
+        number = batching.submit(prompt, max_new_tokens=12, sampling=Sampling(temperature=1.0))
+        others = [
+            batching.submit(ids(draw.randint(1, 30), n), max_new_tokens=draw.randint(1, 20)) for n in range(7, 10)
+        ]
+        found = []
+        while not batching.idle:
+            found += batching.step()
+            if draw.random() < 0.1:
+                batching.cancel(draw.choice(others))
+        (mine,) = [one for one in found if one.request == number]
+        assert (mine.tokens, mine.logprobs) == want
+
+
+@on("tiny_v32", "tiny_v4")
+def test_a_prefix_computed_by_another_is_the_same_to_the_bit(model):
+    """Two prompts with 24 tokens in common; the second begins with the first one's blocks, for V4 with its rings too,
+    and a third with what the second left where it branched off."""
+    options = dict(batch_invariant=True, logprobs=True, snapshots=6)
+    common = ids(3 * BLOCK, 3)
+    prompts = [common + ids(11, 4), common + ids(15, 5), common + ids(2, 6)]
+    fresh = [drawn(batching_of(model, share=False, **options), prompt) for prompt in prompts]
+    batching = batching_of(model, **options)
+    assert [drawn(batching, prompt) for prompt in prompts] == fresh
+    shared = batching.occupancy().reused
+    assert shared == (40 if model.has_rings else 48)  # V4: 16, where the first was cut, and 24, where the second left
+    assert drawn(batching, prompts[0]) == fresh[0] and batching.occupancy().reused == shared + 32  # its last border
+    check_ledger(batching)
+
+
+def test_a_prompt_that_is_cancelled_leaves_what_it_computed():
+    model = model_of("tiny_v32")
+    batching = batching_of(model)
+    number = batching.submit(ids(40), max_new_tokens=5)
+    batching.step()
+    assert batching.cancel(number) and not batching.cancel(number)
+    assert [(one.request, one.reason, one.tokens) for one in batching.step()] == [(number, "cancelled", [])]
+    assert batching.idle and batching.occupancy().free == 24 and not batching.cancel(number)
+    batching.submit(ids(40), max_new_tokens=1)
+    batching.drain()
+    assert batching.occupancy().reused == 16
+
+
+def test_nobody_overtakes_and_newcomers_do_not_stop_the_others():
+    """The first decodes while the long prompt of the second is computed piece by piece; the third, which would fit,
+    waits for the fourth place of the queue to come."""
+    model = model_of("tiny_v32")
+    batching = batching_of(model, rows=2, share=False)
+    times: dict[int, list[int]] = {}
+    now = 0
+    for length, most in ((4, 20), (60, 3), (2, 2), (2, 2)):
+        batching.submit(
+            ids(length), max_new_tokens=most, on_token=lambda number, _: times.setdefault(number, []).append(now)
+        )
+    while not batching.idle:
+        now += 1
+        batching.step()
+        check_ledger(batching)
+    assert times[0][0] == 1 and times[1][0] == 4  # 60 tokens in steps of 16, after 4 of the other one
+    assert [times[0].count(step) for step in range(1, 5)] == [3, 2, 2, 2]
+    assert times[2][0] > times[1][-1] - 1 and times[3][0] >= times[2][0]
+
+
+def test_callbacks_may_submit_cancel_end_and_raise():
+    model = model_of("tiny_v32")
+    batching = batching_of(model)
+
+    def submits(number, token):
+        if len(born) < 1:
+            born.append(batching.submit(ids(3, 1), max_new_tokens=2))
+
+    def raises(number, token):
+        seen.append(token)
+        if len(seen) == 2:
+            raise KeyError("mine")
+
+    born, seen = [], []
+    first = batching.submit(ids(5), max_new_tokens=6, on_token=submits)
+    second = batching.submit(ids(5, 2), max_new_tokens=6, on_token=lambda *_: True)
+    third = batching.submit(ids(5, 3), max_new_tokens=6, on_token=raises)
+    fourth = batching.submit(ids(5, 4), max_new_tokens=6, on_token=lambda *_: batching.cancel(fourth) and None)
+    done, raised = {}, 0
+    while not batching.idle:
+        try:
+            done |= {one.request: one for one in batching.step()}
+        except KeyError:
+            raised += 1
+        check_ledger(batching)
+    assert raised == 1 and seen == done[third].tokens and len(seen) == 6
+    assert [done[n].reason for n in (first, second, third, fourth, *born)] == [
+        "length",
+        "ended",
+        "length",
+        "cancelled",
+        "length",
+    ]
+    assert len(done[second].tokens) == len(done[fourth].tokens) == 1
+
+
+def test_what_can_never_run_is_refused_and_the_queue_is_bounded():
+    model = model_of("tiny_v32")
+    batching = batching_of(model, num_blocks=6, max_waiting=2, stop_ids=1)
+    for call, error, message in (
+        (lambda: batching.submit([], max_new_tokens=1), ValueError, r"prompts\[0\]: got no token"),
+        (lambda: batching.submit([999999], max_new_tokens=1), ValueError, r"prompts\[0\]: got id 999999"),
+        (lambda: batching.submit(ids(40), max_new_tokens=10), ValueError, "prompt: got 49 tokens .* allowed: 48"),
+        (lambda: batching.submit([1], max_new_tokens=0), ValueError, "max_new_tokens: got 0"),
+        (lambda: batching.submit([1], max_new_tokens=1, seed=2**64), ValueError, "seed: got 18446744073709551616"),
+        (
+            lambda: batching.submit([1], max_new_tokens=1, sampling=Sampling(presence=1.0)),
+            ValueError,
+            "sampling: got pen",
+        ),
+        (
+            lambda: batching.submit([1], max_new_tokens=1, sampling=Sampling(stop_ids=(1, 2))),
+            ValueError,
+            "stop_ids: got 2",
+        ),
+        (lambda: batching_of(model, rows=0), ValueError, "rows: got 0"),
+        (lambda: batching_of(model, snapshots=-1), ValueError, "snapshots: got -1"),
+        (lambda: batching_of(model, max_context=10**9), ValueError, "max_context: got 1000000000"),
+        (lambda: batching_of(model, graph=True), ValueError, "graph: got device cpu"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            call()
+    for _ in range(2):
+        batching.submit(ids(40), max_new_tokens=9)
+    with pytest.raises(RuntimeError, match="^queue: 2 requests are waiting, allowed: 2"):
+        batching.submit([1], max_new_tokens=1)
+    assert len(batching.drain()) == 2
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+@settings(deadline=None, max_examples=1000 if long() else 6, derandomize=not long())
+@given(data=st.data())
+def test_whatever_happens_every_request_ends_once(name, data):
+    """Arrivals, cancellations and steps in any order, in few blocks, of a model that hashes what its blocks hold. The
+    books are checked after every step, and every request draws what is reckoned for it alone."""
+    model, integers = hashing_model(name), st.integers
+    batching = batching_of(
+        model, rows=data.draw(integers(1, 4)), num_blocks=data.draw(integers(6, 14)), piece=data.draw(integers(1, 4)),
+        prefill_tokens=data.draw(integers(2, 20)), snapshots=data.draw(integers(0, 3)), ahead=data.draw(integers(1, 3)),
+        max_context=48,
+    )  # fmt: skip
+    base, asked, found = [n * n % 64 for n in range(32)], {}, {}
+
+    def step():
+        for one in batching.step():
+            assert one.request not in found
+            found[one.request] = one
+        check_ledger(batching)
+
+    for _ in range(data.draw(integers(1, 12))):
+        for _ in range(data.draw(integers(0, 3))):
+            prompt = base[: data.draw(integers(1, 28))] + data.draw(st.lists(integers(0, 63), max_size=3))
+            most = data.draw(integers(1, 16))
+            sampling = Sampling(data.draw(st.sampled_from((0.0, 1.0))), data.draw(integers(0, 1)), stop_ids=(3, 50))
+            asked[batching.submit(prompt, max_new_tokens=most, sampling=sampling)] = prompt, most, sampling
+        if asked and data.draw(st.booleans()):
+            batching.cancel(data.draw(st.sampled_from(sorted(asked))))
+        step()
+    for _ in range(2000):
+        if batching.idle:
+            break
+        step()
+    assert batching.idle and sorted(found) == sorted(asked) and not batching.loop.live
+    batching.prefixes.clear()
+    assert len(batching.pool) == batching.pool.num_blocks
+    for number, one in found.items():
+        want = alone(model, *asked[number])
+        assert one.tokens == want[: len(one.tokens)] and (one.reason == "cancelled" or one.tokens == want)
