@@ -93,10 +93,10 @@ def read_text(path: Path) -> str:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; ValueError that names it where it does not."""
+    """A JSON file that holds an object; ValueError that names it where it does not, or where a key stands twice."""
     text = read_text(path)
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(f"{path}: not JSON: nested too deeply") from error
     except ValueError as error:
@@ -104,6 +104,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got JSON of type {type(value).__name__}, allowed: an object")
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
 
 
 def _is_stream(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_attn.models import loading
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import stays_packed
 from sparse_attn.models.published import write_published
@@ -277,6 +279,54 @@ def test_fused_experts_are_saved_apart_and_together(written, tmp_path):
     assert not (tmp_path / "together").exists()
 
 
+def spoilt_index(change):
+    def spoil(folder):
+        index = folder / "model.safetensors.index.json"
+        index.write_text(change(index.read_text()))
+
+    return spoil
+
+
+def cut(folder):
+    path = sorted(folder.glob("*.safetensors"))[-1]
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def pointer(folder):
+    sorted(folder.glob("*.safetensors"))[-1].write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+
+def other_scale(folder):
+    path = sorted(folder.glob("*.safetensors"))[-3]  # the last layer
+    tensors = load_file(path)
+    name = "layers.4.ffn.experts.7.w2.scale"
+    save_file(tensors | {name: tensors[name].float()}, path)
+
+
+LAST = "model-00008-of-00008.safetensors"
+FAULTS = {
+    "cut short": (cut, f"{LAST}: damaged or no safetensors"),
+    "a pointer": (pointer, f"{LAST}: a Git LFS pointer"),
+    "out of the folder": (spoilt_index(lambda text: text.replace(f'"head.weight": "{LAST}"', f'"head.weight": "../{LAST}"')),
+                          "weight_map head.weight: got '../model"),
+    "in two shards": (spoilt_index(lambda text: text.replace('"head.weight"', f'"norm.weight": "{LAST}", "head.weight"')),
+                      "index.json: not JSON: key 'norm.weight' stands twice"),
+    "in none": (spoilt_index(lambda text: text.replace(f'"head.weight": "{LAST}"', '"head.weight": "other.safetensors"')),
+                "index.json names other.safetensors, which"),
+    "another scale": (other_scale, "mlp.experts.7.down_proj.weight_scale_inv: got F32 beside MXFP4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_of_any_shard_are_found_before_anything_is_allocated(written, tmp_path, monkeypatch, fault):
+    spoil, message = FAULTS[fault]
+    shutil.copytree(written("v4", "published"), tmp_path / "in")
+    spoil(tmp_path / "in")
+    monkeypatch.setattr(loading, "fill", lambda *_, **__: pytest.fail("allocated"))
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "in", expand=False)
+
+
 MTP = {  # of the layer's own weights: those of the forward, and the tensors of the files
     "v32": {"eh_proj": "model.layers.4.eh_proj.weight", "norm": "model.layers.4.shared_head.norm.weight",
             "lm_head": "model.layers.4.shared_head.head.weight", "embed": "model.layers.4.embed_tokens.weight",
@@ -343,6 +393,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
+from sparse_attn.models import loading
 from sparse_attn.models.loading import load
 from sparse_attn.weight_layout import weight_bytes
 
