@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from sparse_attn.models import loading
 from sparse_attn.models.loading import load
-from sparse_attn.models.params import stays_packed
+from sparse_attn.models.params import random_params, stays_packed
 from sparse_attn.models.published import write_published
 from sparse_attn.models.saving import save
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.model import Model
 from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
-from sparse_attn.weight_layout import PackedWeight, dequantise, weight_shape
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, quantise, weight_shape
 
 SPECS = {"v32": tiny_v32(), "glm": tiny_glm5(), "v4": tiny_v4()}
 CASES = [
@@ -78,6 +78,35 @@ def test_layouts_are_those_of_the_files(written, form, layouts):
     """Where parts end inside of a block of 128 rows, the blocks are as high as the parts."""
     params = load(written("v4", form), expand=False)[1]
     assert {kind: params[f"layers.1.{kind}"].layout for kind in layouts} == layouts
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_parts_that_end_inside_of_a_block(tmp_path, fused):
+    """Blocks of 48 rows: 64 rows of gate, 64 of up and 64 of a group are one whole block and a third of one."""
+    spec = replace(tiny_v4(), num_layers=1, layer_kinds=("window",), hash_layers=(False,))
+    save(tmp_path, spec, random_params(spec, seed=6), names="transformers" if fused else "published")
+    weights, layout = load_file(tmp_path / "model.safetensors"), WeightLayout("e4m3", (48, 32), "fp32")
+    for name in [name for name, value in weights.items() if "experts" in name or "o_a" in name]:
+        packed = quantise(weights[name].float(), layout)
+        scale = name + "_scale_inv" if fused else name.removesuffix("weight") + "scale"
+        weights |= {name: packed.codes, scale: packed.scales}
+    save_file(weights, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [48, 32]}}
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    packed, wide = (load(tmp_path, dtype=torch.float32, expand=expand)[1] for expand in (False, True))
+    cut, whole = "e4m3/16x32/fp32", "e4m3/48x32/fp32"
+    assert {name.split(".", 2)[-1]: packed[name].layout for name in packed_names(packed)} == {
+        "attn.o_a": cut, "moe.gate_up": whole if fused else cut, "moe.down": whole, "moe.shared_gate_up": cut,
+        "moe.shared_down": whole,
+    }  # fmt: skip
+    for name in packed_names(packed):
+        assert torch.equal(dequantise(packed[name]), wide[name]), name
+    save(tmp_path / "again", spec, packed, names="transformers" if fused else "published")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name].view(torch.uint8), weights[name].view(torch.uint8))
+               for name in weights if weights[name].dtype == torch.float8_e4m3fn or "scale" in name.rsplit(".", 1)[-1])  # fmt: skip
 
 
 def test_codes_and_scales_are_the_bytes_of_the_files(written):
@@ -195,15 +224,15 @@ def test_a_model_has_codes_and_scales_as_parameters(params):
 @pytest.mark.parametrize("move", ["to", "half", "float"])
 def test_another_dtype_leaves_codes_and_scales_alone(written, move):
     for form in ("published", "flash-base"):
-        before = load(written("v4", form), dtype=torch.bfloat16, expand=False)[1]
-        model = model_of(before)
+        params = load(written("v4", form), dtype=torch.bfloat16, expand=False)[1]
+        before = {name: [part.detach().clone() for part in params[name][:2]] for name in packed_names(params)}
+        model = model_of(params)
         model = model.to(torch.float32) if move == "to" else getattr(model, move)()
         after = model.params
         assert after["embed"].dtype == (torch.float16 if move == "half" else torch.float32)
-        for name in packed_names(before):
-            assert [part.dtype for part in after[name][:2]] == [part.dtype for part in before[name][:2]], name
-            assert all(torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-                       for got, want in zip(after[name][:2], before[name][:2]))  # fmt: skip
+        for name, parts in before.items():
+            for got, want in zip(after[name][:2], parts):
+                assert got.dtype == want.dtype and torch.equal(got.view(torch.uint8), want.view(torch.uint8)), name
     meta = model.to("meta").params
     assert all(meta[name].codes.is_meta and meta[name].scales.is_meta for name in packed_names(meta))
 
