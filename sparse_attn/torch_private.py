@@ -14,9 +14,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
-    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "counters", "dynamo_counts", "exported", "fake_mode",
-    "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters",
-    "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
+    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "assert_on_device", "counters", "dynamo_counts", "exported",
+    "fake_mode", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators",
+    "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -52,6 +52,11 @@ def exported(kind: type[Named]) -> type[Named]:
     torch.serialization.add_safe_globals([kind])
     _pytree._register_namedtuple(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return kind
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Stop the device where a tensor of one bool is False; the host does not wait for it. Compiles, and can be captured."""
+    torch.ops.aten._assert_async.msg(condition, message)
 
 
 def mark_static_address(tensor: torch.Tensor) -> None:

@@ -1,0 +1,65 @@
+"""What a row may see, in the place of a mask of rows times keys.
+
+The cached keys that a row may see are one range: from the first token of its sequence that is no padding, to the row's
+own. So the mask of a step is int32 [batch, 1, rows, 2], which holds that range of cache positions for each row. A row
+that is padding has an empty range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_attn.integrations.transformers.refusals import refuse
+from sparse_attn.torch_private import assert_on_device
+
+
+def row_bounds(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    attention_mask: torch.Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> torch.Tensor:
+    """The mask function of this implementation: (first, end) of each row's range, int32 [batch, 1, rows, 2].
+
+    attention_mask: [batch, at most kv_length], False for padding, or None. The tokens of a sequence are contiguous: the
+    padding is in front of them or behind them. q_offset: cache position of the first row.
+
+    Raises ValueError for packed sequences, for masks that are not causal, and for padding between tokens.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if others.get("mask_function", causal_mask_function) is not causal_mask_function and "local_size" not in others:
+        refuse(
+            "attention_mask", "packed sequences, or a mask that is not causal",
+            "one sequence a row; pass attention_mask or a cache where sequences are not packed",
+        )  # fmt: skip
+    at = torch.arange(q_length, dtype=torch.int64, device=device) + q_offset
+    if attention_mask is None:
+        first = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device)
+        return torch.stack([first, (at + 1).expand(batch_size, -1)], -1).to(torch.int32).unsqueeze(1)
+    tokens = attention_mask.to(torch.bool)
+    columns = torch.arange(tokens.shape[1], dtype=torch.int64, device=device)
+    first = tokens.to(torch.int64).argmax(-1, keepdim=True)
+    last = torch.where(tokens, columns, -1).amax(-1, keepdim=True)
+    _check_contiguous(tokens.sum(-1, keepdim=True), first, last)
+    seen = (first <= at) & (at <= last)
+    return torch.stack([first.expand_as(seen), torch.where(seen, at + 1, first)], -1).to(torch.int32).unsqueeze(1)
+
+
+def _check_contiguous(count: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> None:
+    message = "attention_mask: got padding between tokens, allowed: padding in front of a sequence or behind it"
+    good = ((count == last - first + 1) | (count == 0)).all()
+    if torch.compiler.is_compiling() or (good.is_cuda and torch.cuda.is_current_stream_capturing()):
+        assert_on_device(good, message)
+    elif not good:
+        raise ValueError(message)
+
+
+def is_bounds(mask: Any) -> bool:
+    """Whether a mask, whole or without its dimension of heads, is what ``row_bounds`` returned."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32 and mask.shape[-1] == 2

@@ -1,0 +1,98 @@
+"""Attention over latents: MLA in its absorbed form, on one cached row [latent, rotated key] per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_attn.integrations.transformers.bounds import is_bounds
+from sparse_attn.integrations.transformers.refusals import FP8, check_absorbable, refuse
+from sparse_attn.ops.attention import sparse_attn_prefill
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+
+
+class RowCache:
+    """A cache of transformers whose keys are whole rows [latent, rotated key], and whose values are empty.
+
+    A row takes the bytes that its two parts would take apart. Attention then reads the cache where it lies.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def update(self, latent: torch.Tensor, rope: torch.Tensor, layer: int, **others: Any):
+        """(rows [batch, 1, keys, latent + rope], nothing of the same shape in front)."""
+        rows = torch.cat([latent, rope], -1)
+        return self.cache.update(rows, rows[..., :0], layer, **others)
+
+    def update_indexer(self, keys: torch.Tensor, layer: int) -> torch.Tensor:
+        return self.cache.update_indexer(keys, layer)
+
+
+def cached_rows(latent: torch.Tensor, rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In the place of ``expand_kv``: rows for keys, nothing for values. Rows of a ``RowCache`` are whole already."""
+    if rope.shape[-1] == 0:
+        return latent, rope
+    return torch.cat([latent, rope], -1), rope[..., :0]
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    indices: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of this implementation.
+
+    query: [batch, heads, rows, nope + rope]. key: what ``cached_rows`` returned, [batch, 1, keys, latent + rope].
+    indices: int32 [batch, rows, top_k], cache positions, -1 for none. s_aux: a sink per head, or None. Returns [batch,
+    rows, heads, v], and no weights.
+    """
+    if not is_bounds(attention_mask) or indices is None:
+        refuse("attention_mask", "a mask that the caller has made", "a mask of 2 dimensions, or None")
+    batch, heads, rows, _ = query.shape
+    keys = key.shape[2]
+    to_key, to_value = absorbed(module.kv_b_proj, heads, module.qk_nope_head_dim, module.v_head_dim, query.dtype)
+    nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    nope = torch.bmm(nope.transpose(0, 1).flatten(1, 2), to_key)  # [heads, batch * rows, latent]
+    queries = torch.cat([nope, rope.transpose(0, 1).flatten(1, 2)], -1).transpose(0, 1)
+    shift = torch.arange(batch, dtype=torch.int32, device=query.device) * keys
+    ragged = build_ragged_indices_from_dense(
+        indices.flatten(0, 1), row_offsets=shift.repeat_interleave(rows), num_rows=batch * keys
+    )
+    sink = None if s_aux is None else s_aux.float()
+    latent = to_key.shape[2]
+    out = sparse_attn_prefill(queries, key.flatten(0, 2), ragged, scale=scaling, d_v=latent, sink=sink).out
+    out = torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2))  # [heads, batch * rows, v]
+    return torch.unflatten(out.transpose(0, 1), 0, (batch, rows)), None
+
+
+def absorbed(linear: nn.Module, heads: int, nope: int, v: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """kv_b_proj as (keys [heads, nope, latent], values [heads, v, latent]): views of its weight.
+
+    An FP8Linear's codes are multiplied by their scales for this call alone.
+    """
+    check_absorbable(linear)
+    weight = linear.weight
+    if type(linear).__name__ == FP8:
+        weight = _dequantised(weight, linear.weight_scale_inv, linear.block_size, dtype)
+    weight = torch.unflatten(weight, 0, (heads, nope + v))
+    return weight[:, :nope], weight[:, nope:]
+
+
+def _dequantised(
+    codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Codes [out, in] times the scales of their blocks; scales: one value, where ``block`` is None."""
+    if codes.element_size() > 1 or block is None:
+        return (codes.float() * scales.float()).to(dtype) if codes.element_size() == 1 else codes
+    rows, columns = codes.shape
+    wide = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (codes.float() * wide).to(dtype)

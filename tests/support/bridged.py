@@ -1,0 +1,67 @@
+"""Small random models of transformers, each twice: by its own eager attention, and by the bridge."""
+
+import contextlib
+import functools
+import importlib
+
+import pytest
+import torch
+from support.parity import GLM, V32, stable_topk
+
+PLAIN_ROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
+TWO_LAYERS = dict(num_hidden_layers=2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+# name: (module of transformers, prefix of its config, class of the model, keys)
+MODELS = {
+    "deepseek_v32": ("deepseek_v32", "DeepseekV32", "DeepseekV32ForCausalLM", V32 | TWO_LAYERS),
+    "glm_moe_dsa": (
+        "glm_moe_dsa", "GlmMoeDsa", "GlmMoeDsaForCausalLM", GLM | TWO_LAYERS | dict(num_hidden_layers=3),
+    ),
+    "axk2": ("axk2", "AXK2", "AXK2ForCausalLM", V32 | TWO_LAYERS | PLAIN_ROPE | dict(gated_norm_rank=4)),
+    "hy_v4": ("hy_v4", "HYV4", "HYV4ForCausalLM", V32 | TWO_LAYERS | PLAIN_ROPE),
+    "hy_v4_vl": (
+        "hy_v4_vl", "HYV4VLText", "HYV4VLTextModel",
+        V32 | TWO_LAYERS | dict(rope_parameters=PLAIN_ROPE["rope_parameters"] | dict(mrope_section=[4, 2, 2])),
+    ),
+    "mistral_large4": (
+        "mistral_large4", "MistralLarge4Text", "MistralLarge4TextModel",
+        V32 | TWO_LAYERS | PLAIN_ROPE | dict(num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0], kv_source_layers=[0, 1, 0, 1]),
+    ),
+}  # fmt: skip
+GENERATING = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
+TOP_K = 16
+
+
+@functools.cache
+def models(name):
+    """(eager, bridged): one model twice, with the same weights, both of them not to be trained."""
+    module, prefix, model_class, keys = MODELS[name]
+    modeling = importlib.import_module(f"transformers.models.{module}")
+    config_class, model_class = getattr(modeling, f"{prefix}Config"), getattr(modeling, model_class)
+    torch.manual_seed(len(name))
+    eager = model_class(config_class(**keys, initializer_range=0.15)).eval().requires_grad_(False)
+    for parameter in eager.parameters():
+        if parameter.dim() == 1:
+            parameter += 0.2 * torch.randn(parameter.shape)
+    bridged = model_class(config_class(**keys, initializer_range=0.15)).eval().requires_grad_(False)
+    bridged.load_state_dict(eager.state_dict())
+    eager.set_attn_implementation("eager")
+    bridged.set_attn_implementation("sparse_attn")
+    return eager, bridged
+
+
+@contextlib.contextmanager
+def stable():
+    """transformers with a top-k that takes the lowest index among equal scores, as this library does."""
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(torch.Tensor, "topk", stable_topk)
+        yield
+
+
+def padded_batch(rows=45, padding=(0, 20, 36), left=True):
+    """(token ids, mask, positions) of a batch whose rows are padded by so much, the last one to fewer tokens than the
+    top-k."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(2, 61, (len(padding), rows), generator=generator)
+    at = torch.arange(rows)
+    mask = torch.stack([(at >= pad) if left else (at < rows - pad) for pad in padding]).long()
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)

@@ -1,0 +1,244 @@
+"""DSA models of transformers with our scores, selection and attention, against their own eager attention."""
+
+import copy
+
+import pytest
+import torch
+from support.bridged import GENERATING, MODELS, TOP_K, models, padded_batch, stable
+
+pytest.importorskip("transformers")
+
+import transformers  # noqa: E402
+
+import sparse_attn.integrations.transformers as bridge  # noqa: E402
+from sparse_attn.integrations.transformers import families, indexer, latent  # noqa: E402
+from sparse_attn.integrations.transformers.bounds import row_bounds  # noqa: E402
+
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(autouse=True)
+def _registered():
+    bridge.register()
+    yield
+    bridge.unregister()
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) or "logits" not in output else output.logits
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", GENERATING)
+def test_generates_what_eager_generates(name):
+    ids, mask, _ = padded_batch()
+    options = dict(attention_mask=mask, max_new_tokens=40, do_sample=False, output_logits=True,
+                   return_dict_in_generate=True)  # fmt: skip
+    with stable():
+        want, got = (model.generate(ids, **options) for model in models(name))
+    assert torch.equal(want.sequences, got.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("left", (True, False))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_padded_batch_is_what_eager_makes_of_it(name, left):
+    ids, mask, positions = padded_batch(left=left)
+    with stable():
+        want, got = (first(m(ids, attention_mask=mask, position_ids=positions)) for m in models(name))
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_chunks_with_a_cache_that_is_cropped_and_reordered(name):
+    ids, mask, positions = padded_batch()
+    order, results = torch.tensor([2, 0, 0]), []
+    with stable():
+        for model in models(name):
+            cache, outputs = None, []
+            for start, stop in ((0, 21), (21, 22), (22, 41)):
+                output = model(
+                    ids[:, start:stop], attention_mask=mask[:, :stop], position_ids=positions[:, start:stop],
+                    cache=cache, use_cache=True,
+                )  # fmt: skip
+                cache = output.past_key_values
+                outputs.append(first(output)[mask[:, start:stop].bool()])
+            cache.crop(-4)
+            cache.reorder_cache(order)
+            output = model(ids[order, 37:], attention_mask=mask[order], position_ids=positions[order, 37:], cache=cache)
+            results.append(torch.cat([*outputs, first(output).flatten(0, 1)]))
+    torch.testing.assert_close(results[1], results[0], atol=TOLERANCE, rtol=0)
+
+
+def seen(function, ids, mask, positions):
+    """Selections of each layer of the bridged V3.2 with ``function`` in the place of our selection."""
+    rows = []
+
+    def record(*args):
+        rows.append(function(*args))
+        return rows[-1]
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(indexer, "select", record)
+        models("deepseek_v32")[1](ids, attention_mask=mask, position_ids=positions)
+    return torch.stack(rows)
+
+
+def theirs(queries, weights, keys, bounds, top_k):
+    """The indices that transformers' own indexer returns: masked positions where a row has fewer valid keys."""
+    scores = torch.einsum("bsht,bsh->bst", torch.einsum("bshd,btd->bsht", queries, keys).relu(), weights)
+    at = torch.arange(keys.shape[1])
+    valid = (at >= bounds[..., :1]) & (at < bounds[..., 1:])
+    return scores.masked_fill(~valid, -torch.inf).topk(min(top_k, keys.shape[1])).indices.int()
+
+
+@pytest.mark.parametrize(("function", "good"), ((indexer.select, True), (theirs, False)))
+def test_no_row_selects_beyond_its_position_or_inside_padding(function, good):
+    ids, mask, positions = padded_batch()
+    rows = seen(function, ids, mask, positions)[:, mask.bool()]
+    sequence, at = mask.nonzero(as_tuple=True)
+    start = mask.argmax(-1)[sequence]
+    inside = (rows <= at[:, None]) & (rows >= start[:, None])
+    assert ((rows == -1) | inside).all().item() is good
+    if good:
+        assert torch.equal((rows >= 0).sum(-1), (at - start + 1).clamp(max=TOP_K).expand(rows.shape[0], -1))
+
+
+def test_rows_of_padding_see_nothing_and_lengths_that_collide_do_not_mix():
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
+    bounds = row_bounds(3, 4, 4, attention_mask=mask)
+    assert bounds.squeeze(1).tolist() == [
+        [[1, 1], [1, 2], [1, 3], [1, 1]], [[0, 1], [0, 2], [0, 3], [0, 4]], [[0, 0]] * 4,
+    ]  # fmt: skip
+    assert row_bounds(2, 2, 9, torch.tensor(2)).squeeze(1).tolist() == [[[0, 3], [0, 4]]] * 2
+
+
+def test_a_cache_takes_the_bytes_it_took_and_no_mask_of_rows_times_keys_is_made():
+    ids, mask, positions = padded_batch()
+    caches = []
+    with stable():
+        for model in models("deepseek_v32"):
+            output = model(ids, attention_mask=mask, position_ids=positions, use_cache=True)
+            caches.append(output.past_key_values)
+    layers = [cache.layers[1] for cache in caches]
+    taken = [sum(part.numel() for part in (layer.keys, layer.values, layer.indexer_keys)) for layer in layers]
+    assert taken[0] == taken[1]
+    assert layers[1].get_seq_length() == 45
+
+
+@pytest.mark.parametrize("block", ((16, 8), (128, 128), None))
+def test_an_fp8_kv_b_proj_is_absorbed_and_not_kept_twice(block):
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    linear = FP8Linear(32, 2 * (20 + 24), block_size=block)
+    scale_shape = linear.weight_scale_inv.shape
+    linear.requires_grad_(False)
+    linear.weight.copy_(torch.randn(linear.weight.shape).to(torch.float8_e4m3fn))
+    linear.weight_scale_inv.copy_(torch.rand(scale_shape) + 0.5)
+    before = dict(linear.named_parameters())
+    to_key, to_value = latent.absorbed(linear, 2, 20, 24, torch.float32)
+    scales = linear.weight_scale_inv
+    want = torch.empty(88, 32)
+    for row in range(88):
+        for column in range(32):
+            scale = scales if block is None else scales[row // block[0], column // block[1]]
+            want[row, column] = linear.weight[row, column].float() * scale
+    want = want.view(2, 44, 32)
+    assert torch.equal(to_key, want[:, :20]) and torch.equal(to_value, want[:, 20:])
+    assert all(parameter is before[name] for name, parameter in linear.named_parameters())
+
+
+def test_a_plain_kv_b_proj_is_read_in_place():
+    linear = torch.nn.Linear(32, 88, bias=False)
+    for part in latent.absorbed(linear, 2, 20, 24, torch.float32):
+        assert part.untyped_storage().data_ptr() == linear.weight.untyped_storage().data_ptr()
+
+
+class Adapter(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("linear", "words"),
+    (
+        (Adapter(32, 88, bias=False), "kv_b_proj: got a Adapter"),
+        (torch.nn.Linear(32, 88), "kv_b_proj: got a bias"),
+        (torch.nn.Linear(32, 88, bias=False, device="meta"), "kv_b_proj: got a weight that is not on a device"),
+    ),
+)
+def test_a_kv_b_proj_that_computes_more_than_its_weight_is_refused(linear, words):
+    with pytest.raises(ValueError, match=words):
+        latent.absorbed(linear, 2, 20, 24, torch.float32)
+
+
+def refused(words, model=None, **options):
+    ids = torch.randint(2, 61, (2, 9))
+    with pytest.raises(ValueError, match=words):
+        (model or models("deepseek_v32")[1])(ids, **options)
+
+
+def test_what_the_bridge_does_not_do_is_refused():
+    hole = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1, 1]] * 2)
+    with torch.no_grad():
+        refused("attention_mask: got padding between tokens", attention_mask=hole)
+        refused("attention_mask: got packed sequences", position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2),
+                use_cache=False)  # fmt: skip
+        refused("attention_mask: got a mask that the caller", attention_mask=torch.zeros(2, 1, 9, 9))
+        refused("output_attentions: got True", output_attentions=True)
+    trained = copy.deepcopy(models("deepseek_v32")[1]).requires_grad_()
+    refused("where a gradient is wanted", trained)
+    trained.train()
+    for layer in trained.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with torch.no_grad():
+        refused("attention_dropout: got 0.5 in training mode", trained)
+
+
+@pytest.mark.parametrize("name", families.REFUSED)
+def test_models_that_the_bridge_does_not_run_are_refused_by_name(name):
+    prefix, _ = families.REFUSED[name]
+    attention = getattr(families._modeling(name), f"{prefix}Attention")
+    module = attention.__new__(attention)
+    torch.nn.Module.__init__(module)
+    module.config = transformers.PreTrainedConfig(attn_implementation="sparse_attn")
+    with pytest.raises(ValueError, match=f"sparse_attn for {name}: "):
+        module(torch.zeros(1, 1, 8))
+
+
+def test_every_model_with_an_indexer_is_run_or_refused_by_name():
+    from pathlib import Path
+
+    folder = Path(transformers.__file__).parent / "models"
+    found = {path.parent.name for path in folder.glob("*/modeling_*.py") if "Indexer(nn.Module)" in path.read_text()}
+    assert found == {family.module for family in families.FAMILIES} | set(families.REFUSED)
+
+
+def test_another_implementation_and_unregister_leave_the_model_as_it_was(tmp_path):
+    eager, bridged = models("deepseek_v32")
+    ids, mask, positions = padded_batch()
+    attention, index = type(bridged.model.layers[0].self_attn), type(bridged.model.layers[0].self_attn.indexer)
+    with stable():
+        want = eager(ids, attention_mask=mask, position_ids=positions).logits
+        bridged.save_pretrained(tmp_path)
+        ours, indexers = dict(attention.__dict__), dict(index.__dict__)
+        bridged.set_attn_implementation("eager")
+        assert torch.equal(bridged(ids, attention_mask=mask, position_ids=positions).logits, want)
+        bridged.set_attn_implementation("sparse_attn")
+        bridge.unregister()
+        for owner, before, names in ((attention, ours, ("forward", "expand_kv")), (index, indexers, ("forward",))):
+            for name in names:
+                assert owner.__dict__[name] is before[name].__wrapped__
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+        assert torch.equal(loaded(ids, attention_mask=mask, position_ids=positions).logits, want)
+    with pytest.raises(ValueError, match="sparse_attn"):
+        loaded.set_attn_implementation("sparse_attn")
+
+
+def test_assisted_generation_is_greedy_generation():
+    ids = padded_batch()[0][:1]
+    options = dict(max_new_tokens=12, do_sample=False)
+    _, bridged = models("deepseek_v32")
+    with torch.no_grad():
+        want = bridged.generate(ids, **options)
+        got = bridged.generate(ids, assistant_model=models("axk2")[1], **options)
+    assert torch.equal(got, want)
