@@ -55,7 +55,7 @@ def exported(kind: type[Named]) -> type[Named]:
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Stop the device where a tensor of one bool is False; the host does not wait for it. Compiles, and can be captured."""
+    """Stop the device where a tensor of one bool is False. The host does not wait. Compiles, and can be captured."""
     torch.ops.aten._assert_async.msg(condition, message)
 
 

@@ -74,7 +74,7 @@ def attend(
     return torch.unflatten(out.transpose(0, 1), 0, (batch, rows)), None
 
 
-def absorbed(linear: nn.Module, heads: int, nope: int, v: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def absorbed(linear: Any, heads: int, nope: int, v: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """kv_b_proj as (keys [heads, nope, latent], values [heads, v, latent]): views of its weight.
 
     An FP8Linear's codes are multiplied by their scales for this call alone.
