@@ -24,6 +24,8 @@ from sparse_attn.ops.index_logits import (
     bf16_paged_mqa_logits,
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
+    mxfp4_mqa_logits,
+    mxfp4_paged_mqa_logits,
 )
 from sparse_attn.ops.index_logits import dispatch as scoring
 from sparse_attn.ops.index_topk import config as fused
@@ -262,15 +264,26 @@ def _bytes_named(indices: torch.Tensor, slots: int, row_bytes: int) -> int:
 def _mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour) -> Question:
     problem = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour)
     pairs = q.shape[0] * k.shape[0]
-    work = roofline.scores(q.shape, pairs, _key_bytes(k, k_scale), q.element_size())
+    work = roofline.scores(_query_shape(q, problem), pairs, _key_bytes(k, k_scale), _value_bytes(q, problem))
     return Question(scoring.PREFILL_KERNELS, scoring.choose_prefill, problem if pairs else None, work)
 
 
 def _paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout) -> Question:
     problem = scoring.paged_problem(q, cache, weights, context_lens, block_table, max_context_len, layout)
     pairs = context_lens.numel() * max_context_len
-    work = roofline.scores(q.shape, pairs, _cached_bytes(q, cache, max_context_len), q.element_size())
+    work = roofline.scores(
+        _query_shape(q, problem), pairs, _cached_bytes(q, cache, max_context_len), _value_bytes(q, problem)
+    )
     return Question(scoring.PAGED_KERNELS, scoring.choose_paged, problem if pairs else None, work)
+
+
+def _query_shape(q: torch.Tensor, problem: Any) -> tuple[int, ...]:
+    """Of its values, which MXFP4 packs."""
+    return (*q.shape[:-1], problem.dim)
+
+
+def _value_bytes(q: torch.Tensor, problem: Any) -> float:
+    return q.element_size() * q.shape[-1] / problem.dim
 
 
 def _key_bytes(k: torch.Tensor, k_scale: torch.Tensor | None) -> int:
@@ -303,7 +316,13 @@ def _index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour
         selection.KERNELS,
         selection.choose,
         fused.prefill_problem(step, width, top_k),
-        roofline.selected_scores(q.shape, rows * width, _key_bytes(k, k_scale), rows * top_k, q.element_size()),
+        roofline.selected_scores(
+            _query_shape(q, scores.problem),
+            rows * width,
+            _key_bytes(k, k_scale),
+            rows * top_k,
+            _value_bytes(q, scores.problem),
+        ),
         scratch=lambda plan, target: fused.scratch_of(step, width, plan),
         facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
         scores=scores._replace(problem=scores.problem._replace(rows=step)),
@@ -328,7 +347,13 @@ def _index_topk_decode(
         selection.KERNELS,
         selection.choose,
         fused.decode_problem(step, width, top_k),
-        roofline.selected_scores(q.shape, rows * width, _cached_bytes(q, cache, width), rows * top_k, q.element_size()),
+        roofline.selected_scores(
+            _query_shape(q, scores.problem),
+            rows * width,
+            _cached_bytes(q, cache, width),
+            rows * top_k,
+            _value_bytes(q, scores.problem),
+        ),
         scratch=scratch,
         facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
         scores=scores._replace(problem=scores.problem._replace(requests=step // next_n)),
@@ -338,8 +363,9 @@ def _index_topk_decode(
 FUNCTIONS: dict[str, Callable] = {
     function.__name__: function
     for function in (
-        sparse_attn_prefill, sparse_attn_decode, fp8_mqa_logits, bf16_mqa_logits, fp8_paged_mqa_logits,
-        bf16_paged_mqa_logits, top_k_per_row, index_topk_prefill, index_topk_decode, index_topk_decode_slots,
+        sparse_attn_prefill, sparse_attn_decode, fp8_mqa_logits, bf16_mqa_logits, mxfp4_mqa_logits,
+        fp8_paged_mqa_logits, bf16_paged_mqa_logits, mxfp4_paged_mqa_logits, top_k_per_row, index_topk_prefill,
+        index_topk_decode, index_topk_decode_slots,
     )
 }  # fmt: skip
 QUESTIONS: dict[str, Callable[..., Question]] = {

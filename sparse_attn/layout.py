@@ -19,6 +19,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.fp8 import FP8_MAX, SCALE_RULES, exponent_of, fp8_decode, fp8_quantise, power_of
+from sparse_attn.mxfp4 import GROUP, mxfp4_decode, mxfp4_quantise
 from sparse_attn.torch_private import mark_sizes
 
 PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -64,11 +65,11 @@ def _spans(cache: torch.Tensor, slots: torch.Tensor, block_offset: int, stride: 
     return start.unsqueeze(-1) + torch.arange(width, device=cache.device)
 
 
-def _check_groups(latent: int, group: int) -> None:
-    checks.check_at_least("latent", latent, 1)
+def _check_groups(values: int, group: int, name: str = "latent") -> None:
+    checks.check_at_least(name, values, 1)
     checks.check_at_least("group", group, 1)
-    if latent % group:
-        raise ValueError(f"latent: got {latent}, allowed: multiples of the scale group {group}")
+    if values % group:
+        raise ValueError(f"{name}: got {values}, allowed: multiples of the scale group {group}")
 
 
 def _name() -> str:
@@ -166,6 +167,63 @@ class IndexFp8Layout:
     def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         codes, scales = self.decode_parts(cache, slots)
         return fp8_decode(codes, self.flavour) * scales.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class IndexMxfp4Layout:
+    """Index keys, block-planar: a block's e2m1 codes token after token, two a byte, then its ue8m0 scales (68 bytes at
+    dim 128).
+
+    Token o of a block: codes at [o * code_bytes, (o + 1) * code_bytes), the even value of a byte in its low bits;
+    scales at block_size * code_bytes + o * groups, one for every 32 values. sparse_attn.mxfp4 says how values are
+    rounded. A token's queries are a block of this layout, whose tokens are its heads.
+    """
+
+    dim: int
+    name: str = _name()
+
+    def __post_init__(self):
+        _check_groups(self.dim, GROUP, "dim")
+        object.__setattr__(self, "name", f"index_mxfp4/{self.dim}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes from one token's codes to the next one's."""
+        return self.dim // 2
+
+    @property
+    def groups(self) -> int:
+        """Scale bytes of a token."""
+        return self.dim // GROUP
+
+    @property
+    def row(self) -> int:
+        return self.code_bytes + self.groups
+
+    def _fields(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        plane = cache.shape[1] * self.code_bytes
+        return (
+            _spans(cache, slots, 0, self.code_bytes, self.code_bytes),
+            _spans(cache, slots, plane, self.groups, self.groups),
+        )
+
+    def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        codes, scales = mxfp4_quantise(values)
+        code_at, scale_at = self._fields(cache, slots)
+        _scatter(cache, code_at, codes)
+        _scatter(cache, scale_at, scales)
+
+    def decode_parts(self, cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(codes uint8 [n, code_bytes], scales ue8m0 bytes [n, groups]) of the tokens at ``slots``."""
+        code_at, scale_at = self._fields(cache, slots)
+        return _collect(cache, code_at), _collect(cache, scale_at)
+
+    def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return mxfp4_decode(*self.decode_parts(cache, slots))
 
 
 @dataclass(frozen=True)
@@ -352,13 +410,14 @@ class PlanarFp8Layout:
 
 
 KvLayout = PlainLayout | LatentFp8Layout | PlanarFp8Layout
-Layout = KvLayout | IndexFp8Layout
+IndexLayout = IndexFp8Layout | IndexMxfp4Layout | PlainLayout
+Layout = KvLayout | IndexLayout
 
 
 def parse_kv_layout(name: str) -> KvLayout:
     """The layout that a name stands for; ValueError for one of index keys, which attention does not read."""
     layout = parse_layout(name)
-    if isinstance(layout, IndexFp8Layout):
+    if isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout)):
         raise ValueError(f"layout: got {name!r}, allowed: plain, latent_fp8 or planar_fp8")
     return layout
 
@@ -377,6 +436,8 @@ def parse_layout(name: str) -> Layout:
         if kind == "index_fp8":
             dim, flavour, rule = rest.split("/")
             return IndexFp8Layout(int(dim), flavour, rule)
+        if kind == "index_mxfp4":
+            return IndexMxfp4Layout(int(rest))
         if kind == "latent_fp8":
             dims, group, flavour, rule, *floor = rest.split("/", 4)
             latent, rope = map(int, dims.split("+"))
@@ -388,7 +449,7 @@ def parse_layout(name: str) -> Layout:
             return PlanarFp8Layout(latent, rope, int(group), flavour)
     except ValueError as error:
         raise ValueError(f"layout: got {name!r}: {error}") from None
-    raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, latent_fp8, planar_fp8")
+    raise ValueError(f"layout: got {name!r}, allowed kinds: plain, index_fp8, index_mxfp4, latent_fp8, planar_fp8")
 
 
 def row_stride(cache: torch.Tensor, layout: Layout) -> int:
@@ -396,7 +457,14 @@ def row_stride(cache: torch.Tensor, layout: Layout) -> int:
     side."""
     if isinstance(layout, (PlainLayout, LatentFp8Layout)):
         return cache.stride(1)
+    if isinstance(layout, IndexMxfp4Layout):
+        return layout.code_bytes
     return layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.dim
+
+
+def query_row(layout: Layout) -> int:
+    """Elements of one head's index query for keys of ``layout``: its values, and under MXFP4 their scales."""
+    return layout.row if isinstance(layout, IndexMxfp4Layout) else layout.dim
 
 
 def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: bool = False) -> None:
@@ -435,11 +503,31 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
         )
 
 
+def check_mxfp4_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor) -> None:
+    """TypeError or ValueError unless they are gathered keys and queries of an IndexMxfp4Layout."""
+    for name, value, rank in (("q", q, 3), ("k", k, 2), ("k_scale", k_scale, 2)):
+        checks.check_dtype(name, value, (torch.uint8,))
+        checks.check_rank(name, value, rank)
+        checks.check_unit_stride(name, value)
+    keys, code_bytes = k.shape
+    if code_bytes < 1 or code_bytes % (GROUP // 2):
+        raise ValueError(f"k: got {code_bytes} code bytes a key, allowed: multiples of {GROUP // 2}")
+    checks.check_shape("k_scale", k_scale, (keys, code_bytes * 2 // GROUP), "[keys, dim / 32]")
+    check_heads_together(q)
+    checks.check_same_device(q=q, k=k, k_scale=k_scale)
+
+
+def check_heads_together(q: torch.Tensor) -> None:
+    """ValueError unless the heads of an MXFP4 query's row lie side by side."""
+    if q.stride(-2) != q.shape[-1] and q.shape[-2] > 1:
+        raise ValueError(f"q: got strides {q.stride()}, allowed: {q.shape[-1]} from head to head")
+
+
 def alignment(layout: Layout) -> int:
     """A block of ``layout`` starts at a multiple of so many elements. fp8 blocks are read in words of 4 bytes: fp32
     scales, or four scale bytes of a planar record. Where planar records are no multiple of 4 bytes long, their scales
-    are read byte by byte, and the words are bf16 values of 2 bytes."""
-    if layout.dtype != torch.uint8:
+    are read byte by byte, and the words are bf16 values of 2 bytes. MXFP4 blocks are read byte by byte."""
+    if layout.dtype != torch.uint8 or isinstance(layout, IndexMxfp4Layout):
         return 1
     return BF16_BYTES if isinstance(layout, PlanarFp8Layout) and layout.token_bytes % SCALE_BYTES else SCALE_BYTES
 

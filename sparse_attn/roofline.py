@@ -85,17 +85,18 @@ def attention(
     return Work(moved + key_bytes, 2 * pairs * heads * (d_qk + d_v))
 
 
-def scores(q: Sequence[int], pairs: int, key_bytes: int, itemsize: int = 1) -> Work:
-    """q: (..., heads, dim), of ``itemsize`` bytes a value; 1 is fp8. pairs: of a row and a key, each an fp32 score."""
+def scores(q: Sequence[int], pairs: int, key_bytes: int, itemsize: float = 1) -> Work:
+    """q: (..., heads, dim), of ``itemsize`` bytes a value; 1 is fp8, less is MXFP4, multiplied as fp8. pairs: of a row
+    and a key, each an fp32 score."""
     work = selected_scores(q, pairs, key_bytes, 0, itemsize)
     return work._replace(nbytes=work.nbytes + 4 * pairs)
 
 
-def selected_scores(q: Sequence[int], pairs: int, key_bytes: int, indices: int, itemsize: int = 1) -> Work:
+def selected_scores(q: Sequence[int], pairs: int, key_bytes: int, indices: int, itemsize: float = 1) -> Work:
     """The same of scores that need not be stored, by which ``indices`` keys are selected in all."""
     *rows, heads, dim = q
     queries = math.prod(rows) * heads * (dim * itemsize + 4)  # and their weights
-    return Work(queries + key_bytes + 4 * indices, 2 * pairs * heads * dim, itemsize == 1)
+    return Work(queries + key_bytes + 4 * indices, 2 * pairs * heads * dim, itemsize <= 1)
 
 
 def selection(scores: int) -> Work:

@@ -35,7 +35,8 @@ class AttentionOutput(NamedTuple):
 
 @exported
 class QuantisedQuery(NamedTuple):
-    """query: [tokens, index_heads, dim], uint8 holding fp8 or the input dtype; weights: fp32 [tokens, index_heads]."""
+    """query: [tokens, index_heads, dim], uint8 holding fp8 or the input dtype, or MXFP4 codes and scales
+    [tokens, index_heads, dim / 2 + dim / 32]; weights: fp32 [tokens, index_heads]."""
 
     query: torch.Tensor
     weights: torch.Tensor
@@ -43,7 +44,8 @@ class QuantisedQuery(NamedTuple):
 
 @exported
 class IndexKeys(NamedTuple):
-    """Gathered index keys. keys: [capacity, dim] (uint8 holding fp8, or floating); scales: fp32 [capacity] or None."""
+    """Gathered index keys. keys: [capacity, dim] (uint8 holding fp8, or floating); scales: fp32 [capacity] or None.
+    MXFP4: codes uint8 [capacity, dim / 2]; ue8m0 bytes [capacity, dim / 32]."""
 
     keys: torch.Tensor
     scales: torch.Tensor | None

@@ -260,7 +260,7 @@ def test_sizes_are_options(capsys):
     ("attention_prefill --dtype fp8", "argument --dtype: got 'fp8', allowed: fp32, bf16"),
     ("attention_decode --scale x", "argument --scale: got 'x', allowed: a number"),
     ("attention_decode --heads 129", "error: q: got 129 heads, allowed: 1 to 128"),
-    ("attention_decode --layout fp4", "error: --layout: got 'fp4', allowed kinds: plain, index_fp8, latent_fp8, planar_fp8, or one of fp8, bf16, fp32"),
+    ("attention_decode --layout fp4", "error: --layout: got 'fp4', allowed kinds: plain, index_fp8, index_mxfp4, latent_fp8, planar_fp8, or one of fp8, bf16, fp32"),
     ("attention_decode --layout index_fp8/128/e4m3fn/pow2", "error: --layout: got 'index_fp8/128/e4m3fn/pow2', allowed: a layout of keys"),
     ("attention_decode --layout plain/bf16/512+64 --d-v 256", "error: --d-v: got 256, allowed: 512 (that of plain/bf16/512+64)"),
     ("attention_decode --extra-layout fp8", "error: --extra-layout, --extra-top-k: got one of them, allowed: both or none"),

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache, reference
 from sparse_attn.testing.ops import opcheck, schema
 
@@ -17,6 +17,7 @@ LAYOUTS = [
     IndexFp8Layout(32, scale_rule="raw"),
     IndexFp8Layout(24, "e4m3fnuz"),
     PlainLayout("bf16", 32),
+    IndexMxfp4Layout(96),
     PlainLayout("fp32", 20),
     PlainLayout("fp16", 24),
 ]
@@ -78,7 +79,7 @@ def test_rows_that_lie_apart_kernel(device):
 
 
 def check_opcheck(impl, device):
-    for layout in (LAYOUTS[0], LAYOUTS[3]):
+    for layout in (LAYOUTS[0], LAYOUTS[3], LAYOUTS[4]):
         cache = torch.zeros(3, 4, layout.row, dtype=layout.dtype, device=device)
         slots = torch.tensor([1, -1, 7], device=device)
         k = torch.randn(4, layout.dim, device=device).bfloat16()
@@ -191,9 +192,12 @@ def check_empty(impl, device):
             indptr = torch.tensor([0] + [4] * requests, dtype=torch.int32, device=device)
             for capacity in (0, 5):
                 got = gather_indexer_k(cache[:blocks], table, indptr, capacity, layout, impl=impl)
-                assert got.keys.shape == (capacity, layout.dim) and not got.keys.any()
+                mxfp4 = isinstance(layout, IndexMxfp4Layout)
+                assert got.keys.shape == (capacity, layout.dim // 2 if mxfp4 else layout.dim) and not got.keys.any()
                 if isinstance(layout, IndexFp8Layout):
                     assert got.scales.shape == (capacity,) and not got.scales.any()
+                elif mxfp4:
+                    assert got.scales.shape == (capacity, 3) and not got.scales.any()
                 else:
                     assert got.scales is None
 
@@ -261,7 +265,7 @@ def test_kernels_on_hopper():
         kernels.gather_keys,
         dict(cache="*u8", block_table="*i32", kv_indptr="*i32", keys="*u8", scales="*fp32")
         | dict.fromkeys(scalars, "i32"),
-        dict(D=128, RECORD=128, PAD_D=128, FP8=True, ROWS=chosen.gather_rows),
+        dict(D=128, RECORD=128, PAD_D=128, FP8=True, SCALES=0, ROWS=chosen.gather_rows),
         aligned=("stride_cache_block",),
         num_warps=chosen.num_warps,
     )
@@ -270,8 +274,8 @@ def test_kernels_on_hopper():
     insert = compile_kernel(
         kernels.insert_keys,
         dict(k="*bf16", cache="*u8", slot_mapping="*i64") | dict.fromkeys(scalars, "i32"),
-        dict(D=128, RECORD=128, PAD_D=128, FP8=True, FNUZ=False, POW2=True, FP8_MAX=448.0, AMAX_FLOOR=1e-4)
-        | dict(TOKENS=chosen.write_tokens),
+        dict(D=128, RECORD=128, PAD_D=128, FP8=True, MXFP4=False, FNUZ=False, POW2=True)
+        | dict(FP8_MAX=448.0, AMAX_FLOOR=1e-4, TOKENS=chosen.write_tokens),
         num_warps=chosen.num_warps,
         enable_fp_fusion=False,
     )

@@ -9,9 +9,11 @@ from expecttest import assert_expected_inline
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 from support.index_logits import check_highest
+from support.index_topk import mxfp4_query
 
 from sparse_attn.fp8 import fp8_decode, fp8_quantise
-from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.mxfp4 import mxfp4_quantise
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_logits import reference
 from sparse_attn.target import target_of
@@ -78,6 +80,9 @@ LAYOUTS = {
     "bf16": PlainLayout("bf16", 16),
     "bf16 256": PlainLayout("bf16", 256),
     "fp32": PlainLayout("fp32", 20),
+    "mxfp4": IndexMxfp4Layout(32),
+    "mxfp4 odd": IndexMxfp4Layout(96),
+    "mxfp4 128": IndexMxfp4Layout(128),
 }
 
 
@@ -101,6 +106,9 @@ def paged_inputs(layout, lens, heads, block_size, device="cpu", padding=0, poiso
     if isinstance(layout, IndexFp8Layout):
         q, scale = quantised((requests, next_n, heads, layout.dim), layout.flavour)
         weights = torch.randn(requests * next_n, heads) * scale.flatten(0, 1)
+    elif isinstance(layout, IndexMxfp4Layout):
+        q = mxfp4_query(torch.randn(requests * next_n, heads, layout.dim)).unflatten(0, (requests, next_n))
+        weights = torch.randn(requests * next_n, heads)
     else:
         q = torch.randn(requests, next_n, heads, layout.dim).to(layout.dtype)
         weights = torch.randn(requests * next_n, heads)
@@ -109,10 +117,8 @@ def paged_inputs(layout, lens, heads, block_size, device="cpu", padding=0, poiso
 
 
 def run_paged(inputs, max_context_len, layout, impl):
-    public = (
-        index_logits.fp8_paged_mqa_logits if isinstance(layout, IndexFp8Layout) else index_logits.bf16_paged_mqa_logits
-    )
-    return public(*inputs, max_context_len, layout, impl=impl)
+    form = {IndexFp8Layout: "fp8", IndexMxfp4Layout: "mxfp4", PlainLayout: "bf16"}[type(layout)]
+    return getattr(index_logits, f"{form}_paged_mqa_logits")(*inputs, max_context_len, layout, impl=impl)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -123,7 +129,10 @@ def test_reference_paged_equals_contiguous(name):
     q, cache, weights, context_lens, table = inputs
     got = run_paged(inputs, 15, layout, "reference")
     rows = layout.decode(cache, torch.arange(cache.shape[0] * 4))
-    values = fp8_decode(q, layout.flavour) if isinstance(layout, IndexFp8Layout) else q.float()
+    if isinstance(layout, IndexMxfp4Layout):
+        values = layout.decode(q.flatten(0, 1), torch.arange(18)).view(3, 2, 3, layout.dim)
+    else:
+        values = fp8_decode(q, layout.flavour) if isinstance(layout, IndexFp8Layout) else q.float()
     for b in range(3):
         keys = torch.zeros(15, layout.dim)
         known = torch.zeros(15, dtype=torch.bool)
@@ -149,8 +158,9 @@ def check_opcheck(impl, device):
     (q, _), (k, k_scale) = quantised((5, 3, 16), "e4m3fn", device), quantised((20, 16), "e4m3fn", device)
     start, end = ranges(5, 20, device)
     opcheck("mqa_logits", q, k, k_scale, torch.randn(5, 3, device=device), start, end, "e4m3fn", impl)
-    inputs = paged_inputs(LAYOUTS["fp8"], [[9, 10]], 3, 4, device)
-    opcheck("paged_mqa_logits", *inputs, 12, LAYOUTS["fp8"].name, impl)
+    for name in ("fp8", "mxfp4"):
+        inputs = paged_inputs(LAYOUTS[name], [[9, 10]], 3, 4, device)
+        opcheck("paged_mqa_logits", *inputs, 12, LAYOUTS[name].name, impl)
 
 
 def test_opcheck_reference():
@@ -233,6 +243,8 @@ MQA_CASES = [  # rows, keys, heads, dim, flavour
     (5, 70, 20, 24, "e4m3fnuz"),
     (6, 65, 4, 32, torch.bfloat16),
     (6, 40, 1, 20, torch.float32),
+    (19, 100, 3, 32, "mxfp4"),
+    (5, 70, 20, 96, "mxfp4"),
 ]
 GPU_MQA_CASES = [
     (300, 3000, 64, 128, "e4m3fn"),
@@ -240,6 +252,8 @@ GPU_MQA_CASES = [
     (70, 999, 128, 128, "e4m3fn"),
     (70, 999, 64, 128, "e4m3fnuz"),
     (300, 3000, 64, 128, torch.bfloat16),
+    (300, 3000, 64, 128, "mxfp4"),
+    (2100, 2049, 32, 128, "mxfp4"),
     (70, 999, 8, 64, torch.float16),
 ]
 
@@ -250,7 +264,15 @@ def test_mqa_kernel(device):
         torch.manual_seed(case)
         start, end = ranges(rows, keys, device)
         weights = torch.randn(heads, rows, device=device).t()
-        if isinstance(kind, str):
+        if kind == "mxfp4":
+            q, (k, k_scale) = (
+                mxfp4_query(torch.randn(rows, heads, dim)).to(device),
+                mxfp4_quantise(torch.randn(keys, dim)),
+            )
+            k, k_scale = (torch.cat([x, x], 1).to(device)[:, : x.shape[1]] for x in (k, k_scale))
+            got = index_logits.mxfp4_mqa_logits(q, k, k_scale, weights, start, end, impl="triton")
+            want = reference.mqa_logits(q, k, k_scale, weights, start, end, kind)
+        elif isinstance(kind, str):
             (q, _), (k, k_scale) = quantised((rows, heads, dim), kind, device), quantised((keys, dim), kind, device)
             got = index_logits.fp8_mqa_logits(q, k, k_scale, weights, start, end, flavour=kind, impl="triton")
             want = reference.mqa_logits(q, k, k_scale, weights, start, end, kind)
@@ -273,6 +295,10 @@ PAGED_CASES = [  # layout, lens, heads, block size, padding
     ("fp8", [[9, 70, 33], [0, 0, 66]], 80, 16, 0),  # rows of a request in programs of their own
     ("bf16", [[5, 9, 0, -3, 40]], 40, 8, 0),  # two rows to a program, the last one alone
     ("bf16", [[INT_MIN], [-(2**30)]], 4, 16, 0),
+    ("mxfp4", [[70, 71], [0, -4], [INT_MAX, 150], [3, INT_MIN]], 3, 16, 1),
+    ("mxfp4 odd", [[40]], 5, 7, 3),
+    ("mxfp4", [[150, 129], [INT_MAX, 128], [0, 5]], 3, 128, 32),  # a tile of keys lies in one block
+    ("mxfp4 128", [[9, 70, 33], [0, 0, 66]], 80, 16, 0),  # rows of a request in programs of their own
 ]
 GPU_PAGED_CASES = [
     ("fp8 128", [[3000]], 64, 64, 0),
@@ -280,6 +306,9 @@ GPU_PAGED_CASES = [
     ("fp8 128", [[100, 101, 102], [4096, 4097, 4098]], 32, 1, 4),
     ("fp8 128", [[100], [1500]], 128, 256, 0),
     ("fp8 128", [[700 + j for j in range(16)], [INT_MIN] * 16], 128, 64, 0),
+    ("mxfp4 128", [[2999, 3000]] * 9 + [[0, 0], [17, 18]], 64, 64, 68),
+    ("mxfp4 128", [[3000]], 64, 64, 0),
+    ("mxfp4 128", [[100, 101, 102, 103], [4096, 4097, 4098, 1]], 32, 32, 0),
     ("bf16 256", [[300, 301, 302, 303]], 128, 64, 0),  # all rows at once would not fit shared memory
 ]
 
@@ -307,7 +336,7 @@ def test_paged_kernel_gives_the_highest_of_groups(device):
         torch.manual_seed(case)
         layout = LAYOUTS[name]
         q, cache, weights, limits, table = paged_inputs(layout, lens, heads, block_size, device, padding)
-        flavour = getattr(layout, "flavour", "none")
+        flavour = dispatch.flavour_of(layout.name)
         if flavour != "none":
             q = q.view(torch.uint8)
         for width in (155, 64):

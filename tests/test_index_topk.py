@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 from support.extremes import INT_MAX, INT_MIN
-from support.index_topk import DIM, HEADS, LAYOUTS, codes, decode_case, to
+from support.index_topk import DIM, HEADS, LAYOUTS, codes, decode_case, mxfp4_query, to
 from support.topk import EXACT, chosen, for_rows
 
 from sparse_attn import workspace
-from sparse_attn.layout import IndexFp8Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
+from sparse_attn.mxfp4 import mxfp4_quantise
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_topk import (
     DECODE_LOGITS_BYTES,
@@ -32,6 +33,9 @@ def prefill_case(rows, keys, flavour="e4m3fn", seed=0):
     if flavour == "none":
         q = torch.randn(rows, HEADS, DIM, generator=generator).bfloat16()
         k, scale = torch.randn(keys, DIM, generator=generator).bfloat16(), None
+    elif flavour == "mxfp4":
+        q = mxfp4_query(torch.randn(rows, HEADS, DIM, generator=generator))
+        k, scale = mxfp4_quantise(torch.randn(keys, DIM, generator=generator))
     else:
         q, k = codes((rows, HEADS, DIM), generator).clamp_min(1), codes((keys, DIM), generator).clamp_min(1)
         scale = torch.rand(keys, generator=generator)
@@ -47,19 +51,22 @@ def prefill_case(rows, keys, flavour="e4m3fn", seed=0):
 def full_logits(case, layout=None, context=None, flavour="e4m3fn", impl="auto"):
     if layout is not None:
         q, weights, cache, lens, table = case
-        quantised = isinstance(layout, IndexFp8Layout)
-        scores = index_logits.fp8_paged_mqa_logits if quantised else index_logits.bf16_paged_mqa_logits
-        return scores(q, cache, weights, lens, table, context, layout, impl=impl)
+        form = {IndexFp8Layout: "fp8", IndexMxfp4Layout: "mxfp4", PlainLayout: "bf16"}[type(layout)]
+        return getattr(index_logits, f"{form}_paged_mqa_logits")(
+            q, cache, weights, lens, table, context, layout, impl=impl
+        )
     q, weights, k, scale, start, end = case
     if scale is None:
         return index_logits.bf16_mqa_logits(q, k, weights, start, end, impl=impl)
+    if flavour == "mxfp4":
+        return index_logits.mxfp4_mqa_logits(q, k, scale, weights, start, end, impl=impl)
     return index_logits.fp8_mqa_logits(q, k, scale, weights, start, end, flavour=flavour, impl=impl)
 
 
 # --- reference
 
 
-@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz", "none"])
+@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz", "none", "mxfp4"])
 @pytest.mark.parametrize("logits_bytes", [0, 700, 1 << 20])
 def test_prefill_is_topk_of_the_logits(flavour, logits_bytes):
     case = prefill_case(9, 41, flavour)
@@ -123,6 +130,7 @@ def test_schema_and_opcheck():
     )
     opcheck("index_topk_prefill", *prefill_case(3, 9), 4, "e4m3fn", 200, "auto")
     opcheck("index_topk_prefill", *prefill_case(3, 9, "none"), 4, "none", 200, "auto")
+    opcheck("index_topk_prefill", *prefill_case(3, 9, "mxfp4"), 4, "mxfp4", 200, "auto")
     opcheck("index_topk_decode", *decode_case(LAYOUTS["fp8"], 2, 2, 9), 4, 9, LAYOUTS["fp8"].name, 200, "auto")
 
 
@@ -187,7 +195,7 @@ def kernels(rows):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("flavour", ["e4m3fn", "none"])
+@pytest.mark.parametrize("flavour", ["e4m3fn", "none", "mxfp4"])
 def test_prefill_kernel(flavour, device, dirty_workspace):
     from sparse_attn.ops.index_topk import launch
 
@@ -278,7 +286,7 @@ def test_gpu_decode(layout, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz", "none"])
+@pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz", "none", "mxfp4"])
 def test_gpu_prefill(flavour, device):
     scale = {} if flavour == "none" else {"flavour": flavour}
     for rows, keys in ((400, 20001), (33, 3000), (3, 70000)):

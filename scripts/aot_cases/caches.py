@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_cases.form import BF16, FP32, I64, Case, cache_of, floats, integers, tensor
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.compressor import launch as compressor
 from sparse_attn.ops.kv_cache import launch as kv_cache
 
@@ -43,6 +43,7 @@ def _compressor() -> Iterator[Case]:
         ("entries of 4", PlanarFp8Layout(448, 64), 4, False, False),
         ("entries of 128", PlanarFp8Layout(448, 64), 128, False, True),
         ("index entries", IndexFp8Layout(128), 4, True, False),
+        ("index entries, mxfp4", IndexMxfp4Layout(128), 4, True, True),
         ("entries of 4, fnuz", PlanarFp8Layout(448, 64, flavour="e4m3fnuz"), 4, False, True),
         ("index entries, fnuz", IndexFp8Layout(128, "e4m3fnuz"), 4, True, True),
         ("entries of 128, bf16", PlainLayout("bf16", 512), 128, False, True),

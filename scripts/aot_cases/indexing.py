@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_cases.form import BF16, FP32, I64, U8, Case, cache_of, floats, integers, tensor
-from sparse_attn.layout import IndexFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.ops.index_cache import launch as index_cache
 from sparse_attn.ops.index_logits import launch as index_logits
 from sparse_attn.ops.index_query import launch as index_query
 from sparse_attn.ops.index_topk import launch as index_topk
 from sparse_attn.ops.topk import launch as topk
 
-FN, FNUZ = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz")
+FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
 BUDGET = 1 << 28  # bytes of logits
 
 
@@ -32,6 +32,7 @@ def _query() -> Iterator[Case]:
         ("glm5", 32, 128, 0, True, False, FN, BF16, True),
         ("deepseek_v4", 64, 128, 64, True, True, FN, BF16, True),
         ("deepseek_v4 bf16", 64, 128, 64, True, True, PlainLayout("bf16", 128), BF16, True),
+        ("deepseek_v4 mxfp4", 64, 128, 64, True, True, MXFP4, BF16, False),
         ("tiny_v32", 4, 32, 0, False, True, IndexFp8Layout(32), BF16, True),
         ("tiny_v4 fp32", 4, 32, 16, True, True, PlainLayout("fp32", 32), FP32, True),
     ):
@@ -48,6 +49,7 @@ def _cache() -> Iterator[Case]:
         ("fp8", FN, BF16, False),
         ("fnuz", FNUZ, BF16, True),
         ("bf16", PlainLayout("bf16", 128), BF16, True),
+        ("mxfp4", MXFP4, BF16, False),
         ("tiny", IndexFp8Layout(32), BF16, True),
         ("tiny fp32", PlainLayout("fp32", 32), FP32, True),
     ):
@@ -82,6 +84,13 @@ def _prefill_scores() -> Iterator[Case]:
                 flavour,
             )  # fmt: skip
             yield Case("mqa_logits", f"{name}, {rows} rows", index_logits.mqa_logits, arguments, more or rows == 128)
+    for name, heads, dim, more in (("deepseek_v4 mxfp4", 64, 128, False), ("glm5 mxfp4", 32, 128, True)):
+        for rows, keys in ((2048, 32768), (128, 1024)):
+            arguments = (
+                tensor(rows, heads, dim // 2 + dim // 32, dtype=U8), tensor(keys, dim // 2, dtype=U8),
+                tensor(keys, dim // 32, dtype=U8), floats(rows, heads), integers(rows), integers(rows), "mxfp4",
+            )  # fmt: skip
+            yield Case("mqa_logits", f"{name}, {rows} rows", index_logits.mqa_logits, arguments, more or rows == 128)
     arguments = (  # weights that no TMA copies
         tensor(2048, 64, 128, dtype=U8), tensor(32768, 128, dtype=U8), floats(32768), floats(2048, 66)[:, :64],
         integers(2048), integers(2048), "e4m3fn",
@@ -113,6 +122,18 @@ def _decode_scores() -> Iterator[Case]:
         arguments = (
             tensor(4, next_n, heads, dim, dtype=dtype), cache_of(layout), floats(4 * next_n, heads),
             integers(4, next_n), integers(4, 1024), 65536, layout.name,
+        )  # fmt: skip
+        yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, more)
+    for name, heads, next_n, block_size, more in (
+        ("deepseek_v4 mxfp4", 64, 1, 64, False),
+        ("deepseek_v4 mxfp4, 2 tokens", 64, 2, 64, True),
+        ("glm5 mxfp4, 4 tokens, blocks of 16", 32, 4, 16, True),
+        ("tiny_v4 mxfp4", 4, 1, 64, True),
+    ):
+        layout = IndexMxfp4Layout(128 if heads > 4 else 32)
+        arguments = (
+            tensor(4, next_n, heads, layout.row, dtype=U8), cache_of(layout, block_size=block_size),
+            floats(4 * next_n, heads), integers(4, next_n), integers(4, 1024), 65536, layout.name,
         )  # fmt: skip
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, more)
     for next_n in (1, 2):

@@ -38,7 +38,8 @@ def select(
     keys = F.linear(hidden, params[prefix + "k"])
     keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
     keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved)
-    if index.hadamard:
+    hadamard = layouts.hadamard(index)
+    if hadamard:
         keys = hadamard_transform(keys)
     pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
     query = indexer_q_rope_quant(
@@ -48,7 +49,7 @@ def select(
         rope,
         start=index.rope_start,
         interleaved=index.rope_interleaved,
-        hadamard=index.hadamard,
+        hadamard=hadamard,
         weight_scale=index.weight_scale,
         layout=layouts.index,
         impl=impl,

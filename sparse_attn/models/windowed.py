@@ -77,7 +77,7 @@ def select(
     index, cache = spec.index, held(caches.index, layer)
     compress(
         hidden, params, prefix, spec, layer, held(caches.index_state, layer), cache, plan, step,
-        layout=layouts.index, hadamard=index.hadamard, impl=impl,
+        layout=layouts.index, hadamard=layouts.hadamard(index), impl=impl,
     )  # fmt: skip
     query = indexer_q_rope_quant(
         torch.unflatten(F.linear(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
@@ -86,7 +86,7 @@ def select(
         params["rope_compressed"],
         start=index.rope_start,
         interleaved=index.rope_interleaved,
-        hadamard=index.hadamard,
+        hadamard=layouts.hadamard(index),
         weight_scale=index.weight_scale,
         layout=layouts.index,
         impl=impl,

@@ -12,11 +12,18 @@ from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.pipeline.bounds import Bounds, workspace_size
 from sparse_attn.pipeline.choose import num_decode_rows
 from sparse_attn.pipeline.latent import Selection, attend, index_select, write_index_keys, write_latents
-from sparse_attn.pipeline.layouts import CACHE_KINDS, CacheLayouts, cache_layouts, check_block_size, default_block_size
+from sparse_attn.pipeline.layouts import (
+    CACHE_KINDS,
+    INDEX_CACHE_KINDS,
+    CacheLayouts,
+    cache_layouts,
+    check_block_size,
+    default_block_size,
+)
 from sparse_attn.pipeline.memory import CacheUse, cache_bytes, cache_uses
 
 __all__ = [
-    "CACHE_KINDS", "LOGITS_BYTES", "Bounds", "CacheLayouts", "CacheUse", "Selection", "attend", "cache_bytes",
-    "cache_layouts", "cache_uses", "check_block_size", "default_block_size", "index_select", "num_decode_rows",
-    "workspace_size", "write_index_keys", "write_latents",
+    "CACHE_KINDS", "INDEX_CACHE_KINDS", "LOGITS_BYTES", "Bounds", "CacheLayouts", "CacheUse", "Selection", "attend",
+    "cache_bytes", "cache_layouts", "cache_uses", "check_block_size", "default_block_size", "index_select",
+    "num_decode_rows", "workspace_size", "write_index_keys", "write_latents",
 ]  # fmt: skip

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from sparse_attn.layout import IndexFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout
+from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_cache import gather_indexer_k
 from sparse_attn.ops.index_topk import LOGITS_BYTES, index_topk_decode, index_topk_decode_slots, index_topk_prefill
 from sparse_attn.types import CompressedPlan, QuantisedQuery, Ragged, StepPlan
@@ -23,7 +24,7 @@ def choose_decode(
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
     *,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     impl: str = "auto",
@@ -31,9 +32,9 @@ def choose_decode(
     """The ``top_k`` best index keys of every decode row among those it may see, int32 [rows, top_k], counted within the
     row's request.
 
-    query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: index keys, this step's
-    included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered; keys of
-    tokens (StepPlan) or of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
+    query: the step's index queries, as indexer_q_rope_quant gives them, and weights [tokens, heads]. cache: index keys,
+    this step's included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered;
+    keys of tokens (StepPlan) or of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
     """
     arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
     return index_topk_decode(*arguments, logits_bytes=logits_bytes, impl=impl)
@@ -45,7 +46,7 @@ def choose_decode_slots(
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
     *,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     impl: str = "auto",
@@ -71,7 +72,7 @@ def choose_prefill(
     block_table: torch.Tensor,
     plan: StepPlan | CompressedPlan,
     *,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     impl: str = "auto",
@@ -87,7 +88,14 @@ def choose_prefill(
         plan.kv_start,
         plan.kv_end,
         top_k,
-        flavour=layout.flavour if isinstance(layout, IndexFp8Layout) else "none",
+        flavour=_flavour(layout),
         logits_bytes=logits_bytes,
         impl=impl,
     )
+
+
+def _flavour(layout: IndexLayout) -> str:
+    """Of the codes of gathered keys."""
+    if isinstance(layout, IndexMxfp4Layout):
+        return MXFP4
+    return layout.flavour if isinstance(layout, IndexFp8Layout) else "none"

@@ -6,10 +6,19 @@ import math
 from dataclasses import dataclass
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.layout import (
+    IndexFp8Layout,
+    IndexLayout,
+    IndexMxfp4Layout,
+    LatentFp8Layout,
+    PlainLayout,
+    PlanarFp8Layout,
+)
+from sparse_attn.mxfp4 import MXFP4
+from sparse_attn.spec import CompressedSpec, IndexSpec, Spec
 
 CACHE_KINDS = ("fp8", "bf16", "fp32")
+INDEX_CACHE_KINDS = (MXFP4, *CACHE_KINDS)
 ROWS_PER_BLOCK = 64
 PLANAR_GROUP = 64  # values under one scale, where the width allows
 
@@ -19,19 +28,36 @@ class CacheLayouts:
     """What the bytes of a model's two kinds of cache mean: keys and values, and index keys."""
 
     kv: LatentFp8Layout | PlanarFp8Layout | PlainLayout
-    index: IndexFp8Layout | PlainLayout
+    index: IndexLayout
+
+    def hadamard(self, index: IndexSpec) -> bool:
+        """Whether index queries and keys are Hadamard-transformed: where the model asks, and under MXFP4, for which
+        DeepSeek-V4 was trained so."""
+        mxfp4 = isinstance(self.index, IndexMxfp4Layout)
+        return index.hadamard or (mxfp4 and index.head_dim & (index.head_dim - 1) == 0)
 
 
-def cache_layouts(spec: Spec | CompressedSpec, kind: str) -> CacheLayouts:
-    """The layouts of ``spec``'s caches: "fp8" (the field's quantised formats), "bf16" or "fp32" (unquantised)."""
-    if kind not in CACHE_KINDS:
-        raise ValueError(f"kind: got {kind!r}, allowed: {', '.join(CACHE_KINDS)}")
+def cache_layouts(spec: Spec | CompressedSpec, kind: str, *, index_kind: str | None = None) -> CacheLayouts:
+    """The layouts of ``spec``'s caches: "fp8" (the field's quantised formats), "bf16" or "fp32" (unquantised).
+
+    index_kind: that of the index keys, if it is not ``kind``; also "mxfp4", for which their dim is a multiple of 32.
+    ValueError for other names.
+    """
+    for name, value, allowed in (("kind", kind, CACHE_KINDS), ("index_kind", index_kind or kind, INDEX_CACHE_KINDS)):
+        if value not in allowed:
+            raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(allowed)}")
+    index = _index(index_kind or kind, spec.index.head_dim)
     if kind == "fp8":
-        return CacheLayouts(_fp8(spec), IndexFp8Layout(spec.index.head_dim))
-    index = PlainLayout(kind, spec.index.head_dim)
+        return CacheLayouts(_fp8(spec), index)
     if isinstance(spec, CompressedSpec):
         return CacheLayouts(PlainLayout(kind, spec.head_dim), index)
     return CacheLayouts(PlainLayout(kind, spec.kv_lora, spec.rope_dim), index)
+
+
+def _index(kind: str, dim: int) -> IndexLayout:
+    if kind == MXFP4:
+        return IndexMxfp4Layout(dim)
+    return IndexFp8Layout(dim) if kind == "fp8" else PlainLayout(kind, dim)
 
 
 def _fp8(spec: Spec | CompressedSpec) -> LatentFp8Layout | PlanarFp8Layout:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
 from sparse_attn.models.loading import load, read_config
-from sparse_attn.pipeline import CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
+from sparse_attn.models.quantisation import quantisation_of
+from sparse_attn.mxfp4 import GROUP, MXFP4
+from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.runtime import explain_report, quality_report, report, showing, text, write_checkpoint
 from sparse_attn.runtime.arguments import (
     DTYPES,
@@ -67,6 +69,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
+    parser.add_argument("--index-cache", choices=INDEX_CACHE_KINDS,
+                        help="of index keys; default: mxfp4 beside an fp8 cache for DeepSeek-V4 with fp4 experts, "
+                        "which was trained with it, else that of --cache")  # fmt: skip
+
+
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     shipped = tuple(shipped_models())
@@ -88,7 +97,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
     )
     add_expand_weights(parser)
-    parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
+    _add_cache(parser)
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="attention whose bits no other row of a step changes"
@@ -158,7 +167,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
     parser.add_argument("--logits-bytes", type=positive, default=LOGITS_BYTES, metavar="N",
                         help="of index scores held at a time (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
+    _add_cache(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.set_defaults(run=run_plan)
 
@@ -174,7 +183,9 @@ def run_generate(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype or ("bf16" if folder and device.type == "cuda" else "fp32")]
     if options.graph:
         check_capturable(device, options.impl, read_config(folder)[1] if folder else preset(options.preset), dtype)
+    config = None
     if folder:
+        config, _ = read_config(folder)
         with byte_bar("weights", options.progress) as progress:
             spec, params = load(folder, device=device, dtype=dtype, expand=options.expand_weights, progress=progress)
         tokenizer = tokenizer_of(folder, spec)
@@ -186,9 +197,9 @@ def run_generate(options: argparse.Namespace) -> int:
     prompt, expected = _prompt(options, folder, tokenizer)
     if options.plot:
         showing.check_plot(prompt, tokenizer)
-    model = Model(
-        spec, params, cache_layouts(spec, options.cache), options.impl, batch_invariant=options.batch_invariant
-    )
+    index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
+    layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
+    model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant)
     if options.stop and tokenizer is None:
         raise ValueError(f"--stop: got a text, allowed: none, {folder} holds no tokenizer.json")
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
@@ -224,6 +235,7 @@ def run_generate(options: argparse.Namespace) -> int:
         "model": folder.name if folder else spec.name,
         "dtype": str(dtype).removeprefix("torch."),
         "cache": options.cache,
+        "index_cache": index_cache,
         "impl": resolve_impl(options.impl, device),
         "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
     }
@@ -243,6 +255,13 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _default_index_cache(config: dict | None, spec: Spec | CompressedSpec, cache: str) -> str:
+    """The kind of index keys where nobody asks for one. config: the checkpoint's config.json, if there is one."""
+    if config is None or cache != "fp8" or not isinstance(spec, CompressedSpec) or spec.index.head_dim % GROUP:
+        return cache
+    return MXFP4 if quantisation_of(config).expert_dtype == "fp4" else cache
+
+
 def run_info(options: argparse.Namespace) -> int:
     text.say(report.info(device_of(options.device)))
     return 0
@@ -250,7 +269,7 @@ def run_info(options: argparse.Namespace) -> int:
 
 def run_plan(options: argparse.Namespace) -> int:
     check_outputs(options)
-    spec = options.spec or read_config(folder_of(options.model))[1]
+    config, spec = (None, options.spec) if options.spec else read_config(folder_of(options.model))
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
         raise ValueError(
@@ -267,7 +286,8 @@ def run_plan(options: argparse.Namespace) -> int:
         dtype=DTYPES[options.dtype],
     )
     target = target_of(device_of(None))
-    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache)
+    index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
+    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache, index_cache)
     _print_plan(numbers)
     if options.json:
         write_json(options.json, numbers)

@@ -10,14 +10,18 @@ import torch
 from sparse_attn.fp8 import FP8_DTYPE
 from sparse_attn.layout import (
     IndexFp8Layout,
+    IndexLayout,
+    IndexMxfp4Layout,
     LatentFp8Layout,
     Layout,
     PlainLayout,
     PlanarFp8Layout,
     allocate_cache,
     parse_layout,
+    query_row,
 )
-from sparse_attn.pipeline import CACHE_KINDS
+from sparse_attn.mxfp4 import MXFP4
+from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, cache_layouts
 from sparse_attn.runtime.arguments import DTYPES
 from sparse_attn.spec import deepseek_v32
 from sparse_attn.types import Ragged
@@ -67,16 +71,22 @@ def attention_prefill(
 def paged_scores(tokens: int, next_n: int, heads: int, layout: str, context: int, block_size: int) -> Arguments:
     kind = _index_layout(layout)
     q, weights, cache, lengths, table = _decode_index(kind, tokens, next_n, heads, context, block_size)
-    op = "fp8_paged_mqa_logits" if isinstance(kind, IndexFp8Layout) else "bf16_paged_mqa_logits"
-    return op, (q, cache, weights, lengths, table, context, kind), {}
+    return f"{_form(kind)}_paged_mqa_logits", (q, cache, weights, lengths, table, context, kind), {}
 
 
 def prefill_scores(tokens: int, heads: int, layout: str, context: int) -> Arguments:
     kind = _index_layout(layout)
     q, weights, k, k_scale, *ranges = _prefill_index(kind, tokens, heads, context)
-    if isinstance(kind, PlainLayout):
-        return "bf16_mqa_logits", (q, k, weights, *ranges), {}
-    return "fp8_mqa_logits", (q, k, k_scale, weights, *ranges), {"flavour": kind.flavour}
+    scales = () if isinstance(kind, PlainLayout) else (k_scale,)
+    options = {"flavour": kind.flavour} if isinstance(kind, IndexFp8Layout) else {}
+    return f"{_form(kind)}_mqa_logits", (q, k, *scales, weights, *ranges), options
+
+
+def _form(layout: IndexLayout) -> str:
+    """Which of the functions that score."""
+    if isinstance(layout, IndexMxfp4Layout):
+        return MXFP4
+    return "fp8" if isinstance(layout, IndexFp8Layout) else "bf16"
 
 
 def topk(tokens: int, width: int, top_k: int) -> Arguments:
@@ -98,7 +108,7 @@ def index_topk_decode_slots(**sizes: Any) -> Arguments:
 
 def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context: int) -> Arguments:
     kind = _index_layout(layout)
-    options = {"flavour": kind.flavour} if isinstance(kind, IndexFp8Layout) else {}
+    options = {} if isinstance(kind, PlainLayout) else {"flavour": getattr(kind, "flavour", MXFP4)}
     return "index_topk_prefill", (*_prefill_index(kind, tokens, heads, context), top_k), options
 
 
@@ -135,7 +145,7 @@ def _kv_layout(name: str, d_qk: int | None, d_v: int | None) -> LatentFp8Layout 
             return PlainLayout(name, d_v, rope)
         return LatentFp8Layout(d_v, rope, group=128 if d_v % 128 == 0 else d_v)
     layout = _parsed(name)
-    if isinstance(layout, IndexFp8Layout):
+    if isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout)):
         raise ValueError(f"--layout: got {name!r}, allowed: a layout of keys and values")
     for option, given, has in (("--d-qk", d_qk, layout.dim), ("--d-v", d_v, layout.value_dim)):
         if given not in (None, has):
@@ -143,12 +153,11 @@ def _kv_layout(name: str, d_qk: int | None, d_v: int | None) -> LatentFp8Layout 
     return layout
 
 
-def _index_layout(name: str) -> IndexFp8Layout | PlainLayout:
-    if name in CACHE_KINDS:
-        dim = MODEL.index.head_dim
-        return IndexFp8Layout(dim) if name == "fp8" else PlainLayout(name, dim)
+def _index_layout(name: str) -> IndexLayout:
+    if name in INDEX_CACHE_KINDS:
+        return cache_layouts(MODEL, "fp8", index_kind=name).index
     layout = _parsed(name)
-    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
+    if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
         raise ValueError(f"--layout: got {name!r}, allowed: a layout of index keys")
     return layout
 
@@ -172,9 +181,9 @@ def _ints(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32, device=META)
 
 
-def _queries(layout: IndexFp8Layout | PlainLayout, *shape: int) -> torch.Tensor:
+def _queries(layout: IndexLayout, *shape: int) -> torch.Tensor:
     dtype = FP8_DTYPE[layout.flavour] if isinstance(layout, IndexFp8Layout) else layout.dtype
-    return torch.empty(*shape, layout.dim, dtype=dtype, device=META)
+    return torch.empty(*shape, query_row(layout), dtype=dtype, device=META)
 
 
 def _weights(rows: int, heads: int) -> torch.Tensor:
@@ -182,7 +191,7 @@ def _weights(rows: int, heads: int) -> torch.Tensor:
 
 
 def _decode_index(
-    layout: IndexFp8Layout | PlainLayout, tokens: int, next_n: int, heads: int, context: int, block_size: int
+    layout: IndexLayout, tokens: int, next_n: int, heads: int, context: int, block_size: int
 ) -> tuple[torch.Tensor, ...]:
     """(q, weights, cache, context_lens, block_table)"""
     if tokens % next_n:
@@ -195,11 +204,11 @@ def _decode_index(
     )  # fmt: skip
 
 
-def _prefill_index(
-    layout: IndexFp8Layout | PlainLayout, tokens: int, heads: int, context: int
-) -> tuple[torch.Tensor | None, ...]:
+def _prefill_index(layout: IndexLayout, tokens: int, heads: int, context: int) -> tuple[torch.Tensor | None, ...]:
     """(q, weights, k, k_scale, kv_start, kv_end)"""
-    fp8 = isinstance(layout, IndexFp8Layout)
-    k_scale = torch.empty(context, dtype=torch.float32, device=META) if fp8 else None
-    k = _queries(layout, context)
+    k, k_scale = _queries(layout, context), None
+    if isinstance(layout, IndexFp8Layout):
+        k_scale = torch.empty(context, dtype=torch.float32, device=META)
+    elif isinstance(layout, IndexMxfp4Layout):
+        k, k_scale = k[:, : layout.code_bytes].clone(), k[:, layout.code_bytes :].clone()
     return _queries(layout, tokens, heads), _weights(tokens, heads), k, k_scale, _ints(tokens), _ints(tokens)

@@ -41,7 +41,9 @@ def _dtype(given: str) -> str:
 OPTIONS: dict[str, Option] = {
     "tokens": Option("rows of queries", positive, "N"),
     "heads": Option("of a query; of the indexer for scores", positive, "N"),
-    "layout": Option(f"of the cache: {', '.join(CACHE_KINDS)}, or a layout's own name", str, "NAME"),
+    "layout": Option(
+        f"of the cache: {', '.join(CACHE_KINDS)}, mxfp4 of index keys, or a layout's own name", str, "NAME"
+    ),
     "top_k": Option("keys that a row selects or attends to", positive, "N"),
     "width": Option("scores that a row selects among", positive, "N"),
     "context": Option("keys of a request, or those gathered", positive, "N"),

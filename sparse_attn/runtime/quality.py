@@ -30,8 +30,9 @@ TOGETHER = 16  # documents that run as one batch
 
 
 class Way(NamedTuple):
-    """A way to run a model. cache: "plain" (the weights' dtype) or "fp8". dense: attend to everything. prefill_tokens:
-    a step's. decode: feed what is scored token by token, by replays of a captured step with graph. gpu: needs one."""
+    """A way to run a model. cache: "plain" (the weights' dtype) or "fp8". index: of index keys, where not as cache.
+    dense: attend to everything. prefill_tokens: a step's. decode: feed what is scored token by token, by replays of a
+    captured step with graph. gpu: needs one."""
 
     name: str
     cache: str
@@ -42,6 +43,7 @@ class Way(NamedTuple):
     decode: bool = False
     graph: bool = False
     gpu: bool = False
+    index: str | None = None
 
 
 WAYS = {
@@ -51,6 +53,7 @@ WAYS = {
         Way("sparse", "plain", "reference"),
         Way("triton", "plain", "triton", gpu=True),
         Way("fp8", "fp8"),
+        Way("mxfp4", "fp8", index="mxfp4"),
         Way("compiled", "fp8", compile=True),
         Way("chunked", "fp8", prefill_tokens=96),
         Way("decoded", "fp8", decode=True),
@@ -62,6 +65,7 @@ MEANING = {
     "sparse": "the reference, unquantised caches",
     "triton": "Triton, unquantised caches",
     "fp8": "fp8 caches",
+    "mxfp4": "fp8 caches, MXFP4 index keys",
     "compiled": "fp8 caches, torch.compile",
     "chunked": f"fp8 caches, prefilled {WAYS['chunked'].prefill_tokens} tokens a step",
     "decoded": "fp8 caches, token by token",
@@ -116,7 +120,7 @@ def measure(
     embed = params["embed"]
     assert isinstance(embed, torch.Tensor)
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[embed.dtype] if way.cache == "plain" else way.cache
-    model = Model(spec, params, cache_layouts(spec, kind), way.impl)
+    model = Model(spec, params, cache_layouts(spec, kind, index_kind=way.index), way.impl)
     bits = None
     if texts:
         nll = sum(losses[start - 1 : stop - 1].sum().item() for document, (losses, _) in _scored(model, texts, way)

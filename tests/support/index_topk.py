@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, allocate_cache
 
 HEADS, DIM = 3, 32
 LAYOUTS = {
@@ -13,6 +13,7 @@ LAYOUTS = {
     "fnuz": IndexFp8Layout(DIM, "e4m3fnuz"),
     "bf16": PlainLayout("bf16", DIM),
     "fp32": PlainLayout("fp32", DIM),
+    "mxfp4": IndexMxfp4Layout(DIM),
 }
 
 
@@ -21,6 +22,14 @@ def codes(shape, generator):
     return torch.randint(0, 0x60, shape, generator=generator, dtype=torch.uint8) | (
         torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) << 7
     )
+
+
+def mxfp4_query(values):
+    """Queries [rows, heads, layout.row] of fp32 values [rows, heads, dim]: a row is a block of keys, one a head."""
+    layout = IndexMxfp4Layout(values.shape[-1])
+    query = torch.full((*values.shape[:2], layout.row), 0xFF, dtype=torch.uint8)
+    layout.encode(query, torch.arange(values.shape[0] * values.shape[1]), values.flatten(0, 1))
+    return query
 
 
 def decode_case(layout, requests, next_n, context, block=4, seed=0):
@@ -32,6 +41,9 @@ def decode_case(layout, requests, next_n, context, block=4, seed=0):
     if isinstance(layout, IndexFp8Layout):
         layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, DIM, generator=generator))
         q = codes(shape, generator).clamp_min(1)
+    elif isinstance(layout, IndexMxfp4Layout):
+        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, DIM, generator=generator))
+        q = mxfp4_query(torch.randn(requests * next_n, HEADS, DIM, generator=generator)).unflatten(0, shape[:2])
     else:
         cache.copy_(torch.randn(cache.shape, generator=generator))
         q = torch.randn(shape, generator=generator).to(layout.dtype)

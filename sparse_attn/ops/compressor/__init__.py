@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, PlanarFp8Layout, check_cache
 from sparse_attn.ops.compressor import op
 
 NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,7 +33,7 @@ def compress_and_cache(
     eps: float,
     rope_start: int,
     hadamard: bool = False,
-    layout: PlanarFp8Layout | IndexFp8Layout | PlainLayout,
+    layout: PlanarFp8Layout | IndexFp8Layout | IndexMxfp4Layout | PlainLayout,
     impl: str = "auto",
 ) -> None:
     """Pool the step's tokens into entries, write complete ones into ``cache``, and keep the tokens in ``state``.
@@ -51,7 +51,8 @@ def compress_and_cache(
     the orthonormal transform, all in fp32.
 
     cache: blocks of ``layout``; slot_mapping: int64 [tokens], the slot of the entry that a row completes; a slot
-    outside the cache writes nothing. fp8 layouts take the entry rounded to bf16, and NaN as write_kv_cache does.
+    outside the cache writes nothing. Quantised layouts take the entry rounded to bf16, and NaN as write_kv_cache or
+    indexer_k_quant_and_cache do.
 
     state: fp32 [num_blocks, block_size, 2 * parts * dim], rows of [kv | gate + bias]. Position p of request b lies in
     block state_table[b, (p // block_size) % max_blocks], int32 [requests, max_blocks], row p % block_size. It is a
@@ -66,8 +67,10 @@ def compress_and_cache(
     checks.check_rank("kv", kv, 2)
     (tokens, width), parts = kv.shape, 2 if overlap else 1
     checks.check_at_least("ratio", ratio, 1)
-    if not isinstance(layout, (PlanarFp8Layout, IndexFp8Layout, PlainLayout)):
-        raise ValueError(f"layout: got {layout!r}, allowed: PlanarFp8Layout, IndexFp8Layout, PlainLayout")
+    if not isinstance(layout, (PlanarFp8Layout, IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
+        raise ValueError(
+            f"layout: got {layout!r}, allowed: PlanarFp8Layout, IndexFp8Layout, IndexMxfp4Layout, PlainLayout"
+        )
     if isinstance(layout, PlanarFp8Layout) and layout.group & (layout.group - 1):
         raise ValueError(f"layout: got scale groups of {layout.group}, allowed: powers of two")
     check_cache("cache", cache, layout)

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast, round_to_bf16
+from sparse_attn.device.mxfp4 import quantise_mxfp4
 from sparse_attn.device.record import store_quantised
 from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
 
@@ -27,12 +28,12 @@ def _state_rows(table_row, position, max_blocks, num_blocks, block_size, stride_
 
 @triton.jit
 def _store_entry(
-    entry, base, within, block_size, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, CODES: tl.constexpr,
-    GROUP: tl.constexpr, RECORD: tl.constexpr, SCALE_BYTES: tl.constexpr, EXPONENT: tl.constexpr, FNUZ: tl.constexpr,
-    POW2: tl.constexpr, FP8_MAX: tl.constexpr, AMAX_FLOOR: tl.constexpr,
+    entry, base, within, block_size, DIM: tl.constexpr, PADDED: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
+    CODES: tl.constexpr, GROUP: tl.constexpr, RECORD: tl.constexpr, SCALE_BYTES: tl.constexpr, EXPONENT: tl.constexpr,
+    FNUZ: tl.constexpr, POW2: tl.constexpr, FP8_MAX: tl.constexpr, AMAX_FLOOR: tl.constexpr,
 ):  # fmt: skip
     """Write fp32 [PADDED], zero beyond DIM, as the record ``within`` the block at ``base``: CODES of it as fp8 in
-    groups of GROUP, the rest as bf16; or all of it unquantised."""
+    groups of GROUP, the rest as bf16; all of it as MXFP4; or unquantised."""
     column = tl.arange(0, PADDED)
     if FP8:
         rounded = round_to_bf16(entry)
@@ -46,6 +47,14 @@ def _store_entry(
         if CODES < DIM:
             rest = (base + within * RECORD + CODES).to(tl.pointer_type(tl.bfloat16)) + column - CODES
             tl.store(rest, rounded, mask=(column >= CODES) & (column < DIM))
+    elif MXFP4:
+        PAD_GROUPS: tl.constexpr = PADDED // 32
+        rounded = tl.reshape(round_to_bf16(entry).to(tl.float32), [1, PADDED])
+        code, exponent = quantise_mxfp4(rounded, 1, PAD_GROUPS)
+        byte, group = tl.arange(0, PADDED // 2), tl.arange(0, PAD_GROUPS)
+        tl.store(base + within * RECORD + byte, tl.reshape(code, [PADDED // 2]), mask=byte < DIM // 2)
+        scales = base + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES
+        tl.store(scales + group, tl.reshape(exponent, [PAD_GROUPS]), mask=group < SCALE_BYTES)
     else:
         tl.store(base + within * RECORD + column, cast(entry, base.dtype.element_ty), mask=column < DIM)
 
@@ -95,6 +104,7 @@ def pool(
     HADAMARD: tl.constexpr,
     STAGES: tl.constexpr,
     FP8: tl.constexpr,
+    MXFP4: tl.constexpr,
     CODES: tl.constexpr,
     GROUP: tl.constexpr,
     RECORD: tl.constexpr,
@@ -171,7 +181,7 @@ def pool(
         block = slot // cache_block_size
         _store_entry(
             entry, cache + block * stride_cache_block, slot - block * cache_block_size, cache_block_size, DIM, PADDED,
-            FP8, CODES, GROUP, RECORD, SCALE_BYTES, EXPONENT, FNUZ, POW2, FP8_MAX, AMAX_FLOOR,
+            FP8, MXFP4, CODES, GROUP, RECORD, SCALE_BYTES, EXPONENT, FNUZ, POW2, FP8_MAX, AMAX_FLOOR,
         )  # fmt: skip
 
 

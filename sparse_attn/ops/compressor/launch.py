@@ -12,8 +12,9 @@ from sparse_attn.layout import (
     INDEX_AMAX_FLOOR,
     PLANAR_AMAX_FLOOR,
     SCALE_BYTES,
+    IndexFp8Layout,
+    IndexMxfp4Layout,
     Layout,
-    PlainLayout,
     PlanarFp8Layout,
     parse_layout,
 )
@@ -106,17 +107,22 @@ def compress_and_cache(
 
 def _record(kind: Layout, padded: int) -> dict[str, int | float | bool]:
     """How an entry is stored."""
-    planar = isinstance(kind, PlanarFp8Layout)
-    plain = isinstance(kind, PlainLayout)
+    fp8 = isinstance(kind, (PlanarFp8Layout, IndexFp8Layout))
+    codes, group, record, scale_bytes = kind.dim, padded, kind.dim, SCALE_BYTES
+    if isinstance(kind, PlanarFp8Layout):
+        codes, group, record, scale_bytes = kind.latent, min(kind.group, padded), kind.token_bytes, kind.scale_bytes
+    elif isinstance(kind, IndexMxfp4Layout):
+        record, scale_bytes = kind.code_bytes, kind.groups
     return dict(
-        FP8=not plain,
-        CODES=kind.latent if planar else kind.dim,
-        GROUP=min(kind.group, padded) if planar else padded,
-        RECORD=kind.token_bytes if planar else kind.dim,
-        SCALE_BYTES=kind.scale_bytes if planar else SCALE_BYTES,
-        EXPONENT=planar,
-        FNUZ=not plain and kind.flavour == "e4m3fnuz",
-        POW2=not plain and kind.scale_rule == "pow2",
-        FP8_MAX=0.0 if plain else FP8_MAX[kind.flavour],
-        AMAX_FLOOR=PLANAR_AMAX_FLOOR if planar else INDEX_AMAX_FLOOR,
+        FP8=fp8,
+        MXFP4=isinstance(kind, IndexMxfp4Layout),
+        CODES=codes,
+        GROUP=group,
+        RECORD=record,
+        SCALE_BYTES=scale_bytes,
+        EXPONENT=isinstance(kind, PlanarFp8Layout),
+        FNUZ=fp8 and kind.flavour == "e4m3fnuz",
+        POW2=fp8 and kind.scale_rule == "pow2",
+        FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
+        AMAX_FLOOR=PLANAR_AMAX_FLOOR if isinstance(kind, PlanarFp8Layout) else INDEX_AMAX_FLOOR,
     )

@@ -1,7 +1,7 @@
 """The paged cache of index keys: quantise and insert, gather.
 
-Layouts: IndexFp8Layout (block-planar fp8 codes and fp32 scales, 132 bytes a token at dim 128) and PlainLayout. Byte
-positions are in sparse_attn.layout.
+Layouts: IndexFp8Layout (block-planar fp8 codes and fp32 scales, 132 bytes a token at dim 128), IndexMxfp4Layout
+(block-planar e2m1 codes and ue8m0 scales, 68 bytes) and PlainLayout. Byte positions are in sparse_attn.layout.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, check_cache
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, check_cache
 from sparse_attn.ops.index_cache import op
 from sparse_attn.types import IndexKeys
 
@@ -21,7 +21,7 @@ def indexer_k_quant_and_cache(
     k: torch.Tensor,
     cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     *,
     impl: str = "auto",
 ) -> None:
@@ -34,7 +34,8 @@ def indexer_k_quant_and_cache(
     undefined which one is written.
 
     fp8: scale = max(amax, 1e-4) / FP8_MAX over the token's dim values, rounded up to a power of two under "pow2". NaN
-    and infinities become the flavour's NaN and change no other value. Such a key is never selected.
+    and infinities become the flavour's NaN and change no other value. Such a key is never selected. MXFP4: scale =
+    2^ceil(log2(max(amax, 6 * 2^-126) / 6)) over 32 values, which NaN or an infinity among them makes NaN in full.
     """
     checks.check_dtype("k", k, FLOATS)
     _check_layout(layout)
@@ -56,7 +57,7 @@ def gather_indexer_k(
     block_table: torch.Tensor,
     kv_indptr: torch.Tensor,
     capacity: int,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     *,
     impl: str = "auto",
 ) -> IndexKeys:
@@ -67,7 +68,7 @@ def gather_indexer_k(
     kv_indptr[-1], and tokens whose block is outside the table or the cache, come out zero.
 
     Returns IndexKeys(keys [capacity, dim] uint8 codes or the layout's dtype, scales fp32 [capacity], None for a
-    PlainLayout).
+    PlainLayout). MXFP4: keys uint8 [capacity, dim / 2], scales ue8m0 bytes [capacity, dim / 32].
     """
     _check_layout(layout)
     check_cache("cache", cache, layout, padded_rows=True)
@@ -80,9 +81,9 @@ def gather_indexer_k(
     checks.check_at_least("capacity", capacity, 0)
     checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr)
     keys, scales = op.gather_indexer_k(cache, block_table, kv_indptr, capacity, layout.name, impl)
-    return IndexKeys(keys, scales if isinstance(layout, IndexFp8Layout) else None)
+    return IndexKeys(keys, None if isinstance(layout, PlainLayout) else scales)
 
 
 def _check_layout(layout: object) -> None:
-    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
-        raise ValueError(f"layout: got {layout!r}, allowed: IndexFp8Layout, PlainLayout")
+    if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: IndexFp8Layout, IndexMxfp4Layout, PlainLayout")

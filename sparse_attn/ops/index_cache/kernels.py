@@ -6,6 +6,7 @@ import triton.language as tl
 from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
 from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
+from sparse_attn.device.mxfp4 import quantise_mxfp4
 from sparse_attn.device.paging import find_slot
 
 
@@ -24,6 +25,7 @@ def insert_keys(
     RECORD: tl.constexpr,  # from one key of a block to the next
     PAD_D: tl.constexpr,
     FP8: tl.constexpr,
+    MXFP4: tl.constexpr,
     FNUZ: tl.constexpr,
     POW2: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -52,6 +54,15 @@ def insert_keys(
         tl.store(at, code, mask=inside)
         scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within
         tl.store(scale_at, scale, mask=written)
+    elif MXFP4:
+        GROUPS: tl.constexpr = PAD_D // 32
+        code, exponent = quantise_mxfp4(value.to(tl.float32), TOKENS, GROUPS)
+        byte = tl.arange(0, PAD_D // 2)
+        code_at = base[:, None] + within[:, None] * RECORD + byte[None, :]
+        tl.store(code_at, code, mask=written[:, None] & (byte < D // 2)[None, :])
+        group = tl.arange(0, GROUPS)
+        exponent_at = (base + block_size.to(tl.int64) * RECORD + within * (D // 32))[:, None] + group[None, :]
+        tl.store(exponent_at, exponent, mask=written[:, None] & (group < D // 32)[None, :])
     elif value.dtype == cache.dtype.element_ty:
         tl.store(at, value, mask=inside)
     else:
@@ -66,7 +77,7 @@ def gather_keys(
     block_table,  # int32 [requests, max_blocks]
     kv_indptr,  # int32 [requests + 1]
     keys,  # [capacity, D]
-    scales,  # fp32 [capacity]
+    scales,  # fp32 [capacity], or uint8 [capacity, SCALES]
     capacity,
     requests,
     max_blocks,
@@ -78,6 +89,7 @@ def gather_keys(
     RECORD: tl.constexpr,  # from one key of a block to the next
     PAD_D: tl.constexpr,
     FP8: tl.constexpr,
+    SCALES: tl.constexpr,  # scale bytes of a key behind a block's codes; 0: none, or one fp32 scale
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -95,3 +107,9 @@ def gather_keys(
     if FP8:
         scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within
         tl.store(scales + row, tl.load(scale_at, mask=known, other=0.0), mask=row < capacity)
+    if SCALES:
+        group = tl.arange(0, triton.next_power_of_2(SCALES))
+        there = (row < capacity)[:, None] & (group < SCALES)[None, :]
+        byte_at = (base + block_size.to(tl.int64) * RECORD + within * SCALES)[:, None] + group[None, :]
+        byte = tl.load(byte_at, mask=known[:, None] & there, other=0)
+        tl.store(scales + row.to(tl.int64)[:, None] * SCALES + group[None, :], byte, mask=there)

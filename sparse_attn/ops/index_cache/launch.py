@@ -7,7 +7,7 @@ import triton
 
 from sparse_attn.device import pdl
 from sparse_attn.fp8 import FP8_MAX
-from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout, row_stride
+from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, IndexMxfp4Layout, parse_layout, row_stride
 from sparse_attn.ops.index_cache import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -34,6 +34,7 @@ def indexer_k_quant_and_cache(k: torch.Tensor, cache: torch.Tensor, slot_mapping
         RECORD=row_stride(cache, kind),
         PAD_D=triton.next_power_of_2(kind.dim),
         FP8=fp8,
+        MXFP4=isinstance(kind, IndexMxfp4Layout),
         FNUZ=fp8 and kind.flavour == "e4m3fnuz",
         POW2=fp8 and kind.scale_rule == "pow2",
         FP8_MAX=FP8_MAX[kind.flavour] if fp8 else 0.0,
@@ -69,10 +70,11 @@ def gather_indexer_k(
         cache.shape[1],
         cache.stride(0),
         block_table.stride(0),
-        D=kind.dim,
+        D=keys.shape[1],
         RECORD=row_stride(cache, kind),
-        PAD_D=triton.next_power_of_2(kind.dim),
+        PAD_D=triton.next_power_of_2(keys.shape[1]),
         FP8=isinstance(kind, IndexFp8Layout),
+        SCALES=kind.groups if isinstance(kind, IndexMxfp4Layout) else 0,
         ROWS=launch.gather_rows,
         num_warps=launch.num_warps,
         **pdl.launched(target),

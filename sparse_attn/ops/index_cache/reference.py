@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.layout import IndexFp8Layout, parse_layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
+from sparse_attn.ops.index_cache.shapes import allocate_keys
 
 INT32_MAX = 2**31 - 1
 
@@ -20,12 +21,11 @@ def gather_indexer_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     kind = parse_layout(layout)
     slots, known = gathered_slots(cache, block_table, kv_indptr, capacity)
-    keys = torch.zeros(capacity, kind.dim, dtype=cache.dtype, device=cache.device)
-    if not isinstance(kind, IndexFp8Layout):
+    keys, scales = (tensor.zero_() for tensor in allocate_keys(cache, capacity, layout))
+    if isinstance(kind, (IndexFp8Layout, IndexMxfp4Layout)):
+        keys[known], scales[known] = kind.decode_parts(cache, slots[known])
+    else:
         keys[known] = kind.decode(cache, slots[known]).to(cache.dtype)
-        return keys, torch.empty(0, dtype=torch.float32, device=cache.device)
-    scales = torch.zeros(capacity, dtype=torch.float32, device=cache.device)
-    keys[known], scales[known] = kind.decode_parts(cache, slots[known])
     return keys, scales
 
 

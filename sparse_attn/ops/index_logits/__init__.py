@@ -1,9 +1,9 @@
 """Index scores: how much each query row's index heads want each key.
 
 logit[m, n] = k_scale[n] * sum_h weights[m, h] * relu(q[m, h] . k[n]), fp32; -inf outside the row's range, everywhere.
-The query's own quantisation scale is folded into ``weights`` (see ops.index_query). Formula: DeepSeek-V3.2's lightning
-indexer, as DeepGEMM's mqa_logits and paged_mqa_logits compute it. One row's logit of one key has the same bits whatever
-else is in the call.
+The query's own quantisation scale is folded into ``weights`` (see ops.index_query); those of MXFP4 queries and keys
+stand beside their codes, and k_scale is 1. Formula: DeepSeek-V3.2's lightning indexer, as DeepGEMM's mqa_logits and
+paged_mqa_logits compute it. One row's logit of one key has the same bits whatever else is in the call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.fp8 import FP8_DTYPE
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, check_cache
+from sparse_attn.layout import (
+    IndexFp8Layout,
+    IndexMxfp4Layout,
+    PlainLayout,
+    check_cache,
+    check_heads_together,
+    check_mxfp4_keys,
+    query_row,
+)
+from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_logits import op
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -63,6 +72,27 @@ def bf16_mqa_logits(
     return op.mqa_logits(q, k, None, weights, kv_start, kv_end, "none", impl)
 
 
+def mxfp4_mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As fp8_mqa_logits over MXFP4 keys.
+
+    q: uint8 [rows, heads, dim / 2 + dim / 32], a row's heads side by side: their codes, then their scales, as
+    indexer_q_rope_quant gives them. k: uint8 [keys, dim / 2] and k_scale: ue8m0 bytes [keys, dim / 32], as
+    gather_indexer_k does. dim: a multiple of 32. The scores are those of the decoded values.
+    """
+    check_mxfp4_keys(q, k, k_scale)
+    _check_rows(q, k, weights, kv_start, kv_end, k.shape[1] + k_scale.shape[1])
+    return op.mqa_logits(q, k, k_scale, weights, kv_start, kv_end, MXFP4, impl)
+
+
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -110,11 +140,36 @@ def bf16_paged_mqa_logits(
     return op.paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout.name, impl)
 
 
-def _check_rows(q, k, weights, kv_start, kv_end) -> None:
+def mxfp4_paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    layout: IndexMxfp4Layout,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As fp8_paged_mqa_logits over a paged MXFP4 cache: q is uint8 [requests, next_n, heads, layout.row], a row's heads
+    side by side, as indexer_q_rope_quant gives it."""
+    if not isinstance(layout, IndexMxfp4Layout):
+        raise ValueError(f"layout: got {layout!r}, allowed: an IndexMxfp4Layout")
+    checks.check_dtype("q", q, (torch.uint8,))
+    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, query_row(layout))
+    check_heads_together(q)
+    return op.paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout.name, impl)
+
+
+def _check_rows(q, k, weights, kv_start, kv_end, width=None) -> None:
+    """width: of a head's query; None: the keys' dim."""
     checks.check_rank("q", q, 3)
     rows, heads, dim = q.shape
     _check_heads(heads)
-    checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    if width is None:
+        checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    else:
+        checks.check_shape("q", q, (None, None, width), "[rows, heads, dim / 2 + dim / 32]")
     checks.check_unit_stride("q", q)
     checks.check_unit_stride("k", k)
     checks.check_dtype("weights", weights, (torch.float32,))

@@ -14,7 +14,8 @@ import torch
 
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on
-from sparse_attn.layout import IndexFp8Layout, parse_layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
+from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_logits.hopper import constants as hopper
 from sparse_attn.ops.index_logits.plan import (
     LINE,
@@ -51,6 +52,8 @@ def prefill_problem(
 ) -> PrefillProblem:
     """Of mqa_logits' arguments, real or meta. rows: that are scored at a time; None: all."""
     count, heads, dim = q.shape
+    if flavour == MXFP4:
+        dim = 2 * k.shape[1]
     return PrefillProblem(
         count if rows is None else rows, k.shape[0], heads, dim, flavour, q.element_size(), memory_of(q), memory_of(k),
         None if k_scale is None else memory_of(k_scale), memory_of(weights),
@@ -69,17 +72,19 @@ def paged_problem(
     requests: int | None = None,
 ) -> PagedProblem:
     """Of paged_mqa_logits' arguments, real or meta. requests: that are scored at a time; None: all."""
-    count, next_n, heads, dim = q.shape
+    count, next_n, heads, _ = q.shape
     num_blocks, block_size, _ = cache.shape
     return PagedProblem(
-        count if requests is None else requests, next_n, heads, dim, max_context_len, num_blocks, block_size,
-        flavour_of(layout), q.element_size(), memory_of(q), memory_of(cache),
+        count if requests is None else requests, next_n, heads, parse_layout(layout).dim, max_context_len, num_blocks,
+        block_size, flavour_of(layout), q.element_size(), memory_of(q), memory_of(cache),
     )  # fmt: skip
 
 
 def flavour_of(layout: str) -> str:
     """Of a cache's codes; "none" of plain values."""
     kind = parse_layout(layout)
+    if isinstance(kind, IndexMxfp4Layout):
+        return MXFP4
     return kind.flavour if isinstance(kind, IndexFp8Layout) else "none"
 
 
@@ -187,6 +192,8 @@ def _plan_paged(problem: PagedProblem, target: Target) -> PagedPlan:
     next_n, heads, fp32 = problem.next_n, problem.heads, problem.itemsize == 4
     columns, fp8_dot = next_n * heads, _multiplies_codes(problem, target)
     block_kv = 64 if fp8_dot or columns > 64 else 128  # 64 x 128 sums in fp32 fill half the registers
+    if problem.flavour == MXFP4 and not target.reads_shared_operands:
+        block_kv = 64  # both operands are decoded in registers
     num_warps, num_stages, ctas_an_sm = 4, 3 if fp8_dot else 2, 6 if fp8_dot else 4
     if fp32:  # multiplied without a matrix unit: few products in a thread, for its operands are many
         block_kv, num_warps, num_stages = 32 if columns <= 64 else 16, 4 if columns <= 32 else 8, 1
@@ -195,11 +202,11 @@ def _plan_paged(problem: PagedProblem, target: Target) -> PagedPlan:
     padded = power_of_two(heads)
     block_q = min(power_of_two(next_n), max(1, PAGED_COLUMNS // padded))
     tiles = -(-problem.max_context_len // block_kv)
+    one_entry = problem.flavour in ("e4m3fn", MXFP4) and problem.block_size % block_kv == 0  # others would spill
     return PagedPlan(
         block_kv, block_q, max(16 // block_q, padded),
         ctas_per_block=max(1, min(tiles, ctas_an_sm * target.num_sms // max(problem.requests, 1))),
-        one_entry=problem.flavour == "e4m3fn" and problem.block_size % block_kv == 0,  # others would spill registers
-        fp8_dot=fp8_dot, num_warps=num_warps, num_stages=num_stages,
+        one_entry=one_entry, fp8_dot=fp8_dot, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
 
 

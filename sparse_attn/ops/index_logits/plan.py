@@ -31,7 +31,8 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 class PrefillProblem(NamedTuple):
     """Scores over contiguous keys.
 
-    flavour: of fp8 codes, "none" of plain values, which have no k_scale. itemsize: of a query's value.
+    flavour: of fp8 codes, "mxfp4" of e2m1 codes, "none" of plain values, which have no k_scale. itemsize: of a query's
+    element.
     """
 
     rows: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.fp8 import fp8_decode
-from sparse_attn.layout import IndexFp8Layout, parse_layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
+from sparse_attn.mxfp4 import MXFP4, mxfp4_decode
 
 PRODUCT_ELEMENTS = 1 << 24  # of [rows, heads, keys] held at once
 
@@ -19,7 +20,10 @@ def mqa_logits(
     kv_end: torch.Tensor,
     flavour: str,
 ) -> torch.Tensor:
-    if k_scale is not None:
+    if flavour == MXFP4:
+        assert k_scale is not None, "MXFP4 keys have scales"
+        q, k, k_scale = _decode_query(q, IndexMxfp4Layout(2 * k.shape[1])), mxfp4_decode(k, k_scale), None
+    elif k_scale is not None:
         q, k = fp8_decode(q, flavour), fp8_decode(k, flavour)
     position = torch.arange(k.shape[0], device=k.device)
     inside = (position >= kv_start.unsqueeze(1)) & (position < kv_end.unsqueeze(1))
@@ -37,9 +41,12 @@ def paged_mqa_logits(
     layout: str,
 ) -> torch.Tensor:
     kind = parse_layout(layout)
-    requests, next_n, heads, dim = q.shape
+    requests, next_n = q.shape[:2]
     num_blocks, block_size, _ = cache.shape
-    q = fp8_decode(q, kind.flavour) if isinstance(kind, IndexFp8Layout) else q.float()
+    if isinstance(kind, IndexMxfp4Layout):
+        q = _decode_query(q.flatten(0, 1), kind).unflatten(0, (requests, next_n))
+    else:
+        q = fp8_decode(q, kind.flavour) if isinstance(kind, IndexFp8Layout) else q.float()
     logits = torch.full((requests, next_n, max_context_len), -torch.inf, dtype=torch.float32, device=q.device)
     position = torch.arange(max_context_len, device=q.device)
     column = position // block_size
@@ -60,6 +67,12 @@ def paged_mqa_logits(
         rows = weights[request * next_n : (request + 1) * next_n]
         logits[request][:, known] = _scores(q[request], keys, scale, rows, inside)
     return logits.flatten(0, 1)
+
+
+def _decode_query(q: torch.Tensor, layout: IndexMxfp4Layout) -> torch.Tensor:
+    """fp32 [rows, heads, dim] of MXFP4 queries [rows, heads, layout.row], a block of the layout each."""
+    rows, heads, _ = q.shape
+    return layout.decode(q.contiguous(), torch.arange(rows * heads, device=q.device)).view(rows, heads, layout.dim)
 
 
 def _scores(

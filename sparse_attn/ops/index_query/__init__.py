@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.ops.index_query import op
 from sparse_attn.ops.index_query.reference import hadamard_transform
 from sparse_attn.ops.rope.reference import check_rope
@@ -26,7 +26,7 @@ def indexer_q_rope_quant(
     interleaved: bool,
     hadamard: bool = False,
     weight_scale: float,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     impl: str = "auto",
 ) -> QuantisedQuery:
     """Make the queries that the index logits take, in the form of the key cache's ``layout``.
@@ -39,11 +39,14 @@ def indexer_q_rope_quant(
 
     The rotated vector is rounded to q's dtype, and so is the transformed one. Under an IndexFp8Layout each vector has
     one scale, from its largest magnitude, as keys have. Under a PlainLayout the values are rounded to its dtype and the
-    scale is 1. weights_out = (float(weights) * weight_scale) * scale.
+    scale is 1. weights_out = (float(weights) * weight_scale) * scale. Under an IndexMxfp4Layout a head has a scale for
+    every 32 values. They stand beside the codes, not in the weights: a token's query is a block of the layout, heads in
+    place of tokens.
 
     Returns QuantisedQuery(query [tokens, index_heads, dim] uint8 codes or layout.dtype, weights fp32 [tokens,
-    index_heads]). Every implementation gives the same bits; NaN and infinities become NaN as in the keys' cache.
-    TypeError or ValueError for wrong dtypes, shapes, devices, a slice that does not fit, or a layout of another dim.
+    index_heads]); MXFP4: query uint8 [tokens, index_heads, layout.row], whose last dimension is a size, not a record.
+    Every implementation gives the same bits; NaN and infinities become NaN as in the keys' cache. TypeError or
+    ValueError for wrong dtypes, shapes, devices, a slice that does not fit, or a layout of another dim.
     Source: vLLM 0.25's fused indexer query op and DeepSeek's rotate_activation.
     """
     checks.check_dtype("q", q, VALUE_DTYPES)
@@ -53,8 +56,8 @@ def indexer_q_rope_quant(
     checks.check_shape("weights", weights, (tokens, heads), "[tokens, index_heads]")
     checks.check_same_device(q=q, weights=weights)
     check_rope("q", q, positions, cos_sin, start)
-    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
-        raise TypeError(f"layout: got {type(layout).__name__}, allowed: IndexFp8Layout, PlainLayout")
+    if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
+        raise TypeError(f"layout: got {type(layout).__name__}, allowed: IndexFp8Layout, IndexMxfp4Layout, PlainLayout")
     if layout.dim != dim:
         raise ValueError(f"layout: got dim {layout.dim} ({layout.name}), allowed: {dim}, that of q")
     if hadamard and dim & (dim - 1):

@@ -10,6 +10,7 @@ import triton.language as tl
 from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
 from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
+from sparse_attn.device.mxfp4 import quantise_mxfp4
 from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
 
 
@@ -19,7 +20,7 @@ def indexer_q_rope_quant(
     weights,  # [tokens, heads]
     positions,  # int32 or int64 [tokens]
     cos_sin,  # fp32 [table_rows, WIDTH]
-    query,  # uint8 or floating [tokens, heads, dim]
+    query,  # uint8 or floating [tokens, heads, dim]; MXFP4: uint8 [tokens, heads, DIM // 2 + DIM // 32]
     folded,  # fp32 [tokens, heads]
     table_rows,
     weight_scale,
@@ -40,6 +41,7 @@ def indexer_q_rope_quant(
     INTERLEAVED: tl.constexpr,
     HADAMARD: tl.constexpr,
     QUANTISE: tl.constexpr,
+    MXFP4: tl.constexpr,
     POW2: tl.constexpr,
     FNUZ: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -87,10 +89,21 @@ def indexer_q_rope_quant(
         else:
             out = encode_fp8(tl.div_rn(values, scale[:, None]), FNUZ)
         weight = weight * scale
-    else:
+    elif not MXFP4:
         out = cast(values, query.dtype.element_ty)
     weight = tl.where(live, weight, 0.0)
 
     row = token * HEADS + head
-    tl.store(query + row[:, None] * DIM + column[None, :], out, mask=(head < HEADS)[:, None] & (column < DIM)[None, :])
+    if MXFP4:
+        GROUPS: tl.constexpr = DIM_PADDED // 32
+        code, exponent = quantise_mxfp4(values, BLOCK_HEADS, GROUPS)
+        block = query + token * HEADS * (DIM // 2 + DIM // 32)
+        byte, group = tl.arange(0, DIM_PADDED // 2), tl.arange(0, GROUPS)
+        real = (head < HEADS)[:, None]
+        tl.store(block + head[:, None] * (DIM // 2) + byte[None, :], code, mask=real & (byte < DIM // 2)[None, :])
+        scale_at = block + HEADS * (DIM // 2) + head[:, None] * (DIM // 32) + group[None, :]
+        tl.store(scale_at, exponent, mask=real & (group < DIM // 32)[None, :])
+    else:
+        inside = (head < HEADS)[:, None] & (column < DIM)[None, :]
+        tl.store(query + row[:, None] * DIM + column[None, :], out, mask=inside)
     tl.store(folded + row, weight, mask=head < HEADS)

@@ -6,7 +6,7 @@ import torch
 
 from sparse_attn.device import grid, pdl
 from sparse_attn.fp8 import FP8_MAX
-from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, parse_layout
+from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, IndexMxfp4Layout, parse_layout
 from sparse_attn.ops.index_query import config, kernels, shapes
 from sparse_attn.target import target_of
 
@@ -57,6 +57,7 @@ def indexer_q_rope_quant(
         INTERLEAVED=interleaved,
         HADAMARD=hadamard,
         QUANTISE=quantise,
+        MXFP4=isinstance(form, IndexMxfp4Layout),
         POW2=quantise and form.scale_rule == "pow2",
         FNUZ=quantise and form.flavour == "e4m3fnuz",
         BLOCK_HEADS=launch.heads,

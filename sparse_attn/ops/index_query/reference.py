@@ -6,7 +6,8 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.fp8 import fp8_quantise
-from sparse_attn.layout import INDEX_AMAX_FLOOR, PlainLayout, parse_layout
+from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexMxfp4Layout, PlainLayout, parse_layout
+from sparse_attn.ops.index_query.shapes import allocate_query
 from sparse_attn.ops.rope.reference import apply_rope
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -32,6 +33,9 @@ def indexer_q_rope_quant(
     folded = weights.float() * weight_scale
     if isinstance(form, PlainLayout):
         query = values.to(form.dtype)
+    elif isinstance(form, IndexMxfp4Layout):
+        query, _ = allocate_query(q, layout)
+        form.encode(query, torch.arange(q.shape[0] * q.shape[1], device=q.device), values.flatten(0, 1))
     else:
         query, scales = fp8_quantise(values, form.flavour, form.scale_rule, INDEX_AMAX_FLOOR)
         folded = folded * scales

@@ -10,7 +10,17 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.fp8 import FP8_DTYPE
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, check_cache
+from sparse_attn.layout import (
+    IndexFp8Layout,
+    IndexLayout,
+    IndexMxfp4Layout,
+    PlainLayout,
+    check_cache,
+    check_heads_together,
+    check_mxfp4_keys,
+    query_row,
+)
+from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_topk import op
 from sparse_attn.types import Ragged
 
@@ -37,7 +47,8 @@ def index_topk_prefill(
     """The ``top_k`` best keys of every query row among gathered keys.
 
     q: [rows, heads, dim] and k: [keys, dim], fp8 codes (float8 or uint8) of ``flavour`` with k_scale fp32 [keys], or
-    bf16/fp16/fp32 with k_scale None (``flavour`` is then ignored). weights: fp32 [rows, heads], scales folded in.
+    bf16/fp16/fp32 with k_scale None (``flavour`` is then ignored), or with ``flavour`` "mxfp4" what mxfp4_mqa_logits
+    takes. weights: fp32 [rows, heads], scales folded in.
     kv_start, kv_end: int32 [rows], row r competes with keys [kv_start[r], kv_end[r]), clamped to [0, keys].
     logits_bytes: bytes of logits that may be held at once; one row always may.
 
@@ -49,8 +60,10 @@ def index_topk_prefill(
         flavour = "none"
         checks.check_dtype("q", q, FLOATS)
         checks.check_dtype("k", k, (q.dtype,))
+    elif flavour == MXFP4:
+        check_mxfp4_keys(q, k, k_scale)
     else:
-        checks.check_choice("flavour", flavour, tuple(FP8_DTYPE))
+        checks.check_choice("flavour", flavour, (*FP8_DTYPE, MXFP4))
         for name, value in (("q", q), ("k", k)):
             checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
         checks.check_dtype("k_scale", k_scale, (torch.float32,))
@@ -58,7 +71,10 @@ def index_topk_prefill(
         checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
         q, k = q.view(torch.uint8), k.view(torch.uint8)
     _check_heads(heads)
-    checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    if flavour == MXFP4 and k_scale is not None:
+        checks.check_shape("q", q, (None, None, k.shape[1] + k_scale.shape[1]), "[rows, heads, dim / 2 + dim / 32]")
+    else:
+        checks.check_shape("k", k, (None, dim), "[keys, dim]")
     checks.check_unit_stride("q", q)
     checks.check_unit_stride("k", k)
     checks.check_dtype("weights", weights, (torch.float32,))
@@ -80,18 +96,19 @@ def index_topk_decode(
     block_table: torch.Tensor,
     top_k: int,
     max_context_len: int,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     *,
     logits_bytes: int = DECODE_LOGITS_BYTES,
     impl: str = "auto",
 ) -> torch.Tensor:
     """The ``top_k`` best positions of every decode row among its request's cached keys.
 
-    q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout.
-    weights: fp32 [requests * next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n], row
-    (b, j) competes with positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32
-    [requests, max_blocks]; positions beyond it or of a block outside the cache are not candidates. max_context_len: the
-    host's bound on every length. logits_bytes: bytes of logits that may be held at once; one request always may. The
+    q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout, and
+    for an IndexMxfp4Layout uint8 [..., layout.row] as mxfp4_paged_mqa_logits takes them. weights: fp32 [requests *
+    next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n], row (b, j) competes with
+    positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks];
+    positions beyond it or of a block outside the cache are not candidates. max_context_len: the host's bound on every
+    length. logits_bytes: bytes of logits that may be held at once; one request always may. The
     selection's scratch comes beside them: at most 16 MiB, or an eighth of the logits. Rows count as max_context_len
     long. Rows that do not fit take further launches.
 
@@ -111,7 +128,7 @@ def index_topk_decode_slots(
     block_table: torch.Tensor,
     top_k: int,
     max_context_len: int,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     *,
     logits_bytes: int = DECODE_LOGITS_BYTES,
     impl: str = "auto",
@@ -138,22 +155,24 @@ def _check_decode(
     block_table: torch.Tensor,
     top_k: int,
     max_context_len: int,
-    layout: IndexFp8Layout | PlainLayout,
+    layout: IndexLayout,
     logits_bytes: int,
     impl: str,
 ) -> tuple[object, ...]:
     """The operator's arguments."""
-    if not isinstance(layout, (IndexFp8Layout, PlainLayout)):
-        raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout or a PlainLayout")
+    if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout, an IndexMxfp4Layout or a PlainLayout")
     quantised = isinstance(layout, IndexFp8Layout)
     checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if quantised else (layout.dtype,))
-    checks.check_shape("q", q, (None, None, None, layout.dim), "[requests, next_n, heads, dim]")
+    checks.check_shape("q", q, (None, None, None, query_row(layout)), "[requests, next_n, heads, a query's row]")
     requests, next_n, heads, _ = q.shape
     _check_heads(heads)
     check_cache("cache", cache, layout)
     if quantised:
         q = q.view(torch.uint8)
     checks.check_unit_stride("q", q)
+    if isinstance(layout, IndexMxfp4Layout):
+        check_heads_together(q)
     checks.check_dtype("weights", weights, (torch.float32,))
     checks.check_shape("weights", weights, (requests * next_n, heads), "[requests * next_n, heads]")
     checks.check_dtype("context_lens", context_lens, (torch.int32,))

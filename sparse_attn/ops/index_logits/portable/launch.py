@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 
 from sparse_attn.device import grid, pdl
+from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
 from sparse_attn.ops.index_logits.plan import PagedPlan, PrefillPlan
-from sparse_attn.ops.index_logits.portable import kernels
+from sparse_attn.ops.index_logits.portable import kernels, mxfp4
 from sparse_attn.target import target_of
 
 OUTSIDE = 1024  # columns that clear_outside clears at a time
@@ -26,6 +27,16 @@ def _prefill(call: Prefill, plan: PrefillPlan) -> None:
     q, k, k_scale, weights, kv_start, kv_end, flavour, out, clear = call
     rows, heads, dim = q.shape
     keys = k.shape[0]
+    if flavour == MXFP4:
+        assert k_scale is not None, "MXFP4 keys have scales"
+        mxfp4.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
+            q, k, k_scale, weights, kv_start, kv_end, out, rows, keys, heads, q.stride(0), k.stride(0),
+            k_scale.stride(0), *weights.stride(), kv_start.stride(0), kv_end.stride(0), out.stride(0),
+            GROUPS=k_scale.shape[1], PAD_GROUPS=triton.next_power_of_2(k_scale.shape[1]), PAD_H=plan.padded_heads,
+            WHOLE_H=plan.padded_heads == heads, CLEAR=clear, BLOCK_KV=plan.block_kv, BLOCK_Q=plan.block_q,
+            STAGES=plan.num_stages, num_warps=plan.num_warps, **pdl.launched(target_of(q.device)),
+        )  # fmt: skip
+        return
     kernels.mqa_logits[(triton.cdiv(keys, plan.block_kv), triton.cdiv(rows, plan.block_q))](
         q, k, k_scale, weights, kv_start, kv_end, out, rows, keys, heads, *q.stride()[:2], k.stride(0),
         0 if k_scale is None else k_scale.stride(0), *weights.stride(), kv_start.stride(0), kv_end.stride(0),
@@ -53,6 +64,18 @@ def paged(call: Paged, plan: PagedPlan) -> None:
         call.q, call.cache, call.weights, call.context_lens, call.block_table, call.out, call.maxima
     )  # fmt: skip
     requests, next_n, heads, dim = q.shape
+    if call.flavour == MXFP4:
+        groups = cache.shape[2] // (GROUP // 2 + 1)
+        mxfp4.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
+            q, cache, weights, context_lens, block_table, out, maxima, call.max_context_len, *cache.shape[:2],
+            block_table.shape[1], heads, *q.stride()[:2], cache.stride(0), *weights.stride(), *context_lens.stride(),
+            block_table.stride(0), out.stride(0), 0 if maxima is None else maxima.stride(0),
+            GROUPS=groups, PAD_GROUPS=triton.next_power_of_2(groups), PAD_H=plan.padded_heads,
+            WHOLE_H=plan.padded_heads == heads, NEXT_N=next_n, BLOCK_Q=plan.block_q, CLEAR=call.clear, GROUP=call.group,
+            BLOCK_KV=plan.block_kv, ONE_ENTRY=plan.one_entry, STAGES=plan.num_stages, num_warps=plan.num_warps,
+            **pdl.launched(target_of(q.device)),
+        )  # fmt: skip
+        return
     kernels.paged_mqa_logits[(requests * triton.cdiv(next_n, plan.block_q), plan.ctas_per_block)](
         q, cache, weights, context_lens, block_table, out, maxima, call.max_context_len, *cache.shape[:2],
         block_table.shape[1], heads, *q.stride()[:3], cache.stride(0), *weights.stride(), *context_lens.stride(),
