@@ -9,9 +9,11 @@ import torch
 from hypothesis import strategies as st
 from support import hostile_oracles as oracles
 from support.hostile import INF, INT_MAX, INT_MIN, Call, amid, blocks, codes, flag, floats, ints, monotone, some
+from support.index_topk import mxfp4_query
 
 import sparse_attn
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.mxfp4 import mxfp4_quantise
 from sparse_attn.types import Ragged, StepPlan
 
 NAN = math.nan
@@ -195,20 +197,40 @@ def bf16_mqa_logits(draw):
     return mqa(draw, False), LOGITS
 
 
+def mxfp4_mqa_logits(draw):
+    rows, keys, heads, groups = some(draw, 0, 4), some(draw, 0, 9), some(draw, 1, 5), some(draw, 1, 3)
+    spoilt = (NAN, INF, -INF) if flag(draw) else ()
+    q = mxfp4_query(floats(draw, (rows, heads, 32 * groups), spoilt=spoilt))
+    k, k_scale = mxfp4_quantise(floats(draw, (keys, 32 * groups), spoilt=spoilt))
+    start, end = ints(draw, (rows,), 0, keys), ints(draw, (rows,), 0, keys + 1)
+    named = {n for a, b in zip(start.tolist(), end.tolist()) for n in range(max(a, 0), min(b, keys))}
+    for key in range(keys):
+        if key not in named:  # poison in what no row scores
+            k_scale[key] = 0xFF
+    return dict(
+        q=q, k=amid(draw, k), k_scale=amid(draw, k_scale), weights=free(draw, floats(draw, (rows, heads))),
+        kv_start=free(draw, start), kv_end=free(draw, end),
+    ), LOGITS  # fmt: skip
+
+
+def mxfp4_paged_mqa_logits(draw):
+    return paged(draw, (IndexMxfp4Layout(32), IndexMxfp4Layout(96))), LOGITS
+
+
 def paged(draw, layouts, sizes=(1, 4)):
     layout = pick(draw, layouts)
     requests, next_n, heads, size = some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 5), pick(draw, sizes)
     cache = blocks(draw, layout, some(draw, 0, 4), size)
     columns, dim = some(draw, 0, 3), layout.dim
     fp8 = isinstance(layout, IndexFp8Layout)
-    q = (
-        codes(draw, (requests, next_n, heads, dim))
-        if fp8
-        else floats(draw, (requests, next_n, heads, dim), layout.dtype)
-    )
+    if isinstance(layout, IndexMxfp4Layout):
+        q = mxfp4_query(floats(draw, (requests * next_n, heads, dim))).unflatten(0, (requests, next_n))
+    else:
+        shape = (requests, next_n, heads, dim)
+        q = amid(draw, codes(draw, shape) if fp8 else floats(draw, shape, layout.dtype))
     most = some(draw, 0, 12)
     return dict(
-        q=amid(draw, q), cache=cache, weights=free(draw, floats(draw, (requests * next_n, heads))),
+        q=q, cache=cache, weights=free(draw, floats(draw, (requests * next_n, heads))),
         context_lens=free(draw, ints(draw, (requests, next_n), 0, most)),
         block_table=table(draw, requests, columns, len(cache)), max_context_len=most, layout=layout,
     )  # fmt: skip
@@ -579,7 +601,7 @@ def expected(call: Call):
         return limits, limits[: lens.numel()].view(lens.shape), slots, kv_indptr, start, end
     if name == "build_window_plan":
         return oracles.window_plan(**given)
-    if name in ("fp8_paged_mqa_logits", "bf16_paged_mqa_logits"):
+    if name in ("fp8_paged_mqa_logits", "bf16_paged_mqa_logits", "mxfp4_paged_mqa_logits"):
         return oracles.paged_mqa_logits(**given)
     if name == "index_topk_prefill":
         logits = oracles.bf16_mqa_logits(*(given[key] for key in ("q", "k", "weights", "kv_start", "kv_end")))

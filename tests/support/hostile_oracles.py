@@ -8,7 +8,8 @@ import numpy
 import torch
 
 from sparse_attn.fp8 import FP8_DTYPE, FP8_MAX
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.mxfp4 import mxfp4_decode
 
 INF = math.inf
 MOST_ROWS = 2**31
@@ -37,6 +38,10 @@ def fields(cache: torch.Tensor, layout, slot: int) -> list[slice]:
     if isinstance(layout, IndexFp8Layout):
         at, scale = base + within * layout.dim, base + size * layout.dim + 4 * within
         return [slice(at, at + layout.dim), slice(scale, scale + 4)]
+    if isinstance(layout, IndexMxfp4Layout):
+        codes, groups = layout.dim // 2, layout.dim // 32
+        at, scale = base + within * codes, base + size * codes + groups * within
+        return [slice(at, at + codes), slice(scale, scale + groups)]
     if isinstance(layout, LatentFp8Layout):
         at = base + within * layout.row
         scale = at + layout.latent
@@ -89,6 +94,8 @@ def parts(cache: torch.Tensor, layout, slot: int) -> tuple[torch.Tensor, torch.T
     if isinstance(layout, PlainLayout):
         return memory[places[0]], torch.ones(1)
     scales = memory[places[1]]
+    if isinstance(layout, IndexMxfp4Layout):
+        return mxfp4_decode(memory[places[0]], scales), torch.ones(1)
     if isinstance(layout, PlanarFp8Layout):
         scales = 2.0 ** (scales[: layout.latent // layout.group].double() - 127)
     else:
@@ -241,9 +248,23 @@ def bf16_mqa_logits(q, k, weights, kv_start, kv_end):
     return fp8_mqa_logits(q, k, None, weights, kv_start, kv_end)
 
 
+def mxfp4_mqa_logits(q, k, k_scale, weights, kv_start, kv_end):
+    return fp8_mqa_logits(mxfp4_values(q), mxfp4_decode(k, k_scale), None, weights, kv_start, kv_end)
+
+
+def mxfp4_values(q):
+    """[..., heads, dim] of queries [..., heads, codes and scales]: all codes of a row, then all scales."""
+    heads, groups = q.shape[-2], q.shape[-1] // 17
+    codes, scales = q.flatten(-2).split([heads * groups * 16, heads * groups], -1)
+    return mxfp4_decode(codes.unflatten(-1, (heads, groups * 16)), scales.unflatten(-1, (heads, groups)))
+
+
 def paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout):
     requests, next_n = q.shape[:2]
-    q = decoded(q, layout.flavour) if isinstance(layout, IndexFp8Layout) else q.double()
+    if isinstance(layout, IndexMxfp4Layout):
+        q = mxfp4_values(q).double()
+    else:
+        q = decoded(q, layout.flavour) if isinstance(layout, IndexFp8Layout) else q.double()
     out = torch.full((requests * next_n, max_context_len), -INF, dtype=torch.float64)
     for b in range(requests):
         for j in range(next_n):
