@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from support.hashing import alone, hashing_model
 from support.ledger import check_ledger
 
 from sparse_attn.models.params import random_params
-from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline import cache_layouts, latent
 from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model, Sampling
@@ -197,6 +198,15 @@ def test_nobody_overtakes_and_newcomers_do_not_stop_the_others():
     assert times[2][0] > times[1][-1] - 1 and times[3][0] >= times[2][0]
 
 
+def test_generate_asks_for_batch_invariant_attention():
+    model, asked = model_of("tiny_v32", layers=1), []
+    given, attend = latent.sparse_attn_decode, lambda *a, **o: (asked.append(o["batch_invariant"]), given(*a, **o))[1]
+    for wanted in (False, True):
+        with mock.patch.object(latent, "sparse_attn_decode", attend):
+            generate(model, [[1, 2]], max_new_tokens=2, batch_invariant=wanted)
+    assert asked == [False, True] and not model.batch_invariant and model.invariant().embed is model.embed
+
+
 def test_callbacks_may_submit_cancel_end_and_raise():
     model = model_of("tiny_v32")
     batching = batching_of(model)
@@ -305,3 +315,42 @@ def test_whatever_happens_every_request_ends_once(name, data):
     for number, one in found.items():
         want = alone(model, *asked[number])
         assert one.tokens == want[: len(one.tokens)] and (one.reason == "cancelled" or one.tokens == want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_captured_soak_with_arrivals_cancellations_and_preemptions(name):
+    """2,000 steps of a captured loop in few blocks. Every 50th call the same calls are made of an eager scheduler too,
+    and what both finish is the same; the books are checked, nothing waits, and memory stays flat."""
+    model, draw = model_of(name, "cuda", "fp8"), random.Random(7)
+    options = dict(rows=4, num_blocks=16, logprobs=True, batch_invariant=True, penalties=True)
+    loops = [batching_of(model, graph=graph, **options) for graph in (True, False)]
+    base, found, memory, steps = ids(40, 1), ({}, {}), [], 0
+    while loops[0].loop.replays < 2000:
+        for _ in range(draw.randint(0, 2)):
+            if loops[0].occupancy().waiting > 20:
+                break
+            prompt = base[: draw.randint(1, 30)] + ids(draw.randint(1, 10), draw.randrange(4))
+            how = dict(
+                max_new_tokens=draw.randint(1, 20), seed=draw.randrange(9),
+                sampling=Sampling(draw.choice((0.0, 0.8)), top_k=draw.choice((0, 20)), presence=draw.choice((0.0, 0.4)),
+                                  stop_ids=(1, 2, 3)),
+            )  # fmt: skip
+            numbers = {loop.submit(prompt, **how) for loop in loops}
+            assert len(numbers) == 1
+            if draw.random() < 0.1:
+                assert len({loop.cancel(min(numbers)) for loop in loops}) == 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found[0].update({one.request: one for one in loops[0].step()})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        check_ledger(loops[0])
+        steps += 1
+        if steps % 50 == 0:
+            for loop, mine in zip(loops, found):
+                mine.update({one.request: one for one in loop.drain()})
+            assert found[0] == found[1]
+            memory.append(torch.cuda.memory_allocated())
+    assert loops[0].occupancy().preempted > 0 and loops[0].occupancy().reused > 0 and len(found[0]) > 100
+    assert max(memory[len(memory) // 2 :]) <= max(memory[: len(memory) // 2]) + (1 << 20)

@@ -25,7 +25,7 @@ def code_blocks():
 
 
 def test_there_is_one_per_kind_of_user_one_per_part_of_a_server_and_one_of_explain():
-    assert len(BLOCKS) == 3 + 4 + 1
+    assert len(BLOCKS) == 3 + 6 + 1
     assert all(len(code.splitlines()) <= 32 for _, code in BLOCKS)
 
 

@@ -14,7 +14,7 @@ from sparse_attn.models.loading import load, read_config
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
-from sparse_attn.runtime import explain_report, quality_report, report, showing, text, write_checkpoint
+from sparse_attn.runtime import explain_report, prompt_files, quality_report, report, showing, text, write_checkpoint
 from sparse_attn.runtime.arguments import (
     DTYPES,
     add_expand_weights,
@@ -91,6 +91,18 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
                         "that ship here, else the opening of a novel")  # fmt: skip
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
+    prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
+                        help="many prompts, a JSON object a line: id, prompt or prompt_ids; max_new_tokens, seed, stop "
+                        "and sampling of its own where it has them")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl",
+                        help="of --prompts: answers as they finish: id, text, tokens, finish_reason. Those it holds "
+                        "already are not computed again")  # fmt: skip
+    parser.add_argument(
+        "--rows", type=positive, metavar="N", help="prompts of --prompts that run at a time (default: 8)"
+    )
+    parser.add_argument("--blocks", type=positive, metavar="N",
+                        help="blocks of the caches for --prompts (default: what N rows of the longest take)"
+                        )  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument(
@@ -176,6 +188,7 @@ def run_generate(options: argparse.Namespace) -> int:
     device = device_of(options.device)
     resolve_impl(options.impl, device)
     check_outputs(options)
+    prompt_files.check_options(options)
     if options.plot and (options.compile or options.graph):
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
     save_logits = _logits_writer() if options.dump_logits else None
@@ -194,16 +207,18 @@ def run_generate(options: argparse.Namespace) -> int:
 
         spec, tokenizer = preset(options.preset), text.byte_tokenizer()
         params = random_params(spec, WEIGHTS_SEED, device, dtype)
-    prompt, expected = _prompt(options, folder, tokenizer)
-    if options.plot:
-        showing.check_plot(prompt, tokenizer)
     index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
     model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant)
     if options.stop and tokenizer is None:
         raise ValueError(f"--stop: got a text, allowed: none, {folder} holds no tokenizer.json")
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
-    stop_ids = () if options.ignore_eos else spec.eos_token_ids
+    sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
+    if options.prompts:
+        return prompt_files.run(options, model, tokenizer, sampling)
+    prompt, expected = _prompt(options, folder, tokenizer)
+    if options.plot:
+        showing.check_plot(prompt, tokenizer)
     before = dynamo_counts()
     watch = Watch() if options.plot else None
     with watch or contextlib.nullcontext():
@@ -211,17 +226,7 @@ def run_generate(options: argparse.Namespace) -> int:
             model,
             [prompt],
             max_new_tokens=options.max_new_tokens,
-            sampling=Sampling(
-                options.temperature,
-                options.seed,
-                stop_ids,
-                options.top_k,
-                options.top_p,
-                options.min_p,
-                options.repetition_penalty,
-                options.presence_penalty,
-                options.frequency_penalty,
-            ),  # fmt: skip
+            sampling=sampling,
             block_size=options.block_size,
             prefill_tokens=options.prefill_tokens,
             keep_logits=save_logits is not None,
@@ -260,6 +265,13 @@ def _default_index_cache(config: dict | None, spec: Spec | CompressedSpec, cache
     if config is None or cache != "fp8" or not isinstance(spec, CompressedSpec) or spec.index.head_dim % GROUP:
         return cache
     return MXFP4 if quantisation_of(config).expert_dtype == "fp4" else cache
+
+
+def _sampling(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        options.temperature, options.seed, stop_ids, options.top_k, options.top_p, options.min_p,
+        options.repetition_penalty, options.presence_penalty, options.frequency_penalty,
+    )  # fmt: skip
 
 
 def run_info(options: argparse.Namespace) -> int:

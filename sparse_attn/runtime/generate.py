@@ -78,6 +78,7 @@ def generate(
     on_token: Callable[[int, int], object] | None = None,
     compile: bool = False,
     graph: bool = False,
+    batch_invariant: bool = False,
     progress: Progress = lambda what, total: Quiet(),
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
@@ -93,12 +94,14 @@ def generate(
     without penalties and filters. on_token: called with (place of the prompt, id) for each token, in order, as soon as
     the host has it; ends the prompt where it returns True. compile: run the forward under torch.compile, as one graph
     of symbolic sizes. graph: decode by replaying a captured step; with keep_logits or logprobs the host reads each
-    step's before it replays the next one.
+    step's before it replays the next one. batch_invariant: of attention, as Model takes it; matrix products still
+    round by the number of rows in a step, which runtime.batching.Batching keeps the same.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
     their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
     can be captured.
     """
+    model = model.invariant() if batch_invariant else model
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
     vocab_size, device, batch = model.spec.vocab_size, model.device, len(prompts)
     samplings = checked_samplings(sampling, batch, vocab_size)
