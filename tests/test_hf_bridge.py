@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import long
 from support.bridged import GENERATING, MODELS, TOP_K, models, padded_batch, stable
 
 pytest.importorskip("transformers")
@@ -28,8 +29,7 @@ def first(output):
     return output[0] if isinstance(output, tuple) or "logits" not in output else output.logits
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", GENERATING if long() else ("glm_moe_dsa", "deepseek_v4"))
 def test_generates_what_eager_generates(name):
     ids, mask, _ = padded_batch()
     options = dict(attention_mask=mask, max_new_tokens=40, do_sample=False, output_logits=True,
@@ -63,9 +63,13 @@ def test_chunks_with_a_cache_that_is_cropped_and_reordered(name):
                 )  # fmt: skip
                 cache = output.past_key_values
                 outputs.append(first(output)[mask[:, start:stop].bool()])
-            cache.crop(-4)
+            kept = 41 if name == "deepseek_v4" else 37  # transformers takes nothing back of V4's states
+            if kept < 41:
+                cache.crop(kept - 41)
             cache.reorder_cache(order)
-            output = model(ids[order, 37:], attention_mask=mask[order], position_ids=positions[order, 37:], cache=cache)
+            output = model(
+                ids[order, kept:], attention_mask=mask[order], position_ids=positions[order, kept:], cache=cache
+            )
             results.append(torch.cat([*outputs, first(output).flatten(0, 1)]))
     torch.testing.assert_close(results[1], results[0], atol=TOLERANCE, rtol=0)
 
@@ -210,7 +214,7 @@ def test_every_model_with_an_indexer_is_run_or_refused_by_name():
 
     folder = Path(transformers.__file__).parent / "models"
     found = {path.parent.name for path in folder.glob("*/modeling_*.py") if "Indexer(nn.Module)" in path.read_text()}
-    assert found == {family.module for family in families.FAMILIES} | set(families.REFUSED)
+    assert found == {family.module for family in families.FAMILIES} | {families.WINDOWED, *families.REFUSED}
 
 
 def test_another_implementation_and_unregister_leave_the_model_as_it_was(tmp_path):
@@ -242,3 +246,37 @@ def test_assisted_generation_is_greedy_generation():
         want = bridged.generate(ids, **options)
         got = bridged.generate(ids, assistant_model=models("axk2")[1], **options)
     assert torch.equal(got, want)
+
+
+COMPILED = ("deepseek_v32", "mistral_large4", "glm_moe_dsa", "hy_v4") if long() else ("deepseek_v32",)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_step_on_a_static_cache_never_compiles_again(name):
+    ids, mask, positions = padded_batch()
+    eager, bridged = models(name)
+    room = torch.zeros(3, 64, dtype=torch.long)
+    with stable():
+        want = first(eager(ids, attention_mask=mask, position_ids=positions))
+        cache = transformers.StaticCache(config=bridged.config, max_cache_len=64)
+        got = [first(bridged(ids[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], cache=cache))]
+        torch.compiler.reset()
+        step = torch.compile(bridged, fullgraph=True, backend="aot_eager" if long() else "eager")
+        for at in range(30, 45):
+            seen_mask = room.clone()
+            seen_mask[:, : at + 1] = mask[:, : at + 1]
+            with torch.compiler.set_stance("default" if at == 30 else "fail_on_recompile"):
+                output = step(
+                    ids[:, at, None], attention_mask=seen_mask, position_ids=positions[:, at, None], cache=cache
+                )
+            got.append(first(output))
+    torch.testing.assert_close(torch.cat(got, 1)[mask.bool()], want[mask.bool()], atol=TOLERANCE, rtol=0)
+
+
+def test_generates_on_a_static_cache():
+    ids, mask, _ = padded_batch()
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
+    bridged = models("deepseek_v32")[1]
+    with torch.no_grad():
+        want = bridged.generate(ids, **options)
+        assert torch.equal(bridged.generate(ids, cache_implementation="static", disable_compile=True, **options), want)

@@ -9,6 +9,15 @@ import torch
 from support.parity import GLM, V32, stable_topk
 
 PLAIN_ROPE = dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))
+V4 = dict(
+    vocab_size=61, hidden_size=48, moe_intermediate_size=24, num_hidden_layers=4, num_attention_heads=4, head_dim=32,
+    q_lora_rank=24, num_experts_per_tok=2, n_routed_experts=6, sliding_window=12, o_groups=2, o_lora_rank=16,
+    index_n_heads=3, index_head_dim=16, index_topk=5, max_position_embeddings=512, partial_rotary_factor=0.25,
+    layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+                 "compressed_sparse_attention"],
+    mlp_layer_types=["moe"] * 4, compress_rates=dict(compressed_sparse_attention=4, heavily_compressed_attention=12),
+    bos_token_id=1, eos_token_id=None, pad_token_id=0,
+)  # fmt: skip
 TWO_LAYERS = dict(num_hidden_layers=2, bos_token_id=1, eos_token_id=None, pad_token_id=0)
 # name: (module of transformers, prefix of its config, class of the model, keys)
 MODELS = {
@@ -26,8 +35,9 @@ MODELS = {
         "mistral_large4", "MistralLarge4Text", "MistralLarge4TextModel",
         V32 | TWO_LAYERS | PLAIN_ROPE | dict(num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0], kv_source_layers=[0, 1, 0, 1]),
     ),
+    "deepseek_v4": ("deepseek_v4", "DeepseekV4", "DeepseekV4ForCausalLM", V4),
 }  # fmt: skip
-GENERATING = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4")
+GENERATING = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "deepseek_v4")
 TOP_K = 16
 
 

@@ -21,34 +21,42 @@ def row_bounds(
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     attention_mask: torch.Tensor | None = None,
+    kv_offset: int = 0,
+    local_size: int | None = None,
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> torch.Tensor:
     """The mask function of this implementation: (first, end) of each row's range, int32 [batch, 1, rows, 2].
 
     attention_mask: [batch, at most kv_length], False for padding, or None. The tokens of a sequence are contiguous: the
-    padding is in front of them or behind them. q_offset: cache position of the first row.
+    padding is in front of them or behind them. q_offset, kv_offset: cache positions of the first row and the first key
+    that a layer returns. local_size: a row sees that many keys at most, itself included. Ranges count from kv_offset.
 
     Raises ValueError for packed sequences, for masks that are not causal, and for padding between tokens.
     """
     from transformers.masking_utils import causal_mask_function
 
-    if others.get("mask_function", causal_mask_function) is not causal_mask_function and "local_size" not in others:
+    if others.get("mask_function", causal_mask_function) is not causal_mask_function and local_size is None:
         refuse(
             "attention_mask", "packed sequences, or a mask that is not causal",
             "one sequence a row; pass attention_mask or a cache where sequences are not packed",
         )  # fmt: skip
     at = torch.arange(q_length, dtype=torch.int64, device=device) + q_offset
     if attention_mask is None:
-        first = torch.zeros(batch_size, q_length, dtype=torch.int64, device=device)
-        return torch.stack([first, (at + 1).expand(batch_size, -1)], -1).to(torch.int32).unsqueeze(1)
-    tokens = attention_mask.to(torch.bool)
-    columns = torch.arange(tokens.shape[1], dtype=torch.int64, device=device)
-    first = tokens.to(torch.int64).argmax(-1, keepdim=True)
-    last = torch.where(tokens, columns, -1).amax(-1, keepdim=True)
-    _check_contiguous(tokens.sum(-1, keepdim=True), first, last)
-    seen = (first <= at) & (at <= last)
-    return torch.stack([first.expand_as(seen), torch.where(seen, at + 1, first)], -1).to(torch.int32).unsqueeze(1)
+        first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        seen = (at >= 0).expand(batch_size, -1)
+    else:
+        tokens = attention_mask.to(torch.bool)
+        columns = torch.arange(tokens.shape[1], dtype=torch.int64, device=device)
+        first = tokens.to(torch.int64).argmax(-1, keepdim=True)
+        last = torch.where(tokens, columns, -1).amax(-1, keepdim=True)
+        _check_contiguous(tokens.sum(-1, keepdim=True), first, last)
+        seen = (first <= at) & (at <= last)
+    first = first.expand(-1, q_length)
+    if local_size is not None:
+        first = torch.maximum(first, at + 1 - local_size)
+    ranges = torch.stack([first, torch.where(seen, at + 1, first)], -1) - kv_offset
+    return ranges.clamp(min=0).to(torch.int32).unsqueeze(1)
 
 
 def _check_contiguous(count: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ import functools
 import importlib
 from typing import Any, NamedTuple
 
-from sparse_attn.integrations.transformers import indexer, latent
+from sparse_attn.integrations.transformers import indexer, latent, windowed
 from sparse_attn.integrations.transformers.bounds import is_bounds, row_bounds
 from sparse_attn.integrations.transformers.private import forget, implementation
 from sparse_attn.integrations.transformers.refusals import check_call, refuse
@@ -47,8 +47,8 @@ REFUSED = {
     "glm5_next": ("Glm5NextText", "its indexer scores pools of tokens, which are made anew in every step"),
     "minimax_m3_vl": ("MiniMaxM3VL", "its indexer selects blocks of grouped keys, not latents"),
     "qwen4_exp": ("Qwen4ExpText", "its indexer selects for grouped keys, not latents"),
-    "deepseek_v4": ("DeepseekV4", "compressed entries are not read yet"),
 }
+WINDOWED = "deepseek_v4"
 _replaced: list[tuple[type, str, Any]] = []
 
 
@@ -62,9 +62,11 @@ def register() -> None:
 
     if _replaced:
         return
-    modules = {name: _modeling(name) for name in (*(family.module for family in FAMILIES), *REFUSED)}
+    modules = {name: _modeling(name) for name in (*(family.module for family in FAMILIES), WINDOWED, *REFUSED)}
     for family in FAMILIES:
         _replace(family, modules[family.module])
+    v4 = modules[WINDOWED]
+    _set(v4.DeepseekV4Attention, "forward", functools.partial(_windowed_forward, v4.apply_rotary_pos_emb))
     for name, (prefix, reason) in REFUSED.items():
         _refuse_model(name, getattr(modules[name], f"{prefix}Attention"), reason)
     ALL_ATTENTION_FUNCTIONS.register(NAME, latent.attend)
@@ -150,6 +152,19 @@ def _indexer_from_hidden(rotation: indexer.Rotation, original: Any) -> Any:
             arguments = hidden_states, source, position_embeddings, attention_mask, position_ids, cache
             return indexer.run(self, *arguments, rotation)
         return original(self, hidden_states, position_embeddings, attention_mask, position_ids, cache=cache, **others)
+
+    return forward
+
+
+def _windowed_forward(rotate: windowed.Rotate, original: Any) -> Any:
+    def forward(self, hidden_states, position_embeddings, position_ids, attention_mask=None, cache=None, **others):
+        if not _is_ours(self):
+            return original(
+                self, hidden_states, position_embeddings, position_ids, attention_mask, cache=cache, **others
+            )
+        check_call(self, hidden_states, others)
+        arguments = hidden_states, position_embeddings, position_ids, attention_mask, cache
+        return windowed.attention(self, *arguments, rotate), None
 
     return forward
 
