@@ -13,6 +13,7 @@ and no function reads one as the other.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,6 +118,14 @@ def weight_bytes(weight: Weight) -> int:
     """Bytes of the tensors that a weight is made of."""
     tensors = (weight.codes, weight.scales) if isinstance(weight, PackedWeight) else (weight,)
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
+def packed_bytes(shape: tuple[int, ...], layout: WeightLayout) -> int:
+    """Bytes of codes and scales of a packed weight of ``shape``."""
+    *leading, rows, columns = shape
+    down, across = layout.grid(rows, columns)
+    codes, scales = rows * columns // CODES_PER_BYTE[layout.codes], down * across * SCALE_DTYPE[layout.scale].itemsize
+    return math.prod(leading) * (codes + scales)
 
 
 def weight_rows(weight: Weight, start: int, stop: int) -> Weight:

@@ -77,7 +77,7 @@ class _Converter:
         self._joined: tuple[str, Weight] | None = None  # the weight of the forward that was read last
 
     def tensors(self, entry: Entry) -> dict[str, torch.Tensor]:
-        weight, layout = self._weight(entry), layout_of(entry, self.form)
+        weight, layout = self._weight(entry), layout_of(entry.kind, self.form)
         if layout is None:
             values = dequantise(weight) if isinstance(weight, PackedWeight) else weight
             return {entry.name: values.to(dtype_of(entry)).contiguous()}

@@ -7,7 +7,7 @@ import json
 import math
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ import torch
 
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype
-from sparse_attn.models.quantisation import quantisation_config
+from sparse_attn.models.quantisation import quantisation_config, quantisation_of
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.models.shards import INDEX, WEIGHTS
 from sparse_attn.models.spelling import PREDICTED, kind_of, spelling_of
 from sparse_attn.spec import CompressedSpec, Spec
-from sparse_attn.weight_layout import WeightLayout
+from sparse_attn.weight_layout import WeightLayout, packed_bytes
 
 BLOCK = (128, 128)
 FP8_FP32, FP8_E8M0 = WeightLayout("e4m3", BLOCK, "fp32"), WeightLayout("e4m3", BLOCK, "e8m0")
@@ -78,6 +78,16 @@ def form_of(spec: Spec | CompressedSpec, form: str) -> Form:
     return forms[form]
 
 
+def form_said_by(config: Mapping[str, Any], spec: Spec | CompressedSpec) -> str:
+    """The form that a config.json speaks of."""
+    said = quantisation_of(config)
+    if "quantization_config" not in config and said.expert_dtype is None:
+        return "bf16"
+    if not isinstance(spec, CompressedSpec) or said.expert_dtype != "fp8":
+        return "published"
+    return "flash-base" if said.scale_fmt == "float" else "fp8-e8m0"
+
+
 def first_layers(spec: Spec | CompressedSpec, layers: int) -> Spec | CompressedSpec:
     """``spec`` with its first ``layers`` alone."""
     if not 1 <= layers <= spec.num_layers:
@@ -124,8 +134,9 @@ def shards_of(spec: Spec | CompressedSpec, form: Form, predicted: int) -> list[l
     return [found[part] for part in ("embed", *layers, "head")]
 
 
-def layout_of(entry: Entry, form: Form) -> WeightLayout | None:
-    return form.experts if entry.kind in EXPERTS else form.linears if entry.kind in _LINEARS else None
+def layout_of(kind: str, form: Form) -> WeightLayout | None:
+    """The layout of a weight in files of a form, None where it is not quantised."""
+    return form.experts if kind in EXPERTS else form.linears if kind in _LINEARS else None
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
@@ -135,11 +146,8 @@ def dtype_of(entry: Entry) -> torch.dtype:
 
 
 def nbytes_of(entry: Entry, form: Form) -> int:
-    layout, values = layout_of(entry, form), math.prod(entry.shape)
-    if layout is None:
-        return values * dtype_of(entry).itemsize
-    scales = math.prod(entry.shape[:-2]) * math.prod(layout.grid(*entry.shape[-2:]))
-    return values // (2 if layout.codes == "e2m1" else 1) + scales * (4 if layout.scale == "fp32" else 1)
+    layout = layout_of(entry.kind, form)
+    return math.prod(entry.shape) * dtype_of(entry).itemsize if layout is None else packed_bytes(entry.shape, layout)
 
 
 def scale_name(entry: Entry, form: Form) -> str:

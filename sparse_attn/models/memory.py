@@ -10,12 +10,16 @@ from collections.abc import Iterator
 
 import torch
 
+from sparse_attn.models.filling import Reading
+from sparse_attn.models.forms import Names, form_of, layout_of
 from sparse_attn.models.moe import takes_grouped
-from sparse_attn.models.params import param_dtype
+from sparse_attn.models.params import param_dtype, stays_packed
 from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.spelling import kind_of, spelling_of
 from sparse_attn.pipeline import Bounds, CacheLayouts
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
+from sparse_attn.weight_layout import packed_bytes
 
 FP32, INT32, INT64 = 4, 4, 8
 PLAN = 24 * INT32  # of a row's, at most
@@ -34,12 +38,20 @@ KINDS = (
 )
 
 
-def weight_bytes(spec: Spec | CompressedSpec, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of the weights of a model of ``dtype`` by kind; norms, gates, tables and the like are "other"."""
+def weight_bytes(spec: Spec | CompressedSpec, dtype: torch.dtype, form: str = "bf16") -> dict[str, int]:
+    """Bytes of the weights by kind, of a model of ``dtype`` whose files have a published form: what load(expand=False)
+    holds. Norms, gates, tables and the like are "other"."""
+    made, spelling = form_of(spec, form), spelling_of(spec)
     found = {kind: 0 for kind, _ in KINDS} | {"other": 0}
     for name, shape in param_shapes(spec).items():
         kind = next((kind for kind, ends in KINDS if name.endswith(ends)), "other")
-        found[kind] += torch.Size(shape).numel() * param_dtype(name, dtype).itemsize
+        layout = layout_of(kind_of(name), made) if stays_packed(name) else None
+        sources = spelling.sources(name, Names(made.fused))
+        held = Reading(name, shape, sources, spelling.source_shape(name, shape, sources), layout).held
+        if held is None:
+            found[kind] += torch.Size(shape).numel() * param_dtype(name, dtype).itemsize
+        else:
+            found[kind] += packed_bytes(shape, held)
     tables = 2 if isinstance(spec, CompressedSpec) else 1
     found["other"] += tables * spec.max_positions * spec.rope_dim * FP32
     return found

@@ -60,7 +60,7 @@ def _predicted(form: Form) -> int:
 def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of an entry by their names."""
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
-    layout = layout_of(entry, form)
+    layout = layout_of(entry.kind, form)
     if layout is not None:
         codes, scales = _packed(entry.shape, layout, generator)
         return {entry.name: codes, scale_name(entry, form): scales}

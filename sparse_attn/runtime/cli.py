@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
+from sparse_attn.models.forms import FORMS, form_said_by
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
@@ -175,6 +176,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--next-n", type=positive, default=1, metavar="N", help="rows a decode request owns")
     parser.add_argument("--kv-rows", type=positive, metavar="N",
                         help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
+    parser.add_argument("--format", choices=FORMS, help="of the weights, as write-checkpoint has it; bf16: expanded "
+                        "(default: published, or what config.json says)")  # fmt: skip
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the model (default: %(default)s)")
     parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
     parser.add_argument("--logits-bytes", type=positive, default=LOGITS_BYTES, metavar="N",
@@ -282,6 +285,7 @@ def run_info(options: argparse.Namespace) -> int:
 def run_plan(options: argparse.Namespace) -> int:
     check_outputs(options)
     config, spec = (None, options.spec) if options.spec else read_config(folder_of(options.model))
+    form = options.format or ("published" if config is None else form_said_by(config, spec))
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
         raise ValueError(
@@ -299,7 +303,7 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     target = target_of(device_of(None))
     index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
-    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache, index_cache)
+    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache, index_cache, form)
     _print_plan(numbers)
     if options.json:
         write_json(options.json, numbers)
@@ -320,7 +324,7 @@ def _print_plan(numbers: dict) -> None:
         )
     totals = (
         *((kind, "", nbytes) for kind, nbytes in weights.items()),
-        ("weights", f"of {bounds['dtype']}", numbers["weight_bytes"]),
+        ("weights", f"{numbers['format']}, {bounds['dtype']} where not quantised", numbers["weight_bytes"]),
         ("caches", f"{numbers['blocks']} blocks of {bounds['block_size']} tokens", numbers["cache_bytes"]),
         (
             "workspace",

@@ -21,22 +21,25 @@ def _cache(use: CacheUse) -> dict[str, object]:
 
 
 def plan(
-    spec: Spec | CompressedSpec, bounds: Bounds, target: Target, kind: str, index_kind: str | None = None
-) -> dict[str, object]:
-    """Bytes of the weights by kind; of every kind of cache, for max_batch requests of max_model_len tokens; of the
-    workspace; of the keys gathered for a step; and at most of a step's activations (models.memory says how they are
-    counted). Not counted are the driver's own bytes for each CUDA context, and what the allocator rounds up."""
+    spec: Spec | CompressedSpec, bounds: Bounds, target: Target, kind: str, index_kind: str | None = None,
+    form: str = "bf16",
+) -> dict[str, object]:  # fmt: skip
+    """Bytes of the weights by kind, packed as files of a published form have them; of every kind of cache, for
+    max_batch requests of max_model_len tokens; of the workspace; of the keys gathered for a step; and at most of a
+    step's activations (models.memory says how they are counted). Not counted are the driver's own bytes for each CUDA
+    context, and what the allocator rounds up."""
     layouts = cache_layouts(spec, kind, index_kind=index_kind)
     uses = cache_uses(spec, layouts, bounds)
     caches = sum(use.nbytes for use in uses)
     size = workspace_size(spec, bounds, target, layouts)
-    weights = weight_bytes(spec, bounds.dtype)
+    weights = weight_bytes(spec, bounds.dtype, form)
     step = {
         "gathered_bytes": gathered_bytes(spec, bounds, layouts),
         "activation_bytes": activation_bytes(spec, bounds, target),
     }
     return {
         "model": spec.name,
+        "format": form,
         "target": asdict(target),
         "bounds": asdict(bounds) | {"dtype": str(bounds.dtype).removeprefix("torch.")},
         "blocks": bounds.num_blocks,
