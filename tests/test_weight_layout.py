@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.weights import random_weight
 
 from sparse_attn.weight_layout import (
     PackedWeight,
@@ -22,27 +23,6 @@ FP8_FP32 = WeightLayout("e4m3", (8, 16), "fp32")
 FP8_E8M0 = WeightLayout("e4m3", (8, 16), "e8m0")
 MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 LAYOUTS = (FP8_FP32, FP8_E8M0, MXFP4)
-
-
-def bytes_of(*shape, seed, among=range(256)):
-    values = torch.tensor(list(among), dtype=torch.uint8)
-    return values[torch.randint(len(values), shape, generator=torch.Generator().manual_seed(seed))]
-
-
-def random_weight(layout, *shape, seed=0):
-    """Every code but NaN, scales of every size that fp32 holds beside it."""
-    *leading, rows, columns = shape
-    grid = (*leading, *layout.grid(rows, columns))
-    if layout.codes == "e4m3":
-        finite = [code for code in range(256) if code & 127 != 127]
-        codes = bytes_of(*shape, seed=seed, among=finite).view(torch.float8_e4m3fn)
-    else:
-        codes = bytes_of(*leading, rows, columns // 2, seed=seed)
-    if layout.scale == "fp32":
-        scales = torch.rand(grid, generator=torch.Generator().manual_seed(seed + 1)) + 0.01
-    else:
-        scales = bytes_of(*grid, seed=seed + 1, among=range(40, 200))
-    return packed_weight(codes, scales, layout)
 
 
 def minifloat(code, exponent_bits, mantissa_bits, bias):

@@ -1,12 +1,14 @@
-"""What a layer does beside attention: hyper-connections and the router."""
+"""What a layer does beside attention: hyper-connections, the router, products with packed weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aot_cases.form import BF16, FP32, Case, floats, tensor
+from aot_cases.form import BF16, FP16, FP32, U8, Case, floats, integers, tensor
+from sparse_attn.ops.grouped_linear import launch as grouped_linear
 from sparse_attn.ops.hyper_connection import launch as hyper_connection
 from sparse_attn.ops.router import launch as router
+from sparse_attn.weight_layout import SCALE_DTYPE, parse_weight_layout
 
 TOKENS = 128
 
@@ -32,3 +34,31 @@ def cases() -> Iterator[Case]:
     ):
         arguments = floats(TOKENS, experts), floats(experts), top_k, groups, kept, True, 2.5, score
         yield Case("biased_grouped_topk", name, router.biased_grouped_topk, arguments, more)
+    yield from products()
+
+
+def products() -> Iterator[Case]:
+    for name, dtype, rows, groups, outputs, columns, layout, more in (
+        ("MXFP4 experts", BF16, 48, 256, 4096, 4096, "e2m1/1x32/e8m0", False),
+        ("MXFP4 experts, many rows", BF16, 24576, 256, 4096, 4096, "e2m1/1x32/e8m0", False),
+        ("MXFP4 experts fp16", FP16, 4096, 256, 4096, 4096, "e2m1/1x32/e8m0", True),
+        ("MXFP4 experts fp32", FP32, 4096, 256, 4096, 4096, "e2m1/1x32/e8m0", True),
+        ("fp8 experts, fp32 scales", BF16, 512, 256, 4096, 7168, "e4m3/128x128/fp32", False),
+        ("fp8 experts, many rows", BF16, 32768, 256, 4096, 7168, "e4m3/128x128/fp32", True),
+        ("fp8 experts, e8m0 scales", BF16, 8192, 256, 4096, 7168, "e4m3/64x128/e8m0", True),
+        ("fp8 linear", BF16, 1, 1, 24576, 1536, "e4m3/128x128/fp32", False),
+        ("fp8 linear, many rows", BF16, 4096, 1, 24576, 1536, "e4m3/128x128/e8m0", False),
+        ("fp8 linear fp16, 32 x 32", FP16, 64, 1, 4096, 5120, "e4m3/32x32/e8m0", True),
+        ("fp8 linear fp32", FP32, 64, 1, 7168, 2048, "e4m3/128x128/fp32", True),
+        ("plain experts", BF16, 512, 64, 1024, 2048, "plain", True),
+    ):
+        packed = None if layout == "plain" else parse_weight_layout(layout)
+        if packed is None:
+            codes, scales = tensor(groups, outputs, columns, dtype=dtype), None
+        else:
+            fp4 = packed.codes == "e2m1"
+            codes = tensor(groups, outputs, columns // 2 if fp4 else columns, dtype=U8)
+            scales = tensor(groups, *packed.grid(outputs, columns), dtype=SCALE_DTYPE[packed.scale])
+        ends = None if groups == 1 else integers(groups)
+        arguments = tensor(rows, columns, dtype=dtype), ends, codes, scales, layout
+        yield Case("grouped_linear", name, grouped_linear.grouped_linear, arguments, more)

@@ -254,4 +254,25 @@ KERNELS = [
         "for _ in range(iterations - 2):",
         ("tests/test_hyper_connection.py::test_kernels_match_reference",),
     ),
+    Mutation(
+        "product-nibbles-swapped", "the odd column of e2m1 is read from the low nibble",
+        OPS + "grouped_linear/kernels.py",
+        "tl.join(_e2m1(wide & 15), _e2m1(wide >> 4))",
+        "tl.join(_e2m1(wide >> 4), _e2m1(wide & 15))",
+        ("tests/test_grouped_linear.py::test_kernel",),
+    ),
+    Mutation(
+        "product-scale-of-another-block", "rows of a cut weight take the scales of the block from which they are counted",
+        OPS + "grouped_linear/kernels.py",
+        "((output + first_row) // BLOCK_ROWS)",
+        "(output // BLOCK_ROWS)",
+        ("tests/test_grouped_linear.py::test_kernel",),
+    ),
+    Mutation(
+        "product-end-off-by-one", "the last row of a group goes to the next one",
+        OPS + "grouped_linear/kernels.py",
+        "last = tl.minimum(tl.maximum(last, 0), rows)",
+        "last = tl.minimum(tl.maximum(last - 1, 0), rows)",
+        ("tests/test_grouped_linear.py::test_kernel",),
+    ),
 ]

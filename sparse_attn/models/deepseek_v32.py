@@ -17,6 +17,7 @@ from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
+from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, check_block_size
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
@@ -59,9 +60,9 @@ def forward(
         if spec.moe_layers[layer]:
             hidden = hidden + moe(normed, params, prefix + "moe.", spec.moe, impl=impl)
         else:
-            hidden = hidden + gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"])
+            hidden = hidden + gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"], impl=impl)
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    return F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
+    return linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"], impl=impl).float()
 
 
 def allocate_caches(

@@ -14,6 +14,7 @@ from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.windowed import attention
+from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
 from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
@@ -68,7 +69,7 @@ def forward(
         eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
     )  # fmt: skip
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    return F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
+    return linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"], impl=impl).float()
 
 
 def allocate_caches(

@@ -6,24 +6,29 @@ one cached row [latent, rotated key] of a token, and nothing is expanded per key
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from sparse_attn import gradients, pipeline
 from sparse_attn.autocast import no_autocast
 from sparse_attn.models.norms import layer_norm, rms_norm
+from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, Selection
 from sparse_attn.spec import Spec
 from sparse_attn.types import StepPlan
 
+Params = dict[str, Any]  # tensors; a Weight where linear() takes it
+
 
 @no_autocast
 def select(
     hidden: torch.Tensor,
     q_latent: torch.Tensor,
-    params: dict[str, torch.Tensor],
+    params: Params,
     prefix: str,
     spec: Spec,
     cache: torch.Tensor,
@@ -35,7 +40,7 @@ def select(
 ) -> Selection:
     """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora]."""
     index, rope = spec.index, params["rope"]
-    keys = F.linear(hidden, params[prefix + "k"])
+    keys = linear(hidden, params[prefix + "k"], impl=impl)
     keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
     keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved)
     hadamard = layouts.hadamard(index)
@@ -43,7 +48,7 @@ def select(
         keys = hadamard_transform(keys)
     pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
     query = indexer_q_rope_quant(
-        torch.unflatten(F.linear(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
+        torch.unflatten(linear(q_latent, params[prefix + "q_b"], impl=impl), -1, (index.num_heads, index.head_dim)),
         F.linear(hidden.float(), params[prefix + "weights"]),
         plan.positions,
         rope,
@@ -62,7 +67,7 @@ def select(
 @no_autocast
 def attention(
     hidden: torch.Tensor,
-    params: dict[str, torch.Tensor],
+    params: Params,
     prefix: str,
     spec: Spec,
     kv_cache: torch.Tensor,
@@ -80,7 +85,9 @@ def attention(
     ``index_cache`` None: the layer has no indexer and attends by ``selection``.
     """
     attn, rope = prefix + "attn.", params["rope"]
-    q_latent = rms_norm(F.linear(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.latent_norm_eps)
+    q_latent = rms_norm(
+        linear(hidden, params[attn + "q_a"], impl=impl), params[attn + "q_a_norm"], spec.latent_norm_eps
+    )
     if index_cache is not None:
         selection = select(
             hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
@@ -88,12 +95,12 @@ def attention(
         )  # fmt: skip
     elif selection is None:
         raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
-    latent, key_rope = F.linear(hidden, params[attn + "kv_a"]).split([spec.kv_lora, spec.rope_dim], dim=-1)
+    latent, key_rope = linear(hidden, params[attn + "kv_a"], impl=impl).split([spec.kv_lora, spec.rope_dim], dim=-1)
     latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
     key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
 
-    q = torch.unflatten(F.linear(q_latent, params[attn + "q_b"]), -1, (spec.num_heads, spec.qk_dim))
+    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (spec.num_heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
@@ -103,4 +110,4 @@ def attention(
         layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant, impl=impl,
     ).out  # fmt: skip
     values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]
-    return F.linear(values.flatten(1), params[attn + "o"]), selection
+    return linear(values.flatten(1), params[attn + "o"], impl=impl), selection

@@ -9,6 +9,8 @@ Two ways through the routed experts, chosen by what the host knows (device, dtyp
 - dense: every expert sees every token, and experts that were not chosen weigh zero. It takes num_experts /
   experts_per_token times the necessary operations, and tokens x num_experts x (2 x intermediate + hidden) values of
   scratch. It is for few or small experts, where a sort costs more than it saves, and for what grouped cannot take.
+
+Packed weights always take the grouped way, through ops.grouped_linear, which has none of these limits.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
+from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.spec import MoeSpec
 from sparse_attn.target import Target
+from sparse_attn.weight_layout import PackedWeight, Weight, weight_shape
 
 DENSE_MAX_EXPERTS = 16
 GROUPED_BYTES = 16  # F.grouped_mm takes rows of whole pieces of that many bytes
@@ -50,9 +54,11 @@ def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
 
 
 @no_autocast
-def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, clamp: float | None = None) -> torch.Tensor:
+def gated_mlp(
+    x: torch.Tensor, gate_up: Weight, down: Weight, clamp: float | None = None, *, impl: str = "auto"
+) -> torch.Tensor:
     """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
-    return F.linear(gated(F.linear(x, gate_up), clamp), down)
+    return linear(gated(linear(x, gate_up, impl=impl), clamp), down, impl=impl)
 
 
 @no_autocast
@@ -77,27 +83,33 @@ def experts_grouped(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
     clamp: float | None = None,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order."""
     top_k = ids.shape[1]
     ordered, order = torch.sort(ids.flatten(), stable=True)
-    experts = torch.arange(gate_up.shape[0], device=ids.device, dtype=ids.dtype)
+    experts = torch.arange(weight_shape(gate_up)[0], device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
     rows = x[order // top_k]
-    inner = gated(F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends), clamp)
-    out = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+    out = _product(gated(_product(rows, ends, gate_up, impl), clamp), ends, down, impl)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     picked = torch.unflatten(out[place], 0, (ids.shape[0], top_k))  # [T, K, D]
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
+def _product(rows: torch.Tensor, ends: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:
+    if isinstance(weight, PackedWeight):
+        return grouped_linear(rows, ends, weight, impl=impl)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
 @no_autocast
 def route(
     x: torch.Tensor,
-    params: dict[str, torch.Tensor],
+    params: dict[str, Any],
     prefix: str,
     spec: MoeSpec,
     tokens: torch.Tensor | None,
@@ -121,7 +133,7 @@ def route(
 @no_autocast
 def moe(
     x: torch.Tensor,
-    params: dict[str, torch.Tensor],
+    params: dict[str, Any],
     prefix: str,
     spec: MoeSpec,
     tokens: torch.Tensor | None = None,
@@ -131,8 +143,12 @@ def moe(
     """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id."""
     weights, ids = route(x, params, prefix, spec, tokens, impl=impl)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
-    grouped = takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda)
-    out = (experts_grouped if grouped else experts_dense)(x, weights, ids, gate_up, down, spec.clamp)
+    packed = isinstance(gate_up, PackedWeight)
+    if packed or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda):
+        out = experts_grouped(x, weights, ids, gate_up, down, spec.clamp, impl)
+    else:
+        out = experts_dense(x, weights, ids, gate_up, down, spec.clamp)
     if spec.num_shared:
-        out = out + gated_mlp(x, params[prefix + "shared_gate_up"], params[prefix + "shared_down"], spec.clamp)
+        shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
+        out = out + gated_mlp(x, *shared, spec.clamp, impl=impl)
     return out

@@ -6,6 +6,8 @@ rotated into the values is rotated back out of the output, at the query's positi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -13,14 +15,16 @@ from sparse_attn import gradients
 from sparse_attn.autocast import no_autocast
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
 from sparse_attn.ops.compressor import compress_and_cache
+from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, windowed
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import StepPlan, WindowCaches
+from sparse_attn.weight_layout import PackedWeight, Weight
 
-Params = dict[str, torch.Tensor]
+Params = dict[str, Any]  # tensors; a Weight where linear() takes it
 
 
 def held(caches: tuple[torch.Tensor | None, ...], layer: int) -> torch.Tensor:
@@ -80,7 +84,7 @@ def select(
         layout=layouts.index, hadamard=layouts.hadamard(index), impl=impl,
     )  # fmt: skip
     query = indexer_q_rope_quant(
-        torch.unflatten(F.linear(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
+        torch.unflatten(linear(q_latent, params[prefix + "q_b"], impl=impl), -1, (index.num_heads, index.head_dim)),
         F.linear(hidden.float(), params[prefix + "weights"]),
         plan.positions,
         params["rope_compressed"],
@@ -117,8 +121,8 @@ def attention(
     """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind."""
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]
-    q_latent = rms_norm(F.linear(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.rms_eps)
-    keys = rms_norm(F.linear(hidden, params[attn + "kv"]), params[attn + "kv_norm"], spec.rms_eps)
+    q_latent = rms_norm(linear(hidden, params[attn + "q_a"], impl=impl), params[attn + "q_a_norm"], spec.rms_eps)
+    keys = rms_norm(linear(hidden, params[attn + "kv"], impl=impl), params[attn + "kv_norm"], spec.rms_eps)
     keys = apply_rope(keys, plan.positions, rope, start=spec.nope_dim, interleaved=True)
     windowed.write_window_keys(keys, caches.kv[layer], plan, layouts=layouts, impl=impl)
     if kind != "window":
@@ -134,7 +138,7 @@ def attention(
     else:
         entries = shared[kind]
 
-    q = torch.unflatten(F.linear(q_latent, params[attn + "q_b"]), -1, (spec.num_heads, spec.head_dim))
+    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (spec.num_heads, spec.head_dim))
     q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
     q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
     if kind != "window":
@@ -147,5 +151,14 @@ def attention(
     ).out  # fmt: skip
     out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)
     grouped = out.reshape(out.shape[0], spec.o_groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
-    mixed = torch.bmm(grouped, params[attn + "o_a"].transpose(1, 2)).transpose(0, 1)  # [T, groups, o_lora]
-    return F.linear(mixed.flatten(1), params[attn + "o_b"])
+    mixed = _by_groups(grouped, params[attn + "o_a"], impl).transpose(0, 1)  # [T, groups, o_lora]
+    return linear(mixed.flatten(1), params[attn + "o_b"], impl=impl)
+
+
+def _by_groups(grouped: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:
+    """grouped [groups, T, d] times weight [groups, n, d] -> [groups, T, n]."""
+    if not isinstance(weight, PackedWeight):
+        return torch.bmm(grouped, weight.transpose(1, 2))
+    groups, tokens = grouped.shape[:2]
+    ends = torch.arange(1, groups + 1, dtype=torch.int32, device=grouped.device) * tokens
+    return grouped_linear(grouped.flatten(0, 1), ends, weight, impl=impl).unflatten(0, (groups, tokens))

@@ -1,0 +1,70 @@
+"""Products with weights that stay packed: a linear layer, and one weight for each group of rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn import checks
+from sparse_attn.ops.grouped_linear import op
+from sparse_attn.ops.grouped_linear.shapes import PLAIN, fits
+from sparse_attn.weight_layout import PackedWeight, Weight, parse_weight_layout, weight_shape
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def linear(x: torch.Tensor, weight: Weight, *, impl: str = "auto") -> torch.Tensor:
+    """x times the transpose of a weight: [..., columns] -> [..., rows], in x's dtype.
+
+    x: bf16, fp16 or fp32. weight: [rows, columns], a PackedWeight or a plain tensor in x's dtype, for which this is
+    torch.nn.functional.linear. Of a packed weight no expanded copy is made; grouped_linear says how products are
+    rounded, and what is refused.
+    """
+    if not isinstance(weight, PackedWeight):
+        return F.linear(x, weight)
+    entry = PackedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0), weight.layout)
+    rows = x.reshape(-1, x.shape[-1])
+    return grouped_linear(rows, None, entry, impl=impl).view(*x.shape[:-1], weight.codes.shape[0])
+
+
+def grouped_linear(
+    rows: torch.Tensor, ends: torch.Tensor | None, weight: Weight, *, impl: str = "auto"
+) -> torch.Tensor:
+    """Each group of rows times the transpose of a weight of its own, such as an expert's.
+
+    rows: bf16, fp16 or fp32 [n, columns], any strides. weight: [groups, outputs, columns], a PackedWeight or a plain
+    tensor in the dtype of rows. ends: int32 [groups], ascending; group g has rows [ends[g - 1], ends[g]), the first one
+    from 0 on. None: one group of all rows. Ends are clamped to n; rows behind the last end come out 0.
+
+    Returns [n, outputs] in the dtype of rows. A row costs its own group's weight: of a group without rows nothing is
+    read. Codes are exact in every dtype of rows. Products of codes are added up in fp32 within a scale block, that sum
+    is multiplied by the block's scale in fp32, and blocks are added up in fp32. NaN in a code, a scale or a row gives
+    NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are split depends on n.
+
+    TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
+    sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).
+    """
+    checks.check_dtype("rows", rows, DTYPES)
+    checks.check_rank("rows", rows, 2)
+    if isinstance(weight, PackedWeight):
+        codes, scales, layout = weight
+        parsed = parse_weight_layout(layout)
+        if parsed.block[1] % 16:
+            raise ValueError(f"weight: got scale blocks of {parsed.block[1]} columns, allowed: multiples of 16")
+    else:
+        checks.check_dtype("weight", weight, (rows.dtype,))
+        codes, scales, layout = weight, None, PLAIN
+    checks.check_rank("weight", codes, 3)
+    groups, _, columns = weight_shape(weight)
+    checks.check_at_least("weight groups", groups, 1)
+    if scales is not None:
+        fits(codes, scales, layout)
+        codes = codes.view(torch.uint8)
+    checks.check_shape("rows", rows, (None, columns), "[rows, columns of the weight]")
+    if ends is not None:
+        checks.check_dtype("ends", ends, (torch.int32,))
+        checks.check_shape("ends", ends, (groups,), "[groups of the weight]")
+    elif groups != 1:
+        raise ValueError(f"ends: got None, allowed: int32 [{groups}], or a weight of one group (got {groups})")
+    checks.check_same_device(rows=rows, ends=ends, codes=codes, scales=scales)
+    return op.grouped_linear(rows, ends, codes, scales, layout, impl)
