@@ -14,7 +14,8 @@ LONG = {
     "test_real_dims_v4.py": 20, "test_generate.py": 20, "test_graph.py": 20, "test_far_offsets.py": 15,
     "test_attention_prefill_bf16.py": 15, "test_index_logits_hopper.py": 15, "test_repeatable.py": 10,
     "test_models.py": 10, "test_topk_grouped.py": 10,
-    "hf_layer": 40, "decode_loop": 40, "layer_v4": 20, "layer_v32": 20, "topk_decode": 20, "topk_prefill": 15,
+    "hf_bridge": 60, "hf_layer": 40, "decode_loop": 40, "layer_v4": 20, "layer_v32": 20, "topk_decode": 20,
+    "topk_prefill": 15,
     "prefill_v32": 15, "prefill_v4": 15, "decode_few_heads": 15, "paged_scores": 15, "sustained": 15, "decode_v4": 10,
     "decode_v32": 10, "plan_cache": 10,
 }  # fmt: skip

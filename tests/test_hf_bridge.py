@@ -1,6 +1,7 @@
 """DSA models of transformers with our scores, selection and attention, against their own eager attention."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,8 +211,6 @@ def test_models_that_the_bridge_does_not_run_are_refused_by_name(name):
 
 
 def test_every_model_with_an_indexer_is_run_or_refused_by_name():
-    from pathlib import Path
-
     folder = Path(transformers.__file__).parent / "models"
     found = {path.parent.name for path in folder.glob("*/modeling_*.py") if "Indexer(nn.Module)" in path.read_text()}
     assert found == {family.module for family in families.FAMILIES} | {families.WINDOWED, *families.REFUSED}
@@ -280,3 +279,42 @@ def test_generates_on_a_static_cache():
     with torch.no_grad():
         want = bridged.generate(ids, **options)
         assert torch.equal(bridged.generate(ids, cache_implementation="static", disable_compile=True, **options), want)
+
+
+def test_rows_are_attended_in_parts_of_any_size(monkeypatch):
+    ids, mask, positions = padded_batch()
+    bridged = models("deepseek_v32")[1]
+    with torch.no_grad():
+        want = bridged(ids, attention_mask=mask, position_ids=positions).logits
+        monkeypatch.setattr(latent, "ROWS", 45 + 7)  # parts that end within a sequence
+        got = bridged(ids, attention_mask=mask, position_ids=positions).logits
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_a_gpu_gives_what_eager_gives_on_a_cpu(name):
+    ids, mask, positions = padded_batch()
+    eager, bridged = models(name)
+    with stable():
+        want = first(eager(ids, attention_mask=mask, position_ids=positions))
+        on_gpu = copy.deepcopy(bridged).cuda()
+        got = first(on_gpu(ids.cuda(), attention_mask=mask.cuda(), position_ids=positions.cuda())).cpu()
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=1e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_prefill_of_4096_rows_at_131072_keys_takes_at_most_1536_mib(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    from benchmarks.bridge import latent_call
+    from benchmarks.run import Run
+
+    with torch.no_grad():
+        call = latent_call(Run(), "sparse_attn", 131072, 4096)
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 1536 << 20

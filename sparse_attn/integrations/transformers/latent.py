@@ -10,6 +10,9 @@ from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.refusals import FP8, check_absorbable, refuse
 from sparse_attn.ops.attention import sparse_attn_prefill
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.types import Ragged
+
+ROWS = 1024  # whose absorbed queries are held at once: 151 MB of V3.2's
 
 
 class RowCache:
@@ -59,19 +62,34 @@ def attend(
         refuse("attention_mask", "a mask that the caller has made", "a mask of 2 dimensions, or None")
     batch, heads, rows, _ = query.shape
     keys = key.shape[2]
-    to_key, to_value = absorbed(module.kv_b_proj, heads, module.qk_nope_head_dim, module.v_head_dim, query.dtype)
-    nope, rope = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-    nope = torch.bmm(nope.transpose(0, 1).flatten(1, 2), to_key)  # [heads, batch * rows, latent]
-    queries = torch.cat([nope, rope.transpose(0, 1).flatten(1, 2)], -1).transpose(0, 1)
+    weights = absorbed(module.kv_b_proj, heads, module.qk_nope_head_dim, module.v_head_dim, query.dtype)
     shift = torch.arange(batch, dtype=torch.int32, device=query.device) * keys
-    ragged = build_ragged_indices_from_dense(
-        indices.flatten(0, 1), row_offsets=shift.repeat_interleave(rows), num_rows=batch * keys
-    )
-    sink = None if s_aux is None else s_aux.float()
-    latent = to_key.shape[2]
-    out = sparse_attn_prefill(queries, key.flatten(0, 2), ragged, scale=scaling, d_v=latent, sink=sink).out
-    out = torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2))  # [heads, batch * rows, v]
-    return torch.unflatten(out.transpose(0, 1), 0, (batch, rows)), None
+    shift, chosen = shift.repeat_interleave(rows), indices.flatten(0, 1)
+    queries, sink = query.transpose(0, 1).flatten(1, 2), None if s_aux is None else s_aux.float()
+    total = batch * rows
+    step = total if torch.compiler.is_compiling() else ROWS  # a loop over rows would be compiled for each length
+    parts = []
+    for start in range(0, total, max(step, 1)):
+        part = slice(start, start + step)
+        ragged = build_ragged_indices_from_dense(chosen[part], row_offsets=shift[part], num_rows=batch * keys)
+        parts.append(_attend(queries[:, part], key.flatten(0, 2), weights, ragged, scaling, sink))
+    return torch.unflatten(parts[0] if len(parts) == 1 else torch.cat(parts), 0, (batch, rows)), None
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    ragged: Ragged,
+    scaling: float,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """[rows, heads, v] of queries [heads, rows, nope + rope] over rows [keys, latent + rope]."""
+    to_key, to_value = weights
+    nope, rope = queries.split([to_key.shape[1], queries.shape[2] - to_key.shape[1]], -1)
+    queries = torch.cat([torch.bmm(nope, to_key), rope], -1).transpose(0, 1)
+    out = sparse_attn_prefill(queries, keys, ragged, scale=scaling, d_v=to_key.shape[2], sink=sink).out
+    return torch.bmm(out.transpose(0, 1), to_value.transpose(1, 2)).transpose(0, 1)
 
 
 def absorbed(linear: Any, heads: int, nope: int, v: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
