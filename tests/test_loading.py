@@ -229,7 +229,7 @@ def test_fp8_blocks(tmp_path, params, weights):
     scale = torch.rand(grid, generator=generator) + 0.5
     weights |= {name: codes, name + "_scale_inv": scale}
     config = CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(block)}}
-    _, loaded = load(write(tmp_path, weights, config), dtype=torch.float32)
+    _, loaded = load(write(tmp_path, weights, config), dtype=torch.float32, expand=True)
     wide = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: codes.shape[0], : codes.shape[1]]
     assert torch.equal(loaded["layers.1.attn.q_b"], codes.float() * wide)
 

@@ -101,7 +101,7 @@ def split_as_deepseek_does(weights):
 def test_mxfp4_experts(plain, tmp_path, spelling, config):
     base, weights = plain["v4"]
     weights, values = with_experts(weights, mxfp4)
-    loaded = load(write(tmp_path, base | config, spelling(weights)), dtype=torch.float32)[1]
+    loaded = load(write(tmp_path, base | config, spelling(weights)), dtype=torch.float32, expand=True)[1]
     for kind, want in values.items():
         assert torch.equal(loaded[f"layers.0.moe.{kind}"].double(), want), kind
 
@@ -112,7 +112,7 @@ def test_fused_fp8_experts(plain, tmp_path, name, scale_dtype):
     base, weights = plain[name]
     weights, values = with_experts(weights, lambda shape, seed: fp8(shape, seed, scale_dtype))
     config = base | {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}}
-    loaded = load(write(tmp_path, config, weights), dtype=torch.float32)[1]
+    loaded = load(write(tmp_path, config, weights), dtype=torch.float32, expand=True)[1]
     for kind, want in values.items():
         assert torch.equal(loaded[f"layers.0.moe.{kind}"], want.float()), kind
 

@@ -34,12 +34,12 @@ _COUNTED = 1000  # missing names after which it stops to look
 
 
 def load(
-    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16, expand: bool = True,
-    mtp: bool = False, progress: Callable[[int, int], object] = lambda nbytes, total: None,
+    folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+    expand: bool = False, mtp: bool = False, progress: Callable[[int, int], object] = lambda nbytes, total: None,
 ) -> tuple[Spec | CompressedSpec, dict[str, Weight]]:  # fmt: skip
     """(spec, params) of the checkpoint in ``folder`` on ``device``. Every tensor is copied straight to its place there.
 
-    dtype: of weights that are not quantised, and of those that are expanded. expand: expand quantised weights to
+    dtype: of weights that are not quantised, and of those that are expanded. expand: expand all quantised weights to
     ``dtype``; False: they stay packed, as the files have them, but for those of models.params.EXPANDED. mtp: read the
     layers of multi-token prediction, too, by the names of models.shapes.prediction_shapes. progress: is told the bytes
     of each tensor of the files once it is read, and those of all that are. ValueError names the config key or the

@@ -28,8 +28,9 @@ def device_of(name: str | None) -> torch.device:
 
 
 def add_expand_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--expand-weights", action=argparse.BooleanOptionalAction, default=True,
-                        help="hold quantised weights in --dtype, in place of as the files have them")  # fmt: skip
+    parser.add_argument("--expand-weights", action=argparse.BooleanOptionalAction, default=False,
+                        help="hold quantised weights in --dtype; by default they stay as the files have them"
+                        )  # fmt: skip
 
 
 def check_outputs(options: argparse.Namespace) -> None:
