@@ -28,6 +28,9 @@ def test_a_prompt_begins_with_the_longest_prefix_and_computes_at_least_one_token
     assert prefixes.begin([1, 2, 9, 4, 5]) == (blocks[:1], None, 1)
     assert prefixes.begin([3, 4, 5, 6]) == ([], None, 0)  # the same tokens after others are something else
     assert [prefixes.pool.holders(block) for block in blocks] == [4, 2, 0]
+    keys = prefixes.keys([1, 2, 9, 4, 5])
+    assert len(keys) == len({*keys, *prefixes.keys([9, 4])}) - 1 == 2
+    assert prefixes.begin([1, 2, 9, 4, 5], keys=keys) == (blocks[:1], None, 1)
 
 
 def test_the_same_tokens_are_kept_once():

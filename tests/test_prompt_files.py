@@ -14,7 +14,7 @@ from conftest import long
 
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.batching import Occupancy
+from sparse_attn.runtime.batching import Batching, Occupancy
 from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.generate import Model, generate
 from sparse_attn.runtime.prompt_files import Table, finished_ids
@@ -74,6 +74,17 @@ def test_what_is_finished_is_not_computed_again_and_a_cut_line_is(tmp_path):
     assert {line["id"]: line for line in answers(out)} == whole | {2: kept}
     before = out.read_bytes()
     assert main(command(tmp_path)) == 0 and out.read_bytes() == before
+
+
+def test_an_interrupt_says_how_far_it_came(tmp_path, capsys, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    written(tmp_path / "in.jsonl", [{"id": n, "prompt": "x"} for n in range(3)])
+    written(tmp_path / "out.jsonl", [{"id": 1}])
+    monkeypatch.setattr(Batching, "step", interrupted)
+    assert main(command(tmp_path)) == 130
+    assert "1 of 3 finished; the same command goes on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,13 @@ PYTHON = [
         ("tests/test_sampling_filters.py::test_penalties_are_the_oracles",),
     ),
     Mutation(
+        "reference-as-wide-as-its-company", "a row's sum is as wide as the widest row of its step",
+        OPS + "attention/reference.py",
+        "(_attend_alone if batch_invariant else _attend)(q, keys, scale, value_dim(layout), sink)",
+        "_attend(q, keys, scale, value_dim(layout), sink)",
+        ("tests/test_rows.py::test_rows_come_and_go_and_the_others_draw_what_they_draw_alone",),
+    ),
+    Mutation(
         "resumed-among-others-blocks", "a preempted request goes on over what its new blocks held before",
         "sparse_attn/runtime/batching.py",
         "        put_back(paged(self.caches), blocks, parked.blocks)\n",

@@ -173,6 +173,7 @@ class Batching:
         request = Request(
             self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token
         )
+        request.keys = self.prefixes.keys(ids) if self._share else []
         self._next += 1
         self._waiting.append(request)
         self._unfinished[request.number] = request
@@ -300,7 +301,7 @@ class Batching:
         return self.prefixes.make_room(blocks + running)
 
     def _seat(self, request: Request, row: int) -> bool:
-        shared, ring, known = self.prefixes.begin(request.prompt) if self._share else ([], None, 0)
+        shared, ring, known = self.prefixes.begin(request.prompt, keys=request.keys) if self._share else ([], None, 0)
         wanted = min(len(request.prompt) + 1, request.most)
         if not self._fits(blocks_for(wanted, self.block_size) - len(shared)):
             self.pool.give_back(shared)
@@ -414,9 +415,10 @@ class Batching:
         if not self._share:
             return
         whole = request.computed // self.block_size
-        self.prefixes.keep(request.prompt[: whole * self.block_size], self.tables.blocks(row)[:whole])
+        computed, keys = request.prompt[: request.computed], request.keys
+        self.prefixes.keep(computed, self.tables.blocks(row)[:whole], keys=keys)
         if self.model.has_rings and request.computed == whole * self.block_size:
-            ring = self.prefixes.ring_for(request.prompt[: request.computed])
+            ring = self.prefixes.ring_for(computed, keys=keys)
             if ring is not None:
                 copy_row(ringed(self.caches), row, ring)
 

@@ -52,14 +52,18 @@ class Prefixes:
         """Blocks that are free, or would be if everything that nobody else holds were let go of."""
         return len(self.pool) + sum(self.pool.holders(kept.block) == 1 for kept in self._kept.values())
 
-    def begin(self, tokens: Sequence[int]) -> tuple[list[int], int | None, int]:
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of the whole blocks of ``tokens``. A caller who keeps them spares the hashing of later calls."""
+        return list(self._keys(tokens))
+
+    def begin(self, tokens: Sequence[int], *, keys: Sequence[bytes] | None = None) -> tuple[list[int], int | None, int]:
         """(blocks, ring, known) of the longest usable prefix of ``tokens``. The caller gets a hold of each block.
 
         ring: what to copy into the request's own before its first step; None without rings or without blocks. known:
         how many blocks of ``tokens`` are kept, usable or not. At least one token is left to compute.
         """
         found, usable = [], 0
-        for key in islice(self._keys(tokens), (len(tokens) - 1) // self.block_size):
+        for key in islice(self._keys(tokens) if keys is None else keys, (len(tokens) - 1) // self.block_size):
             if key not in self._kept:
                 break
             found.append(key)
@@ -71,20 +75,21 @@ class Prefixes:
         self.pool.share(blocks)
         return blocks, used[-1].ring if used else None, len(found)
 
-    def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def keep(self, tokens: Sequence[int], blocks: Sequence[int], *, keys: Sequence[bytes] | None = None) -> None:
         """Keep the whole blocks of ``tokens``, whose keys were written. blocks: those of the request, of which others
         with the same tokens may be kept already."""
-        keys = list(self._keys(tokens))
+        keys = (self.keys(tokens) if keys is None else keys)[: len(tokens) // self.block_size]
         for key, block in zip(keys, blocks):
             if key not in self._kept:
                 self.pool.share([block])
                 self._kept[key] = _Kept(block)
         self._touch(keys)
 
-    def ring_for(self, tokens: Sequence[int]) -> int | None:
+    def ring_for(self, tokens: Sequence[int], *, keys: Sequence[bytes] | None = None) -> int | None:
         """The ring to copy a request's own into, that has computed ``tokens``, whole blocks that are kept; None where
         it was kept before, or where there are no rings. The ring not used for longest is taken from its border."""
-        key = next(reversed(list(self._keys(tokens))), None)
+        keys = (self.keys(tokens) if keys is None else keys)[: len(tokens) // self.block_size]
+        key = keys[-1] if keys else None
         if self._rings is None or key is None or key not in self._kept or self._kept[key].ring is not None:
             return None
         if not self._rings:
@@ -101,11 +106,11 @@ class Prefixes:
         case all stay."""
         if count <= len(self.pool):
             return True
-        if count > self.room():
+        alone = (key for key, kept in self._kept.items() if self.pool.holders(kept.block) == 1)
+        wanted = count - len(self.pool)
+        if len(chosen := list(islice(alone, wanted))) < wanted:
             return False
-        for key in [key for key, kept in self._kept.items() if self.pool.holders(kept.block) == 1]:
-            if count <= len(self.pool):
-                break
+        for key in chosen:
             self._let_go(key)
         return True
 

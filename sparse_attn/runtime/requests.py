@@ -50,7 +50,8 @@ class Parked(NamedTuple):
 @dataclass(order=True)
 class Request:
     """number: in order of arrival. computed: tokens of the prompt that steps were launched for. drawn: tokens that
-    steps were launched for. border: where its prompt's prefix is shared with what was kept. reason: why it is over."""
+    steps were launched for. border: where its prompt leaves what was kept. keys: of its prompt's blocks, see Prefixes.
+    reason: why it is over."""
 
     number: int
     prompt: list[int] = field(compare=False)
@@ -62,6 +63,7 @@ class Request:
     computed: int = field(default=0, compare=False)
     drawn: int = field(default=0, compare=False)
     border: int = field(default=0, compare=False)
+    keys: list[bytes] = field(default_factory=list, compare=False)
     tokens: list[int] = field(default_factory=list, compare=False)
     logprobs: list[float] = field(default_factory=list, compare=False)
     parked: Parked | None = field(default=None, compare=False)
