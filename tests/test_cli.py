@@ -19,7 +19,7 @@ from sparse_attn.runtime import cli, text
 from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.documents import question
 from sparse_attn.runtime.shipped import shipped_models
-from sparse_attn.spec import preset
+from sparse_attn.spec import PRESETS, preset
 
 ROOT = Path(__file__).parent.parent
 PROMPT = text.shipped_text()[:150]  # more tokens than the tiny models' top-k of 64
@@ -326,7 +326,8 @@ def test_plan_counts_every_byte(tmp_path, capsys):
         numbers["workspace"]["bytes"] == numbers["workspace"]["scratch_bytes"] + numbers["workspace"]["counter_bytes"]
     )
     assert numbers["weight_bytes"] == sum(numbers["weights"].values())
-    assert 1 < numbers["weight_bytes"] / 672e9 < 1.03  # what the files hold without multi-token prediction
+    assert 1 < numbers["weight_bytes"] / numbers["file_bytes"] < 1.03
+    assert 1 < numbers["weight_bytes"] / 689e9 < 1.03  # what the files hold
     assert numbers["gathered_bytes"] == 163840 * 576 * 2 and numbers["activation_bytes"] > 8192 * 129280 * 6
     parts = [numbers[f"{part}_bytes"] for part in ("weight", "cache", "gathered", "activation")]
     assert numbers["bytes"] == sum(parts) + numbers["workspace"]["bytes"]
@@ -356,7 +357,7 @@ def test_plan_of_large_bounds_takes_no_time(capsys):
     assert time.process_time() - before < 8
 
 
-@pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "tiny_v32", "tiny-glm5"))
+@pytest.mark.parametrize("name", [spelt for name in PRESETS for spelt in {name, name.replace("_", "-")}])
 @pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
 def test_plan_knows_every_preset(name, cache, capsys):
     assert main(["plan", "--preset", name, "--cache", cache]) == 0
@@ -370,7 +371,7 @@ def test_plan_errors(capsys):
     assert "--model: got '/nonexistent', allowed: a folder with a config.json, or one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more,least", [(["--format", "bf16"], 1.34e12), (["--format", "fp8-e8m0"], 6.7e11)])
+@pytest.mark.parametrize("more,least", [(["--format", "bf16"], 1.36e12), (["--format", "fp8-e8m0"], 6.85e11)])
 def test_plan_counts_weights_in_every_form(more, least, tmp_path):
     out = tmp_path / "plan.json"
     assert main(["plan", "--preset", "deepseek_v32", *more, "--json", str(out)]) == 0

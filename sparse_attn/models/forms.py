@@ -107,6 +107,11 @@ def said_of(spec: Spec | CompressedSpec, form: Form, predicted: int) -> dict[str
     return said | quantisation_config(BLOCK, e8m0=e8m0, expert_dtype=expert_dtype)
 
 
+def predicted_of(form: Form) -> int:
+    """How many layers of multi-token prediction files of random weights hold, as every published model does."""
+    return 0 if form.fused else 1
+
+
 class Names:
     """A checkpoint of which a spelling may take experts to be fused, or not to be."""
 
@@ -117,15 +122,30 @@ class Names:
         return self.fused
 
 
+class Part(NamedTuple):
+    """A weight of the forward, by the name of the weight and the shape of each of its sources in the files."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    sources: list[str]
+    each: tuple[int, ...]
+
+
+def parts_of(spec: Spec | CompressedSpec, form: Form, predicted: int) -> Iterator[Part]:
+    """Every weight of the forward, those of ``predicted`` layers of multi-token prediction among them."""
+    spelling, fused = spelling_of(spec, predicted), Names(form.fused)
+    for name, shape in (param_shapes(spec) | prediction_shapes(spec, predicted)).items():
+        sources = spelling.sources(name, fused)
+        yield Part(name, kind_of(name), shape, sources, spelling.source_shape(name, shape, sources))
+
+
 def shards_of(spec: Spec | CompressedSpec, form: Form, predicted: int) -> list[list[Entry]]:
     """Embedding, every layer, ``predicted`` layers of multi-token prediction, and what follows the layers."""
     spelling, found = spelling_of(spec, predicted), {}
-    for name, shape in (param_shapes(spec) | prediction_shapes(spec, predicted)).items():
-        kind = kind_of(name)
+    for name, kind, _, sources, each in parts_of(spec, form, predicted):
         if kind == "attn.w_uv":  # kv_b holds both
             continue
-        sources = spelling.sources(name, Names(form.fused))
-        each = spelling.source_shape(name, shape, sources)
         part = ".".join(name.split(".")[:2]) if kind != name else "embed" if name == "embed" else "head"
         entries = found.setdefault(part, [])
         for number, source in enumerate(sources):

@@ -97,6 +97,11 @@ def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
         return config, from_hf_config(config)
 
 
+def predicted_layers(config: Mapping[str, Any]) -> int:
+    """How many layers of multi-token prediction a config.json says there are, none among the answers."""
+    return _predicted(config) if config.get(PREDICTED) else 0
+
+
 def _predicted(config: Mapping[str, Any]) -> int:
     """How many layers of multi-token prediction a config.json says there are."""
     layers = config.get(PREDICTED, 0)

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 import torch
 
 from sparse_attn.models.filling import Reading
-from sparse_attn.models.forms import Names, form_of, layout_of
+from sparse_attn.models.forms import Entry, form_of, layout_of, nbytes_of, parts_of, predicted_of
 from sparse_attn.models.moe import takes_grouped
 from sparse_attn.models.params import param_dtype, stays_packed
-from sparse_attn.models.shapes import param_shapes
-from sparse_attn.models.spelling import kind_of, spelling_of
 from sparse_attn.pipeline import Bounds, CacheLayouts
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
@@ -38,23 +36,45 @@ KINDS = (
 )
 
 
-def weight_bytes(spec: Spec | CompressedSpec, dtype: torch.dtype, form: str = "bf16") -> dict[str, int]:
-    """Bytes of the weights by kind, of a model of ``dtype`` whose files have a published form: what load(expand=False)
-    holds. Norms, gates, tables and the like are "other"."""
-    made, spelling = form_of(spec, form), spelling_of(spec)
-    found = {kind: 0 for kind, _ in KINDS} | {"other": 0}
-    for name, shape in param_shapes(spec).items():
-        kind = next((kind for kind, ends in KINDS if name.endswith(ends)), "other")
-        layout = layout_of(kind_of(name), made) if stays_packed(name) else None
-        sources = spelling.sources(name, Names(made.fused))
-        held = Reading(name, shape, sources, spelling.source_shape(name, shape, sources), layout).held
-        if held is None:
-            found[kind] += torch.Size(shape).numel() * param_dtype(name, dtype).itemsize
+def weight_bytes(
+    spec: Spec | CompressedSpec, dtype: torch.dtype, form: str = "bf16", *, predicted: int = 0
+) -> dict[str, int]:
+    """Bytes of the weights that a device holds, by kind; norms, gates, tables and the like are "other".
+
+    form: of models.forms; what it has quantised counts as packed, but for models.params.EXPANDED. dtype: of the others.
+    predicted: layers of multi-token prediction, which are "mtp".
+    """
+    made, found = form_of(spec, form), _no_bytes()
+    for name, kind, shape, sources, each in parts_of(spec, made, predicted):
+        layout = layout_of(kind, made)
+        held = Reading(name, shape, sources, each, layout if stays_packed(kind) else None).held
+        if held is not None:
+            found[_kind(name)] += packed_bytes(shape, held)
         else:
-            found[kind] += packed_bytes(shape, held)
+            found[_kind(name)] += torch.Size(shape).numel() * param_dtype(kind, dtype).itemsize
     tables = 2 if isinstance(spec, CompressedSpec) else 1
     found["other"] += tables * spec.max_positions * spec.rope_dim * FP32
     return found
+
+
+def file_bytes(spec: Spec | CompressedSpec, form: str, *, predicted: int | None = None) -> dict[str, int]:
+    """Bytes of a checkpoint's weights by kind, in a form of models.forms. predicted: layers of multi-token prediction;
+    None: those that the form has."""
+    made, found = form_of(spec, form), _no_bytes()
+    for name, kind, _, sources, each in parts_of(spec, made, predicted_of(made) if predicted is None else predicted):
+        if kind != "attn.w_uv":  # kv_b holds both
+            found[_kind(name)] += len(sources) * nbytes_of(Entry(name, each, kind, name, 0), made)
+    return found
+
+
+def _no_bytes() -> dict[str, int]:
+    return {kind: 0 for kind, _ in KINDS} | {"mtp": 0, "other": 0}
+
+
+def _kind(name: str) -> str:
+    if name.startswith("mtp."):
+        return "mtp"
+    return next((kind for kind, ends in KINDS if name.endswith(ends)), "other")
 
 
 def gathered_bytes(spec: Spec | CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> int:

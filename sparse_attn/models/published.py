@@ -20,6 +20,7 @@ from sparse_attn.models.forms import (
     form_of,
     layout_of,
     nbytes_of,
+    predicted_of,
     said_of,
     scale_name,
     shards_of,
@@ -40,7 +41,7 @@ def write_published(
     form that checkpoints of the architecture do not have, and OSError where the disk has no room.
     """
     made = form_of(spec, form)
-    predicted = _predicted(made)
+    predicted = predicted_of(made)
     return write_shards(
         Path(folder), shards_of(spec, made, predicted), made, to_hf_config(spec) | said_of(spec, made, predicted),
         lambda entry: _draw(entry, made, spec, seed), progress,
@@ -50,11 +51,7 @@ def write_published(
 def published_bytes(spec: Spec | CompressedSpec, form: str) -> int:
     """Bytes of the weights that write_published writes."""
     made = form_of(spec, form)
-    return sum(nbytes_of(entry, made) for shard in shards_of(spec, made, _predicted(made)) for entry in shard)
-
-
-def _predicted(form: Form) -> int:
-    return 0 if form.fused else 1
+    return sum(nbytes_of(entry, made) for shard in shards_of(spec, made, predicted_of(made)) for entry in shard)
 
 
 def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> dict[str, torch.Tensor]:

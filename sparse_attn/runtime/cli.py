@@ -10,12 +10,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
-from sparse_attn.models.forms import FORMS, form_said_by
-from sparse_attn.models.loading import load, read_config
+from sparse_attn.models.forms import FORMS, form_of, form_said_by, predicted_of
+from sparse_attn.models.loading import load, predicted_layers, read_config
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
-from sparse_attn.runtime import explain_report, prompt_files, quality_report, report, showing, text, write_checkpoint
+from sparse_attn.runtime import (
+    explain_report,
+    plan_report,
+    prompt_files,
+    quality_report,
+    report,
+    showing,
+    text,
+    write_checkpoint,
+)
 from sparse_attn.runtime.arguments import (
     DTYPES,
     add_expand_weights,
@@ -286,6 +295,7 @@ def run_plan(options: argparse.Namespace) -> int:
     check_outputs(options)
     config, spec = (None, options.spec) if options.spec else read_config(folder_of(options.model))
     form = options.format or ("published" if config is None else form_said_by(config, spec))
+    predicted = predicted_of(form_of(spec, form)) if config is None else predicted_layers(config)
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
         raise ValueError(
@@ -303,40 +313,11 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     target = target_of(device_of(None))
     index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
-    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache, index_cache, form)
-    _print_plan(numbers)
+    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache, index_cache, form, predicted)
+    plan_report.show(numbers)
     if options.json:
         write_json(options.json, numbers)
     return 0
-
-
-def _print_plan(numbers: dict) -> None:
-    bounds, target, workspace = numbers["bounds"], numbers["target"], numbers["workspace"]
-    print(f"{numbers['model']} on {target['vendor']} {target['arch']}")
-    print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None))
-    weights = {f"{kind} weights": nbytes for kind, nbytes in numbers["weights"].items() if nbytes}
-    wide = max(map(len, (*weights, *(f"{kind} cache" for kind in numbers["caches"]))))
-    print(f"\n{'':<{wide}} {'layout':<36} {'B/token/layer':>13} {'layers':>6} {'B/token':>8} {'bytes':>19}")
-    for kind, cache in numbers["caches"].items():
-        print(
-            f"{kind + ' cache':<{wide}} {cache['layout']:<36} {cache['bytes_per_token_and_layer']:>13} "
-            f"{cache['layers']:>6} {cache['bytes_per_token']:>8} {cache['bytes']:>19,}"
-        )
-    totals = (
-        *((kind, "", nbytes) for kind, nbytes in weights.items()),
-        ("weights", f"{numbers['format']}, {bounds['dtype']} where not quantised", numbers["weight_bytes"]),
-        ("caches", f"{numbers['blocks']} blocks of {bounds['block_size']} tokens", numbers["cache_bytes"]),
-        (
-            "workspace",
-            f"scratch {workspace['scratch_bytes']:,}, counters {workspace['counter_bytes']:,}",
-            workspace["bytes"],
-        ),
-        ("gathered", "keys of a step's prefill rows, of a layer", numbers["gathered_bytes"]),
-        ("activations", "of a step, at most", numbers["activation_bytes"]),
-        ("in all", "", numbers["bytes"]),
-    )
-    for what, of, nbytes in totals:
-        print(f"{what:<{wide}} {of:<66} {nbytes:>19,}")
 
 
 def _prompt(
