@@ -19,7 +19,7 @@ from sparse_attn.runtime import cli, text
 from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.documents import question
 from sparse_attn.runtime.shipped import shipped_models
-from sparse_attn.spec import PRESETS, preset
+from sparse_attn.spec import PRESETS, preset, to_hf_config
 
 ROOT = Path(__file__).parent.parent
 PROMPT = text.shipped_text()[:150]  # more tokens than the tiny models' top-k of 64
@@ -336,6 +336,32 @@ def test_plan_counts_every_byte(tmp_path, capsys):
                          ("expert weights", numbers["weights"]["expert"]), ("workspace", numbers["workspace"]["bytes"]),
                          ("gathered", parts[2]), ("activations", parts[3]), ("in all", numbers["bytes"])):  # fmt: skip
         assert re.search(rf"^{what} .* {nbytes:,}$", shown, re.MULTILINE), what
+
+
+@pytest.mark.parametrize(
+    "name,said,options,want",
+    [
+        ("tiny_v4", {"expert_dtype": "fp4"}, (), "index_mxfp4/32"),
+        ("tiny_v4", {"expert_dtype": "fp8"}, (), "index_fp8/32/e4m3fn/pow2"),
+        ("tiny_v4", {}, (), "index_fp8/32/e4m3fn/pow2"),
+        ("tiny_v4", {"expert_dtype": "fp4"}, ("--index-cache", "fp8"), "index_fp8/32/e4m3fn/pow2"),
+        ("tiny_v4", {"expert_dtype": "fp4"}, ("--cache", "bf16"), "plain/bf16/32+0"),
+        ("tiny_v32", {}, ("--index-cache", "mxfp4"), "index_mxfp4/32"),
+        ("tiny_glm5", {}, ("--cache", "bf16", "--index-cache", "mxfp4"), "index_mxfp4/32"),
+    ],
+)
+def test_which_index_keys_a_model_has(tmp_path, name, said, options, want):
+    """MXFP4 where they are asked for, and for a DeepSeek-V4 that was trained with them where nothing else is."""
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(preset(name)) | said))
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--model", str(tmp_path), *options, "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["caches"]["index"]["layout"] == want
+
+
+def test_generates_with_mxfp4_index_keys(tmp_path):
+    common = ("--preset", "tiny-v4", "--prompt", PROMPT, "--max-new-tokens", 3, "--ignore-eos")
+    found = generate(tmp_path, *common, "--index-cache", "mxfp4")[0]
+    assert found["index_cache"] == "mxfp4" and found["cache"] == "fp8" and len(found["tokens"]) == 3
 
 
 @pytest.mark.parametrize("block_size", (2, 6, 0, -4))

@@ -76,6 +76,8 @@ heads: hopper.paged: heads: got 16, allowed: 32, 64, 128
 dim: hopper.prefill: dim: got 64, allowed: 128
 plain keys: hopper.paged: flavour: got none, allowed: e4m3fn
 flavour: hopper.prefill: flavour: got e4m3fnuz, allowed: e4m3fn
+MXFP4 keys: hopper.paged: flavour: got mxfp4, allowed: e4m3fn
+MXFP4 keys, contiguous: hopper.prefill: flavour: got mxfp4, allowed: e4m3fn
 block size: hopper.paged: block_size: got 32, allowed: 64
 empty cache: hopper.paged: cache blocks: got 0, allowed: at least 1
 cache address: hopper.paged: cache address: got 4 bytes behind a multiple of 16, allowed: 0

@@ -5,6 +5,34 @@ from mutations.mutation import OPS, Mutation
 # fmt: off
 KERNELS = [
     Mutation(
+        "mxfp4-nibbles-swapped", "the even value of a byte stands in its high bits",
+        "sparse_attn/device/mxfp4.py",
+        "(even | (odd << 4))",
+        "(odd | (even << 4))",
+        ("tests/test_mxfp4.py::test_keys_and_queries_of_any_spread",),
+    ),
+    Mutation(
+        "mxfp4-infinity-saturates", "an infinity leaves its group finite",
+        "sparse_attn/device/mxfp4.py",
+        "tl.where(broken != 0, 255, exponent)",
+        "exponent",
+        ("tests/test_mxfp4.py::test_keys_and_queries_of_any_spread",),
+    ),
+    Mutation(
+        "mxfp4-scale-of-the-first-head", "every head's query has the first one's scales",
+        OPS + "index_logits/portable/mxfp4.py",
+        "scale_at = row_at + heads * (GROUPS * 16) + head * GROUPS",
+        "scale_at = row_at + heads * (GROUPS * 16)",
+        ("tests/test_index_logits.py::test_paged_kernel",),
+    ),
+    Mutation(
+        "mxfp4-nan-scale-is-one", "a group that is NaN decodes to zeros",
+        "sparse_attn/device/mxfp4.py",
+        'tl.where(scales == 255, float("nan"), decode_exponent(scales))',
+        "tl.where(scales == 255, 1.0, decode_exponent(scales))",
+        ("tests/test_mxfp4.py::test_nan_kernel",),
+    ),
+    Mutation(
         "index-scales-behind-padded-keys", "index scales are read from behind keys of a power-of-two width",
         OPS + "index_cache/kernels.py",
         "scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within\n        tl.store(scales",

@@ -5,6 +5,13 @@ from mutations.mutation import OPS, Mutation
 # fmt: off
 PYTHON = [
     Mutation(
+        "mxfp4-ties-away-from-zero", "2.5 of an MXFP4 scale becomes 3",
+        "sparse_attn/mxfp4.py",
+        "(scaled > 2.5)",
+        "(scaled >= 2.5)",
+        ("tests/test_mxfp4.py::test_the_definition",),
+    ),
+    Mutation(
         "combine-that-does-not-wait", "a combine that starts while its partials are written reads them",
         OPS + "attention/portable/kernels.py",
         "    pdl.wait(PDL)\n    token = tl.program_id(0)",

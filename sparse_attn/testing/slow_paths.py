@@ -104,6 +104,8 @@ INDEX = {
     "dim": Case(SCORES, {"layout": "index_fp8/64/e4m3fn/pow2"}),
     "plain keys": Case(PAGED, {"layout": "bf16"}),
     "flavour": Case(SCORES, {"layout": "index_fp8/128/e4m3fnuz/pow2"}),
+    "MXFP4 keys": Case(PAGED, {"layout": "mxfp4"}),
+    "MXFP4 keys, contiguous": Case(SCORES, {"layout": "mxfp4"}),
     "block size": Case(PAGED, {"block_size": 32}),
     "empty cache": Case(PAGED, {}, at(KEYS, lambda cache: cache[:0])),
     "cache address": Case(PAGED, {}, at(KEYS, lambda cache: shifted(cache, 4))),

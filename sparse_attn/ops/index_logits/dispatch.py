@@ -192,8 +192,8 @@ def _plan_paged(problem: PagedProblem, target: Target) -> PagedPlan:
     next_n, heads, fp32 = problem.next_n, problem.heads, problem.itemsize == 4
     columns, fp8_dot = next_n * heads, _multiplies_codes(problem, target)
     block_kv = 64 if fp8_dot or columns > 64 else 128  # 64 x 128 sums in fp32 fill half the registers
-    if problem.flavour == MXFP4 and not target.reads_shared_operands:
-        block_kv = 64  # both operands are decoded in registers
+    if problem.flavour == MXFP4:
+        block_kv = 64  # both operands are decoded in registers; a tile of keys lies in one block of 64
     num_warps, num_stages, ctas_an_sm = 4, 3 if fp8_dot else 2, 6 if fp8_dot else 4
     if fp32:  # multiplied without a matrix unit: few products in a thread, for its operands are many
         block_kv, num_warps, num_stages = 32 if columns <= 64 else 16, 4 if columns <= 32 else 8, 1
