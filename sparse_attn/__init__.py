@@ -40,6 +40,7 @@ from sparse_attn.ops.ragged import (
     entry_indices,
     window_indices,
 )
+from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
 from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.ops.sampling import (
@@ -89,12 +90,13 @@ __all__ = [
     "apply_rope", "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_compressed_plan",
     "build_ragged_indices_from_dense", "build_step_plan", "build_window_plan", "cache_layouts",
     "combine_topk_swa_indices_ragged", "compress_and_cache", "compute_global_topk_ragged_indices_and_indptr",
-    "count_tokens", "entry_indices", "explain", "filter_logits", "fp8_mqa_logits", "fp8_paged_mqa_logits",
-    "from_hf_config", "gather_indexer_k", "gather_kv_cache", "grouped_linear", "hadamard_transform",
-    "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix", "index_select", "index_topk_decode",
-    "index_topk_decode_slots", "index_topk_prefill", "indexer_k_quant_and_cache", "indexer_q_rope_quant", "linear",
-    "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states", "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits",
-    "parse_layout", "penalise_logits", "preset", "release", "reserve", "rope_table", "row_seeds", "sample",
-    "sparse_attn_decode", "sparse_attn_prefill", "target_of", "token_logprobs", "top_k_per_row", "use",
-    "window_indices", "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",
+    "count_digits", "count_ties", "count_tokens", "entry_indices", "explain", "filter_logits", "fp8_mqa_logits",
+    "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "grouped_linear",
+    "hadamard_transform", "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix", "index_select",
+    "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill", "indexer_k_quant_and_cache",
+    "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states",
+    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "parse_layout", "penalise_logits", "preset", "release", "reserve",
+    "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_prefill", "take_winners", "target_of",
+    "token_logprobs", "top_k_per_row", "use", "window_indices", "workspace_size", "write_index_keys", "write_kv_cache",
+    "write_latents",
 ]  # fmt: skip

@@ -14,9 +14,9 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
-    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "assert_on_device", "counters", "dynamo_counts", "exported",
-    "fake_mode", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators",
-    "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
+    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "assert_on_device", "counters",
+    "dynamo_counts", "exported", "fake_mode", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address",
+    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -132,3 +132,19 @@ def fake_mode() -> AbstractContextManager:
 def occupy(cycles: int) -> None:
     """Keep the current stream of the GPU busy for so many clock cycles."""
     torch.cuda._sleep(cycles)
+
+
+def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """The sum over the processes of ``group`` (its name), as a fresh tensor; torch.compile traces it."""
+    import torch.distributed._functional_collectives  # noqa: F401 (defines the operators)
+
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_reduce(tensor.contiguous(), "sum", group))
+
+
+def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """The tensors of all ``size`` processes of ``group`` (its name), one after the other along the first dimension."""
+    import torch.distributed._functional_collectives  # noqa: F401
+
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(tensor.contiguous(), size, group))

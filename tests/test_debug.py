@@ -73,6 +73,18 @@ BAD = {
         (dict(row_starts=ints(0, INT_MIN, 0)), f"row_starts[1]: got {INT_MIN}, allowed: 0 to 9 (the width of logits)"),
         (dict(row_starts=None, row_ends=ints(9, 9, INT_MAX)), f"row_ends[2]: got {INT_MAX}, allowed: at most 9"),
     ],
+    "count_digits": [
+        (dict(row_starts=ints(0, INT_MIN, 0)), f"row_starts[1]: got {INT_MIN}, allowed: 0 to 9 (the width of logits)"),
+        (dict(sums=torch.full((3, 2048), -1, dtype=torch.int32)), "sums[0, 0]: got -1, allowed: at least 0"),
+    ],
+    "count_ties": [
+        (dict(row_starts=None, row_ends=ints(9, 9, INT_MAX)), f"row_ends[2]: got {INT_MAX}, allowed: at most 9"),
+        (dict(sums=torch.full((3, 1024), -1, dtype=torch.int32)), "sums[0, 0]: got -1, allowed: at least 0"),
+    ],
+    "take_winners": [
+        (dict(row_starts=None, row_ends=ints(9, 9, INT_MAX)), f"row_ends[2]: got {INT_MAX}, allowed: at most 9"),
+        (dict(ties=torch.full((2, 3, 3), 5, dtype=torch.uint8)), "ties[0, 0, 0]: got 5, allowed: at most 4 (block_size)"),
+    ],
     "build_ragged_indices_from_dense": [
         (dict(indices=ints([4, -2, 0], [0, 0, 0])), "indices[0, 1]: got -2, allowed: -1, or -5 and the 9 rows behind it"),
         (dict(indices=ints([5, 0, 0], [0, 0, 0])), "indices[0, 0]: got 5"),

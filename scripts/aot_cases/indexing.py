@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from aot_cases.form import BF16, FP32, I64, U8, Case, cache_of, floats, integers, tensor
+from aot_cases.form import BF16, FP32, I32, I64, U8, Case, cache_of, floats, integers, tensor
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.ops.index_cache import launch as index_cache
 from sparse_attn.ops.index_logits import launch as index_logits
 from sparse_attn.ops.index_query import launch as index_query
 from sparse_attn.ops.index_topk import launch as index_topk
+from sparse_attn.ops.rank_topk import launch as rank_topk
 from sparse_attn.ops.topk import launch as topk
 
 FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
@@ -22,6 +23,7 @@ def cases() -> Iterator[Case]:
     yield from _prefill_scores()
     yield from _decode_scores()
     yield from _selection()
+    yield from _ranks()
     yield from _fused()
 
 
@@ -169,6 +171,31 @@ def _selection() -> Iterator[Case]:
             yield Case(
                 "top_k_per_row", f"{k} of {rows} x {width}{line}", topk.top_k_per_row, arguments, more or bool(line)
             )
+
+
+def _ranks() -> Iterator[Case]:
+    for rows, width, block_size in ((64, 16384, 64), (1, 131072, 64), (3, 1000, 300)):
+        logits, ends, state = floats(rows, width), integers(rows), integers(rows, 2)
+        size = f"{rows} x {width}"
+        blocks = -(-width // block_size)
+        ties = tensor(8, rows, blocks, dtype=U8 if block_size < 256 else I32)
+        for level in (0, 1, 2):
+            before = (integers(rows, 2048), state) if level else (None, None)
+            yield Case(
+                "count_digits", f"digit {level} of {size}", rank_topk.count_digits,
+                (logits, None, ends, *before, 2048, level), rows != 64,
+            )  # fmt: skip
+        yield Case(
+            "count_ties", size, rank_topk.count_ties, (logits, None, ends, integers(rows, 1024), state, block_size),
+            rows != 64,
+        )  # fmt: skip
+        yield Case(
+            "take_winners",
+            size,
+            rank_topk.take_winners,
+            (logits, None, ends, ties, state, 2048, block_size, 3),
+            rows != 64,
+        )
 
 
 def _fused() -> Iterator[Case]:

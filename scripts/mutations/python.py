@@ -221,4 +221,25 @@ PYTHON = [
         "    heads, dim = problem.heads, problem.dim\n    if problem.rows < 8:\n        return no('rows: got few, allowed: 8')\n    return (",
         ("tests/test_index_logits_hopper.py::test_the_number_of_rows_chooses_no_kernel",),
     ),
+    Mutation(
+        "ranks-histogram-not-summed", "a rank descends by its own counts",
+        "sparse_attn/pipeline/ranks.py",
+        "sums = all_reduce(counts, ranks.group)",
+        "sums = counts",
+        ("tests/test_rank_topk.py::test_processes_with_gloo[2]",),
+    ),
+    Mutation(
+        "ranks-tie-to-the-lower-rank", "ties go by rank, and not by position",
+        OPS + "rank_topk/reference.py",
+        "    before = (dealt.cumsum(1) - dealt)[:, rank :: ties.shape[0]]",
+        "    own = ties[rank].long()\n    before = ties[:rank].long().sum((0, 2)).unsqueeze(1) + own.cumsum(1) - own",
+        ("tests/test_rank_topk.py::test_the_reference_of_all_ranks_selects_what_one_selects",),
+    ),
+    Mutation(
+        "ranks-lse-ignored", "every rank's output weighs the same",
+        "sparse_attn/pipeline/ranks.py",
+        "torch.unflatten(lses, 0, states), sink=sink",
+        "torch.zeros_like(torch.unflatten(lses, 0, states)), sink=sink",
+        ("tests/test_rank_topk.py::test_processes_with_gloo[2]",),
+    ),
 ]

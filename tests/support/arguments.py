@@ -53,6 +53,19 @@ GOOD = {
         max_context_len=11, layout=PLAIN.name,
     ),
     "top_k_per_row": lambda: dict(logits=torch.ones(3, 9), row_starts=DENSE["kv_start"], row_ends=DENSE["kv_end"], k=2),
+    "count_digits": lambda: dict(
+        logits=torch.ones(3, 9), row_starts=DENSE["kv_start"], row_ends=DENSE["kv_end"],
+        sums=torch.ones(3, 2048, dtype=torch.int32), state=ints([0, 2], [0, 2], [0, 2]), k=2, level=1,
+    ),
+    "count_ties": lambda: dict(
+        logits=torch.ones(3, 9), row_starts=DENSE["kv_start"], row_ends=DENSE["kv_end"],
+        sums=torch.ones(3, 1024, dtype=torch.int32), state=ints([0, 2], [0, 2], [0, 2]), block_size=4,
+    ),
+    "take_winners": lambda: dict(
+        logits=torch.ones(3, 9), row_starts=DENSE["kv_start"], row_ends=DENSE["kv_end"],
+        ties=torch.full((2, 3, 3), 4, dtype=torch.uint8), state=ints([0, 2], [INT_MAX, -1], [INT_MIN, 0]), k=2,
+        block_size=4, rank=1,
+    ),
     "index_topk_prefill": lambda: dict(
         q=torch.ones(3, 2, 16), weights=torch.ones(3, 2), k=torch.ones(9, 16), k_scale=None, **DENSE, top_k=2,
         flavour="none", logits_bytes=1 << 20,

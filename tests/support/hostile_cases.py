@@ -256,6 +256,43 @@ def top_k_per_row(draw):
                 row_ends=maybe(draw, free(draw, ends))), {}  # fmt: skip
 
 
+def ranked(draw):
+    """Scores of a rank and their ranges."""
+    given = {name: value for name, value in top_k_per_row(draw)[0].items() if name != "k"}
+    return given, given["logits"].shape[0]
+
+
+def digit_state(draw, rows, bits, digits):
+    """Digits found so far, and sums of the next one: mostly none, some of each kind of score."""
+    prefix = (torch.tensor([pick(draw, (0x3F800000, 0, 0xBF800000)) for _ in range(rows)]).long() + 2**31) % 2**32
+    prefix = torch.where(prefix >= 2**31, prefix, 2**32 - 1 - prefix) >> (32 - bits)
+    sums = ints(draw, (rows, digits), 0, 1)
+    return dict(sums=sums, state=torch.stack([prefix, torch.arange(rows) + 1], 1).to(torch.int32))
+
+
+def count_digits(draw):
+    given, rows = ranked(draw)
+    level = some(draw, 0, 2)
+    before = digit_state(draw, rows, 11 * (level - 1), 2048) if level else {}
+    return dict(**given, **before, k=some(draw, 1, 40), level=level), {}
+
+
+def count_ties(draw):
+    given, rows = ranked(draw)
+    return dict(**given, **digit_state(draw, rows, 22, 1024), block_size=pick(draw, (1, 3, 8, 300))), {}
+
+
+def take_winners(draw):
+    given, rows = ranked(draw)
+    ranks, block_size, width = some(draw, 1, 3), pick(draw, (1, 3, 8, 300)), given["logits"].shape[1]
+    dtype = torch.uint8 if block_size < 256 else torch.int32
+    ties = ints(draw, (ranks, rows, -(-width // block_size)), 0, min(block_size, 3)).clamp(0, 255).to(dtype)
+    key = torch.tensor([pick(draw, (0, 0x3F800000, -(2**31), 2**31 - 1)) for _ in range(rows)]).long()
+    state = torch.stack([key, torch.arange(rows) + 1], 1).to(torch.int32)
+    return dict(**given, k=some(draw, 1, width + 3), ties=ties, state=state, block_size=block_size,
+                rank=some(draw, 0, ranks - 1)), {}  # fmt: skip
+
+
 def whole(values: torch.Tensor) -> torch.Tensor:
     """Small integers: sums of products are exact in any order, with many ties."""
     return (values.float() * 2).round().clamp(-3, 3).to(values.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 
 import numpy
 import torch
@@ -287,6 +288,72 @@ def top_k_per_row(logits, k, row_starts=None, row_ends=None):
         chosen = sorted((-line[c], c) for c in range(start, end) if line[c] > -INF)[:k]
         columns = sorted(c - start for _, c in chosen)
         out[r, : len(columns)] = torch.tensor(columns, dtype=torch.int32)
+    return out
+
+
+def ordered_keys(logits, row, row_starts, row_ends):
+    """(column relative to the start, key) of a row's range; key 0 is never selected."""
+    width = logits.shape[1]
+    start = 0 if row_starts is None else min(max(int(row_starts[row]), 0), width)
+    end = width if row_ends is None else min(max(int(row_ends[row]), 0), width)
+    for c in range(start, end):
+        value = float(logits[row, c])
+        bits = struct.unpack("<I", struct.pack("<f", value or 0.0))[0]
+        key = 2**32 - 1 - bits if bits >> 31 else bits + 2**31
+        yield c - start, key if value > -INF else 0
+
+
+def descended(sums, state, row, bits):
+    """(prefix, need) with one more digit."""
+    prefix, need = (int(value) for value in state[row])
+    for digit in reversed(range(1 << bits)):
+        if int(sums[row, digit]) >= need or digit == 0:
+            return prefix << bits | digit, need
+        need -= int(sums[row, digit])
+
+
+def count_digits(logits, k, level, sums=None, state=None, row_starts=None, row_ends=None):
+    rows, bits, shift = logits.shape[0], (11, 11, 10)[level], (21, 10, 0)[level]
+    counts, found = torch.zeros(rows, 1 << bits, dtype=torch.int32), torch.zeros(rows, 2, dtype=torch.int32)
+    for r in range(rows):
+        prefix, need = descended(sums, state, r, 11) if level else (0, k)
+        found[r] = torch.tensor([prefix, need])
+        for _, key in ordered_keys(logits, r, row_starts, row_ends):
+            if key and key >> (shift + bits) == prefix:
+                counts[r, key >> shift & ((1 << bits) - 1)] += 1
+    return counts, found
+
+
+def count_ties(logits, sums, state, row_starts=None, row_ends=None, *, block_size):
+    rows, width = logits.shape
+    ties, found = torch.zeros(rows, -(-width // block_size), dtype=torch.int32), torch.zeros(rows, 2, dtype=torch.int32)
+    for r in range(rows):
+        threshold, need = descended(sums, state, r, 10)
+        found[r] = torch.tensor([threshold - 2**31, need])
+        for column, key in ordered_keys(logits, r, row_starts, row_ends):
+            ties[r, column // block_size] += key == threshold and key > 0
+    return ties.to(torch.uint8 if block_size < 256 else torch.int32), found
+
+
+def take_winners(logits, k, ties, state, row_starts=None, row_ends=None, *, block_size, rank):
+    ranks, rows, blocks = ties.shape
+    out = torch.full((rows, k), -1, dtype=torch.int32)
+    for r in range(rows):
+        threshold, need = int(state[r, 0]) + 2**31, int(state[r, 1])
+        others, own, chosen = 0, 0, []
+        keys = dict(ordered_keys(logits, r, row_starts, row_ends))
+        for block in range(blocks * ranks):
+            if block % ranks != rank:
+                others += int(ties[block % ranks, r, block // ranks])
+                continue
+            first = block // ranks * block_size
+            for column in range(first, first + block_size):
+                key = keys.get(column, 0)
+                tied = key == threshold and key > 0
+                if key > threshold or (tied and others + own < need):
+                    chosen.append(column)
+                own += tied
+        out[r, : len(chosen[:k])] = torch.tensor(chosen[:k], dtype=torch.int32)
     return out
 
 

@@ -1,0 +1,131 @@
+"""Exact top-k of scores that several ranks hold, a part each: the steps that a rank computes alone.
+
+A rank's row holds the scores of its own keys. Positions are dealt by blocks: local block n of rank r is block
+n * ranks + r of the row. Between these steps ranks add up what count_digits returns, and gather what count_ties
+returns (pipeline.ranks.top_k_over_ranks). The sum after three digits is the k-th highest score of all; the ties say
+how many of it each block holds. A block has one owner, so no rank needs another's candidates.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.rank_topk import op
+from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, num_blocks, ties_dtype
+
+
+def count_digits(
+    logits: torch.Tensor,
+    k: int,
+    level: int,
+    sums: torch.Tensor | None = None,
+    state: torch.Tensor | None = None,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many of a rank's scores have each digit, of those that share the digits found so far.
+
+    logits: fp32 [rows, width], last dimension contiguous. k: as top_k_per_row takes it, the same in all calls. level:
+    0, 1 or 2, from the most significant digit on (11, 11 and 10 bits of the score as an ordered integer). sums, state:
+    what this function returned for level - 1, the counts summed over ranks; None for level 0. row_starts, row_ends:
+    int32 [rows], the row's columns, clamped to [0, width]; None means 0 and width.
+
+    Returns counts int32 [rows, 2048] (1024 for level 2) and state int32 [rows, 2]: the digits above, and how many
+    scores are still to be taken among those that share them. NaN, -inf and columns out of range are not counted; -0.0
+    counts as +0.0.
+    """
+    _check_scores(logits, row_starts, row_ends)
+    checks.check_at_least("k", k, 1)
+    checks.check_choice("level", level, range(LEVELS))
+    for name, value in (("sums", sums), ("state", state)):
+        if (value is None) != (level == 0):
+            raise ValueError(f"{name}: got {'None' if value is None else 'a tensor'} for level {level}, allowed: "
+                             "None for level 0 alone")  # fmt: skip
+    if sums is not None and state is not None:
+        _check_state(logits, sums, state, level - 1)
+    return op.count_digits(logits, row_starts, row_ends, sums, state, k, level, impl)
+
+
+def count_ties(
+    logits: torch.Tensor,
+    sums: torch.Tensor,
+    state: torch.Tensor,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many scores of each of a rank's blocks equal the k-th highest of all ranks.
+
+    sums, state: what count_digits returned for the last level, the counts summed over ranks. block_size: columns of a
+    block, from the row's start on. The other arguments: as count_digits takes them.
+
+    Returns ties [rows, ceil(width / block_size)], uint8 for blocks of at most 255 columns, else int32, and state int32
+    [rows, 2]: the k-th highest score as a signed ordered integer (the lowest where fewer than k are selectable), and
+    how many of those that equal it are to be taken.
+    """
+    _check_scores(logits, row_starts, row_ends)
+    checks.check_at_least("block_size", block_size, 1)
+    _check_state(logits, sums, state, LEVELS - 1)
+    return op.count_ties(logits, row_starts, row_ends, sums, state, block_size, impl)
+
+
+def take_winners(
+    logits: torch.Tensor,
+    k: int,
+    ties: torch.Tensor,
+    state: torch.Tensor,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    rank: int,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """A rank's own among the k highest scores of all ranks.
+
+    ties: [ranks, rows, ceil(width / block_size)] of every rank, as count_ties returned them. state: that of count_ties.
+    rank: whose scores ``logits`` are, 0 <= rank < ranks. The other arguments: as count_ties takes them.
+
+    Returns int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. Over
+    all ranks they are what top_k_per_row selects from the whole row; of equal scores those at the lowest position of
+    the whole row win.
+    """
+    _check_scores(logits, row_starts, row_ends)
+    checks.check_at_least("k", k, 1)
+    checks.check_at_least("block_size", block_size, 1)
+    rows, width = logits.shape
+    checks.check_dtype("ties", ties, (ties_dtype(block_size),))
+    checks.check_shape("ties", ties, (None, rows, num_blocks(width, block_size)), "[ranks, rows, blocks]")
+    checks.check_at_least("rank", rank, 0)
+    if rank >= ties.shape[0]:
+        raise ValueError(f"rank: got {rank}, allowed: 0 to {ties.shape[0] - 1} (the ranks of ties)")
+    checks.check_dtype("state", state, (torch.int32,))
+    checks.check_shape("state", state, (rows, 2), "[rows, 2]")
+    checks.check_same_device(logits=logits, ties=ties, state=state)
+    return op.take_winners(logits, row_starts, row_ends, ties, state, k, block_size, rank, impl)
+
+
+def _check_scores(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:
+    checks.check_dtype("logits", logits, (torch.float32,))
+    checks.check_rank("logits", logits, 2)
+    checks.check_unit_stride("logits", logits)
+    for name, value in (("row_starts", row_starts), ("row_ends", row_ends)):
+        if value is not None:
+            checks.check_dtype(name, value, (torch.int32,))
+            checks.check_shape(name, value, (logits.shape[0],), "[rows]")
+    checks.check_same_device(logits=logits, row_starts=row_starts, row_ends=row_ends)
+
+
+def _check_state(logits: torch.Tensor, sums: torch.Tensor, state: torch.Tensor, level: int) -> None:
+    """``sums`` and ``state`` are those of ``level``."""
+    checks.check_dtype("sums", sums, (torch.int32,))
+    checks.check_shape("sums", sums, (logits.shape[0], 1 << BITS[level]), "[rows, digits]")
+    checks.check_unit_stride("sums", sums)
+    checks.check_dtype("state", state, (torch.int32,))
+    checks.check_shape("state", state, (logits.shape[0], 2), "[rows, 2]")
+    checks.check_same_device(logits=logits, sums=sums, state=state)

@@ -1,0 +1,51 @@
+"""What debug mode asks of values."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import debug
+
+
+def count_digits(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    sums: torch.Tensor | None,
+    state: torch.Tensor | None,
+    k: int,
+    level: int,
+) -> None:
+    _ranges(logits, row_starts, row_ends)
+    if sums is not None:
+        debug.at_least("sums", sums, 0, "a count")
+
+
+def count_ties(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    sums: torch.Tensor,
+    state: torch.Tensor,
+    block_size: int,
+) -> None:
+    _ranges(logits, row_starts, row_ends)
+    debug.at_least("sums", sums, 0, "a count")
+
+
+def take_winners(
+    logits: torch.Tensor,
+    row_starts: torch.Tensor | None,
+    row_ends: torch.Tensor | None,
+    ties: torch.Tensor,
+    state: torch.Tensor,
+    k: int,
+    block_size: int,
+    rank: int,
+) -> None:
+    _ranges(logits, row_starts, row_ends)
+    debug.at_most("ties", ties.int(), block_size, "block_size")
+
+
+def _ranges(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:
+    debug.ranges("row_starts", row_starts, "row_ends", row_ends, logits.shape[1], "the width of logits")

@@ -1,0 +1,15 @@
+"""Fake implementations."""
+
+from sparse_attn.ops.rank_topk.shapes import allocate_counts, allocate_state, allocate_ties, allocate_winners
+
+
+def count_digits(logits, row_starts, row_ends, sums, state, k, level):
+    return allocate_counts(logits, level), allocate_state(logits)
+
+
+def count_ties(logits, row_starts, row_ends, sums, state, block_size):
+    return allocate_ties(logits, block_size), allocate_state(logits)
+
+
+def take_winners(logits, row_starts, row_ends, ties, state, k, block_size, rank):
+    return allocate_winners(logits, k)

@@ -1,0 +1,26 @@
+"""Schemas of a rank's steps of a selection."""
+
+from sparse_attn.ops.rank_topk import fake
+from sparse_attn.registration import define_op
+
+count_digits = define_op(
+    __package__,
+    "count_digits",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor? sums, Tensor? state, int k, int level, str impl)"
+    " -> (Tensor, Tensor)",
+    fake.count_digits,
+)
+count_ties = define_op(
+    __package__,
+    "count_ties",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor sums, Tensor state, int block_size, str impl)"
+    " -> (Tensor, Tensor)",
+    fake.count_ties,
+)
+take_winners = define_op(
+    __package__,
+    "take_winners",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor ties, Tensor state, int k, int block_size,"
+    " int rank, str impl) -> Tensor",
+    fake.take_winners,
+)

@@ -1,0 +1,124 @@
+"""What ranks that hold a part each find together: the highest scores of all, and attention over all keys.
+
+Positions are dealt by blocks: block n of a request belongs to rank n % size, where it is block n // size. Everything
+here is a pure function with functional collectives in it, which torch.compile traces. All ranks of a group call it with
+tensors of the same shapes and get to the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.attention import merge_attn_states
+from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
+from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, num_blocks, ties_dtype
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.torch_private import all_gather, all_reduce
+from sparse_attn.types import AttentionOutput
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share one dimension: how many, which of them this one is, and their process group's name (as
+    torch.distributed's ``group.group_name``). One rank has no group and calls no collective."""
+
+    size: int = 1
+    rank: int = 0
+    group: str | None = None
+
+    def __post_init__(self):
+        checks.check_at_least("size", self.size, 1)
+        checks.check_at_least("rank", self.rank, 0)
+        if self.rank >= self.size:
+            raise ValueError(f"rank: got {self.rank}, allowed: 0 to {self.size - 1} (size is {self.size})")
+        if (self.group is None) != (self.size == 1):
+            raise ValueError(f"group: got {self.group!r} for {self.size} ranks, allowed: None for one rank alone")
+
+
+ALONE = Ranks()
+
+
+def local_limits(limits: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:
+    """How many of a row's first ``limits`` positions this rank holds: int32, the shape of ``limits``. A limit below 0
+    counts as 0."""
+    checks.check_dtype("limits", limits, (torch.int32, torch.int64))
+    checks.check_at_least("block_size", block_size, 1)
+    if ranks.size == 1:
+        return limits.clamp_min(0).to(torch.int32)
+    limits, dealt = limits.long().clamp_min(0), block_size * ranks.size
+    rest = (limits % dealt - ranks.rank * block_size).clamp(0, block_size)
+    return (limits // dealt * block_size + rest).to(torch.int32)
+
+
+def global_positions(columns: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:
+    """The positions of this rank's ``columns``, of its own dtype and shape; -1 stays -1."""
+    checks.check_dtype("columns", columns, (torch.int32, torch.int64))
+    checks.check_at_least("block_size", block_size, 1)
+    block = columns // block_size * ranks.size + ranks.rank
+    return torch.where(columns >= 0, block * block_size + columns % block_size, -1)
+
+
+def top_k_over_ranks(
+    logits: torch.Tensor,
+    k: int,
+    ranks: Ranks,
+    row_starts: torch.Tensor | None = None,
+    row_ends: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """This rank's own among the k largest scores of each row, of which every rank holds its own keys', exactly.
+
+    logits: fp32 [rows, width], this rank's scores, the same shape on all ranks. row_starts, row_ends: int32 [rows],
+    local columns (local_limits of the row's limits), clamped to [0, width]. block_size: positions of a dealt block,
+    the first of which is at the row's start.
+
+    Returns int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. The
+    union over ranks is to the bit what top_k_per_row selects from the whole rows: ties go to the lowest position.
+
+    Four collectives, whatever the scores are: three sums of counts by 11, 11 and 10 bits of the score, and one gather
+    of the ties that each block holds. exchanged_bytes counts them. The method is a radix selection, whose histograms
+    add up over ranks.
+    """
+    if ranks.size == 1 or ranks.group is None:
+        return top_k_per_row(logits, k, row_starts, row_ends, impl=impl)
+    sums = state = None
+    for level in range(LEVELS):
+        counts, state = count_digits(logits, k, level, sums, state, row_starts, row_ends, impl=impl)
+        sums = all_reduce(counts, ranks.group)
+    assert sums is not None and state is not None
+    ties, state = count_ties(logits, sums, state, row_starts, row_ends, block_size=block_size, impl=impl)
+    ties = torch.unflatten(all_gather(ties, ranks.size, ranks.group), 0, (ranks.size, ties.shape[0]))
+    return take_winners(logits, k, ties, state, row_starts, row_ends, block_size=block_size, rank=ranks.rank, impl=impl)
+
+
+def merge_over_ranks(
+    local: AttentionOutput, ranks: Ranks, *, sink: torch.Tensor | None = None, impl: str = "auto"
+) -> AttentionOutput:
+    """Attention over the keys of all ranks, from attention over each rank's own.
+
+    local: out [tokens, heads, d_v] and lse fp32 [tokens, heads], natural log, -inf for a row without keys on this rank;
+    attended without a sink. sink: fp32 [>= heads], counted once, or None. Two collectives; every rank gets the same
+    bits, because all merge the same states in the same order.
+
+    Of one rank ``local`` is returned as it is where there is no sink.
+    """
+    if ranks.size == 1 or ranks.group is None:
+        if sink is None:
+            return local
+        return merge_attn_states(local.out.unsqueeze(0), local.lse.unsqueeze(0), sink=sink, impl=impl)
+    outs, lses = (all_gather(value.contiguous(), ranks.size, ranks.group) for value in local)
+    states = (ranks.size, local.lse.shape[0])
+    return merge_attn_states(torch.unflatten(outs, 0, states), torch.unflatten(lses, 0, states), sink=sink, impl=impl)
+
+
+def exchanged_bytes(rows: int, width: int, size: int, *, block_size: int) -> int:
+    """Bytes that each of ``size`` ranks sends in top_k_over_ranks, for rows of ``width`` local columns. Collectives are
+    taken for rings: 2 (size - 1) / size of what is summed, and size - 1 times what is gathered."""
+    summed = rows * sum(1 << bits for bits in BITS) * 4
+    gathered = rows * num_blocks(width, block_size) * ties_dtype(block_size).itemsize
+    return 2 * (size - 1) * summed // size + (size - 1) * gathered

@@ -1,0 +1,162 @@
+"""Rows of scores dealt to ranks, and what a process of several does with its own."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from support.topk import scores
+
+from sparse_attn import AttentionOutput, count_digits, count_ties, merge_attn_states, take_winners, top_k_per_row
+from sparse_attn.pipeline.ranks import Ranks, global_positions, local_limits, merge_over_ranks, top_k_over_ranks
+
+NAN = math.nan
+
+
+class Case(NamedTuple):
+    size: int
+    block: int
+    k: int
+    kind: str
+    width: int
+
+    def __str__(self):
+        return f"{self.kind} {self.width} by {self.size}"
+
+
+CASES = [
+    Case(2, 4, 7, "relu", 37), Case(3, 4, 16, "zeros", 96), Case(4, 8, 33, "special", 130), Case(3, 1, 5, "grid", 50),
+    Case(4, 64, 64, "equal", 200), Case(2, 300, 400, "relu", 1000), Case(4, 16, 2048, "ascending", 1500),
+    Case(3, 16, 100, "relu", 1025), Case(4, 64, 9, "special", 3), Case(2, 64, 512, "descending", 4096),
+]  # fmt: skip
+
+
+def whole_rows(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of a whole row, and limits: none, below none, one rank's alone, all."""
+    limits = [case.width, 0, -3, min(case.block, case.width), case.width // 2, case.width - 1]
+    return scores(case.kind, len(limits), case.width), torch.tensor(limits, dtype=torch.int32)
+
+
+def dealt_rows(case: Case, logits: torch.Tensor, rank: int) -> torch.Tensor:
+    """The scores of one rank's blocks, a view; NaN and inf where the row has none."""
+    rows, width = logits.shape
+    blocks = -(-width // case.block)
+    blocks = -(-blocks // case.size)
+    padded = torch.full((rows, blocks * case.size * case.block + 1), math.inf)
+    padded[:, 1::2] = NAN
+    padded[:, :width] = logits
+    dealt = padded[:, :-1].unflatten(1, (blocks, case.size, case.block))[:, :, rank].flatten(1)
+    return torch.cat([dealt, torch.full((rows, 3), math.inf)], 1)[:, :-3]  # rows with a gap between
+
+
+def over_ranks(
+    case: Case, logits: torch.Tensor, limits: torch.Tensor, device, impl: str = "auto"
+) -> list[torch.Tensor]:
+    """What each rank selects, by its steps alone."""
+    ranks = range(case.size)
+    local = [dealt_rows(case, logits, rank).to(device) for rank in ranks]
+    ends = [local_limits(limits, Ranks(case.size, r, "g"), block_size=case.block).to(device) for r in ranks]
+    sums = state = None
+    for level in range(3):
+        found = [count_digits(local[r], case.k, level, sums, state, None, ends[r], impl=impl) for r in ranks]
+        sums, state = torch.stack([counts for counts, _ in found]).sum(0, dtype=torch.int32), found[0][1]
+        assert all(torch.equal(other, state) for _, other in found)
+    found = [count_ties(local[r], sums, state, None, ends[r], block_size=case.block, impl=impl) for r in ranks]
+    ties, state = torch.stack([own for own, _ in found]), found[0][1]
+    return [
+        take_winners(local[r], case.k, ties, state, None, ends[r], block_size=case.block, rank=r, impl=impl)
+        for r in ranks
+    ]
+
+
+def combined(winners: list[torch.Tensor], case: Case) -> torch.Tensor:
+    """The positions that all ranks selected, as top_k_per_row gives them."""
+    size, k = len(winners), winners[0].shape[1]
+    positions = torch.cat(
+        [global_positions(own.cpu(), Ranks(size, r, "g" if size > 1 else None), block_size=case.block)
+         for r, own in enumerate(winners)], 1,
+    )  # fmt: skip
+    for own in winners:
+        live = own.cpu() >= 0
+        assert torch.equal(live, live.cummin(1).values)  # packed to the front
+        assert (own.cpu().diff(dim=1) > 0)[live[:, 1:]].all()  # ascending
+    most = torch.iinfo(torch.int32).max
+    ascending = torch.where(positions >= 0, positions, most).sort(1).values
+    assert (ascending[:, k:] == most).all(), "more winners than k"
+    return torch.where(ascending < most, ascending, -1)[:, :k]
+
+
+def run_rank(rank: int, size: int, port: int) -> None:
+    """All cases of ``size`` processes; an assertion that fails ends the process."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    ranks = Ranks(size, rank, dist.group.WORLD.group_name)
+    for case in CASES:
+        case = case._replace(size=size)
+        logits, limits = whole_rows(case)
+        own, ends = dealt_rows(case, logits, rank), local_limits(limits, ranks, block_size=case.block)
+        with Collectives() as seen:
+            chosen = top_k_over_ranks(own, case.k, ranks, None, ends, block_size=case.block)
+        assert seen.count == 4, seen.count
+        all_of_them = [torch.empty_like(chosen) for _ in range(size)]
+        dist.all_gather(all_of_them, chosen)
+        assert torch.equal(combined(all_of_them, case), top_k_per_row(logits, case.k, None, limits)), case
+    check_merge(ranks)
+    if size == 2:
+        check_compiled(ranks)
+    dist.destroy_process_group()
+
+
+class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts collectives."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.name():
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def check_merge(ranks: Ranks) -> None:
+    """States of all ranks by their seeds: the last rank has no keys at all, token 0 none on any rank."""
+    outs, lses = [], []
+    for rank in range(ranks.size):
+        generator = torch.Generator().manual_seed(rank)
+        outs.append(torch.randn(5, 3, 8, generator=generator))
+        lses.append(torch.randn(5, 3, generator=generator) * 5)
+        lses[-1][0] = -math.inf
+        outs[-1][0] = NAN
+    lses[-1].fill_(-math.inf)
+    outs[-1].fill_(NAN)
+    for sink in (None, torch.tensor([0.0, math.inf, -math.inf])):
+        got = merge_over_ranks(AttentionOutput(outs[ranks.rank], lses[ranks.rank]), ranks, sink=sink)
+        want = merge_attn_states(torch.stack(outs), torch.stack(lses), sink=sink)
+        assert all(torch.equal(a, b) for a, b in zip(got, want))
+        weights = torch.stack(lses[:-1])[:, 1:].double().softmax(0).unsqueeze(-1)
+        plain = (weights * torch.stack(outs[:-1])[:, 1:].double()).sum(0)
+        total = torch.stack(lses[:-1])[:, 1:].double().logsumexp(0)
+        if sink is not None:
+            plain = plain * torch.sigmoid(total - sink.double()).unsqueeze(-1)
+        torch.testing.assert_close(got.out[1:].double(), plain, rtol=1e-5, atol=1e-6)
+        assert (got.out[0] == 0).all() and got.lse[0].isneginf().all()
+
+
+def check_compiled(ranks: Ranks) -> None:
+    """One graph for any number of rows and columns, with the same bits."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+
+    def select(logits, ends):
+        return top_k_over_ranks(logits, 9, ranks, None, ends, block_size=4)
+
+    compiled = torch.compile(select, backend=counter, fullgraph=True, dynamic=True)
+    for rows, width in ((3, 40), (5, 64), (2, 100)):
+        logits = scores("relu", rows, width, seed=ranks.rank)
+        ends = torch.full((rows,), width, dtype=torch.int32)
+        assert torch.equal(compiled(logits, ends), select(logits, ends))
+    assert counter.frame_count == 1, counter.frame_count

@@ -1,0 +1,101 @@
+"""The highest scores of all ranks and merged attention: every step alone, and 2, 3 and 4 processes with gloo."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+from conftest import big
+from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, whole_rows
+
+from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
+from sparse_attn.pipeline.ranks import ALONE, Ranks, exchanged_bytes, global_positions, local_limits, top_k_over_ranks
+from sparse_attn.testing.ops import opcheck
+
+
+@pytest.mark.kernel
+def test_winners_of_all_ranks_are_those_of_one(device):
+    """Kernels of all ranks' steps in one process, summed and stacked by hand."""
+    for case in CASES if big(device) else CASES[:1]:
+        logits, limits = whole_rows(case)
+        want = top_k_per_row(logits, case.k, None, limits, impl="reference")
+        assert torch.equal(combined(over_ranks(case, logits, limits, device, "triton"), case), want), case
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_reference_of_all_ranks_selects_what_one_selects(case):
+    logits, limits = whole_rows(case)
+    want = top_k_per_row(logits, case.k, None, limits)
+    assert torch.equal(combined(over_ranks(case, logits, limits, "cpu"), case), want)
+
+
+def test_limits_are_dealt_and_positions_found_again():
+    limits = torch.tensor([-5, 0, 1, 3, 4, 11, 12, 13, 24, 1000], dtype=torch.int32)
+    held = [local_limits(limits, Ranks(3, rank, "group"), block_size=4) for rank in range(3)]
+    assert torch.equal(sum(held), limits.clamp_min(0))
+    for row, limit in enumerate(limits.tolist()):
+        positions = [
+            position
+            for rank in range(3)
+            for position in global_positions(
+                torch.arange(int(held[rank][row])), Ranks(3, rank, "group"), block_size=4
+            ).tolist()
+        ]
+        assert sorted(positions) == list(range(max(limit, 0)))
+    assert global_positions(torch.tensor([-1, 5]), Ranks(3, 1, "group"), block_size=4).tolist() == [-1, 17]
+
+
+def test_one_rank_selects_as_before_and_calls_no_collective():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    got = top_k_over_ranks(logits, 7, ALONE, block_size=4)
+    assert torch.equal(got, top_k_per_row(logits, 7))
+
+
+def test_bytes_of_64_rows_at_128k_over_8_ranks():
+    """Beside all ranks' 2048 candidates, each a score and an id, gathered."""
+    candidates = 7 * 64 * 2048 * 8
+    assert (exchanged_bytes(64, 131072 // 8, 8, block_size=64), candidates) == (2408448, 7340032)
+
+
+def test_what_ranks_refuse():
+    for arguments, message in (
+        ((0,), "size: got 0"), ((2, 2, "g"), "rank: got 2"), ((2, 0), "group: got None for 2 ranks"),
+        ((1, 0, "g"), "group: got 'g' for 1 ranks"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            Ranks(*arguments)
+    logits, state = torch.zeros(2, 8), torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match="sums: got None for level 1"):
+        count_digits(logits, 2, 1, None, state)
+    with pytest.raises(ValueError, match="level: got 3"):
+        count_digits(logits, 2, 3)
+    with pytest.raises(ValueError, match="sums: got shape"):
+        count_ties(logits, torch.zeros(2, 2048, dtype=torch.int32), state, block_size=4)
+    ties = torch.zeros(2, 2, 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="rank: got 2, allowed: 0 to 1"):
+        take_winners(logits, 2, ties, state, block_size=4, rank=2)
+    with pytest.raises(TypeError, match="ties: got dtype uint8, allowed: int32"):
+        take_winners(logits, 2, ties, state, block_size=256, rank=0)
+
+
+def test_opcheck():
+    case = CASES[0]
+    logits, limits = whole_rows(case)
+    local, ends = dealt_rows(case, logits, 0), local_limits(limits, Ranks(case.size, 0, "g"), block_size=case.block)
+    sums, state = count_digits(local, case.k, 0, None, None, None, ends)
+    opcheck("count_digits", local, None, ends, sums, state, case.k, 1, "auto")
+    sums = torch.ones(local.shape[0], 1024, dtype=torch.int32)
+    opcheck("count_ties", local, None, ends, sums, state, case.block, "auto")
+    ties, state = count_ties(local, sums, state, None, ends, block_size=case.block)
+    opcheck("take_winners", local, None, ends, ties.expand(case.size, -1, -1), state, case.k, case.block, 0, "auto")
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_processes_with_gloo(size, tmp_path):
+    """Selection to the bit, merged attention with a sink counted once, at most four collectives, compiled as eager."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.start_processes(run_rank, args=(size, port), nprocs=size, start_method="fork")
