@@ -83,6 +83,11 @@ def selection() -> Iterator[Question]:
         yield _question(Call("index_topk_decode", {"tokens": rows, "context": width, "top_k": k}))
 
 
+def products() -> Iterator[Question]:
+    for tokens, outputs in itertools.product((1, 8192), (4096, 1 << 22)):
+        yield _question(Call("grouped_linear", {"tokens": tokens, "outputs": outputs}))
+
+
 def _asked(calls: list[Call], cases: dict[str, slow_paths.Case]) -> Iterator[Question]:
     """Every call as it is, and with every change that it can have."""
     for call in calls:
@@ -104,6 +109,7 @@ TABLES = {
     "`index_logits`, contiguous keys": prefill_scores,
     "`index_logits`, paged keys": paged_scores,
     "`topk`, `index_topk`": selection,
+    "`grouped_linear`": products,
 }
 
 # --- the table

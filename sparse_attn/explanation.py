@@ -19,6 +19,9 @@ from sparse_attn import dispatch, roofline
 from sparse_attn.dispatch import Choice, Kernel
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.grouped_linear import dispatch as products
+from sparse_attn.ops.grouped_linear import grouped_linear
+from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.index_logits import (
     bf16_mqa_logits,
     bf16_paged_mqa_logits,
@@ -45,10 +48,10 @@ REFERENCE, NOTHING = "reference", "none"
 class Explanation:
     """kernel: "reference" where PyTorch runs instead, "none" where there is nothing to compute. plan: the kernel's own,
     see its operator; None without a kernel. floors: None for a GPU that is not in roofline.GPUS; they count every list
-    of keys full and every range whole. passed_over: (kernel, reason) of those that come before it in the table.
-    scratch: of all launches. facts: (name, value) of what the plan does not say: CTAs of a launch, rows that are scored
-    and selected at once, whether top_k_per_row reads four scores at a time (aligned). scores: of an operator that
-    scores and selects, how it scores; the rest is of the selection.
+    of keys full, every range whole, and rows in as many groups as there can be. passed_over: (kernel, reason) of those
+    that come before it in the table. scratch: of all launches. facts: (name, value) of what the plan does not say: CTAs
+    of a launch, rows that are scored and selected at once, whether top_k_per_row reads four scores at a time (aligned).
+    scores: of an operator that scores and selects, how it scores; the rest is of the selection.
     """
 
     op: str
@@ -360,12 +363,25 @@ def _index_topk_decode(
     )
 
 
+def _grouped_linear(rows, ends, codes, scales, layout) -> Question:
+    problem = problem_of(rows, ends, codes, scales, layout)
+    n, groups, outputs, columns = problem[:4]
+    read = (codes.nbytes + (0 if scales is None else scales.nbytes)) // groups * min(n, groups)
+    return Question(
+        products.KERNELS,
+        products.choose,
+        problem if n * outputs else None,
+        roofline.product(n, columns, outputs, read, rows.element_size()),
+        facts=lambda plan: {"ctas": plan.ctas(outputs)},
+    )
+
+
 FUNCTIONS: dict[str, Callable] = {
     function.__name__: function
     for function in (
         sparse_attn_prefill, sparse_attn_decode, fp8_mqa_logits, bf16_mqa_logits, mxfp4_mqa_logits,
         fp8_paged_mqa_logits, bf16_paged_mqa_logits, mxfp4_paged_mqa_logits, top_k_per_row, index_topk_prefill,
-        index_topk_decode, index_topk_decode_slots,
+        index_topk_decode, index_topk_decode_slots, grouped_linear,
     )
 }  # fmt: skip
 QUESTIONS: dict[str, Callable[..., Question]] = {
@@ -377,6 +393,7 @@ QUESTIONS: dict[str, Callable[..., Question]] = {
     "index_topk_prefill": _index_topk_prefill,
     "index_topk_decode": _index_topk_decode,
     "index_topk_decode_slots": functools.partial(_index_topk_decode, slots=True),
+    "grouped_linear": _grouped_linear,
 }
 
 

@@ -16,6 +16,7 @@ from sparse_attn import explanation, roofline
 from sparse_attn.dispatch import Kernel
 from sparse_attn.explanation import explain
 from sparse_attn.ops.attention import op as attention
+from sparse_attn.ops.grouped_linear import op as grouped_linear
 from sparse_attn.ops.index_logits import op as index_logits
 from sparse_attn.ops.index_topk import op as index_topk
 from sparse_attn.ops.topk import dispatch as selection
@@ -109,6 +110,9 @@ def test_it_is_the_choice_of_the_table(name):
     ("prefill_scores", dict(tokens=9, context=300)), ("prefill_scores", dict(tokens=9, context=300, layout="fp32")),
     ("topk", dict(tokens=3, width=9000, top_k=64)), ("index_topk_prefill", dict(tokens=3, context=9000, top_k=64)),
     ("index_topk_decode", dict(tokens=4, context=9000, top_k=64)),
+    ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=256)),
+    ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=64, layout="e2m1/1x32/e8m0", dtype="fp32")),
+    ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=64, layout="plain")),
 ])  # fmt: skip
 def test_what_is_explained_is_launched(call, sizes, device, monkeypatch):
     """Launchers are noted, not run."""
@@ -185,7 +189,7 @@ def test_what_is_wrong_raises_what_the_call_raises():
 def test_every_operator_with_a_table_is_explained():
     """And every call of the command reaches one of them."""
     tables = set()
-    for room in (attention, index_logits, index_topk, topk):
+    for room in (attention, grouped_linear, index_logits, index_topk, topk):
         tables |= {name for name, value in vars(room).items() if hasattr(value, "overload") and value.kernels}
     assert tables == explanation.QUESTIONS.keys()
     calls = [call.arguments(**call.defaults) for call in CALLS.values()]
@@ -218,6 +222,8 @@ def test_floors_are_bytes_over_bandwidth_and_operations_over_rate():
     assert roofline.floors(work, gpu).operations_us == pytest.approx(work.operations / 2e7)
     assert roofline.selected_scores((3, 4, 8), 30, 120, indices=6).nbytes == work.nbytes - 4 * 30 + 4 * 6
     assert roofline.floors(roofline.selection(1000), gpu)[1:3] == (pytest.approx(4000 / 2e6), 0)
+    # 3 rows of 8 bf16 values give 5 each, by weights of 70 bytes.
+    assert roofline.product(3, 8, 5, weight_bytes=70) == roofline.Work(2 * 3 * 13 + 70, 2 * 3 * 8 * 5)
 
 
 # --- the command line
@@ -265,6 +271,8 @@ def test_sizes_are_options(capsys):
     ("attention_decode --layout plain/bf16/512+64 --d-v 256", "error: --d-v: got 256, allowed: 512 (that of plain/bf16/512+64)"),
     ("attention_decode --extra-layout fp8", "error: --extra-layout, --extra-top-k: got one of them, allowed: both or none"),
     ("paged_scores --next-n 3", "error: --tokens: got 128, allowed: multiples of --next-n, 3"),
+    ("grouped_linear --layout fp4", "error: --layout: got 'fp4'"),
+    ("grouped_linear --layout e2m1/1x32/e8m0 --columns 7", "error: --columns: got 7, allowed: whole bytes of e2m1"),
     ("prefill_scores --layout latent_fp8/512+64/128/e4m3fn/raw", "allowed: a layout of index keys"),
 ])  # fmt: skip
 def test_what_is_wrong_ends_with_code_2_and_one_line(arguments, message, capsys):
@@ -287,6 +295,8 @@ def test_options_reach_the_call(capsys):
         "attention_decode --extra-layout fp8 --extra-top-k 64", "attention_prefill --d-qk 512", "attention_prefill --d-v 256",
         "attention_prefill --context 4", "paged_scores --next-n 4", "paged_scores --block-size 32", "paged_scores --context 64",
         "prefill_scores --layout fp32", "index_topk_decode --top-k 5000", "index_topk_prefill --tokens 40", "topk --width 400",
+        "grouped_linear --tokens 3", "grouped_linear --groups 3", "grouped_linear --outputs 3", "grouped_linear --columns 3",
+        "grouped_linear --layout e2m1/1x32/e8m0", "grouped_linear --layout plain", "grouped_linear --dtype fp32",
     ):  # fmt: skip
         op, *options = line.split()
         assert said(capsys, op, "--target", "sm_90", *options) != said(capsys, op, "--target", "sm_90"), line

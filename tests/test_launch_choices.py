@@ -10,6 +10,8 @@ from sparse_attn.layout import LatentFp8Layout, PlainLayout
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention.portable import config as portable
 from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
+from sparse_attn.ops.grouped_linear import dispatch as products
+from sparse_attn.ops.grouped_linear.plan import Problem as Product
 from sparse_attn.ops.index_logits import dispatch as scores
 from sparse_attn.ops.index_logits.plan import PrefillPlan
 from sparse_attn.ops.topk import dispatch as topk
@@ -259,4 +261,33 @@ rows  1024                           4096                           8192        
 64    thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/8 8w   thresholds.sampled 8192/8 8w   thresholds.sampled 8192/8 8w
 200   thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/2 8w   thresholds.sampled 8192/2 8w   thresholds.sampled 8192/2 8w
 4096  thresholds.single_cta 1024 2w  thresholds.single_cta 4096 4w  thresholds.single_cta 8192 8w  thresholds.sampled 4096/1 8w   thresholds.sampled 8192/1 8w   thresholds.sampled 8192/1 8w""",
+    )
+
+
+def test_products():
+    """Tiles, rows x outputs x columns of one, warps, stages; * where values are scaled before they are multiplied."""
+    rows = []
+    for count, groups in ((1, 1), (6, 256), (48, 256), (768, 256), (24576, 256), (128, 1), (8192, 1)):
+        row = [f"{count} / {groups}"]
+        for codes, scale, block, dtype in (
+            ("e4m3", "fp32", (128, 128), torch.bfloat16), ("e2m1", "e8m0", (1, 32), torch.bfloat16),
+            ("e2m1", "e8m0", (1, 32), torch.float16), ("e4m3", "e8m0", (32, 32), torch.float32),
+        ):  # fmt: skip
+            problem = Product(count, groups, 4096, 7168, dtype, groups > 1, codes, scale, block)
+            plan = products.choose(problem, H200).plan
+            shape = f"{plan.block_m}x{plan.block_n}x{plan.block_k}"
+            scaled = "*" if plan.scaled_values else ""
+            row.append(f"{plan.tiles} {shape} {plan.num_warps}w {plan.num_stages}s{scaled}")
+        rows.append(row)
+    assert_expected_inline(
+        table(("rows / groups", "fp8, fp32 scales", "MXFP4", "MXFP4 fp16", "fp8 32x32 fp32"), *rows),
+        """\
+rows / groups  fp8, fp32 scales     MXFP4                 MXFP4 fp16           fp8 32x32 fp32
+1 / 1          1 16x32x128 4w 3s    1 16x32x128 4w 3s*    1 16x32x32 4w 3s     1 16x32x32 4w 2s
+6 / 256        6 16x32x128 4w 3s    6 16x32x128 4w 3s*    6 16x32x32 4w 3s     6 16x32x32 4w 2s
+48 / 256       48 16x32x128 4w 3s   48 16x32x128 4w 3s*   48 16x32x32 4w 3s    48 16x32x32 4w 2s
+768 / 256      288 16x32x128 4w 3s  288 16x32x128 4w 3s*  288 16x32x32 4w 3s   288 16x32x32 4w 2s
+24576 / 256    636 64x128x64 8w 2s  636 64x128x64 8w 2s*  636 64x128x32 8w 2s  1016 32x32x32 4w 2s
+128 / 1        4 32x64x128 4w 2s    4 32x64x128 4w 2s*    4 32x64x32 4w 2s     4 32x32x32 4w 2s
+8192 / 1       64 128x64x64 8w 2s   64 128x64x64 8w 2s*   64 128x64x32 8w 2s   256 32x32x32 4w 2s""",
     )

@@ -25,6 +25,7 @@ from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, cache_layouts
 from sparse_attn.runtime.arguments import DTYPES
 from sparse_attn.spec import deepseek_v32
 from sparse_attn.types import Ragged
+from sparse_attn.weight_layout import CODE_DTYPE, CODES_PER_BYTE, SCALE_DTYPE, PackedWeight, parse_weight_layout
 
 MODEL = deepseek_v32()  # whose sizes are the defaults
 DECODE_TOKENS, PREFILL_TOKENS, BLOCK = 128, 8192, 64
@@ -112,6 +113,24 @@ def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context
     return "index_topk_prefill", (*_prefill_index(kind, tokens, heads, context), top_k), options
 
 
+def grouped_linear(tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str) -> Arguments:
+    rows = torch.empty(tokens, columns, dtype=DTYPES[dtype], device=META)
+    if layout == "plain":
+        return "grouped_linear", (rows, _ints(groups), rows.new_empty(groups, outputs, columns)), {}
+    try:
+        kind = parse_weight_layout(layout)
+    except ValueError as error:
+        raise ValueError(f"--{error}, or plain") from None
+    if columns % CODES_PER_BYTE[kind.codes]:
+        raise ValueError(f"--columns: got {columns}, allowed: whole bytes of {kind.codes}")
+    codes = (groups, outputs, columns // CODES_PER_BYTE[kind.codes])
+    weight = PackedWeight(
+        torch.empty(codes, dtype=CODE_DTYPE[kind.codes], device=META),
+        torch.empty((groups, *kind.grid(outputs, columns)), dtype=SCALE_DTYPE[kind.scale], device=META), kind.name,
+    )  # fmt: skip
+    return "grouped_linear", (rows, _ints(groups), weight), {}
+
+
 _ATTENTION: dict[str, Any] = dict(
     heads=MODEL.num_heads, top_k=MODEL.index.top_k, context=MODEL.max_positions, dtype="bf16", scale=None,
     batch_invariant=False,
@@ -133,6 +152,14 @@ CALLS: dict[str, Call] = {
     "index_topk_decode": Call(index_topk_decode, _INDEX | _PAGED | dict(top_k=MODEL.index.top_k)),
     "index_topk_decode_slots": Call(index_topk_decode_slots, _INDEX | _PAGED | dict(top_k=MODEL.index.top_k)),
     "index_topk_prefill": Call(index_topk_prefill, _INDEX | dict(tokens=PREFILL_TOKENS, top_k=MODEL.index.top_k)),
+    "grouped_linear": Call(
+        grouped_linear,
+        dict(
+            tokens=DECODE_TOKENS * MODEL.moe.experts_per_token, groups=MODEL.moe.num_experts,
+            outputs=2 * MODEL.moe.intermediate_size, columns=MODEL.hidden_size, layout="e4m3/128x128/fp32",
+            dtype="bf16",
+        ),
+    ),
 }  # fmt: skip
 
 

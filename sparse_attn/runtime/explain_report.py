@@ -39,15 +39,20 @@ def _dtype(given: str) -> str:
 
 
 OPTIONS: dict[str, Option] = {
-    "tokens": Option("rows of queries", positive, "N"),
+    "tokens": Option("rows of queries, or those of all groups", positive, "N"),
     "heads": Option("of a query; of the indexer for scores", positive, "N"),
     "layout": Option(
-        f"of the cache: {', '.join(CACHE_KINDS)}, mxfp4 of index keys, or a layout's own name", str, "NAME"
+        f"of the cache: {', '.join(CACHE_KINDS)}, mxfp4 of index keys, or a layout's own name; a weight's",
+        str,
+        "NAME",
     ),
     "top_k": Option("keys that a row selects or attends to", positive, "N"),
     "width": Option("scores that a row selects among", positive, "N"),
     "context": Option("keys of a request, or those gathered", positive, "N"),
-    "dtype": Option("of queries", _dtype, "|".join(DTYPES)),
+    "groups": Option("of rows, each with a weight of its own, such as experts", positive, "N"),
+    "outputs": Option("rows of a weight", positive, "N"),
+    "columns": Option("of a weight", positive, "N"),
+    "dtype": Option("of queries, or of rows", _dtype, "|".join(DTYPES)),
     "d_qk": Option("values of a key", positive, "N"),
     "d_v": Option("leading values of a key that are its value", positive, "N"),
     "scale": Option("of a score (default: d_qk ** -0.5)", _number, "X"),

@@ -37,9 +37,11 @@ def grouped_linear(
     from 0 on. None: one group of all rows. Ends are clamped to n; rows behind the last end come out 0.
 
     Returns [n, outputs] in the dtype of rows. A row costs its own group's weight: of a group without rows nothing is
-    read. Codes are exact in every dtype of rows. Products of codes are added up in fp32 within a scale block, that sum
-    is multiplied by the block's scale in fp32, and blocks are added up in fp32. NaN in a code, a scale or a row gives
-    NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are split depends on n.
+    read. Codes are exact in every dtype of rows. Products of codes are added up in fp32 within a scale block, or a part
+    of it, that sum is multiplied by the block's scale in fp32, and blocks are added up in fp32. Where a scale is a
+    power of two and its block has few columns, values are scaled first, which is as exact in bf16 down to 2^-133. NaN
+    in a code, a scale or a row gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are
+    split depends on n.
 
     TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
     sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).

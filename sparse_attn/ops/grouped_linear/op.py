@@ -1,6 +1,6 @@
 """Schema of the grouped product. Codes are bytes, e4m3 too; of the layout "plain" they are values."""
 
-from sparse_attn.ops.grouped_linear import fake
+from sparse_attn.ops.grouped_linear import dispatch, fake
 from sparse_attn.registration import define_op
 
 grouped_linear = define_op(
@@ -8,4 +8,5 @@ grouped_linear = define_op(
     "grouped_linear",
     "(Tensor rows, Tensor? ends, Tensor codes, Tensor? scales, str layout, str impl) -> Tensor",
     fake.grouped_linear,
+    dispatch.KERNELS,
 )

@@ -1,0 +1,22 @@
+"""Which kernel multiplies rows by packed weights, and how it is launched."""
+
+from __future__ import annotations
+
+import functools
+
+from sparse_attn import dispatch
+from sparse_attn.dispatch import Choice, Kernel
+from sparse_attn.ops.grouped_linear.plan import Plan, Problem
+from sparse_attn.ops.grouped_linear.portable import config as portable
+from sparse_attn.target import Target
+
+HERE = "sparse_attn.ops.grouped_linear"
+KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
+)
+
+
+@functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
+def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
+    """The kernel that runs a product, and its plan. kernel: see dispatch.choose."""
+    return dispatch.choose(KERNELS, problem, target, kernel)

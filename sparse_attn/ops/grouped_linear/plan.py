@@ -1,0 +1,73 @@
+"""The facts of a product, and how the kernel that computes it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.ops.grouped_linear.shapes import PLAIN
+from sparse_attn.weight_layout import parse_weight_layout
+from sparse_attn.workspace import Scratch
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel depends on.
+
+    rows: of all groups. ends: whether rows may be of no group. codes: "e4m3", "e2m1", or "plain" of a weight in
+    ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale.
+    """
+
+    rows: int
+    groups: int
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+    ends: bool
+    codes: str
+    scale: str
+    block: tuple[int, int]
+
+    @property
+    def tiled_groups(self) -> int:
+        """Groups that can have rows at most, those behind the last end among them."""
+        return min(self.rows, self.groups + self.ends)
+
+    @property
+    def rows_each(self) -> float:
+        return self.rows / max(1, min(self.rows, self.groups))
+
+
+def problem_of(
+    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor | None, layout: str
+) -> Problem:
+    """Of grouped_linear's arguments, real or meta."""
+    n, columns = rows.shape
+    groups, outputs = codes.shape[:2]
+    kind, scale, block = PLAIN, "none", (1, 1)
+    if layout != PLAIN:
+        packed = parse_weight_layout(layout)
+        kind, scale, block = packed.codes, packed.scale, packed.block
+    return Problem(n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A CTA multiplies ``block_m`` rows of one group by ``block_n`` outputs, ``block_k`` columns at a time.
+
+    tiles: of rows, launched; what no group needs ends at once. scaled_values: whether scales, powers of two, are
+    multiplied into the values before a product; otherwise each product has one scale an output and is multiplied by it.
+    """
+
+    tiles: int
+    block_m: int
+    block_n: int
+    block_k: int
+    scaled_values: bool
+    num_warps: int
+    num_stages: int
+    scratch = Scratch()
+
+    def ctas(self, outputs: int) -> int:
+        return self.tiles * -(-outputs // self.block_n)

@@ -1,0 +1,70 @@
+"""What the portable product supports, and its tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.device import grid
+from sparse_attn.dispatch import YES, Support, no
+from sparse_attn.ops.grouped_linear.plan import Plan, Problem
+from sparse_attn.ops.grouped_linear.shapes import PLAIN
+from sparse_attn.target import Target
+
+
+class Tile(NamedTuple):
+    """rows, outputs; columns: multiplied at a time at most. above: rows of a group from which on it is taken."""
+
+    rows: int
+    outputs: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    above: int
+
+
+# Up to 16 rows the weight's bytes bound a product: many CTAs read it, some tiles ahead.
+TILES = (
+    Tile(128, 64, 64, 8, 2, above=256), Tile(64, 128, 64, 8, 2, above=64), Tile(32, 64, 128, 4, 2, above=16),
+    Tile(16, 32, 128, 4, 3, above=0),
+)  # fmt: skip
+# fp32 is multiplied without a matrix unit: few products in a thread, for its operands are many.
+FP32_TILES = Tile(32, 32, 32, 4, 2, above=16), Tile(16, 32, 32, 4, 2, above=0)
+INTERPRETED_TILES = (Tile(16, 64, 128, 4, 1, above=0),)
+
+
+def supports(problem: Problem, target: Target) -> Support:
+    tiles = -(-problem.outputs // plan(problem, target).block_n)
+    if tiles > grid.MOST:
+        most = grid.MOST * plan(problem, target).block_n
+        return no(f"outputs: got {problem.outputs}, allowed: at most {most}, for which a launch has room")
+    return YES
+
+
+def plan(problem: Problem, target: Target) -> Plan:
+    """The largest tile that the groups' rows fill, or a smaller one that gives every multiprocessor work."""
+    tiles = FP32_TILES if problem.dtype == torch.float32 else TILES
+    for tile in INTERPRETED_TILES if target.interpreted else tiles:
+        count = _tiles(problem, tile)
+        if problem.rows_each > tile.above and count * -(-problem.outputs // tile.outputs) >= target.num_sms:
+            break
+    block_k, scaled_values = _columns(problem, tile.columns)
+    return Plan(count, tile.rows, tile.outputs, block_k, scaled_values, tile.num_warps, tile.num_stages)
+
+
+def _tiles(problem: Problem, tile: Tile) -> int:
+    """At most: each group takes one for its first row, and then one for every so many rows."""
+    groups = problem.tiled_groups
+    return groups + (problem.rows - groups) // tile.rows
+
+
+def _columns(problem: Problem, most: int) -> tuple[int, bool]:
+    """(columns of a product, whether its values are scaled first). Codes times powers of two are exact in bf16 and in
+    fp32, not in fp16, whose exponents are few."""
+    if problem.codes == PLAIN:
+        return most, False
+    width = problem.block[1]
+    within = min(width & -width, most)
+    exact = problem.scale == "e8m0" and problem.dtype != torch.float16
+    return (most, True) if exact and within < most and most % width == 0 else (within, False)
