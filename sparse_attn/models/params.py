@@ -92,12 +92,12 @@ def random_params(
             value = drawn.argsort(dim=1, stable=True)[:, : shape[1]]
         else:
             # torch.rand scales integers, which rounds alike everywhere; a normal distribution goes through libm.
-            value = _random(name, 2 * torch.rand(shape, **drawing) - 1)
+            value = random_weight(name, 2 * torch.rand(shape, **drawing) - 1)
         params[name] = hold(value.to(device=device, dtype=param_dtype(name, dtype)))
     return params | model_rope_tables(spec, device)
 
 
-def _random(name: str, noise: torch.Tensor) -> torch.Tensor:
+def random_weight(name: str, noise: torch.Tensor) -> torch.Tensor:
     """A weight out of uniform ``noise`` in [-1, 1)."""
     if name.endswith(("norm", ".scale")):
         return 1 + 0.1 * noise

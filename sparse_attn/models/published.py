@@ -28,7 +28,7 @@ from sparse_attn.models.forms import (
 )
 from sparse_attn.models.params import INTEGER_NAMES
 from sparse_attn.spec import CompressedSpec, Spec, to_hf_config
-from sparse_attn.weight_layout import E2M1_VALUES, WeightLayout
+from sparse_attn.weight_layout import E2M1_VALUES, PackedWeight, WeightLayout
 
 
 def write_published(
@@ -59,7 +59,11 @@ def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> d
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
     layout = layout_of(entry.kind, form)
     if layout is not None:
-        codes, scales = _packed(entry.shape, layout, generator)
+        codes, scales, _ = random_packed_weight(entry.shape, layout, generator)
+        if layout.codes == "e2m1":
+            codes = codes.view(torch.int8)
+        if layout.scale == "e8m0":
+            scales = scales.view(torch.float8_e8m0fnu)
         return {entry.name: codes, scale_name(entry, form): scales}
     if entry.kind.endswith(INTEGER_NAMES):
         return {
@@ -77,21 +81,22 @@ def _draw(entry: Entry, form: Form, spec: Spec | CompressedSpec, seed: int) -> d
     return {entry.name: noise.to(dtype_of(entry))}
 
 
-def _packed(
-    shape: tuple[int, ...], layout: WeightLayout, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_packed_weight(shape: tuple[int, ...], layout: WeightLayout, generator: torch.Generator) -> PackedWeight:
+    """A weight of ``shape`` on the generator's device. Codes are random bytes, none NaN; scales give unit gain."""
     *leading, rows, columns = shape
+    device = generator.device
     if layout.codes == "e2m1":
-        codes = torch.randint(256, (*leading, rows, columns // 2), dtype=torch.uint8, device="cpu", generator=generator)
-        codes, values = codes.view(torch.int8), torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
+        codes = torch.randint(
+            256, (*leading, rows, columns // 2), dtype=torch.uint8, device=device, generator=generator
+        )
+        values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
     else:
-        codes = torch.randint(254, shape, dtype=torch.uint8, device="cpu", generator=generator)
-        codes += (codes >= 127).to(torch.uint8)  # 127 and 255 are NaN
+        codes = torch.randint(254, shape, dtype=torch.uint8, device=device, generator=generator)
+        codes += codes >= 127  # 127 and 255 are NaN
         codes = codes.view(torch.float8_e4m3fn)
         values = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     usual = math.log2((1 / columns) ** 0.5 / values.square().mean().sqrt().item())
     grid = (*leading, *layout.grid(rows, columns))
-    exponents = usual + torch.rand(grid, dtype=torch.float32, device="cpu", generator=generator) - 0.5
-    if layout.scale == "fp32":
-        return codes, torch.exp2(exponents)
-    return codes, (exponents.round() + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    exponents = usual + torch.rand(grid, dtype=torch.float32, device=device, generator=generator) - 0.5
+    scales = torch.exp2(exponents) if layout.scale == "fp32" else (exponents.round() + 127).to(torch.uint8)
+    return PackedWeight(codes, scales, layout.name)

@@ -1,0 +1,50 @@
+"""Random weights of a published form, packed, drawn where they are used: no files, no copy on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.models.filling import Reading
+from sparse_attn.models.forms import form_of, layout_of, parts_of
+from sparse_attn.models.params import (
+    INTEGER_NAMES,
+    hold_weight,
+    model_rope_tables,
+    param_dtype,
+    random_weight,
+    stays_packed,
+)
+from sparse_attn.models.published import random_packed_weight
+from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.weight_layout import Weight
+
+
+def random_packed_params(
+    spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
+    *, form: str = "published",
+) -> dict[str, Weight]:  # fmt: skip
+    """Seeded weights of ``spec`` on ``device``, in the layouts that loading(expand=False) gives those of ``form``.
+
+    form: of models.forms. dtype: of weights that are not packed. Codes are random bytes, none NaN; scales give a weight
+    unit gain. Values depend on the kind of device. A rank's share of every layer is that of models.share.share_of(spec,
+    ranks). ValueError for a form that the architecture does not have.
+    """
+    made = form_of(spec, form)
+    generator = torch.Generator(device).manual_seed(seed)
+    params: dict[str, Weight] = {}
+    for name, kind, shape, sources, each in parts_of(spec, made, 0):
+        layout = layout_of(kind, made) if stays_packed(kind) else None
+        held = Reading(name, shape, sources, each, layout).held
+        if held is not None:
+            params[name] = hold_weight(random_packed_weight(shape, held, generator))
+            continue
+        if kind.endswith(INTEGER_NAMES):
+            value = torch.randint(
+                spec.moe.num_experts, shape, dtype=torch.int32, device=generator.device, generator=generator
+            )
+        else:
+            value = torch.empty(shape, dtype=param_dtype(kind, dtype), device=generator.device)
+            value.uniform_(-1, 1, generator=generator)
+            value = random_weight(kind, value).to(value.dtype)
+        params[name] = hold_weight(value)
+    return params | model_rope_tables(spec, device)
