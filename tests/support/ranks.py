@@ -87,27 +87,40 @@ def combined(winners: list[torch.Tensor], case: Case) -> torch.Tensor:
     return torch.where(ascending < most, ascending, -1)[:, :k]
 
 
-def run_rank(rank: int, size: int, port: int) -> None:
-    """All cases of ``size`` processes; an assertion that fails ends the process."""
+def run_rank(rank: int, size: int, store: str) -> None:
+    """All cases in groups of 2 to ``size`` processes; an assertion that fails ends the process."""
+    import datetime
+
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    ranks = Ranks(size, rank, dist.group.WORLD.group_name)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
+    )
+    for members in range(2, size + 1):
+        group = dist.new_group(list(range(members)))
+        if rank < members:
+            run_group(Ranks(members, rank, group.group_name), group)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_group(ranks: Ranks, group) -> None:
+    import torch.distributed as dist
+
     for case in CASES:
-        case = case._replace(size=size)
+        case = case._replace(size=ranks.size)
         logits, limits = whole_rows(case)
-        own, ends = dealt_rows(case, logits, rank), local_limits(limits, ranks, block_size=case.block)
+        own, ends = dealt_rows(case, logits, ranks.rank), local_limits(limits, ranks, block_size=case.block)
         with Collectives() as seen:
             chosen = top_k_over_ranks(own, case.k, ranks, None, ends, block_size=case.block)
         assert seen.count == 4, seen.count
-        all_of_them = [torch.empty_like(chosen) for _ in range(size)]
-        dist.all_gather(all_of_them, chosen)
+        all_of_them = [torch.empty_like(chosen) for _ in range(ranks.size)]
+        dist.all_gather(all_of_them, chosen, group=group)
         assert torch.equal(combined(all_of_them, case), top_k_per_row(logits, case.k, None, limits)), case
     check_merge(ranks)
-    if size == 2:
+    if ranks.size == 2:
         check_compiled(ranks)
-    dist.destroy_process_group()
 
 
 class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
