@@ -31,7 +31,10 @@ def share_of(spec: Spec | CompressedSpec, ranks: int, *, busiest: bool = False) 
     if ranks == 1:
         return spec
     compressed, moe = isinstance(spec, CompressedSpec), spec.moe
-    inner = ("groups of heads", spec.o_groups) if compressed else ("dense MLP's values", spec.dense_intermediate_size)
+    if isinstance(spec, CompressedSpec):
+        inner = ("groups of heads", spec.o_groups)
+    else:
+        inner = ("dense MLP's values", spec.dense_intermediate_size)
     for name, size in (("heads", spec.num_heads), ("experts", moe.num_experts), inner):
         if size % ranks:
             raise ValueError(f"ranks: got {ranks}, allowed: a divisor of the {size} {name} of {spec.name}")
