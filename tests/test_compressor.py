@@ -8,7 +8,14 @@ from conftest import big
 from expecttest import assert_expected_inline
 from support.compressor import FORMS, INT_MAX, INT_MIN, LAYOUTS, PLAIN, World
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, allocate_cache
+from sparse_attn.layout import (
+    IndexFp8Layout,
+    IndexMxfp4Layout,
+    LatentFp8Layout,
+    PlainLayout,
+    PlanarFp8Layout,
+    allocate_cache,
+)
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.rope import rope_table
 from sparse_attn.testing.ops import opcheck, schema
@@ -390,7 +397,8 @@ def check_bytes(device, sizes, norm_dtype, **options):
         world.norm = world.norm.to(norm_dtype)
         world.cut(sizes).check_canaries()
     assert all(map(torch.equal, want.bits(), ours.bits()))
-    assert not want.entries(0).isnan().any() and len(want.entries(0).unique()) > want.dim // 2
+    least = want.dim // (4 if isinstance(want.layout, IndexMxfp4Layout) else 2)  # of 15 values under a scale
+    assert not want.entries(0).isnan().any() and len(want.entries(0).unique()) > least
 
 
 def check_kernels(ratio, overlap, layout, device, sizes, **options):
@@ -403,7 +411,10 @@ def check_kernels(ratio, overlap, layout, device, sizes, **options):
         if want.complete(request):
             got, wanted = ours.entries(request), want.entries(request)
             step = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.uint8: 2**-3}[ours.cache.dtype]
-            torch.testing.assert_close(got, wanted, rtol=step, atol=1e-5 if step < 0.1 else 2e-3)
+            loose = dict(rtol=step, atol=1e-5 if step < 0.1 else 2e-3)
+            if isinstance(want.layout, IndexMxfp4Layout):
+                loose = dict(rtol=0.5, atol=0.5)
+            torch.testing.assert_close(got, wanted, **loose)
             assert (got != wanted).float().mean() < (1.0 if step < 1e-5 else 0.02)
 
 
