@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from conftest import big
+from conftest import big, long
 from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, whole_rows
 
 from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
@@ -91,10 +91,11 @@ def test_opcheck():
 
 
 def test_processes_with_gloo(tmp_path):
-    """Selection to the bit, merged attention with a sink counted once, at most four collectives, compiled as eager: in
-    groups of 2, 3 and 4 processes. They are spawned, because a forked child of a process with threads may hang."""
+    """Selection to the bit, merged attention with a sink counted once, four collectives, in groups of 2 and 3 processes.
+    SPARSE_ATTN_LONG: of 4, too, and compiled as eager. They are spawned: a forked child of threads may hang."""
+    size = 4 if long() else 3
     running = multiprocessing.start_processes(
-        run_rank, args=(4, str(tmp_path / "store")), nprocs=4, start_method="spawn", join=False
+        run_rank, args=(size, str(tmp_path / "store"), long()), nprocs=size, start_method="spawn", join=False
     )
     try:
         for _ in range(20):
