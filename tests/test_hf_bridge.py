@@ -8,7 +8,7 @@ import torch
 from conftest import long
 from support.bridged import GENERATING, MODELS, TOP_K, models, padded_batch, stable
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.24")
 
 import transformers  # noqa: E402
 
