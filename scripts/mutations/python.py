@@ -242,4 +242,25 @@ PYTHON = [
         "torch.zeros_like(torch.unflatten(lses, 0, states)), sink=sink",
         ("tests/test_rank_topk.py::test_processes_with_gloo",),
     ),
+    Mutation(
+        "compat-empty-lse", "a row without keys has FlashMLA's lse with our sign",
+        "sparse_attn/compat/flash_mla.py",
+        "neginf=math.inf)",
+        "neginf=-math.inf)",
+        ("tests/test_compat.py::test_sparse_fwd_without_keys_or_columns",),
+    ),
+    Mutation(
+        "compat-starts-of-another-width", "where rows start is kept without regard to their width",
+        "sparse_attn/compat/rows.py",
+        "device=\"cpu\") * width",
+        "device=\"cpu\") * 4",
+        ("tests/test_compat.py::test_row_starts_are_kept_and_right",),
+    ),
+    Mutation(
+        "compat-columns-of-all-keys", "compressed rows of scores start at key 0",
+        "sparse_attn/compat/deep_gemm.py",
+        "start.clamp_min(0).unsqueeze(1) + torch.arange",
+        "0 * start.unsqueeze(1) + torch.arange",
+        ("tests/test_compat.py::test_mqa_logits[compressed-3]",),
+    ),
 ]

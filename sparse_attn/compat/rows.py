@@ -1,0 +1,40 @@
+"""Dense index rows as the ragged ones that operators take."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.types import Ragged
+
+
+def ragged_rows(name: str, indices: torch.Tensor, lengths: torch.Tensor | None) -> Ragged:
+    """Rows of ``indices`` int32 [tokens, width]; of row t only the first lengths[t] entries, lengths int32 [tokens].
+
+    One launch with lengths. None without: entries stay where they are, and where rows start is kept from call to call.
+    """
+    checks.check_dtype(name, indices, (torch.int32,))
+    tokens, width = indices.shape
+    checks.check_room(name, tokens, width)
+    if lengths is not None:
+        return build_ragged_indices_from_dense(indices, lengths)
+    return Ragged(indices.reshape(-1), _starts(indices, tokens, width))
+
+
+def _starts(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
+    """int32 [tokens + 1]: 0, width, 2 * width, ..."""
+    if torch.compiler.is_compiling() or type(like) is not torch.Tensor:  # a size may be a symbol, a tensor a fake
+        return torch.arange(tokens + 1, dtype=torch.int32, device=like.device) * width
+    return _kept_starts(width, (tokens + 1).bit_length(), like.device)[: tokens + 1]
+
+
+@functools.cache
+def _kept_starts(width: int, bits: int, device: torch.device) -> torch.Tensor:
+    """The starts of 2**bits rows. They are never freed, because a captured graph may read them; all sizes of one width
+    are together twice the largest. They come from the host, so that every stream sees them written."""
+    with torch.inference_mode(False):
+        starts = torch.arange(1 << bits, dtype=torch.int64, device="cpu") * width
+        return starts.clamp_max_(checks.MAX_CAPACITY).to(torch.int32).to(device)
