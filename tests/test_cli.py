@@ -383,6 +383,7 @@ def test_plan_of_large_bounds_takes_no_time(capsys):
     assert time.process_time() - before < 8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [spelt for name in PRESETS for spelt in sorted({name, name.replace("_", "-")})])
 @pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
 def test_plan_knows_every_preset(name, cache, capsys):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparse_attn import compat
 from sparse_attn.compat import deep_gemm, flash_mla, rows, vllm
+from sparse_attn.torch_private import TorchDispatchMode, schema
 
 INF, NAN = math.inf, math.nan
 WILD = (-1, -(2**31), 2**31 - 1, 10**6)
@@ -438,7 +438,7 @@ class Launches(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
+        name = schema(func).name
         if name.split("::")[1] not in self.FREE:
             self.names.append(name)
         return func(*args, **(kwargs or {}))

@@ -151,6 +151,11 @@ BAD = {
         (dict(logits=torch.tensor([[0.0, 0.0, math.nan, 0.0]])), "logits[0, 2]: got nan"),
         (dict(bias=torch.tensor([0.0, math.nan, 0.0, 0.0])), "bias[1]: got nan"),
     ],
+    "grouped_linear": [
+        (dict(ends=ints(3, 3)), "ends[0]: got 3, allowed: at most 2 (rows)"),
+        (dict(ends=ints(-1, 2)), "ends[0]: got -1"),
+        (dict(ends=ints(2, 1)), "ends[1]: got 1, allowed: ascending ends, at least 2"),
+    ],
     "hyper_mix": [
         (dict(streams=torch.full((2, 2, 3), math.nan)), "streams[0, 0, 0]: got nan"),
         (dict(raw=torch.full((2, 8), math.inf)), "fn times streams[0, 0]: got inf"),

@@ -10,6 +10,7 @@ from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.rows import EagerDecode, TokenStream
 from sparse_attn.runtime.steps import Sampling
+from sparse_attn.torch_private import occupy
 
 ROWS = 4
 OPTIONS = dict(max_context=MAX_CONTEXT, max_blocks=WIDTH, buckets=(2, ROWS), keep_logprobs=True)
@@ -84,7 +85,7 @@ def test_joining_and_leaving_do_not_wait():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(200_000_000)
+        occupy(200_000_000)
         stream = loop.run(2)
         loop.join([3], *rows[3])
         loop.prepare(2, seed=torch.tensor([3]))

@@ -10,6 +10,7 @@ from sparse_attn.models.share import DEALT, REPLICATED, share_of
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses, workspace_size
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
+from sparse_attn.workspace import WorkspaceSize
 
 GPUS = (1, 2, 4, 8)
 CARDS = {"h200": 141 * 10**9, "h100": 80 * 10**9, "mi300x": 192 * 10**9}  # bytes, as vendors name them
@@ -34,12 +35,14 @@ def plan(
     counted). Not counted are the driver's own bytes for each CUDA context, and what the allocator rounds up.
 
     form: of models.forms, that of the weights. predicted: layers of multi-token prediction. "gpus": the same for each
-    of GPUS, as one of them holds it (models.share says what it holds), and the cards that this fits.
+    of GPUS, as one of them holds it (models.share says what it holds), and the cards that this fits. Their workspace is
+    counted for all heads.
     """
     layouts = cache_layouts(spec, kind, index_kind=index_kind)
     uses = cache_uses(spec, layouts, bounds)
     files = file_bytes(spec, form, predicted=predicted)
-    whole = _held(spec, spec, bounds, target, layouts, form, predicted)
+    size = workspace_size(spec, bounds, target, layouts)
+    whole = _held(spec, spec, size, bounds, target, layouts, form, predicted)
     return {
         "model": spec.name,
         "format": form,
@@ -52,16 +55,15 @@ def plan(
         **whole,
         "cards": CARDS,
         "sharding": {"dealt": DEALT, "replicated": REPLICATED},
-        "gpus": [_rank(spec, gpus, bounds, target, layouts, form, predicted) for gpus in GPUS],
+        "gpus": [_rank(spec, gpus, size, bounds, target, layouts, form, predicted) for gpus in GPUS],
     }
 
 
 def _held(
-    spec: Spec | CompressedSpec, busiest: Spec | CompressedSpec, bounds: Bounds, target: Target, layouts: CacheLayouts,
-    form: str, predicted: int,
+    spec: Spec | CompressedSpec, busiest: Spec | CompressedSpec, size: WorkspaceSize, bounds: Bounds, target: Target,
+    layouts: CacheLayouts, form: str, predicted: int,
 ) -> dict[str, Any]:  # fmt: skip
     """What a GPU holds of ``spec``. busiest: the same where a token takes the most of its experts."""
-    size = workspace_size(spec, bounds, target, layouts)
     weights = weight_bytes(spec, bounds.dtype, form, predicted=predicted)
     found = {
         "weight_bytes": sum(weights.values()),
@@ -78,12 +80,12 @@ def _held(
 
 
 def _rank(
-    spec: Spec | CompressedSpec, gpus: int, bounds: Bounds, target: Target, layouts: CacheLayouts, form: str,
-    predicted: int,
+    spec: Spec | CompressedSpec, gpus: int, size: WorkspaceSize, bounds: Bounds, target: Target, layouts: CacheLayouts,
+    form: str, predicted: int,
 ) -> dict[str, object]:  # fmt: skip
     try:
         share, busiest = share_of(spec, gpus), share_of(spec, gpus, busiest=True)
     except ValueError as error:
         return {"gpus": gpus, "refused": str(error)}
-    held = _held(share, busiest, bounds, target, layouts, form, predicted)
-    return {"gpus": gpus, **held, "fits": {card: held["bytes"] <= size for card, size in CARDS.items()}}
+    held = _held(share, busiest, size, bounds, target, layouts, form, predicted)
+    return {"gpus": gpus, **held, "fits": {card: held["bytes"] <= most for card, most in CARDS.items()}}

@@ -116,6 +116,11 @@ GOOD = {
         logits=torch.tensor([[0.0, math.inf, 1.0, -math.inf]]), bias=torch.tensor([0.0, 1.0, -math.inf, 2.0]), top_k=2,
         num_groups=2, top_groups=1, renormalise=True, routed_scale=1.0, score="sigmoid",
     ),
+    "grouped_linear": lambda: dict(
+        rows=torch.ones(2, 32), ends=torch.tensor([1, 2], dtype=torch.int32),
+        codes=torch.full((2, 3, 16), 0x31, dtype=torch.uint8), scales=torch.full((2, 3, 1), 127, dtype=torch.uint8),
+        layout="e2m1/1x32/e8m0",
+    ),
     "hyper_mix": lambda: dict(
         streams=torch.ones(2, 2, 3), raw=torch.ones(2, 8), base=torch.ones(8), scale=torch.ones(3), iterations=2,
         eps=1e-6, norm_eps=1e-6,

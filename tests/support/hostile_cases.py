@@ -557,6 +557,30 @@ def biased_grouped_topk(draw):
     ), dict(level=(1e-6, 1e-5))  # fmt: skip
 
 
+def _small(draw, *shape):
+    """Whole numbers of which any sum is exact."""
+    values = draw(st.lists(st.integers(-3, 3), min_size=math.prod(shape), max_size=math.prod(shape)))
+    return torch.tensor(values, dtype=torch.float32).reshape(shape)
+
+
+def linear(draw):
+    rows, columns, outputs = some(draw, 0, 4), some(draw, 1, 5), some(draw, 1, 4)
+    dtype = pick(draw, (torch.float32, torch.bfloat16))
+    return dict(
+        x=free(draw, _small(draw, rows, columns).to(dtype)), weight=free(draw, _small(draw, outputs, columns).to(dtype))
+    ), dict()  # fmt: skip
+
+
+def grouped_linear(draw):
+    rows, columns, outputs, groups = some(draw, 0, 5), some(draw, 1, 5), some(draw, 1, 4), some(draw, 1, 4)
+    dtype = pick(draw, (torch.float32, torch.bfloat16))
+    ends = sorted(draw(st.lists(st.integers(0, rows), min_size=groups, max_size=groups)))
+    return dict(
+        rows=free(draw, _small(draw, rows, columns).to(dtype)), ends=free(draw, torch.tensor(ends, dtype=torch.int32)),
+        weight=free(draw, _small(draw, groups, outputs, columns).to(dtype)),
+    ), dict()  # fmt: skip
+
+
 def hash_routed_experts(draw):
     tokens, experts, rows, k = some(draw, 0, 4), some(draw, 1, 5), some(draw, 1, 4), some(draw, 0, 3)
     dtype = pick(draw, (torch.int32, torch.int64))

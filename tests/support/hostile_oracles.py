@@ -614,6 +614,19 @@ def gate_scores(logits, score):
     return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
 
 
+def linear(x, weight):
+    return (x.double() @ weight.double().t()).to(x.dtype)
+
+
+def grouped_linear(rows, ends, weight):
+    out = torch.zeros(len(rows), weight.shape[1], dtype=rows.dtype)
+    for row in range(len(rows)):
+        group = next((g for g, end in enumerate(ends.tolist()) if row < end), None)
+        if group is not None:
+            out[row] = weight[group].double() @ rows[row].double()
+    return out
+
+
 def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):
     scores = gate_scores(logits, score)
     chosen, ids = (

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sparse_attn import streams
 from sparse_attn.integrations.transformers.refusals import refuse
 from sparse_attn.torch_private import assert_on_device
 
@@ -62,7 +63,7 @@ def row_bounds(
 def _check_contiguous(count: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> None:
     message = "attention_mask: got padding between tokens, allowed: padding in front of a sequence or behind it"
     good = ((count == last - first + 1) | (count == 0)).all()
-    if torch.compiler.is_compiling() or (good.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or streams.capturing(good.device):
         assert_on_device(good, message)
     elif not good:
         raise ValueError(message)

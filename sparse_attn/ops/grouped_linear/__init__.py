@@ -20,7 +20,13 @@ def linear(x: torch.Tensor, weight: Weight, *, impl: str = "auto") -> torch.Tens
     torch.nn.functional.linear. Of a packed weight no expanded copy is made; grouped_linear says how products are
     rounded, and what is refused.
     """
+    checks.check_dtype("x", x, (*DTYPES, torch.float64))
     if not isinstance(weight, PackedWeight):
+        checks.check_dtype("weight", weight, (x.dtype,))
+        checks.check_rank("weight", weight, 2)
+        checks.check_same_device(x=x, weight=weight)
+        if x.shape[-1:] != weight.shape[1:]:
+            raise ValueError(f"x: got shape {list(x.shape)}, allowed: [..., {weight.shape[1]}] (columns of the weight)")
         return F.linear(x, weight)
     entry = PackedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0), weight.layout)
     rows = x.reshape(-1, x.shape[-1])
