@@ -34,13 +34,13 @@ def _keys(logits, row, stride, column, end):
 def _descend(sums, state, row, stride_sums, stride_row, stride_value, DIGITS: tl.constexpr):
     """(digits above with one more, still to be taken); see the reference."""
     place = tl.arange(0, DIGITS)
-    counts = tl.load(sums + row.to(tl.int64) * stride_sums + place)
+    counts = tl.load(sums + row.to(tl.int64) * stride_sums + place).to(tl.int64)
     prefix = tl.load(state + row * stride_row)
     need = tl.load(state + row * stride_row + stride_value)
     reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
     digit = tl.max(tl.where(reached >= need, place, 0), 0)
     above = tl.sum(tl.where(place > digit, counts, 0), 0)
-    return prefix * DIGITS + digit, need - above
+    return prefix * DIGITS + digit, (need - above).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["width", "k"])
