@@ -4,7 +4,8 @@ SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interprete
 SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that support/other_defaults.py names under defaults of
 torch other than torch's own.
 SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the
-same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop.
+same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop. Through the interpreter every
+parametrised test is one of these, with CASES of its cases. Tests marked `long` run with every case alone, or on a GPU.
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 
@@ -20,6 +21,7 @@ from sparse_attn import workspace
 from sparse_attn.target import interpreting
 
 OTHER_DEFAULTS = int(os.environ.get("SPARSE_ATTN_OTHER_DEFAULTS", 0))
+CASES = 4
 torch.set_num_threads(1)
 if (gpus := os.environ.get("SPARSE_ATTN_TEST_GPUS")) and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     gpus = gpus.split(",")
@@ -58,15 +60,23 @@ def skip_where_gpus_are_few(items):
 
 
 def sample(config, items):
-    """Leave out of each test marked `sampled` what it does not draw; of="kernel": of the cases with this marker."""
+    """Leave out tests marked `long`, and of each test marked `sampled` what it does not draw; of="kernel": of the cases
+    with this marker; kinds=False: without one of every value."""
     tests: dict[tuple, list[int]] = {}
+    left_out = set()
     for at, item in enumerate(items):
+        if item.get_closest_marker("long") is not None and not long() and not torch.cuda.is_available():
+            left_out.add(at)
+            continue
         marker = item.get_closest_marker("sampled")
         if marker is not None and item.get_closest_marker(marker.kwargs.get("of", "sampled")) is not None:
-            tests.setdefault((item.path, item.originalname, marker.args), []).append(at)
-    left_out = set()
-    for (*_, counts), places in tests.items():
-        left_out |= {*places} - {*sampled(places, *counts, kinds=lambda at: items[at].callspec.params.items())}
+            kinds = marker.kwargs.get("kinds", True)
+            tests.setdefault((item.path, item.originalname, kinds, marker.args), []).append(at)
+        elif marker is None and interpreting() and hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.originalname, False, (CASES,)), []).append(at)
+    for (*_, every, counts), places in tests.items():
+        values = (lambda at: items[at].callspec.params.items()) if every else (lambda _: ())
+        left_out |= {*places} - {*sampled(places, *counts, kinds=values)}
     if left_out:
         config.hook.pytest_deselected(items=[items[at] for at in sorted(left_out)])
         items[:] = [item for at, item in enumerate(items) if at not in left_out]

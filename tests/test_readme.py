@@ -47,6 +47,7 @@ def test_block_runs(code):
 LENGTHS = (100, 64, 8, 57, 83, 200)
 
 
+@pytest.mark.sampled(2, kinds=False)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_compiled_forward_serves_any_length(length, monkeypatch):
     """Whatever length came first, no other one compiles again. The example's own length, and with --long every one, is
