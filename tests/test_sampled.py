@@ -50,3 +50,21 @@ def test_a_marked_test_runs_its_sample(monkeypatch, value, count):
     sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))), items)
     assert items[-8:] == kept and len(items) == count + 8 and len(left_out) == 9 - count
     assert {item.callspec.params["a"] for item in items[:-8]} == {*"xyz"}
+
+
+@pytest.mark.parametrize("value, count", [("0", 4), ("1", 9)])
+def test_the_interpreter_runs_some_cases_of_every_test(monkeypatch, value, count):
+    monkeypatch.setenv("SPARSE_ATTN_LONG", value)
+    monkeypatch.setattr("conftest.interpreting", lambda: True)
+    items = [item_of(a, b, marked=False, kernel=True) for a, b in itertools.product("xyz", range(3))]
+    sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None)), items)
+    assert len(items) == count
+
+
+@pytest.mark.parametrize("value, gpu, count", [("0", False, 0), ("0", True, 1), ("1", False, 1)])
+def test_a_long_test_runs_with_every_case_or_on_a_gpu(monkeypatch, value, gpu, count):
+    monkeypatch.setenv("SPARSE_ATTN_LONG", value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    items = [SimpleNamespace(get_closest_marker={"long": pytest.mark.long.mark}.get)]
+    sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None)), items)
+    assert len(items) == count
