@@ -4,8 +4,9 @@ SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interprete
 SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that support/other_defaults.py names under defaults of
 torch other than torch's own.
 SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the
-same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop. Through the interpreter every
-parametrised test is one of these, with CASES of its cases. Tests marked `long` run with every case alone, or on a GPU.
+same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop. `few(COUNT)` samples where
+there is no GPU alone, and keeps no case of every value; few(0) leaves the test out there. Through the interpreter a
+parametrised test without either is few(CASES).
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 
@@ -60,20 +61,16 @@ def skip_where_gpus_are_few(items):
 
 
 def sample(config, items):
-    """Leave out tests marked `long`, and of each test marked `sampled` what it does not draw; of="kernel": of the cases
-    with this marker; kinds=False: without one of every value."""
+    """Leave out of each test marked `sampled` or `few` what it does not draw; sampled(of="kernel"): of the cases with this
+    marker."""
     tests: dict[tuple, list[int]] = {}
-    left_out = set()
     for at, item in enumerate(items):
-        if item.get_closest_marker("long") is not None and not long() and not torch.cuda.is_available():
-            left_out.add(at)
-            continue
-        marker = item.get_closest_marker("sampled")
+        marker, few = item.get_closest_marker("sampled"), item.get_closest_marker("few")
         if marker is not None and item.get_closest_marker(marker.kwargs.get("of", "sampled")) is not None:
-            kinds = marker.kwargs.get("kinds", True)
-            tests.setdefault((item.path, item.originalname, kinds, marker.args), []).append(at)
-        elif marker is None and interpreting() and hasattr(item, "callspec"):
-            tests.setdefault((item.path, item.originalname, False, (CASES,)), []).append(at)
+            tests.setdefault((item.path, item.originalname, True, marker.args), []).append(at)
+        elif marker is None and not torch.cuda.is_available() and (few or interpreting() and hasattr(item, "callspec")):
+            tests.setdefault((item.path, item.originalname, False, few.args if few else (CASES,)), []).append(at)
+    left_out = set()
     for (*_, every, counts), places in tests.items():
         values = (lambda at: items[at].callspec.params.items()) if every else (lambda _: ())
         left_out |= {*places} - {*sampled(places, *counts, kinds=values)}

@@ -12,6 +12,7 @@ import torch
 
 from sparse_attn import compat
 from sparse_attn.compat import deep_gemm, flash_mla, rows, vllm
+from sparse_attn.testing.compare import DECODE_OUT, similarity_difference
 from sparse_attn.torch_private import TorchDispatchMode, schema
 
 INF, NAN = math.inf, math.nan
@@ -93,12 +94,17 @@ def first(indices, lengths):
 
 
 def close(got, expected):
-    """Probabilities and output are each rounded to bf16 once (2**-8 of a number at most); 2% more for fp32 sums and exp2."""
+    torch.testing.assert_close(got.double(), expected[0], rtol=2e-2, atol=2e-3)
+
+
+def within_rounding(got, expected):
+    """Kernels round probabilities and output to bf16 once each (2**-8 of a number at most); 2% for fp32 sums and exp2."""
     out, *_, mass = expected
     assert got.shape == out.shape and got.dtype == torch.bfloat16
-    error = (got.double() - out).abs()
     bound = 1.02 * 2**-7 * mass + 1e-6
-    assert (error <= bound).all(), f"worst error {float((error / bound).nan_to_num(torch.inf).max()):.3f} of its bound"
+    worst = ((got.double() - out).abs() / bound).max()
+    assert worst <= 1, f"worst error {worst:.3f} of its bound"
+    assert similarity_difference(got, out) <= DECODE_OUT[-1]
 
 
 def close_scores(got, expected):
@@ -486,7 +492,7 @@ def test_decode_on_a_gpu_in_a_captured_graph(heads, length):
     graph.replay()
     torch.cuda.synchronize()
     expected = attention(q[:, 0].cpu(), [(meant, first(indices[:, 0], lengths))], 576**-0.5, 512)
-    close(out[:, 0].cpu(), expected)
+    within_rounding(out[:, 0].cpu(), expected)
     torch.testing.assert_close(lse[..., 0].cpu().double(), expected[2], rtol=1e-3, atol=1e-3)
 
 
@@ -500,6 +506,6 @@ def test_prefill_on_a_gpu():
         q.cuda(), kv.cuda(), indices.cuda(), 0.05, topk_length=length, return_max_logits=True
     )
     expected = attention(q, [(kv[:, 0], first(indices[:, 0], lengths))], 0.05, 512)
-    close(got[0].cpu(), expected)
+    within_rounding(got[0].cpu(), expected)
     for part, wanted in zip(got[1:], expected[1:3]):
         torch.testing.assert_close(part.cpu().double(), wanted, rtol=1e-4, atol=1e-4)

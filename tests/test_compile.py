@@ -53,7 +53,7 @@ def check_prefill(model, compiled, exact):
     assert counters()["stats"]["unique_graphs"] - before <= 2
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name,layers", [("tiny_v32", 2), ("tiny_v4", 3)])
 def test_two_compilations_serve_every_batch_and_length(name, layers):
     fresh()

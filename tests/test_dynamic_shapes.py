@@ -69,7 +69,7 @@ ALONE = ([1], [2], [300], [64], [100], [8])
 TOGETHER = ([1, 1], [2, 3], [200, 150], [1, 90], [100, 100], [64] * 4, [8] * 8, [5] * 32)
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, cache, order", (("tiny_v4", "fp8", 1), ("tiny_glm5", "fp32", -1)))
 def test_batches_of_every_kind(graphs, monkeypatch, name, cache, order):
     """The first batch of one prompt and the first of several compile prefill and decode, the others nothing."""
@@ -87,7 +87,7 @@ def test_batches_of_every_kind(graphs, monkeypatch, name, cache, order):
     assert counts == [2] * len(ALONE) + [4] * len(TOGETHER)
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
 def test_other_blocks_steps_and_counts_compile_nothing_more(graphs, monkeypatch, name):
     spec = small(name, layers=1)
@@ -99,7 +99,7 @@ def test_other_blocks_steps_and_counts_compile_nothing_more(graphs, monkeypatch,
         assert graphs.count == 2
 
 
-@pytest.mark.long
+@pytest.mark.few(0)
 def test_any_number_of_models(graphs, monkeypatch):
     """More than Dynamo compiles of one function, by generate and by torch.compile of a model."""
     monkeypatch.setattr(torch, "compile", compiled_by(graphs))
@@ -152,7 +152,7 @@ def by_partial(name):
     return outer
 
 
-@pytest.mark.sampled(2, kinds=False)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name, form",
     (("tiny_v32", by_argument), ("tiny_v32", by_closure), ("tiny_v32", by_partial), ("tiny_v4", by_argument)),

@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(2, kinds=False)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))

@@ -184,7 +184,7 @@ def test_a_model_runs_forward_and_refuses_backward(name, trained, prefill):
     check_model(name, trained, prefill)
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name,trained", [("tiny_v32", EVERY), THROUGH_A_CACHE[-1]])
 def test_a_compiled_model_runs_forward_and_refuses_backward(name, trained):
     check_model(name, trained, prefill=False, backend="aot_eager")

@@ -65,7 +65,7 @@ def test_small_enough(name):
     assert spec.index.top_k <= CONTEXT // getattr(spec, "indexed_ratio", 1) // 8
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_selected_keys_are_worth_all_of_them(name):
     """So few texts scatter by a percent of their own; on a GPU there are enough of them to tell less."""
@@ -73,7 +73,7 @@ def test_selected_keys_are_worth_all_of_them(name):
     assert quality(name, "sparse", **few).bits_per_byte <= FEW_SHARE * quality(name, "dense", **few).bits_per_byte
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ("dense", "sparse", "fp8", "chunked"))
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_as_well_by_every_path(name, way):
@@ -94,7 +94,7 @@ def test_token_by_token(name):
     assert found.right == found.asked == 10
 
 
-@pytest.mark.sampled(1, kinds=False)
+@pytest.mark.few(1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_predict_what_the_reference_does(name, device):

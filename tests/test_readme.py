@@ -47,8 +47,7 @@ def test_block_runs(code):
 LENGTHS = (100, 64, 8, 57, 83, 200)
 
 
-@pytest.mark.sampled(2, kinds=False)
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", [100, *(pytest.param(n, marks=pytest.mark.few(1)) for n in LENGTHS if n != 100)])
 def test_the_compiled_forward_serves_any_length(length, monkeypatch):
     """Whatever length came first, no other one compiles again. The example's own length, and with --long every one, is
     compiled by the backend that the example names; it compiles no further."""

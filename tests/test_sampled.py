@@ -52,19 +52,15 @@ def test_a_marked_test_runs_its_sample(monkeypatch, value, count):
     assert {item.callspec.params["a"] for item in items[:-8]} == {*"xyz"}
 
 
-@pytest.mark.parametrize("value, count", [("0", 4), ("1", 9)])
-def test_the_interpreter_runs_some_cases_of_every_test(monkeypatch, value, count):
+@pytest.mark.parametrize("value, gpu, counts", [("0", False, (4, 0)), ("0", True, (9, 1)), ("1", False, (9, 1))])
+def test_without_a_gpu_few_cases_run(monkeypatch, value, gpu, counts):
+    """Of a parametrised test through the interpreter; of a test marked few(0) none."""
     monkeypatch.setenv("SPARSE_ATTN_LONG", value)
     monkeypatch.setattr("conftest.interpreting", lambda: True)
-    items = [item_of(a, b, marked=False, kernel=True) for a, b in itertools.product("xyz", range(3))]
-    sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None)), items)
-    assert len(items) == count
-
-
-@pytest.mark.parametrize("value, gpu, count", [("0", False, 0), ("0", True, 1), ("1", False, 1)])
-def test_a_long_test_runs_with_every_case_or_on_a_gpu(monkeypatch, value, gpu, count):
-    monkeypatch.setenv("SPARSE_ATTN_LONG", value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    items = [SimpleNamespace(get_closest_marker={"long": pytest.mark.long.mark}.get)]
-    sample(SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None)), items)
-    assert len(items) == count
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None))
+    cases = [item_of(a, b, marked=False, kernel=True) for a, b in itertools.product("xyz", range(3))]
+    none = [SimpleNamespace(path="file", originalname="none", get_closest_marker={"few": pytest.mark.few(0).mark}.get)]
+    for items, count in zip((cases, none), counts):
+        sample(config, items)
+        assert len(items) == count

@@ -101,7 +101,7 @@ def test_layers_side_by_side_in_every_block_equal_eager(layer, layout, device):
         assert torch.equal(mine, theirs.transpose(0, dim)) and mine.flatten(1).any(1).all()
 
 
-@pytest.mark.long
+@pytest.mark.few(0)
 def test_a_model_over_stacked_caches_equals_eager():
     """Compiled over caches of their own; the same compilation serves layers one behind the other in one tensor. With
     --long, also layers side by side within every block of one tensor."""

@@ -113,7 +113,7 @@ def test_indexers_learn_the_attention():
     assert losses[-1] < 0.75 * losses[0]
 
 
-@pytest.mark.long
+@pytest.mark.few(0)
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     from training.loop import finish, train
     from training.recipe import Stage
