@@ -179,7 +179,7 @@ def measure() -> dict:
 def _cache(layout):
     import torch
 
-    from sparse_attn.layout import allocate_cache
+    from sparse_attn.cache import allocate_cache
 
     cache = allocate_cache(layout, SLOTS // 64, 64, "cuda")
     for part in cache.split(1 << 10):

@@ -1,5 +1,6 @@
 """DeepSeek Sparse Attention as pure functions on torch.compile."""
 
+from sparse_attn.cache import allocate_cache, mark_cache
 from sparse_attn.explanation import Explanation, explain
 from sparse_attn.layout import (
     IndexFp8Layout,
@@ -7,8 +8,6 @@ from sparse_attn.layout import (
     LatentFp8Layout,
     PlainLayout,
     PlanarFp8Layout,
-    allocate_cache,
-    mark_cache,
     parse_layout,
 )
 from sparse_attn.ops.attention import (

@@ -13,8 +13,9 @@ from support.caches import filled_cache
 from support.extremes import INF
 from support.ragged import ragged_rows
 
+from sparse_attn.cache import allocate_cache
 from sparse_attn.device.triton_private import VERSION
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, allocate_cache
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops import attention
 from sparse_attn.ops.attention import reference
 from sparse_attn.ops.attention.portable import config

@@ -8,14 +8,8 @@ from conftest import big
 from expecttest import assert_expected_inline
 from support.compressor import FORMS, INT_MAX, INT_MIN, LAYOUTS, PLAIN, World
 
-from sparse_attn.layout import (
-    IndexFp8Layout,
-    IndexMxfp4Layout,
-    LatentFp8Layout,
-    PlainLayout,
-    PlanarFp8Layout,
-    allocate_cache,
-)
+from sparse_attn.cache import allocate_cache
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.rope import rope_table
 from sparse_attn.testing.ops import opcheck, schema

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparse_attn import pipeline, workspace
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, allocate_cache, check_cache
+from sparse_attn.cache import allocate_cache, check_cache
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.models.deepseek_v4 import allocate_caches
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_topk.config import slots_scratch, widths_of_most_scratch

@@ -25,7 +25,8 @@ from support.steps import (
     tensors_of,
 )
 
-from sparse_attn.layout import allocate_cache, parse_layout
+from sparse_attn.cache import allocate_cache
+from sparse_attn.layout import parse_layout
 from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 

@@ -38,7 +38,7 @@ def floats(*shape: int) -> torch.Tensor:
 
 
 def cache_of(layout: Layout, num_blocks: int = 1024, block_size: int = 64) -> torch.Tensor:
-    """As layout.allocate_cache lays it out."""
+    """As cache.allocate_cache lays it out."""
     if isinstance(layout, PlanarFp8Layout):
         memory = tensor(num_blocks, layout.block_stride(block_size), dtype=U8)
         return memory[:, : block_size * layout.row].unflatten(1, (block_size, layout.row))

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, Layout, allocate_cache
+from sparse_attn.cache import allocate_cache
+from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, Layout
 from sparse_attn.types import Ragged
 
 BLOCK = 64

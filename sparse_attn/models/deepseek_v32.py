@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
-from sparse_attn.layout import allocate_cache
+from sparse_attn.cache import allocate_cache
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
-from sparse_attn.layout import allocate_cache, mark_cache
+from sparse_attn.cache import allocate_cache, mark_cache
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import rms_norm

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from sparse_attn.layout import Layout, block_bytes
+from sparse_attn.cache import block_bytes
+from sparse_attn.layout import Layout
 from sparse_attn.pipeline.bounds import Bounds
 from sparse_attn.pipeline.layouts import CacheLayouts, check_block_size, state_ring, window_ring
 from sparse_attn.spec import CompressedSpec, Spec

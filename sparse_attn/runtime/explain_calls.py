@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.cache import allocate_cache
 from sparse_attn.fp8 import FP8_DTYPE
 from sparse_attn.layout import (
     IndexFp8Layout,
@@ -16,7 +17,6 @@ from sparse_attn.layout import (
     Layout,
     PlainLayout,
     PlanarFp8Layout,
-    allocate_cache,
     parse_layout,
     query_row,
 )

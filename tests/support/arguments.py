@@ -7,7 +7,8 @@ import math
 import torch
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.layout import IndexFp8Layout, PlainLayout, allocate_cache
+from sparse_attn.cache import allocate_cache
+from sparse_attn.layout import IndexFp8Layout, PlainLayout
 
 INDEX, PLAIN = IndexFp8Layout(16), PlainLayout("fp32", 12, 4)
 

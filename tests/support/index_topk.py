@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, allocate_cache
+from sparse_attn.cache import allocate_cache
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 
 HEADS, DIM = 3, 32
 LAYOUTS = {

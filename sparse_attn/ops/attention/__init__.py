@@ -21,7 +21,8 @@ import math
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import KvLayout, LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.cache import check_cache
+from sparse_attn.layout import KvLayout, LatentFp8Layout, Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention import op
 from sparse_attn.types import AttentionOutput, Ragged
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.cache import check_cache
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.compressor import op
 
 NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, check_cache
+from sparse_attn.cache import check_cache
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.ops.index_cache import op
 from sparse_attn.types import IndexKeys
 

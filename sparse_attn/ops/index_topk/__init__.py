@@ -9,17 +9,9 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
+from sparse_attn.cache import check_cache, check_heads_together, check_mxfp4_keys
 from sparse_attn.fp8 import FP8_DTYPE
-from sparse_attn.layout import (
-    IndexFp8Layout,
-    IndexLayout,
-    IndexMxfp4Layout,
-    PlainLayout,
-    check_cache,
-    check_heads_together,
-    check_mxfp4_keys,
-    query_row,
-)
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, query_row
 from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_topk import op
 from sparse_attn.types import Ragged

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
-from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout, check_cache
+from sparse_attn.cache import check_cache
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.kv_cache import op
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
