@@ -9,7 +9,8 @@ from conftest import big, long
 from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, whole_rows
 
 from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
-from sparse_attn.pipeline.ranks import ALONE, Ranks, exchanged_bytes, global_positions, local_limits, top_k_over_ranks
+from sparse_attn.mesh import ALONE, Ranks
+from sparse_attn.pipeline.ranks import exchanged_bytes, global_positions, local_limits, top_k_over_ranks
 from sparse_attn.testing.ops import opcheck
 
 

@@ -7,38 +7,16 @@ tensors of the same shapes and get to the same collectives in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from sparse_attn import checks
+from sparse_attn.mesh import Ranks
 from sparse_attn.ops.attention import merge_attn_states
 from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
 from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, num_blocks, ties_dtype
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.torch_private import all_gather, all_reduce
 from sparse_attn.types import AttentionOutput
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that share one dimension: how many, which of them this one is, and their process group's name (as
-    torch.distributed's ``group.group_name``). One rank has no group and calls no collective."""
-
-    size: int = 1
-    rank: int = 0
-    group: str | None = None
-
-    def __post_init__(self):
-        checks.check_at_least("size", self.size, 1)
-        checks.check_at_least("rank", self.rank, 0)
-        if self.rank >= self.size:
-            raise ValueError(f"rank: got {self.rank}, allowed: 0 to {self.size - 1} (size is {self.size})")
-        if (self.group is None) != (self.size == 1):
-            raise ValueError(f"group: got {self.group!r} for {self.size} ranks, allowed: None for one rank alone")
-
-
-ALONE = Ranks()
 
 
 def local_limits(limits: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:

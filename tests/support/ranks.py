@@ -9,7 +9,8 @@ import torch
 from support.topk import scores
 
 from sparse_attn import AttentionOutput, count_digits, count_ties, merge_attn_states, take_winners, top_k_per_row
-from sparse_attn.pipeline.ranks import Ranks, global_positions, local_limits, merge_over_ranks, top_k_over_ranks
+from sparse_attn.mesh import Ranks
+from sparse_attn.pipeline.ranks import global_positions, local_limits, merge_over_ranks, top_k_over_ranks
 from sparse_attn.torch_private import TorchDispatchMode, dynamo_counts
 
 NAN = math.nan

@@ -1,0 +1,126 @@
+"""Which processes share a model, and along which dimensions: a value that forwards, caches, plans and bounds take.
+
+Ranks are laid out as a grid of data x context x tensor, tensor ranks next to each other. Along each dimension a process
+is one of a few ``Ranks``. Expert ranks lie across that grid: runs of neighbours, or every few within a tensor group.
+``Mesh()`` is one process alone, which calls no collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from sparse_attn import checks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DIMENSIONS = ("data", "context", "tensor")  # of the grid, the slowest first
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share one dimension: how many, which of them this one is, and their process group's name (as
+    torch.distributed's ``group.group_name``). One rank has no group and calls no collective."""
+
+    size: int = 1
+    rank: int = 0
+    group: str | None = None
+
+    def __post_init__(self):
+        checks.check_at_least("size", self.size, 1)
+        checks.check_at_least("rank", self.rank, 0)
+        if self.rank >= self.size:
+            raise ValueError(f"rank: got {self.rank}, allowed: 0 to {self.size - 1} (size is {self.size})")
+        if (self.group is None) != (self.size == 1):
+            raise ValueError(f"group: got {self.group!r} for {self.size} ranks, allowed: None for one rank alone")
+
+
+ALONE = Ranks()
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of one process.
+
+    tensor: each holds its heads, its part of the inner width of MLPs, and its rows of the vocabulary. context: each
+    holds its blocks of the paged caches. data: each serves requests of its own. expert: each holds its own routed
+    experts. Tensor and context ranks compute the same tokens.
+
+    routed: the ranks that sum what routed and shared experts give, and cut shared experts among them: those of tensor
+    or of expert, whichever are more. Where there are fewer expert ranks than tensor ranks, the rest of the tensor ranks
+    cut the experts' inner width.
+    """
+
+    tensor: Ranks = ALONE
+    context: Ranks = ALONE
+    data: Ranks = ALONE
+    expert: Ranks = ALONE
+    routed: Ranks = field(init=False)
+
+    def __post_init__(self):
+        tensor, expert = self.tensor, self.expert
+        more, fewer = max(tensor.size, expert.size), min(tensor.size, expert.size)
+        if more % fewer:
+            raise ValueError(
+                f"expert: got {expert.size} ranks, allowed: a divisor or a multiple of the {tensor.size} tensor ranks"
+            )
+        within = tensor.size * self.context.size
+        if within % expert.size:
+            raise ValueError(
+                f"expert: got {expert.size} ranks, allowed: a divisor of the {within} that compute the same tokens"
+            )
+        object.__setattr__(self, "routed", tensor if tensor.size >= expert.size else expert)
+        if expert.rank != self._expert_rank():
+            raise ValueError(f"expert: got rank {expert.rank}, allowed: {self._expert_rank()} in this grid")
+
+    def _expert_rank(self) -> int:
+        """Which experts this rank has: of the first ones the first rank of a run of neighbours."""
+        place = self.context.rank * self.tensor.size + self.tensor.rank
+        return place % self.routed.size * self.expert.size // self.routed.size
+
+    @property
+    def inner(self) -> Ranks:
+        """The ranks that hold the same experts and cut their inner width. Collectives go over ``routed`` instead."""
+        size = self.routed.size // self.expert.size
+        place = self.context.rank * self.tensor.size + self.tensor.rank
+        return Ranks(size, place % size, self.routed.group if size > 1 else None)
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return self.tensor.size * self.context.size * self.data.size
+
+
+ONE_RANK = Mesh()
+
+
+def mesh_of(grid: DeviceMesh, experts: DeviceMesh | None = None) -> Mesh:
+    """The mesh of this process in torch's ``grid``, whose dimensions are named as DIMENSIONS; those that are missing
+    have one rank.
+
+    experts: a mesh of the same processes with a dimension "expert": of neighbours where there are at least as many as
+    tensor ranks, else of every (tensor / expert)-th within a tensor group. None: one expert rank.
+    """
+    named = {}
+    for mesh, allowed in ((grid, DIMENSIONS), (experts, ("expert",))):
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        for name in names:
+            if name in allowed:
+                named[name] = _ranks(mesh, name)
+            elif mesh is grid:
+                raise ValueError(f"grid: got a dimension {name!r}, allowed: {', '.join(DIMENSIONS)}")
+    if experts is not None and "expert" not in named:
+        raise ValueError("experts: got no dimension named 'expert', allowed: a mesh that has one")
+    return Mesh(**named)
+
+
+def _ranks(mesh: DeviceMesh | None, name: str) -> Ranks:
+    assert mesh is not None
+    group = mesh.get_group(name)
+    return Ranks(group.size(), group.rank(), group.group_name if group.size() > 1 else None)
+
+
+def show_mesh(mesh: Mesh) -> dict[str, int]:
+    """Sizes by dimension, for reports."""
+    return {one.name: getattr(mesh, one.name).size for one in fields(mesh) if one.init}

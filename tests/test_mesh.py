@@ -1,0 +1,66 @@
+"""The grid of processes as a value: who is who, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks, mesh_of, show_mesh
+
+
+def grid(tensor: int, context: int, expert: int, place: int) -> Mesh:
+    """The mesh of one place in a grid of one data rank, by the layout that the module states."""
+    routed = max(tensor, expert)
+    own = place % routed * expert // routed
+
+    def ranks(size: int, rank: int, name: str) -> Ranks:
+        return Ranks(size, rank, name if size > 1 else None)
+
+    return Mesh(
+        tensor=ranks(tensor, place % tensor, "t"), context=ranks(context, place // tensor, "c"),
+        expert=ranks(expert, own, "e"),
+    )  # fmt: skip
+
+
+def test_one_rank():
+    assert Mesh() == ONE_RANK and ONE_RANK.size == 1
+    assert ONE_RANK.routed == ONE_RANK.inner == ALONE
+    assert show_mesh(ONE_RANK) == {"tensor": 1, "context": 1, "data": 1, "expert": 1}
+
+
+@pytest.mark.parametrize(("tensor", "context", "expert"), ((4, 1, 2), (2, 2, 4), (4, 1, 1), (1, 4, 2), (2, 2, 1)))
+def test_every_part_of_every_expert_lies_on_one_of_the_ranks_that_sum(tensor, context, expert):
+    places = [grid(tensor, context, expert, place) for place in range(tensor * context)]
+    size = max(tensor, expert)
+    for start in range(0, len(places), size):
+        run = places[start : start + size]
+        assert sorted((one.expert.rank, one.inner.rank) for one in run) == [
+            (which, part) for which in range(expert) for part in range(size // expert)
+        ]
+        assert [one.routed.rank for one in run] == list(range(size))
+        assert {one.routed.group for one in run} == {None if size == 1 else "t" if tensor >= expert else "e"}
+
+
+def test_what_a_mesh_refuses():
+    for arguments, message in (
+        ((4, 1, 3), "expert: got 3 ranks, allowed: a divisor or a multiple of the 4 tensor ranks"),
+        ((2, 1, 4), "expert: got 4 ranks, allowed: a divisor of the 2 that compute the same tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            grid(*arguments, place=0)
+    with pytest.raises(ValueError, match="expert: got rank 1, allowed: 0 in this grid"):
+        Mesh(tensor=Ranks(2, 0, "t"), expert=Ranks(2, 1, "e"))
+
+
+def test_a_mesh_of_torch(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert mesh_of(init_device_mesh("cpu", (1, 1), mesh_dim_names=("context", "tensor"))) == ONE_RANK
+        wrong = init_device_mesh("cpu", (1,), mesh_dim_names=("pipeline",))
+        with pytest.raises(ValueError, match="grid: got a dimension 'pipeline', allowed: data, context, tensor"):
+            mesh_of(wrong)
+        with pytest.raises(ValueError, match="experts: got no dimension named 'expert'"):
+            mesh_of(init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",)), wrong)
+    finally:
+        dist.destroy_process_group()
