@@ -55,10 +55,10 @@ deepseek_v4_pro: 864.7 GB, 805.32 GiB
         self.assertExpectedInline(
             "\n".join(lines),
             """\
-deepseek_v32: 690.8 90.5
-glm5: 761.5 99.7
-deepseek_v4_flash: 160.2 22.6
-deepseek_v4_pro: 865.6 115.2""",
+deepseek_v32: 690.6 90.4
+glm5: 761.2 99.6
+deepseek_v4_flash: 160.1 22.5
+deepseek_v4_pro: 865.2 115.1""",
         )
 
 

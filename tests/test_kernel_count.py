@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from support.launched import launched
 
 from sparse_attn import workspace
 from sparse_attn.models.params import random_params
@@ -24,17 +24,6 @@ OURS = (
     "write_rows",
 )  # fmt: skip
 MAX_CONTEXT = BLOCK * WIDTH
-
-
-def launched(work) -> list[str]:
-    """Names of what ran on the device, kernels and copies, in order."""
-    work()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        work()
-        torch.cuda.synchronize()
-    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
 
 
 @pytest.mark.gpu

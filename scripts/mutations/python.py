@@ -35,9 +35,16 @@ PYTHON = [
     Mutation(
         "gate-in-model-dtype", "experts are chosen by gate logits in bf16",
         "sparse_attn/models/moe.py",
-        'logits = F.linear(x.float(), params[prefix + "gate"])',
+        'logits = linear_fp32(x, params[prefix + "gate"])',
         'logits = F.linear(x, params[prefix + "gate"].to(x.dtype)).float()',
         ("tests/test_models.py::test_gate_logits_are_not_rounded",),
+    ),
+    Mutation(
+        "gate-rounded-to-bf16", "router weights that files have in fp32 are rounded to bf16",
+        "sparse_attn/models/params.py",
+        "dtype == stored == torch.bfloat16:",
+        "dtype == torch.bfloat16:",
+        ("tests/test_narrow_products.py::test_values_that_bf16_does_not_hold_stay_fp32",),
     ),
     Mutation(
         "kv-b-values-first", "W_UV of a head is the first rows of its part of kv_b",

@@ -23,6 +23,7 @@ _FP8 = "F8_E4M3"
 _SCALES = {"F32": "fp32", "F16": "fp32", "BF16": "fp32", "F8_E8M0": "e8m0"}  # fp16 and bf16 are widened, exactly
 _INTEGERS = {"I64", "I32"}
 _BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2}  # of a value; others that are read take one
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FP4_BYTES = {"I8", "U8"}  # what files call two fp4 values in a byte
 _MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 _UNSAID = Quantisation()
@@ -79,6 +80,10 @@ class Checkpoint:
         if layout is None and found != shape:
             self._refuse(name, f"shape {list(found)}", str(list(shape)))
         return layout
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of ``name``, None where it is not one of plain floating point."""
+        return _DTYPES.get(self._header(name)[0])
 
     def values(self, name: str) -> torch.Tensor:
         """The tensor called ``name`` as it lies in its file, a view of mapped memory."""

@@ -92,7 +92,10 @@ def fill(
     weight may have."""
     if len(readings) == 1 and readings[0].layout is not None:
         return [_packed(readings[0], checkpoint, device, told)]
-    targets = [torch.empty(one.shape, dtype=param_dtype(one.name, dtype), device=device) for one in readings]
+    targets = [
+        torch.empty(one.shape, dtype=param_dtype(one.name, dtype, checkpoint.dtype(one.sources[0])), device=device)
+        for one in readings
+    ]
     if len(readings) == 2:
         assert isinstance(spec, Spec)
         _fill_kv_b(targets[0], targets[1], readings[0], checkpoint, spec)

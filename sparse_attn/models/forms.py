@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
-from sparse_attn.models.params import INTEGER_NAMES, param_dtype
+from sparse_attn.models.params import INTEGER_NAMES, NARROW, param_dtype
 from sparse_attn.models.quantisation import quantisation_config, quantisation_of
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.models.shards import INDEX, WEIGHTS
@@ -31,7 +31,6 @@ _LINEARS = (
     "attn.q_a", "attn.q_b", "attn.kv_a", "attn.w_uk", "attn.kv", "attn.o", "attn.o_a", "attn.o_b", "index.q_b",
     "index.k", "mlp.gate_up", "mlp.down", "moe.shared_gate_up", "moe.shared_down", "e_proj", "h_proj",
 )  # fmt: skip
-NARROW = ("moe.gate", "index.weights")  # which the forward holds in fp32
 
 
 class Form(NamedTuple):
@@ -160,9 +159,12 @@ def layout_of(kind: str, form: Form) -> WeightLayout | None:
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
-    if entry.kind.endswith(INTEGER_NAMES):
-        return torch.int64
-    return torch.bfloat16 if entry.kind.endswith(NARROW) else param_dtype(entry.kind, torch.bfloat16)
+    return torch.int64 if entry.kind.endswith(INTEGER_NAMES) else stored_dtype(entry.kind)
+
+
+def stored_dtype(kind: str) -> torch.dtype:
+    """The dtype of a weight of floating point in files that have not quantised it."""
+    return torch.bfloat16 if kind.endswith(NARROW) else param_dtype(kind, torch.bfloat16)
 
 
 def nbytes_of(entry: Entry, form: Form) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from sparse_attn.models.filling import Reading
-from sparse_attn.models.forms import Entry, form_of, layout_of, nbytes_of, parts_of, predicted_of
+from sparse_attn.models.forms import Entry, form_of, layout_of, nbytes_of, parts_of, predicted_of, stored_dtype
 from sparse_attn.models.moe import takes_grouped
 from sparse_attn.models.params import param_dtype, stays_packed
 from sparse_attn.pipeline import Bounds, CacheLayouts
@@ -51,7 +51,7 @@ def weight_bytes(
         if held is not None:
             found[_kind(name)] += packed_bytes(shape, held)
         else:
-            found[_kind(name)] += torch.Size(shape).numel() * param_dtype(kind, dtype).itemsize
+            found[_kind(name)] += torch.Size(shape).numel() * param_dtype(kind, dtype, stored_dtype(kind)).itemsize
     tables = 2 if isinstance(spec, CompressedSpec) else 1
     found["other"] += tables * spec.max_positions * spec.rope_dim * FP32
     return found

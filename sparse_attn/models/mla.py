@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sparse_attn import gradients, pipeline
 from sparse_attn.autocast import no_autocast
-from sparse_attn.models.norms import layer_norm, rms_norm
+from sparse_attn.models.norms import layer_norm, linear_fp32, rms_norm
 from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
@@ -49,7 +48,7 @@ def select(
     pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
     query = indexer_q_rope_quant(
         torch.unflatten(linear(q_latent, params[prefix + "q_b"], impl=impl), -1, (index.num_heads, index.head_dim)),
-        F.linear(hidden.float(), params[prefix + "weights"]),
+        linear_fp32(hidden, params[prefix + "weights"]),
         plan.positions,
         rope,
         start=index.rope_start,

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
+from sparse_attn.models.norms import linear_fp32
 from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.spec import MoeSpec
@@ -118,7 +119,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table
     row."""
-    logits = F.linear(x.float(), params[prefix + "gate"])
+    logits = linear_fp32(x, params[prefix + "gate"])
     common: dict[str, Any] = dict(
         score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl
     )

@@ -28,7 +28,10 @@ def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @no_autocast
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, d] times weight [n, d], accumulated and kept in fp32."""
+    """x [T, d] times weight [n, d] -> fp32 [T, n]; neither is rounded, products are added up in fp32.
+
+    On a GPU one kernel reads bf16 of both as they are. Elsewhere, and for weights in fp32, x is widened first.
+    """
     if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -22,6 +22,8 @@ from sparse_attn.weight_layout import PackedWeight, Weight
 # Kept in fp32 whatever the model's dtype: a rounding there changes which keys or experts are selected, or is multiplied
 # through every layer.
 FP32_NAMES = ("index.weights", "moe.gate", "moe.bias", ".sink", ".position_bias", ".fn", ".base", ".scale")
+# Of those, held in bf16 in a model of bf16 where files have them in bf16: norms.linear_fp32 rounds neither factor.
+NARROW = ("moe.gate", "index.weights")
 INTEGER_NAMES = ("moe.table",)
 ROPE_NAMES = ("rope", "rope_compressed")
 # Expanded to the model's dtype where files have them quantised; every other matrix stays packed. All of them together
@@ -33,10 +35,12 @@ EXPANDED = {
 } | dict.fromkeys(("kv_gate",), "the compressor pools products in fp32")
 
 
-def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype a weight is held in, in a model of ``dtype``."""
+def param_dtype(name: str, dtype: torch.dtype, stored: torch.dtype | None = None) -> torch.dtype:
+    """The dtype a weight is held in, in a model of ``dtype``. stored: the one that files have it in, if they do."""
     if name.endswith(INTEGER_NAMES):
         return torch.int32
+    if name.endswith(NARROW) and dtype == stored == torch.bfloat16:
+        return torch.bfloat16
     return torch.float32 if name.endswith(FP32_NAMES) else dtype
 
 

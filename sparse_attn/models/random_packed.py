@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.models.filling import Reading
-from sparse_attn.models.forms import form_of, layout_of, parts_of
+from sparse_attn.models.forms import form_of, layout_of, parts_of, stored_dtype
 from sparse_attn.models.params import (
     INTEGER_NAMES,
     hold_weight,
@@ -43,7 +43,7 @@ def random_packed_params(
                 spec.moe.num_experts, shape, dtype=torch.int32, device=generator.device, generator=generator
             )
         else:
-            value = torch.empty(shape, dtype=param_dtype(kind, dtype), device=generator.device)
+            value = torch.empty(shape, dtype=param_dtype(kind, dtype, stored_dtype(kind)), device=generator.device)
             value.uniform_(-1, 1, generator=generator)
             value = random_weight(kind, value).to(value.dtype)
         params[name] = hold_weight(value)

@@ -16,8 +16,8 @@ import torch
 from sparse_attn import checks
 from sparse_attn.files import replacing
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
-from sparse_attn.models.forms import EXPERTS, NARROW, Names
-from sparse_attn.models.params import INTEGER_NAMES, param_dtype
+from sparse_attn.models.forms import EXPERTS, Names
+from sparse_attn.models.params import INTEGER_NAMES, NARROW, param_dtype
 from sparse_attn.models.quantisation import Quantisation, quantisation_config
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
 from sparse_attn.models.shards import WEIGHTS, stale_files
@@ -106,7 +106,7 @@ def checkpoint_tensors(
                 scale = source.removesuffix("weight") + "scale" if short else source + SCALE_SUFFIX
                 tensors |= {source: codes, scale: scales}
             continue
-        stored = torch.int64 if name.endswith(INTEGER_NAMES) else param_dtype(name, dtype)
+        stored = torch.int64 if name.endswith(INTEGER_NAMES) else param_dtype(name, dtype, weight.dtype)
         value = weight.detach().to("cpu", stored)
         if kind == "attn.w_uk":
             other = params[name.removesuffix("w_uk") + "w_uv"]

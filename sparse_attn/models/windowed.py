@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sparse_attn import gradients
 from sparse_attn.autocast import no_autocast
@@ -85,7 +84,7 @@ def select(
     )  # fmt: skip
     query = indexer_q_rope_quant(
         torch.unflatten(linear(q_latent, params[prefix + "q_b"], impl=impl), -1, (index.num_heads, index.head_dim)),
-        F.linear(hidden.float(), params[prefix + "weights"]),
+        linear_fp32(hidden, params[prefix + "weights"]),
         plan.positions,
         params["rope_compressed"],
         start=index.rope_start,
