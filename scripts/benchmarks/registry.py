@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from benchmarks.record import Record
 from benchmarks.run import Run
 
-HOST_TIMED = frozenset({"plan_cache", "decode_loop"})  # suites of host times, which vary by a third from run to run
+# Suites of host times, which vary by a third from run to run.
+HOST_TIMED = frozenset({"plan_cache", "decode_loop", "load"})
 Suite = Callable[[Run], Iterator[Record]]
 _suites: dict[str, Suite] = {}
 

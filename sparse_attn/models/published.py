@@ -86,13 +86,12 @@ def random_packed_weight(shape: tuple[int, ...], layout: WeightLayout, generator
     *leading, rows, columns = shape
     device = generator.device
     if layout.codes == "e2m1":
-        codes = torch.randint(
-            256, (*leading, rows, columns // 2), dtype=torch.uint8, device=device, generator=generator
-        )
+        codes = _random_bytes((*leading, rows, columns // 2), generator)
         values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu")
     else:
-        codes = torch.randint(254, shape, dtype=torch.uint8, device=device, generator=generator)
-        codes += codes >= 127  # 127 and 255 are NaN
+        codes = _random_bytes(shape, generator)
+        for band in codes.flatten().split(1 << 26):
+            band.masked_fill_((band & 127) == 127, 126)  # no NaN
         codes = codes.view(torch.float8_e4m3fn)
         values = torch.arange(127, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     usual = math.log2((1 / columns) ** 0.5 / values.square().mean().sqrt().item())
@@ -100,3 +99,10 @@ def random_packed_weight(shape: tuple[int, ...], layout: WeightLayout, generator
     exponents = usual + torch.rand(grid, dtype=torch.float32, device=device, generator=generator) - 0.5
     scales = torch.exp2(exponents) if layout.scale == "fp32" else (exponents.round() + 127).to(torch.uint8)
     return PackedWeight(codes, scales, layout.name)
+
+
+def _random_bytes(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Eight at a time, which on a CPU takes a quarter of the time."""
+    count, device = math.prod(shape), generator.device
+    words = torch.empty(-(-count // 8), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
+    return words.view(torch.uint8)[:count].view(shape)

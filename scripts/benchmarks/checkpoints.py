@@ -1,0 +1,208 @@
+"""Checkpoints of published form: how fast they load, and a rank's share of a whole model on one GPU."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.inputs import normal
+from benchmarks.record import Record
+from benchmarks.registry import suite
+from benchmarks.run import Run
+from sparse_attn.layout import Layout
+from sparse_attn.models.forms import first_layers
+from sparse_attn.models.loading import load, open_checkpoint, readings_of
+from sparse_attn.models.memory import weight_bytes
+from sparse_attn.models.params import ROPE_NAMES
+from sparse_attn.models.published import write_published
+from sparse_attn.models.random_packed import random_packed_params
+from sparse_attn.models.share import share_of
+from sparse_attn.pipeline import Bounds, cache_layouts, cache_uses, default_block_size
+from sparse_attn.roofline import Work
+from sparse_attn.runtime.batch import scratch_size
+from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.model import AnyCaches, Model
+from sparse_attn.runtime.plan import plan
+from sparse_attn.runtime.steps import Decode, Sampling, decode_step
+from sparse_attn.spec import CompressedSpec, Spec, preset
+from sparse_attn.target import target_of
+from sparse_attn.weight_layout import weight_bytes as bytes_of
+
+REPEATS = 3
+FREE = 0.94  # of a card's bytes, for what is counted here
+SHARES = (("deepseek_v32", 8), ("deepseek_v4_flash", 2))
+
+
+class HostPeak:
+    """The most anonymous memory that the process holds beside what it held at first; files that are mapped do not
+    count. most: bytes."""
+
+    def __enter__(self):
+        self._end, self._before, self.most = threading.Event(), _anonymous(), 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._end.wait(0.001):
+            self.most = max(self.most, _anonymous() - self._before)
+
+
+def _anonymous() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:"))
+    return 1024 * int(line.split()[1])
+
+
+@suite("load")
+def loading(run: Run) -> Iterator[Record]:
+    "A published checkpoint onto the GPU, beside the same files read into pinned memory; both from the page cache."
+    for name, form, layers in run.pick(
+        [("deepseek_v4_flash", "published", 1), ("deepseek_v4_flash", "fused", 1)], [("tiny_v4", "published", 1)]
+    ):
+        spec = first_layers(preset(name), layers)
+        with tempfile.TemporaryDirectory() as home:
+            folder = Path(home) / "checkpoint"
+            write_published(folder, spec, form)
+            yield _loaded(run, folder, f"{name}, {form}, layers {layers}")
+
+
+def _loaded(run: Run, folder: Path, case: str) -> Record:
+    opened = open_checkpoint(folder, mtp=False)
+    sources = {source for one in readings_of(opened, False).values() for source in one.sources}
+    total = sum(map(opened.checkpoint.nbytes, sources))
+    files = sorted({opened.checkpoint.file(source) for source in sources})
+    largest = max(map(opened.checkpoint.nbytes, sources))
+    pinned = torch.empty(max(file.stat().st_size for file in files), dtype=torch.uint8, pin_memory=not run.dry)
+    theirs = min(_read_all(files, pinned) for _ in range(REPEATS)) * total / sum(file.stat().st_size for file in files)
+    times, ratio, most = [], 0.0, 0
+    for _ in range(REPEATS):
+        with HostPeak() as host:
+            begin = time.perf_counter()
+            params = load(folder, device=run.device)[1]
+            if not run.dry:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        held = sum(bytes_of(weight) for name, weight in params.items() if not name.startswith("rope"))
+        ratio, most = held / total, max(most, host.most)
+        del params
+    if run.dry:
+        return Record(case, 0.0)
+    assert ratio <= 1.03
+    case += f" ({total / 1e9:.2f} GB, host {most / largest:.1f} largest tensors, device {ratio:.3f} of the files)"
+    return Record(case, 1e6 * min(times), "read into pinned memory", 1e6 * theirs)
+
+
+def _read_all(files: list[Path], pinned: torch.Tensor) -> float:
+    """Seconds to read ``files``."""
+    place, begin = memoryview(pinned.numpy()), time.perf_counter()
+    for path in files:
+        with open(path, "rb", buffering=0) as file:
+            size, done = path.stat().st_size, 0
+            while done < size:
+                done += file.readinto(place[done:size])
+    return time.perf_counter() - begin
+
+
+@suite("real_share")
+def real_share(run: Run) -> Iterator[Record]:
+    "A rank's share of all layers of V3.2 (1/8) and V4-Flash (1/2), packed, by a captured step; less if it must."
+    context, batches = run.pick(8192, 64), run.pick((1, 8, 64), (2,))
+    for name, ranks in run.pick(SHARES, (("tiny_glm5", 2), ("tiny_v4", 2))):
+        spec, ranks = _fitting(run, name, ranks, _bounds(preset(name), batches[-1], context))
+        params = random_packed_params(spec, 0, run.device)
+        model = Model(spec, params, cache_layouts(spec, "fp8"))
+        for batch in batches:
+            yield _decoded(run, model, f"{name} 1/{ranks}, requests {batch}", batch, context)
+        del params, model
+
+
+def _bounds(spec: Spec | CompressedSpec, batch: int, context: int) -> Bounds:
+    return Bounds(
+        max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(spec), kv_rows=0
+    )
+
+
+def _fitting(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | CompressedSpec, int]:
+    """The largest share, from 1 / ``ranks`` on, that the card holds with what its steps take."""
+    while not run.dry:
+        share = share_of(preset(name), ranks)
+        needed = plan(share, bounds, target_of(torch.device(run.device)), "fp8", form="published")["bytes"]
+        if needed <= FREE * torch.cuda.mem_get_info()[0]:
+            break
+        ranks *= 2
+    return share_of(preset(name), ranks), ranks
+
+
+def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Record:
+    spec, bounds = model.spec, _bounds(model.spec, batch, context)
+    width, steps = bounds.num_blocks // batch, run.pick(50, 2)
+    caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
+    _fill(caches, model)
+    device = run.device
+    state = Decode(
+        torch.arange(batch, device=device),
+        torch.full((batch,), context // 2, dtype=torch.int32, device=device),
+        torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width),
+        torch.arange(batch + 1, dtype=torch.int32, device=device),
+        torch.zeros(0, dtype=torch.int64, device=device),
+        torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
+    )
+    if run.dry:
+        assert decode_step(model, caches, state, Sampling(), context).isfinite().all()
+        return Record(case, 0.0)
+    graph = DecodeGraph(
+        model, caches, max_context=context, max_blocks=width, buckets=(batch,), keep_logits=True,
+        workspace_size=scratch_size(model, bounds),
+    )  # fmt: skip
+    graph.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        graph.run(steps)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6 / steps)
+    assert graph.logits is not None and bool(graph.logits.isfinite().all()), "logits that are no numbers"
+    weights = weight_bytes(spec, torch.bfloat16, "published")
+    held = sum(map(bytes_of, model.params.values()))
+    assert sum(weights.values()) == held, (weights, held)
+    cached = sum(use.nbytes for use in cache_uses(spec, model.layouts, bounds))
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in weights.items() if nbytes)
+    case += f" (GB: {kinds}; caches {cached / 1e9:.2f}, steps {(peak - held - cached) / 1e9:.2f}, all {peak / 1e9:.2f})"
+    return Record(case, min(times), floor_us=run.floor(Work(_read(model, weights, batch))))
+
+
+def _read(model: Model, weights: dict[str, int], batch: int) -> float:
+    """Bytes of weights that a step of ``batch`` rows has to read, experts chosen evenly: none of the embedding but its
+    rows, the head whole."""
+    moe, head = model.spec.moe, weights["embedding"] * (1 if model.spec.tie_embeddings else 0.5)
+    touched = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
+    others = sum(weights[kind] for kind in ("mlp", "indexer", "attention", "other"))
+    tables = sum(value.nbytes for name, value in model.params.items() if name in ROPE_NAMES)
+    return weights["expert"] * touched + others - tables + head
+
+
+def _fill(caches: AnyCaches, model: Model) -> None:
+    """Normal values in every paged cache and ring."""
+    layouts = {"kv": model.layouts.kv, "compressed": model.layouts.kv, "index": model.layouts.index}
+    for field, layout in layouts.items():
+        for cache in getattr(caches, field, ()):
+            if cache is not None:
+                _fill_one(cache, layout)
+
+
+def _fill_one(cache: torch.Tensor, layout: Layout) -> None:
+    block = cache.shape[1]
+    for part in cache.split(max(1, 2**26 // (block * layout.dim))):
+        slots = torch.arange(part.shape[0] * block, device=cache.device)
+        layout.encode(part, slots, normal(slots.numel(), layout.dim, device=str(cache.device), dtype=torch.float32))
