@@ -49,7 +49,7 @@ class Mesh:
 
     routed: the ranks that sum what routed and shared experts give, and cut shared experts among them: those of tensor
     or of expert, whichever are more. Where there are fewer expert ranks than tensor ranks, the rest of the tensor ranks
-    cut the experts' inner width.
+    cut the experts' inner width: inner, whose collectives go over routed.
     """
 
     tensor: Ranks = ALONE
@@ -57,6 +57,7 @@ class Mesh:
     data: Ranks = ALONE
     expert: Ranks = ALONE
     routed: Ranks = field(init=False)
+    inner: Ranks = field(init=False)
 
     def __post_init__(self):
         tensor, expert = self.tensor, self.expert
@@ -70,21 +71,12 @@ class Mesh:
             raise ValueError(
                 f"expert: got {expert.size} ranks, allowed: a divisor of the {within} that compute the same tokens"
             )
-        object.__setattr__(self, "routed", tensor if tensor.size >= expert.size else expert)
-        if expert.rank != self._expert_rank():
-            raise ValueError(f"expert: got rank {expert.rank}, allowed: {self._expert_rank()} in this grid")
-
-    def _expert_rank(self) -> int:
-        """Which experts this rank has: of the first ones the first rank of a run of neighbours."""
-        place = self.context.rank * self.tensor.size + self.tensor.rank
-        return place % self.routed.size * self.expert.size // self.routed.size
-
-    @property
-    def inner(self) -> Ranks:
-        """The ranks that hold the same experts and cut their inner width. Collectives go over ``routed`` instead."""
-        size = self.routed.size // self.expert.size
-        place = self.context.rank * self.tensor.size + self.tensor.rank
-        return Ranks(size, place % size, self.routed.group if size > 1 else None)
+        routed, cut = (tensor if tensor.size >= expert.size else expert), more // expert.size
+        place = (self.context.rank * tensor.size + tensor.rank) % more
+        if expert.rank != place // cut:
+            raise ValueError(f"expert: got rank {expert.rank}, allowed: {place // cut} in this grid")
+        object.__setattr__(self, "routed", routed)
+        object.__setattr__(self, "inner", Ranks(cut, place % cut, routed.group if cut > 1 else None))
 
     @property
     def size(self) -> int:

@@ -48,8 +48,8 @@ def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, on_g
         name: value for name, value in params_of(spec, hidden).items() if name in ("gate", "bias")
     }
     taken = []
-    monkeypatch.setattr(experts, "experts_grouped", lambda x, *_: taken.append("grouped") or x)
-    monkeypatch.setattr(experts, "experts_dense", lambda x, *_: taken.append("dense") or x)
+    monkeypatch.setattr(experts, "experts_grouped", lambda x, *_, **__: taken.append("grouped") or x)
+    monkeypatch.setattr(experts, "experts_dense", lambda x, *_, **__: taken.append("dense") or x)
     moe(torch.randn(3, hidden).to(dtype), params, "", spec, impl="reference")
     with second_device():
         moe(torch.randn(3, hidden).to(dtype), params, "", spec, impl="reference")
@@ -149,7 +149,7 @@ def test_a_step_without_that_product_is_captured_anywhere(monkeypatch):
 
 
 def test_a_refusal_is_a_value_error_that_names_graph(monkeypatch):
-    monkeypatch.setattr(graph, "uncapturable", lambda *_: "something, allowed: another")
+    monkeypatch.setattr(graph, "uncapturable", lambda *_, **__: "something, allowed: another")
     with pytest.raises(ValueError, match="^graph: got something, allowed: another$"):
         graph.check_capturable(torch.device("cuda"), "auto", preset("tiny_v32"), torch.bfloat16)
 

@@ -9,16 +9,17 @@ closed over or in a functools.partial, it treats them as symbols that guards hol
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
-from sparse_attn.ops.grouped_linear import linear
+from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, check_block_size
+from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
 
@@ -35,34 +36,38 @@ def forward(
     impl: str = "auto",
     logits_bytes: int = LOGITS_BYTES,
     batch_invariant: bool = False,
+    mesh: Mesh = ONE_RANK,
 ) -> torch.Tensor:
     """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``.
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
     indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention, see pipeline.attend;
-    torch's matrix products have no such form here. impl: as every op takes it.
+    torch's matrix products have no such form here. impl: as every op takes it. mesh: the ranks that this process is one
+    of; ``params`` are its share (models.sharding), ``spec`` is the whole model's.
     """
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
     check_caches("caches.index", caches.index, spec.index_layers)
-    hidden = F.embedding(tokens, params["embed"])
+    hidden = embedding(tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):
         prefix = f"layers.{layer}."
         normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
         out, selection = attention(
             normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
         )  # fmt: skip
         hidden = hidden + out
         normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
         if spec.moe_layers[layer]:
-            hidden = hidden + moe(normed, params, prefix + "moe.", spec.moe, impl=impl)
+            hidden = hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh, impl=impl)
         else:
-            hidden = hidden + gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"], impl=impl)
+            dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
+            hidden = hidden + sum_over_ranks(gated_mlp(normed, *dense, impl=impl), mesh.tensor)
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    return linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"], impl=impl).float()
+    head = params["embed" if spec.tie_embeddings else "lm_head"]
+    return token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
 
 
 def allocate_caches(

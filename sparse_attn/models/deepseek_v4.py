@@ -6,15 +6,15 @@ How ``spec`` and ``layouts`` reach a compiled function: see models.deepseek_v32.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache, mark_cache
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import rms_norm
+from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.models.windowed import attention
-from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
 from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
@@ -36,13 +36,15 @@ def forward(
     logits_bytes: int = LOGITS_BYTES,
     prefill_in_place: bool = False,
     batch_invariant: bool = False,
+    mesh: Mesh = ONE_RANK,
 ) -> torch.Tensor:
     """Run one step and return fp32 logits [T, vocab]; the step's keys and entries are written into ``caches``.
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
     bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention,
-    see pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it.
+    see pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it. mesh: the ranks
+    that this process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's.
     """
     _check(spec, tokens, caches, plan)
     step = windowed.plan_windows(
@@ -50,26 +52,29 @@ def forward(
         prefill_in_place=prefill_in_place, impl=impl,
     )  # fmt: skip
     shared = _shared_entries(spec, caches, plan, step, impl)
-    streams = F.embedding(tokens, params["embed"]).unsqueeze(1).repeat(1, spec.streams, 1)
+    streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
     for layer in range(spec.num_layers):
         prefix = f"layers.{layer}."
         mix = _mix(streams, params, prefix + "attn_hyper.", spec, impl)
         normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
         out = attention(
             normed, params, prefix, spec, layer, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
         )  # fmt: skip
         streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
         mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)
         normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
-        out = moe(normed, params, prefix + "moe.", spec.moe, tokens if spec.hash_layers[layer] else None, impl=impl)
+        out = moe(
+            normed, params, prefix + "moe.", spec.moe, tokens if spec.hash_layers[layer] else None, mesh=mesh, impl=impl
+        )
         streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
     hidden = hyper_head(
         streams, params["head.fn"], params["head.base"], params["head.scale"],
         eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
     )  # fmt: skip
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    return linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"], impl=impl).float()
+    head = params["embed" if spec.tie_embeddings else "lm_head"]
+    return token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
 
 
 def allocate_caches(

@@ -12,11 +12,13 @@ import torch
 
 from sparse_attn import gradients, pipeline
 from sparse_attn.autocast import no_autocast
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import layer_norm, linear_fp32, rms_norm
 from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, Selection
+from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
 from sparse_attn.types import StepPlan
 
@@ -35,6 +37,7 @@ def select(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> Selection:
     """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora]."""
@@ -77,11 +80,13 @@ def attention(
     layouts: CacheLayouts,
     logits_bytes: int,
     batch_invariant: bool = False,
+    mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> tuple[torch.Tensor, Selection]:
     """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
 
-    ``index_cache`` None: the layer has no indexer and attends by ``selection``.
+    ``index_cache`` None: the layer has no indexer and attends by ``selection``. The indexer is whole on every rank;
+    tensor ranks have heads of their own, whose outputs they sum.
     """
     attn, rope = prefix + "attn.", params["rope"]
     q_latent = rms_norm(
@@ -90,7 +95,7 @@ def attention(
     if index_cache is not None:
         selection = select(
             hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
-            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, impl=impl,
         )  # fmt: skip
     elif selection is None:
         raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
@@ -99,7 +104,8 @@ def attention(
     key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
 
-    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (spec.num_heads, spec.qk_dim))
+    heads = spec.num_heads // mesh.tensor.size
+    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
     absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
@@ -109,4 +115,4 @@ def attention(
         layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant, impl=impl,
     ).out  # fmt: skip
     values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]
-    return linear(values.flatten(1), params[attn + "o"], impl=impl), selection
+    return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], impl=impl), mesh.tensor), selection

@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
+from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import MoeSpec
 from sparse_attn.target import Target
 from sparse_attn.weight_layout import PackedWeight, Weight, weight_shape
@@ -32,12 +34,14 @@ DENSE_MAX_EXPERTS = 16
 GROUPED_BYTES = 16  # F.grouped_mm takes rows of whole pieces of that many bytes
 
 
-def takes_grouped(spec: MoeSpec, hidden: int, dtype: torch.dtype, on_gpu: bool) -> bool:
-    """Whether tokens of ``hidden`` values take the grouped way. Before torch 2.15 bf16 alone is compiled."""
-    rows = (width * dtype.itemsize for width in (hidden, spec.intermediate_size))
+def takes_grouped(spec: MoeSpec, hidden: int, dtype: torch.dtype, on_gpu: bool, *, mesh: Mesh = ONE_RANK) -> bool:
+    """Whether tokens of ``hidden`` values take the grouped way through a rank's experts. Before torch 2.15 bf16 alone
+    is compiled."""
+    inner, experts = spec.intermediate_size // mesh.inner.size, spec.num_experts // mesh.expert.size
+    rows = (width * dtype.itemsize for width in (hidden, inner))
     widths = all(nbytes % GROUPED_BYTES == 0 for nbytes in rows)
     takes = dtype == torch.bfloat16 or not (on_gpu or torch.compiler.is_compiling())
-    return takes and spec.num_experts > DENSE_MAX_EXPERTS and widths
+    return takes and experts > DENSE_MAX_EXPERTS and widths
 
 
 def grouped_waits(target: Target) -> bool:
@@ -70,9 +74,16 @@ def experts_dense(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     clamp: float | None = None,
+    *,
+    first: int | None = None,
 ) -> torch.Tensor:
-    """x [T, D], weights fp32 and ids int32 [T, K], gate_up [E, 2I, D], down [E, D, I] -> [T, D] in x's dtype."""
+    """x [T, D], weights fp32 and ids int32 [T, K], gate_up [E, 2I, D], down [E, D, I] -> [T, D] in x's dtype.
+
+    first: the id of the first of these E experts, where they are a rank's; others add nothing. None: they are all.
+    """
     experts = torch.arange(gate_up.shape[0], device=ids.device, dtype=ids.dtype)
+    if first is not None:
+        experts = experts + first
     share = (weights.unsqueeze(-1) * (ids.unsqueeze(-1) == experts)).sum(1)  # [T, E]
     inner = gated(torch.matmul(x, gate_up.transpose(1, 2)), clamp)  # [E, T, I]
     out = torch.bmm(inner, down.transpose(1, 2))  # [E, T, D]
@@ -88,9 +99,15 @@ def experts_grouped(
     down: Weight,
     clamp: float | None = None,
     impl: str = "auto",
+    *,
+    first: int | None = None,
 ) -> torch.Tensor:
-    """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order."""
-    top_k = ids.shape[1]
+    """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
+    Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them."""
+    top_k, held = ids.shape[1], None
+    if first is not None:
+        held = (ids >= first) & (ids < first + weight_shape(gate_up)[0])
+        ids = torch.where(held, ids - first, weight_shape(gate_up)[0])
     ordered, order = torch.sort(ids.flatten(), stable=True)
     experts = torch.arange(weight_shape(gate_up)[0], device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
@@ -98,6 +115,8 @@ def experts_grouped(
     out = _product(gated(_product(rows, ends, gate_up, impl), clamp), ends, down, impl)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     picked = torch.unflatten(out[place], 0, (ids.shape[0], top_k))  # [T, K, D]
+    if held is not None:  # a product leaves those rows as they were, with any bits
+        picked = torch.where(held.unsqueeze(-1), picked, 0)
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
@@ -139,17 +158,24 @@ def moe(
     spec: MoeSpec,
     tokens: torch.Tensor | None = None,
     *,
+    mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> torch.Tensor:
-    """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id."""
+    """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id.
+
+    Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
+    experts up.
+    """
     weights, ids = route(x, params, prefix, spec, tokens, impl=impl)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
     packed = isinstance(gate_up, PackedWeight)
-    if packed or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda):
-        out = experts_grouped(x, weights, ids, gate_up, down, spec.clamp, impl)
+    ranks = mesh.expert
+    first = None if ranks.size == 1 else ranks.rank * (spec.num_experts // ranks.size)
+    if packed or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
+        out = experts_grouped(x, weights, ids, gate_up, down, spec.clamp, impl, first=first)
     else:
-        out = experts_dense(x, weights, ids, gate_up, down, spec.clamp)
+        out = experts_dense(x, weights, ids, gate_up, down, spec.clamp, first=first)
     if spec.num_shared:
         shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
         out = out + gated_mlp(x, *shared, spec.clamp, impl=impl)
-    return out
+    return sum_over_ranks(out, mesh.routed)

@@ -12,12 +12,14 @@ import torch
 
 from sparse_attn import gradients
 from sparse_attn.autocast import no_autocast
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
 from sparse_attn.ops.compressor import compress_and_cache
 from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, windowed
+from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import StepPlan, WindowCaches
@@ -74,6 +76,7 @@ def select(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> Entries:
     """Run a layer's indexer: pool this step's index keys, score, select."""
@@ -115,9 +118,14 @@ def attention(
     layouts: CacheLayouts,
     logits_bytes: int,
     batch_invariant: bool = False,
+    mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> torch.Tensor:
-    """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind."""
+    """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind.
+
+    Compressors and the indexer are whole on every rank; tensor ranks have groups of heads of their own, whose outputs
+    they sum.
+    """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]
     q_latent = rms_norm(linear(hidden, params[attn + "q_a"], impl=impl), params[attn + "q_a_norm"], spec.rms_eps)
@@ -132,12 +140,13 @@ def attention(
     if kind == "indexed":
         entries = select(
             hidden, q_latent, params, prefix + "index.", spec, layer, caches, plan, step,
-            layouts=layouts, logits_bytes=logits_bytes, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, impl=impl,
         )  # fmt: skip
     else:
         entries = shared[kind]
 
-    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (spec.num_heads, spec.head_dim))
+    heads, groups = spec.num_heads // mesh.tensor.size, spec.o_groups // mesh.tensor.size
+    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (heads, spec.head_dim))
     q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
     q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
     if kind != "window":
@@ -149,9 +158,9 @@ def attention(
         batch_invariant=batch_invariant, impl=impl,
     ).out  # fmt: skip
     out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)
-    grouped = out.reshape(out.shape[0], spec.o_groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
+    grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
     mixed = _by_groups(grouped, params[attn + "o_a"], impl).transpose(0, 1)  # [T, groups, o_lora]
-    return linear(mixed.flatten(1), params[attn + "o_b"], impl=impl)
+    return sum_over_ranks(linear(mixed.flatten(1), params[attn + "o_b"], impl=impl), mesh.tensor)
 
 
 def _by_groups(grouped: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:

@@ -19,6 +19,19 @@ from sparse_attn.torch_private import all_gather, all_reduce
 from sparse_attn.types import AttentionOutput
 
 
+def sum_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of all ranks' tensors, of the same bits on each; ``local`` itself where there is one."""
+    return local if ranks.group is None else all_reduce(local, ranks.group)
+
+
+def join_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """All ranks' [rows, columns] one beside the other, [rows, size * columns]; ``local`` itself where there is one."""
+    if ranks.group is None:
+        return local
+    parts = torch.unflatten(all_gather(local, ranks.size, ranks.group), 0, (ranks.size, local.shape[0]))
+    return parts.transpose(0, 1).flatten(1)
+
+
 def local_limits(limits: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:
     """How many of a row's first ``limits`` positions this rank holds: int32, the shape of ``limits``. A limit below 0
     counts as 0."""

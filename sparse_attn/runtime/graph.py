@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.inputs import checked_sampling
@@ -26,15 +27,19 @@ from sparse_attn.workspace import Workspace, WorkspaceSize
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def uncapturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype) -> str | None:
+def uncapturable(
+    device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype, *, mesh: Mesh = ONE_RANK
+) -> str | None:
     """Why a decode step of a model with weights in ``dtype`` cannot be captured on ``device``; None where it can."""
+    if device.type != "cuda" and mesh.size > 1:
+        return f"{mesh.size} processes on device {device}, whose collectives (gloo) cannot be captured"
     if device.type != "cuda":
         return f"device {device}, needs a CUDA or HIP device"
     if impl == "reference":
         return "impl 'reference', which waits for the host, allowed: 'auto', 'triton'"
     routed = isinstance(spec, CompressedSpec) or any(spec.moe_layers)
     target = target_of(device)
-    if routed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True) and grouped_waits(target):
+    if routed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True, mesh=mesh) and grouped_waits(target):
         return (
             f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where "
             "torch's grouped matrix product waits for the host, allowed: sm_90 and sm_10x, or at most "
@@ -43,9 +48,11 @@ def uncapturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, d
     return None
 
 
-def check_capturable(device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype) -> None:
+def check_capturable(
+    device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype, *, mesh: Mesh = ONE_RANK
+) -> None:
     """ValueError where a decode step cannot be captured."""
-    if (reason := uncapturable(device, impl, spec, dtype)) is not None:
+    if (reason := uncapturable(device, impl, spec, dtype, mesh=mesh)) is not None:
         raise ValueError(f"graph: got {reason}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import hold, keeps_dtype
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
@@ -26,7 +27,8 @@ class Weights(torch.nn.Module):
 
 class Model(torch.nn.Module):
     """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
-    batch_invariant: of attention in every step, see pipeline.attend.
+    batch_invariant: of attention in every step, see pipeline.attend. mesh: the ranks that this process is one of;
+    ``params`` are its share (models.sharding), ``spec`` is the whole model's.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
     holds what ``params`` does, and load_state_dict() takes it. A PackedWeight is two: its codes under its own name, and
@@ -46,10 +48,12 @@ class Model(torch.nn.Module):
         logits_bytes: int = LOGITS_BYTES,
         *,
         batch_invariant: bool = False,
+        mesh: Mesh = ONE_RANK,
     ):
         super().__init__()
         self.spec, self.layouts = spec, layouts
         self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
+        self.mesh = mesh
         self._places = []  # (name, its node, its name there), because a walk over the tree takes long
         self._packed = {name: value.layout for name, value in params.items() if isinstance(value, PackedWeight)}
         for name, value in params.items():
@@ -89,7 +93,10 @@ class Model(torch.nn.Module):
         """The model with batch_invariant, of the same weights; itself where it is."""
         if self.batch_invariant:
             return self
-        return Model(self.spec, self.params, self.layouts, self.impl, self.logits_bytes, batch_invariant=True)
+        return Model(
+            self.spec, self.params, self.layouts, self.impl, self.logits_bytes, batch_invariant=True,
+            mesh=self.mesh,
+        )  # fmt: skip
 
     def allocate_caches(
         self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
@@ -109,6 +116,7 @@ class Model(torch.nn.Module):
         return forward(
             self._weights(), self.spec, tokens, caches, plan,
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
+            mesh=self.mesh,
         )  # fmt: skip
 
     def _weights(self) -> dict[str, Weight]:

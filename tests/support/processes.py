@@ -1,0 +1,126 @@
+"""Several processes with gloo, each a rank of a mesh, and what they generate beside one process."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from sparse_attn.mesh import ONE_RANK, Mesh
+from sparse_attn.models.params import random_params
+from sparse_attn.models.sharding import shard_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.generate import Generation, Model, generate
+from sparse_attn.runtime.processes import make_mesh
+from sparse_attn.spec import preset
+
+LENGTHS = (70, 3, 41)  # more than a prefill step, fewer than there are ranks
+NEW_TOKENS = 5
+
+
+class Grid(NamedTuple):
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.context * self.data
+
+    def __str__(self) -> str:
+        return f"T{self.tensor}C{self.context}E{self.expert}D{self.data}"
+
+
+class Case(NamedTuple):
+    name: str
+    grid: Grid
+    cache: str = "fp32"
+    lengths: tuple[int, ...] = LENGTHS
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.grid} {self.cache}"
+
+    def file(self, folder: Path) -> Path:
+        """Where what one process generates is kept."""
+        return folder / f"{self.name}-{self.cache}.pt"
+
+
+def run_processes(size: int, body: Callable[..., None], folder: Path, *arguments: object) -> None:
+    """Run ``body(rank, *arguments)`` in ``size`` processes of one group; an assertion that fails in one fails here."""
+    running = multiprocessing.start_processes(
+        _run_rank, args=(size, str(folder / "store"), body, arguments), nprocs=size, start_method="spawn", join=False
+    )
+    try:
+        for _ in range(40):
+            if running.join(timeout=6):
+                return
+        pytest.fail("the processes have not ended after four minutes")
+    finally:
+        for process in running.processes:
+            process.kill()
+
+
+def _run_rank(rank: int, size: int, store: str, body: Callable[..., None], arguments: tuple) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
+    )
+    body(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mesh_of_grid(grid: Grid) -> Mesh:
+    return make_mesh(
+        tensor=grid.tensor, context=grid.context, data=grid.data, expert=grid.expert, device="cpu"
+    )  # fmt: skip
+
+
+def model_of(case: Case, mesh: Mesh = ONE_RANK) -> Model:
+    """Random fp32 weights of ``case``; a process draws all of them and keeps its own."""
+    spec = preset(case.name)
+    params = shard_params(random_params(spec, seed=0), mesh)
+    return Model(spec, params, cache_layouts(spec, case.cache), "reference", mesh=mesh)
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generated(case: Case, mesh: Mesh = ONE_RANK, compile: bool = False) -> Generation:
+    return generate(
+        model_of(case, mesh), prompts(case.lengths), max_new_tokens=NEW_TOKENS, prefill_tokens=32, keep_logits=True, compile=compile
+    )  # fmt: skip
+
+
+def write_alone(cases: list[Case], folder: Path) -> None:
+    """What one process generates in every case."""
+    for case in cases:
+        path = case.file(folder)
+        if not path.exists():
+            found = generated(case)
+            torch.save((found.tokens, found.logits), path)
+
+
+def compare_with_one(rank: int, cases: list[Case], folder: Path, compile: bool = False) -> None:
+    """Tokens equal one process's, and logits are within 1e-4 of them; not where a last bit decides what a cache's codes
+    round to."""
+    for case in cases:
+        mesh = mesh_of_grid(case.grid)
+        tokens, logits = torch.load(case.file(folder))
+        found = generated(case, mesh, compile)
+        assert found.tokens == tokens, f"{case} rank {rank}: got {found.tokens}, one process {tokens}"
+        assert found.logits is not None
+        if case.cache != "fp32":
+            continue
+        for own, alone in zip(found.logits, logits, strict=True):
+            torch.testing.assert_close(own, alone, rtol=0, atol=1e-4, msg=lambda text: f"{case} rank {rank}: {text}")

@@ -1,0 +1,60 @@
+"""Models over several processes with gloo generate what one process does."""
+
+from __future__ import annotations
+
+import pytest
+from support.processes import Case, Grid, compare_with_one, run_processes, write_alone
+
+from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
+from sparse_attn.models.params import random_params
+from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.sharding import check_mesh, rank_shapes, shard_params
+from sparse_attn.runtime.processes import make_mesh
+from sparse_attn.spec import preset
+from sparse_attn.weight_layout import weight_shape
+
+MODELS = ("tiny_v32", "tiny_glm5", "tiny_v4")
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("size", (2, 4))
+def test_tensor_and_expert_ranks(size, tmp_path):
+    grids = [Grid(tensor=size, expert=expert) for expert in (1, 2, 4) if expert <= size]
+    cases = [Case(name, grid, cache) for name in MODELS for grid in grids for cache in ("fp32", "fp8")
+             if not (name == "tiny_v4" and size > 2)]  # fmt: skip
+    write_alone(cases, tmp_path)
+    run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
+
+
+def test_two_processes(tmp_path):
+    """The one small case that is run by default."""
+    cases = [Case("tiny_v32", Grid(tensor=2, expert=2), lengths=(5, 3))]
+    write_alone(cases, tmp_path)
+    run_processes(2, compare_with_one, tmp_path, cases, tmp_path)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_have_the_shapes_they_are_said_to(name):
+    spec = preset(name)
+    mesh = Mesh(tensor=Ranks(2, 1, "t"), expert=Ranks(2, 1, "t"))
+    params = random_params(spec, seed=0)
+    held = shard_params(params, mesh)
+    shapes = rank_shapes(param_shapes(spec), mesh)
+    assert {one: weight_shape(held[one]) for one in shapes} == shapes
+    assert rank_shapes(param_shapes(spec), ONE_RANK) == param_shapes(spec)
+    assert all(shard_params(params, ONE_RANK)[one] is params[one] for one in params)
+
+
+def test_what_cannot_be_dealt_out():
+    for name, mesh, said in (
+        ("tiny_v4", Mesh(tensor=Ranks(4, 0, "t")), "4 ranks for 2 groups of heads of tiny_v4"),
+        ("tiny_v32", Mesh(tensor=Ranks(3, 0, "t")), "3 ranks for 8 heads of tiny_v32"),
+        ("tiny_v32", Mesh(context=Ranks(16, 0, "c"), expert=Ranks(16, 0, "e")), "16 ranks for 8 experts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_mesh(preset(name), mesh)
+    with pytest.raises(ValueError, match="got tensor 2 x context 1 x data 1 for 1 processes"):
+        make_mesh(tensor=2, device="cpu")
+    with pytest.raises(ValueError, match="expert: got 2 ranks, allowed: a divisor of the 1 that compute"):
+        make_mesh(expert=2, device="cpu")
+    assert make_mesh(device="cpu") is ONE_RANK
