@@ -10,7 +10,7 @@ from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, who
 
 from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
 from sparse_attn.mesh import ALONE, Ranks
-from sparse_attn.pipeline.ranks import exchanged_bytes, global_positions, local_limits, top_k_over_ranks
+from sparse_attn.pipeline.ranks import RowScores, exchanged_bytes, global_positions, local_limits, top_k_over_ranks
 from sparse_attn.testing.ops import opcheck
 
 
@@ -48,7 +48,7 @@ def test_limits_are_dealt_and_positions_found_again():
 
 def test_one_rank_selects_as_before_and_calls_no_collective():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    got = top_k_over_ranks(logits, 7, ALONE, block_size=4)
+    got = top_k_over_ranks([RowScores(logits)], 7, ALONE, block_size=4)[0]
     assert torch.equal(got, top_k_per_row(logits, 7))
 
 

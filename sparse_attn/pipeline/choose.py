@@ -7,10 +7,22 @@ from typing import Any
 import torch
 
 from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout
+from sparse_attn.mesh import Ranks
 from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_cache import gather_indexer_k
+from sparse_attn.ops.index_logits import (
+    bf16_mqa_logits,
+    bf16_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    mxfp4_mqa_logits,
+    mxfp4_paged_mqa_logits,
+)
 from sparse_attn.ops.index_topk import LOGITS_BYTES, index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.pipeline.ranks import RowScores, top_k_over_ranks
 from sparse_attn.types import CompressedPlan, QuantisedQuery, Ragged, StepPlan
+
+FP32_BYTES = 4
 
 
 def num_decode_rows(plan: StepPlan | CompressedPlan) -> int:
@@ -92,6 +104,72 @@ def choose_prefill(
         logits_bytes=logits_bytes,
         impl=impl,
     )
+
+
+def choose_over_ranks(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: StepPlan | CompressedPlan,
+    ranks: Ranks,
+    *,
+    layout: IndexLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What this rank holds of the ``top_k`` best index keys of every decode and of every prefill row: int32 [rows,
+    top_k] each, counted among the keys of the row's request that it holds. None where the step has no such rows.
+
+    cache: this rank's index keys. plan: this rank's, of pipeline.context. Scores of all rows are held at once, so that
+    a layer takes four collectives: ValueError where that takes more than ``logits_bytes``.
+    """
+    decode, prefill = num_decode_rows(plan), plan.kv_start.shape[0]
+    check_scores(decode, plan.max_context, prefill, plan.kv_capacity, logits_bytes)
+    parts = []
+    if decode:
+        scores = _decode_scores(query, cache, block_table, plan, layout, impl)
+        parts.append(RowScores(scores, None, plan.context_lens.reshape(-1)))
+    if prefill:
+        scores = _prefill_scores(query, cache, block_table, plan, layout, impl)
+        parts.append(RowScores(scores, plan.kv_start, plan.kv_end))
+    chosen = top_k_over_ranks(parts, top_k, ranks, block_size=cache.shape[1], impl=impl)
+    return chosen[0] if decode else None, chosen[-1] if prefill else None
+
+
+def check_scores(decode: int, decode_keys: int, prefill: int, prefill_keys: int, logits_bytes: int) -> None:
+    """ValueError unless the scores of so many rows, each against so many keys of a rank, fit the budget."""
+    held = FP32_BYTES * (decode * decode_keys + prefill * prefill_keys)
+    if held > logits_bytes:
+        raise ValueError(
+            f"logits_bytes: got {logits_bytes}, allowed: at least the {held} bytes of {decode} decode rows against "
+            f"{decode_keys} keys of a rank and {prefill} prefill rows against {prefill_keys}: ranks select all rows of "
+            "a step together"
+        )
+
+
+def _decode_scores(query, cache, block_table, plan, layout, impl) -> torch.Tensor:
+    score: Any = fp8_paged_mqa_logits if isinstance(layout, IndexFp8Layout) else bf16_paged_mqa_logits
+    if isinstance(layout, IndexMxfp4Layout):
+        score = mxfp4_paged_mqa_logits
+    requests, next_n = plan.context_lens.shape
+    rows = requests * next_n
+    return score(
+        torch.unflatten(query.query[:rows], 0, (requests, next_n)), cache, query.weights[:rows], plan.context_lens,
+        block_table[:requests], plan.max_context, layout, impl=impl,
+    )  # fmt: skip
+
+
+def _prefill_scores(query, cache, block_table, plan, layout, impl) -> torch.Tensor:
+    requests, rows = plan.context_lens.shape[0], num_decode_rows(plan)
+    gathered = gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=impl)
+    ranges = query.weights[rows:], plan.kv_start, plan.kv_end
+    if gathered.scales is None:
+        return bf16_mqa_logits(query.query[rows:], gathered.keys, *ranges, impl=impl)
+    keys = query.query[rows:], gathered.keys, gathered.scales
+    if isinstance(layout, IndexMxfp4Layout):
+        return mxfp4_mqa_logits(*keys, *ranges, impl=impl)
+    return fp8_mqa_logits(*keys, *ranges, flavour=_flavour(layout), impl=impl)
 
 
 def _flavour(layout: IndexLayout) -> str:

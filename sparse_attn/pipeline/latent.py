@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.mesh import ALONE, Ranks
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_cache import indexer_k_quant_and_cache
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
-from sparse_attn.pipeline.choose import choose_decode_slots, choose_prefill, num_decode_rows
+from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.pipeline.choose import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
 from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.pipeline.ranks import merge_over_ranks
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
 
@@ -59,20 +61,31 @@ def index_select(
     layouts: CacheLayouts,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
+    ranks: Ranks = ALONE,
     impl: str = "auto",
 ) -> Selection:
     """Score every row's visible index keys, keep the ``top_k`` best, and say where they lie.
 
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
-    into which this step's keys have been written. logits_bytes: bound on the scores held at a time.
+    into which this step's keys have been written. logits_bytes: bound on the scores held at a time. ranks: those that
+    hold a part of the keys each; ``plan`` is this rank's, of pipeline.context, and so is the selection.
     """
     inputs = (query, cache, plan.block_table, plan)
     options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
-    decode = prefill = None
-    if num_decode_rows(plan):
-        decode = choose_decode_slots(*inputs, **options)
-    if plan.kv_start.shape[0]:
-        chosen = choose_prefill(*inputs, **options)
+    rows = num_decode_rows(plan)
+    decode = prefill = chosen = None
+    if ranks.size > 1:
+        positions, chosen = choose_over_ranks(*inputs, ranks, **options)
+        if positions is not None:
+            decode = compute_global_topk_ragged_indices_and_indptr(
+                positions, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl
+            )
+    else:
+        if rows:
+            decode = choose_decode_slots(*inputs, **options)
+        if plan.kv_start.shape[0]:
+            chosen = choose_prefill(*inputs, **options)
+    if chosen is not None:
         prefill = build_ragged_indices_from_dense(
             chosen, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl
         )
@@ -90,6 +103,7 @@ def attend(
     d_v: int,
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranks: Ranks = ALONE,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from absorbed queries [tokens, heads, kv_lora + rope_dim] to the selected rows of a layer's KV cache.
@@ -100,13 +114,15 @@ def attend(
     batch_invariant: as sparse_attn_decode and sparse_attn_prefill take it. A row's bits then depend only on whether it
     is a decode or a prefill row. The other functions of this module need no such option: their rows never depend on
     each other.
+
+    ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
-    parts = []
+    parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once
     if selection.decode is not None:
         parts.append(
             sparse_attn_decode(
-                q[:rows], cache, selection.decode, scale=scale, layout=layouts.kv, sink=sink,
+                q[:rows], cache, selection.decode, scale=scale, layout=layouts.kv, sink=own_sink,
                 batch_invariant=batch_invariant, impl=impl,
             )
         )  # fmt: skip
@@ -121,12 +137,13 @@ def attend(
                 selection.prefill,
                 scale=scale,
                 d_v=d_v,
-                sink=sink,
+                sink=own_sink,
                 batch_invariant=batch_invariant,
                 impl=impl,
             )
         )
-    return join(parts, q, d_v)
+    out = join(parts, q, d_v)
+    return out if ranks.size == 1 or not parts else merge_over_ranks(out, ranks, sink=sink, impl=impl)
 
 
 def join(parts: list[AttentionOutput], q: torch.Tensor, d_v: int) -> AttentionOutput:

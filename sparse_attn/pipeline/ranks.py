@@ -7,6 +7,9 @@ tensors of the same shapes and get to the same collectives in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from sparse_attn import checks
@@ -52,39 +55,84 @@ def global_positions(columns: torch.Tensor, ranks: Ranks, *, block_size: int) ->
     return torch.where(columns >= 0, block * block_size + columns % block_size, -1)
 
 
+class RowScores(NamedTuple):
+    """Scores of a step's decode or prefill rows: a rank's own keys alone, the same shape on all ranks. logits: fp32
+    [rows, width]. starts, ends: int32 [rows], the row's local columns, clamped to [0, width]; None: 0 and width."""
+
+    logits: torch.Tensor
+    starts: torch.Tensor | None = None
+    ends: torch.Tensor | None = None
+
+
 def top_k_over_ranks(
-    logits: torch.Tensor,
-    k: int,
-    ranks: Ranks,
-    row_starts: torch.Tensor | None = None,
-    row_ends: torch.Tensor | None = None,
-    *,
-    block_size: int,
-    impl: str = "auto",
-) -> torch.Tensor:
+    parts: Sequence[RowScores], k: int, ranks: Ranks, *, block_size: int, impl: str = "auto"
+) -> list[torch.Tensor]:
     """This rank's own among the k largest scores of each row, of which every rank holds its own keys', exactly.
 
-    logits: fp32 [rows, width], this rank's scores, the same shape on all ranks. row_starts, row_ends: int32 [rows],
-    local columns (local_limits of the row's limits), clamped to [0, width]. block_size: positions of a dealt block,
-    the first of which is at the row's start.
+    parts: rows that are selected together. Their ends are local_limits of the rows' limits. block_size: positions of a
+    dealt block, the first of which is at the row's start.
 
-    Returns int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. The
-    union over ranks is to the bit what top_k_per_row selects from the whole rows: ties go to the lowest position.
+    Returns int32 [rows, k] for each part: local columns relative to the row's start, ascending, packed to the front, -1
+    behind. The union over ranks is to the bit what top_k_per_row selects from the whole rows: ties go to the lowest
+    position.
 
-    Four collectives, whatever the scores are: three sums of counts by 11, 11 and 10 bits of the score, and one gather
-    of the ties that each block holds. exchanged_bytes counts them. The method is a radix selection, whose histograms
-    add up over ranks.
+    Four collectives, whatever the scores are and however many parts: three sums of counts by 11, 11 and 10 bits of the
+    score, and one gather of the ties that each block holds. exchanged_bytes counts them. The method is a radix
+    selection, whose histograms add up over ranks.
     """
     if ranks.size == 1 or ranks.group is None:
-        return top_k_per_row(logits, k, row_starts, row_ends, impl=impl)
-    sums = state = None
+        return [top_k_per_row(part.logits, k, part.starts, part.ends, impl=impl) for part in parts]
+    if not parts:
+        return []
+    states: list[torch.Tensor | None] = [None] * len(parts)
+    sums: list[torch.Tensor | None] = [None] * len(parts)
     for level in range(LEVELS):
-        counts, state = count_digits(logits, k, level, sums, state, row_starts, row_ends, impl=impl)
-        sums = all_reduce(counts, ranks.group)
-    assert sums is not None and state is not None
-    ties, state = count_ties(logits, sums, state, row_starts, row_ends, block_size=block_size, impl=impl)
-    ties = torch.unflatten(all_gather(ties, ranks.size, ranks.group), 0, (ranks.size, ties.shape[0]))
-    return take_winners(logits, k, ties, state, row_starts, row_ends, block_size=block_size, rank=ranks.rank, impl=impl)
+        found = [
+            count_digits(part.logits, k, level, own_sums, state, part.starts, part.ends, impl=impl)
+            for part, own_sums, state in zip(parts, sums, states)
+        ]
+        states = [state for _, state in found]
+        sums = _apart(all_reduce(_joined([counts for counts, _ in found]), ranks.group), [c for c, _ in found])
+    tied = [
+        count_ties(part.logits, own_sums, state, part.starts, part.ends, block_size=block_size, impl=impl)
+        for part, own_sums, state in zip(parts, sums, states)
+        if own_sums is not None and state is not None
+    ]
+    gathered = all_gather(_joined([ties.flatten() for ties, _ in tied]), ranks.size, ranks.group)
+    gathered, first, chosen = torch.unflatten(gathered, 0, (ranks.size, -1)), 0, []
+    for part, (own, state) in zip(parts, tied):
+        rows, blocks = own.shape
+        ties = torch.unflatten(gathered[:, first : first + rows * blocks], 1, (rows, blocks))
+        chosen.append(
+            take_winners(
+                part.logits, k, ties, state, part.starts, part.ends,
+                block_size=block_size, rank=ranks.rank, impl=impl,
+            )
+        )  # fmt: skip
+        first += rows * blocks
+    return chosen
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _apart(whole: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    """``whole`` as ``parts`` were joined."""
+    return [whole] if len(parts) == 1 else list(whole.split([part.shape[0] for part in parts]))
+
+
+def all_positions(columns: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:
+    """What all ranks selected, as one rank selects it: positions int32 [rows, k], ascending, -1 behind. columns: what
+    top_k_over_ranks gave this rank. One collective; every rank gets the same."""
+    if ranks.size == 1 or ranks.group is None:
+        return columns
+    rows, k = columns.shape
+    own = global_positions(columns, ranks, block_size=block_size)
+    whole = torch.unflatten(all_gather(own, ranks.size, ranks.group), 0, (ranks.size, rows))
+    most = torch.iinfo(torch.int32).max
+    ascending = torch.where(whole >= 0, whole, most).transpose(0, 1).flatten(1).sort(1).values[:, :k]
+    return torch.where(ascending < most, ascending, -1)
 
 
 def merge_over_ranks(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn.layout import KvLayout
+from sparse_attn.mesh import ALONE, Ranks
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
@@ -20,10 +21,19 @@ from sparse_attn.ops.ragged import (
     entry_indices,
     window_indices,
 )
+from sparse_attn.ops.ragged.reference import NO_WINDOW
 from sparse_attn.ops.step_plan import build_compressed_plan, build_window_plan
-from sparse_attn.pipeline.choose import choose_decode, choose_decode_slots, choose_prefill, num_decode_rows
+from sparse_attn.pipeline.choose import (
+    choose_decode,
+    choose_decode_slots,
+    choose_over_ranks,
+    choose_prefill,
+    num_decode_rows,
+)
+from sparse_attn.pipeline.context import counts_window, own_entries
 from sparse_attn.pipeline.latent import join
 from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.pipeline.ranks import merge_over_ranks
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged, StepPlan, WindowPlan
 
 
@@ -42,13 +52,17 @@ class WindowStep(NamedTuple):
     """What a step's rows see, the same in every layer.
 
     in_place: rows at the front that attend in place. window: slots of their window keys. gather: how the window keys of
-    the other rows are gathered. compressed: the plan of the entries, by ratio.
+    the other rows are gathered. compressed: the plan of the entries, by ratio; of the rank's own, where ranks hold a
+    part of them each. counted: bool [tokens], the rows whose window this rank counts beside its entries; None: all.
+    counted_window: as window, of those rows.
     """
 
     in_place: int
     window: Ragged | None
     gather: WindowPlan | None
     compressed: dict[int, CompressedPlan]
+    counted: torch.Tensor | None = None
+    counted_window: Ragged | None = None
 
 
 def rings_of(plan: StepPlan) -> torch.Tensor:
@@ -65,26 +79,31 @@ def plan_windows(
     ring: int,
     entries_per_block: dict[int, int],
     prefill_in_place: bool = False,
+    ranks: Ranks = ALONE,
     impl: str = "auto",
 ) -> WindowStep:
     """Find the window of every row of ``plan``, and the entries it may see.
 
     ring: tokens a ring block holds. entries_per_block: by ratio, entries a block of that compressed cache holds.
-    prefill_in_place: let prefill rows attend in place too; cheaper where few rows would gather many keys.
+    prefill_in_place: let prefill rows attend in place too; cheaper where few rows would gather many keys. ranks: those
+    that hold a part of the entries each, and all of the rings; ``plan`` is of the whole step.
     """
     in_place = plan.positions.shape[0] if prefill_in_place else num_decode_rows(plan)
-    seen = gather = None
+    seen = gather = counted = counted_seen = None
+    if ranks.size > 1 and entries_per_block:
+        counted = counts_window(plan, ranks)
     if in_place:
-        seen = window_indices(
-            plan.positions[:in_place], plan.request_ids[:in_place], rings_of(plan), ring, window, impl=impl
-        )
+        positions, where = plan.positions[:in_place], (plan.request_ids[:in_place], rings_of(plan), ring, window)
+        seen = window_indices(positions, *where, impl=impl)
+        if counted is not None:
+            counted_seen = window_indices(torch.where(counted[:in_place], positions, -1), *where, impl=impl)
     if plan.positions.shape[0] - in_place:
         gather = build_window_plan(plan, window=window, impl=impl)
-    compressed = {
-        ratio: build_compressed_plan(plan, ratio=ratio, block_size=block_size, impl=impl)
-        for ratio, block_size in entries_per_block.items()
-    }
-    return WindowStep(in_place, seen, gather, compressed)
+    compressed = {}
+    for ratio, block_size in entries_per_block.items():
+        entries = build_compressed_plan(plan, ratio=ratio, block_size=block_size * ranks.size, impl=impl)
+        compressed[ratio] = own_entries(entries, plan, ranks, block_size=block_size)
+    return WindowStep(in_place, seen, gather, compressed, counted, counted_seen)
 
 
 def write_window_keys(
@@ -124,23 +143,31 @@ def select_entries(
     layouts: CacheLayouts,
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
+    ranks: Ranks = ALONE,
     impl: str = "auto",
 ) -> Entries:
-    """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``."""
+    """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``; of ``ranks``, this one's
+    own among them."""
     entries = step.compressed[ratio]
     inputs = (query, cache, plan.block_table, entries)
     options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     rows = num_decode_rows(plan)
-    prefill = in_place = None
-    if entries.kv_start.shape[0]:
+    prefill = in_place = chosen = None
+    if ranks.size > 1:
+        chosen, prefill = choose_over_ranks(*inputs, ranks, **options)
+    elif entries.kv_start.shape[0]:
         prefill = choose_prefill(*inputs, **options)
     if prefill is not None and step.in_place > rows:
-        chosen = torch.cat([choose_decode(*inputs, **options), prefill]) if rows else prefill
+        if rows:
+            chosen = torch.cat([choose_decode(*inputs, **options) if chosen is None else chosen, prefill])
+        else:
+            chosen = prefill
+    elif rows and chosen is None:
+        in_place = choose_decode_slots(*inputs, **options)
+    if chosen is not None:
         in_place = compute_global_topk_ragged_indices_and_indptr(
             chosen, plan.request_ids[: step.in_place], plan.block_table, cache.shape[1], impl=impl
         )
-    elif rows:
-        in_place = choose_decode_slots(*inputs, **options)
     return Entries(in_place, _gathered(prefill, plan, step, entries, window, impl))
 
 
@@ -157,18 +184,23 @@ def attend(
     scale: float,
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    ranks: Ranks = ALONE,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
-    ratio: that of ``compressed``; ignored where that is None. batch_invariant: see pipeline.latent.attend. Returns out
-    [tokens, heads, dim] and lse fp32 [tokens, heads].
+    ratio: that of ``compressed``; ignored where that is None. batch_invariant: see pipeline.latent.attend. ranks: each
+    attends to its own entries, one of them to a row's window; all get the merged output. Without entries each attends
+    for itself. Returns out [tokens, heads, dim] and lse fp32 [tokens, heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
-    if step.window is not None:
+    window, merged, whole_sink = step.window, ranks.size > 1 and compressed is not None, sink
+    if merged:
+        window, sink = step.counted_window, None  # which counts once
+    if window is not None:
         parts.append(
             sparse_attn_decode(
-                q[:rows], cache, step.window, scale=scale, layout=layout, extra_cache=compressed,
+                q[:rows], cache, window, scale=scale, layout=layout, extra_cache=compressed,
                 extra_ragged=entries.in_place, extra_layout=None if compressed is None else layout, sink=sink,
                 batch_invariant=batch_invariant, impl=impl,
             )
@@ -182,7 +214,8 @@ def attend(
                 batch_invariant=batch_invariant, impl=impl,
             )
         )  # fmt: skip
-    return join(parts, q, layout.value_dim)
+    out = join(parts, q, layout.value_dim)
+    return merge_over_ranks(out, ranks, sink=whole_sink, impl=impl) if merged and parts else out
 
 
 def _gathered(
@@ -204,6 +237,8 @@ def _gathered(
     else:
         limits, entry_offsets = entries.limits[rows:], entries.kv_start
         window_offsets = gather.offsets + entries.kv_capacity
+        if step.counted is not None:
+            window_offsets = torch.where(step.counted[rows:], window_offsets, NO_WINDOW)
         most, num_rows = entries.max_context, entries.kv_capacity + gather.capacity
     return combine_topk_swa_indices_ragged(
         chosen, limits, plan.positions[rows:], entry_offsets, window_offsets,

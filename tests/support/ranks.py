@@ -10,7 +10,7 @@ from support.topk import scores
 
 from sparse_attn import AttentionOutput, count_digits, count_ties, merge_attn_states, take_winners, top_k_per_row
 from sparse_attn.mesh import Ranks
-from sparse_attn.pipeline.ranks import global_positions, local_limits, merge_over_ranks, top_k_over_ranks
+from sparse_attn.pipeline.ranks import RowScores, global_positions, local_limits, merge_over_ranks, top_k_over_ranks
 from sparse_attn.torch_private import TorchDispatchMode, dynamo_counts
 
 NAN = math.nan
@@ -115,7 +115,7 @@ def run_group(ranks: Ranks, group, compiled: bool) -> None:
         logits, limits = whole_rows(case)
         own, ends = dealt_rows(case, logits, ranks.rank), local_limits(limits, ranks, block_size=case.block)
         with Collectives() as seen:
-            chosen = top_k_over_ranks(own, case.k, ranks, None, ends, block_size=case.block)
+            chosen = top_k_over_ranks([RowScores(own, None, ends)], case.k, ranks, block_size=case.block)[0]
         assert seen.count == 4, seen.count
         all_of_them = [torch.empty_like(chosen) for _ in range(ranks.size)]
         dist.all_gather(all_of_them, chosen, group=group)
@@ -165,7 +165,7 @@ def check_compiled(ranks: Ranks) -> None:
     before, _ = dynamo_counts()
 
     def select(logits, ends):
-        return top_k_over_ranks(logits, 9, ranks, None, ends, block_size=4)
+        return top_k_over_ranks([RowScores(logits, None, ends)], 9, ranks, block_size=4)[0]
 
     compiled = torch.compile(select, backend="eager", fullgraph=True, dynamic=True)
     for rows, width in ((3, 40), (5, 64), (2, 100)):

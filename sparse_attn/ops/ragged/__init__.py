@@ -145,7 +145,8 @@ def combine_topk_swa_indices_ragged(
     [tokens], entries at or beyond are dropped. positions: int32 [tokens]; negative: an empty row. Entry e stands in row
     e + entry_offsets[t]; position p in row p + window_offsets[t] (which may be negative), for the last ``window``
     positions up to the token's own. Rows outside [0, num_rows) are dropped; what is negative before the shift is never
-    shifted.
+    shifted. So a window offset of -2**31 leaves a token its
+    entries alone.
 
     Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
     combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.

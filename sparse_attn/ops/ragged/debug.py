@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import debug
-from sparse_attn.ops.ragged.reference import MOST_ROWS
+from sparse_attn.ops.ragged.reference import MOST_ROWS, NO_WINDOW
 
 
 def build_ragged_indices_from_dense(
@@ -71,7 +71,8 @@ def combine_topk_swa_indices_ragged(
     visible = (topk < limits.unsqueeze(1)) & (positions >= 0).unsqueeze(1)
     _shifted("topk", topk, visible, entry_offsets.long().unsqueeze(1), num_rows)
     seen = positions.long().unsqueeze(1) - torch.arange(window, device=positions.device)
-    _shifted("position", seen.clamp_min(-1), seen >= 0, window_offsets.long().unsqueeze(1), num_rows)
+    windowed = (window_offsets > NO_WINDOW).unsqueeze(1)
+    _shifted("position", seen.clamp_min(-1), (seen >= 0) & windowed, window_offsets.long().unsqueeze(1), num_rows)
 
 
 def _shifted(

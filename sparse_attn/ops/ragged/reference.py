@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 MOST_ROWS = 2**31  # that int32 can name
+NO_WINDOW = -(2**31)  # an offset that takes every position out of a matrix
 
 
 def build_ragged_indices_from_dense(
