@@ -1,0 +1,224 @@
+"""Context parallelism: a rank's part of a step, and a layer over ranks against the same layer of one process.
+
+Ranks are threads here; test_rank_topk and test_context_generate run processes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.rank_threads import Group, over_threads
+
+from sparse_attn import pipeline
+from sparse_attn.cache import allocate_cache
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
+from sparse_attn.mesh import ALONE, Ranks
+from sparse_attn.ops.index_query import indexer_q_rope_quant
+from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.pipeline import CacheLayouts
+from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
+from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
+from sparse_attn.pipeline.ranks import all_positions
+from sparse_attn.types import QuantisedQuery, StepPlan
+
+INDEX_HEADS, INDEX_DIM, HEADS, LATENT, ROPE, TOP_K, BLOCK, SCALE = 1, 32, 3, 32, 8, 11, 4, 0.2
+PLAIN = CacheLayouts(PlainLayout("fp32", LATENT, ROPE), PlainLayout("fp32", INDEX_DIM))
+FP8 = CacheLayouts(LatentFp8Layout(LATENT, ROPE, group=16), IndexFp8Layout(INDEX_DIM))
+MXFP4 = CacheLayouts(PlainLayout("fp32", LATENT, ROPE), IndexMxfp4Layout(INDEX_DIM))
+
+
+class Step(NamedTuple):
+    """lengths, counts: tokens of each request, and those of this step, its last. The first num_decodes requests
+    decode."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    num_decodes: int = 0
+    padding: int = 0
+
+
+STEPS = (
+    Step((9, 41, 5, 1), (1, 1, 1, 1), 4), Step((9, 41, 3), (2, 2, 2), 3, 2), Step((1, 37, 20), (1, 37, 3), 0, 1),
+    Step((14, 3, 50, 2), (2, 2, 23, 1), 2), Step((1,), (1,)), Step((2, 30), (1, 1), 2),
+)  # fmt: skip
+
+
+def whole_plan(step: Step, size: int) -> StepPlan:
+    """Of blocks that ``size`` ranks hold BLOCK positions each of."""
+    block, width = BLOCK * size, -(-max(step.lengths) // (BLOCK * size)) + 1
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randperm(len(step.lengths) * width + 3, generator=generator)[: len(step.lengths) * width].int()
+    table = table.view(-1, width)
+    for request, length in enumerate(step.lengths):
+        table[request, -(-length // block) :] = -1
+    slots = [
+        table[request].long()[position // block] * block + position % block
+        for request, (length, count) in enumerate(zip(step.lengths, step.counts))
+        for position in [torch.arange(length - count, length)]
+    ]
+    return build_step_plan(
+        torch.tensor([0, *step.counts]).cumsum(0).int(),
+        torch.tensor(step.lengths, dtype=torch.int32),
+        table,
+        torch.cat([*slots, torch.full((step.padding,), -1)]),
+        num_decodes=step.num_decodes,
+        next_n=step.counts[0] if step.num_decodes else 1,
+        kv_capacity=sum(step.lengths[step.num_decodes :]) + 2,
+        max_context=max(step.lengths) + 3,
+    )
+
+
+def filling_plan(step: Step, size: int) -> StepPlan:
+    """Of all that earlier steps wrote, and of this step's tokens, in the same blocks."""
+    plan = whole_plan(step, size)
+    whole = whole_plan(Step(step.lengths, step.lengths), size)
+    return whole._replace(block_table=plan.block_table)
+
+
+class Layer(NamedTuple):
+    """All tokens' keys, and the queries of a step's rows."""
+
+    index: torch.Tensor
+    latent: torch.Tensor
+    rope: torch.Tensor
+    query: QuantisedQuery
+    q: torch.Tensor
+
+
+def layer_of(step: Step, layouts: CacheLayouts, seed: int = 0) -> Layer:
+    """One index head: about half of its scores are zero, so that ties fill the rest of most rows' selections."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator)
+
+    tokens, rows = sum(step.lengths), sum(step.counts) + step.padding
+    query = indexer_q_rope_quant(
+        randn(rows, INDEX_HEADS, INDEX_DIM), randn(rows, INDEX_HEADS).abs(), torch.zeros(rows, dtype=torch.int32),
+        torch.cat([torch.ones(1, ROPE // 2), torch.zeros(1, ROPE // 2)], 1), start=0, interleaved=True, hadamard=False,
+        weight_scale=1.0, layout=layouts.index,
+    )  # fmt: skip
+    return Layer(
+        randn(tokens, INDEX_DIM), randn(tokens, LATENT), randn(tokens, ROPE), query, randn(rows, HEADS, LATENT + ROPE)
+    )
+
+
+def caches_of(step: Step, layer: Layer, layouts: CacheLayouts, ranks: Ranks, size: int):
+    """A rank's index and KV caches, what it does not hold poisoned."""
+    plan = filling_plan(step, size)
+    block = BLOCK if ranks.size > 1 else BLOCK * size
+    plan = own_plan(plan, ranks, block_size=block)
+    blocks = int(plan.block_table.max()) + 4
+    index, kv = (allocate_cache(layout, blocks, block, "cpu") for layout in (layouts.index, layouts.kv))
+    for cache in (index, kv):
+        cache.fill_(255 if cache.dtype == torch.uint8 else float("nan"))
+    pipeline.write_index_keys(layer.index, index, plan, layouts=layouts)
+    pipeline.write_latents(layer.latent, layer.rope, kv, plan, layouts=layouts)
+    return index, kv
+
+
+def run_layer(step: Step, layer: Layer, layouts: CacheLayouts, ranks: Ranks, size: int):
+    """(positions of decode rows, of prefill rows, output)."""
+    index, kv = caches_of(step, layer, layouts, ranks, size)
+    plan = own_plan(whole_plan(step, size), ranks, block_size=BLOCK)
+    inputs = layer.query, index, plan.block_table, plan
+    if ranks.size > 1:
+        chosen = choose_over_ranks(*inputs, ranks, layout=layouts.index, top_k=TOP_K)
+        chosen = [None if c is None else all_positions(c, ranks, block_size=BLOCK) for c in chosen]
+    else:
+        chosen = [
+            choose_decode(*inputs, layout=layouts.index, top_k=TOP_K) if step.num_decodes else None,
+            choose_prefill(*inputs, layout=layouts.index, top_k=TOP_K) if plan.kv_start.shape[0] else None,
+        ]
+    selection = pipeline.index_select(layer.query, index, plan, layouts=layouts, top_k=TOP_K, ranks=ranks)
+    sink = torch.tensor([0.5, -torch.inf, 2.0])
+    output = pipeline.attend(
+        layer.q, kv, plan, selection, layouts=layouts, scale=SCALE, d_v=LATENT, sink=sink, ranks=ranks
+    )
+    return *chosen, output
+
+
+@pytest.mark.parametrize("layouts", (PLAIN, FP8, MXFP4), ids=("fp32", "fp8", "mxfp4"))
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_a_layer_over_ranks_selects_what_one_selects(size, layouts):
+    """To the bit, and attends to the same keys."""
+    for number, step in enumerate(STEPS):
+        layer = layer_of(step, layouts, number)
+        *want, output = run_layer(step, layer, layouts, ALONE, size)
+        for *got, merged in over_threads(size, lambda ranks: run_layer(step, layer, layouts, ranks, size)):
+            for one, other in zip(want, got):
+                assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), (step, one, other)
+            torch.testing.assert_close(merged, output, rtol=1e-5, atol=1e-6)
+
+
+def test_ties_fill_selections():
+    """The test above is about plateaus: rows take some of the keys whose score is zero, and leave others out."""
+    step, torn = STEPS[2], 0
+    layer = layer_of(step, PLAIN, 2)
+    _, chosen, _ = run_layer(step, layer, PLAIN, ALONE, 2)
+    for row in range(37):
+        scores = (layer.query.query[1 + row, 0] @ layer.index[1 : row + 2].T).relu()
+        taken = chosen[1 + row][chosen[1 + row] >= 0].long()
+        torn += 0 < int((scores[taken] == 0).sum()) < int((scores == 0).sum())
+    assert torn >= 8
+
+
+def test_collectives_of_a_layer():
+    """Four select decode and prefill rows together; two merge."""
+    step, group = STEPS[3], Group(2)
+    layer = layer_of(step, PLAIN)
+
+    def run(ranks):
+        index, kv = caches_of(step, layer, PLAIN, ranks, 2)
+        plan = own_plan(whole_plan(step, 2), ranks, block_size=BLOCK)
+        selection = pipeline.index_select(layer.query, index, plan, layouts=PLAIN, top_k=TOP_K, ranks=ranks)
+        pipeline.attend(layer.q, kv, plan, selection, layouts=PLAIN, scale=SCALE, d_v=LATENT, ranks=ranks)
+
+    over_threads(2, run, group)
+    rows, decode, prefill = 28, 4, 24
+    blocks = decode * (own_bound(53, Ranks(2, 0, "g"), block_size=4) // 4)
+    blocks += prefill * -(-own_room(54, 2, Ranks(2, 0, "g"), block_size=4) // 4)
+    assert group.sent == [
+        ("all_reduce", rows * 2048 * 4), ("all_reduce", rows * 2048 * 4), ("all_reduce", rows * 1024 * 4),
+        ("all_gather", blocks), ("all_gather", rows * HEADS * LATENT * 4), ("all_gather", rows * HEADS * 4),
+    ]  # fmt: skip
+
+
+def test_slots_of_a_rank():
+    slots = torch.tensor([-1, 0, 3, 4, 7, 8, 12, 15, 24, -(2**40)])
+    own = [own_slots(slots, Ranks(3, rank, "g"), block_size=4).tolist() for rank in range(3)]
+    assert own == [
+        [-1, 0, 3, -1, -1, -1, 4, 7, 8, -1], [-1, -1, -1, 0, 3, -1, -1, -1, -1, -1],
+        [-1, -1, -1, -1, -1, 0, -1, -1, -1, -1],
+    ]  # fmt: skip
+    assert own_slots(slots, ALONE, block_size=4) is slots
+
+
+def test_a_plan_of_a_rank_has_room():
+    """Whatever the lengths: what a rank holds of every request, of all, and at most a block a request too many."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 3, 4):
+        for _ in range(50):
+            count = int(torch.randint(1, 5, (), generator=generator))
+            lengths = tuple(torch.randint(1, 60, (count,), generator=generator).tolist())
+            plan = whole_plan(Step(lengths, lengths), size)
+            parts = [own_plan(plan, Ranks(size, rank, "g"), block_size=BLOCK) for rank in range(size)]
+            assert len({(part.kv_capacity, part.max_context) for part in parts}) == 1
+            for part in parts:
+                held = part.kv_indptr.diff()
+                assert int(part.kv_indptr[-1]) <= part.kv_capacity <= sum(lengths) / size + 2 + BLOCK * count
+                assert int(held.max()) <= part.max_context and int(part.limits.max()) <= part.max_context
+                assert (part.kv_end <= part.kv_indptr[-1]).all() and (part.slot_mapping >= 0).sum() == held.sum()
+            assert torch.equal(sum(part.limits for part in parts), plan.limits)
+            assert torch.equal(sum(part.kv_indptr for part in parts), plan.kv_indptr)
+
+
+def test_scores_of_a_step_fit_the_budget():
+    step = STEPS[0]
+    layer, plan = layer_of(step, PLAIN), own_plan(whole_plan(step, 2), Ranks(2, 0, "g"), block_size=BLOCK)
+    index, _ = caches_of(step, layer, PLAIN, Ranks(2, 0, "g"), 2)
+    with pytest.raises(ValueError, match=r"logits_bytes: got 383, allowed: at least the 384 bytes of 4 decode rows"):
+        pipeline.index_select(
+            layer.query, index, plan, layouts=PLAIN, top_k=TOP_K, ranks=Ranks(2, 0, "g"), logits_bytes=383
+        )
