@@ -231,9 +231,9 @@ PYTHON = [
     Mutation(
         "ranks-histogram-not-summed", "a rank descends by its own counts",
         "sparse_attn/pipeline/ranks.py",
-        "sums = all_reduce(counts, ranks.group)",
-        "sums = counts",
-        ("tests/test_rank_topk.py::test_processes_with_gloo",),
+        "_apart(all_reduce(_joined([counts for counts, _ in found]), ranks.group), [c for c, _ in found])",
+        "[c for c, _ in found]",
+        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
     ),
     Mutation(
         "ranks-tie-to-the-lower-rank", "ties go by rank, and not by position",
@@ -247,7 +247,21 @@ PYTHON = [
         "sparse_attn/pipeline/ranks.py",
         "torch.unflatten(lses, 0, states), sink=sink",
         "torch.zeros_like(torch.unflatten(lses, 0, states)), sink=sink",
-        ("tests/test_rank_topk.py::test_processes_with_gloo",),
+        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
+    ),
+    Mutation(
+        "ranks-key-of-another-rank", "every rank writes every key",
+        "sparse_attn/pipeline/context.py",
+        "own = (slots >= 0) & (inside // block_size == ranks.rank)",
+        "own = slots >= 0",
+        ("tests/test_context.py::test_slots_of_a_rank",),
+    ),
+    Mutation(
+        "ranks-sink-of-every-rank", "every rank counts the sink",
+        "sparse_attn/pipeline/latent.py",
+        "parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once",
+        "parts, own_sink = [], sink",
+        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
     ),
     Mutation(
         "compat-empty-lse", "a row without keys has FlashMLA's lse with our sign",
