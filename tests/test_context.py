@@ -9,17 +9,21 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.rank_threads import Group, over_threads
+from support.steps import small
 
 from sparse_attn import pipeline
 from sparse_attn.cache import allocate_cache
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
-from sparse_attn.mesh import ALONE, Ranks
+from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks
+from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import CacheLayouts
+from sparse_attn.pipeline import CacheLayouts, cache_layouts
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.ranks import all_positions
+from sparse_attn.runtime.generate import Generation, Model, generate
+from sparse_attn.spec import preset
 from sparse_attn.types import QuantisedQuery, StepPlan
 
 INDEX_HEADS, INDEX_DIM, HEADS, LATENT, ROPE, TOP_K, BLOCK, SCALE = 1, 32, 3, 32, 8, 11, 4, 0.2
@@ -139,6 +143,7 @@ def run_layer(step: Step, layer: Layer, layouts: CacheLayouts, ranks: Ranks, siz
     return *chosen, output
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layouts", (PLAIN, FP8, MXFP4), ids=("fp32", "fp8", "mxfp4"))
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_a_layer_over_ranks_selects_what_one_selects(size, layouts):
@@ -222,3 +227,24 @@ def test_scores_of_a_step_fit_the_budget():
         pipeline.index_select(
             layer.query, index, plan, layouts=PLAIN, top_k=TOP_K, ranks=Ranks(2, 0, "g"), logits_bytes=383
         )
+
+
+def generated(name: str, cache: str, mesh: Mesh, prefill_tokens: int = 32) -> Generation:
+    """Of blocks of 8 or 16 tokens on a rank, so that prompts end on several ranks."""
+    spec = small(name, 3) if name == "tiny_v4" else preset(name)
+    model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, cache), "reference", mesh=mesh)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in (70, 3, 41)]
+    block_size = 16 if name == "tiny_v4" else 8
+    return generate(
+        model, prompts, max_new_tokens=4, prefill_tokens=prefill_tokens, block_size=block_size, keep_logits=True
+    )
+
+
+@pytest.mark.parametrize("name", (pytest.param("tiny_v32", marks=pytest.mark.few(0)), "tiny_glm5", "tiny_v4"))
+def test_a_model_over_ranks_generates_what_one_does(name):
+    want = generated(name, "fp32", ONE_RANK)
+    for got in over_threads(3, lambda ranks: generated(name, "fp32", Mesh(context=ranks))):
+        assert got.tokens == want.tokens
+        for own, alone in zip(got.logits or [], want.logits or [], strict=True):
+            torch.testing.assert_close(own, alone, rtol=0, atol=1e-4)

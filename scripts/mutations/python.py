@@ -257,6 +257,13 @@ PYTHON = [
         ("tests/test_context.py::test_slots_of_a_rank",),
     ),
     Mutation(
+        "ranks-window-of-every-rank", "every rank counts a row's window",
+        "sparse_attn/pipeline/context.py",
+        "return plan.request_ids % ranks.size == ranks.rank",
+        "return plan.request_ids >= 0",
+        ("tests/test_context.py::test_a_model_over_ranks_generates_what_one_does[tiny_v4]",),
+    ),
+    Mutation(
         "ranks-sink-of-every-rank", "every rank counts the sink",
         "sparse_attn/pipeline/latent.py",
         "parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once",

@@ -19,6 +19,7 @@ from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, check_block_size
+from sparse_attn.pipeline.context import own_plan
 from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
@@ -44,11 +45,13 @@ def forward(
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
     indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention, see pipeline.attend;
     torch's matrix products have no such form here. impl: as every op takes it. mesh: the ranks that this process is one
-    of; ``params`` are its share (models.sharding), ``spec`` is the whole model's.
+    of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks:
+    its blocks are mesh.context.size times as long as those of ``caches``.
     """
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
     check_caches("caches.index", caches.index, spec.index_layers)
+    plan = own_plan(plan, mesh.context, block_size=caches.kv[0].shape[1])
     hidden = embedding(tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):

@@ -44,12 +44,14 @@ def forward(
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
     bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention,
     see pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it. mesh: the ranks
-    that this process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's.
+    that this process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and
+    ``plan`` is of all context ranks: its blocks are mesh.context.size times as long as those of ``caches``. Rings and
+    states are whole on every rank.
     """
     _check(spec, tokens, caches, plan)
     step = windowed.plan_windows(
         plan, window=spec.window, ring=caches.kv[0].shape[1], entries_per_block=_entries_per_block(spec, caches),
-        prefill_in_place=prefill_in_place, impl=impl,
+        prefill_in_place=prefill_in_place, ranks=mesh.context, impl=impl,
     )  # fmt: skip
     shared = _shared_entries(spec, caches, plan, step, impl)
     streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)

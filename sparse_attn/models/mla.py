@@ -62,7 +62,7 @@ def select(
         impl=impl,
     )
     return pipeline.index_select(
-        query, cache, plan, layouts=layouts, top_k=index.top_k, logits_bytes=logits_bytes, impl=impl
+        query, cache, plan, layouts=layouts, top_k=index.top_k, logits_bytes=logits_bytes, ranks=mesh.context, impl=impl
     )
 
 
@@ -86,7 +86,8 @@ def attention(
     """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
 
     ``index_cache`` None: the layer has no indexer and attends by ``selection``. The indexer is whole on every rank;
-    tensor ranks have heads of their own, whose outputs they sum.
+    tensor ranks have heads of their own, whose outputs they sum. Context ranks have keys of their own; ``plan`` and the
+    selection are of this one's (pipeline.context.own_plan).
     """
     attn, rope = prefix + "attn.", params["rope"]
     q_latent = rms_norm(
@@ -112,7 +113,8 @@ def attention(
     out = pipeline.attend(
         gradients.end(torch.cat([absorbed, q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope),
         kv_cache, plan, selection,
-        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant, impl=impl,
+        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant,
+        ranks=mesh.context, impl=impl,
     ).out  # fmt: skip
     values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]
     return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], impl=impl), mesh.tensor), selection

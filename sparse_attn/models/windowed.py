@@ -99,7 +99,7 @@ def select(
     )
     return windowed.select_entries(
         query, cache, plan, step, ratio=spec.indexed_ratio, window=spec.window, layouts=layouts, top_k=index.top_k,
-        logits_bytes=logits_bytes, impl=impl,
+        logits_bytes=logits_bytes, ranks=mesh.context, impl=impl,
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def attention(
     """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind.
 
     Compressors and the indexer are whole on every rank; tensor ranks have groups of heads of their own, whose outputs
-    they sum.
+    they sum. Context ranks have entries of their own.
     """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]
@@ -155,7 +155,7 @@ def attention(
     out = windowed.attend(
         q, caches.kv[layer], caches.compressed[layer], plan, step, entries,
         ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"],
-        batch_invariant=batch_invariant, impl=impl,
+        batch_invariant=batch_invariant, ranks=mesh.context, impl=impl,
     ).out  # fmt: skip
     out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)
     grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]

@@ -42,18 +42,19 @@ def prepare(
 ) -> Batch:
     """What requests of ``lengths`` tokens need to grow to ``reach``, prefilled ``prefill_tokens`` a step.
 
-    block_size: tokens a block of the paged caches covers; None: what suits the model. The state expects the first token
-    after every prompt. stop_ids, seeds, draws: of the state. Rings are as long as these lengths need. Only the number
-    of requests may be below 2: Dynamo takes sizes of 0 and 1 for constants.
+    block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model. The state
+    expects the first token after every prompt. stop_ids, seeds, draws: of the state. Rings are as long as these lengths
+    need. Only the number of requests may be below 2: Dynamo takes sizes of 0 and 1 for constants.
     """
     device, count = model.device, len(lengths)
     block_size = default_block_size(model.spec) if block_size is None else block_size
     check_block_size(model.spec, block_size)
     checks.check_at_least("prefill_tokens", prefill_tokens, 1)
     block_size, prefill_tokens = int(block_size), int(prefill_tokens)
+    dealt = block_size * model.mesh.context.size  # tokens of a block on all context ranks
     max_context = max(*reach, least_capacity(model))
-    pool = BlockPool(max(2, sum(blocks_for(tokens, block_size) for tokens in reach)))
-    tables = BlockTables(pool, count, max(2, blocks_for(max_context, block_size)), block_size)
+    pool = BlockPool(max(2, sum(blocks_for(tokens, dealt) for tokens in reach)))
+    tables = BlockTables(pool, count, max(2, blocks_for(max_context, dealt)), dealt)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
     chunks = list(prefill_chunks(lengths, prefill_tokens))

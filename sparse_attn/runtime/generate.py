@@ -19,7 +19,17 @@ from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
 from sparse_attn.runtime.scored import TokenLogprobs
-from sparse_attn.runtime.steps import AnyCaches, Decode, Model, Sampling, decode_plan, decode_step, prefill_step, stop
+from sparse_attn.runtime.steps import (
+    AnyCaches,
+    Decode,
+    Model,
+    Sampling,
+    decode_plan,
+    decode_step,
+    prefill_step,
+    slot_block,
+    stop,
+)
 from sparse_attn.runtime.steps import advance as advance  # beside decode_step, for callers who draw for themselves
 from sparse_attn.types import Logprobs
 
@@ -88,7 +98,8 @@ def generate(
     seeds: one a prompt. A prompt with a seed draws the same tokens alone and in any batch. None, for all prompts or for
     one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt with the seed
     sampling.seed draws.
-    block_size: tokens a block of the paged caches covers; None: what suits the model. prefill_tokens: tokens a prefill
+    block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model.
+    prefill_tokens: tokens a prefill
     step takes at most, counted over requests. logprobs: how many of the most likely tokens to give the
     log-probabilities of, beside that of the token drawn; None: none at all. They are the model's own, at temperature 1
     without penalties and filters. on_token: called with (place of the prompt, id) for each token, in order, as soon as
@@ -153,7 +164,7 @@ def generate(
         else:
             if compile and count:  # a step of padding
                 idle = state._replace(seq_lens=torch.zeros_like(state.seq_lens))
-                run(idle.tokens, caches, decode_plan(idle, caches.kv[0].shape[1], max_context, model.impl))
+                run(idle.tokens, caches, decode_plan(idle, slot_block(caches, model.mesh), max_context, model.impl))
             steps = _stepped(run, caches, state, sampling, max_context, count)
         ready = _clock(device)
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from sparse_attn import checks
+from sparse_attn.mesh import ONE_RANK
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted
 from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.runtime.steps import AnyCaches, Decode, Step, advance, decode_plan
+from sparse_attn.runtime.steps import AnyCaches, Decode, Step, advance, decode_plan, slot_block
 from sparse_attn.types import WindowCaches
 
 HISTORY = 1024  # steps of drawn tokens the device keeps
@@ -285,7 +286,7 @@ class DecodeRows(ABC):
     def _decode(self, rows: int) -> None:
         """One step of the first ``rows`` rows."""
         state = self._state(rows)
-        block_size = self._caches.kv[0].shape[1]
+        block_size = slot_block(self._caches, getattr(self._step, "mesh", ONE_RANK))
         plan = decode_plan(state, block_size, self.max_context, self._impl)
         logits = self._step(state.tokens, self._caches, plan)
         if self.keep_logits:

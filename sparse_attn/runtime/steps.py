@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.mesh import Mesh
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted, count_drawn, draw
@@ -18,7 +19,7 @@ from sparse_attn.runtime.model import AnyCaches, Model
 from sparse_attn.runtime.paging import BlockTables, Span, slots_of
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.torch_private import exported, mark_sizes
-from sparse_attn.types import StepPlan
+from sparse_attn.types import StepPlan, WindowCaches
 
 Step = Callable[
     [torch.Tensor, AnyCaches, StepPlan], torch.Tensor
@@ -87,8 +88,8 @@ def prefill_step(
     positions = torch.cat([torch.arange(span.start, span.stop, **on_host) for span in spans])
     if rings is None and state.ring_table is not None:
         rings = state.ring_table.cpu()
-    written, block_size = (tables.table if rings is None else rings), caches.kv[0].shape[1]
-    slots = slots_of(written, requests.repeat_interleave(counts), positions, block_size)
+    written = tables.table if rings is None else rings
+    slots = slots_of(written, requests.repeat_interleave(counts), positions, slot_block(caches, model.mesh))
     # Dynamo takes a size of 1 for a constant: a lone row, and a lone request of several, get one of padding beside it.
     rows, idle = len(ids), int(len(spans) == 1 < state.tokens.shape[0])
     more, capacity = max(2 - rows, 0), max(sum(span.stop for span in spans), least_capacity(model))
@@ -119,14 +120,20 @@ def prefill_step(
 def decode_step(model: Model, caches: AnyCaches, state: Decode, sampling: Sampling, max_context: int) -> torch.Tensor:
     """Feed every live row's token, draw the next one and advance ``state`` in place. Returns fp32 logits [B, vocab]."""
     check_counted(sampling, state.draws)
-    logits = model(state.tokens, caches, decode_plan(state, caches.kv[0].shape[1], max_context, model.impl))
+    logits = model(state.tokens, caches, decode_plan(state, slot_block(caches, model.mesh), max_context, model.impl))
     advance(state, logits, sampling, max_context)
     return logits
 
 
+def slot_block(caches: AnyCaches, mesh: Mesh) -> int:
+    """Tokens of a block in which a plan counts slots: of a ring, where there are rings, else of a block of the KV
+    caches on all context ranks together."""
+    own = caches.kv[0].shape[1]
+    return own if isinstance(caches, WindowCaches) else own * mesh.context.size
+
+
 def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "auto") -> StepPlan:
-    """The plan of the step that feeds ``state``'s tokens. block_size: of the KV caches, or of the rings where there are
-    rings."""
+    """The plan of the step that feeds ``state``'s tokens. block_size: what slot_block says of the caches."""
     written = state.block_table if state.ring_table is None else state.ring_table
     slots = slots_of(written, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
     plan = build_step_plan(
