@@ -5,6 +5,41 @@ from mutations.mutation import OPS, Mutation
 # fmt: off
 PYTHON = [
     Mutation(
+        "position-advanced-by-all-rows", "a step begins behind all rows of the one before, accepted or not",
+        "sparse_attn/runtime/speculation.py",
+        "    lengths = state.seq_lens + count\n",
+        "    lengths = state.seq_lens + width * (count > 0)\n",
+        ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
+    ),
+    Mutation(
+        "rejected-key-left", "the key of the first rejected draft stays in the cache",
+        "sparse_attn/runtime/speculation.py",
+        "    lengths = state.seq_lens + count\n",
+        "    lengths = state.seq_lens + count + ((count > 0) & (count < width))\n",
+        ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
+    ),
+    Mutation(
+        "draft-noise-of-the-first-row", "every draft is judged with the noise of the row's first position",
+        "sparse_attn/runtime/speculation.py",
+        "places = torch.arange(-1, width - 1, dtype",
+        "places = torch.full((width,), -1, dtype",
+        ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
+    ),
+    Mutation(
+        "rings-without-room-for-drafts", "a rejected draft's ring slot is that of a key which is still seen",
+        "sparse_attn/runtime/batch.py",
+        "step_rows=max(longest, next_n), next_n=next_n",
+        "step_rows=1",
+        ("tests/test_speculation.py::test_rings_hold_what_rejected_drafts_write_over",),
+    ),
+    Mutation(
+        "drafts-behind-a-rejected-one", "a draft behind a rejected one is accepted where it equals the draw",
+        "sparse_attn/runtime/speculation.py",
+        "going = going & ~stopped & (drafts",
+        "going = (state.seq_lens > 0) & ~stopped & (drafts",
+        ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
+    ),
+    Mutation(
         "mxfp4-ties-away-from-zero", "2.5 of an MXFP4 scale becomes 3",
         "sparse_attn/mxfp4.py",
         "(scaled > 2.5)",

@@ -39,12 +39,14 @@ def prepare(
     stop_ids: Sequence[int] = (),
     seeds: torch.Tensor | None = None,
     draws: Draws | None = None,
+    next_n: int = 1,
 ) -> Batch:
     """What requests of ``lengths`` tokens need to grow to ``reach``, prefilled ``prefill_tokens`` a step.
 
     block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model. The state
-    expects the first token after every prompt. stop_ids, seeds, draws: of the state. Rings are as long as these lengths
-    need. Only the number of requests may be below 2: Dynamo takes sizes of 0 and 1 for constants.
+    expects the first token after every prompt. stop_ids, seeds, draws: of the state. next_n: rows that a request owns
+    in a decode step. Rings are as long as these lengths need. Only the number of requests may be below 2: Dynamo takes
+    sizes of 0 and 1 for constants.
     """
     device, count = model.device, len(lengths)
     block_size = default_block_size(model.spec) if block_size is None else block_size
@@ -59,7 +61,9 @@ def prepare(
         tables.reserve(request, tokens)
     chunks = list(prefill_chunks(lengths, prefill_tokens))
     longest = max(span.stop - span.start for spans in chunks for span in spans)
-    caches = model.allocate_caches(pool.num_blocks, block_size, requests=count, step_rows=longest)
+    caches = model.allocate_caches(
+        pool.num_blocks, block_size, requests=count, step_rows=max(longest, next_n), next_n=next_n
+    )
     state = Decode(
         tokens=torch.zeros(count, dtype=torch.int64, device=device),
         seq_lens=torch.tensor([length + 1 for length in lengths], dtype=torch.int32, device=device),
@@ -74,6 +78,7 @@ def prepare(
         max_batch=count,
         max_batched_tokens=max(2, *(sum(span.stop - span.start for span in spans) for spans in chunks)),
         max_model_len=max_context,
+        next_n=next_n,
         block_size=block_size,
         kv_rows=max(least_capacity(model), *(sum(span.stop for span in spans) for spans in chunks)),
         logits_bytes=model.logits_bytes,

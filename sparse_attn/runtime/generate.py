@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,7 +18,10 @@ from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scrat
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
+from sparse_attn.runtime.rows import DecodeRows, EagerDecode
 from sparse_attn.runtime.scored import TokenLogprobs
+from sparse_attn.runtime.speculation import Drafter
+from sparse_attn.runtime.speculator import check_speculate
 from sparse_attn.runtime.steps import (
     AnyCaches,
     Decode,
@@ -39,7 +42,8 @@ PIECE = 64  # steps replayed before the host looks whether all rows stopped
 class Generation(NamedTuple):
     """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked
     for. prefill_s: until every prompt has its first token. setup_s: compiling or capturing the decode step. decode_s:
-    the rest. logprobs: of the generated tokens per prompt, on the CPU, where asked for."""
+    the rest. logprobs: of the generated tokens per prompt, on the CPU, where asked for. accepted_per_step: with
+    speculation, tokens a decode step gave a row that was not over, the model's own included."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -49,6 +53,7 @@ class Generation(NamedTuple):
     graph_captures: int = 0
     graph_replays: int = 0
     logprobs: list[Logprobs] | None = None
+    accepted_per_step: float | None = None
 
 
 class Bar(Protocol):
@@ -89,6 +94,8 @@ def generate(
     compile: bool = False,
     graph: bool = False,
     batch_invariant: bool = False,
+    speculate: int = 0,
+    drafter: Drafter | None = None,
     progress: Progress = lambda what, total: Quiet(),
 ) -> Generation:
     """Continue each prompt by up to ``max_new_tokens`` tokens, all prompts as one batch.
@@ -106,13 +113,16 @@ def generate(
     the host has it; ends the prompt where it returns True. compile: run the forward under torch.compile, as one graph
     of symbolic sizes. graph: decode by replaying a captured step; with keep_logits or logprobs the host reads each
     step's before it replays the next one. batch_invariant: of attention, as Model takes it; matrix products still
-    round by the number of rows in a step, which runtime.batching.Batching keeps the same.
+    round by the number of rows in a step, which runtime.batching.Batching keeps the same. speculate: drafts that a
+    decode step verifies; the tokens are those without. drafter: the function that drafts, see
+    runtime.speculation.Drafter.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
     their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
     can be captured.
     """
     model = model.invariant() if batch_invariant else model
+    check_speculate(speculate, drafter)
     prompts, max_new_tokens = checked_prompts(prompts, model.spec, max_new_tokens), int(max_new_tokens)
     vocab_size, device, batch = model.spec.vocab_size, model.device, len(prompts)
     samplings = checked_samplings(sampling, batch, vocab_size)
@@ -127,7 +137,7 @@ def generate(
     tables, caches, state, chunks, max_context, bounds = prepare(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
         block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
-        seeds=streams, draws=draws,
+        seeds=streams, draws=draws, next_n=speculate + 1,
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
     captured = None
@@ -153,14 +163,27 @@ def generate(
         lived = [[True] * batch]  # which rows drew a token of theirs, by step
         alive = _alive(generated[0], lived[0], stop_ids, on_token)
         count = max_new_tokens - 1 if any(alive) else 0
-        if graph and count:
-            captured = DecodeGraph(
-                run, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,),
-                sampling=sampling, workspace_size=scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0)),
-                impl=model.impl, keep_logits=keep_logits or scored is not None, draws=draws,
+        loop: DecodeRows | None = None
+        if count and (graph or speculate):
+            options: dict[str, Any] = dict(
+                max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,), sampling=sampling,
+                impl=model.impl, keep_logits=keep_logits or scored is not None, draws=draws, speculate=speculate,
+                drafter=drafter,
             )  # fmt: skip
-            captured.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, state.seeds, draws)
-            steps = _replayed(captured, count)
+            if graph:
+                size = scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0))
+                loop = captured = DecodeGraph(run, caches, workspace_size=size, **options)
+            else:
+                loop = EagerDecode(run, caches, **options)
+                if compile:
+                    loop.warm_up()
+            own: dict[str, Any] = {}
+            if speculate:
+                own = dict(ends=torch.tensor(lengths, dtype=torch.int32, device="cpu") + max_new_tokens - 1)
+                if drafter is not None:
+                    own["known"] = _padded(prompts)
+            loop.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, state.seeds, draws, **own)
+            steps = _run(loop, count)
         else:
             if compile and count:  # a step of padding
                 idle = state._replace(seq_lens=torch.zeros_like(state.seq_lens))
@@ -170,16 +193,26 @@ def generate(
 
         bar = progress("decode", max_new_tokens)
         bar.update()
-        for tokens, logits in steps:
-            if keep_logits and logits is not None:
-                for request, row in enumerate(logits.cpu()):
-                    if alive[request]:
-                        kept[request].append(row.unsqueeze(0))
-            if scored is not None and logits is not None:
-                scored.stepped(logits, tokens, alive)
-            generated.append(tokens)
-            lived.append(alive)
-            alive = _alive(tokens, alive, stop_ids, on_token)
+        fed, left = 0, [max_new_tokens - 1] * batch
+        for found, logits in steps:
+            fed += sum(alive)
+            for tokens, scores in _columns(found, logits):
+                drew = alive
+                if speculate:
+                    drew = [was and token >= 0 for was, token in zip(alive, tokens.tolist())]
+                if keep_logits and scores is not None:
+                    for request, row in enumerate(scores.to("cpu", copy=True)):  # a loop writes over them
+                        if drew[request]:
+                            kept[request].append(row.unsqueeze(0))
+                if scored is not None and scores is not None:
+                    scored.stepped(scores, tokens.clamp_min(0), drew)
+                generated.append(tokens)
+                lived.append(drew)
+                left = [some - was for some, was in zip(left, drew)]
+                goes_on = _alive(tokens, drew, stop_ids, on_token)
+                alive = [w and (on or not d) for w, d, on in zip(alive, drew, goes_on)]
+            if speculate:
+                alive = [was and some > 0 for was, some in zip(alive, left)]
             bar.update()
             if not any(alive):
                 break
@@ -188,7 +221,7 @@ def generate(
 
     rows = torch.stack(generated, dim=1).tolist()
     return Generation(
-        [row[: sum(drew)] for row, drew in zip(rows, zip(*lived))],
+        [[token for token, drew in zip(row, own) if drew] for row, own in zip(rows, zip(*lived))],
         [torch.cat(parts) for parts in kept] if keep_logits else None,
         middle - begin,
         ready - middle,
@@ -196,6 +229,7 @@ def generate(
         captured.captures if captured else 0,
         captured.replays if captured else 0,
         None if scored is None else scored.result(),
+        (batch * (max_new_tokens - 1) - sum(left)) / fed if speculate and fed else None,
     )
 
 
@@ -208,13 +242,31 @@ def _stepped(
         yield state.tokens.clone(), logits
 
 
-def _replayed(graph: DecodeGraph, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """The same from a graph: tokens on the host, as they arrive. The graph may be up to PIECE steps ahead."""
+def _run(loop: DecodeRows, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The same from a loop: tokens on the host, as they arrive; int64 [B, n + 1] and logits [B * (n + 1), vocab] where
+    it speculates. A captured one may be up to PIECE steps ahead."""
+    ahead = 1 if loop.keep_logits or not isinstance(loop, DecodeGraph) else PIECE
     while count:
-        stream = graph.run(1 if graph.keep_logits else min(count, PIECE))
+        stream = loop.run(min(count, ahead))
         for tokens in stream:
-            yield tokens, graph.logits
+            yield tokens, loop.logits
         count -= len(stream)
+
+
+def _columns(tokens: torch.Tensor, logits: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """The tokens [B] and logits [B, vocab] of a step, one after the other where it drew several."""
+    if tokens.dim() == 1:
+        yield tokens, logits
+        return
+    width = tokens.shape[1]
+    for place, column in enumerate(tokens.unbind(1)):
+        yield column, None if logits is None else logits[place::width]
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """int64 [B, the longest], zeros behind."""
+    ids = [torch.tensor(prompt, dtype=torch.int64, device="cpu") for prompt in prompts]
+    return torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
 
 
 def _alive(

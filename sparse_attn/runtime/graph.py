@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_group
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.rows import HISTORY, DecodeRows, TokenStream
+from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.steps import AnyCaches, Sampling, Step
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import target_of
@@ -66,6 +66,9 @@ class DecodeGraph(DecodeRows):
     last step, for work on the current stream between two runs. keep_logprobs: the streams hold the log-probability of
     each token, under the model's own softmax. draws: sampling a row, in place of ``sampling``; of any number of rows.
     ``load`` sets its values; which of its fields are None, and how many stop ids a row may have, stays.
+    speculate: drafts a step feeds behind each row's token, see runtime.speculation; steps then take (drafts + 1) rows a
+    row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that. drafter: a
+    function that drafts, captured with the step.
     batch_invariant: every step runs the largest bucket, so that a matrix product has one shape whoever is there; of a
     step whose attention is batch-invariant.
 
@@ -92,6 +95,8 @@ class DecodeGraph(DecodeRows):
         keep_logprobs: bool = False,
         draws: Draws | None = None,
         batch_invariant: bool = False,
+        speculate: int = 0,
+        drafter: Drafter | None = None,
     ):
         device = caches.kv[0].device
         checked_sampling(sampling)
@@ -102,7 +107,7 @@ class DecodeGraph(DecodeRows):
         super().__init__(
             step, caches, max_context=max_context, max_blocks=max_blocks, ring_blocks=ring_blocks, buckets=buckets,
             sampling=sampling, impl=impl, keep_logits=keep_logits, keep_logprobs=keep_logprobs, draws=draws,
-            batch_invariant=batch_invariant,
+            batch_invariant=batch_invariant, speculate=speculate, drafter=drafter,
         )  # fmt: skip
         for history in (self._history, self._logprobs):
             if history is not None:
@@ -125,9 +130,7 @@ class DecodeGraph(DecodeRows):
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
         graph = self._graphs[self._bucket(width)]
-        on_host: dict[str, Any] = dict(device="cpu", pin_memory=True)
-        tokens = torch.empty(steps, width, dtype=torch.int64, **on_host)
-        logprobs = None if self._logprobs is None else torch.empty(steps, width, dtype=torch.float32, **on_host)
+        tokens, logprobs = self._on_host(steps, width)
         arrived = []
         self.stream.wait_stream(self._current_stream())
         self.stream.wait_stream(self._copies)  # the history may not overrun what is still being copied

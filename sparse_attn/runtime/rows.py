@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -18,6 +17,8 @@ from sparse_attn.mesh import ONE_RANK
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted
 from sparse_attn.runtime.inputs import checked_sampling
+from sparse_attn.runtime.speculation import Drafter
+from sparse_attn.runtime.speculator import Speculator, check_speculate
 from sparse_attn.runtime.steps import AnyCaches, Decode, Step, advance, decode_plan, slot_block
 from sparse_attn.types import WindowCaches
 
@@ -25,7 +26,8 @@ HISTORY = 1024  # steps of drawn tokens the device keeps
 
 
 class TokenStream:
-    """Tokens of some steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive."""
+    """Tokens of some steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive; of
+    speculative steps int64 [rows, drafts + 1], -1 behind what the row drew."""
 
     def __init__(
         self, tokens: torch.Tensor, arrived: Sequence[torch.cuda.Event | None], logprobs: torch.Tensor | None = None
@@ -49,13 +51,13 @@ class TokenStream:
         return self._seen
 
     def step(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens int64 [rows] of a step that arrived, and the log-probabilities of those, fp32 [rows], where kept."""
+        """Tokens int64 [rows, ...] of a step that arrived, and the log-probabilities of those, fp32, where kept."""
         if number >= self._seen:
             raise ValueError(f"number: got {number}, allowed: below {self._seen}, the steps seen to have arrived")
         return self._tokens[number], None if self._logprobs is None else self._logprobs[number]
 
     def wait(self) -> torch.Tensor:
-        """All tokens, int64 [steps, rows]; blocks until the last one arrived."""
+        """All tokens, int64 [steps, rows, ...]; blocks until the last one arrived."""
         if self._arrived and (last := self._arrived[-1]) is not None:
             last.synchronize()
         return self._tokens
@@ -79,8 +81,11 @@ class DecodeRows(ABC):
         keep_logprobs: bool = False,
         draws: Draws | None = None,
         batch_invariant: bool = False,
+        speculate: int = 0,
+        drafter: Drafter | None = None,
     ):
         sampling = checked_sampling(sampling)
+        check_speculate(speculate, drafter)
         check_counted(sampling, draws)
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets: got {list(buckets)}, allowed: one or more batch sizes, each at least 1")
@@ -90,6 +95,7 @@ class DecodeRows(ABC):
         self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
         self.keep_logits, self.keep_logprobs, self.batch_invariant = keep_logits, keep_logprobs, batch_invariant
         self.logits: torch.Tensor | None = None
+        self.speculate, self._drafter = speculate, drafter
         self._step, self._caches, self._impl = step, caches, impl
         self._live: set[int] = set()
         self._taken = 0  # steps taken, the host's count of what _place counts on the device
@@ -112,10 +118,17 @@ class DecodeRows(ABC):
         self._draws = None
         if draws is not None:
             self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
-        self._history = torch.zeros(HISTORY, rows, dtype=torch.int64, device=device)
+        self._speculator = None
+        if self.speculate:
+            self._speculator = Speculator(
+                self._step, self.speculate, self._drafter,
+                rows=rows, max_context=self.max_context, impl=self._impl, device=device,
+            )  # fmt: skip
+        self._columns = (self.speculate + 1,) if self.speculate else ()  # of a row's tokens of a step
+        self._history = torch.zeros(HISTORY, rows, *self._columns, dtype=torch.int64, device=device)
         self._logprobs = None
         if self.keep_logprobs:
-            self._logprobs = torch.zeros(HISTORY, rows, dtype=torch.float32, device=device)
+            self._logprobs = torch.zeros(HISTORY, rows, *self._columns, dtype=torch.float32, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
 
     @property
@@ -136,25 +149,32 @@ class DecodeRows(ABC):
         ring_table: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         draws: Draws | None = None,
+        *,
+        ends: torch.Tensor | None = None,
+        known: torch.Tensor | None = None,
     ) -> None:
         """Set the live rows: the first n, and no others.
 
         tokens: int64 [n], each row's next input. seq_lens: int32 [n], tokens of the row including that one, 0 for a row
         that is out. block_table: int32 [n, at most max_blocks]. ring_table: int32 [n, ring_blocks], where the caches
         have rings. seeds: int64 [n], what each row draws with; None: the streams (seed of the sampling, row), which
-        change with a request's row. draws: sampling of the n rows, where the loop was made with such. Tensors may lie
-        on the host or the device. The current stream waits until they are read. The host does not wait, so do not write
+        change with a request's row. draws: sampling of the n rows, where the loop was made with such. For a
+        loop that speculates: ends int32 [n], tokens that each row may hold, None: max_context; known int64 [n, at most
+        max_context], ids of the rows before the next input, where a drafter reads them. Tensors may lie on the host or
+        the device. The current stream waits until they are read. The host does not wait, so do not write
         to pinned tensors until a token has arrived."""
         rows = tokens.shape[0]
         if not 1 <= rows <= self.buckets[-1]:
             raise ValueError(f"tokens: got {rows} rows, allowed: 1 to {self.buckets[-1]}, the largest bucket")
         self._check(rows, seq_lens, block_table, ring_table, seeds, draws)
+        self._check_speculation(rows, ends, known)
         with self._editing():
             self._seq_lens.zero_()
             self._block_table.fill_(-1)
             if self._ring_table is not None:
                 self._ring_table.fill_(-1)
             self._join(range(rows), tokens, seq_lens, block_table, ring_table, seeds, draws)
+            self._begin(range(rows), ends, known)
         self._live = set(range(rows))
 
     def join(
@@ -166,6 +186,9 @@ class DecodeRows(ABC):
         ring_table: torch.Tensor | None = None,
         seeds: torch.Tensor | None = None,
         draws: Draws | None = None,
+        *,
+        ends: torch.Tensor | None = None,
+        known: torch.Tensor | None = None,
     ) -> None:
         """Set ``rows``, n of them that are not live, beside those that are. tokens: None: those that lie in the rows,
         drawn by prefill_step into ``state``. The others: as ``load`` takes them."""
@@ -173,8 +196,10 @@ class DecodeRows(ABC):
         if tokens is not None and tokens.shape[0] != len(rows):
             raise ValueError(f"tokens: got {tokens.shape[0]} rows, allowed: {len(rows)}, those of rows")
         self._check(len(rows), seq_lens, block_table, ring_table, seeds, draws)
+        self._check_speculation(len(rows), ends, known)
         with self._editing():
             self._join(rows, tokens, seq_lens, block_table, ring_table, seeds, draws)
+            self._begin(rows, ends, known)
         self._live.update(rows)
 
     def prepare(
@@ -190,10 +215,20 @@ class DecodeRows(ABC):
         with self._editing():
             self._set(range(row, row + 1), ring, seed, draws)
 
-    def start(self, row: int, seq_len: int, block_table: torch.Tensor) -> None:
+    def start(
+        self,
+        row: int,
+        seq_len: int,
+        block_table: torch.Tensor,
+        *,
+        ends: torch.Tensor | None = None,
+        known: torch.Tensor | None = None,
+    ) -> None:
         """Make a prepared row live. seq_len: tokens of the row including the next input, which lies in ``state``;
-        block_table: int32 [at most max_blocks]. A row whose input is one of its stop ids is padding."""
+        block_table: int32 [at most max_blocks]. ends, known: of one row, as ``load`` takes them. A row whose input is
+        one of its stop ids is padding."""
         self._check_rows([row], live=False)
+        self._check_speculation(1, ends, known)
         with self._editing():
             self._seq_lens[row : row + 1].fill_(seq_len)
             self._block_table[row].fill_(-1)
@@ -202,6 +237,7 @@ class DecodeRows(ABC):
             stopped = (state.tokens[row] == state.stop_ids).any()
             if state.draws is not None and state.draws.stop_ids is not None:
                 stopped = stopped | (state.tokens[row] == state.draws.stop_ids[row]).any()
+            self._begin(range(row, row + 1), ends, known)
             self._seq_lens[row : row + 1].masked_fill_(stopped, 0)
         self._live.add(row)
 
@@ -259,6 +295,10 @@ class DecodeRows(ABC):
             self._block_table[row].fill_(-1)
         _put(self._block_table[:, : block_table.shape[1]], rows, block_table)
 
+    def _begin(self, rows: Sequence[int], ends: torch.Tensor | None, known: torch.Tensor | None) -> None:
+        if self._speculator is not None:
+            self._speculator.begin(rows, self.state, ends, known)
+
     def _set(
         self, rows: Sequence[int], rings: torch.Tensor | None, seeds: torch.Tensor | None, draws: Draws | None
     ) -> None:
@@ -269,6 +309,12 @@ class DecodeRows(ABC):
             _put(self._seeds, rows, seeds)
         if rings is not None and self._ring_table is not None:
             _put(self._ring_table, rows, rings)
+
+    def _on_host(self, steps: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Room for the tokens, and for the log-probabilities where they are kept, of ``steps`` steps."""
+        shape, on_host = (steps, width, *self._columns), dict(device="cpu", pin_memory=self._tokens.is_cuda)
+        tokens = torch.empty(shape, dtype=torch.int64, **on_host)
+        return tokens, None if self._logprobs is None else torch.empty(shape, dtype=torch.float32, **on_host)
 
     def _state(self, rows: int) -> Decode:
         return Decode(
@@ -285,22 +331,35 @@ class DecodeRows(ABC):
     @torch.no_grad()
     def _decode(self, rows: int) -> None:
         """One step of the first ``rows`` rows."""
-        state = self._state(rows)
+        state, speculator = self._state(rows), self._speculator
         block_size = slot_block(self._caches, getattr(self._step, "mesh", ONE_RANK))
-        plan = decode_plan(state, block_size, self.max_context, self._impl)
-        logits = self._step(state.tokens, self._caches, plan)
+        if speculator is None:
+            plan = decode_plan(state, block_size, self.max_context, self._impl)
+            logits = self._step(state.tokens, self._caches, plan)
+        else:
+            logits = speculator.feed(self._caches, state, block_size)
         if self.keep_logits:
             if self.logits is None:  # a captured loop's largest bucket warms up first
-                shape = self.buckets[-1], logits.shape[1]
+                shape = self.buckets[-1] * (self.speculate + 1), logits.shape[1]
                 self.logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
-            self.logits[:rows].copy_(logits)
-        advance(state, logits, self.sampling, self.max_context)
+            self.logits[: len(logits)].copy_(logits)
+        if speculator is None:
+            advance(state, logits, self.sampling, self.max_context)
+            drawn = state.tokens
+        else:
+            drawn = speculator.advance(state, logits, self.sampling)
         place = self._place % HISTORY
-        self._history[:, :rows].index_copy_(0, place, state.tokens.unsqueeze(0))
+        self._history[:, :rows].index_copy_(0, place, drawn.unsqueeze(0))
         if self._logprobs is not None:
-            drawn = token_logprobs(logits, state.tokens, best=0).drawn
-            self._logprobs[:, :rows].index_copy_(0, place, drawn.unsqueeze(0))
+            scores = token_logprobs(logits, drawn.flatten().clamp_min(0), best=0).drawn
+            self._logprobs[:, :rows].index_copy_(0, place, scores.view(drawn.shape).unsqueeze(0))
         self._place.add_(1)
+
+    def warm_up(self) -> None:
+        """Run a step of padding, which compiles what is to be compiled."""
+        with self._editing():
+            self._decode(self.buckets[-1])
+            self._place.zero_()
 
     def _check_rows(self, rows: Sequence[int], live: bool) -> None:
         for place, row in enumerate(rows):
@@ -340,6 +399,12 @@ class DecodeRows(ABC):
             checks.check_shape("seeds", seeds, (rows,), "[rows]")
         _check_draws(draws, self._draws, rows)
 
+    def _check_speculation(self, rows: int, ends: torch.Tensor | None, known: torch.Tensor | None) -> None:
+        if self._speculator is not None:
+            self._speculator.check(rows, ends, known)
+        elif ends is not None or known is not None:
+            raise ValueError("ends, known: got a tensor, allowed: None, the loop does not speculate")
+
 
 class EagerDecode(DecodeRows):
     """The same loop without a capture, on any device: a step runs when it is asked for."""
@@ -348,9 +413,7 @@ class EagerDecode(DecodeRows):
         width = self._width
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
-        on_host: dict[str, Any] = dict(device="cpu", pin_memory=self._tokens.is_cuda)
-        tokens = torch.empty(steps, width, dtype=torch.int64, **on_host)
-        logprobs = None if self._logprobs is None else torch.empty(steps, width, dtype=torch.float32, **on_host)
+        tokens, logprobs = self._on_host(steps, width)
         arrived = []
         for number in range(steps):
             self._decode(self._bucket(width))

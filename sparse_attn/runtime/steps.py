@@ -105,13 +105,13 @@ def prefill_step(
         impl=model.impl,
     )
     if rings is not None:
-        plan = _with_rings(plan, sent(pad(rings[requests], (0, 0, 0, idle), value=-1), device))
+        plan = with_rings(plan, sent(pad(rings[requests], (0, 0, 0, idle), value=-1), device))
     logits = model(sent(torch.tensor(ids + [0] * more, **on_host), device), caches, plan)[:rows]
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
     drawn, whose = sent(ends[last], device), sent(requests[last], device)
     draws = None if state.draws is None else state.draws.rows(whose)
-    tokens = draw(logits[drawn], plan.positions[drawn], sampling, _seeds(state, sampling)[whose], draws)
+    tokens = draw(logits[drawn], plan.positions[drawn], sampling, seeds_of(state, sampling)[whose], draws)
     state.tokens[whose] = tokens
     count_drawn(state.draws, tokens, torch.ones_like(tokens, dtype=torch.bool), whose)
     return logits
@@ -145,10 +145,11 @@ def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "a
         max_context=max_context,
         impl=impl,
     )
-    return plan if state.ring_table is None else _with_rings(plan, state.ring_table)
+    return plan if state.ring_table is None else with_rings(plan, state.ring_table)
 
 
-def _with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
+def with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
+    """``plan`` with the blocks of each request's rings."""
     return plan._replace(ring_table=mark_sizes(ring_table, dynamic=(0, 1)))
 
 
@@ -162,15 +163,15 @@ def least_capacity(model: Model) -> int:
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:
     """Draw every row's next token from the logits of the one it fed. A row that drew a stop id, or that would hold more
     than ``max_context`` tokens, is padding from now on."""
-    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling, _seeds(state, sampling), state.draws))
+    state.tokens.copy_(draw(logits, state.seq_lens - 1, sampling, seeds_of(state, sampling), state.draws))
     count_drawn(state.draws, state.tokens, state.seq_lens > 0)
     state.seq_lens.add_((state.seq_lens > 0).to(torch.int32))
     state.seq_lens.masked_fill_(state.seq_lens > max_context, 0)
     stop(state)
 
 
-def _seeds(state: Decode, sampling: Sampling) -> torch.Tensor:
-    """int64 [B]."""
+def seeds_of(state: Decode, sampling: Sampling) -> torch.Tensor:
+    """int64 [B], of the rows' random streams."""
     if state.seeds is not None:
         return state.seeds
     return row_seeds(sampling.seed, state.tokens.shape[0], state.tokens.device)
@@ -178,7 +179,12 @@ def _seeds(state: Decode, sampling: Sampling) -> torch.Tensor:
 
 def stop(state: Decode) -> None:
     """Turn rows whose token is a stop id into padding."""
-    stopped = (state.tokens.unsqueeze(1) == state.stop_ids).any(1)
+    state.seq_lens.masked_fill_(stops(state, state.tokens), 0)
+
+
+def stops(state: Decode, tokens: torch.Tensor) -> torch.Tensor:
+    """Whether each row's token, int64 [B], is one of its stop ids: bool [B]."""
+    stopped = (tokens.unsqueeze(1) == state.stop_ids).any(1)
     if state.draws is not None and state.draws.stop_ids is not None:
-        stopped = stopped | (state.tokens.unsqueeze(1) == state.draws.stop_ids).any(1)
-    state.seq_lens.masked_fill_(stopped, 0)
+        stopped = stopped | (tokens.unsqueeze(1) == state.draws.stop_ids).any(1)
+    return stopped

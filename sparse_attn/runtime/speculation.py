@@ -1,0 +1,146 @@
+"""Speculative decoding: a step feeds a row's token and n drafts behind it, and keeps the drafts that the model draws.
+
+Row j of a request is fed draft j and draws the token after it, with the noise of its own position. Draft j + 1 is
+accepted where it equals that draw and draft j was accepted. So a step draws between 1 and n + 1 tokens, and the tokens
+are those of steps without drafts, whatever drafts say.
+
+Nothing is undone: keys, ring slots and compressor state belong to a position, no row sees a key behind its own
+position, and the next step begins where the first rejected draft stood, so it writes over what rejected drafts left.
+Rings hold n tokens more for it (Model.allocate_caches, next_n). Everything stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.runtime.draws import Sampling, count_drawn, draw
+from sparse_attn.runtime.paging import slots_of
+from sparse_attn.runtime.steps import Decode, seeds_of, stops, with_rings
+from sparse_attn.torch_private import exported
+from sparse_attn.types import StepPlan
+
+Drafter = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A caller's own drafts. (known int64 [B, columns], seq_lens int32 [B]) -> int64 [B, n] on the same device. known: each
+row's ids, of which the first seq_lens are set, that of the next input included; 0: the row is out. Draft j is to be the
+token at position seq_lens + j; -1, or another id that the vocabulary lacks: none. In a captured loop it is captured
+with the step: it must read the device alone and wait for nothing."""
+
+
+@exported
+class Speculation(NamedTuple):
+    """What speculative steps read and advance beside Decode, a row per request.
+
+    drafts: int64 [B, n], to be fed behind the row's token, -1 for none. drawn: int64 [B, n + 1], what the last step
+    drew, -1 behind. ends: int32 [B], tokens a row may hold. known: int64 [B, columns], the ids of each row, for a
+    drafter that reads them.
+    """
+
+    drafts: torch.Tensor
+    drawn: torch.Tensor
+    ends: torch.Tensor
+    known: torch.Tensor | None = None
+
+    def rows(self, count: int) -> Speculation:
+        """The first ``count`` rows, as views."""
+        return Speculation(*(None if value is None else value[:count] for value in self))
+
+
+def allocate_speculation(
+    rows: int, drafts: int, max_context: int, device: torch.device, *, known: bool
+) -> Speculation:  # fmt: skip
+    """Of rows without drafts, which may hold ``max_context`` tokens. known: keep the ids of each row."""
+    ids = dict(dtype=torch.int64, device=device)
+    return Speculation(
+        torch.full((rows, drafts), -1, **ids),
+        torch.full((rows, drafts + 1), -1, **ids),
+        torch.full((rows,), max_context, dtype=torch.int32, device=device),
+        torch.zeros(rows, max_context + 1, **ids) if known else None,
+    )
+
+
+def propose(speculation: Speculation, state: Decode, drafter: Drafter) -> None:
+    """Take drafts of a caller's own function for the step to come."""
+    assert speculation.known is not None
+    drafts = drafter(speculation.known, state.seq_lens)
+    checks.check_dtype("drafter: drafts", drafts, (torch.int64,))
+    checks.check_shape("drafter: drafts", drafts, tuple(speculation.drafts.shape), "[rows, speculate]")
+    checks.check_same_device(**{"known": speculation.known, "drafter: drafts": drafts})
+    speculation.drafts.copy_(drafts)
+
+
+def speculative_tokens(state: Decode, speculation: Speculation, vocab_size: int | None = None) -> torch.Tensor:
+    """What a step feeds, int64 [B * (n + 1)]. An id that is none is fed as 0, and never accepted."""
+    drafts = speculation.drafts
+    none = drafts < 0 if vocab_size is None else (drafts < 0) | (drafts >= vocab_size)
+    return torch.cat([state.tokens.unsqueeze(1), drafts.masked_fill(none, 0)], dim=1).flatten()
+
+
+def speculative_plan(
+    state: Decode, speculation: Speculation, block_size: int, max_context: int, impl: str = "auto"
+) -> StepPlan:
+    """The plan of the step that feeds ``speculative_tokens``, n + 1 rows a request. Rows behind what a request may hold
+    are padding. block_size: as decode_plan takes it."""
+    rows, drafts = speculation.drafts.shape
+    device, live = state.tokens.device, state.seq_lens > 0
+    positions = (state.seq_lens - 1).unsqueeze(1) + torch.arange(drafts + 1, dtype=torch.int32, device=device)
+    inside = live.unsqueeze(1) & (positions < speculation.ends.clamp_max(max_context).unsqueeze(1))
+    requests = torch.arange(rows, device=device).repeat_interleave(drafts + 1)
+    written = state.block_table if state.ring_table is None else state.ring_table
+    plan = build_step_plan(
+        state.query_start_loc * (drafts + 1),
+        torch.where(live, state.seq_lens + drafts, 0),
+        state.block_table,
+        slots_of(written, requests, torch.where(inside, positions, -1).flatten(), block_size),
+        num_decodes=rows,
+        next_n=drafts + 1,
+        max_context=max_context,
+        impl=impl,
+    )
+    return plan if state.ring_table is None else with_rings(plan, state.ring_table)
+
+
+def verify(
+    state: Decode, speculation: Speculation, logits: torch.Tensor, sampling: Sampling, max_context: int
+) -> torch.Tensor:
+    """Draw from every row's logits [B * (n + 1), vocab], accept drafts, and advance both states in place. A row that
+    drew a stop id, or that would hold more than it may, is padding from now on. Returns the tokens drawn, int64 [B]."""
+    drafts, width = speculation.drafts, speculation.drafts.shape[1] + 1
+    limits = speculation.ends.clamp_max(max_context)
+    by_row = torch.unflatten(logits, 0, (drafts.shape[0], width))
+    going, stopped = state.seq_lens > 0, torch.zeros_like(state.seq_lens, dtype=torch.bool)
+    count = torch.zeros_like(state.seq_lens)
+    counted = state.draws is not None and state.draws.counts is not None
+    seeds, drawn = seeds_of(state, sampling), None
+    if not counted:
+        draws = state.draws and state.draws.map(lambda value: value.repeat_interleave(width, 0))
+        places = torch.arange(-1, width - 1, dtype=torch.int32, device=logits.device)
+        positions = (state.seq_lens.unsqueeze(1) + places).flatten()
+        drawn = draw(logits, positions, sampling, seeds.repeat_interleave(width), draws).view(-1, width)
+    for place in range(width):
+        if drawn is None:  # penalties count what was drawn before
+            token = draw(by_row[:, place], state.seq_lens - 1 + place, sampling, seeds, state.draws)
+        else:
+            token = drawn[:, place]
+        count_drawn(state.draws, token, going)
+        speculation.drawn[:, place] = torch.where(going, token, -1)
+        if speculation.known is not None:
+            _learn(speculation.known, state.seq_lens + place, token, going)
+        state.tokens.copy_(torch.where(going, token, state.tokens))
+        count += going.to(torch.int32)
+        stopped = stopped | (going & stops(state, token))
+        if place + 1 < width:
+            going = going & ~stopped & (drafts[:, place] == token) & (state.seq_lens + place < limits)
+    lengths = state.seq_lens + count
+    state.seq_lens.copy_(lengths.masked_fill(stopped | (lengths > limits), 0))
+    return count
+
+
+def _learn(known: torch.Tensor, at: torch.Tensor, tokens: torch.Tensor, going: torch.Tensor) -> None:
+    """Set column ``at`` of the rows that go on to their token."""
+    at = at.long().clamp(0, known.shape[1] - 1).unsqueeze(1)
+    known.scatter_(1, at, torch.where(going.unsqueeze(1), tokens.unsqueeze(1), known.gather(1, at)))
