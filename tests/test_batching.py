@@ -16,6 +16,8 @@ from support.ledger import check_ledger
 
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts, latent
+from sparse_attn.runtime import batching as batching_module
+from sparse_attn.runtime import rows
 from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model, Sampling
@@ -241,6 +243,32 @@ def test_callbacks_may_submit_cancel_end_and_raise():
         "length",
     ]
     assert len(done[second].tokens) == len(done[fourth].tokens) == 1
+
+
+def test_tokens_that_arrive_while_others_are_delivered_are_not_lost(monkeypatch):
+    """An event is seen at its second query, so that each look at a stream finds one step more than the last."""
+
+    class Late:
+        queries = 0
+
+        def query(self):
+            self.queries += 1
+            return self.queries > 1
+
+    for module in (batching_module, rows):
+        monkeypatch.setattr(module, "passed", lambda device: Late())
+    model = hashing_model("tiny_v32")
+    batching = batching_of(model, piece=4, ahead=2)
+    prompts = [ids(5, n) for n in range(6)]
+    prompts = [[token % model.spec.vocab_size for token in prompt] for prompt in prompts]
+    numbers = [batching.submit(prompt, max_new_tokens=9 + n) for n, prompt in enumerate(prompts)]
+    found = {}
+    for _ in range(1000):
+        found |= {one.request: one.tokens for one in batching.step()}
+    assert batching.idle
+    assert [found[number] for number in numbers] == [
+        alone(model, prompt, 9 + n, Sampling()) for n, prompt in enumerate(prompts)
+    ]
 
 
 def test_what_can_never_run_is_refused_and_the_queue_is_bounded():

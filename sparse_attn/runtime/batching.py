@@ -236,14 +236,15 @@ class Batching:
     def _deliver(self) -> None:
         while self._flying:
             stream, columns, seen = self._flying.popleft()
-            for number in range(seen, stream.arrived()):
+            arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
+            for number in range(seen, arrived):
                 tokens, logprobs = stream.step(number)
                 ids, scores = tokens.tolist(), None if logprobs is None else logprobs.tolist()
                 self._arrived.extend(
                     (request, ids[at], 0.0 if scores is None else scores[at]) for at, request in columns
                 )
-            if stream.arrived() < len(stream):
-                self._flying.appendleft((stream, columns, stream.arrived()))
+            if arrived < len(stream):
+                self._flying.appendleft((stream, columns, arrived))
                 break
             self._steps_ahead -= len(stream)
         while self._arrived:
