@@ -150,9 +150,9 @@ def test_eos_ends_a_text_unless_ignored(tmp_path, monkeypatch):
     place = next(n for n, token in enumerate(whole) if token != whole[0]) if len(set(whole)) > 1 else 0
     from dataclasses import replace
 
-    from sparse_attn.runtime import cli
+    from sparse_attn.runtime import arguments
 
-    monkeypatch.setattr(cli, "preset", lambda name: replace(preset(name), eos_token_ids=(whole[place],)))
+    monkeypatch.setattr(arguments, "preset", lambda name: replace(preset(name), eos_token_ids=(whole[place],)))
     found, logits = generate(tmp_path, *common, logits=True)
     assert found["tokens"] == whole[: place + 1]
     assert logits.shape[0] == 3 + place
@@ -469,9 +469,9 @@ def never(*args, **kwargs):
     ],
 )
 def test_output_paths_are_tried_before_anything_is_computed(tmp_path, capsys, monkeypatch, command, option):
-    from sparse_attn.runtime import cli, quality_report
+    from sparse_attn.runtime import cli, quality_report, sources
 
-    for holder, name in ((cli, "load"), (cli, "generate"), (cli, "plan"), (quality_report, "load")):
+    for holder, name in ((sources, "load"), (cli, "generate"), (cli, "plan"), (quality_report, "load")):
         monkeypatch.setattr(holder, name, never)
     model = ["--preset", "tiny-v32"] if command == "plan" else []
     for path, message in (
@@ -485,9 +485,9 @@ def test_output_paths_are_tried_before_anything_is_computed(tmp_path, capsys, mo
 
 
 def test_pictures_are_of_a_format_that_can_be_written(tmp_path, capsys, monkeypatch):
-    from sparse_attn.runtime import cli
+    from sparse_attn.runtime import sources
 
-    monkeypatch.setattr(cli, "load", never)
+    monkeypatch.setattr(sources, "load", never)
     assert main(["generate", "--plot", str(tmp_path / "x.xyz")]) == 2
     assert re.search(r"--plot: got '.*x.xyz', allowed: a name that ends in .*\.png", capsys.readouterr().err)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

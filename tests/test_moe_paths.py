@@ -121,10 +121,10 @@ def test_where_the_grouped_product_waits(name):
     assert TARGETS[name].name == name
 
 
-def reason(name, monkeypatch, spec, dtype, impl="auto"):
+def reason(name, monkeypatch, spec, dtype, impl="auto", packed=False):
     monkeypatch.setattr(graph, "target_of", lambda device: TARGETS[name])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
-    return graph.uncapturable(torch.device("cuda", 1), impl, spec, dtype)
+    return graph.uncapturable(torch.device("cuda", 1), impl, spec, dtype, packed=packed)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4_flash"])
@@ -136,6 +136,7 @@ def test_a_step_that_would_wait_is_not_captured(name, monkeypatch):
             "for the host, allowed: sm_90 and sm_10x, or at most 16 experts, or fp16 or fp32"
         )
         assert reason(target, monkeypatch, spec, torch.float16) is None
+        assert reason(target, monkeypatch, spec, torch.bfloat16, packed=True) is None
     for target in ("sm_90", "sm_100"):
         assert reason(target, monkeypatch, spec, torch.bfloat16) is None
     assert reason("sm_90", monkeypatch, spec, torch.bfloat16, "reference").startswith("impl 'reference'")

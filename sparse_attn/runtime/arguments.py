@@ -12,6 +12,7 @@ import torch
 
 from sparse_attn.files import check_output, write_output
 from sparse_attn.runtime.plot import check_picture
+from sparse_attn.spec import CompressedSpec, Spec, preset
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OUTPUTS = {"json": "--json", "dump_logits": "--dump-logits", "plot": "--plot"}
@@ -59,6 +60,14 @@ def positive(given: str) -> int:
     if value < 1:
         refuse(f"got {given!r}, allowed: an integer of at least 1")
     return value
+
+
+def spec_of_preset(name: str) -> Spec | CompressedSpec:
+    """The preset of a name, whose words are parted by - or _."""
+    try:
+        return preset(name)
+    except ValueError as error:
+        refuse(str(error))
 
 
 def refuse(message: str) -> NoReturn:

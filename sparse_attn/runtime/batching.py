@@ -89,7 +89,7 @@ class Batching:
                 f"max_context: got {max_context}, allowed: at most the model's {model.spec.max_positions} positions"
             )
         if graph:
-            check_capturable(model.device, model.impl, model.spec, model.embed.dtype)
+            check_capturable(model.device, model.impl, model.spec, model.embed.dtype, packed=model.packs_experts)
         if batch_invariant and not model.batch_invariant:
             model = model.invariant()
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
 from sparse_attn.models.forms import FORMS, form_of, form_said_by, predicted_of
-from sparse_attn.models.loading import load, predicted_layers, read_config
+from sparse_attn.models.loading import predicted_layers, read_config
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
@@ -22,6 +22,7 @@ from sparse_attn.runtime import (
     quality_report,
     report,
     showing,
+    sources,
     text,
     write_checkpoint,
 )
@@ -32,6 +33,7 @@ from sparse_attn.runtime.arguments import (
     device_of,
     positive,
     refuse,
+    spec_of_preset,
     write_json,
 )
 from sparse_attn.runtime.bars import add_progress, byte_bar, step_bars
@@ -39,13 +41,11 @@ from sparse_attn.runtime.documents import question
 from sparse_attn.runtime.generate import Model, Sampling, check_capturable, generate
 from sparse_attn.runtime.plan import plan
 from sparse_attn.runtime.selections import Watch
-from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
-from sparse_attn.spec import PRESETS, CompressedSpec, Spec, preset
+from sparse_attn.runtime.shipped import folder_of, shipped_models
+from sparse_attn.spec import PRESETS, CompressedSpec, Spec
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 from sparse_attn.torch_private import dynamo_counts
 
-TINY_PRESETS = tuple(name.replace("_", "-") for name in PRESETS if name.startswith("tiny"))
-WEIGHTS_SEED = 0
 FINITE = 2.0**127  # what a penalty may be, as fp32
 BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
 
@@ -87,15 +87,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    model = parser.add_mutually_exclusive_group()
-    shipped = tuple(shipped_models())
-    model.add_argument(
-        "--model",
-        metavar="NAME|DIR",
-        help=f"a checkpoint folder, or a small model that ships here: {', '.join(shipped)} (default: {shipped[0]})",
-    )
-    model.add_argument("--preset", choices=TINY_PRESETS, type=lambda name: name.replace("_", "-"),
-                       help="a seeded random byte-level model")  # fmt: skip
+    sources.add(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models "
                         "that ship here, else the opening of a novel")  # fmt: skip
@@ -172,7 +164,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--preset", type=_spec_of_preset, dest="spec", metavar="|".join(PRESETS))
+    model.add_argument("--preset", type=spec_of_preset, dest="spec", metavar="|".join(PRESETS))
     model.add_argument("--model", metavar="NAME|DIR",
                        help=f"a folder with a config.json, or a model that ships here: {', '.join(shipped_models())}"
                        )  # fmt: skip
@@ -204,31 +196,24 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.plot and (options.compile or options.graph):
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
     save_logits = _logits_writer() if options.dump_logits else None
-    folder = None if options.preset else folder_of(options.model or next(iter(shipped_models())))
-    dtype = DTYPES[options.dtype or ("bf16" if folder and device.type == "cuda" else "fp32")]
+    source = sources.source_of(options)
+    spec, expand = source.spec, options.expand_weights
+    dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
-        check_capturable(device, options.impl, read_config(folder)[1] if folder else preset(options.preset), dtype)
-    config = None
-    if folder:
-        config, _ = read_config(folder)
-        with byte_bar("weights", options.progress) as progress:
-            spec, params = load(folder, device=device, dtype=dtype, expand=options.expand_weights, progress=progress)
-        tokenizer = tokenizer_of(folder, spec)
-    else:
-        from sparse_attn.models.params import random_params
-
-        spec, tokenizer = preset(options.preset), text.byte_tokenizer()
-        params = random_params(spec, WEIGHTS_SEED, device, dtype)
-    index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
+        check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand))
+    with byte_bar("weights", options.progress) as progress:
+        params = source.weights(device, dtype, expand, progress)
+    tokenizer = source.tokenizer()
+    index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
     model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant)
     if options.stop and tokenizer is None:
-        raise ValueError(f"--stop: got a text, allowed: none, {folder} holds no tokenizer.json")
+        raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
     sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
     if options.prompts:
         return prompt_files.run(options, model, tokenizer, sampling)
-    prompt, expected = _prompt(options, folder, tokenizer)
+    prompt, expected = _prompt(options, source, tokenizer)
     if options.plot:
         showing.check_plot(prompt, tokenizer)
     before = dynamo_counts()
@@ -249,7 +234,7 @@ def run_generate(options: argparse.Namespace) -> int:
             progress=step_bars(options.progress),
         )
     facts = {
-        "model": folder.name if folder else spec.name,
+        "model": source.name,
         "dtype": str(dtype).removeprefix("torch."),
         "cache": options.cache,
         "index_cache": index_cache,
@@ -321,19 +306,23 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def _prompt(
-    options: argparse.Namespace, folder: Path | None, tokenizer: text.Tokenizer | None
+    options: argparse.Namespace, source: sources.Source, tokenizer: text.Tokenizer | None
 ) -> tuple[list[int], str | None]:
     """(ids, the continuation that a good reader gives, None where unknown)."""
     if options.prompt_ids is not None:
         return options.prompt_ids, None
     if tokenizer is None:
-        raise ValueError(f"--model: {folder} holds no tokenizer.json; give the prompt as --prompt-ids")
+        if source.folder is None and options.prompt is None and options.prompt_file is None:
+            return sources.random_prompt(), None
+        raise ValueError(
+            f"--model: {source.folder or source.name} holds no tokenizer.json; give the prompt as --prompt-ids"
+        )
     expected = None
     if options.prompt is not None:
         given = options.prompt
     elif options.prompt_file is not None:
         given = read_text(options.prompt_file)
-    elif folder in shipped_models().values():
+    elif source.folder in shipped_models().values():
         given, expected = question()
     else:
         given = text.shipped_text()
@@ -353,13 +342,6 @@ def _logits_writer():
     except ImportError as error:
         raise ImportError("--dump-logits needs safetensors: pip install 'sparse_attn[models]'") from error
     return save
-
-
-def _spec_of_preset(name: str) -> Spec | CompressedSpec:
-    try:
-        return preset(name)
-    except ValueError as error:
-        refuse(str(error))
 
 
 def _ids(given: str) -> list[int]:

@@ -132,7 +132,9 @@ def generate(
     stop_ids = [own.stop_ids for own in samplings]
     scored = None if logprobs is None else TokenLogprobs(prompts, checked_best(logprobs, vocab_size))
     if graph:
-        check_capturable(model.device, model.impl, model.spec, model.embed.dtype, mesh=model.mesh)
+        check_capturable(
+            model.device, model.impl, model.spec, model.embed.dtype, mesh=model.mesh, packed=model.packs_experts
+        )
     lengths = [len(prompt) for prompt in prompts]
     tables, caches, state, chunks, max_context, bounds = prepare(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed

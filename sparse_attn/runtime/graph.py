@@ -28,9 +28,11 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def uncapturable(
-    device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype, *, mesh: Mesh = ONE_RANK
-) -> str | None:
-    """Why a decode step of a model with weights in ``dtype`` cannot be captured on ``device``; None where it can."""
+    device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype, *, mesh: Mesh = ONE_RANK,
+    packed: bool = False,
+) -> str | None:  # fmt: skip
+    """Why a decode step of a model with weights in ``dtype`` cannot be captured on ``device``; None where it can.
+    packed: whether routed experts are."""
     if device.type != "cuda" and mesh.size > 1:
         return f"{mesh.size} processes on device {device}, whose collectives (gloo) cannot be captured"
     if device.type != "cuda":
@@ -39,7 +41,8 @@ def uncapturable(
         return "impl 'reference', which waits for the host, allowed: 'auto', 'triton'"
     routed = isinstance(spec, CompressedSpec) or any(spec.moe_layers)
     target = target_of(device)
-    if routed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True, mesh=mesh) and grouped_waits(target):
+    grouped = routed and not packed and takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True, mesh=mesh)
+    if grouped and grouped_waits(target):
         return (
             f"{spec.moe.num_experts} bf16 experts on {torch.cuda.get_device_name(device)} ({target.name}), where "
             "torch's grouped matrix product waits for the host, allowed: sm_90 and sm_10x, or at most "
@@ -49,10 +52,11 @@ def uncapturable(
 
 
 def check_capturable(
-    device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype, *, mesh: Mesh = ONE_RANK
-) -> None:
+    device: torch.device, impl: str, spec: Spec | CompressedSpec, dtype: torch.dtype, *, mesh: Mesh = ONE_RANK,
+    packed: bool = False,
+) -> None:  # fmt: skip
     """ValueError where a decode step cannot be captured."""
-    if (reason := uncapturable(device, impl, spec, dtype, mesh=mesh)) is not None:
+    if (reason := uncapturable(device, impl, spec, dtype, mesh=mesh, packed=packed)) is not None:
         raise ValueError(f"graph: got {reason}")
 
 

@@ -89,6 +89,11 @@ class Model(torch.nn.Module):
         """Whether requests own rings beside blocks: window keys and compressor state."""
         return isinstance(self.spec, CompressedSpec)
 
+    @property
+    def packs_experts(self) -> bool:
+        """Whether routed experts are packed."""
+        return any(name.endswith(".moe.gate_up") for name in self._packed)
+
     def invariant(self) -> Model:
         """The model with batch_invariant, of the same weights; itself where it is."""
         if self.batch_invariant:

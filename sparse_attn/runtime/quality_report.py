@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sparse_attn.models.forms import form_said_by
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.runtime import report
 from sparse_attn.runtime.arguments import (
@@ -54,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     check_outputs(options)
     device, folder = device_of(options.device), folder_of(options.model)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    waits = uncapturable(device, "auto", read_config(folder)[1], dtype)
+    config, known = read_config(folder)
+    packed = form_said_by(config, known) != "bf16" and not options.expand_weights
+    waits = uncapturable(device, "auto", known, dtype, packed=packed)
     names = options.ways or [name for name, way in WAYS.items()
                              if (device.type == "cuda" or not way.gpu) and not (way.graph and waits)]  # fmt: skip
     for name in names:

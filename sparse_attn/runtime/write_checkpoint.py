@@ -9,9 +9,9 @@ from pathlib import Path
 from sparse_attn.models.converting import convert
 from sparse_attn.models.forms import FORMS, first_layers
 from sparse_attn.models.published import write_published
-from sparse_attn.runtime.arguments import positive, refuse
+from sparse_attn.runtime.arguments import positive, refuse, spec_of_preset
 from sparse_attn.runtime.bars import add_progress, byte_bar
-from sparse_attn.spec import PRESETS, preset
+from sparse_attn.spec import PRESETS
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         "in bf16 are quantised; those that are quantised already are never rounded again."
     )
     weights = parser.add_mutually_exclusive_group(required=True)
-    weights.add_argument("--preset", type=_preset, metavar="|".join(PRESETS), help="random weights of this model")
+    weights.add_argument(
+        "--preset", type=spec_of_preset, metavar="|".join(PRESETS), help="random weights of this model"
+    )
     weights.add_argument("--from", type=Path, dest="source", metavar="DIR", help="the weights of this checkpoint")
     parser.add_argument("--layers", type=positive, metavar="N", help="the first N of --preset (default: all)")
     parser.add_argument(
@@ -51,13 +53,6 @@ def _convert(options: argparse.Namespace) -> int:
         spec, total = convert(options.source, options.out, options.format, progress)
     print(f"{options.out}: {spec.num_layers} layers of {options.source}, {options.format}, {total:,} bytes of weights")
     return 0
-
-
-def _preset(name: str):
-    try:
-        return preset(name)
-    except ValueError as error:
-        refuse(str(error))
 
 
 def _seed(given: str) -> int:

@@ -1,0 +1,116 @@
+"""The model that `generate` runs: a checkpoint folder, or a preset with random weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sparse_attn.models.forms import FORMS, first_layers, form_of, form_said_by, said_of
+from sparse_attn.models.loading import load, read_config
+from sparse_attn.models.memory import weight_bytes
+from sparse_attn.models.params import random_params
+from sparse_attn.models.random_packed import random_packed_params
+from sparse_attn.runtime import text
+from sparse_attn.runtime.arguments import positive, spec_of_preset
+from sparse_attn.runtime.shipped import BYTE_VOCABULARY, folder_of, shipped_models, tokenizer_of
+from sparse_attn.spec import PRESETS, CompressedSpec, Spec
+from sparse_attn.weight_layout import Weight
+
+WEIGHTS_SEED = 0
+RANDOM_PROMPT = 32  # tokens, of a preset without a tokenizer
+DEFAULT_FORM = "published"
+
+
+class Source(NamedTuple):
+    """What is known of a model before its weights are there. config: its config.json, or what one would say of random
+    weights in a published form; None of plain random weights. form: of models.forms, of random packed weights."""
+
+    spec: Spec | CompressedSpec
+    config: dict[str, Any] | None
+    folder: Path | None = None
+    form: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name if self.folder else self.spec.name
+
+    def packs_experts(self, expand: bool) -> bool:
+        """Whether routed experts stay packed. expand: --expand-weights."""
+        return not expand and self.config is not None and form_said_by(self.config, self.spec) != "bf16"
+
+    def weights(
+        self, device: torch.device, dtype: torch.dtype, expand: bool, progress: Callable[[int, int], object]
+    ) -> dict[str, Weight]:
+        if self.folder:
+            return load(self.folder, device=device, dtype=dtype, expand=expand, progress=progress)[1]
+        _check_room(self.spec, dtype, self.form or "bf16", device)
+        if self.form:
+            return random_packed_params(self.spec, WEIGHTS_SEED, device, dtype, form=self.form)
+        return dict(random_params(self.spec, WEIGHTS_SEED, device, dtype))
+
+    def tokenizer(self) -> text.Tokenizer | None:
+        if self.folder:
+            return tokenizer_of(self.folder, self.spec)
+        return text.byte_tokenizer() if self.spec.vocab_size == BYTE_VOCABULARY else None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    model, shipped = parser.add_mutually_exclusive_group(), tuple(shipped_models())
+    model.add_argument(
+        "--model",
+        metavar="NAME|DIR",
+        help=f"a checkpoint folder, or a small model that ships here: {', '.join(shipped)} (default: {shipped[0]})",
+    )
+    model.add_argument("--preset", type=spec_of_preset, metavar="|".join(PRESETS), help="a model of random weights")
+    parser.add_argument("--layers", type=positive, metavar="N", help="the first N of --preset (default: all)")
+    parser.add_argument("--weights", choices=("random", "plain"),
+                        help="of --preset. random: packed, of --format, drawn on the device. plain: not quantised, "
+                        "drawn on the CPU, the same on every device (default: plain for tiny presets, else random)"
+                        )  # fmt: skip
+    parser.add_argument("--format", choices=FORMS, help="of --weights random, as write-checkpoint has it (default: "
+                        f"{DEFAULT_FORM})")  # fmt: skip
+
+
+def source_of(options: argparse.Namespace) -> Source:
+    """What --model or --preset, --layers, --weights and --format name. ValueError where they do not go together."""
+    if options.preset is None:
+        for name in ("layers", "weights", "format"):
+            if getattr(options, name) is not None:
+                raise ValueError(f"--{name}: got it without --preset, allowed: with --preset")
+        folder = folder_of(options.model or next(iter(shipped_models())))
+        config, spec = read_config(folder)
+        return Source(spec, config, folder)
+    spec = options.preset if options.layers is None else first_layers(options.preset, options.layers)
+    kind = options.weights or ("plain" if spec.name.startswith("tiny") and options.format is None else "random")
+    if options.expand_weights:
+        raise ValueError("--expand-weights: got it with --preset, allowed: with --model; --weights plain is expanded")
+    if kind == "plain":
+        if options.format is not None:
+            raise ValueError("--format: got it with --weights plain, allowed: with --weights random")
+        return Source(spec, None)
+    form = options.format or DEFAULT_FORM
+    return Source(spec, said_of(spec, form_of(spec, form), 0), form=form)
+
+
+def random_prompt() -> list[int]:
+    """Ids that are in every vocabulary."""
+    return text.byte_tokenizer().encode(text.shipped_text())[:RANDOM_PROMPT]
+
+
+def _check_room(spec: Spec | CompressedSpec, dtype: torch.dtype, form: str, device: torch.device) -> None:
+    """ValueError where the weights alone are more than the device has."""
+    needed = sum(weight_bytes(spec, dtype, form).values())
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        raise ValueError(
+            f"--preset: got {needed:,} bytes of weights ({spec.num_layers} layers of {spec.name}) for {device}, which "
+            f"has {room:,}, allowed: what fits, by fewer --layers"
+        )
