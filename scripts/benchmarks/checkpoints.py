@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 import time
@@ -123,6 +124,9 @@ def real_share(run: Run) -> Iterator[Record]:
         for batch in batches:
             yield _decoded(run, model, f"{name} 1/{ranks}, requests {batch}", batch, context)
         del params, model
+        gc.collect()  # a model's forward refers to the model
+        if not run.dry:
+            torch.cuda.empty_cache()
 
 
 def _bounds(spec: Spec | CompressedSpec, batch: int, context: int) -> Bounds:

@@ -39,6 +39,7 @@ _FP32_MAX = torch.finfo(torch.float32).max
 # Where an infinite value means something: no sink, and an expert that is never chosen.
 _MAY_BE_INFINITE = (".sink", "moe.bias")
 
+Copy = Callable[[torch.Tensor, torch.Tensor], object]  # (target, source)
 Told = Callable[[int], object]  # is told the bytes of each tensor once they are read
 
 
@@ -86,12 +87,12 @@ def reading_of(name: str, shape: tuple[int, ...], spelling: Spelling, checkpoint
 
 def fill(
     readings: list[Reading], checkpoint: Checkpoint, spec: Spec | CompressedSpec, *,
-    device: torch.device | str, dtype: torch.dtype, told: Told,
+    device: torch.device | str, dtype: torch.dtype, told: Told, copy: Copy = torch.Tensor.copy_,
 ) -> list[Weight]:  # fmt: skip
     """The weights of ``readings``, which have their sources in common, on ``device``; ValueError for values that no
-    weight may have."""
+    weight may have. copy: from the CPU to there."""
     if len(readings) == 1 and readings[0].layout is not None:
-        return [_packed(readings[0], checkpoint, device, told)]
+        return [_packed(readings[0], checkpoint, device, told, copy)]
     targets = [
         torch.empty(one.shape, dtype=param_dtype(one.name, dtype, checkpoint.dtype(one.sources[0])), device=device)
         for one in readings
@@ -101,7 +102,7 @@ def fill(
         _fill_kv_b(targets[0], targets[1], readings[0], checkpoint, spec)
         told(checkpoint.nbytes(readings[0].sources[0]))
     else:
-        _fill_plain(targets[0], readings[0], checkpoint, told)
+        _fill_plain(targets[0], readings[0], checkpoint, told, copy)
     for one, target in zip(readings, targets):
         _check_values(target, one, checkpoint, spec)
     return list(targets)
@@ -141,7 +142,9 @@ def is_finite(weight: PackedWeight) -> bool:
     return all(bool(values.isfinite().all()) for values in _expanded_bands(weight))
 
 
-def _packed(reading: Reading, checkpoint: Checkpoint, device: torch.device | str, told: Told) -> PackedWeight:
+def _packed(
+    reading: Reading, checkpoint: Checkpoint, device: torch.device | str, told: Told, copy: Copy
+) -> PackedWeight:
     layout, held = reading.layout, reading.held
     assert layout is not None and held is not None
     *leading, rows, columns = reading.shape
@@ -153,8 +156,8 @@ def _packed(reading: Reading, checkpoint: Checkpoint, device: torch.device | str
     scale_parts = scales.view(count, *reading.each[:-2], *grid)
     for source, code_part, scale_part in zip(reading.sources, code_parts, scale_parts):
         found = checkpoint.packed(source, layout)
-        code_part.copy_(found.codes)
-        scale_part.copy_(_finer(found.scales, layout.block[0], held.block[0], grid[0]))
+        copy(code_part, found.codes)
+        copy(scale_part, _finer(found.scales, layout.block[0], held.block[0], grid[0]))
         told(checkpoint.nbytes(source))
     weight = PackedWeight(codes, scales, held.name)
     if not is_finite(weight):
@@ -171,11 +174,11 @@ def _finer(scales: torch.Tensor, block: int, step: int, rows: int) -> torch.Tens
     return scales.index_select(-2, torch.arange(rows, device=scales.device) * step // block)
 
 
-def _fill_plain(target: torch.Tensor, reading: Reading, checkpoint: Checkpoint, told: Told) -> None:
+def _fill_plain(target: torch.Tensor, reading: Reading, checkpoint: Checkpoint, told: Told, copy: Copy) -> None:
     for source, part in zip(reading.sources, target.view(len(reading.sources), *reading.each)):
         layout = checkpoint.layout(source, reading.each, integers=reading.integers)
         if layout is None:
-            part.copy_(checkpoint.values(source))
+            copy(part, checkpoint.values(source))
         else:
             expand(checkpoint.packed(source, layout), part)
         told(checkpoint.nbytes(source))

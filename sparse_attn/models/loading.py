@@ -24,6 +24,7 @@ from sparse_attn.models.params import hold_weight, model_rope_tables
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
 from sparse_attn.models.spelling import PREDICTED, Spelling, spelling_of
+from sparse_attn.models.staging import Staging
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
 from sparse_attn.spec.fields import short
 from sparse_attn.weight_layout import Weight
@@ -48,7 +49,10 @@ def load(
     opened = open_checkpoint(folder, mtp=mtp)
     spec, checkpoint = opened.spec, opened.checkpoint
     readings = readings_of(opened, expand)
-    total = sum(map(checkpoint.nbytes, {source for one in readings.values() for source in one.sources}))
+    sizes = [checkpoint.nbytes(source) for source in {source for one in readings.values() for source in one.sources}]
+    total, copy = sum(sizes), torch.Tensor.copy_
+    if torch.device(device).type == "cuda":
+        copy = Staging(device, max(sizes)).copy
     params: dict[str, Weight] = {}
     for name in readings:
         if name in params:  # came with another of the same source
@@ -56,7 +60,7 @@ def load(
         names = opened.spelling.together(name)
         found = fill(
             [readings[one] for one in names], checkpoint, spec,
-            device=device, dtype=dtype, told=lambda nbytes: progress(nbytes, total),
+            device=device, dtype=dtype, told=lambda nbytes: progress(nbytes, total), copy=copy,
         )  # fmt: skip
         params |= {one: hold_weight(weight) for one, weight in zip(names, found)}
     return spec, params | model_rope_tables(spec, device)
