@@ -4,6 +4,7 @@ Ranks are threads here; test_rank_topk and test_context_generate run processes."
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import CacheLayouts, cache_layouts
+from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.ranks import all_positions
@@ -217,6 +218,22 @@ def test_a_plan_of_a_rank_has_room():
                 assert (part.kv_end <= part.kv_indptr[-1]).all() and (part.slot_mapping >= 0).sum() == held.sum()
             assert torch.equal(sum(part.limits for part in parts), plan.limits)
             assert torch.equal(sum(part.kv_indptr for part in parts), plan.kv_indptr)
+
+
+@pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "deepseek_v4_flash"))
+def test_caches_of_a_rank(name):
+    """At most their share and a block a request; rings are whole."""
+    spec = preset(name)
+    layouts, block = cache_layouts(spec, "fp8"), default_block_size(spec)
+    for size, length in ((2, 32768), (8, 131072), (8, 131073), (8, 100), (3, 32767)):
+        bounds = Bounds(64, 2048, length, block_size=block)
+        dealt = replace(bounds, mesh=Mesh(context=Ranks(size, 1, "g")))
+        for whole, own in zip(cache_uses(spec, layouts, bounds), cache_uses(spec, layouts, dealt), strict=True):
+            blocks = 0 if whole.kind == "window" or "state" in whole.kind else 64 * -(-length // block)
+            if blocks:
+                assert own.nbytes <= whole.nbytes / size + 64 * whole.nbytes / blocks
+            else:
+                assert own == whole
 
 
 def test_scores_of_a_step_fit_the_budget():

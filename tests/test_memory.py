@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from sparse_attn import build_step_plan
+from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, windowed
 from sparse_attn.models.params import NARROW, param_dtype, random_params
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size
+from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size, ranks
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import H200
 from sparse_attn.torch_private import TorchDispatchMode, leaves, storage_key
@@ -89,7 +90,8 @@ def peak(spec, bounds, layouts):
             caches = deepseek_v32.allocate_caches(spec, layouts, *blocks)
         shapes = requests + 1, requests, (requests, 1)
         starts, lens, ring_table = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
-        table = torch.empty(requests, -(-length // bounds.block_size), dtype=torch.int32)
+        blocks_of_all = bounds.block_size * bounds.mesh.context.size
+        table = torch.empty(requests, -(-length // blocks_of_all), dtype=torch.int32)
         ids, slots = torch.empty(2, tokens, dtype=torch.int64)
         inputs = leaves((params, *caches, starts, lens, ring_table, table, ids, slots))
         inputs = [tensor for tensor in inputs if tensor is not None]
@@ -99,7 +101,7 @@ def peak(spec, bounds, layouts):
                 starts, lens, table, slots, num_decodes=decodes, next_n=bounds.next_n, kv_capacity=kv_rows,
                 max_context=length, impl="triton",
             )  # fmt: skip
-            run = dict(layouts=layouts, impl="triton")
+            run = dict(layouts=layouts, impl="triton", mesh=bounds.mesh)
             if rings:
                 plan, run = plan._replace(ring_table=ring_table), run | dict(prefill_in_place=bounds.prefill_in_place)
             (deepseek_v4 if rings else deepseek_v32).forward(params, spec, ids, caches, plan, **run)
@@ -141,6 +143,23 @@ def test_a_step_holds_no_more(name, step, dtype, as_on_a_gpu):
         bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
         held = peak(spec, bounds, layouts)
         assert held <= bound <= 2 * held, (held, bound)
+
+
+@pytest.mark.parametrize("step", ("prefill", "decode", "both"))
+@pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4_pro"))
+def test_a_step_of_a_context_rank_holds_no_more(name, step, as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(ranks, "all_reduce", lambda value, group: torch.empty_like(value))
+    monkeypatch.setattr(ranks, "all_gather", lambda value, size, group: value.repeat(size, *[1] * (value.dim() - 1)))
+    few = dict(num_experts=17, experts_per_token=1, intermediate_size=16, num_groups=1, top_groups=1)
+    spec = few_layers(name, vocab_size=64, moe=replace(preset(name).moe, **few))
+    as_on_a_gpu(torch.bfloat16, spec)
+    bounds = Bounds(
+        max_model_len=8192, block_size=default_block_size(spec), mesh=Mesh(context=Ranks(4, 1, "g")), **STEPS[step]
+    )
+    layouts = cache_layouts(spec, "fp8")
+    bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
+    held = peak(spec, bounds, layouts)
+    assert held <= bound <= 2.5 * held, (held, bound)
 
 
 def test_prefill_in_place_gathers_no_values(as_on_a_gpu):

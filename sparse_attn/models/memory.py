@@ -21,6 +21,7 @@ from sparse_attn.weight_layout import packed_bytes
 
 FP32, INT32, INT64 = 4, 4, 8
 PLAN = 24 * INT32  # of a row's, at most
+COUNTS = 3 << 11  # of digits: this rank's, those of its rows joined, and the sums over ranks
 KINDS = (
     ("embedding", ("embed", "lm_head")),
     ("expert", ("moe.gate_up", "moe.down")),
@@ -82,17 +83,17 @@ def gathered_bytes(spec: Spec | CompressedSpec, bounds: Bounds, layouts: CacheLa
     layer gathers one after the other. There are windows of max_batch requests."""
     if not bounds.max_batched_tokens:
         return 0
-    kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
+    _, kv_rows = bounds.own_keys()
     index = layouts.index.row * layouts.index.dtype.itemsize  # scales included
     value = bounds.dtype.itemsize
     if not isinstance(spec, CompressedSpec):
         return kv_rows * max(index, spec.latent_dim * value)
     ratios = [spec.ratio(layer) for layer, kind in enumerate(spec.layer_kinds) if kind != "window"]
-    scored = kv_rows // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
+    scored = bounds.own_keys(spec.indexed_ratio)[1] if "indexed" in spec.layer_kinds else 0
     if bounds.prefill_in_place:
         return scored * index
     windows = bounds.max_batched_tokens + max(bounds.max_batch, 1) * (spec.window - 1)
-    entries = kv_rows // min(ratios) if ratios else 0
+    entries = bounds.own_keys(min(ratios))[1] if ratios else 0
     copies = 2 if ratios else 1  # entries and windows, then both in one matrix
     return max(scored * index, copies * (entries + windows) * spec.head_dim * value)
 
@@ -104,7 +105,21 @@ def activation_bytes(spec: Spec | CompressedSpec, bounds: Bounds, target: Target
         kept, stages = _windowed_row(spec, bounds, target)
     else:
         kept, stages = _latent_row(spec, bounds, target)
-    return (decode + prefill) * (kept + max(stages))
+    return (decode + prefill) * (kept + max(stages)) + _rank_scores(spec, bounds)
+
+
+def _rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> int:
+    """What context ranks hold of all rows: scores, counts and ties, and the outputs of all of them."""
+    size = bounds.mesh.context.size
+    if size == 1:
+        return 0
+    rows = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
+    ratio, value = (spec.indexed_ratio, spec.head_dim) if isinstance(spec, CompressedSpec) else (1, spec.kv_lora)
+    keys, gathered = bounds.own_keys(ratio)
+    outputs = sum(rows) * spec.num_heads // bounds.mesh.tensor.size * (value * bounds.dtype.itemsize + FP32)
+    scores = FP32 * (rows[0] * keys + rows[1] * gathered) + sum(rows) * COUNTS * INT32
+    blocks = rows[0] * -(-keys // bounds.block_size) + rows[1] * -(-gathered // bounds.block_size)
+    return max(scores + (size + 3) * blocks * INT32, (size + 1) * outputs)
 
 
 def _latent_row(spec: Spec, bounds: Bounds, target: Target) -> tuple[int, list[int]]:

@@ -9,12 +9,15 @@ import torch
 
 from sparse_attn import checks, workspace
 from sparse_attn.layout import PLAIN_NAME, LatentFp8Layout, PlainLayout
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention.problem import KvLayout, Problem, packed_decode, packed_prefill
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
 from sparse_attn.ops.ragged import config as ragged_config
+from sparse_attn.pipeline.choose import check_scores
+from sparse_attn.pipeline.context import own_bound, own_room
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
@@ -29,7 +32,8 @@ class Bounds:
     max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill requests, the plan's kv_capacity;
     None: max_model_len. logits_bytes: the budget given to the forward. dtype: of the model. prefill_in_place: whether
     prefill rows attend in place (DeepSeek-V4). batch_invariant: whether attention is batch-invariant. Then decode rows,
-    however many, take scratch as rows of a small step do.
+    however many, take scratch as rows of a small step do. mesh: the ranks that a process is one of; all sizes but
+    block_size are the whole group's, and what follows from them is this process's share.
     """
 
     max_batch: int
@@ -42,6 +46,7 @@ class Bounds:
     dtype: torch.dtype = torch.bfloat16
     prefill_in_place: bool = False
     batch_invariant: bool = False
+    mesh: Mesh = ONE_RANK
 
     def __post_init__(self):
         for name, least in (("max_batch", 0), ("max_batched_tokens", 0), ("max_model_len", 1), ("next_n", 1),
@@ -52,8 +57,19 @@ class Bounds:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that hold max_batch requests of max_model_len tokens."""
-        return self.max_batch * -(-self.max_model_len // self.block_size)
+        """Blocks of a rank that hold its part of max_batch requests of max_model_len tokens."""
+        return self.max_batch * -(-self.max_model_len // (self.block_size * self.mesh.context.size))
+
+    def own_keys(self, ratio: int = 1) -> tuple[int, int]:
+        """(keys that a rank holds of one request, keys that it gathers for a step's prefill requests) at most. ratio:
+        tokens that a key stands for."""
+        kv_rows = self.max_model_len if self.kv_rows is None else self.kv_rows
+        ranks, block_size = self.mesh.context, self.block_size // ratio
+        requests = min(max(self.max_batch, 1), self.max_batched_tokens)
+        return (
+            own_bound(self.max_model_len // ratio, ranks, block_size=block_size),
+            own_room(kv_rows // ratio, requests, ranks, block_size=block_size),
+        )
 
 
 def workspace_size(
@@ -67,11 +83,27 @@ def workspace_size(
     if target.vendor == "cpu" and not target.interpreted:
         return WorkspaceSize(0, 0)
     layouts = layouts or cache_layouts(spec, "fp8")
+    check_rank_scores(spec, bounds)
     compressed = isinstance(spec, CompressedSpec)
     parts = _windowed(spec, bounds, layouts) if compressed else _latent(spec, bounds, layouts)
     return workspace.largest(
         workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)
     )
+
+
+def check_rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> None:
+    """ValueError where the scores of decode rows, or of prefill rows, would exceed the budget of context ranks, which
+    select all rows of a step together."""
+    if bounds.mesh.context.size == 1 or (isinstance(spec, CompressedSpec) and "indexed" not in spec.layer_kinds):
+        return
+    keys, gathered = bounds.own_keys(spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1)
+    check_scores(bounds.max_batch * bounds.next_n, keys, 0, 0, bounds.logits_bytes)
+    check_scores(0, 0, bounds.max_batched_tokens, gathered, bounds.logits_bytes)
+
+
+def _no_scratch(*_: object) -> Scratch:
+    """Of scores over context ranks: ranks count in outputs, and hold scores in one."""
+    return Scratch()
 
 
 @dataclass(frozen=True)
@@ -94,32 +126,43 @@ class _Part:
 
 def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
-    shape = spec.index.top_k, spec.num_heads
+    shape = spec.index.top_k, spec.num_heads // bounds.mesh.tensor.size
     plain = PlainLayout(PLAIN_NAME[bounds.dtype], spec.kv_lora, spec.rope_dim)
     cached = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else plain
     decode_rows, next_n, attended = bounds.max_batch * bounds.next_n, bounds.next_n, (spec.index.top_k,)
     decode, prefill = (attended, cached, packed_decode), (attended, plain, packed_prefill)
+    if bounds.mesh.context.size > 1:
+        yield _Part(_no_scratch, decode_rows, next_n, 0, *shape, *decode)
+        yield _Part(_no_scratch, bounds.max_batched_tokens, 1, 0, *shape, *prefill)
+        return
     yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
     yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, *prefill)
 
 
 def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
     kv_rows = bounds.max_model_len if bounds.kv_rows is None else bounds.kv_rows
-    entries = {"window": 0, "indexed": spec.index.top_k, "full": bounds.max_model_len // spec.full_ratio}
+    whole = bounds.mesh.context.size == 1
+    entries = {"window": 0, "indexed": spec.index.top_k, "full": 0}
+    if "full" in spec.layer_kinds:
+        entries["full"], _ = bounds.own_keys(spec.full_ratio)
     attended = tuple(spec.window + entries[kind] for kind in sorted(set(spec.layer_kinds)))
-    shape, plain = (spec.index.top_k, spec.num_heads), PlainLayout(PLAIN_NAME[bounds.dtype], spec.head_dim)
+    shape = spec.index.top_k, spec.num_heads // bounds.mesh.tensor.size
+    plain = PlainLayout(PLAIN_NAME[bounds.dtype], spec.head_dim)
     decode_keys, prefill_keys = (
-        tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds else 0
+        tokens // spec.indexed_ratio if "indexed" in spec.layer_kinds and whole else 0
         for tokens in (bounds.max_model_len, kv_rows)
     )
     cached = plain if isinstance(layouts.kv, PlainLayout) else layouts.kv
     decode_rows, next_n = bounds.max_batch * bounds.next_n, bounds.next_n
     prefill_rows, gathering = bounds.max_batched_tokens, () if bounds.prefill_in_place else attended
     decode, prefill = (attended, cached, packed_decode), (gathering, plain, packed_prefill)
-    yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, decode_keys, *shape, *decode)
-    yield _Part(index_topk_config.scratch, prefill_rows, 1, prefill_keys, *shape, *prefill)
+    slots, positions = index_topk_config.slots_scratch, index_topk_config.scratch
+    if not whole:
+        slots = positions = _no_scratch
+    yield _Part(slots, decode_rows, next_n, decode_keys, *shape, *decode)
+    yield _Part(positions, prefill_rows, 1, prefill_keys, *shape, *prefill)
     if bounds.prefill_in_place:
-        yield _Part(index_topk_config.scratch, decode_rows + prefill_rows, 1, 0, *shape, *decode)
+        yield _Part(positions, decode_rows + prefill_rows, 1, 0, *shape, *decode)
 
 
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:

@@ -9,6 +9,7 @@ import torch
 
 from sparse_attn import checks, workspace
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
+from sparse_attn.pipeline.bounds import check_rank_scores
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
@@ -84,7 +85,9 @@ def prepare(
         logits_bytes=model.logits_bytes,
         batch_invariant=model.batch_invariant,
         dtype=model.embed.dtype,
+        mesh=model.mesh,
     )
+    check_rank_scores(model.spec, bounds)
     return Batch(tables, caches, state, chunks, max_context, bounds)
 
 

@@ -42,10 +42,10 @@ class Batching:
     """A scheduler over the caches it allocates for ``model``.
 
     rows: requests that run at a time. num_blocks: of the paged caches, shared by all. max_context: tokens a request may
-    hold. block_size: tokens a block covers; None: what suits the model. prefill_tokens: tokens a prefill step takes at
-    most. piece: decode steps between two prefill steps. ahead: pieces that may be on their way; a step that has so many
-    launches none. max_waiting: bound on the queue. snapshots: borders of prompts whose rings are kept, for a model that
-    has rings; each takes the memory of a request's. share: whether prompts begin with blocks of earlier ones.
+    hold. block_size: tokens a block covers on a context rank; None: what suits the model. prefill_tokens: tokens a
+    prefill step takes at most. piece: decode steps between two prefill steps. ahead: pieces that may be on their way; a
+    step that has so many launches none. max_waiting: bound on the queue. snapshots: borders of prompts whose rings are
+    kept, for a model that has rings; each takes the memory of a request's. share: whether prompts begin with blocks of earlier ones.
     penalties: whether requests may ask for them; they take a count for each row and token id. stop_ids: how many a
     request may have. logprobs: keep those of the tokens. compile, graph: as generate takes them. batch_invariant: None:
     as the model is. True: a request's tokens and their log-probabilities are the same to the bit alone and among
@@ -93,7 +93,8 @@ class Batching:
         if batch_invariant and not model.batch_invariant:
             model = model.invariant()
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
-        self.model, self.block_size, self.piece, self.ahead = model, int(block_size), piece, ahead
+        self.model, self.piece, self.ahead = model, piece, ahead
+        self.block_size = int(block_size) * model.mesh.context.size  # of all context ranks
         self.prefill_tokens, self.max_waiting = max(2, prefill_tokens), max_waiting
         self._penalties, self._stop_ids, self._keep_logprobs = penalties, stop_ids, logprobs
         self._max_context = max(max_context, least_capacity(model))
@@ -105,14 +106,14 @@ class Batching:
         self.prefixes = Prefixes(self.pool, self.block_size, spare)
         self._share = share and (not model.has_rings or snapshots > 0)
         self.caches = model.allocate_caches(
-            self.pool.num_blocks, self.block_size, requests=rows + snapshots, step_rows=self.prefill_tokens
+            self.pool.num_blocks, int(block_size), requests=rows + snapshots, step_rows=self.prefill_tokens
         )
         self._rings = None
         if model.has_rings:
             self._rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
         self._run = compiled(model, self.caches) if compile else model
         bounds: dict[str, Any] = dict(
-            max_batch=rows, max_model_len=self._max_context, block_size=self.block_size,
+            max_batch=rows, max_model_len=self._max_context, block_size=int(block_size), mesh=model.mesh,
             logits_bytes=model.logits_bytes, batch_invariant=model.batch_invariant, dtype=model.embed.dtype,
         )  # fmt: skip
         self._workspace = locked_workspace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from sparse_attn.mesh import show_mesh
 from sparse_attn.models.memory import activation_bytes, file_bytes, gathered_bytes, weight_bytes
 from sparse_attn.models.share import DEALT, REPLICATED, share_of
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses, workspace_size
@@ -47,7 +48,7 @@ def plan(
         "model": spec.name,
         "format": form,
         "target": asdict(target),
-        "bounds": asdict(bounds) | {"dtype": str(bounds.dtype).removeprefix("torch.")},
+        "bounds": asdict(bounds) | {"dtype": str(bounds.dtype).removeprefix("torch."), "mesh": show_mesh(bounds.mesh)},
         "blocks": bounds.num_blocks,
         "caches": {use.kind: _cache(use) for use in uses},
         "files": files,
