@@ -45,12 +45,13 @@ class Batching:
     hold. block_size: tokens a block covers on a context rank; None: what suits the model. prefill_tokens: tokens a
     prefill step takes at most. piece: decode steps between two prefill steps. ahead: pieces that may be on their way; a
     step that has so many launches none. max_waiting: bound on the queue. snapshots: borders of prompts whose rings are
-    kept, for a model that has rings; each takes the memory of a request's. share: whether prompts begin with blocks of earlier ones.
-    penalties: whether requests may ask for them; they take a count for each row and token id. stop_ids: how many a
-    request may have. logprobs: keep those of the tokens. compile, graph: as generate takes them. batch_invariant: None:
-    as the model is. True: a request's tokens and their log-probabilities are the same to the bit alone and among
-    others. Then all steps have one size each: decode steps all rows, prefill steps prefill_tokens, rows requests and
-    max_context keys, so that matrix products, which torch computes otherwise for other sizes, always have the same.
+    kept, for a model that has rings; each takes the memory of a request's. share: whether prompts begin with blocks of
+    earlier ones. penalties: whether requests may ask for them; they take a count for each row and token id. stop_ids:
+    how many a request may have. logprobs: keep those of the tokens. compile, graph: as generate takes them.
+    batch_invariant: None: as the model is. True: a request's tokens and their log-probabilities are the same to the bit
+    alone and among others. Then all steps have one size each: decode steps all rows, prefill steps prefill_tokens, rows
+    requests and max_context keys, so that matrix products, which torch computes otherwise for other sizes, always have
+    the same.
 
     TypeError or ValueError names an argument that does not fit.
     """
