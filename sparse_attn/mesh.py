@@ -116,3 +116,20 @@ def _ranks(mesh: DeviceMesh | None, name: str) -> Ranks:
 def show_mesh(mesh: Mesh) -> dict[str, int]:
     """Sizes by dimension, for reports."""
     return {one.name: getattr(mesh, one.name).size for one in fields(mesh) if one.init}
+
+
+def planned_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, expert: int = 1, place: int = 0) -> Mesh:
+    """The mesh of the process at ``place`` of a grid that does not run: its groups have names and no processes. What
+    is computed from shapes takes it; no collective does."""
+    more = max(tensor, expert)
+    if more % min(tensor, expert):
+        raise ValueError(f"expert: got {expert} ranks, allowed: a divisor or a multiple of the {tensor} tensor ranks")
+
+    def ranks(name: str, size: int, rank: int) -> Ranks:
+        return Ranks(size, rank, f"{name} (planned)" if size > 1 else None)
+
+    return Mesh(
+        tensor=ranks("tensor", tensor, place % tensor), context=ranks("context", context, place // tensor % context),
+        data=ranks("data", data, place // (tensor * context) % data),
+        expert=ranks("expert", expert, place % more * expert // more),
+    )  # fmt: skip

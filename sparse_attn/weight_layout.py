@@ -160,11 +160,14 @@ def weight_columns(weight: Weight, start: int, stop: int) -> Weight:
     )  # fmt: skip
 
 
-def weight_part(weight: Weight, rows: Sequence[range], columns: range) -> Weight:
+def weight_part(
+    weight: Weight, rows: Sequence[range], columns: range, *, block: tuple[int, int] | None = None
+) -> Weight:
     """Runs of rows one behind the other, and a run of columns; codes are a view where there is one run of rows.
 
     Where a run of a packed weight begins inside of a scale block, blocks become finer, so that each lies in one of the
-    old ones. ValueError where its columns begin or end inside of a byte.
+    old ones: as large as that allows, or of the size ``block``, which has to allow it, too. ValueError where its
+    columns begin or end inside of a byte.
     """
     if not isinstance(weight, PackedWeight):
         return _runs(weight[..., columns.start : columns.stop], rows)
@@ -172,8 +175,13 @@ def weight_part(weight: Weight, rows: Sequence[range], columns: range) -> Weight
     each, shape = CODES_PER_BYTE[layout.codes], weight_shape(weight)
     if columns.start % each or columns.stop % each:
         raise ValueError(f"columns: got {columns.start} to {columns.stop}, allowed: whole bytes of {each} codes")
-    high, at_row = _finer(rows, layout.block[0], layout.first_row)
-    wide, at_column = _finer([columns], layout.block[1], 0, closed=columns.stop != shape[-1])
+    starts = [run.start + layout.first_row for run in rows]
+    inside = columns.stop if columns.stop < shape[-1] else 0
+    high, wide = block or (
+        math.gcd(layout.block[0], *starts, *map(len, rows[:-1])), math.gcd(layout.block[1], columns.start, inside)
+    )  # fmt: skip
+    at_row = [(start + at) // layout.block[0] for start, run in zip(starts, rows) for at in range(0, len(run), high)]
+    at_column = [at // layout.block[1] for at in range(columns.start, columns.stop, wide)]
     part = WeightLayout(layout.codes, (high, wide), layout.scale)
     device = weight.scales.device
     down, across = (torch.tensor(at, dtype=torch.int64, device=device) for at in (at_row, at_column))
@@ -184,15 +192,6 @@ def weight_part(weight: Weight, rows: Sequence[range], columns: range) -> Weight
 def _runs(values: torch.Tensor, rows: Sequence[range]) -> torch.Tensor:
     parts = [values[..., run.start : run.stop, :] for run in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-
-
-def _finer(runs: Sequence[range], block: int, first: int, closed: bool = False) -> tuple[int, list[int]]:
-    """(size of blocks of which each lies in one block, which that is) of runs put one behind the other. closed: the
-    last block ends with the last run."""
-    starts = [run.start + first for run in runs]
-    lengths = [len(run) for run in (runs if closed else runs[:-1])]
-    step = math.gcd(block, *starts, *lengths)
-    return step, [(start + at) // block for start, run in zip(starts, runs) for at in range(0, len(run), step)]
 
 
 def weight_entry(weight: Weight, at: int) -> Weight:

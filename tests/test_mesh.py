@@ -6,21 +6,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks, mesh_of, show_mesh
-
-
-def grid(tensor: int, context: int, expert: int, place: int) -> Mesh:
-    """The mesh of one place in a grid of one data rank, by the layout that the module states."""
-    routed = max(tensor, expert)
-    own = place % routed * expert // routed
-
-    def ranks(size: int, rank: int, name: str) -> Ranks:
-        return Ranks(size, rank, name if size > 1 else None)
-
-    return Mesh(
-        tensor=ranks(tensor, place % tensor, "t"), context=ranks(context, place // tensor, "c"),
-        expert=ranks(expert, own, "e"),
-    )  # fmt: skip
+from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks, mesh_of, planned_mesh, show_mesh
 
 
 def test_one_rank():
@@ -31,7 +17,9 @@ def test_one_rank():
 
 @pytest.mark.parametrize(("tensor", "context", "expert"), ((4, 1, 2), (2, 2, 4), (4, 1, 1), (1, 4, 2), (2, 2, 1)))
 def test_every_part_of_every_expert_lies_on_one_of_the_ranks_that_sum(tensor, context, expert):
-    places = [grid(tensor, context, expert, place) for place in range(tensor * context)]
+    places = [
+        planned_mesh(tensor=tensor, context=context, expert=expert, place=place) for place in range(tensor * context)
+    ]
     size = max(tensor, expert)
     for start in range(0, len(places), size):
         run = places[start : start + size]
@@ -39,16 +27,18 @@ def test_every_part_of_every_expert_lies_on_one_of_the_ranks_that_sum(tensor, co
             (which, part) for which in range(expert) for part in range(size // expert)
         ]
         assert [one.routed.rank for one in run] == list(range(size))
-        assert {one.routed.group for one in run} == {None if size == 1 else "t" if tensor >= expert else "e"}
+        assert {one.routed.group for one in run} == {
+            None if size == 1 else f"{'tensor' if tensor >= expert else 'expert'} (planned)"
+        }
 
 
 def test_what_a_mesh_refuses():
-    for arguments, message in (
-        ((4, 1, 3), "expert: got 3 ranks, allowed: a divisor or a multiple of the 4 tensor ranks"),
-        ((2, 1, 4), "expert: got 4 ranks, allowed: a divisor of the 2 that compute the same tokens"),
+    for tensor, expert, message in (
+        (4, 3, "expert: got 3 ranks, allowed: a divisor or a multiple of the 4 tensor ranks"),
+        (2, 4, "expert: got 4 ranks, allowed: a divisor of the 2 that compute the same tokens"),
     ):
         with pytest.raises(ValueError, match=message):
-            grid(*arguments, place=0)
+            planned_mesh(tensor=tensor, expert=expert)
     with pytest.raises(ValueError, match="expert: got rank 1, allowed: 0 in this grid"):
         Mesh(tensor=Ranks(2, 0, "t"), expert=Ranks(2, 1, "e"))
 

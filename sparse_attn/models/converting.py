@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from sparse_attn.fp8 import exponent_of, power_of
-from sparse_attn.models.filling import fill, is_finite, reading_of
+from sparse_attn.models.filling import fill, is_finite
 from sparse_attn.models.forms import (
     Entry,
     Form,
@@ -27,6 +27,7 @@ from sparse_attn.models.forms import (
 )
 from sparse_attn.models.loading import Opened, open_checkpoint, readings_of
 from sparse_attn.models.params import INTEGER_NAMES
+from sparse_attn.models.reading import reading_of
 from sparse_attn.models.saving import in_blocks, parts_of
 from sparse_attn.models.shards import INDEX
 from sparse_attn.spec import CompressedSpec, Spec

@@ -6,17 +6,18 @@ band of rows at a time, so the host never holds a copy.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
 from sparse_attn.models.checkpoint import Checkpoint
-from sparse_attn.models.params import INTEGER_NAMES, param_dtype, stays_packed
-from sparse_attn.models.spelling import Spelling
+from sparse_attn.models.params import param_dtype
+from sparse_attn.models.reading import Reading
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.weight_layout import (
     CODE_DTYPE,
@@ -26,10 +27,10 @@ from sparse_attn.weight_layout import (
     SCALE_DTYPE,
     PackedWeight,
     Weight,
-    WeightLayout,
     dequantise,
     parse_weight_layout,
     weight_entry,
+    weight_part,
     weight_rows,
 )
 
@@ -43,48 +44,6 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]  # (target, source)
 Told = Callable[[int], object]  # is told the bytes of each tensor once they are read
 
 
-class Reading(NamedTuple):
-    """How a weight of the forward is read. sources: names in the checkpoint, one after the other along its rows, each
-    of shape ``each``. layout: that of the sources where it is held packed, None where it is held in plain values."""
-
-    name: str
-    shape: tuple[int, ...]
-    sources: list[str]
-    each: tuple[int, ...]
-    layout: WeightLayout | None
-
-    @property
-    def integers(self) -> bool:
-        return self.name.endswith(INTEGER_NAMES)
-
-    @property
-    def held(self) -> WeightLayout | None:
-        """The layout that the weight is held in: rows of its blocks divide those of its parts."""
-        if self.layout is None or self.each[-2] == self.shape[-2]:
-            return self.layout
-        rows, columns = self.layout.block
-        return WeightLayout(
-            self.layout.codes, (math.gcd(rows, self.each[-2], self.shape[-2]), columns), self.layout.scale
-        )
-
-
-def reading_of(name: str, shape: tuple[int, ...], spelling: Spelling, checkpoint: Checkpoint, expand: bool) -> Reading:
-    """How the weight called ``name`` is read; all its sources have to be there. ValueError by what headers show."""
-    sources = spelling.sources(name, checkpoint)
-    each = spelling.source_shape(name, shape, sources)
-    integers = name.endswith(INTEGER_NAMES)
-    layouts = [checkpoint.layout(source, each, integers=integers) for source in sources]
-    if expand or not stays_packed(name):
-        return Reading(name, shape, sources, each, None)
-    for source, layout in zip(sources, layouts):
-        if layout != layouts[0]:
-            raise ValueError(
-                f"weight {source}: got {_said(layout)}, allowed: {_said(layouts[0])}, that of {sources[0]}, with which "
-                f"it is held packed, or expanded weights; in {checkpoint.file(source)}"
-            )
-    return Reading(name, shape, sources, each, layouts[0])
-
-
 def fill(
     readings: list[Reading], checkpoint: Checkpoint, spec: Spec | CompressedSpec, *,
     device: torch.device | str, dtype: torch.dtype, told: Told, copy: Copy = torch.Tensor.copy_,
@@ -93,14 +52,11 @@ def fill(
     weight may have. copy: from the CPU to there."""
     if len(readings) == 1 and readings[0].layout is not None:
         return [_packed(readings[0], checkpoint, device, told, copy)]
-    targets = [
-        torch.empty(one.shape, dtype=param_dtype(one.name, dtype, checkpoint.dtype(one.sources[0])), device=device)
-        for one in readings
-    ]
+    targets = [_empty(one, param_dtype(one.name, dtype, checkpoint.dtype(one.sources[0])), device) for one in readings]
     if len(readings) == 2:
         assert isinstance(spec, Spec)
         _fill_kv_b(targets[0], targets[1], readings[0], checkpoint, spec)
-        told(checkpoint.nbytes(readings[0].sources[0]))
+        told(sum(readings[0].nbytes(checkpoint).values()))
     else:
         _fill_plain(targets[0], readings[0], checkpoint, told, copy)
     for one, target in zip(readings, targets):
@@ -142,46 +98,72 @@ def is_finite(weight: PackedWeight) -> bool:
     return all(bool(values.isfinite().all()) for values in _expanded_bands(weight))
 
 
+def _empty(reading: Reading, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """Room for a weight, zero where rows of zeros fill it up."""
+    kept = reading.kept
+    padded = len(kept.shape) > 1 and sum(map(len, kept.rows)) < kept.shape[-2]
+    return (torch.zeros if padded else torch.empty)(kept.shape, dtype=dtype, device=device)
+
+
 def _packed(
     reading: Reading, checkpoint: Checkpoint, device: torch.device | str, told: Told, copy: Copy
 ) -> PackedWeight:
-    layout, held = reading.layout, reading.held
+    layout, held, kept, nbytes = reading.layout, reading.held, reading.kept, reading.nbytes(checkpoint)
     assert layout is not None and held is not None
-    *leading, rows, columns = reading.shape
-    stored, count = columns // CODES_PER_BYTE[held.codes], len(reading.sources)
-    codes = torch.empty((*leading, rows, stored), dtype=CODE_DTYPE[held.codes], device=device)
-    scales = torch.empty((*leading, *held.grid(rows, columns)), dtype=SCALE_DTYPE[held.scale], device=device)
-    grid = held.grid(*reading.each[-2:])
-    code_parts = codes.view(count, *reading.each[:-1], stored)
-    scale_parts = scales.view(count, *reading.each[:-2], *grid)
-    for source, code_part, scale_part in zip(reading.sources, code_parts, scale_parts):
-        found = checkpoint.packed(source, layout)
-        copy(code_part, found.codes)
-        copy(scale_part, _finer(found.scales, layout.block[0], held.block[0], grid[0]))
-        told(checkpoint.nbytes(source))
+    *leading, rows, columns = kept.shape
+    grid = held.grid(rows, columns)
+    codes = torch.zeros((*leading, rows, columns // CODES_PER_BYTE[held.codes]), dtype=torch.uint8, device=device)
+    codes = codes.view(CODE_DTYPE[held.codes])
+    scales = torch.zeros((*leading, *grid), dtype=SCALE_DTYPE[held.scale], device=device)
+    parts = []  # (source, its part of the weight)
+    for source, pieces in itertools.groupby(reading.pieces, lambda piece: piece.source):
+        whole = checkpoint.packed(source, layout)
+        for piece in pieces:
+            found = whole if piece.entry is None else _entry(whole, piece.entry)
+            found = weight_part(found, [piece.rows], kept.columns, block=held.block)
+            assert isinstance(found, PackedWeight)
+            entry, first = divmod(piece.at, rows)
+            place = (entry,) if leading else ()
+            low = first // held.block[0]
+            part = PackedWeight(
+                codes[(*place, slice(first, first + len(piece.rows)))],
+                scales[(*place, slice(low, low + found.scales.shape[-2]))],
+                held.name,
+            )
+            copy(part.codes, found.codes)
+            copy(part.scales, found.scales)
+            parts.append((source, part))
+        told(nbytes[source])
     weight = PackedWeight(codes, scales, held.name)
     if not is_finite(weight):
-        for source, code_part, scale_part in zip(reading.sources, code_parts, scale_parts):
-            if not is_finite(PackedWeight(code_part, scale_part, held.name)):
+        for source, part in parts:
+            if not is_finite(part):
                 _refuse(source, "values that are NaN or infinite", "finite values", checkpoint.file(source))
     return weight
 
 
-def _finer(scales: torch.Tensor, block: int, step: int, rows: int) -> torch.Tensor:
-    """``scales`` of blocks of ``block`` rows as those of ``rows`` blocks of ``step`` rows."""
-    if step == block:
-        return scales
-    return scales.index_select(-2, torch.arange(rows, device=scales.device) * step // block)
+def _flat(target: torch.Tensor) -> torch.Tensor:
+    return target if target.dim() < 3 else target.flatten(0, 1)
 
 
 def _fill_plain(target: torch.Tensor, reading: Reading, checkpoint: Checkpoint, told: Told, copy: Copy) -> None:
-    for source, part in zip(reading.sources, target.view(len(reading.sources), *reading.each)):
+    kept, flat, nbytes = reading.kept, _flat(target), reading.nbytes(checkpoint)
+    for source, pieces in itertools.groupby(reading.pieces, lambda piece: piece.source):
         layout = checkpoint.layout(source, reading.each, integers=reading.integers)
-        if layout is None:
-            copy(part, checkpoint.values(source))
-        else:
-            expand(checkpoint.packed(source, layout), part)
-        told(checkpoint.nbytes(source))
+        whole = checkpoint.values(source) if layout is None else checkpoint.packed(source, layout)
+        for piece in pieces:
+            part = flat[piece.at : piece.at + len(piece.rows)]
+            found = whole if piece.entry is None else weight_entry(whole, piece.entry)
+            if target.dim() == 1:
+                assert isinstance(found, torch.Tensor)
+                copy(part, found[piece.rows.start : piece.rows.stop])
+                continue
+            found = weight_part(found, [piece.rows], kept.columns)
+            if isinstance(found, PackedWeight):
+                expand(found, part)
+            else:
+                copy(part, found)
+        told(nbytes[source])
 
 
 def _fill_kv_b(w_uk: torch.Tensor, w_uv: torch.Tensor, reading: Reading, checkpoint: Checkpoint, spec: Spec) -> None:
@@ -189,7 +171,7 @@ def _fill_kv_b(w_uk: torch.Tensor, w_uv: torch.Tensor, reading: Reading, checkpo
     (source,), both = reading.sources, spec.nope_dim + spec.v_dim
     layout = checkpoint.layout(source, reading.each)
     kv_b = checkpoint.values(source) if layout is None else checkpoint.packed(source, layout)
-    for head, (keys, values) in enumerate(zip(w_uk, w_uv)):
+    for head, keys, values in zip(reading.kept.entries, w_uk, w_uv):
         rows = _on(weight_rows(kv_b, head * both, (head + 1) * both), w_uk.device)
         rows = dequantise(rows) if isinstance(rows, PackedWeight) else rows
         keys.copy_(rows[: spec.nope_dim])
@@ -228,10 +210,11 @@ def _check_values(target: torch.Tensor, reading: Reading, checkpoint: Checkpoint
     least, most = _range(reading, spec)
     if _within(target, least, most):
         return
-    parts = [target]
+    source = reading.sources[0]
     if len(reading.sources) > 1:
-        parts = target.view(len(reading.sources), *reading.each)
-    source = next(source for source, part in zip(reading.sources, parts) if not _within(part, least, most))
+        flat = _flat(target)
+        parts = ((piece.source, flat[piece.at : piece.at + len(piece.rows)]) for piece in reading.pieces)
+        source = next(source for source, part in parts if not _within(part, least, most))
     if reading.integers:
         _refuse(source, "expert ids out of range", f"{least} to {most}", checkpoint.file(source))
     finite = most == _FINITE
@@ -253,10 +236,6 @@ def _within(values: torch.Tensor, least: float, most: float) -> bool:
         return True
     lowest, highest = (bound.item() for bound in torch.aminmax(values))
     return least <= lowest and highest <= most
-
-
-def _said(layout: WeightLayout | None) -> str:
-    return "plain values" if layout is None else layout.name
 
 
 def _refuse(source: str, got: str, allowed: str, file: Path) -> NoReturn:

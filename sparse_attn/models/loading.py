@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn.files import read_json_object
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checkpoint import SCALE_SUFFIX, Checkpoint
-from sparse_attn.models.filling import Reading, fill, reading_of
+from sparse_attn.models.filling import fill
 from sparse_attn.models.params import hold_weight, model_rope_tables
 from sparse_attn.models.quantisation import quantisation_of
+from sparse_attn.models.reading import Reading, reading_of
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
+from sparse_attn.models.sharding import check_mesh
 from sparse_attn.models.spelling import PREDICTED, Spelling, spelling_of
 from sparse_attn.models.staging import Staging
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
@@ -36,7 +39,8 @@ _COUNTED = 1000  # missing names after which it stops to look
 
 def load(
     folder: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    expand: bool = False, mtp: bool = False, progress: Callable[[int, int], object] = lambda nbytes, total: None,
+    expand: bool = False, mtp: bool = False, mesh: Mesh = ONE_RANK,
+    progress: Callable[[int, int], object] = lambda nbytes, total: None,
 ) -> tuple[Spec | CompressedSpec, dict[str, Weight]]:  # fmt: skip
     """(spec, params) of the checkpoint in ``folder`` on ``device``. Every tensor is copied straight to its place there.
 
@@ -44,15 +48,20 @@ def load(
     ``dtype``; False: they stay packed, as the files have them, but for those of models.params.EXPANDED. mtp: read the
     layers of multi-token prediction, too, by the names of models.shapes.prediction_shapes. progress: is told the bytes
     of each tensor of the files once it is read, and those of all that are. ValueError names the config key or the
-    weight at fault, and the file it is in. Faults that headers show are found before anything is allocated.
+    weight at fault, and the file it is in. Faults that headers show are found before anything is allocated. mesh: the
+    ranks that this process is one of, which reads its part of the weights (models.sharding) and nothing else; bytes
+    told are those of its part.
     """
     opened = open_checkpoint(folder, mtp=mtp)
     spec, checkpoint = opened.spec, opened.checkpoint
-    readings = readings_of(opened, expand)
-    sizes = [checkpoint.nbytes(source) for source in {source for one in readings.values() for source in one.sources}]
-    total, copy = sum(sizes), torch.Tensor.copy_
+    check_mesh(spec, mesh)
+    readings = readings_of(opened, expand, mesh)
+    nbytes: dict[str, int] = {}
+    for one in readings.values():
+        nbytes |= one.nbytes(checkpoint)
+    total, copy = sum(nbytes.values()), torch.Tensor.copy_
     if torch.device(device).type == "cuda":
-        copy = Staging(device, max(sizes)).copy
+        copy = Staging(device, max(nbytes.values())).copy
     params: dict[str, Weight] = {}
     for name in readings:
         if name in params:  # came with another of the same source
@@ -125,7 +134,7 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def readings_of(opened: Opened, expand: bool) -> dict[str, Reading]:
+def readings_of(opened: Opened, expand: bool, mesh: Mesh = ONE_RANK) -> dict[str, Reading]:
     """How every weight is read. ValueError that names every weight that is missing, that nothing reads or that cannot
     be read. No weight has been read then."""
     _, spec, checkpoint, spelling, shapes = opened
@@ -149,7 +158,7 @@ def readings_of(opened: Opened, expand: bool) -> dict[str, Reading]:
         raise ValueError(
             f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {checkpoint.folder}"
         )
-    return {name: reading_of(name, shape, spelling, checkpoint, expand) for name, shape in shapes.items()}
+    return {name: reading_of(name, shape, spelling, checkpoint, expand, mesh=mesh) for name, shape in shapes.items()}
 
 
 def _listed(names: list[str]) -> str:

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-from sparse_attn.models.filling import Reading
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.forms import Entry, form_of, layout_of, nbytes_of, parts_of, predicted_of, stored_dtype
 from sparse_attn.models.moe import takes_grouped
 from sparse_attn.models.params import param_dtype, stays_packed
+from sparse_attn.models.reading import Reading
 from sparse_attn.pipeline import Bounds, CacheLayouts
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
@@ -38,17 +39,18 @@ KINDS = (
 
 
 def weight_bytes(
-    spec: Spec | CompressedSpec, dtype: torch.dtype, form: str = "bf16", *, predicted: int = 0
+    spec: Spec | CompressedSpec, dtype: torch.dtype, form: str = "bf16", *, predicted: int = 0, mesh: Mesh = ONE_RANK
 ) -> dict[str, int]:
     """Bytes of the weights that a device holds, by kind; norms, gates, tables and the like are "other".
 
     form: of models.forms; what it has quantised counts as packed, but for models.params.EXPANDED. dtype: of the others.
-    predicted: layers of multi-token prediction, which are "mtp".
+    predicted: layers of multi-token prediction, which are "mtp". mesh: whose part is counted.
     """
     made, found = form_of(spec, form), _no_bytes()
     for name, kind, shape, sources, each in parts_of(spec, made, predicted):
         layout = layout_of(kind, made)
-        held = Reading(name, shape, sources, each, layout if stays_packed(kind) else None).held
+        reading = Reading(name, shape, sources, each, layout if stays_packed(kind) else None, mesh)
+        held, shape = reading.held, reading.kept.shape
         if held is not None:
             found[_kind(name)] += packed_bytes(shape, held)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.models.filling import Reading
 from sparse_attn.models.forms import form_of, layout_of, parts_of, stored_dtype
 from sparse_attn.models.params import (
     INTEGER_NAMES,
@@ -15,6 +14,7 @@ from sparse_attn.models.params import (
     stays_packed,
 )
 from sparse_attn.models.published import random_packed_weight
+from sparse_attn.models.reading import Reading
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.weight_layout import Weight
 
