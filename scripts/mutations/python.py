@@ -90,9 +90,9 @@ PYTHON = [
     ),
     Mutation(
         "packed-scales-not-cut", "scales of parts that end inside of a block are those of the first block",
-        "sparse_attn/models/filling.py",
-        "* step // block)",
-        "* 0)",
+        "sparse_attn/weight_layout.py",
+        "at_row = [(start + at) // layout.block[0] for",
+        "at_row = [start // layout.block[0] for",
         ("tests/test_packed_checkpoints.py::test_parts_that_end_inside_of_a_block",),
     ),
     Mutation(
