@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -204,3 +207,22 @@ def test_nothing_stays_of_a_folder_that_fails(written, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         convert(written("v4", "bf16"), tmp_path / "out", "published")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_named(written, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise safetensors.SafetensorError("no space left")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"out/model.*\.safetensors: no space left"):
+        convert(written("v4", "bf16"), tmp_path / "out", "published")
+    assert not list(tmp_path.iterdir())
+
+
+def test_written_files_are_as_readable_as_others(tmp_path):
+    old = os.umask(0o027)
+    try:
+        write_published(tmp_path / "out", SPECS["v32"], "fp8-e8m0")
+    finally:
+        os.umask(old)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}

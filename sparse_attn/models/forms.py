@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.files import replacing
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
 from sparse_attn.models.params import INTEGER_NAMES, NARROW, param_dtype
 from sparse_attn.models.quantisation import quantisation_config, quantisation_of
@@ -190,6 +191,7 @@ def write_shards(
     folder it is given. Returns the bytes of the weights.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("writing a checkpoint needs safetensors: pip install 'sparse_attn[models]'") from error
@@ -205,7 +207,11 @@ def write_shards(
                 made = make(entry)
                 tensors |= made
                 progress(sum(value.nbytes for value in made.values()), total)
-            save_file(tensors, fresh / file, metadata={"format": "pt"})
+            with replacing([fresh / file]) as (shard_file,):  # on the disk, and with the mode of other files
+                try:
+                    save_file(tensors, shard_file, metadata={"format": "pt"})
+                except SafetensorError as error:
+                    raise OSError(f"{folder / file}: {error}") from error
             home |= dict.fromkeys(tensors, file)
         index = {"metadata": {"total_size": total}, "weight_map": home}
         (fresh / INDEX).write_text(json.dumps(index, indent=2) + "\n")
