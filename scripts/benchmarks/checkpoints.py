@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,12 +105,13 @@ def _loaded(run: Run, folder: Path, case: str) -> Record:
 
 def _read_all(files: list[Path], pinned: torch.Tensor) -> float:
     """Seconds to read ``files``."""
-    place, begin = memoryview(pinned.numpy()), time.perf_counter()
+    place: Any = pinned.numpy()
+    begin = time.perf_counter()
     for path in files:
         with open(path, "rb", buffering=0) as file:
             size, done = path.stat().st_size, 0
             while done < size:
-                done += file.readinto(place[done:size])
+                done += file.readinto(place[done:size]) or 0
     return time.perf_counter() - begin
 
 
@@ -140,6 +142,7 @@ def _fitting(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | Co
     while not run.dry:
         share = share_of(preset(name), ranks)
         needed = plan(share, bounds, target_of(torch.device(run.device)), "fp8", form="published")["bytes"]
+        assert isinstance(needed, int)
         if needed <= FREE * torch.cuda.mem_get_info()[0]:
             break
         ranks *= 2
@@ -192,7 +195,7 @@ def _read(model: Model, weights: dict[str, int], batch: int) -> float:
     moe, head = model.spec.moe, weights["embedding"] * (1 if model.spec.tie_embeddings else 0.5)
     touched = 1 - (1 - moe.experts_per_token / moe.num_experts) ** batch
     others = sum(weights[kind] for kind in ("mlp", "indexer", "attention", "other"))
-    tables = sum(value.nbytes for name, value in model.params.items() if name in ROPE_NAMES)
+    tables = sum(bytes_of(value) for name, value in model.params.items() if name in ROPE_NAMES)
     return weights["expert"] * touched + others - tables + head
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 PIECE = 32 << 20  # bytes of each of two buffers
@@ -16,7 +18,7 @@ class Staging:
         self._gpu = self.device.type == "cuda"
         size = max(_WIDEST, min(PIECE, nbytes) // _WIDEST * _WIDEST)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._gpu) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._sent: list[Any] = [None, None]  # events of the GPU
         self._turn = 0
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

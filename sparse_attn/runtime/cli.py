@@ -16,6 +16,7 @@ from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
 from sparse_attn.runtime import (
+    chat,
     explain_report,
     plan_report,
     prompt_files,
@@ -92,6 +93,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models "
                         "that ship here, else the opening of a novel")  # fmt: skip
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    prompt.add_argument("--chat", type=Path, metavar="FILE.json",
+                        help="a conversation with DeepSeek-V4: a list of messages, or an object with messages, tools, "
+                        "tool_choice, thinking, reasoning_effort (needs deepseek-recipe)")  # fmt: skip
     prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
     prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
                         help="many prompts, a JSON object a line: id, prompt or prompt_ids; max_new_tokens, seed, stop "
@@ -201,21 +205,21 @@ def run_generate(options: argparse.Namespace) -> int:
     dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
         check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand))
+    tokenizer = source.tokenizer()
+    if options.stop and tokenizer is None:
+        raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
+    prompt, expected = ([], None) if options.prompts else _prompt(options, source, tokenizer)
+    if options.plot:
+        showing.check_plot(prompt, tokenizer)
     with byte_bar("weights", options.progress) as progress:
         params = source.weights(device, dtype, expand, progress)
-    tokenizer = source.tokenizer()
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
     model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant)
-    if options.stop and tokenizer is None:
-        raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
     sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
     if options.prompts:
         return prompt_files.run(options, model, tokenizer, sampling)
-    prompt, expected = _prompt(options, source, tokenizer)
-    if options.plot:
-        showing.check_plot(prompt, tokenizer)
     before = dynamo_counts()
     watch = Watch() if options.plot else None
     with watch or contextlib.nullcontext():
@@ -311,6 +315,8 @@ def _prompt(
     """(ids, the continuation that a good reader gives, None where unknown)."""
     if options.prompt_ids is not None:
         return options.prompt_ids, None
+    if options.chat is not None:
+        return chat.chat_ids(options.chat, source.folder, source.spec), None
     if tokenizer is None:
         if source.folder is None and options.prompt is None and options.prompt_file is None:
             return sources.random_prompt(), None
