@@ -14,7 +14,7 @@ SUITES = (
 )  # fmt: skip
 ALONE = (  # measured against something other than the peers
     "compat", "decode_growth", "decode_invariant", "decode_loop", "hf_bridge", "hf_layer", "load", "paged_scores_mxfp4",
-    "plan_cache", "prefill_forms", "prefill_portable", "prefill_scores_mxfp4", "real_share",
+    "plan_cache", "prefill_forms", "prefill_portable", "prefill_scores_mxfp4", "rank_share", "real_share",
 )  # fmt: skip
 
 

@@ -1,0 +1,122 @@
+"""One GPU as rank 0 of 8 context ranks. Collectives are copies of the right size within the GPU, so the wire is left
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from benchmarks.checks import check_selection
+from benchmarks.record import Record
+from benchmarks.registry import suite
+from benchmarks.run import Run
+from sparse_attn.mesh import Ranks
+from sparse_attn.ops.attention import merge_attn_states
+from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.pipeline import ranks as pipeline_ranks
+from sparse_attn.pipeline.ranks import RowScores, merge_over_ranks, top_k_over_ranks
+from sparse_attn.roofline import Work
+from sparse_attn.types import AttentionOutput
+
+SIZE, BLOCK = 8, 64
+RANKS = Ranks(SIZE, 0, "copies")
+PLATEAU = 0.9  # share of scores that are zero in the case of ties
+
+
+@contextmanager
+def copies() -> Iterator[None]:
+    """Sums and gathers of SIZE ranks as copies: every rank has what this one has."""
+
+    def all_reduce(value: torch.Tensor, group: str) -> torch.Tensor:
+        return value * SIZE
+
+    def all_gather(value: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        return value.repeat(size, *[1] * (value.dim() - 1))
+
+    with mock.patch.object(pipeline_ranks, "all_reduce", all_reduce):
+        with mock.patch.object(pipeline_ranks, "all_gather", all_gather):
+            yield
+
+
+@suite("rank_share")
+def rank_share(run: Run) -> Iterator[Record]:
+    "Rank 0 of 8: passes of the threshold and the merge, alone and with copies for collectives."
+    width, top_k = run.pick((131072 // SIZE, 2048), (192, 20))
+    for rows in run.pick((64, 8, 1), (3,)):
+        for kind in ("normal", "zeros"):
+            yield from _threshold(run, f"{kind}, requests {rows}", _scores(run, rows, width, kind), top_k)
+    for rows, heads, width in run.pick(((64, 128, 512), (64, 16, 512), (8, 128, 512), (1, 128, 512)), ((3, 4, 16),)):
+        yield _merge(run, rows, heads, width)
+
+
+def _scores(run: Run, rows: int, width: int, kind: str) -> torch.Tensor:
+    scores = torch.randn(rows, width, device=run.device)
+    return torch.where(torch.rand_like(scores) < PLATEAU, 0, scores.abs()) if kind == "zeros" else scores
+
+
+def _threshold(run: Run, case: str, logits: torch.Tensor, top_k: int) -> Iterator[Record]:
+    """Each pass, all of them, and all with copies for collectives. Scores lie in the L2 but where a floor says more."""
+    ends = torch.full((logits.shape[0],), logits.shape[1], dtype=torch.int32, device=run.device)
+    work = Work(logits.numel() * 4)
+    digits = [count_digits(logits, top_k, 0, None, None, None, ends)]
+    for level in (1, 2):
+        counts, state = digits[-1]
+        digits.append(count_digits(logits, top_k, level, counts * SIZE, state, None, ends))
+    counts, state = digits[-1]
+    sums, before = counts * SIZE, [None, *(found for found in digits[:-1])]
+    ties, threshold = count_ties(logits, sums, state, None, ends, block_size=BLOCK)
+    gathered = ties.expand(SIZE, -1, -1).contiguous()
+
+    def digit(level: int) -> Callable[[], object]:
+        above = before[level]
+        given = (None, None) if above is None else (above[0] * SIZE, above[1])
+        return lambda: count_digits(logits, top_k, level, *given, None, ends)
+
+    passes: dict[str, Callable[[], object]] = {f"digit {level}": digit(level) for level in range(3)}
+    passes["ties"] = lambda: count_ties(logits, sums, state, None, ends, block_size=BLOCK)
+    passes["winners"] = lambda: take_winners(
+        logits, top_k, gathered, threshold, None, ends, block_size=BLOCK, rank=0
+    )  # fmt: skip
+
+    def together() -> object:
+        return [call() for call in passes.values()]
+
+    def over_copies() -> torch.Tensor:
+        with copies():
+            return top_k_over_ranks([RowScores(logits, None, ends)], top_k, RANKS, block_size=BLOCK)[0]
+
+    _check(over_copies(), logits, top_k)
+    for name, call in passes.items():
+        yield Record(f"{case}, {name}", run.time([call]), floor_us=run.floor(work))
+    yield Record(f"{case}, passes", run.time([together]))
+    yield Record(f"{case}, selection", run.time([over_copies]))
+
+
+def _check(chosen: torch.Tensor, logits: torch.Tensor, top_k: int) -> None:
+    """All ranks have the same scores, so a column wins on every rank, or on the first ones."""
+    rows, width = logits.shape
+    blocks = logits.unflatten(1, (-1, BLOCK)).unsqueeze(2).expand(-1, -1, SIZE, -1)
+    whole = top_k_per_row(blocks.reshape(rows, -1), top_k)
+    block = whole // BLOCK
+    own = torch.where((whole >= 0) & (block % SIZE == 0), block // SIZE * BLOCK + whole % BLOCK, width)
+    own = own.sort(1).values.to(torch.int32)
+    check_selection(chosen, torch.where(own < width, own, -1), "selection over ranks")
+
+
+def _merge(run: Run, rows: int, heads: int, width: int) -> Record:
+    """Of all heads' outputs of every rank, gathered before."""
+    outs = torch.randn(SIZE, rows, heads, width, device=run.device, dtype=torch.bfloat16)
+    lses = torch.randn(SIZE, rows, heads, device=run.device)
+    with copies():
+        merged = merge_over_ranks(AttentionOutput(outs[0], lses[0]), RANKS)
+    if not torch.allclose(merged.out.float(), outs[0].float(), rtol=1e-2, atol=1e-2):
+        raise AssertionError("merged outputs of equal ranks differ from one rank's")
+    sets = run.sets(outs.nbytes)
+    inputs = [(outs.clone(), lses.clone()) for _ in range(sets)]
+    floor = run.floor(Work(outs.nbytes + outs.nbytes // SIZE + lses.nbytes))
+    calls = [lambda one=one: merge_attn_states(*one) for one in inputs]
+    return Record(f"merge, requests {rows}, heads {heads}", run.time(calls), floor_us=floor)
