@@ -4,6 +4,7 @@ Ranks are threads here; test_rank_topk and test_context_generate run processes."
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from sparse_attn import pipeline
 from sparse_attn.cache import allocate_cache
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks
+from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
@@ -24,6 +26,8 @@ from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.ranks import all_positions
 from sparse_attn.runtime.generate import Generation, Model, generate
+from sparse_attn.runtime.paging import slots_of
+from sparse_attn.runtime.selections import Watch
 from sparse_attn.spec import preset
 from sparse_attn.types import QuantisedQuery, StepPlan
 
@@ -258,10 +262,85 @@ def generated(name: str, cache: str, mesh: Mesh, prefill_tokens: int = 32) -> Ge
     )
 
 
-@pytest.mark.parametrize("name", (pytest.param("tiny_v32", marks=pytest.mark.few(0)), "tiny_glm5", "tiny_v4"))
+@pytest.mark.parametrize(
+    "name", ("tiny_v4", *(pytest.param(name, marks=pytest.mark.few(0)) for name in ("tiny_v32", "tiny_glm5")))
+)
 def test_a_model_over_ranks_generates_what_one_does(name):
     want = generated(name, "fp32", ONE_RANK)
     for got in over_threads(3, lambda ranks: generated(name, "fp32", Mesh(context=ranks))):
         assert got.tokens == want.tokens
         for own, alone in zip(got.logits or [], want.logits or [], strict=True):
             torch.testing.assert_close(own, alone, rtol=0, atol=1e-4)
+
+
+def step_of_all(model: Model, lengths: list[int], counts: list[int], num_decodes: int, block: int, ring: int):
+    """(tokens, plan) of the last counts[n] tokens of each request, of blocks of ``block`` tokens; rings of one block of
+    ``ring``."""
+    width = -(-(max(lengths) + 2) // block) + 1
+    table = torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(4)).int().view(-1, width)
+    rings = torch.arange(len(lengths) - 1, -1, -1, dtype=torch.int32).unsqueeze(1)
+    requests = torch.arange(len(lengths)).repeat_interleave(torch.tensor(counts))
+    positions = torch.cat([torch.arange(length - n, length) for length, n in zip(lengths, counts)])
+    written = (rings, ring) if model.has_rings else (table, block)
+    plan = build_step_plan(
+        torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(lengths, dtype=torch.int32), table,
+        slots_of(written[0], requests, positions, written[1]), num_decodes=num_decodes,
+        next_n=counts[0] if num_decodes else 1, kv_capacity=sum(lengths[num_decodes:]) + 8,
+        max_context=max(lengths) + 2,
+    )  # fmt: skip
+    tokens = (requests * 31 + positions * 7) % 251
+    return tokens, plan._replace(ring_table=rings) if model.has_rings else plan
+
+
+class Fed(threading.local):
+    """What each thread's layers are given in place of their own input, and what that was."""
+
+    given: list[torch.Tensor] | None = None
+    seen: list[torch.Tensor]
+
+    def wrap(self, attention):
+        def fed(hidden, *args, **kwargs):
+            self.seen.append(hidden)
+            return attention(hidden if self.given is None else self.given[len(self.seen) - 1], *args, **kwargs)
+
+        return fed
+
+
+def forwarded(name: str, mesh: Mesh, fed: Fed, given: list[torch.Tensor] | None, in_place: bool):
+    """(logits of a mixed step with next_n 2 over filled caches, what every layer was given, what every indexer
+    selected). given: let every layer take this in place of its own input."""
+    spec = small(name, 3)
+    model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp32"), "reference", mesh=mesh)
+    module = deepseek_v4 if model.has_rings else deepseek_v32
+    block, requests, fed.given, fed.seen = 16, 4, given, []
+    caches = model.allocate_caches(60, block * (3 // mesh.context.size), requests=requests, step_rows=64, next_n=2)
+    ring = caches.kv[0].shape[1]
+
+    options = dict(prefill_in_place=in_place) if model.has_rings else {}
+    selected = []
+    for lengths, counts, decodes in (
+        ([50, 60, 1, 33], [50, 60, 1, 33], 0), ([52, 62, 3, 34], [2, 2, 2, 1], 3), ([54, 64, 5, 70], [2, 2, 2, 36], 3)
+    ):  # fmt: skip
+        tokens, plan = step_of_all(model, lengths, counts, decodes, block * 3, ring)
+        with Watch(mesh.context) as watch, torch.no_grad():
+            logits = module.forward(
+                model.params, spec, tokens, caches, plan, layouts=model.layouts, impl="reference", mesh=mesh, **options
+            )
+        selected += watch.selected
+    return logits, fed.seen, selected
+
+
+@pytest.mark.parametrize(
+    "name, in_place",
+    (("tiny_glm5", False), ("tiny_v4", False), pytest.param("tiny_v4", True, marks=pytest.mark.few(0))),
+)
+def test_layers_given_one_process_s_inputs_select_the_same(name, in_place, monkeypatch):
+    """To the bit, in prefill, mixed steps and with next_n 2, whatever the layers before rounded."""
+    fed = Fed()
+    for module in (deepseek_v4, deepseek_v32):
+        monkeypatch.setattr(module, "attention", fed.wrap(module.attention))
+    logits, given, selected = forwarded(name, ONE_RANK, fed, None, in_place)
+    for own, _, chosen in over_threads(3, lambda ranks: forwarded(name, Mesh(context=ranks), fed, given, in_place)):
+        torch.testing.assert_close(own, logits, rtol=0, atol=1e-4)
+        assert len(chosen) == len(selected) > 0
+        assert all(any(torch.equal(one, other) for other in chosen) for one in selected)

@@ -26,9 +26,27 @@ def test_tensor_and_expert_ranks(size, tmp_path):
     run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
 
 
+@pytest.mark.few(0)
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_context_ranks(size, tmp_path):
+    """Alone, and with tensor and expert ranks; one request is shorter than there are ranks, others end anywhere."""
+    experts = [expert for expert in (1, 2, 4) if size % expert == 0]
+    grids = [Grid(context=size, expert=expert) for expert in experts]
+    if size == 4:
+        grids += [Grid(tensor=2, context=2, expert=expert) for expert in experts]
+    latent, windowed = dict(block_size=8), dict(lengths=(300, 2, 150), block_size=128)
+    cases = [Case(name, grid, cache, **(windowed if name == "tiny_v4" else latent))
+             for name in MODELS for grid in grids for cache in ("fp32", "fp8")]  # fmt: skip
+    write_alone(cases, tmp_path)
+    run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
+
+
 def test_two_processes(tmp_path):
-    """The one small case that is run by default."""
-    cases = [Case("tiny_v32", Grid(tensor=2, expert=2), lengths=(5, 3))]
+    """The small cases that are run by default."""
+    cases = [
+        Case("tiny_v32", Grid(tensor=2, expert=2), lengths=(5, 3)),
+        Case("tiny_v32", Grid(context=2, expert=2), lengths=(5, 3), block_size=2),
+    ]
     write_alone(cases, tmp_path)
     run_processes(2, compare_with_one, tmp_path, cases, tmp_path)
 

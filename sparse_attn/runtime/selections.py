@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.mesh import ALONE, Ranks
+from sparse_attn.pipeline.ranks import all_positions
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.torch_private import TorchDispatchMode, schema
 
 _SELECTING = ("sparse_attn::index_topk_prefill", "sparse_attn::index_topk_decode")
 _SELECTING_SLOTS = "sparse_attn::index_topk_decode_slots"  # takes what index_topk_decode takes
+_SELECTING_OWN = "sparse_attn::take_winners"
 
 
 class Watch(TorchDispatchMode):
     """Inside ``with Watch() as seen``, keeps what every selecting op selects: int32 [rows, top_k], -1 for none. For an
-    op that returns slots, the selection is computed once more as positions."""
+    op that returns slots, the selection is computed once more as positions. ranks: those that select together, each of
+    which watches; what all of them select is gathered, in one more collective each time, and kept by each."""
 
-    def __init__(self):
+    def __init__(self, ranks: Ranks = ALONE):
         super().__init__()
+        self.ranks = ranks
         self.selected: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -26,7 +31,16 @@ class Watch(TorchDispatchMode):
             self.selected.append(result.cpu())
         elif name == _SELECTING_SLOTS:
             self.selected.append(torch.ops.sparse_attn.index_topk_decode(*args, **(kwargs or {})).cpu())
+        elif name == _SELECTING_OWN:
+            block_size = bound(func, args, kwargs)["block_size"]
+            self.selected.append(all_positions(result, self.ranks, block_size=block_size).cpu())
         return result
+
+
+def bound(func, args, kwargs) -> dict[str, object]:
+    """The arguments of an operator's call by name."""
+    names = [argument.name for argument in schema(func).arguments]
+    return dict(zip(names, args)) | (kwargs or {})
 
 
 def indexed_layers(spec: Spec | CompressedSpec) -> list[int]:

@@ -42,13 +42,14 @@ class Case(NamedTuple):
     grid: Grid
     cache: str = "fp32"
     lengths: tuple[int, ...] = LENGTHS
+    block_size: int | None = None
 
     def __str__(self) -> str:
         return f"{self.name} {self.grid} {self.cache}"
 
     def file(self, folder: Path) -> Path:
         """Where what one process generates is kept."""
-        return folder / f"{self.name}-{self.cache}.pt"
+        return folder / f"{self.name}-{self.cache}-{len(self.lengths)}-{max(self.lengths)}.pt"
 
 
 def run_processes(size: int, body: Callable[..., None], folder: Path, *arguments: object) -> None:
@@ -98,7 +99,8 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
 
 def generated(case: Case, mesh: Mesh = ONE_RANK, compile: bool = False) -> Generation:
     return generate(
-        model_of(case, mesh), prompts(case.lengths), max_new_tokens=NEW_TOKENS, prefill_tokens=32, keep_logits=True, compile=compile
+        model_of(case, mesh), prompts(case.lengths), max_new_tokens=NEW_TOKENS, prefill_tokens=32, keep_logits=True,
+        compile=compile, block_size=case.block_size,
     )  # fmt: skip
 
 
