@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.processes import Case, Grid, compare_with_one, run_processes, write_alone
+from support.processes import Case, Grid, compare_and_disagree, compare_with_one, run_processes, write_alone
 
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
 from sparse_attn.models.params import random_params
@@ -48,7 +48,7 @@ def test_two_processes(tmp_path):
         Case("tiny_v32", Grid(context=2, expert=2), lengths=(5, 3), block_size=2),
     ]
     write_alone(cases, tmp_path)
-    run_processes(2, compare_with_one, tmp_path, cases, tmp_path)
+    run_processes(2, compare_and_disagree, tmp_path, cases, tmp_path)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.forms import form_of, layout_of, parts_of, stored_dtype
 from sparse_attn.models.params import (
     INTEGER_NAMES,
@@ -21,20 +22,22 @@ from sparse_attn.weight_layout import Weight
 
 def random_packed_params(
     spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    *, form: str = "published",
+    *, form: str = "published", mesh: Mesh = ONE_RANK,
 ) -> dict[str, Weight]:  # fmt: skip
     """Seeded weights of ``spec`` on ``device``, in the layouts that loading(expand=False) gives those of ``form``.
 
     form: of models.forms. dtype: of weights that are not packed. Codes are random bytes, none NaN; scales give a weight
-    unit gain. Values depend on the kind of device. A rank's share of every layer is that of models.share.share_of(spec,
-    ranks). ValueError for a form that the architecture does not have.
+    unit gain. Values depend on the kind of device. mesh: whose part of the weights is drawn. All ranks draw alike, so
+    what lies on each of them is the same; what is dealt out is not one process's. ValueError for a form that the
+    architecture does not have.
     """
     made = form_of(spec, form)
     generator = torch.Generator(device).manual_seed(seed)
     params: dict[str, Weight] = {}
     for name, kind, shape, sources, each in parts_of(spec, made, 0):
         layout = layout_of(kind, made) if stays_packed(kind) else None
-        held = Reading(name, shape, sources, each, layout).held
+        reading = Reading(name, shape, sources, each, layout, mesh)
+        held, shape = reading.held, reading.kept.shape
         if held is not None:
             params[name] = hold_weight(random_packed_weight(shape, held, generator))
             continue

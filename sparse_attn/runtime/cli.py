@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
+from sparse_attn.mesh import Mesh, show_mesh
 from sparse_attn.models.forms import FORMS, form_of, form_said_by, predicted_of
 from sparse_attn.models.loading import predicted_layers, read_config
 from sparse_attn.models.quantisation import quantisation_of
@@ -19,6 +21,7 @@ from sparse_attn.runtime import (
     chat,
     explain_report,
     plan_report,
+    processes,
     prompt_files,
     quality_report,
     report,
@@ -46,6 +49,7 @@ from sparse_attn.runtime.shipped import folder_of, shipped_models
 from sparse_attn.spec import PRESETS, CompressedSpec, Spec
 from sparse_attn.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
 from sparse_attn.torch_private import dynamo_counts
+from sparse_attn.weight_layout import weight_bytes
 
 FINITE = 2.0**127  # what a penalty may be, as fp32
 BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
@@ -54,13 +58,14 @@ BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suit
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Bad arguments, and whatever they name, end it with code 2 and one line."""
     parser = build_parser()
-    options = parser.parse_args(arguments)
+    with contextlib.redirect_stderr(io.StringIO()) if processes.rank() else contextlib.nullcontext():
+        options = parser.parse_args(arguments)
     try:
         code = options.run(options)
         sys.stdout.flush()
         return code
     except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        processes.say_error(parser.prog, error)
         return 2
 
 
@@ -162,6 +167,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump-logits", type=Path, metavar="FILE",
                         help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
                         )  # fmt: skip
+    processes.add(parser)
     add_progress(parser)
     parser.set_defaults(run=run_generate)
 
@@ -193,7 +199,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    device = device_of(options.device)
+    with processes.joined(options) as mesh:
+        return _generate(options, mesh)
+
+
+def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
+    device, leads = device_of(options.device), processes.rank() == 0
+    options.progress = options.progress if leads else False
     resolve_impl(options.impl, device)
     check_outputs(options)
     prompt_files.check_options(options)
@@ -204,7 +216,9 @@ def run_generate(options: argparse.Namespace) -> int:
     spec, expand = source.spec, options.expand_weights
     dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
-        check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand))
+        check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand), mesh=mesh)
+    if mesh.data.size > 1 and not options.prompts:
+        raise ValueError(f"--data-parallel: got {mesh.data.size} with one prompt, allowed: with --prompts")
     tokenizer = source.tokenizer()
     if options.stop and tokenizer is None:
         raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
@@ -212,10 +226,10 @@ def run_generate(options: argparse.Namespace) -> int:
     if options.plot:
         showing.check_plot(prompt, tokenizer)
     with byte_bar("weights", options.progress) as progress:
-        params = source.weights(device, dtype, expand, progress)
+        params = source.weights(device, dtype, expand, progress, mesh)
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
-    model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant)
+    model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant, mesh=mesh)
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
     sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
     if options.prompts:
@@ -244,12 +258,16 @@ def run_generate(options: argparse.Namespace) -> int:
         "index_cache": index_cache,
         "impl": resolve_impl(options.impl, device),
         "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
+        "ranks": show_mesh(mesh),
+        "rank_weight_bytes": sum(map(weight_bytes, params.values())),
     }
     if stops is not None:
         facts |= {"text": stops.text if stops.found else facts["text"], "stop": stops.found}
     if result.logprobs is not None:
         facts["logprobs"] = report.logprobs_report(result.logprobs[0])
     written = report.generation_report(result, len(prompt), device, since=before, **facts)
+    if not leads:
+        return 0
     if save_logits:
         assert result.logits is not None  # keep_logits
         write_output(options.dump_logits, save_logits({"logits": result.logits[0]}))

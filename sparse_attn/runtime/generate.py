@@ -14,10 +14,13 @@ import torch
 
 from sparse_attn import workspace
 from sparse_attn.autocast import no_autocast
+from sparse_attn.mesh import ONE_RANK
+from sparse_attn.models.exchange import step_bytes
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
+from sparse_attn.runtime.processes import check_same
 from sparse_attn.runtime.rows import DecodeRows, EagerDecode
 from sparse_attn.runtime.scored import TokenLogprobs
 from sparse_attn.runtime.speculation import Drafter
@@ -43,7 +46,8 @@ class Generation(NamedTuple):
     """tokens: generated ids per prompt. logits: fp32 [prompt + generated - 1, vocab] per prompt on the CPU, where asked
     for. prefill_s: until every prompt has its first token. setup_s: compiling or capturing the decode step. decode_s:
     the rest. logprobs: of the generated tokens per prompt, on the CPU, where asked for. accepted_per_step: with
-    speculation, tokens a decode step gave a row that was not over, the model's own included."""
+    speculation, tokens a decode step gave a row that was not over, the model's own included. cache_bytes: of this
+    process's caches. step_bytes: that it sends in a decode step (models.exchange)."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -54,6 +58,8 @@ class Generation(NamedTuple):
     graph_replays: int = 0
     logprobs: list[Logprobs] | None = None
     accepted_per_step: float | None = None
+    cache_bytes: int = 0
+    step_bytes: int = 0
 
 
 class Bar(Protocol):
@@ -140,6 +146,11 @@ def generate(
         model, lengths, [length + max_new_tokens - 1 for length in lengths],  # the last token is never fed
         block_size=block_size, prefill_tokens=prefill_tokens, stop_ids=sampling.stop_ids,
         seeds=streams, draws=draws, next_n=speculate + 1,
+    )  # fmt: skip
+    check_same(
+        model.mesh, device, spec=model.spec, layouts=model.layouts, prompts=prompts, max_new_tokens=max_new_tokens,
+        sampling=samplings, seeds=seeds, steps=chunks, compile=compile, graph=graph, speculate=speculate,
+        bounds=replace(bounds, mesh=ONE_RANK),
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
     captured = None
@@ -232,7 +243,12 @@ def generate(
         captured.replays if captured else 0,
         None if scored is None else scored.result(),
         (batch * (max_new_tokens - 1) - sum(left)) / fed if speculate and fed else None,
-    )
+        sum(cache.untyped_storage().nbytes() for layers in caches for cache in layers if cache is not None),
+        sum(step_bytes(
+            model.spec, model.mesh, batch * (speculate + 1), model.embed.dtype, max_context=max_context,
+            block_size=bounds.block_size,
+        ).values()),
+    )  # fmt: skip
 
 
 def _stepped(

@@ -17,6 +17,7 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.inputs import checked_sampling
+from sparse_attn.runtime.processes import REPLAY_S
 from sparse_attn.runtime.rows import HISTORY, DecodeRows, TokenStream
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.steps import AnyCaches, Sampling, Step
@@ -154,7 +155,7 @@ class DecodeGraph(DecodeRows):
         self._current_stream().wait_stream(self.stream)
         if self.logits is not None:
             self.logits.record_stream(self._current_stream())
-        return TokenStream(tokens, arrived, logprobs)
+        return TokenStream(tokens, arrived, logprobs, REPLAY_S if self.mesh.size > 1 else None)
 
     @contextlib.contextmanager
     def _editing(self) -> Iterator[None]:

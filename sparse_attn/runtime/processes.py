@@ -2,29 +2,108 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import datetime
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
 from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, mesh_of
+from sparse_attn.runtime.arguments import positive
+from sparse_attn.torch_private import all_gather
+
+OPTIONS = {
+    "tensor": "ranks that share heads, MLPs and the vocabulary (default: what the others leave)",
+    "context": "ranks that share the paged caches (default: 1)",
+    "data": "groups of ranks that serve prompts of their own (default: 1)",
+    "expert": "ranks that share routed experts (default: 1; then tensor ranks cut every expert)",
+}
+TIMEOUT = datetime.timedelta(minutes=5)  # of a collective outside of a graph; a rank may compile before it
+REPLAY_S = 60.0  # of a captured step, which compiles nothing
+PATIENCE_S = 3.0  # before a rank says what another one or torchrun is expected to say
+_LOST = re.compile(r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|peer", re.IGNORECASE)
+
+
+class LostRankError(OSError):
+    """Another process ended, or did not answer in time."""
+
+
+def rank() -> int:
+    """This process's number by torchrun; 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """Processes by torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    for name, told in OPTIONS.items():
+        parser.add_argument(f"--{name}-parallel", type=positive, metavar=name[0].upper(), help=told)
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int | None]:
+    """Sizes by dimension, of --tensor-parallel and the others; tensor None where it follows from the others."""
+    given = {name: getattr(options, f"{name}_parallel") for name in OPTIONS}
+    return {name: size if size is not None or name == "tensor" else 1 for name, size in given.items()}
+
+
+@contextlib.contextmanager
+def joined(options: argparse.Namespace) -> Iterator[Mesh]:
+    """The mesh of this process, while it is one of a group; ONE_RANK where torchrun did not start it. On a GPU, that of
+    its place on this host is current. RuntimeErrors of a lost rank become LostRankError."""
+    if world_size() == 1:
+        yield make_mesh(**sizes_of(options), device="cpu")
+        return
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    if on_gpu:
+        place = int(os.environ.get("LOCAL_RANK", 0))
+        if place >= torch.cuda.device_count():
+            raise ValueError(
+                f"--device: got {torch.cuda.device_count()} GPUs for process {place} of this host, allowed: one each"
+            )
+        torch.cuda.set_device(place)
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+        yield make_mesh(**sizes_of(options), device="cuda" if on_gpu else "cpu")
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
+            raise
+        raise LostRankError(f"rank {rank()}: another process ended or did not answer: {error}") from error
+    finally:
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+
+
+def say_error(prog: str, error: Exception) -> None:
+    """One line on stderr. Where every process meets the same error, or one dies, torchrun ends the others before they
+    say so, too."""
+    if world_size() > 1 and (rank() or isinstance(error, LostRankError)):
+        time.sleep(PATIENCE_S)
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
 def make_mesh(
-    *, tensor: int | None = None, context: int = 1, data: int = 1, expert: int = 1, device: torch.device | str
-) -> Mesh:
+    *, tensor: int | None = None, context: int | None = 1, data: int | None = 1, expert: int | None = 1,
+    device: torch.device | str,
+) -> Mesh:  # fmt: skip
     """The mesh of this process among all of torch.distributed's; ONE_RANK where it is the only one.
 
     Sizes by dimension; tensor None: what the others leave. ValueError unless tensor x context x data processes run and
     expert suits them. Every process calls it, with the same sizes.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    rest = context * data
-    if tensor is None:
-        tensor = world // rest if world % rest == 0 else 0
-    if tensor * rest != world:
-        raise ValueError(
-            f"mesh: got tensor {tensor or 'by default'} x context {context} x data {data} for {world} processes, "
-            "allowed: sizes whose product is the number of processes"
-        )
+    context, data, expert = context or 1, data or 1, expert or 1
+    tensor = checked_tensor(tensor, context, data, world)
     check_expert(expert, tensor, context)
     if world == 1:
         return ONE_RANK
@@ -39,6 +118,20 @@ def make_mesh(
     return mesh_of(grid, DeviceMesh(kind, ranks.view(-1, expert, wide // expert), mesh_dim_names=names))
 
 
+def checked_tensor(tensor: int | None, context: int, data: int, world: int) -> int:
+    """How many tensor ranks there are of ``world`` processes; None: what the others leave. ValueError where the product
+    of all sizes is another."""
+    rest = context * data
+    if tensor is None:
+        tensor = world // rest if world % rest == 0 else 0
+    if tensor * rest != world:
+        raise ValueError(
+            f"mesh: got tensor {tensor or 'by default'} x context {context} x data {data} for {world} processes, "
+            "allowed: sizes whose product is the number of processes"
+        )
+    return tensor
+
+
 def check_expert(expert: int, tensor: int, context: int) -> None:
     """ValueError where so many expert ranks do not suit the grid."""
     more, fewer = max(tensor, expert), min(tensor, expert)
@@ -47,3 +140,36 @@ def check_expert(expert: int, tensor: int, context: int) -> None:
             f"expert: got {expert} ranks, allowed: a divisor of the {tensor * context} that compute the same tokens, "
             f"and a divisor or a multiple of the {tensor} tensor ranks"
         )
+
+
+def check_same(mesh: Mesh, device: torch.device, **values: object) -> None:
+    """ValueError that names a value which other ranks of the same tokens have otherwise. Hashes of what values print as
+    are gathered, for which the host waits; nothing is done where there is one rank. Every rank calls it."""
+    if mesh.tensor.size * mesh.context.size == 1:
+        return
+    hashes = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in values.values()]
+    own = torch.tensor(hashes, dtype=torch.int64, device=device)
+    for dimension in ("tensor", "context"):
+        ranks = getattr(mesh, dimension)
+        if ranks.group is None:
+            continue
+        for other, found in enumerate(all_gather(own, ranks.size, ranks.group).view(ranks.size, -1).tolist()):
+            for name, here, there in zip(values, hashes, found):
+                if here != there:
+                    raise ValueError(
+                        f"{name}: got another value on {dimension} rank {other} than on {ranks.rank}, allowed: the "
+                        "same on all ranks that compute the same tokens"
+                    )
+
+
+def wait_for(event: torch.cuda.Event, timeout_s: float | None) -> None:
+    """Wait until ``event`` has happened. LostRankError after ``timeout_s`` seconds, where there are any: no watchdog
+    sees collectives in a captured graph."""
+    if timeout_s is None:
+        event.synchronize()
+        return
+    end = time.monotonic() + timeout_s
+    while not event.query():
+        if time.monotonic() > end:
+            raise LostRankError(f"rank {rank()}: a captured step has not ended after {timeout_s:.0f} s: a rank is lost")
+        time.sleep(20e-6)

@@ -61,6 +61,8 @@ def generation_report(
             "decode_s": result.decode_s,
             "tokens_per_s": later / result.decode_s if later else 0.0,
         },
+        "rank_cache_bytes": result.cache_bytes,
+        "collective_bytes_per_step": result.step_bytes,
         "graph_captures": result.graph_captures,
         "graph_replays": result.graph_replays,
         "compilations": compilations,

@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from sparse_attn import checks
-from sparse_attn.mesh import ONE_RANK
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted
 from sparse_attn.runtime.inputs import checked_sampling
+from sparse_attn.runtime.processes import wait_for
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import Speculator, check_speculate
 from sparse_attn.runtime.steps import AnyCaches, Decode, Step, advance, decode_plan, slot_block
@@ -27,12 +28,18 @@ HISTORY = 1024  # steps of drawn tokens the device keeps
 
 class TokenStream:
     """Tokens of some steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive; of
-    speculative steps int64 [rows, drafts + 1], -1 behind what the row drew."""
+    speculative steps int64 [rows, drafts + 1], -1 behind what the row drew. timeout_s: the longest wait for a step
+    with other ranks in it; None: forever."""
 
     def __init__(
-        self, tokens: torch.Tensor, arrived: Sequence[torch.cuda.Event | None], logprobs: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        arrived: Sequence[torch.cuda.Event | None],
+        logprobs: torch.Tensor | None = None,
+        timeout_s: float | None = None,
     ):
         self._tokens, self._arrived, self._logprobs = tokens, list(arrived), logprobs
+        self._timeout_s = timeout_s
         self._seen = 0
 
     def __len__(self) -> int:
@@ -41,7 +48,7 @@ class TokenStream:
     def __iter__(self) -> Iterator[torch.Tensor]:
         for row, event in zip(self._tokens, self._arrived):
             if event is not None:
-                event.synchronize()
+                wait_for(event, self._timeout_s)
             yield row
 
     def arrived(self) -> int:
@@ -59,7 +66,7 @@ class TokenStream:
     def wait(self) -> torch.Tensor:
         """All tokens, int64 [steps, rows, ...]; blocks until the last one arrived."""
         if self._arrived and (last := self._arrived[-1]) is not None:
-            last.synchronize()
+            wait_for(last, self._timeout_s)
         return self._tokens
 
 
@@ -84,6 +91,7 @@ class DecodeRows(ABC):
         speculate: int = 0,
         drafter: Drafter | None = None,
     ):
+        self.mesh: Mesh = getattr(step, "mesh", ONE_RANK)
         sampling = checked_sampling(sampling)
         check_speculate(speculate, drafter)
         check_counted(sampling, draws)
@@ -332,7 +340,7 @@ class DecodeRows(ABC):
     def _decode(self, rows: int) -> None:
         """One step of the first ``rows`` rows."""
         state, speculator = self._state(rows), self._speculator
-        block_size = slot_block(self._caches, getattr(self._step, "mesh", ONE_RANK))
+        block_size = slot_block(self._caches, self.mesh)
         if speculator is None:
             plan = decode_plan(state, block_size, self.max_context, self._impl)
             logits = self._step(state.tokens, self._caches, plan)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.forms import FORMS, first_layers, form_of, form_said_by, said_of
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.models.memory import weight_bytes
-from sparse_attn.models.params import random_params
+from sparse_attn.models.params import hold, random_params
 from sparse_attn.models.random_packed import random_packed_params
+from sparse_attn.models.sharding import check_mesh, shard_params
 from sparse_attn.runtime import text
 from sparse_attn.runtime.arguments import positive, spec_of_preset
 from sparse_attn.runtime.shipped import BYTE_VOCABULARY, folder_of, shipped_models, tokenizer_of
@@ -44,14 +46,20 @@ class Source(NamedTuple):
         return not expand and self.config is not None and form_said_by(self.config, self.spec) != "bf16"
 
     def weights(
-        self, device: torch.device, dtype: torch.dtype, expand: bool, progress: Callable[[int, int], object]
-    ) -> dict[str, Weight]:
+        self, device: torch.device, dtype: torch.dtype, expand: bool, progress: Callable[[int, int], object],
+        mesh: Mesh = ONE_RANK,
+    ) -> dict[str, Weight]:  # fmt: skip
+        """This process's part of the weights."""
         if self.folder:
-            return load(self.folder, device=device, dtype=dtype, expand=expand, progress=progress)[1]
-        _check_room(self.spec, dtype, self.form or "bf16", device)
+            return load(self.folder, device=device, dtype=dtype, expand=expand, progress=progress, mesh=mesh)[1]
+        check_mesh(self.spec, mesh)
+        _check_room(self.spec, dtype, self.form or "bf16", device, mesh)
         if self.form:
-            return random_packed_params(self.spec, WEIGHTS_SEED, device, dtype, form=self.form)
-        return dict(random_params(self.spec, WEIGHTS_SEED, device, dtype))
+            return random_packed_params(self.spec, WEIGHTS_SEED, device, dtype, form=self.form, mesh=mesh)
+        if mesh == ONE_RANK:
+            return dict(random_params(self.spec, WEIGHTS_SEED, device, dtype))
+        whole = random_params(self.spec, WEIGHTS_SEED, "cpu", dtype)
+        return {name: _on(weight, device) for name, weight in shard_params(dict(whole), mesh).items()}
 
     def tokenizer(self) -> text.Tokenizer | None:
         if self.folder:
@@ -102,9 +110,14 @@ def random_prompt() -> list[int]:
     return text.byte_tokenizer().encode(text.shipped_text())[:RANDOM_PROMPT]
 
 
-def _check_room(spec: Spec | CompressedSpec, dtype: torch.dtype, form: str, device: torch.device) -> None:
+def _on(weight: Weight, device: torch.device) -> Weight:
+    assert isinstance(weight, torch.Tensor)
+    return hold(weight.to(device))
+
+
+def _check_room(spec: Spec | CompressedSpec, dtype: torch.dtype, form: str, device: torch.device, mesh: Mesh) -> None:
     """ValueError where the weights alone are more than the device has."""
-    needed = sum(weight_bytes(spec, dtype, form).values())
+    needed = sum(weight_bytes(spec, dtype, form, mesh=mesh).values())
     if device.type == "cuda":
         room = torch.cuda.mem_get_info(device)[0]
     else:

@@ -16,7 +16,7 @@ from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Generation, Model, generate
-from sparse_attn.runtime.processes import make_mesh
+from sparse_attn.runtime.processes import check_same, make_mesh
 from sparse_attn.spec import preset
 
 LENGTHS = (70, 3, 41)  # more than a prefill step, fewer than there are ranks
@@ -126,3 +126,14 @@ def compare_with_one(rank: int, cases: list[Case], folder: Path, compile: bool =
             continue
         for own, alone in zip(found.logits, logits, strict=True):
             torch.testing.assert_close(own, alone, rtol=0, atol=1e-4, msg=lambda text: f"{case} rank {rank}: {text}")
+
+
+def compare_and_disagree(rank: int, cases: list[Case], folder: Path) -> None:
+    """As compare_with_one; then ranks that were given different seeds say so."""
+    compare_with_one(rank, cases, folder)
+    mesh, device = mesh_of_grid(cases[0].grid), torch.device("cpu")
+    check_same(mesh, device, seeds=[1, 2], prompts=[[3]])
+    with pytest.raises(
+        ValueError, match=r"seeds: got another value on tensor rank [01] than on [01], allowed: the same"
+    ):
+        check_same(mesh, device, prompts=[[3]], seeds=[1, rank])

@@ -1,0 +1,53 @@
+"""Bytes that a rank sends in a decode step, by shapes. Collectives are taken for rings: 2 (size - 1) / size of what is
+summed, and size - 1 times what is gathered."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.mesh import Mesh, Ranks
+from sparse_attn.pipeline.context import own_bound
+from sparse_attn.pipeline.ranks import exchanged_bytes
+from sparse_attn.spec import CompressedSpec, Spec
+
+FP32 = 4
+
+
+def step_bytes(
+    spec: Spec | CompressedSpec, mesh: Mesh, rows: int, dtype: torch.dtype, *, max_context: int, block_size: int
+) -> dict[str, int]:
+    """Of a step of ``rows`` decode rows, by dimension: "tensor": embedding, heads, dense MLPs and logits. "experts":
+    the sums of routed and shared experts. "context": selections, and outputs to merge. max_context: tokens a request
+    may hold. block_size: tokens a block of a rank's paged caches covers."""
+    value, hidden = dtype.itemsize, rows * spec.hidden_size * dtype.itemsize
+    tensor, moe_layers = mesh.tensor, spec.num_layers
+    if not isinstance(spec, CompressedSpec):
+        moe_layers = sum(spec.moe_layers)
+    sums = 1 + spec.num_layers + (spec.num_layers - moe_layers)
+    logits = rows * -(-spec.vocab_size // tensor.size) * value
+    return {
+        "tensor": sums * _summed(hidden, tensor) + (tensor.size - 1) * logits,
+        "experts": moe_layers * _summed(hidden, mesh.routed),
+        "context": _context(spec, mesh, rows, value, max_context, block_size),
+    }
+
+
+def _summed(nbytes: int, ranks: Ranks) -> int:
+    return 2 * (ranks.size - 1) * nbytes // ranks.size
+
+
+def _context(
+    spec: Spec | CompressedSpec, mesh: Mesh, rows: int, value: int, max_context: int, block_size: int
+) -> int:  # fmt: skip
+    ranks = mesh.context
+    if ranks.size == 1:
+        return 0
+    heads = spec.num_heads // mesh.tensor.size
+    if isinstance(spec, CompressedSpec):
+        ratio, width = spec.indexed_ratio, spec.head_dim
+        indexed, merged = spec.layer_kinds.count("indexed"), sum(kind != "window" for kind in spec.layer_kinds)
+    else:
+        ratio, width, indexed, merged = 1, spec.kv_lora, spec.num_index_layers, spec.num_layers
+    keys = own_bound(max_context // ratio, ranks, block_size=block_size // ratio)
+    chosen = exchanged_bytes(rows, keys, ranks.size, block_size=block_size // ratio)
+    return indexed * chosen + merged * (ranks.size - 1) * rows * heads * (width * value + FP32)

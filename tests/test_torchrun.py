@@ -1,0 +1,93 @@
+"""`torchrun -m sparse_attn`: the same tokens as one process, one error where something is wrong, an end where one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparse_attn.mesh import planned_mesh
+from sparse_attn.runtime.cli import main
+from sparse_attn.runtime.graph import check_capturable
+from sparse_attn.runtime.shipped import shipped_models
+from sparse_attn.spec import preset
+
+ROOT = Path(__file__).parent.parent
+
+
+def torchrun(ranks: int, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m",
+         "sparse_attn", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_a_graph_of_several_processes_needs_gpus():
+    with pytest.raises(ValueError, match=r"graph: got 2 processes on device cpu, whose collectives \(gloo\) cannot be"):
+        check_capturable(torch.device("cpu"), "auto", preset("tiny_v32"), torch.float32, mesh=planned_mesh(tensor=2))
+
+
+def test_one_process_refuses_more(capsys):
+    for option in ("tensor", "context", "data"):
+        assert main(["generate", "--preset", "tiny_v32", f"--{option}-parallel", "2"]) == 2
+        assert f"{option} 2" in capsys.readouterr().err
+    assert main(["generate", "--preset", "tiny_v32", "--expert-parallel", "2"]) == 2
+    assert "expert: got 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("name", shipped_models())
+@pytest.mark.parametrize(
+    ("ranks", "grid"), ((2, ()), (2, ("--expert-parallel", "2")), (2, ("--context-parallel", "2")))
+)
+def test_readers(name, ranks, grid, tmp_path):
+    """Files are read by slices; bytes of each rank are at most what all hold and the rest / ranks."""
+    common = ["generate", "--model", name, "--device", "cpu", "--max-new-tokens", "12", "--prefill-tokens", "200"]
+    assert main([*common, "--json", str(tmp_path / "one.json")]) == 0
+    running = torchrun(ranks, *common, *grid, "--json", str(tmp_path / "all.json"))
+    out, err = running.communicate(timeout=240)
+    assert running.returncode == 0, err
+    one, found = (json.loads((tmp_path / file).read_text()) for file in ("one.json", "all.json"))
+    assert found["tokens"] == one["tokens"] and found["text"] == one["text"]
+    assert one["collective_bytes_per_step"] == 0 < found["collective_bytes_per_step"]
+    if "--context-parallel" in grid:
+        assert found["rank_weight_bytes"] == one["rank_weight_bytes"]
+        assert found["rank_cache_bytes"] < one["rank_cache_bytes"]
+    else:
+        assert found["rank_weight_bytes"] < one["rank_weight_bytes"]
+        assert found["rank_cache_bytes"] == one["rank_cache_bytes"]
+    assert "tokens a second" in err and err.count("tokens a second") == 1 and out.count(one["text"]) <= 1
+
+
+@pytest.mark.few(0)
+def test_one_error_of_all():
+    running = torchrun(2, "generate", "--preset", "tiny_v32", "--tensor-parallel", "3")
+    _, err = running.communicate(timeout=120)
+    assert running.returncode and err.count("sparse_attn: error: mesh: got tensor 3 x context 1 x data 1 for 2") == 1
+    assert err.count(": error: ") == 1
+
+
+@pytest.mark.few(0)
+def test_a_rank_that_dies_ends_all(tmp_path):
+    running = torchrun(2, "generate", "--preset", "tiny_v32", "--max-new-tokens", "8000", "--ignore-eos", "--prompt-ids",
+                       "1,2,3", "--progress")  # fmt: skip
+    try:
+        assert running.stderr is not None
+        while "decode" not in (line := running.stderr.read(80)):
+            assert line, "ended before it decoded"
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        begun = time.monotonic()
+        _, err = running.communicate(timeout=60)
+        assert running.returncode and time.monotonic() - begun < 60
+        assert "SIGKILL" in err and ": error: " not in err
+    finally:
+        running.kill()
