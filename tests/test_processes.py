@@ -36,7 +36,8 @@ def test_context_ranks(size, tmp_path):
         grids += [Grid(tensor=2, context=2, expert=expert) for expert in experts]
     latent, windowed = dict(block_size=8), dict(lengths=(300, 2, 150), block_size=128)
     cases = [Case(name, grid, cache, **(windowed if name == "tiny_v4" else latent))
-             for name in MODELS for grid in grids for cache in ("fp32", "fp8")]  # fmt: skip
+             for name in MODELS for grid in grids for cache in ("fp32", "fp8")
+             if cache == "fp32" or grid.expert == 1]  # fmt: skip
     write_alone(cases, tmp_path)
     run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
 
