@@ -13,6 +13,7 @@ and no function reads one as the other.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -81,12 +82,19 @@ def parse_weight_layout(name: str) -> WeightLayout:
     """The layout a name stands for; ValueError where it stands for none."""
     if not isinstance(name, str):
         raise TypeError(f"layout: got {type(name).__name__}, allowed: a name")
+    return _parse(name) if torch.compiler.is_compiling() else _parsed(name)
+
+
+def _parse(name: str) -> WeightLayout:
     try:
         codes, block, scale, *cut = name.split("/")
         rows, columns = map(int, block.split("x"))
         return WeightLayout(codes, (rows, columns), scale, *map(int, cut))
     except (TypeError, ValueError) as error:
         raise ValueError(f"layout: got {name!r}: {error}") from None
+
+
+_parsed = functools.lru_cache(maxsize=256)(_parse)  # which Dynamo would not trace
 
 
 def packed_weight(codes: torch.Tensor, scales: torch.Tensor, layout: WeightLayout) -> PackedWeight:
@@ -180,18 +188,25 @@ def weight_part(
     high, wide = block or (
         math.gcd(layout.block[0], *starts, *map(len, rows[:-1])), math.gcd(layout.block[1], columns.start, inside)
     )  # fmt: skip
-    at_row = [(start + at) // layout.block[0] for start, run in zip(starts, rows) for at in range(0, len(run), high)]
-    at_column = [at // layout.block[1] for at in range(columns.start, columns.stop, wide)]
     part = WeightLayout(layout.codes, (high, wide), layout.scale)
-    device = weight.scales.device
-    down, across = (torch.tensor(at, dtype=torch.int64, device=device) for at in (at_row, at_column))
+    down = [range(start, start + len(run)) for start, run in zip(starts, rows)]
+    scales = _blocks(_blocks(weight.scales, -2, down, layout.block[0], high), -1, [columns], layout.block[1], wide)
     codes = _runs(weight.codes[..., columns.start // each : columns.stop // each], rows)
-    return PackedWeight(codes, weight.scales.index_select(-2, down).index_select(-1, across), part.name)
+    return PackedWeight(codes, scales, part.name)
 
 
 def _runs(values: torch.Tensor, rows: Sequence[range]) -> torch.Tensor:
     parts = [values[..., run.start : run.stop, :] for run in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+
+
+def _blocks(scales: torch.Tensor, dim: int, runs: Sequence[range], block: int, step: int) -> torch.Tensor:
+    """The scales of ``runs`` in blocks of ``step``, each within one of ``block``; a view where none is cut."""
+    if len(runs) == 1 and step == block and runs[0].start % block == 0:
+        first = runs[0].start // block
+        return scales.narrow(dim, first, -(-runs[0].stop // block) - first)
+    at = [place // block for run in runs for place in range(run.start, run.stop, step)]
+    return scales.index_select(dim, torch.tensor(at, dtype=torch.int64, device=scales.device))
 
 
 def weight_entry(weight: Weight, at: int) -> Weight:

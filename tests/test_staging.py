@@ -82,13 +82,35 @@ def test_a_gpu_holds_what_the_cpu_does(name, form, nbytes, tmp_path, monkeypatch
         check_loaded(tmp_path, "cuda", **more)
 
 
-def test_loading_by_way_of_buffers(tmp_path, monkeypatch):
-    """As on a GPU, but for the device."""
-    write_published(tmp_path, preset("tiny_v4"), "published", seed=1)
-    want = load(tmp_path)[1]
-    stage = Staging("cpu", 1000)
-    fill = loading.fill
-    monkeypatch.setattr(loading, "fill", lambda *args, **more: fill(*args, **more | {"copy": stage.copy}))
-    for key, got in load(tmp_path)[1].items():
+def load_by_way_of(monkeypatch, folder, nbytes):
+    """As on a GPU, but for the device. Also what was read from files rather than from their mappings."""
+    fill, found = loading.fill, []
+
+    def filled(readings, checkpoint, *args, **more):
+        def place(source):
+            found.append(checkpoint.place(source))
+            return found[-1]
+
+        return fill(readings, checkpoint, *args, **more | {"copy": Staging("cpu", nbytes, place).copy})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "fill", filled)
+        return load(folder)[1], found
+
+
+@pytest.mark.parametrize("name,form", (("tiny_v4", "published"), ("tiny_v32", "fused"), ("tiny_glm5", "bf16")))
+def test_loading_by_way_of_buffers(name, form, tmp_path, monkeypatch):
+    write_published(tmp_path, preset(name), form, seed=1)
+    want, (params, found) = load(tmp_path)[1], load_by_way_of(monkeypatch, tmp_path, 1000)
+    for key, got in params.items():
         parts = zip(got[:2], want[key][:2]) if isinstance(got, PackedWeight) else [(got, want[key])]
         assert all(same(*part) for part in parts), key
+    assert sum(place is not None for place in found) >= len(found) / 3  # not scales that become finer
+
+
+def test_a_file_that_was_cut_since_it_was_opened(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_bytes(bytes(100))
+    stage = Staging("cpu", 64, lambda source: (path, 60))
+    with pytest.raises(ValueError, match="x: got 100 bytes, allowed: as many as it had when it was opened"):
+        stage.copy(torch.empty(50, dtype=torch.uint8), torch.empty(50, dtype=torch.uint8))

@@ -152,6 +152,8 @@ def _fitting(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | Co
 def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Record:
     spec, bounds = model.spec, _bounds(model.spec, batch, context)
     width, steps = bounds.num_blocks // batch, run.pick(50, 2)
+    if not run.dry:
+        torch.cuda.reset_peak_memory_stats()
     caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
     _fill(caches, model)
     device = run.device
@@ -183,7 +185,6 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     assert sum(weights.values()) == held, (weights, held)
     cached = sum(use.nbytes for use in cache_uses(spec, model.layouts, bounds))
     peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in weights.items() if nbytes)
     case += f" (GB: {kinds}; caches {cached / 1e9:.2f}, steps {(peak - held - cached) / 1e9:.2f}, all {peak / 1e9:.2f})"
     return Record(case, min(times), floor_us=run.floor(Work(_read(model, weights, batch))))

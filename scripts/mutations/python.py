@@ -91,9 +91,30 @@ PYTHON = [
     Mutation(
         "packed-scales-not-cut", "scales of parts that end inside of a block are those of the first block",
         "sparse_attn/weight_layout.py",
-        "at_row = [(start + at) // layout.block[0] for",
-        "at_row = [start // layout.block[0] for",
+        "at = [place // block for run in runs for",
+        "at = [run.start // block for run in runs for",
         ("tests/test_packed_checkpoints.py::test_parts_that_end_inside_of_a_block",),
+    ),
+    Mutation(
+        "staged-first-piece", "every piece of a tensor on its way to a GPU is the first one of the file",
+        "sparse_attn/models/staging.py",
+        "place[1] + start)",
+        "place[1])",
+        ("tests/test_staging.py::test_loading_by_way_of_buffers",),
+    ),
+    Mutation(
+        "renamed-in-order-of-layers", "numbers in names of tensors come back the last first",
+        "sparse_attn/models/spelling.py",
+        "iter(_NUMBER.findall(stored))",
+        "iter(_NUMBER.findall(stored)[::-1])",
+        ("tests/test_published_checkpoints.py::test_deepseeks_names_are_what_the_loader_renames[tiny_v4]",),
+    ),
+    Mutation(
+        "packed-experts-not-captured", "steps with packed experts are refused where torch's grouped product waits",
+        "sparse_attn/runtime/graph.py",
+        "routed and not packed and",
+        "routed and",
+        ("tests/test_moe_paths.py::test_a_step_that_would_wait_is_not_captured",),
     ),
     Mutation(
         "packed-negative-nan", "a code of -NaN is loaded",

@@ -6,6 +6,7 @@ What disagrees is an error that names the weight.
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NoReturn
 import torch
 
 from sparse_attn.models.quantisation import Quantisation
-from sparse_attn.models.shards import tensors_of
+from sparse_attn.models.shards import offsets_of, tensors_of
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, packed_weight
 
 SCALE_SUFFIX = "_scale_inv"
@@ -40,6 +41,9 @@ class Checkpoint:
     def __init__(self, folder: Path, quantisation: Quantisation = _UNSAID, rename: Callable[[str], str] = str):
         self.folder, self.quantisation = folder, quantisation
         self._home = {}
+        self._headers: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._mapped: dict[Path, tuple[int, int]] = {}  # address and bytes of a file in memory
+        self._read: collections.deque[Path] = collections.deque(maxlen=2)  # files read last: of a weight and its scales
         for stored, (handle, path) in tensors_of(folder).items():
             name = rename(stored)
             if name in self._home:
@@ -88,6 +92,15 @@ class Checkpoint:
     def values(self, name: str) -> torch.Tensor:
         """The tensor called ``name`` as it lies in its file, a view of mapped memory."""
         return self._get(name)
+
+    def place(self, part: torch.Tensor) -> tuple[Path, int] | None:
+        """The file and the first byte there of a contiguous part of what was read last; None for any other tensor."""
+        for path in self._read:
+            address, size = self._mapped[path]
+            first = part.data_ptr() - address
+            if part.is_contiguous() and 0 <= first and first + part.nbytes <= size:
+                return path, first
+        return None
 
     def packed(self, name: str, layout: WeightLayout) -> PackedWeight:
         """The weight called ``name`` as it lies in its file; scales in fp16 and bf16 are widened."""
@@ -141,13 +154,20 @@ class Checkpoint:
             self._refuse(name, what, "MXFP4 for routed experts alone")
 
     def _header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        handle, stored, _ = self._home[name]
-        header = handle.get_slice(stored)
-        return header.get_dtype(), tuple(header.get_shape())
+        if name not in self._headers:
+            handle, stored, _ = self._home[name]
+            header = handle.get_slice(stored)
+            self._headers[name] = header.get_dtype(), tuple(header.get_shape())
+        return self._headers[name]
 
     def _get(self, name: str) -> torch.Tensor:
-        handle, stored, _ = self._home[name]
-        return handle.get_tensor(stored)
+        handle, stored, path = self._home[name]
+        found = handle.get_tensor(stored)
+        if found.numel() and path not in self._mapped:
+            self._mapped[path] = found.data_ptr() - offsets_of(path)[stored], path.stat().st_size
+        if found.numel() and path not in self._read:
+            self._read.append(path)
+        return found
 
     def _refuse(self, name: str, got: str, allowed: str) -> NoReturn:
         raise ValueError(f"weight {name}: got {got}, allowed: {allowed}; in {self.file(name)}")

@@ -61,7 +61,7 @@ def load(
         nbytes |= one.nbytes(checkpoint)
     total, copy = sum(nbytes.values()), torch.Tensor.copy_
     if torch.device(device).type == "cuda":
-        copy = Staging(device, max(nbytes.values())).copy
+        copy = Staging(device, max(nbytes.values()), checkpoint.place).copy
     params: dict[str, Weight] = {}
     for name in readings:
         if name in params:  # came with another of the same source

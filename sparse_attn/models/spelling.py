@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Container
 
@@ -195,6 +196,17 @@ _TO_DEEPSEEK = (
 )
 
 
+_NUMBER, _COUNTED = re.compile(r"(?<=\.)\d+(?=\.)"), re.compile("#")  # of a layer or an expert
+
+
+@functools.lru_cache(maxsize=4096)
+def _renamed(name: str) -> str:
+    """``name``, a # in place of each number, by transformers' names, which have the numbers in the same order."""
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 class CompressedSpelling(Spelling):
     """DeepSeek-V4, by transformers' names; DeepSeek's own are renamed to them."""
 
@@ -248,10 +260,10 @@ class CompressedSpelling(Spelling):
     }
 
     def rename(self, stored: str) -> str:
-        name = stored
-        for pattern, replacement in _RENAMES:
-            name = re.sub(pattern, replacement, name)
-        return name
+        if "#" in stored:
+            return _renamed(stored)
+        numbers = iter(_NUMBER.findall(stored))
+        return _COUNTED.sub(lambda _: next(numbers), _renamed(_NUMBER.sub("#", stored)))
 
     def published(self, name: str) -> str:
         for pattern, replacement in _TO_DEEPSEEK:

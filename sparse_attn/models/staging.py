@@ -1,34 +1,43 @@
-"""Copies of tensors in mapped files to a GPU by way of pinned memory: while one piece travels, the next one is read."""
+"""Copies of tensors in files to a GPU by way of pinned memory: while one piece travels, the next one is read.
+
+What lies in a mapped file is read from the file: to touch its pages in the mapping takes as long again.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
 PIECE = 32 << 20  # bytes of each of two buffers
 _WIDEST = 8  # bytes of a value
 
+Place = Callable[[torch.Tensor], tuple[Path, int] | None]  # the file and the first byte there of what lies in one
+
 
 class Staging:
     """Two pinned buffers of at most ``nbytes`` each, for copies to ``device``, ordered on the current stream."""
 
-    def __init__(self, device: torch.device | str, nbytes: int):
-        self.device = torch.device(device)
+    def __init__(self, device: torch.device | str, nbytes: int, place: Place = lambda source: None):
+        self.device, self._place = torch.device(device), place
         self._gpu = self.device.type == "cuda"
         size = max(_WIDEST, min(PIECE, nbytes) // _WIDEST * _WIDEST)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._gpu) for _ in range(2)]
         self._sent: list[Any] = [None, None]  # events of the GPU
         self._turn = 0
+        self._files: dict[Path, BinaryIO] = {}
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``source``, on the CPU, into ``target`` of the same shape on the device, which is contiguous. Where their
         dtypes differ, values are rounded there."""
+        place = self._place(source)
         to, raw = target.view(-1), source.contiguous().view(-1).view(torch.uint8)
         size, done = self._buffers[0].numel(), 0
         for start in range(0, raw.numel(), size):
-            piece = raw[start : start + size]
-            staged = self._read(piece).view(source.dtype)
+            staged = self._filled(raw[start : start + size], place and (place[0], place[1] + start)).view(source.dtype)
             sent = staged if target.dtype == source.dtype else staged.to(self.device, non_blocking=True)
             to[done : done + staged.numel()].copy_(sent, non_blocking=True)
             done += staged.numel()
@@ -36,8 +45,20 @@ class Staging:
                 self._sent[self._turn] = torch.cuda.current_stream(self.device).record_event()
             self._turn = 1 - self._turn
 
-    def _read(self, piece: torch.Tensor) -> torch.Tensor:
+    def _filled(self, piece: torch.Tensor, place: tuple[Path, int] | None) -> torch.Tensor:
         """``piece`` in the buffer whose turn it is, once that has been sent."""
         if (sent := self._sent[self._turn]) is not None:
             sent.synchronize()
-        return self._buffers[self._turn][: piece.numel()].copy_(piece)
+        buffer = self._buffers[self._turn][: piece.numel()]
+        if place is None:
+            return buffer.copy_(piece)
+        path, first = place
+        if path not in self._files:
+            self._files[path] = open(path, "rb", buffering=0)
+        into, done = memoryview(buffer.numpy()), 0
+        while done < len(into):
+            count = os.preadv(self._files[path].fileno(), [into[done:]], first + done)
+            if not count:
+                raise ValueError(f"{path}: got {first + done} bytes, allowed: as many as it had when it was opened")
+            done += count
+        return buffer
