@@ -22,9 +22,12 @@ import torch  # noqa: E402
 from training import text  # noqa: E402
 from training.batches import Source  # noqa: E402
 from training.loop import Settings, Trainer, finish, train  # noqa: E402
+from training.predicting import Settings as Predicting  # noqa: E402
+from training.predicting import train_prediction  # noqa: E402
 from training.recipe import MODELS, TOP_K, stages  # noqa: E402
 
 from sparse_attn.models.loading import load  # noqa: E402
+from sparse_attn.runtime.shipped import folder_of  # noqa: E402
 from sparse_attn.torch_private import run_what_does_not_compile  # noqa: E402
 
 OUT_OF_TIME = 3
@@ -45,6 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
         flush=True,
     )
 
+    if options.mtp:
+        spec, params = load(
+            options.start or folder_of(f"reader-{options.model}"), device=device, dtype=torch.float32, expand=True
+        )
+        settings = Predicting(options.mtp, options.rows, options.length, options.learning_rate, options.retrieval_share)
+        train_prediction(
+            params, spec, Source(corpus, device, options.seed), settings, options.out, deadline,
+            seed=options.seed, report_every=options.report_every,
+        )  # fmt: skip
+        return 0
     spec = MODELS[options.model](options.top_k or TOP_K[options.model])
     if options.hidden:
         spec = replace(spec, hidden_size=options.hidden)
@@ -104,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="text collected before (default: DIR/corpus.npz, made where missing)",
     )
+    add("--mtp", type=int, default=0, metavar="STEPS",
+        help="train a layer of multi-token prediction alone, behind the weights of --start (default: the reader that "
+        "ships), for at most STEPS steps or --minutes")  # fmt: skip
+    add("--rows", type=int, default=16, help="of a step of --mtp (default: %(default)s)")
     add("--length", type=int, default=1024, help="longest context (default: %(default)s)")
     add("--top-k", type=int, help="keys the indexers select (default: 128 of tokens, 32 of entries)")
     add("--hidden", type=int, help="hidden size, for toys")

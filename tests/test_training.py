@@ -46,6 +46,37 @@ def test_parity_with_the_functional_forward(name, top_k):
         assert (trained(spec, params, tokens, sparse=False) - want).abs().max() > 10 * TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_parity_of_multi_token_prediction(name):
+    """Of the layer behind the model, prefilled in one step."""
+    from training import latent, predicting, windowed
+    from training.parts import Trace
+
+    spec = preset(name)
+    params = random_params(spec, seed=2, mtp=True)
+    tokens = torch.randint(256, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    requests = Requests(spec, params, cache_layouts(spec, "fp32"), 1, LENGTH)
+    layer, plans = requests.model.predictor(), []
+    whole, following = requests.model.forward, tokens[0].roll(-1)
+
+    def kept(ids, caches, plan):
+        logits, hidden = whole(ids, caches, plan, keep_hidden=True)
+        plans.append(layer(following, hidden, caches, plan))
+        return logits
+
+    requests.model.forward = kept
+    requests.step(prefill=[(0, tokens[0])])
+    forward = windowed.forward if isinstance(spec, CompressedSpec) else latent.forward
+    with torch.no_grad():
+        hidden = forward(params, spec, tokens, sparse=True, stable=True).hidden
+        got = predicting.predict(
+            params, spec, following.unsqueeze(0), hidden, None, Trace([], {}), sparse=True, stable=True
+        )
+        logits = predicting.predicted_logits(params, spec, got, 1)[0]
+    assert (got.view_as(plans[0]) - plans[0]).abs().max() < TOLERANCE
+    assert (logits - layer.logits(plans[0])).abs().max() < TOLERANCE
+
+
 def small(model):
     from training.recipe import MODELS
 

@@ -25,24 +25,39 @@ def forward(
     sparse: attend to what the indexers select, else to everything before. index_rows: positions [R] at which the
     indexers are compared with the attention; None: nowhere. stable: see parts.best.
     """
-    batch, length = tokens.shape
+    length = tokens.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
     hidden, trace, kept = embed(tokens, params["embed"]), Trace([], {}), None
     for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}."
-        normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
-        out, kept = _attention(normed, params, prefix, spec, layer, causal, kept, sparse, index_rows, stable, trace)
-        hidden = hidden + out
-        normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
-        if spec.moe_layers[layer]:
-            out = moe(normed.flatten(0, 1), params, prefix + "moe.", spec.moe, None, trace).unflatten(
-                0, (batch, length)
-            )
-        else:
-            out = gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"])
-        hidden = hidden + out
+        hidden, kept = decoder_layer(
+            hidden, params, f"layers.{layer}.", spec, layer, causal, kept, sparse, index_rows, stable, trace
+        )
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    return Output(F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float(), trace)
+    return Output(F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float(), trace, hidden)
+
+
+def decoder_layer(
+    hidden: torch.Tensor,
+    params: Params,
+    prefix: str,
+    spec: Spec,
+    layer: int,
+    causal: torch.Tensor,
+    kept: torch.Tensor | None,
+    sparse: bool,
+    index_rows: torch.Tensor | None,
+    stable: bool,
+    trace: Trace,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """hidden [B, L, D] -> [B, L, D], and which keys were attended to, None for all."""
+    normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
+    out, kept = _attention(normed, params, prefix, spec, layer, causal, kept, sparse, index_rows, stable, trace)
+    hidden = hidden + out
+    normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
+    if spec.moe_layers[layer]:
+        out = moe(normed.flatten(0, 1), params, prefix + "moe.", spec.moe, None, trace)
+        return hidden + out.unflatten(0, hidden.shape[:2]), kept
+    return hidden + gated_mlp(normed, params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]), kept
 
 
 def _attention(

@@ -27,10 +27,12 @@ class Trace(NamedTuple):
 
 
 class Output(NamedTuple):
-    """logits: fp32 [B, L, vocab]."""
+    """logits: fp32 [B, L, vocab]. hidden: what they come from, as the forward of the library keeps it: [B, L, D], or
+    streams [B * L, streams, D]."""
 
     logits: torch.Tensor
     trace: Trace
+    hidden: torch.Tensor
 
 
 def turn(x: torch.Tensor, table: torch.Tensor, start: int, interleaved: bool, inverse: bool = False) -> torch.Tensor:

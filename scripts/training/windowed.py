@@ -48,21 +48,48 @@ def forward(
     streams = embed(flat, params["embed"]).unsqueeze(1).repeat(1, spec.streams, 1)
     trace = Trace([], {})
     for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}."
-        collapsed, post, comb = _mix(streams, params, prefix + "attn_hyper.", spec, ops)
-        normed = rms_norm(collapsed, params[prefix + "input_norm"], spec.rms_eps).unflatten(0, (batch, length))
-        out = _attention(normed, params, prefix, spec, layer, sparse, index_rows, stable, trace)
-        streams = ops.merge(out.flatten(0, 1), streams, post, comb)
-        collapsed, post, comb = _mix(streams, params, prefix + "moe_hyper.", spec, ops)
-        normed = rms_norm(collapsed, params[prefix + "post_norm"], spec.rms_eps)
-        by_table = flat if spec.hash_layers[layer] else None
-        out = moe(normed, params, prefix + "moe.", spec.moe, by_table, trace)
-        streams = ops.merge(out, streams, post, comb)
-    raw = F.linear(streams.flatten(1).float(), params["head.fn"])
-    hidden = ops.head(streams, raw, params["head.base"], params["head.scale"], spec.hyper_eps, spec.rms_eps)
-    hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
-    logits = F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
-    return Output(logits.unflatten(0, (batch, length)), trace)
+        streams = decoder_layer(
+            streams, flat, params, f"layers.{layer}.", spec, layer, sparse, index_rows, stable, trace, ops, batch
+        )
+    logits = streams_logits(streams, params, "", spec, ops)
+    return Output(logits.unflatten(0, (batch, length)), trace, streams)
+
+
+def decoder_layer(
+    streams: torch.Tensor,
+    tokens: torch.Tensor,
+    params: Params,
+    prefix: str,
+    spec: CompressedSpec,
+    layer: int,
+    sparse: bool,
+    index_rows: torch.Tensor | None,
+    stable: bool,
+    trace: Trace,
+    ops: StreamOps,
+    batch: int,
+) -> torch.Tensor:
+    """streams [B * L, streams, D] -> the same shape."""
+    collapsed, post, comb = _mix(streams, params, prefix + "attn_hyper.", spec, ops)
+    normed = rms_norm(collapsed, params[prefix + "input_norm"], spec.rms_eps).unflatten(0, (batch, -1))
+    out = _attention(normed, params, prefix, spec, layer, sparse, index_rows, stable, trace)
+    streams = ops.merge(out.flatten(0, 1), streams, post, comb)
+    collapsed, post, comb = _mix(streams, params, prefix + "moe_hyper.", spec, ops)
+    normed = rms_norm(collapsed, params[prefix + "post_norm"], spec.rms_eps)
+    by_table = tokens if spec.hash_layers[layer] else None
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, trace)
+    return ops.merge(out, streams, post, comb)
+
+
+def streams_logits(
+    streams: torch.Tensor, params: Params, prefix: str, spec: CompressedSpec, ops: StreamOps = StreamOps()
+) -> torch.Tensor:
+    """fp32 [B * L, vocab], by the head and the norm whose names begin with ``prefix``."""
+    raw = F.linear(streams.flatten(1).float(), params[prefix + "head.fn"])
+    scaled = params[prefix + "head.base"], params[prefix + "head.scale"]
+    hidden = ops.head(streams, raw, *scaled, spec.hyper_eps, spec.rms_eps)
+    hidden = rms_norm(hidden, params[prefix + "norm"], spec.rms_eps)
+    return F.linear(hidden, params["embed" if spec.tie_embeddings else "lm_head"]).float()
 
 
 def _mix(

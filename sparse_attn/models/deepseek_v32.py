@@ -8,6 +8,8 @@ closed over or in a functools.partial, it treats them as symbols that guards hol
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn.autocast import no_autocast
@@ -18,7 +20,7 @@ from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.vocabulary import embedding, token_logits
-from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, check_block_size
+from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, Selection, check_block_size
 from sparse_attn.pipeline.context import own_plan
 from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
@@ -38,8 +40,10 @@ def forward(
     logits_bytes: int = LOGITS_BYTES,
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
-) -> torch.Tensor:
-    """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``.
+    keep_hidden: bool = False,
+) -> Any:
+    """Run one step and return fp32 logits [T, vocab]; the step's keys are written into ``caches``. keep_hidden: return
+    (logits, the normed hidden states [T, D] they come from), which models.mtp takes.
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
@@ -55,22 +59,44 @@ def forward(
     hidden = embedding(tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}."
-        normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
-        out, selection = attention(
-            normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
+        hidden, selection = decoder_layer(
+            hidden, params, f"layers.{layer}.", spec, layer, caches, plan, selection,
             layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
         )  # fmt: skip
-        hidden = hidden + out
-        normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
-        if spec.moe_layers[layer]:
-            hidden = hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh, impl=impl)
-        else:
-            dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
-            hidden = hidden + sum_over_ranks(gated_mlp(normed, *dense, impl=impl), mesh.tensor)
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
-    return token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
+    logits = token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
+    return (logits, hidden) if keep_hidden else logits
+
+
+def decoder_layer(
+    hidden: torch.Tensor,
+    params: dict[str, torch.Tensor],
+    prefix: str,
+    spec: Spec,
+    layer: int,
+    caches: Caches,
+    plan: StepPlan,
+    selection: Selection | None,
+    *,
+    layouts: CacheLayouts,
+    logits_bytes: int,
+    batch_invariant: bool,
+    mesh: Mesh,
+    impl: str,
+) -> tuple[torch.Tensor, Selection]:
+    """One layer: hidden [T, D] -> [T, D], and the selection it attended by. plan: this context rank's own."""
+    normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
+    out, selection = attention(
+        normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
+        layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+    )  # fmt: skip
+    hidden = hidden + out
+    normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
+    if spec.moe_layers[layer]:
+        return hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh, impl=impl), selection
+    dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
+    return hidden + sum_over_ranks(gated_mlp(normed, *dense, impl=impl), mesh.tensor), selection
 
 
 def allocate_caches(

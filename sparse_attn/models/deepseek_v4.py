@@ -5,6 +5,8 @@ How ``spec`` and ``layouts`` reach a compiled function: see models.deepseek_v32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn.autocast import no_autocast
@@ -37,8 +39,10 @@ def forward(
     prefill_in_place: bool = False,
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
-) -> torch.Tensor:
+    keep_hidden: bool = False,
+) -> Any:
     """Run one step and return fp32 logits [T, vocab]; the step's keys and entries are written into ``caches``.
+    keep_hidden: return (logits, the streams [T, streams, D] they come from), which models.mtp takes.
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
@@ -49,32 +53,71 @@ def forward(
     states are whole on every rank.
     """
     _check(spec, tokens, caches, plan)
+    step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
+    streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
+    for layer in range(spec.num_layers):
+        streams = decoder_layer(
+            streams, tokens, params, f"layers.{layer}.", spec, layer, caches, plan, step, shared,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+        )  # fmt: skip
+    logits = streams_logits(streams, params, "", spec, mesh=mesh, impl=impl)
+    return (logits, streams) if keep_hidden else logits
+
+
+def step_windows(
+    spec: CompressedSpec, caches: WindowCaches, plan: StepPlan, *, prefill_in_place: bool = False,
+    mesh: Mesh = ONE_RANK, impl: str = "auto",
+) -> tuple[WindowStep, dict[str, Entries]]:  # fmt: skip
+    """What a step's rows see, and the entries that all layers of a kind attend to, by kind."""
     step = windowed.plan_windows(
         plan, window=spec.window, ring=caches.kv[0].shape[1], entries_per_block=_entries_per_block(spec, caches),
         prefill_in_place=prefill_in_place, ranks=mesh.context, impl=impl,
     )  # fmt: skip
-    shared = _shared_entries(spec, caches, plan, step, impl)
-    streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
-    for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}."
-        mix = _mix(streams, params, prefix + "attn_hyper.", spec, impl)
-        normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
-        out = attention(
-            normed, params, prefix, spec, layer, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
-        )  # fmt: skip
-        streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
-        mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)
-        normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
-        out = moe(
-            normed, params, prefix + "moe.", spec.moe, tokens if spec.hash_layers[layer] else None, mesh=mesh, impl=impl
-        )
-        streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
+    return step, _shared_entries(spec, caches, plan, step, impl)
+
+
+def decoder_layer(
+    streams: torch.Tensor,
+    tokens: torch.Tensor,
+    params: dict[str, torch.Tensor],
+    prefix: str,
+    spec: CompressedSpec,
+    layer: int,
+    caches: WindowCaches,
+    plan: StepPlan,
+    step: WindowStep,
+    shared: dict[str, Entries],
+    *,
+    layouts: CacheLayouts,
+    logits_bytes: int,
+    batch_invariant: bool,
+    mesh: Mesh,
+    impl: str,
+) -> torch.Tensor:
+    """One layer: streams [T, streams, D] -> the same shape. tokens [T]: for a layer whose experts go by them."""
+    mix = _mix(streams, params, prefix + "attn_hyper.", spec, impl)
+    normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
+    out = attention(
+        normed, params, prefix, spec, layer, caches, plan, step, shared,
+        layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+    )  # fmt: skip
+    streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
+    mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)
+    normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
+    by_table = tokens if spec.hash_layers[layer] else None
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh, impl=impl)
+    return hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
+
+
+def streams_logits(
+    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, *, mesh: Mesh, impl: str
+) -> torch.Tensor:
+    """fp32 logits [T, vocab] of streams [T, streams, D], by the head and the norm whose names begin with ``prefix``."""
     hidden = hyper_head(
-        streams, params["head.fn"], params["head.base"], params["head.scale"],
+        streams, params[prefix + "head.fn"], params[prefix + "head.base"], params[prefix + "head.scale"],
         eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
     )  # fmt: skip
-    hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
+    hidden = rms_norm(hidden, params[prefix + "norm"], spec.rms_eps)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
     return token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
 

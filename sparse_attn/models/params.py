@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.ops.rope import Yarn, rope_table
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.weight_layout import PackedWeight, Weight
@@ -83,14 +83,16 @@ def model_rope_tables(
 
 
 def random_params(
-    spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU."""
+    spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    *, mtp: bool = False,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Seeded weights, the same on every device: uniform values of unit gain, drawn in fp32 on the CPU. mtp: with a
+    layer of multi-token prediction, which changes no other weight."""
     drawing: dict[str, Any] = dict(
         generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu"
     )
     params: dict[str, torch.Tensor] = {}
-    for name, shape in param_shapes(spec).items():
+    for name, shape in (param_shapes(spec) | prediction_shapes(spec, int(mtp))).items():
         if name.endswith(INTEGER_NAMES):
             drawn = torch.rand(shape[0], spec.moe.num_experts, **drawing)
             value = drawn.argsort(dim=1, stable=True)[:, : shape[1]]
@@ -107,7 +109,7 @@ def random_weight(name: str, noise: torch.Tensor) -> torch.Tensor:
         return 1 + 0.1 * noise
     if name.endswith(("bias", ".base")):
         return 0.1 * noise
-    if name == "embed" or name.endswith(".sink"):
+    if name.endswith(("embed", ".sink")):
         return noise
     # w_uv is stored [heads, in, out], every other weight [..., out, in].
     fan_in = noise.shape[-2] if name.endswith(("w_uv", "w_uk")) else noise.shape[-1]

@@ -22,19 +22,19 @@ from sparse_attn.weight_layout import Weight
 
 def random_packed_params(
     spec: Spec | CompressedSpec, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    *, form: str = "published", mesh: Mesh = ONE_RANK,
+    *, form: str = "published", mesh: Mesh = ONE_RANK, mtp: bool = False,
 ) -> dict[str, Weight]:  # fmt: skip
     """Seeded weights of ``spec`` on ``device``, in the layouts that loading(expand=False) gives those of ``form``.
 
     form: of models.forms. dtype: of weights that are not packed. Codes are random bytes, none NaN; scales give a weight
     unit gain. Values depend on the kind of device. mesh: whose part of the weights is drawn. All ranks draw alike, so
     what lies on each of them is the same; what is dealt out is not one process's. ValueError for a form that the
-    architecture does not have.
+    architecture does not have. mtp: with a layer of multi-token prediction.
     """
     made = form_of(spec, form)
     generator = torch.Generator(device).manual_seed(seed)
     params: dict[str, Weight] = {}
-    for name, kind, shape, sources, each in parts_of(spec, made, 0):
+    for name, kind, shape, sources, each in parts_of(spec, made, int(mtp)):
         layout = layout_of(kind, made) if stays_packed(kind) else None
         reading = Reading(name, shape, sources, each, layout, mesh)
         held, shape = reading.held, reading.kept.shape

@@ -23,20 +23,25 @@ def param_shapes(spec: Spec | CompressedSpec) -> Shapes:
     return shapes
 
 
+def prediction_spec(spec: Spec | CompressedSpec) -> Spec | CompressedSpec:
+    """The layer of a layer of multi-token prediction: ``spec`` with that layer alone."""
+    if isinstance(spec, CompressedSpec):
+        return replace(spec, num_layers=1, layer_kinds=("window",), hash_layers=(False,))
+    return replace(spec, num_layers=1, moe_layers=(True,), index_layers=(True,))
+
+
 def prediction_shapes(spec: Spec | CompressedSpec, layers: int) -> Shapes:
-    """Shape of every weight of ``layers`` layers of multi-token prediction, which no forward here takes.
+    """Shape of every weight of ``layers`` layers of multi-token prediction, which models.mtp takes.
 
     Each is a layer of the model, routed and with an indexer of its own (DeepSeek-V3.2, GLM-5), or over the window alone
     (DeepSeek-V4), and projections of the token's embedding and of the hidden state. The first have an embedding and a
     head of their own; DeepSeek-V4 has the streams' head.
     """
-    hidden, norms = spec.hidden_size, ("enorm", "hnorm", "norm")
-    if isinstance(spec, CompressedSpec):
-        one = replace(spec, num_layers=1, layer_kinds=("window",), hash_layers=(False,))
+    hidden, norms, one = spec.hidden_size, ("enorm", "hnorm", "norm"), prediction_spec(spec)
+    if isinstance(one, CompressedSpec):
         own = _compressed_layer(one, 0) | dict.fromkeys(("e_proj", "h_proj"), (hidden, hidden))
         own |= {f"head.{name}": shape for name, shape in _hyper_shapes(spec, spec.streams, 1).items()}
     else:
-        one = replace(spec, num_layers=1, moe_layers=(True,), index_layers=(True,))
         own = _latent_layer(one, 0) | {"eh_proj": (hidden, 2 * hidden)}
         own |= dict.fromkeys(("embed", "lm_head"), (spec.vocab_size, hidden))
     own |= dict.fromkeys(norms, (hidden,))

@@ -91,7 +91,7 @@ def prepare(
     return Batch(tables, caches, state, chunks, max_context, bounds)
 
 
-def compiled(model: Model, caches: AnyCaches) -> Model:
+def compiled(model: torch.nn.Module, caches: AnyCaches) -> Any:
     """The model under torch.compile, for ``caches`` and others like them. Nothing is chosen by timing, so that another
     process computes the same bits."""
     for cache in (cache for layers in caches for cache in layers):

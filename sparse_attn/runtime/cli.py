@@ -129,6 +129,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward"
     )
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
+    parser.add_argument("--speculate", type=_fitting(int, 0), default=0, metavar="N",
+                        help="draft N tokens a decode step by the model's layer of multi-token prediction, which the "
+                        "checkpoint has to hold; the text stays the same (default: %(default)s)")  # fmt: skip
     parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)"
@@ -209,6 +212,10 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
     resolve_impl(options.impl, device)
     check_outputs(options)
     prompt_files.check_options(options)
+    if options.plot and options.speculate:
+        raise ValueError("--plot: got it with --speculate, allowed: steps of one token")
+    if options.prompts and options.speculate:
+        raise ValueError("--speculate: got it with --prompts, allowed: one prompt")
     if options.plot and (options.compile or options.graph):
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
     save_logits = _logits_writer() if options.dump_logits else None
@@ -226,7 +233,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
     if options.plot:
         showing.check_plot(prompt, tokenizer)
     with byte_bar("weights", options.progress) as progress:
-        params = source.weights(device, dtype, expand, progress, mesh)
+        params = source.weights(device, dtype, expand, progress, mesh, mtp=bool(options.speculate))
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
     model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant, mesh=mesh)
@@ -249,6 +256,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
             on_token=None if stops is None else lambda _, token: stops.push(token),
             compile=options.compile,
             graph=options.graph,
+            speculate=options.speculate,
             progress=step_bars(options.progress),
         )
     facts = {
@@ -261,6 +269,8 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
         "ranks": show_mesh(mesh),
         "rank_weight_bytes": sum(map(weight_bytes, params.values())),
     }
+    if options.speculate:
+        facts |= {"accepted_per_step": result.accepted_per_step, "drafter": "mtp"}
     if stops is not None:
         facts |= {"text": stops.text if stops.found else facts["text"], "stop": stops.found}
     if result.logprobs is not None:

@@ -121,7 +121,7 @@ def generate(
     step's before it replays the next one. batch_invariant: of attention, as Model takes it; matrix products still
     round by the number of rows in a step, which runtime.batching.Batching keeps the same. speculate: drafts that a
     decode step verifies; the tokens are those without. drafter: the function that drafts, see
-    runtime.speculation.Drafter.
+    runtime.speculation.Drafter; None: the model's layer of multi-token prediction.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
     their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
@@ -153,6 +153,9 @@ def generate(
         bounds=replace(bounds, mesh=ONE_RANK),
     )  # fmt: skip
     run = compiled(model, caches) if compile else model
+    predict: Any = None
+    if speculate and drafter is None:
+        predict = compiled(model.predictor(), caches) if compile else model.predictor()
     captured = None
     kept: list[list[torch.Tensor]] = [[] for _ in prompts]
 
@@ -160,7 +163,7 @@ def generate(
         begin = _clock(device)
         bar = progress("prefill", len(chunks))
         for spans in chunks:
-            logits = prefill_step(run, prompts, spans, tables, caches, state, sampling, max_context)
+            logits = prefill_step(run, prompts, spans, tables, caches, state, sampling, max_context, predict=predict)
             if keep_logits:
                 parts = logits.cpu().split([span.stop - span.start for span in spans])
                 for span, part in zip(spans, parts):
@@ -181,7 +184,7 @@ def generate(
             options: dict[str, Any] = dict(
                 max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,), sampling=sampling,
                 impl=model.impl, keep_logits=keep_logits or scored is not None, draws=draws, speculate=speculate,
-                drafter=drafter,
+                drafter=drafter, predict=predict,
             )  # fmt: skip
             if graph:
                 size = scratch_size(model, replace(bounds, max_batched_tokens=0, kv_rows=0))

@@ -20,7 +20,7 @@ from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.processes import REPLAY_S
 from sparse_attn.runtime.rows import HISTORY, DecodeRows, TokenStream
 from sparse_attn.runtime.speculation import Drafter
-from sparse_attn.runtime.steps import AnyCaches, Sampling, Step
+from sparse_attn.runtime.steps import AnyCaches, Predict, Sampling, Step
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import target_of
 from sparse_attn.workspace import Workspace, WorkspaceSize
@@ -73,7 +73,8 @@ class DecodeGraph(DecodeRows):
     ``load`` sets its values; which of its fields are None, and how many stop ids a row may have, stays.
     speculate: drafts a step feeds behind each row's token, see runtime.speculation; steps then take (drafts + 1) rows a
     row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that. drafter: a
-    function that drafts, captured with the step.
+    function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``, a Model with
+    its weights, whose keys prefill_step wrote. predict: that layer under torch.compile.
     batch_invariant: every step runs the largest bucket, so that a matrix product has one shape whoever is there; of a
     step whose attention is batch-invariant.
 
@@ -102,6 +103,7 @@ class DecodeGraph(DecodeRows):
         batch_invariant: bool = False,
         speculate: int = 0,
         drafter: Drafter | None = None,
+        predict: Predict | None = None,
     ):
         device = caches.kv[0].device
         checked_sampling(sampling)
@@ -112,7 +114,7 @@ class DecodeGraph(DecodeRows):
         super().__init__(
             step, caches, max_context=max_context, max_blocks=max_blocks, ring_blocks=ring_blocks, buckets=buckets,
             sampling=sampling, impl=impl, keep_logits=keep_logits, keep_logprobs=keep_logprobs, draws=draws,
-            batch_invariant=batch_invariant, speculate=speculate, drafter=drafter,
+            batch_invariant=batch_invariant, speculate=speculate, drafter=drafter, predict=predict,
         )  # fmt: skip
         for history in (self._history, self._logprobs):
             if history is not None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models import deepseek_v4, deepseek_v32
+from sparse_attn.models import deepseek_v4, deepseek_v32, mtp
 from sparse_attn.models.params import hold, keeps_dtype
+from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.torch_private import parameters
@@ -18,6 +19,7 @@ from sparse_attn.types import Caches, StepPlan, WindowCaches
 from sparse_attn.weight_layout import PackedWeight, Weight
 
 AnyCaches = Caches | WindowCaches
+DRAFTERS = "allowed: a function, or None with a Model of such weights; see load(mtp=True)"
 SCALE = "_scale"  # behind the name of a packed weight: of its scales
 
 
@@ -55,6 +57,8 @@ class Model(torch.nn.Module):
         self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
         self.mesh = mesh
         self._places = []  # (name, its node, its name there), because a walk over the tree takes long
+        self._predictors: list[Predictor] = []  # once it is asked for; a list, because it is no part of the model
+        self._predicts = any(name.startswith(mtp.PREFIX) for name in params)
         self._packed = {name: value.layout for name, value in params.items() if isinstance(value, PackedWeight)}
         for name, value in params.items():
             if isinstance(value, PackedWeight):
@@ -103,25 +107,48 @@ class Model(torch.nn.Module):
             mesh=self.mesh,
         )  # fmt: skip
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the weights hold a layer of multi-token prediction."""
+        return self._predicts
+
+    def predictor(self) -> Predictor:
+        """The layer of multi-token prediction, the same at every call; ValueError where the weights hold none."""
+        if not self._predictors:
+            self._predictors.append(Predictor(self))
+        return self._predictors[0]
+
     def allocate_caches(
         self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
     ) -> AnyCaches:
-        """Zeroed caches. num_blocks, block_size: of the paged caches. requests, step_rows, next_n: see
-        models.deepseek_v4.allocate_caches; ignored for a model without rings."""
-        if isinstance(self.spec, CompressedSpec):
-            return deepseek_v4.allocate_caches(
-                self.spec, self.layouts, num_blocks, block_size, self.device,
-                requests=requests, step_rows=step_rows, next_n=next_n,
-            )  # fmt: skip
-        return deepseek_v32.allocate_caches(self.spec, self.layouts, num_blocks, block_size, self.device)
+        """Zeroed caches, those of a layer of multi-token prediction behind the others. num_blocks, block_size: of the
+        paged caches. requests, step_rows, next_n: see models.deepseek_v4.allocate_caches; ignored for a model without
+        rings."""
+        specs = [self.spec, prediction_spec(self.spec)] if self.predicts else [self.spec]
+        kinds = []
+        for spec in specs:
+            if isinstance(spec, CompressedSpec):
+                kinds.append(
+                    deepseek_v4.allocate_caches(
+                        spec, self.layouts, num_blocks, block_size, self.device,
+                        requests=requests, step_rows=step_rows, next_n=next_n,
+                    )
+                )  # fmt: skip
+            else:
+                kinds.append(deepseek_v32.allocate_caches(spec, self.layouts, num_blocks, block_size, self.device))
+        return type(kinds[0])(*(sum(parts, ()) for parts in zip(*kinds)))
 
-    def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
-        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward."""
-        forward: Callable[..., torch.Tensor] = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
+    def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan, keep_hidden: bool = False) -> Any:
+        """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward. caches: with or
+        without those of multi-token prediction. keep_hidden: (logits, what models.mtp.predict takes)."""
+        forward: Callable[..., Any] = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
+        layers = self.spec.num_layers
+        if self.predicts and len(caches.kv) > layers:
+            caches = type(caches)(*(kind[:layers] for kind in caches))
         return forward(
             self._weights(), self.spec, tokens, caches, plan,
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
-            mesh=self.mesh,
+            mesh=self.mesh, keep_hidden=keep_hidden,
         )  # fmt: skip
 
     def _weights(self) -> dict[str, Weight]:
@@ -149,25 +176,51 @@ class Model(torch.nn.Module):
         return super()._apply(moved, recurse)
 
     def _count_alone(self) -> None:
-        """Give this model's forward a code object of its own: Dynamo counts compilations per code object, and would
-        refuse the next model once it had compiled a few."""
-        shared = type(self).forward
-        own = types.FunctionType(
-            shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__
-        )
-        own.__kwdefaults__, own.__annotations__, own.__doc__ = (
-            shared.__kwdefaults__,
-            shared.__annotations__,
-            shared.__doc__,
-        )
-        self.forward = types.MethodType(own, self)
+        self.forward = _alone(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "forward"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("forward", "_predictors")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state | {"_predictors": []})
         self._count_alone()
+
+
+class Predictor(torch.nn.Module):
+    """The layer of multi-token prediction of ``model``, which holds its weights; see models.mtp. ValueError for a model
+    without one."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        if not model.predicts:
+            raise ValueError(f"drafter: got None and a model without multi-token prediction, {DRAFTERS}")
+        self.model, self.spec = model, prediction_spec(model.spec)
+        self.forward = _alone(self)
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
+        """As models.mtp.predict, with the caches of all layers."""
+        model, layers = self.model, self.model.spec.num_layers
+        return mtp.predict(
+            model._weights(), self.spec, tokens, hidden, type(caches)(*(kind[layers:] for kind in caches)), plan,
+            layouts=model.layouts, impl=model.impl, logits_bytes=model.logits_bytes,
+            batch_invariant=model.batch_invariant, mesh=model.mesh,
+        )  # fmt: skip
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """fp32 [T, vocab] of what the forward gives."""
+        model = self.model
+        return mtp.predicted_logits(model._weights(), self.spec, hidden, mesh=model.mesh, impl=model.impl)
+
+
+def _alone(module: torch.nn.Module) -> types.MethodType:
+    """The module's forward with a code object of its own: Dynamo counts compilations per code object, and would refuse
+    the next model once it had compiled a few."""
+    shared = type(module).forward
+    own = types.FunctionType(
+        shared.__code__.replace(), shared.__globals__, shared.__name__, shared.__defaults__, shared.__closure__
+    )
+    own.__kwdefaults__, own.__annotations__, own.__doc__ = shared.__kwdefaults__, shared.__annotations__, shared.__doc__
+    return types.MethodType(own, module)
 
 
 def _check_packed(model: torch.nn.Module, state: Mapping[str, torch.Tensor], prefix: str, *_: object) -> None:

@@ -20,7 +20,7 @@ from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.processes import wait_for
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import Speculator, check_speculate
-from sparse_attn.runtime.steps import AnyCaches, Decode, Step, advance, decode_plan, slot_block
+from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, advance, decode_plan, slot_block
 from sparse_attn.types import WindowCaches
 
 HISTORY = 1024  # steps of drawn tokens the device keeps
@@ -90,6 +90,7 @@ class DecodeRows(ABC):
         batch_invariant: bool = False,
         speculate: int = 0,
         drafter: Drafter | None = None,
+        predict: Predict | None = None,
     ):
         self.mesh: Mesh = getattr(step, "mesh", ONE_RANK)
         sampling = checked_sampling(sampling)
@@ -103,7 +104,7 @@ class DecodeRows(ABC):
         self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
         self.keep_logits, self.keep_logprobs, self.batch_invariant = keep_logits, keep_logprobs, batch_invariant
         self.logits: torch.Tensor | None = None
-        self.speculate, self._drafter = speculate, drafter
+        self.speculate, self._drafter, self._predict = speculate, drafter, predict
         self._step, self._caches, self._impl = step, caches, impl
         self._live: set[int] = set()
         self._taken = 0  # steps taken, the host's count of what _place counts on the device
@@ -129,7 +130,7 @@ class DecodeRows(ABC):
         self._speculator = None
         if self.speculate:
             self._speculator = Speculator(
-                self._step, self.speculate, self._drafter,
+                self._step, self.speculate, self._drafter, self._predict,
                 rows=rows, max_context=self.max_context, impl=self._impl, device=device,
             )  # fmt: skip
         self._columns = (self.speculate + 1,) if self.speculate else ()  # of a row's tokens of a step
@@ -345,7 +346,7 @@ class DecodeRows(ABC):
             plan = decode_plan(state, block_size, self.max_context, self._impl)
             logits = self._step(state.tokens, self._caches, plan)
         else:
-            logits = speculator.feed(self._caches, state, block_size)
+            logits, hidden, plan = speculator.feed(self._caches, state, block_size)
         if self.keep_logits:
             if self.logits is None:  # a captured loop's largest bucket warms up first
                 shape = self.buckets[-1] * (self.speculate + 1), logits.shape[1]
@@ -355,7 +356,8 @@ class DecodeRows(ABC):
             advance(state, logits, self.sampling, self.max_context)
             drawn = state.tokens
         else:
-            drawn = speculator.advance(state, logits, self.sampling)
+            drawn, count = speculator.advance(state, logits, self.sampling)
+            speculator.predict(hidden, count, self._caches, plan, state, self.sampling, block_size)
         place = self._place % HISTORY
         self._history[:, :rows].index_copy_(0, place, drawn.unsqueeze(0))
         if self._logprobs is not None:

@@ -47,18 +47,20 @@ class Source(NamedTuple):
 
     def weights(
         self, device: torch.device, dtype: torch.dtype, expand: bool, progress: Callable[[int, int], object],
-        mesh: Mesh = ONE_RANK,
+        mesh: Mesh = ONE_RANK, *, mtp: bool = False,
     ) -> dict[str, Weight]:  # fmt: skip
-        """This process's part of the weights."""
+        """This process's part of the weights. mtp: with the layer of multi-token prediction."""
         if self.folder:
-            return load(self.folder, device=device, dtype=dtype, expand=expand, progress=progress, mesh=mesh)[1]
+            return load(self.folder, device=device, dtype=dtype, expand=expand, mtp=mtp, progress=progress, mesh=mesh)[
+                1
+            ]
         check_mesh(self.spec, mesh)
         _check_room(self.spec, dtype, self.form or "bf16", device, mesh)
         if self.form:
-            return random_packed_params(self.spec, WEIGHTS_SEED, device, dtype, form=self.form, mesh=mesh)
+            return random_packed_params(self.spec, WEIGHTS_SEED, device, dtype, form=self.form, mesh=mesh, mtp=mtp)
         if mesh == ONE_RANK:
-            return dict(random_params(self.spec, WEIGHTS_SEED, device, dtype))
-        whole = random_params(self.spec, WEIGHTS_SEED, "cpu", dtype)
+            return dict(random_params(self.spec, WEIGHTS_SEED, device, dtype, mtp=mtp))
+        whole = random_params(self.spec, WEIGHTS_SEED, "cpu", dtype, mtp=mtp)
         return {name: _on(weight, device) for name, weight in shard_params(dict(whole), mesh).items()}
 
     def tokenizer(self) -> text.Tokenizer | None:

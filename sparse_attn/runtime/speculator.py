@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from sparse_attn import checks
-from sparse_attn.runtime.draws import Sampling
+from sparse_attn.runtime.draws import Sampling, draw
+from sparse_attn.runtime.model import DRAFTERS, Model
 from sparse_attn.runtime.speculation import (
     Drafter,
     Speculation,
@@ -17,7 +19,8 @@ from sparse_attn.runtime.speculation import (
     speculative_tokens,
     verify,
 )
-from sparse_attn.runtime.steps import AnyCaches, Decode, Step
+from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, decode_plan, seeds_of
+from sparse_attn.types import StepPlan
 
 
 def check_speculate(speculate: int, drafter: Drafter | None) -> None:
@@ -30,21 +33,33 @@ def check_speculate(speculate: int, drafter: Drafter | None) -> None:
 
 
 class Speculator:
-    """Drafts of ``step`` in a loop of ``rows`` rows. drafter: a function; see speculation.Drafter."""
+    """Drafts of ``step`` in a loop of ``rows`` rows.
+
+    drafter: a function; see speculation.Drafter. None: the layer of multi-token prediction of ``step``, a Model that
+    has one, whose keys prefill_step wrote with ``predict``. It drafts at the end of a step, for the next one: the first
+    step of a row has none. Of several such layers the first drafts every token. predict: that layer, compiled; None: as
+    it is.
+    """
 
     def __init__(
         self,
         step: Step,
         drafts: int,
         drafter: Drafter | None,
+        predict: Predict | None = None,
         *,
         rows: int,
         max_context: int,
         impl: str,
         device: torch.device,
     ):
+        self._predictor = None
         if drafter is None:
-            raise ValueError("drafter: got None, allowed: a function")
+            model = getattr(step, "_orig_mod", step)
+            if not isinstance(model, Model):
+                raise ValueError(f"drafter: got None and a {type(model).__name__}, {DRAFTERS}")
+            self._predictor = model.predictor()
+        self._predict = self._predictor if predict is None else predict
         self._step, self._drafter, self._max_context, self._impl = step, drafter, max_context, impl
         self._vocab_size: int | None = getattr(getattr(step, "spec", None), "vocab_size", None)
         self._held = allocate_speculation(rows, drafts, max_context, device, known=drafter is not None)
@@ -77,15 +92,46 @@ class Speculator:
                 at = (state.seq_lens[row : row + 1] - 1).clamp_min(0).long()
                 held.known[row].scatter_(0, at, state.tokens[row : row + 1])
 
-    def feed(self, caches: AnyCaches, state: Decode, block_size: int) -> torch.Tensor:
-        """Draft, and run the step: logits [rows * (drafts + 1), vocab]. block_size: as decode_plan takes it."""
+    def feed(self, caches: AnyCaches, state: Decode, block_size: int) -> tuple[torch.Tensor, Any, StepPlan]:
+        """Run the step: logits [rows * (drafts + 1), vocab], hidden states where a layer predicts from them, and the
+        plan. block_size: as decode_plan takes it."""
         held = self._held.rows(state.tokens.shape[0])
-        propose(held, state, self._drafter)
+        if self._drafter is not None:
+            propose(held, state, self._drafter)
         plan = speculative_plan(state, held, block_size, self._max_context, self._impl)
-        return self._step(speculative_tokens(state, held, self._vocab_size), caches, plan)
+        tokens = speculative_tokens(state, held, self._vocab_size)
+        if self._predictor is None:
+            return self._step(tokens, caches, plan), None, plan
+        return *self._step(tokens, caches, plan, keep_hidden=True), plan
 
-    def advance(self, state: Decode, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-        """Accept what the logits draw, and advance ``state``: the tokens drawn, int64 [rows, drafts + 1], -1 behind."""
+    def advance(self, state: Decode, logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+        """Accept what the logits draw, and advance ``state``: the tokens drawn, int64 [rows, drafts + 1], -1 behind,
+        and how many, int32 [rows]."""
         held: Speculation = self._held.rows(state.tokens.shape[0])
-        verify(state, held, logits, sampling, self._max_context)
-        return held.drawn
+        return held.drawn, verify(state, held, logits, sampling, self._max_context)
+
+    def predict(
+        self, hidden: Any, count: torch.Tensor, caches: AnyCaches, plan: StepPlan, state: Decode, sampling: Sampling,
+        block_size: int,
+    ) -> None:  # fmt: skip
+        """Draft for the next step by the layer of multi-token prediction.
+
+        Its rows of this step, of which those of rejected drafts mean nothing, get the tokens that were drawn behind
+        them. The last accepted one's hidden state gives the first draft, and takes the model's place for the others."""
+        if self._predictor is None:
+            return
+        held = self._held.rows(state.tokens.shape[0])
+        rows, width = held.drawn.shape
+        seeds, ends = seeds_of(state, sampling), held.ends.clamp_max(self._max_context)
+        hidden = self._predict(held.drawn.clamp_min(0).flatten(), hidden, caches, plan)
+        last = torch.arange(rows, device=count.device) * width + (count - 1).clamp_min(0)
+        hidden = hidden[last]
+        for place in range(width - 1):
+            position = state.seq_lens - 1 + place  # of the token that is known, or drafted, last
+            draft = draw(self._predictor.logits(hidden), position, sampling, seeds, state.draws)
+            held.drafts[:, place] = draft
+            if place + 2 < width:
+                inside = (state.seq_lens > 0) & (position < ends)
+                lengths = torch.where(inside, position + 1, 0)
+                one = decode_plan(state._replace(seq_lens=lengths), block_size, self._max_context, self._impl)
+                hidden = self._predict(draft, hidden, caches, one)

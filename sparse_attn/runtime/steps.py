@@ -25,6 +25,10 @@ Step = Callable[
     [torch.Tensor, AnyCaches, StepPlan], torch.Tensor
 ]  # (tokens int64 [T], caches, plan) -> logits [T, vocab]
 
+Predict = Callable[
+    [torch.Tensor, Any, AnyCaches, StepPlan], torch.Tensor
+]  # (each row's next token int64 [T], hidden states, caches, plan) -> hidden states; see models.mtp.predict
+
 
 @exported
 class Decode(NamedTuple):
@@ -72,12 +76,14 @@ def prefill_step(
     *,
     rings: torch.Tensor | None = None,
     pad_to: PrefillSize | None = None,
+    predict: Predict | None = None,
 ) -> torch.Tensor:
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T,
     vocab].
 
     rings: ``state.ring_table`` on the host; None: copied from there, for which the host waits. pad_to: the size of
-    every step, whatever is in it; None: what the spans need.
+    every step, whatever is in it; None: what the spans need. predict: the layer of multi-token prediction, whose keys
+    are written, too.
     """
     check_counted(sampling, state.draws)
     device, pad = model.device, torch.nn.functional.pad
@@ -106,7 +112,12 @@ def prefill_step(
     )
     if rings is not None:
         plan = with_rings(plan, sent(pad(rings[requests], (0, 0, 0, idle), value=-1), device))
-    logits = model(sent(torch.tensor(ids + [0] * more, **on_host), device), caches, plan)[:rows]
+    fed, hidden = sent(torch.tensor(ids + [0] * more, **on_host), device), None
+    if predict is None:
+        logits = model(fed, caches, plan)
+    else:
+        logits, hidden = model(fed, caches, plan, keep_hidden=True)
+    logits = logits[:rows]
     ends = counts.cumsum(0) - 1
     last = [n for n, span in enumerate(spans) if span.stop == len(prompts[span.request])]
     drawn, whose = sent(ends[last], device), sent(requests[last], device)
@@ -114,6 +125,12 @@ def prefill_step(
     tokens = draw(logits[drawn], plan.positions[drawn], sampling, seeds_of(state, sampling)[whose], draws)
     state.tokens[whose] = tokens
     count_drawn(state.draws, tokens, torch.ones_like(tokens, dtype=torch.bool), whose)
+    if predict is not None:
+        known = (prompts[span.request][span.start + 1 : span.stop + 1] for span in spans)
+        ids = [token for span, own in zip(spans, known) for token in [*own, 0][: span.stop - span.start]]
+        following = sent(torch.tensor(ids + [0] * more, **on_host), device)
+        following[drawn] = tokens
+        predict(following, hidden, caches, plan)
     return logits
 
 

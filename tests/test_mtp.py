@@ -1,0 +1,145 @@
+"""The layer of multi-token prediction: drafts of a decode loop are those of its definition, and change no token."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.speculation import SAMPLINGS
+from support.steps import small
+
+from sparse_attn.models.mtp import PREFIX
+from sparse_attn.models.params import random_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.batch import prepare
+from sparse_attn.runtime.draws import draw
+from sparse_attn.runtime.generate import Model, Sampling, generate
+from sparse_attn.runtime.model import Predictor
+from sparse_attn.runtime.rows import EagerDecode
+from sparse_attn.runtime.steps import decode_plan, prefill_step, seeds_of, slot_block
+from sparse_attn.runtime.text import shipped_text
+
+TEXT = list(shipped_text().encode())
+PROMPTS = [TEXT[:50], TEXT[200:203], TEXT[300:341]]
+MODELS = ("tiny_v32", "tiny_glm5", "tiny_v4")
+NEW = 13
+
+
+def model_of(name, vocab_size=257, cache="fp32"):
+    """With a layer of multi-token prediction. Few tokens are drafted right by chance."""
+    spec = replace(small(name, 3), vocab_size=vocab_size, eos_token_ids=())
+    return Model(spec, random_params(spec, seed=1, mtp=True), cache_layouts(spec, cache))
+
+
+def loop_of(model, prompts, drafts, sampling, new, **options):
+    """A loop behind the prefill of ``prompts``, and what it was prepared with."""
+    reach = [len(prompt) + new for prompt in prompts]
+    batch = prepare(model, list(map(len, prompts)), reach, block_size=16, prefill_tokens=37, next_n=drafts + 1)
+    predictor = Predictor(model)
+    for spans in batch.chunks:
+        prefill_step(
+            model, prompts, spans, batch.tables, batch.caches, batch.state, sampling, batch.max_context,
+            predict=predictor,
+        )  # fmt: skip
+    state = batch.state
+    loop = EagerDecode(
+        model, batch.caches, max_context=batch.max_context, max_blocks=state.block_table.shape[1],
+        buckets=(len(prompts),), sampling=sampling, speculate=drafts, **options,
+    )  # fmt: skip
+    loop.load(state.tokens, state.seq_lens, state.block_table, state.ring_table, seeds_of(state, sampling))
+    return loop
+
+
+@torch.no_grad()
+def defined_drafts(model, tokens, drafts, sampling, seed):
+    """What the layer drafts behind ``tokens``, the last of which was drawn and is not fed yet, from nothing but them."""
+    batch = prepare(model, [len(tokens) - 1], [len(tokens) + drafts], block_size=16, prefill_tokens=1000)
+    predictor, found = Predictor(model), []
+
+    def predict(following, hidden, caches, plan):
+        following[len(tokens) - 2] = tokens[-1]
+        found.append(predictor(following, hidden, caches, plan))
+
+    prefill_step(
+        model, [tokens[:-1]], batch.chunks[0], batch.tables, batch.caches, batch.state, sampling, batch.max_context,
+        predict=predict,
+    )  # fmt: skip
+    hidden, made, at = found[0][len(tokens) - 2 : len(tokens) - 1], [], len(tokens) - 1
+    seeds = torch.tensor([seed])
+    for place in range(drafts):
+        made.append(draw(predictor.logits(hidden), torch.tensor([at + place]), sampling, seeds))
+        state = batch.state._replace(seq_lens=torch.tensor([at + place + 1], dtype=torch.int32))
+        plan = decode_plan(state, slot_block(batch.caches, model.mesh), batch.max_context, model.impl)
+        hidden = predictor(made[-1], hidden, batch.caches, plan)
+    return torch.cat(made).tolist()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("sampling", (Sampling(), Sampling(temperature=1.5, seed=3)))
+@pytest.mark.parametrize("drafts", (1, 3))
+@pytest.mark.parametrize("name", MODELS)
+def test_drafts_are_those_of_the_definition(name, drafts, sampling):
+    """Of a vocabulary of 3 tokens, of which many are accepted, so that every number of rejected rows lies in caches."""
+    model = model_of(name, vocab_size=3)
+    prompts = [[token % 3 for token in prompt] for prompt in PROMPTS]
+    loop = loop_of(model, prompts, drafts, sampling, 40)
+    seeds, known = loop.state.seeds.tolist(), [p + [t] for p, t in zip(prompts, loop.state.tokens.tolist())]
+    counts = set()
+    for _ in range(9):
+        tokens = loop.run(1).wait()[0]
+        for row, own in enumerate(tokens.tolist()):
+            own = [token for token in own if token >= 0]
+            counts.add(len(own))
+            known[row] += own
+            expected = defined_drafts(model, known[row], drafts, sampling, seeds[row])
+            assert loop._speculator._held.drafts[row].tolist() == expected
+    assert counts >= {1, 2}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("drafts", (1, 2, 3))
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_without_drafts(name, sampling, drafts):
+    model, prompts = model_of(name, vocab_size=7), [[token % 7 for token in prompt] for prompt in PROMPTS]
+    options = dict(max_new_tokens=30, sampling=SAMPLINGS[sampling], prefill_tokens=37)
+    expected = generate(model, prompts, **options)
+    found = generate(model, prompts, speculate=drafts, **options)
+    assert found.tokens == expected.tokens
+    assert expected.accepted_per_step is None and 1 < found.accepted_per_step < drafts + 1
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(monkeypatch, name):
+    """The model: prefill and steps; the layer: prefill, rows of a step, and a row a request."""
+    torch.compiler.reset()
+    model, counts, whole = model_of(name, vocab_size=7), [], torch.compile
+
+    def counted(graph, inputs, **options):
+        counts.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda run, options, **kinds: whole(run, backend=counted, **kinds))
+    made = []
+    for prompts in (PROMPTS, [TEXT[9:29], TEXT[:2], TEXT[400:470]]):
+        prompts = [[token % 7 for token in prompt] for prompt in prompts]
+        expected = generate(model, prompts, max_new_tokens=NEW)
+        found = generate(model, prompts, max_new_tokens=NEW, speculate=2, compile=True)
+        assert found.tokens == expected.tokens
+        made.append(len(counts))
+    assert made[0] == made[1] <= 6
+    torch.compiler.reset()
+
+
+def test_other_weights_are_the_same_without_it():
+    spec = small("tiny_v4", 2)
+    alone, both = (random_params(spec, seed=1, mtp=mtp) for mtp in (False, True))
+    assert {name for name in both if not name.startswith(PREFIX)} == set(alone)
+    assert all(torch.equal(alone[name], both[name]) for name in alone)
+
+
+def test_a_model_without_the_layer_is_refused():
+    spec = small("tiny_v32", 2)
+    model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
+    with pytest.raises(ValueError, match="drafter: got None and a model without multi-token"):
+        generate(model, [[1, 2, 3]], max_new_tokens=4, speculate=2)
