@@ -117,6 +117,39 @@ def test_plan_says_which_cards_fit(tmp_path, capsys):
     assert first["bytes"] == numbers["bytes"] and first["weights"] == numbers["weights"]
     assert all(rank["cache_bytes"] == numbers["cache_bytes"] for rank in others)
     shown = capsys.readouterr().out
-    assert "(148.65 GiB)" in shown and "dealt out over GPUs: heads, routed experts" in shown
+    assert "(148.65 GiB)" in shown and "dealt out over tensor ranks: heads, vocabulary" in shown
     assert main(["plan", "--preset", "tiny_v4"]) == 0
-    assert "allowed: a divisor of the 2 groups of heads of tiny_v4" in capsys.readouterr().out
+    assert "got 4 ranks for 2 groups of heads of tiny_v4" in capsys.readouterr().out
+
+
+def test_plan_of_a_grid(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    common = [
+        "plan",
+        "--preset",
+        "deepseek_v4_flash",
+        "--max-model-len",
+        "65536",
+        "--max-batch",
+        "8",
+        "--json",
+        str(out),
+    ]
+    grid = ["--gpus", "8", "--tensor-parallel", "4", "--context-parallel", "2", "--expert-parallel", "8"]
+    assert main([*common, *grid]) == 0
+    numbers = json.loads(out.read_text())
+    (rank,) = numbers["gpus"]
+    assert rank["ranks"] == {"tensor": 4, "context": 2, "data": 1, "expert": 8}
+    assert rank["weights"]["expert"] * 8 == numbers["weights"]["expert"]
+    assert rank["weights"]["embedding"] * 4 == numbers["weights"]["embedding"]
+    caches = numbers["caches"]
+    paged = sum(cache["bytes"] for kind, cache in caches.items() if kind == "index" or kind.endswith("entries"))
+    assert numbers["cache_bytes"] - rank["cache_bytes"] == paged // 2
+    sent = rank["collective_bytes_per_step"]
+    # embedding and 43 sums of heads over 4 ranks, logits gathered; 43 sums of experts over 8; rows of 4096 bf16 values
+    row, logits = 8 * 4096 * 2, 8 * 129280 // 4 * 2
+    assert sent["tensor"] == 44 * (2 * 3 * row // 4) + 3 * logits
+    assert sent["experts"] == 43 * (2 * 7 * row // 8) and sent["context"] > 0
+    assert "tensor 4, context 2, expert 8" in capsys.readouterr().out
+    assert main([*common, "--tensor-parallel", "2"]) == 2
+    assert "--tensor-parallel: got it without --gpus" in capsys.readouterr().err

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from sparse_attn import build_step_plan
-from sparse_attn.mesh import Mesh, Ranks
+from sparse_attn.mesh import Mesh, Ranks, planned_mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, windowed
 from sparse_attn.models.params import NARROW, param_dtype, random_params
 from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.sharding import rank_shapes
 from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size, ranks
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.target import H200
@@ -77,7 +78,7 @@ def peak(spec, bounds, layouts):
     with torch.device("meta"), torch.no_grad():
         params = {
             name: torch.empty(shape, dtype=param_dtype(name, bounds.dtype))
-            for name, shape in param_shapes(spec).items()
+            for name, shape in rank_shapes(param_shapes(spec), bounds.mesh).items()
         }
         params |= {
             name: torch.empty(length, spec.rope_dim, dtype=torch.float32) for name in ("rope", "rope_compressed")
@@ -160,6 +161,25 @@ def test_a_step_of_a_context_rank_holds_no_more(name, step, as_on_a_gpu, monkeyp
     bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
     held = peak(spec, bounds, layouts)
     assert held <= bound <= 2.5 * held, (held, bound)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("expert", (1, 4))
+@pytest.mark.parametrize("step", ("prefill", "decode"))
+@pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4_pro"))
+def test_a_step_of_a_tensor_rank_holds_no_more(name, step, expert, as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(ranks, "all_reduce", lambda value, group: torch.empty_like(value))
+    monkeypatch.setattr(ranks, "all_gather", lambda value, size, group: value.repeat(size, *[1] * (value.dim() - 1)))
+    few = dict(num_experts=68, experts_per_token=1, intermediate_size=64, num_groups=1, top_groups=1)
+    for changes in ({}, dict(vocab_size=64, moe=replace(preset(name).moe, **few))):
+        spec = few_layers(name, **changes)
+        as_on_a_gpu(torch.bfloat16, spec)
+        mesh = planned_mesh(tensor=4, expert=expert, place=1)
+        bounds = Bounds(max_model_len=8192, block_size=default_block_size(spec), mesh=mesh, **STEPS[step])
+        layouts = cache_layouts(spec, "fp8")
+        bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
+        held = peak(spec, bounds, layouts)
+        assert held <= bound <= 2 * held, (held, bound)
 
 
 def test_prefill_in_place_gathers_no_values(as_on_a_gpu):

@@ -126,8 +126,8 @@ def _rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> int:
 
 def _latent_row(spec: Spec, bounds: Bounds, target: Target) -> tuple[int, list[int]]:
     """(bytes a row holds throughout, bytes it holds beside in each stage)."""
-    value, hidden, heads, index = bounds.dtype.itemsize, spec.hidden_size, spec.num_heads, spec.index
-    parts = _outputs(bounds)
+    value, hidden, index, ranks = bounds.dtype.itemsize, spec.hidden_size, spec.index, bounds.mesh.tensor
+    heads, parts = spec.num_heads // ranks.size, _outputs(bounds)
     kept = 3 * hidden * value + 2 * index.top_k * INT32 + PLAN  # of the layer before, too
     latents = (spec.q_lora + 2 * spec.latent_dim) * value
     query = heads * spec.qk_dim * value
@@ -139,17 +139,19 @@ def _latent_row(spec: Spec, bounds: Bounds, target: Target) -> tuple[int, list[i
             (spec.rope_dim + 2 * spec.kv_lora + spec.rope_dim + parts * spec.kv_lora) * value + parts * FP32
         ),
         latents + query + heads * (spec.rope_dim + 2 * spec.kv_lora + 2 * spec.v_dim) * value + hidden * value,
-        _logits(spec, value),
+        2 * hidden * value,  # what ranks sum, and the sum
+        _logits(spec, value, ranks.size),
     ]  # fmt: skip
     if not all(spec.moe_layers):
-        stages.append(_mlp(spec.dense_intermediate_size, hidden, value))
+        stages.append(_mlp(spec.dense_intermediate_size // ranks.size, hidden, value))
     if any(spec.moe_layers):
-        stages += _moe(spec.moe, hidden, bounds.dtype, target)
+        stages += _moe(spec.moe, hidden, bounds, target)
     return kept, stages
 
 
 def _windowed_row(spec: CompressedSpec, bounds: Bounds, target: Target) -> tuple[int, list[int]]:
-    value, hidden, heads, index = bounds.dtype.itemsize, spec.hidden_size, spec.num_heads, spec.index
+    value, hidden, index, ranks = bounds.dtype.itemsize, spec.hidden_size, spec.index, bounds.mesh.tensor
+    heads, groups = spec.num_heads // ranks.size, spec.o_groups // ranks.size
     streams, dim, kinds, parts = spec.streams, spec.head_dim, set(spec.layer_kinds), _outputs(bounds)
     shared = spec.window * len(kinds | {"window"})  # indices
     if "full" in kinds:
@@ -168,9 +170,9 @@ def _windowed_row(spec: CompressedSpec, bounds: Bounds, target: Target) -> tuple
         latents + chosen + 2 * query + heads * (_rotation(spec.rope_dim) + dim * value),
         latents + chosen + (1 + parts) * query + heads * parts * FP32,
         latents + chosen + 3 * query + heads * _rotation(spec.rope_dim),
-        latents + chosen + 3 * query + (2 * spec.o_groups * spec.o_lora + hidden) * value,
-        _logits(spec, value),
-        *_moe(spec.moe, hidden, bounds.dtype, target),
+        latents + chosen + 3 * query + (2 * groups * spec.o_lora + hidden) * value,
+        _logits(spec, value, ranks.size),
+        *_moe(spec.moe, hidden, bounds, target),
     ]
     return kept, stages
 
@@ -199,9 +201,14 @@ def _select(index: IndexSpec, hidden: int, value: int) -> int:
     return hidden * FP32 + 2 * heads * (index.head_dim * value + FP32) + 8 * index.head_dim * FP32
 
 
-def _logits(spec: Spec | CompressedSpec, value: int) -> int:
-    """In the model's dtype, then in fp32; beside the last norm's input and output."""
-    return spec.vocab_size * (value + _widened(value)) + 2 * spec.hidden_size * value
+def _logits(spec: Spec | CompressedSpec, value: int, ranks: int) -> int:
+    """In the model's dtype, then in fp32; beside the last norm's input and output. Ranks gather theirs, and put them
+    side by side."""
+    if ranks == 1:
+        return spec.vocab_size * (value + _widened(value)) + 2 * spec.hidden_size * value
+    own = -(-spec.vocab_size // ranks)
+    joined = (own + 2 * ranks * own) * value, (own + ranks * own) * value + spec.vocab_size * FP32
+    return max(joined) + 2 * spec.hidden_size * value
 
 
 def _mlp(inner: int, hidden: int, value: int) -> int:
@@ -209,16 +216,22 @@ def _mlp(inner: int, hidden: int, value: int) -> int:
     return (5 * inner + 2 * hidden) * value
 
 
-def _moe(moe: MoeSpec, hidden: int, dtype: torch.dtype, target: Target) -> Iterator[int]:
-    value, inner, top_k, experts = dtype.itemsize, moe.intermediate_size, moe.experts_per_token, moe.num_experts
+def _moe(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[int]:
+    """Of all experts that a token takes: a rank holds rows for those of other ranks, too, which it computes nothing
+    of."""
+    mesh, value, top_k = bounds.mesh, bounds.dtype.itemsize, moe.experts_per_token
+    inner, experts = moe.intermediate_size // mesh.inner.size, moe.num_experts // mesh.expert.size
     routed = top_k * (FP32 + INT32)
-    yield hidden * FP32 + experts * 2 * FP32
-    if takes_grouped(moe, hidden, dtype, target.vendor != "cpu"):
+    yield hidden * FP32 + moe.num_experts * 2 * FP32
+    copies = 3 if mesh.expert.size == 1 else 4  # of what experts give; one without that of other ranks' experts
+    if mesh.routed.size > 1:
+        routed += top_k * (INT32 + 1) + 2 * hidden * value
+    if takes_grouped(moe, hidden, bounds.dtype, target.vendor != "cpu", mesh=mesh):
         routed += top_k * (INT32 + 2 * INT64)
         yield routed + top_k * (hidden + 5 * inner) * value
         yield (
             routed
-            + top_k * ((3 * hidden + inner) * value + hidden * (_widened(value) + FP32))
+            + top_k * ((copies * hidden + inner) * value + hidden * (_widened(value) + FP32))
             + hidden * (FP32 + value)
         )
     else:
@@ -228,4 +241,4 @@ def _moe(moe: MoeSpec, hidden: int, dtype: torch.dtype, target: Target) -> Itera
         yield (
             routed + experts * ((hidden + inner) * value + hidden * (_widened(value) + FP32)) + hidden * (FP32 + value)
         )
-    yield routed + hidden * value + _mlp(moe.num_shared * inner, hidden, value)
+    yield routed + hidden * value + _mlp(moe.num_shared * moe.intermediate_size // mesh.routed.size, hidden, value)

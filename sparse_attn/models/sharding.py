@@ -37,6 +37,14 @@ CUTS: dict[str, tuple[tuple[str, int, int], ...]] = {
     "moe.shared_down": (("routed", 1, 1),),
 }
 PADDED = ("embed", "lm_head")
+DEALT = (
+    "over tensor ranks: heads, vocabulary, inner width of MLPs; over expert ranks: routed experts; over context ranks: "
+    "paged caches"
+)
+REPLICATED = (
+    "latent projections, compressors, indexers, norms, gates, hyper-connections, projections of multi-token "
+    "prediction, rings and states"
+)
 
 
 class Kept(NamedTuple):

@@ -197,6 +197,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logits-bytes", type=positive, default=LOGITS_BYTES, metavar="N",
                         help="of index scores held at a time (default: %(default)s)")  # fmt: skip
     _add_cache(parser)
+    parser.add_argument("--gpus", type=positive, metavar="N", help="count a rank of N GPUs, laid out as generate lays "
+                        "them out (default: of 1, 2, 4 and 8, as tensor and expert ranks)")  # fmt: skip
+    processes.add(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.set_defaults(run=run_plan)
 
@@ -330,7 +333,9 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     target = target_of(device_of(None))
     index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
-    numbers = plan(spec, bounds, H200 if target == CPU else target, options.cache, index_cache, form, predicted)
+    target = H200 if target == CPU else target
+    meshes = processes.planned(options)
+    numbers = plan(spec, bounds, target, options.cache, index_cache, form, predicted, meshes)
     plan_report.show(numbers)
     if options.json:
         write_json(options.json, numbers)

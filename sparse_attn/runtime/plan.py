@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from sparse_attn.mesh import show_mesh
+from sparse_attn.mesh import Mesh, planned_mesh, show_mesh
+from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.memory import activation_bytes, file_bytes, gathered_bytes, weight_bytes
-from sparse_attn.models.share import DEALT, REPLICATED, share_of
+from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses, workspace_size
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
-from sparse_attn.workspace import WorkspaceSize
 
 GPUS = (1, 2, 4, 8)
 CARDS = {"h200": 141 * 10**9, "h100": 80 * 10**9, "mi300x": 192 * 10**9}  # bytes, as vendors name them
@@ -29,21 +30,21 @@ def _cache(use: CacheUse) -> dict[str, object]:
 
 def plan(
     spec: Spec | CompressedSpec, bounds: Bounds, target: Target, kind: str, index_kind: str | None = None,
-    form: str = "bf16", predicted: int = 0,
+    form: str = "bf16", predicted: int = 0, meshes: Sequence[Mesh] = (),
 ) -> dict[str, object]:  # fmt: skip
     """Bytes of the weights by kind; of every kind of cache, for max_batch requests of max_model_len tokens; of the
     workspace; of the keys gathered for a step; and at most of a step's activations (models.memory says how they are
     counted). Not counted are the driver's own bytes for each CUDA context, and what the allocator rounds up.
 
-    form: of models.forms, that of the weights. predicted: layers of multi-token prediction. "gpus": the same for each
-    of GPUS, as one of them holds it (models.share says what it holds), and the cards that this fits. Their workspace is
-    counted for all heads.
+    form: of models.forms, that of the weights. predicted: layers of multi-token prediction. "gpus": the same for one
+    rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in a decode step, and the
+    cards that this fits. Bounds are those of a group of ranks that compute the same tokens.
     """
     layouts = cache_layouts(spec, kind, index_kind=index_kind)
     uses = cache_uses(spec, layouts, bounds)
     files = file_bytes(spec, form, predicted=predicted)
-    size = workspace_size(spec, bounds, target, layouts)
-    whole = _held(spec, spec, size, bounds, target, layouts, form, predicted)
+    whole = _held(spec, bounds, target, layouts, form, predicted)
+    meshes = meshes or [planned_mesh(tensor=gpus, expert=gpus) for gpus in GPUS]
     return {
         "model": spec.name,
         "format": form,
@@ -56,21 +57,21 @@ def plan(
         **whole,
         "cards": CARDS,
         "sharding": {"dealt": DEALT, "replicated": REPLICATED},
-        "gpus": [_rank(spec, gpus, size, bounds, target, layouts, form, predicted) for gpus in GPUS],
+        "gpus": [_rank(spec, mesh, bounds, target, layouts, form, predicted) for mesh in meshes],
     }
 
 
 def _held(
-    spec: Spec | CompressedSpec, busiest: Spec | CompressedSpec, size: WorkspaceSize, bounds: Bounds, target: Target,
-    layouts: CacheLayouts, form: str, predicted: int,
-) -> dict[str, Any]:  # fmt: skip
-    """What a GPU holds of ``spec``. busiest: the same where a token takes the most of its experts."""
-    weights = weight_bytes(spec, bounds.dtype, form, predicted=predicted)
+    spec: Spec | CompressedSpec, bounds: Bounds, target: Target, layouts: CacheLayouts, form: str, predicted: int
+) -> dict[str, Any]:
+    """What a GPU holds, by bounds.mesh."""
+    weights = weight_bytes(spec, bounds.dtype, form, predicted=predicted, mesh=bounds.mesh)
+    size = workspace_size(spec, bounds, target, layouts)
     found = {
         "weight_bytes": sum(weights.values()),
         "cache_bytes": sum(use.nbytes for use in cache_uses(spec, layouts, bounds)),
         "gathered_bytes": gathered_bytes(spec, bounds, layouts),
-        "activation_bytes": activation_bytes(busiest, bounds, target),
+        "activation_bytes": activation_bytes(spec, bounds, target),
     }
     return {
         "weights": weights,
@@ -81,12 +82,18 @@ def _held(
 
 
 def _rank(
-    spec: Spec | CompressedSpec, gpus: int, size: WorkspaceSize, bounds: Bounds, target: Target, layouts: CacheLayouts,
-    form: str, predicted: int,
+    spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds, target: Target, layouts: CacheLayouts, form: str,
+    predicted: int,
 ) -> dict[str, object]:  # fmt: skip
+    named: dict[str, object] = {"gpus": mesh.size, "ranks": show_mesh(mesh)}
     try:
-        share, busiest = share_of(spec, gpus), share_of(spec, gpus, busiest=True)
+        check_mesh(spec, mesh)
+        held = _held(spec, replace(bounds, mesh=mesh), target, layouts, form, predicted)
     except ValueError as error:
-        return {"gpus": gpus, "refused": str(error)}
-    held = _held(share, busiest, size, bounds, target, layouts, form, predicted)
-    return {"gpus": gpus, **held, "fits": {card: held["bytes"] <= most for card, most in CARDS.items()}}
+        return named | {"refused": str(error)}
+    sent = step_bytes(
+        spec, mesh, bounds.max_batch * bounds.next_n, bounds.dtype, max_context=bounds.max_model_len,
+        block_size=bounds.block_size,
+    )  # fmt: skip
+    fits = {card: held["bytes"] <= most for card, most in CARDS.items()}
+    return named | held | {"collective_bytes_per_step": sent, "fits": fits}

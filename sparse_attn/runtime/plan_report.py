@@ -7,7 +7,7 @@ def show(numbers: dict) -> None:
     """Print what runtime.plan found."""
     bounds, target, workspace = numbers["bounds"], numbers["target"], numbers["workspace"]
     print(f"{numbers['model']} on {target['vendor']} {target['arch']}")
-    print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None))
+    print(", ".join(f"{name} {value}" for name, value in bounds.items() if value is not None and name != "mesh"))
     weights = {f"{kind} weights": nbytes for kind, nbytes in numbers["weights"].items() if nbytes}
     wide = max(map(len, (*weights, *(f"{kind} cache" for kind in numbers["caches"]))))
     print(f"\n{'':<{wide}} {'layout':<36} {'B/token/layer':>13} {'layers':>6} {'B/token':>8} {'bytes':>19}")
@@ -44,7 +44,7 @@ def _show_gpus(numbers: dict) -> None:
     """A line for every number of GPUs: the bytes of one of them, and the cards that they fit."""
     cards = "".join(f" {card:>7}" for card in numbers["cards"])
     print(f"\n{'GPUs':<4} {'weights GB':>10} {'caches':>8} {'workspace':>9} {'gathered':>8} {'activations':>11} "
-          f"{'each':>8}{cards}")  # fmt: skip
+          f"{'each':>8} {'sent MB/step':>12}{cards}")  # fmt: skip
     for rank in numbers["gpus"]:
         if "refused" in rank:
             print(f"{rank['gpus']:<4} {rank['refused']}")
@@ -54,9 +54,18 @@ def _show_gpus(numbers: dict) -> None:
         widths = (10, 8, 9, 8, 11, 8)
         columns = " ".join(f"{nbytes / 1e9:>{wide}.2f}" for nbytes, wide in zip(sizes, widths))
         fits = "".join(f" {'fits' if fits else '-':>7}" for fits in rank["fits"].values())
-        print(f"{rank['gpus']:<4} {columns}{fits}")
+        sent = sum(rank["collective_bytes_per_step"].values()) / 1e6
+        print(f"{rank['gpus']:<4} {columns} {sent:>12.2f}{fits}{_dealt(rank)}")
     sharding = numbers["sharding"]
-    print(f"dealt out over GPUs: {sharding['dealt']}")
+    print(f"dealt out {sharding['dealt']}")
     print(f"on every GPU: {sharding['replicated']}")
     sizes = ", ".join(f"{card} {size / 1e9:.0f} GB" for card, size in numbers["cards"].items())
     print(f"cards: {sizes}; without what the driver and the allocator take")
+
+
+def _dealt(rank: dict) -> str:
+    """The sizes of a grid that is more than tensor ranks with as many expert ranks."""
+    sizes = rank["ranks"]
+    if sizes["tensor"] == sizes["expert"] == rank["gpus"]:
+        return ""
+    return "  " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, mesh_of
+from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, mesh_of, planned_mesh
 from sparse_attn.runtime.arguments import positive
 from sparse_attn.torch_private import all_gather
 
@@ -54,6 +54,19 @@ def sizes_of(options: argparse.Namespace) -> dict[str, int | None]:
     """Sizes by dimension, of --tensor-parallel and the others; tensor None where it follows from the others."""
     given = {name: getattr(options, f"{name}_parallel") for name in OPTIONS}
     return {name: size if size is not None or name == "tensor" else 1 for name, size in given.items()}
+
+
+def planned(options: argparse.Namespace) -> list[Mesh]:
+    """The mesh of the first of --gpus processes; none where these are not given. ValueError where sizes do not fit."""
+    sizes = sizes_of(options)
+    if options.gpus is None:
+        if given := [name for name, size in sizes.items() if size not in (None, 1)]:
+            raise ValueError(f"--{given[0]}-parallel: got it without --gpus, allowed: with --gpus")
+        return []
+    context, data, expert = (sizes[name] or 1 for name in ("context", "data", "expert"))
+    tensor = checked_tensor(sizes["tensor"], context, data, options.gpus)
+    check_expert(expert, tensor, context)
+    return [planned_mesh(tensor=tensor, context=context, data=data, expert=expert)]
 
 
 @contextlib.contextmanager
