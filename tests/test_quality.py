@@ -16,6 +16,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from sparse_attn.layout import LatentFp8Layout
+from sparse_attn.models.converting import convert
 from sparse_attn.models.loading import load
 from sparse_attn.ops.index_topk import reference
 from sparse_attn.pipeline import cache_layouts
@@ -25,6 +26,7 @@ from sparse_attn.runtime.quality_report import DEFAULT_CONTEXT
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.runtime.steps import Model
 from sparse_attn.runtime.text import byte_tokenizer
+from sparse_attn.weight_layout import PackedWeight
 
 CONTEXT = DEFAULT_CONTEXT
 MODELS = tuple(shipped_models())
@@ -32,6 +34,7 @@ ENOUGH, SPOILT = 0.99, 0.9
 DENSE_SHARE = 1.01  # of dense attention's bits per byte
 FEW_SHARE = 1.02  # the same of three texts
 NOISE = 0.004  # bits per byte between paths that quantise alike: one fp8 code here or there
+PUBLISHED_SHARE = {"reader-v32": 1.02, "reader-v4": 1.1}  # of bf16's bits per byte, quantised after training
 FP8_NOISE = 0.01  # bits per byte that quantised caches cost
 
 
@@ -123,6 +126,45 @@ def test_reads_as_well_on_a_gpu(name, way, record_property):
     assert mine.asked > 400 and dense.retrieval >= ENOUGH and mine.retrieval >= ENOUGH
     assert mine.bits_per_byte <= DENSE_SHARE * dense.bits_per_byte
     assert abs(mine.right - dense.right) <= 4
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Weights of a model that ships, quantised after its training as published files are."""
+    home = tmp_path_factory.mktemp("published")
+
+    @functools.cache
+    def load_published(name, device="cpu", dtype=torch.float32):
+        folder = home / f"{name}-{device}"
+        convert(folder_of(name), folder, "published")
+        return load(folder, device=device, dtype=dtype)
+
+    return load_published
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_published_forms_read_nearly_as_well(name, published):
+    """Experts in fp4 and linear layers in fp8 (reader-v4), all in fp8 (reader-v32)."""
+    spec, params = published(name)
+    layouts = {key: weight.layout for key, weight in params.items() if isinstance(weight, PackedWeight)}
+    assert layouts["layers.1.moe.down"].startswith("e2m1/1x32" if name == "reader-v4" else "e4m3/")
+    found, plain = measure(spec, params, WAYS["fp8"], *sample(name, 1, 2)), quality(name, "fp8")
+    assert found.asked > 20 and found.retrieval >= ENOUGH
+    assert found.bits_per_byte <= PUBLISHED_SHARE[name] * plain.bits_per_byte
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ("sparse", "fp8", "replayed"))
+@pytest.mark.parametrize("name", MODELS)
+def test_published_forms_read_nearly_as_well_on_a_gpu(name, way, published, record_property):
+    many = dict(texts=32, asked=32, seed=0)
+    plain = quality(name, way, "cuda", torch.bfloat16, **many)
+    found = measure(*published(name, "cuda", torch.bfloat16), WAYS[way], *sample(name, **many))
+    for which, one in (("bf16", plain), ("published", found)):
+        record_property(which, f"{one.bits_per_byte:.4f} bits/byte, {one.right} of {one.asked} values")
+    assert found.asked > 400 and found.retrieval >= ENOUGH
+    assert found.bits_per_byte <= PUBLISHED_SHARE[name] * plain.bits_per_byte
 
 
 def spoilt_rope(spec, monkeypatch):
