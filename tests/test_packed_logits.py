@@ -16,7 +16,7 @@ from sparse_attn.weight_layout import PackedWeight
 
 PROMPT = [list(range(3, 3 + 43))]
 CASES = [("tiny_v32", "published"), ("tiny_v32", "fp8-e8m0"), ("tiny_v32", "fused"), ("tiny_v32", "bf16"),
-         ("tiny_glm5", "published"), ("tiny_glm5", "bf16"), ("tiny_v4", "published"), ("tiny_v4", "flash-base"),
+         ("tiny_glm5", "published"), ("tiny_glm5", "fp8-e8m0"), ("tiny_glm5", "fused"), ("tiny_glm5", "bf16"), ("tiny_v4", "published"), ("tiny_v4", "flash-base"),
          ("tiny_v4", "fp8-e8m0"), ("tiny_v4", "fused"), ("tiny_v4", "bf16")]  # fmt: skip
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -125,6 +125,7 @@ class Checkpoint:
         elif dtype in _WIDE:
             if scale_dtype:
                 raise ValueError(f"weight {scale}: extra, {name} is {dtype} and takes no scale")
+            self._check_experts(name, f"{dtype} values", None)
             return None
         elif dtype != _FP8:
             self._refuse(name, dtype, _ALLOWED)
@@ -144,8 +145,9 @@ class Checkpoint:
             self._refuse(scale, f"shape {list(grid)}", str(list(wanted)))
         return layout
 
-    def _check_experts(self, name: str, what: str, expert_dtype: str) -> None:
-        """ValueError where the config says that experts are anything but ``expert_dtype``, and for fp4 elsewhere."""
+    def _check_experts(self, name: str, what: str, expert_dtype: str | None) -> None:
+        """ValueError where the config says that experts are anything but ``expert_dtype``, and for fp4 elsewhere. None:
+        they are not quantised."""
         said = self.quantisation.expert_dtype
         if ".experts." in name:
             if said not in (None, expert_dtype):
