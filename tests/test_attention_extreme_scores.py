@@ -175,9 +175,9 @@ def test_merging_states_of_any_lse(where, dtype, sink):
     lses = torch.tensor(STATES).T.unsqueeze(1).contiguous()  # [states, 1, heads]
     outs = torch.randn(3, 1, len(STATES), 24, generator=torch.Generator().manual_seed(1)).to(dtype)
     outs[lses.isneginf()] = NAN
-    drain = None if sink is None else torch.full((len(STATES),), sink)
+    sinks = None if sink is None else torch.full((len(STATES),), sink)
     got = merge_attn_states(
-        outs.to(device), lses.to(device), sink=None if drain is None else drain.to(device), impl=impl
+        outs.to(device), lses.to(device), sink=None if sinks is None else sinks.to(device), impl=impl
     )
     for head, lse in enumerate(STATES):
         weights, whole = exact(torch.tensor(lse))

@@ -17,7 +17,7 @@ from sparse_attn.device import pdl
 from sparse_attn.ops.topk.algorithms.sampled import collect_span, locate, sampled_bound
 from sparse_attn.ops.topk.algorithms.single_cta import search_and_mark
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, histogram, radix_select, tile
+from sparse_attn.ops.topk.primitives import compact, histogram, output, radix_select, tile
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def select_candidates(
     source, start, end = _row_of(logits, row_starts, row_ends, row, width, *strides, ALIGNED)
     source += start
     length = end - start
-    output_map = row, k
+    output_map = output.MatrixRow(row, k)
     word = tl.arange(0, SLOTS // tile.WORD) * tile.WORD
     bit = tl.arange(0, tile.WORD)
     resident = tl.zeros([SLOTS // tile.WORD, tile.WORD], tl.float32)

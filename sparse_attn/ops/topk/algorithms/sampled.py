@@ -17,7 +17,7 @@ import triton.language as tl
 from sparse_attn.device import pdl
 from sparse_attn.ops.topk.algorithms.single_cta import select_resident
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, histogram, radix_select, threshold_select, tile
+from sparse_attn.ops.topk.primitives import compact, histogram, output, radix_select, threshold_select, tile
 from sparse_attn.ops.topk.primitives.tile import WORD
 
 
@@ -189,7 +189,7 @@ def select_sampled(
         start, end = tile.row_range(row_starts, row_ends, row64, width, stride_starts_row, stride_ends_row)
         length = end - start
         row_ptr = logits + row64 * stride_logits_row * UNIT
-        output_map = row64, k
+        output_map = output.MatrixRow(row64, k)
         columns = slot
         inside = slot < length
         key2 = tl.full([], 0, tl.int64)
