@@ -112,9 +112,11 @@ def _packed(
     assert layout is not None and held is not None
     *leading, rows, columns = kept.shape
     grid = held.grid(rows, columns)
-    codes = torch.zeros((*leading, rows, columns // CODES_PER_BYTE[held.codes]), dtype=torch.uint8, device=device)
+    padded = sum(map(len, kept.rows)) < rows
+    made = torch.zeros if padded else torch.empty
+    codes = made((*leading, rows, columns // CODES_PER_BYTE[held.codes]), dtype=torch.uint8, device=device)
     codes = codes.view(CODE_DTYPE[held.codes])
-    scales = torch.zeros((*leading, *grid), dtype=SCALE_DTYPE[held.scale], device=device)
+    scales = made((*leading, *grid), dtype=SCALE_DTYPE[held.scale], device=device)
     parts = []  # (source, its part of the weight)
     for source, pieces in itertools.groupby(reading.pieces, lambda piece: piece.source):
         whole = checkpoint.packed(source, layout)

@@ -9,6 +9,8 @@ import torch
 
 from sparse_attn import checks
 
+BAND = 1 << 14  # positions whose values the host holds at a time
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -72,7 +74,12 @@ def rope_table(
         yarn.factor > 0 and yarn.original_max_position > 0 and yarn.beta_fast >= yarn.beta_slow > 0
     ):
         raise ValueError(f"yarn: got {yarn}, allowed: positive fields with beta_fast at least beta_slow")
-    positions = torch.arange(positions_count, dtype=torch.float32, device="cpu")
-    angles = positions.unsqueeze(1) * inverse_frequencies(dim, theta, yarn)
-    factor = 1.0 if yarn is None else yarn.attention_factor
-    return torch.cat([angles.cos() * factor, angles.sin() * factor], dim=1).to(device)
+    frequencies, factor = inverse_frequencies(dim, theta, yarn), 1.0 if yarn is None else yarn.attention_factor
+    table = torch.empty(positions_count, dim, dtype=torch.float32, device=device)
+    for start in range(0, positions_count, BAND):
+        part = table[start : start + BAND]
+        positions = torch.arange(start, start + part.shape[0], dtype=torch.float32, device="cpu")
+        angles = positions.unsqueeze(1) * frequencies
+        values = torch.cat([angles.cos(), angles.sin()], dim=1)
+        part.copy_(values if factor == 1.0 else values * factor)
+    return table
