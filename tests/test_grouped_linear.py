@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import long
 from expecttest import assert_expected_inline
+from support.products import check, rows_of, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.models.params import hold_weight
@@ -30,48 +31,8 @@ ODD = WeightLayout("e4m3", (24, 48), "fp32")
 MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 LAYOUTS = (V32, V4, SMALL, ODD, MXFP4)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 # Ends of four groups, for 37 rows: empty groups at every place, a group as long as a tile, rows behind the last.
 ENDS = ([37, 37, 37, 37], [0, 0, 0, 37], [5, 21, 21, 33], [0, 1, 17, 36], [0, 0, 0, 0], [16, 32, 36, 37])
-
-
-def rows_of(n, columns, dtype, device="cpu", seed=0):
-    """Rows in a view whose rows and columns lie apart, NaN between them."""
-    generator = torch.Generator().manual_seed(seed)
-    wide = torch.full((n, 3 * columns + 5), NAN, dtype=dtype, device=device)
-    wide[:, 1 : 1 + 2 * columns : 2] = torch.randn(n, columns, generator=generator).to(dtype).to(device)
-    return wide[:, 1 : 1 + 2 * columns : 2]
-
-
-def exact(rows, ends, weight):
-    """(fp64 products, fp64 sums of their terms' magnitudes), on the CPU; 0 for rows behind the last end."""
-    values = (dequantise(weight) if isinstance(weight, PackedWeight) else weight).cpu().double()
-    rows = rows.cpu().double()
-    out = rows.new_zeros(rows.shape[0], values.shape[1])
-    size, start = out.clone(), 0
-    for group, end in enumerate([rows.shape[0]] if ends is None else ends):
-        out[start:end] = rows[start:end] @ values[group].t()
-        size[start:end] = rows[start:end].abs() @ values[group].abs().t()
-        start = end
-    return out, size
-
-
-def check(got, rows, ends, weight):
-    """Each term is exact up to its scale's product, and sums in fp32 lose at most 2**-24 of their terms a step; on a
-    GPU matrix units may drop bits of fp32 below 2**-22 of the largest term."""
-    want, size = exact(rows, ends, weight)
-    steps = rows.shape[1] + 4
-    allowed = size * (steps * 2.0**-24 + 2.0**-21) + want.abs() * EPSILON[got.dtype]
-    assert got.dtype == rows.dtype and got.shape == want.shape and got.is_contiguous()
-    off = (got.cpu().double() - want).abs() - allowed
-    assert off.max().item() <= 0 if off.numel() else True, f"{off.max()} beyond the bound of {allowed.max()}"
-
-
-def tensor_of(ends, device="cpu"):
-    """Ends that lie apart, wild ones between them."""
-    wild = torch.full((2 * len(ends),), 2**31 - 1, dtype=torch.int32, device=device)
-    wild[::2] = torch.tensor(ends, dtype=torch.int32, device=device)
-    return wild[::2]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

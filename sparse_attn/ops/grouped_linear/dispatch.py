@@ -8,10 +8,12 @@ from sparse_attn import dispatch
 from sparse_attn.dispatch import Choice, Kernel
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.ops.grouped_linear.portable import config as portable
+from sparse_attn.ops.grouped_linear.swap_ab import config as swap_ab
 from sparse_attn.target import Target
 
 HERE = "sparse_attn.ops.grouped_linear"
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
     Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
 )
 

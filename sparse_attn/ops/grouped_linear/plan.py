@@ -11,12 +11,15 @@ from sparse_attn.ops.grouped_linear.shapes import PLAIN
 from sparse_attn.weight_layout import parse_weight_layout
 from sparse_attn.workspace import Scratch
 
+ALIGNMENT = 16  # bytes
+
 
 class Problem(NamedTuple):
     """What the choice of a kernel depends on.
 
     rows: of all groups. ends: whether rows may be of no group. codes: "e4m3", "e2m1", or "plain" of a weight in
-    ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale.
+    ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
+    whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
     """
 
     rows: int
@@ -28,6 +31,7 @@ class Problem(NamedTuple):
     codes: str
     scale: str
     block: tuple[int, int]
+    aligned: bool = True
 
     @property
     def tiled_groups(self) -> int:
@@ -49,7 +53,15 @@ def problem_of(
     if layout != PLAIN:
         packed = parse_weight_layout(layout)
         kind, scale, block = packed.codes, packed.scale, packed.block
-    return Problem(n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block)
+    aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
+    return Problem(n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned)
+
+
+def _aligned(tensor: torch.Tensor) -> bool:
+    """A tensor without memory lies as well as its offset and strides allow."""
+    first = tensor.storage_offset() * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+    *leading, last = tensor.stride()
+    return last == 1 and not any(at % ALIGNMENT for at in (first, *(step * tensor.itemsize for step in leading)))
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Plan:
 
     tiles: of rows, launched; what no group needs ends at once. scaled_values: whether scales, powers of two, are
     multiplied into the values before a product; otherwise each product has one scale an output and is multiplied by it.
+    splits: CTAs that share the columns of a tile, whose partials are added up behind them.
     """
 
     tiles: int
@@ -67,7 +80,8 @@ class Plan:
     scaled_values: bool
     num_warps: int
     num_stages: int
-    scratch = Scratch()
+    splits: int = 1
+    scratch = Scratch()  # partials are allocated as an output is
 
     def ctas(self, outputs: int) -> int:
-        return self.tiles * -(-outputs // self.block_n)
+        return self.tiles * -(-outputs // self.block_n) * self.splits

@@ -23,7 +23,7 @@ E8M0_NAN = tl.constexpr(255)
 
 
 @triton.jit
-def _tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
+def tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
     """(group, first row, end) of a tile of rows. Rows behind the last end are a group of their own, ``groups``; a tile
     that no group needs has no rows. An end below one before it is that one."""
     group = tl.arange(0, GROUPS_PADDED)
@@ -105,7 +105,7 @@ def grouped_linear(
         group = tl.full([], 0, tl.int32)
         first, end = tile * BLOCK_M, rows
     else:
-        group, first, end = _tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+        group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)

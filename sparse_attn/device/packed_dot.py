@@ -1,0 +1,217 @@
+"""Rows times a packed weight, weight first (swap-AB): the weight's codes are decoded in registers, as the matrix unit
+takes them, and read once.
+
+Codes come as words of 32 bits: eight of e2m1 or four of e4m3, neighbours in a row of the weight. Code j of every word
+of a step of BLOCK_K columns makes one operand, so no value changes its lane. The rows' values lie in that order already
+(``placed``): of each step first those of codes 0, then those of codes 1, and so on. Products are added up in fp32.
+
+Ways to decode:
+
+- FAST: NVIDIA's packed bf16 instructions, four a pair of values. Bits of a code are moved into a bf16 value's exponent
+  and mantissa, and one multiplication makes up for the bias. Exact, but for NaN, and for e8m0 scales above 2, which
+  would overflow: ``packed_dot`` says whether there were any.
+- EXACT: the same with a few instructions more, right for all codes and scales.
+- PLAIN: arithmetic in fp32, for other GPUs and the interpreter. Right for all, too.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device import cast
+from sparse_attn.device.fp8 import decode_exponent, decode_fp8
+
+FAST, EXACT, PLAIN = tl.constexpr("fast"), tl.constexpr("exact"), tl.constexpr("plain")
+E8M0_NAN = tl.constexpr(255)
+MOST_FAST_SCALE = tl.constexpr(128)  # the byte of 2
+BF16X4 = tl.constexpr((tl.bfloat16,) * 4)
+BF16X8 = tl.constexpr((tl.bfloat16,) * 8)
+
+
+def _lanes(word: str, other: str, byte: int, shift: int, mask: str) -> str:
+    """PTX: a byte of two words into the upper bits of a's bf16 lanes, its sign into bit 15."""
+    select = byte | (8 | byte) << 4 | (4 + byte) << 8 | (12 + byte) << 12
+    return f"prmt.b32 a, {word}, {other}, {select:#x}; shl.b32 a, a, {shift}; and.b32 a, a, {mask};"
+
+
+def _e2m1(exact: bool) -> str:
+    """$0 to $7: code j of two words $8, $9; $10: the scale of both. A code's bits are 2^-126 of its value as bf16's.
+    fast: the scale is an e8m0 byte, and multiplies by 2^(126 + byte - 127); exact: it is two bf16 lanes."""
+    text = "{ .reg .b32 a, c, d, s, z; mov.b32 z, 0x80008000; shl.b32 c, $8, 4; shl.b32 d, $9, 4;\n"
+    text += "mov.b32 s, 0x7E807E80;\n" if exact else "mad.lo.u32 s, $10, 0x00800080, 0x3F003F00;\n"
+    for j in range(8):
+        pair = ("$8", "$9") if j % 2 else ("c", "d")
+        text += _lanes(*pair, j // 2, 2, "0x81c081c0")
+        if exact:
+            text += "fma.rn.bf16x2 a, a, s, z;"
+        text += f"fma.rn.bf16x2 ${j}, a, {'$10' if exact else 's'}, z;\n"
+    return text + "}"
+
+
+def _e4m3(exact: bool) -> str:
+    """$0 to $3: code j of two words $4, $5; 2^120 makes up for the bias. exact: 0x7F becomes NaN, fast: 480."""
+    text = "{ .reg .b32 a, m, n, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80;\n"
+    for j in range(4):
+        text += _lanes("$4", "$5", j, 4, "0x87f087f0") + f"fma.rn.bf16x2 ${j}, a, s, z;\n"
+        if exact:  # 0x7F0 + 0x10 alone sets bit 11, of which 0x7FC0 is made
+            text += "and.b32 n, a, 0x07f007f0; add.u32 n, n, 0x00100010; and.b32 n, n, 0x08000800;"
+            text += f"shl.b32 m, n, 4; shr.u32 n, n, 5; sub.u32 n, m, n; or.b32 ${j}, ${j}, n;\n"
+    return text + "}"
+
+
+FAST_E2M1, EXACT_E2M1 = tl.constexpr(_e2m1(False)), tl.constexpr(_e2m1(True))
+FAST_E4M3, EXACT_E4M3 = tl.constexpr(_e4m3(False)), tl.constexpr(_e4m3(True))
+
+
+@triton.jit
+def e2m1(nibbles):
+    """e2m1 codes, the lower four bits -> fp32."""
+    magnitude = nibbles & 7
+    bits = tl.where(magnitude < 2, magnitude * 0x3F000000, (magnitude + 252) << 22)
+    return (bits | ((nibbles & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_scale(codes, E8M0: tl.constexpr):
+    """Scales as stored -> fp32."""
+    if E8M0:
+        return tl.where(codes == E8M0_NAN, float("nan"), decode_exponent(codes))
+    else:
+        return codes
+
+
+@triton.jit
+def _nibble(words, J: tl.constexpr, scale):
+    return cast.round_to_bf16(e2m1((words >> (4 * J)) & 15) * scale)
+
+
+@triton.jit
+def _four_nibbles(words, J: tl.constexpr, scale):
+    return (
+        _nibble(words, J, scale), _nibble(words, J + 1, scale), _nibble(words, J + 2, scale), _nibble(words, J + 3, scale),
+    )  # fmt: skip
+
+
+@triton.jit
+def _byte(words, J: tl.constexpr):
+    return cast.round_to_bf16(decode_fp8((words >> (8 * J)) & 0xFF, False))
+
+
+@triton.jit
+def placed(column, EACH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Where the value of a column lies in a row that packed_dot multiplies. EACH: codes of a word."""
+    within = column % BLOCK_K
+    return column - within + within % EACH * (BLOCK_K // EACH) + within // EACH
+
+
+@triton.jit
+def _dot(values, x, x_inside, J: tl.constexpr, WORDS: tl.constexpr, sums):
+    """sums + values [BLOCK_N, WORDS] times the transpose of those of the rows that belong to codes J."""
+    mine = tl.load(x + J * WORDS, mask=x_inside[:, None], other=0.0)
+    return cast.dot(values, tl.trans(mine), sums)
+
+
+@triton.jit
+def _dot_e2m1(sums, words, scales, x, x_inside, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAY: tl.constexpr):
+    """sums [BLOCK_N, BLOCK_M] + the product of words [BLOCK_N, BLOCK_K / 8], scales int32 [BLOCK_N, BLOCK_K / 32], and
+    rows at x [BLOCK_M, BLOCK_K / 8]."""
+    WORDS: tl.constexpr = BLOCK_K // 8
+    if WAY == PLAIN:
+        scales = decode_scale(scales, True)
+    elif WAY == EXACT:  # two bf16 lanes; 2^-127 is subnormal
+        scales = tl.where(scales == E8M0_NAN, 0x7FC0, tl.maximum(scales << 7, 0x40)) * 0x10001
+    scale = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, WORDS // 4, 4]), [BLOCK_N, WORDS])
+    if WAY == PLAIN:
+        w0, w1, w2, w3 = _four_nibbles(words, 0, scale)
+        w4, w5, w6, w7 = _four_nibbles(words, 4, scale)
+    else:
+        TEXT: tl.constexpr = FAST_E2M1 if WAY == FAST else EXACT_E2M1
+        w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [words, scale], dtype=BF16X8, is_pure=True, pack=2
+        )
+    sums = _dot(w1, x, x_inside, 1, WORDS, _dot(w0, x, x_inside, 0, WORDS, sums))
+    sums = _dot(w3, x, x_inside, 3, WORDS, _dot(w2, x, x_inside, 2, WORDS, sums))
+    sums = _dot(w5, x, x_inside, 5, WORDS, _dot(w4, x, x_inside, 4, WORDS, sums))
+    return _dot(w7, x, x_inside, 7, WORDS, _dot(w6, x, x_inside, 6, WORDS, sums))
+
+
+@triton.jit
+def _dot_e4m3(sums, words, x, x_inside, BLOCK_K: tl.constexpr, WAY: tl.constexpr):
+    """As _dot_e2m1, of words [BLOCK_N, BLOCK_K / 4] and without scales."""
+    WORDS: tl.constexpr = BLOCK_K // 4
+    if WAY == PLAIN:
+        w0, w1, w2, w3 = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
+    else:
+        TEXT: tl.constexpr = FAST_E4M3 if WAY == FAST else EXACT_E4M3
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            TEXT, "=&r,=&r,=&r,=&r,r,r", [words], dtype=BF16X4, is_pure=True, pack=2
+        )
+    sums = _dot(w1, x, x_inside, 1, WORDS, _dot(w0, x, x_inside, 0, WORDS, sums))
+    return _dot(w3, x, x_inside, 3, WORDS, _dot(w2, x, x_inside, 2, WORDS, sums))
+
+
+@triton.jit
+def packed_dot(
+    x,  # bf16, rows whose values are placed
+    x_row,  # [BLOCK_M]: offsets of the rows
+    x_inside,  # [BLOCK_M]: which there are
+    words,  # pointers to int32 [BLOCK_N]: the weight's rows
+    scales,  # pointers to uint8 or fp32 [BLOCK_N]: the scales of those rows, which are contiguous
+    begin,  # columns multiplied, from ... to, in steps of BLOCK_K
+    end,
+    CODES: tl.constexpr,  # "e2m1", of 1x32 e8m0 scales; "e4m3"
+    E8M0: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,  # of a scale block; e4m3: a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WAY: tl.constexpr,
+):
+    """(sums fp32 [BLOCK_N, BLOCK_M]; whether they are wrong, for a code or a scale that FAST cannot take)."""
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if CODES == "e2m1":
+        at_word, at_scale = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
+        x_rows = x + x_row[:, None] + at_word[None, :]
+        worst = tl.zeros([BLOCK_N, BLOCK_K // 32], tl.int32)
+        for step in range(begin, end):
+            k = step * BLOCK_K
+            word = tl.load(words[:, None] + (k // 8 + at_word)[None, :])
+            scale = tl.load(scales[:, None] + (k // 32 + at_scale)[None, :]).to(tl.int32)
+            if WAY == FAST:
+                worst = tl.maximum(worst, scale)
+            sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_N, BLOCK_K, WAY)
+        wrong = tl.max(worst) > MOST_FAST_SCALE
+    else:
+        at_word = tl.arange(0, BLOCK_K // 4)
+        x_rows = x + x_row[:, None] + at_word[None, :]
+        flags = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.int32)
+        ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
+        for step in range(begin, end):
+            k = step * BLOCK_K
+            word = tl.load(words[:, None] + (k // 4 + at_word)[None, :])
+            scale = decode_scale(ahead, E8M0)
+            ahead = tl.load(scales + tl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS)
+            if WAY == FAST:
+                flags |= (word & 0x7F7F7F7F) + 0x01010101  # bit 7 of a byte: NaN
+            product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_K, WAY) * scale[:, None]
+        wrong = tl.max(tl.where((flags & -2139062144) != 0, 1, 0)) > 0
+    return sums, wrong
+
+
+@triton.jit
+def exact_packed_dot(
+    x, x_row, x_inside, words, scales, begin, end,
+    CODES: tl.constexpr, E8M0: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, WAY: tl.constexpr,
+):  # fmt: skip
+    """packed_dot's sums; a tile that FAST cannot take is multiplied again by EXACT."""
+    sums, wrong = packed_dot(
+        x, x_row, x_inside, words, scales, begin, end, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY
+    )
+    if WAY == FAST:
+        if wrong:
+            sums, _ = packed_dot(
+                x, x_row, x_inside, words, scales, begin, end, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K,
+                EXACT,
+            )  # fmt: skip
+    return sums

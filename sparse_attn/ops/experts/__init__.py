@@ -1,0 +1,64 @@
+"""Routed experts whose weights stay packed: each token through its own experts, and their weighted sum."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import checks
+from sparse_attn.ops.experts import op
+from sparse_attn.ops.grouped_linear.shapes import fits
+from sparse_attn.weight_layout import PackedWeight, parse_weight_layout, weight_shape
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def packed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    *,
+    clamp: float | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Gated MLPs of the experts that a token is routed to, times the token's weights, summed.
+
+    x: bf16, fp16 or fp32 [tokens, hidden]. weights: fp32 [tokens, k]. ids: int32 [tokens, k], an expert each; one
+    outside of the experts, such as another rank's, adds nothing. gate_up: [experts, 2 * intermediate, hidden], gate
+    rows first. down: [experts, hidden, intermediate]. clamp: gates are bounded from above by it, ups both ways, before
+    silu(gate) * up; None: unbounded.
+
+    Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
+    rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
+    waits for the host. A kernel for few tokens has a row's bits independent of the other rows.
+
+    TypeError or ValueError: wrong dtypes, shapes or devices; what grouped_linear refuses. Source: the experts of
+    DeepSeek-V3 and V4 (W8A16, W4A16).
+    """
+    checks.check_dtype("x", x, DTYPES)
+    checks.check_rank("x", x, 2)
+    checks.check_dtype("ids", ids, (torch.int32,))
+    checks.check_rank("ids", ids, 2)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, tuple(ids.shape), "[tokens, experts of a token] (those of ids)")
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name}: got {type(weight).__name__}, allowed: a PackedWeight")
+        checks.check_rank(name, weight.codes, 3)
+        fits(weight.codes, weight.scales, weight.layout)
+        if (columns := parse_weight_layout(weight.layout).block[1]) % 16:
+            raise ValueError(f"{name}: got scale blocks of {columns} columns, allowed: multiples of 16")
+    experts, hidden, intermediate = weight_shape(down)
+    checks.check_at_least("experts", experts, 1)
+    if tuple(weight_shape(gate_up)) != (experts, 2 * intermediate, hidden):
+        raise ValueError(
+            f"gate_up: got shape {list(weight_shape(gate_up))}, allowed: {[experts, 2 * intermediate, hidden]} "
+            "(experts, twice down's columns, down's rows)"
+        )
+    checks.check_shape("x", x, (ids.shape[0], hidden), "[tokens, rows of down]")
+    checks.check_same_device(x=x, weights=weights, ids=ids, codes=gate_up.codes, down=down.codes)
+    return op.packed_experts(
+        x, weights, ids, gate_up.codes.view(torch.uint8), gate_up.scales, gate_up.layout, down.codes.view(torch.uint8),
+        down.scales, down.layout, clamp, impl,
+    )  # fmt: skip

@@ -1,0 +1,22 @@
+"""Rules of debug mode for each argument."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn import debug
+
+
+def packed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    gate_up_layout: str,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    down_layout: str,
+    clamp: float | None,
+) -> None:
+    debug.not_nan("weights", weights)

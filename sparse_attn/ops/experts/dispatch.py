@@ -1,0 +1,24 @@
+"""Which kernels multiply by the experts."""
+
+from __future__ import annotations
+
+import functools
+
+from sparse_attn import dispatch
+from sparse_attn.dispatch import Choice, Kernel
+from sparse_attn.ops.experts.grouped import config as grouped
+from sparse_attn.ops.experts.plan import Plan, Problem
+from sparse_attn.ops.experts.swap_ab import config as swap_ab
+from sparse_attn.target import Target
+
+HERE = "sparse_attn.ops.experts"
+KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
+    Kernel("grouped", grouped.supports, grouped.plan, f"{HERE}.grouped.launch:multiply"),
+)
+
+
+@functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
+def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
+    """The kernels that run a call, and their plan. kernel: see dispatch.choose."""
+    return dispatch.choose(KERNELS, problem, target, kernel)

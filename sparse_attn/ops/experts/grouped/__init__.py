@@ -1,0 +1,1 @@
+"""Any number of rows: sorted by expert, two grouped products."""

@@ -1,0 +1,51 @@
+"""The GPU implementation: kernels chosen by dispatch.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.dispatch import Choice
+from sparse_attn.ops.experts import dispatch, shapes
+from sparse_attn.ops.experts.plan import Plan, Problem, problem_of
+from sparse_attn.target import target_of
+
+
+class Call(NamedTuple):
+    """What a launcher computes, into ``out`` [tokens, hidden], contiguous. There is a token and an expert of it."""
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    gate_up: tuple[torch.Tensor, torch.Tensor, str]
+    down: tuple[torch.Tensor, torch.Tensor, str]
+    clamp: float | None
+    out: torch.Tensor
+    problem: Problem
+
+
+def packed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    gate_up_layout: str,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    down_layout: str,
+    clamp: float | None,
+    kernel: str | Choice[Plan] | None = None,
+) -> torch.Tensor:
+    """kernel: see dispatch.choose."""
+    out = shapes.allocate_sums(x)
+    if out.numel() == 0:
+        return out
+    if ids.shape[1] == 0 or down.shape[2] == 0:
+        return out.zero_()
+    first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
+    problem = problem_of(x, ids, *first, *second)
+    choice = dispatch.choose(problem, target_of(x.device), kernel)
+    choice.kernel.launcher(Call(x, weights, ids, first, second, clamp, out, problem), choice.plan)
+    return out

@@ -1,0 +1,61 @@
+"""The facts of a call, and how the kernels that compute it are launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.ops.grouped_linear.plan import Problem as Product
+from sparse_attn.ops.grouped_linear.plan import problem_of as product_of
+from sparse_attn.workspace import Scratch
+
+
+class Problem(NamedTuple):
+    """gate_up, down: the two products, of a row for each expert of a token."""
+
+    tokens: int
+    k: int
+    gate_up: Product
+    down: Product
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.k
+
+
+def problem_of(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    gate_up_layout: str,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    down_layout: str,
+) -> Problem:
+    """Of packed_experts' arguments, real or meta."""
+    tokens, k = ids.shape
+    first = product_of(x, ids, gate_up, gate_up_scales, gate_up_layout)
+    hidden, intermediate = down.shape[1], gate_up.shape[1] // 2
+    inner = x.new_empty(0, intermediate)
+    second = product_of(inner, ids, down, down_scales, down_layout)
+    assert second.outputs == hidden
+    return Problem(tokens, k, first._replace(rows=tokens * k), second._replace(rows=tokens * k))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How swap_ab is launched; of "grouped", whose products choose for themselves, all is 0.
+
+    block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups.
+    """
+
+    block_m: int = 0
+    gate_up_block_n: int = 0
+    gate_up_warps: int = 0
+    down_block_n: int = 0
+    down_warps: int = 0
+    num_stages: int = 0
+    scratch = Scratch()  # what lies between the products is allocated as an output is

@@ -1,0 +1,62 @@
+"""Launch of the swap-AB product, and of the sum of its splits."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.device import pdl
+from sparse_attn.ops.grouped_linear.launch import Product
+from sparse_attn.ops.grouped_linear.plan import Plan
+from sparse_attn.ops.grouped_linear.swap_ab import kernels
+from sparse_attn.target import target_of
+
+CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
+ADDED = 1024  # values that a CTA of add_splits adds up
+
+
+def multiply(product: Product, plan: Plan) -> None:
+    rows, ends, codes, scales, out, problem, first_row = product
+    assert scales is not None
+    target, words, to = target_of(rows.device), codes.view(torch.int32), out
+    launched = pdl.launched(target)
+    placed = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    kernels.place_rows[(problem.rows, problem.columns // plan.block_k)](
+        rows, placed, problem.rows, problem.columns, *rows.stride(), EACH=CODES_PER_WORD[problem.codes],
+        BLOCK_K=plan.block_k, num_warps=1, **launched,
+    )  # fmt: skip
+    if plan.splits > 1:
+        to = torch.empty(plan.splits, *out.shape, dtype=torch.float32, device=out.device)
+    steps = problem.columns // plan.block_k
+    kernels.swap_ab[(plan.tiles, -(-problem.outputs // plan.block_n), plan.splits)](
+        placed,
+        ends,
+        words,
+        scales,
+        to,
+        problem.rows,
+        problem.groups,
+        problem.outputs,
+        problem.columns,
+        first_row,
+        -(-steps // plan.splits),
+        0 if ends is None else ends.stride(0),
+        *words.stride()[:2],
+        *scales.stride()[:2],
+        GROUPS_PADDED=1 << problem.groups.bit_length(),
+        CODES=problem.codes,
+        E8M0=problem.scale == "e8m0",
+        BLOCK_ROWS=problem.block[0],
+        BLOCK_COLUMNS=problem.block[1],
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_K=plan.block_k,
+        WAY="fast" if target.vendor == "nvidia" else "plain",
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **launched,
+    )
+    if plan.splits > 1:
+        count = out.numel()
+        kernels.add_splits[(-(-count // ADDED),)](
+            to, out, count, plan.splits, BLOCK=ADDED, num_warps=4, **launched
+        )

@@ -1,0 +1,138 @@
+"""The product of few rows: its kernel against fp64, what it takes, and codes and scales that its fast way cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import long
+from support import products
+from support.products import check, tensor_of
+from support.weights import random_weight
+
+from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, launch
+from sparse_attn.ops.grouped_linear.plan import Problem
+from sparse_attn.target import H200, TARGETS, target_of
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
+
+V32 = WeightLayout("e4m3", (128, 128), "fp32")
+V4 = WeightLayout("e4m3", (128, 128), "e8m0")
+WIDE = WeightLayout("e4m3", (24, 256), "fp32")
+MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
+LAYOUTS = (V32, V4, WIDE, MXFP4)
+ENDS = ([5, 21, 21, 33], [0, 1, 17, 36], [37, 37, 37, 37], [0, 0, 0, 37], [0, 0, 0, 0])
+
+
+def rows_of(n, columns, device):
+    return products.rows_of(n, columns, torch.bfloat16, device)
+
+
+def weight_of(layout, groups, outputs, columns, device):
+    codes, scales, name = random_weight(layout, groups, outputs, columns, moderate=True)
+    return PackedWeight(codes.to(device), scales.to(device), name)
+
+
+@pytest.mark.kernel
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_kernel(layout, device):
+    weight, rows = weight_of(layout, 4, 70, 512, device), rows_of(37, 512, device)
+    for ends in ENDS if long() else ENDS[:2]:
+        check(grouped_linear(rows, tensor_of(ends, device), weight, impl="swap_ab"), rows, ends, weight)
+    part = weight_rows(weight, 5, 69)
+    wild = grouped_linear(rows, tensor_of([-9, 21, 21, 2**31 - 1], device), part, impl="swap_ab")
+    check(wild, rows, [0, 21, 21, 37], part)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", [V32, MXFP4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("splits, rows", [(1, 1), (3, 20), (4, 1)])
+def test_kernel_of_splits(layout, splits, rows, device):
+    """The columns of a tile in parts, of which the last may be shorter; the sums are those of whole rows."""
+    weight, rows = weight_of(layout, 1, 130, 1024, device), rows_of(rows, 1024, device)
+    problem = Problem(rows.shape[0], 1, 130, 1024, torch.bfloat16, False, layout.codes, layout.scale, layout.block)
+    choice = dispatch.choose(problem, target_of(device), "swap_ab")
+    steps = 1024 // choice.plan.block_k
+    splits = -(-steps // -(-steps // splits))
+    plan = dataclasses.replace(choice.plan, splits=splits)
+    codes = weight.codes.view(torch.uint8)
+    got = launch.grouped_linear(rows, None, codes, weight.scales, layout.name, choice._replace(plan=plan))
+    check(got, rows, None, weight)
+
+
+@pytest.mark.kernel
+def test_kernel_of_every_e2m1_code_and_every_scale(device):
+    """A row of one 1 reads a column of the weight: each value is exact, or what bf16 makes of it; NaN where it is."""
+    columns, scales = 256, torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(128, dtype=torch.uint8).view(1, 1, 128).repeat(1, 256, 1) * 37 + 11
+    weight = PackedWeight(codes, scales.view(1, 256, 1).repeat(1, 1, 8).contiguous(), MXFP4.name)
+    interpreted = device.type == "cpu"
+    if interpreted:  # which loses bf16's subnormals
+        weight.scales[0, :8] = 8
+    weight = PackedWeight(weight.codes.to(device), weight.scales.to(device), MXFP4.name)
+    rows = torch.zeros(16, columns, dtype=torch.bfloat16, device=device)
+    rows[torch.arange(16), torch.arange(16) * 17] = 1
+    got = grouped_linear(rows, None, weight, impl="swap_ab")
+    want = grouped_linear(rows, None, weight, impl="reference")
+    assert want[:, 255].isnan().all() and torch.equal(got.isnan(), want.isnan())
+    infinite = want.isinf()  # times a row's zeros: NaN or infinite
+    torch.testing.assert_close(got[~infinite], want[~infinite], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("layout", [V32, V4], ids=lambda layout: layout.name)
+def test_kernel_of_every_e4m3_code(layout, device):
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 128)
+    weight = weight_of(layout, 1, 256, 128, device)._replace(codes=codes.to(device).view(torch.float8_e4m3fn))
+    rows = torch.zeros(3, 128, dtype=torch.bfloat16, device=device)
+    rows[torch.arange(3), torch.tensor([0, 77, 126])] = 1
+    got, want = (grouped_linear(rows, None, weight, impl=impl) for impl in ("swap_ab", "reference"))
+    assert got.isnan().sum() == 6
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.kernel
+def test_kernel_gives_nan_where_a_scale_a_code_or_a_row_is_one_and_nowhere_else(device):
+    rows = rows_of(3, 256, device).clone()
+    rows[1, 7] = float("nan")
+    weight = weight_of(V4, 1, 140, 256, "cpu")
+    codes, scales = weight.codes.clone(), weight.scales.clone()
+    codes.view(torch.uint8)[0, 3, 127], scales[0, 1, 0] = 0xFF, 255
+    bad = grouped_linear(rows, None, PackedWeight(codes.to(device), scales.to(device), weight.layout), impl="swap_ab")
+    want = torch.zeros(3, 140, dtype=torch.bool)
+    want[1], want[:, 3], want[:, 128:] = True, True, True
+    assert torch.equal(bad.isnan().cpu(), want)
+
+
+def problem(rows, groups, **more):
+    facts = dict(outputs=4096, columns=7168, dtype=torch.bfloat16, ends=groups > 1, codes="e4m3", scale="fp32")
+    return Problem(rows, groups, **facts | dict(block=(128, 128)) | more)
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(dtype=torch.float16), "rows: got float16, allowed: bfloat16"),
+    (dict(codes="plain", scale="none", block=(1, 1)), "codes: got plain, allowed: e2m1, e4m3"),
+    (dict(block=(32, 32)), "scale blocks: got 32x32 of fp32, allowed: a multiple of 128 columns"),
+    (dict(codes="e2m1", block=(1, 32)), "scale blocks: got 1x32 of fp32, allowed: 1x32 of e8m0"),
+    (dict(codes="e2m1", scale="e8m0", block=(1, 64)), "scale blocks: got 1x64 of e8m0, allowed: 1x32 of e8m0"),
+    (dict(columns=7200), "columns: got 7200, allowed: multiples of 128"),
+    (dict(aligned=False), "codes: got any address and strides"),
+    (dict(rows=129), "rows: got 129 a group, allowed: at most 128"),
+])  # fmt: skip
+def test_what_it_does_not_take(change, reason):
+    given = dict(rows=1, groups=1) | change
+    choice = dispatch.choose(problem(given.pop("rows"), given.pop("groups"), **given), H200)
+    assert choice.kernel.name == "portable"
+    assert choice.passed_over[0][0] == "swap_ab" and choice.passed_over[0][1].startswith(reason)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_splits_cover_the_columns_and_none_is_empty(name):
+    for codes, scale, block, size in (("e4m3", "fp32", (128, 128), 128), ("e2m1", "e8m0", (1, 32), 256)):
+        for steps in (1, 2, 3, 7, 12, 56, 57, 128):
+            for rows, outputs in ((1, 64), (1, 4096), (64, 7168), (128, 24576)):
+                facts = dict(codes=codes, scale=scale, block=block, outputs=outputs, columns=steps * size)
+                plan = dispatch.choose(problem(rows, 1, **facts), TARGETS[name], "swap_ab").plan
+                each = -(-steps // plan.splits)
+                assert (plan.splits - 1) * each < steps <= plan.splits * each
