@@ -17,10 +17,11 @@ Ways to decode:
 import triton
 import triton.language as tl
 
-from sparse_attn.device import cast
+from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 
 FAST, EXACT, PLAIN = tl.constexpr("fast"), tl.constexpr("exact"), tl.constexpr("plain")
+CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
 E8M0_NAN = tl.constexpr(255)
 MOST_FAST_SCALE = tl.constexpr(128)  # the byte of 2
 BF16X4 = tl.constexpr((tl.bfloat16,) * 4)
@@ -215,3 +216,22 @@ def exact_packed_dot(
                 EXACT,
             )  # fmt: skip
     return sums
+
+
+@triton.jit(do_not_specialize=["rows", "stride_row", "stride_column"])
+def place_rows(
+    x,  # bf16 [rows, columns]
+    out,  # bf16 [rows, columns], contiguous
+    rows,
+    columns,  # a multiple of BLOCK_K
+    stride_row,
+    stride_column,
+    EACH: tl.constexpr,  # codes of a word
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Values of every row in the order in which packed_dot reads them: a CTA's, BLOCK_K columns of a row."""
+    pdl.wait(PDL)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    values = tl.load(x + row * stride_row + column.to(tl.int64) * stride_column)
+    tl.store(out + row * columns + placed(column, EACH, BLOCK_K), values)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import cast, pdl
-from sparse_attn.device.packed_dot import exact_packed_dot, placed
+from sparse_attn.device.packed_dot import exact_packed_dot
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
 
@@ -68,25 +68,6 @@ def swap_ab(
     target = out + at[None, :] + output[:, None]
     mask = row_inside[None, :] & (output < outputs)[:, None]
     tl.store(target, cast.cast(sums, out.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["rows", "stride_row", "stride_column"])
-def place_rows(
-    x,  # bf16 [rows, columns]
-    out,  # bf16 [rows, columns], contiguous
-    rows,
-    columns,  # a multiple of BLOCK_K
-    stride_row,
-    stride_column,
-    EACH: tl.constexpr,  # codes of a word
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Values of every row in the order in which packed_dot reads them: a CTA's, BLOCK_K columns of a row."""
-    pdl.wait(PDL)
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    values = tl.load(x + row * stride_row + column.to(tl.int64) * stride_column)
-    tl.store(out + row * columns + placed(column, EACH, BLOCK_K), values)
 
 
 @triton.jit(do_not_specialize=["count", "splits"])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.device import pdl
+from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import Plan
 from sparse_attn.ops.grouped_linear.swap_ab import kernels
 from sparse_attn.target import target_of
 
-CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
 ADDED = 1024  # values that a CTA of add_splits adds up
 
 
@@ -20,8 +19,8 @@ def multiply(product: Product, plan: Plan) -> None:
     target, words, to = target_of(rows.device), codes.view(torch.int32), out
     launched = pdl.launched(target)
     placed = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    kernels.place_rows[(problem.rows, problem.columns // plan.block_k)](
-        rows, placed, problem.rows, problem.columns, *rows.stride(), EACH=CODES_PER_WORD[problem.codes],
+    packed_dot.place_rows[(problem.rows, problem.columns // plan.block_k)](
+        rows, placed, problem.rows, problem.columns, *rows.stride(), EACH=packed_dot.CODES_PER_WORD[problem.codes],
         BLOCK_K=plan.block_k, num_warps=1, **launched,
     )  # fmt: skip
     if plan.splits > 1:

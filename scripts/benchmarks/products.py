@@ -1,0 +1,95 @@
+"""Products with packed weights: experts of few tokens beside vLLM's Marlin, linears of few rows beside their bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks import marlin
+from benchmarks.checks import check_vectors, sampled
+from benchmarks.record import Record
+from benchmarks.registry import suite
+from benchmarks.run import Run
+from sparse_attn import roofline
+from sparse_attn.ops.experts import packed_experts
+from sparse_attn.ops.grouped_linear import linear
+from sparse_attn.weight_layout import CODE_DTYPE, PackedWeight, WeightLayout, packed_weight, weight_bytes
+
+MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
+FP8 = WeightLayout("e4m3", (128, 128), "fp32")
+CLAMP = 10.0
+EXPERTS = 256, 6, 4096, 2048  # experts, of a token, hidden, intermediate: DeepSeek-V4-Flash
+TINY_EXPERTS = 4, 2, 256, 256
+LINEARS = {"q_b": (24576, 1536), "o": (7168, 16384), "shared gate_up": (4096, 7168), "shared down": (7168, 2048)}
+TINY_LINEARS = {"tiny": (96, 256)}
+LEVEL = 1e-4  # 1 - cosine: bf16 rounding between the products is 1e-5
+
+
+def random_weight(layout: WeightLayout, *shape: int, device: str) -> PackedWeight:
+    """Every code but NaN; values of about 1 / 64."""
+    *leading, rows, columns = shape
+    stored = (*leading, rows, columns // 2 if layout.codes == "e2m1" else columns)
+    codes = torch.randint(0, 256, stored, dtype=torch.uint8, device=device)
+    if layout.codes == "e4m3":
+        codes = torch.where(codes & 127 == 127, 0x7E, codes)
+    grid = (*leading, *layout.grid(rows, columns))
+    if layout.scale == "e8m0":
+        scales = torch.randint(118, 122, grid, dtype=torch.uint8, device=device)
+    else:
+        scales = torch.rand(grid, dtype=torch.float32, device=device) * 2.0**-13 + 2.0**-14
+    return packed_weight(codes.view(CODE_DTYPE[layout.codes]), scales, layout)
+
+
+def routes(sets: int, tokens: int, experts: int, k: int, device: str) -> list[torch.Tensor]:
+    """int32 [tokens, k] of each set: distinct experts of a token, each as likely."""
+    drawn = [torch.rand(tokens, experts, dtype=torch.float32, device=device).topk(k).indices for _ in range(sets)]
+    return [one.to(torch.int32) for one in drawn]
+
+
+@suite("experts_few")
+def experts_few(run: Run) -> Iterator[Record]:
+    "packed_experts, 256 of MXFP4 (W4A16), 6 a token, hidden 4096, intermediate 2048, L2-cold; beside vLLM's Marlin."
+    experts, k, hidden, intermediate = run.pick(EXPERTS, TINY_EXPERTS)
+    gate_up = random_weight(MXFP4, experts, 2 * intermediate, hidden, device=run.device)
+    down = random_weight(MXFP4, experts, hidden, intermediate, device=run.device)
+    peer = not run.dry and marlin.load(run.peers and run.peers.root)
+    if peer:
+        theirs = [marlin.repacked(one.codes, one.scales) for one in (gate_up, down)]
+    each = (weight_bytes(gate_up) + weight_bytes(down)) // experts
+    for tokens in run.pick([1, 8, 64], [1, 3]):
+        sets = routes(run.pick(8, 2), tokens, experts, k, run.device)
+        x = torch.randn(tokens, hidden, dtype=torch.float32, device=run.device).bfloat16()
+        weights = torch.rand(tokens, k, dtype=torch.float32, device=run.device)
+        ours = functools.partial(packed_experts, x, weights, gate_up=gate_up, down=down, clamp=CLAMP)
+        some = sampled(tokens, 3, run.device)
+        want = packed_experts(x[some], weights[some], sets[0][some], gate_up, down, clamp=CLAMP, impl="reference")
+        check_vectors(ours(ids=sets[0])[some], want, LEVEL, "out")
+        calls = None
+        if peer:
+            check_vectors(ours(ids=sets[0]), marlin.experts(x, weights, sets[0], *theirs, CLAMP), LEVEL)
+            calls = [functools.partial(marlin.experts, x, weights, ids, *theirs, CLAMP) for ids in sets]
+        touched = sum(ids.unique().numel() for ids in sets) / len(sets)
+        work = roofline.Work(touched * each + 4 * tokens * hidden, 6 * tokens * k * hidden * intermediate)
+        yield run.compare(
+            f"tokens {tokens}", [functools.partial(ours, ids=ids) for ids in sets], "vLLM Marlin MXFP4", calls,
+            run.floor(work), target_ms=20,
+        )  # fmt: skip
+
+
+@suite("linears_few")
+def linears_few(run: Run) -> Iterator[Record]:
+    "linear, fp8 weights of 128x128 blocks (W8A16), of DeepSeek-V3.2, L2-cold; beside nothing but their bytes."
+    for name, (outputs, columns) in run.pick(LINEARS, TINY_LINEARS).items():
+        sets = run.sets(outputs * columns)
+        weights = [random_weight(FP8, outputs, columns, device=run.device) for _ in range(sets)]
+        for rows in run.pick([1, 8, 16, 32, 64, 128], [1, 3]):
+            x = torch.randn(rows, columns, dtype=torch.float32, device=run.device).bfloat16()
+            some = sampled(rows, 3, run.device)
+            check_vectors(linear(x, weights[0])[some], linear(x[some], weights[0], impl="reference"), LEVEL, "out")
+            work = roofline.product(rows, columns, outputs, weight_bytes(weights[0]))
+            yield run.compare(
+                f"{name} {outputs} x {columns}, rows {rows}", [functools.partial(linear, x, one) for one in weights],
+                "none", None, run.floor(work), target_ms=15,
+            )  # fmt: skip

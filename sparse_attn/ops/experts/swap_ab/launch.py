@@ -1,0 +1,94 @@
+"""Launch of the experts of few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_attn.device import packed_dot, pdl
+from sparse_attn.ops.experts.launch import Call
+from sparse_attn.ops.experts.plan import Plan
+from sparse_attn.ops.experts.swap_ab import kernels
+from sparse_attn.ops.grouped_linear.plan import Problem as Product
+from sparse_attn.ops.grouped_linear.swap_ab.config import BLOCK_K
+from sparse_attn.target import target_of
+from sparse_attn.weight_layout import parse_weight_layout
+
+ADDED = 1024  # values that a CTA of add_terms adds up
+
+
+def multiply(call: Call, plan: Plan) -> None:
+    x, weights, ids, (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout), clamp, out, problem = (
+        call
+    )
+    first, second = problem.gate_up, problem.down
+    experts, hidden, intermediate, device = first.groups, first.columns, second.columns, x.device
+    target = target_of(device)
+    launched = pdl.launched(target)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    placed = torch.empty(x.shape, dtype=x.dtype, device=device)
+    inner = torch.empty(problem.rows, intermediate, dtype=x.dtype, device=device)
+    terms = torch.empty(problem.rows, hidden, dtype=torch.float32, device=device)
+    common = dict(
+        ROWS_PADDED=max(16, 1 << (problem.rows - 1).bit_length()), BLOCK_M=plan.block_m,
+        WAY="fast" if target.vendor == "nvidia" else "plain", num_stages=plan.num_stages, **launched,
+    )  # fmt: skip
+    packed_dot.place_rows[(problem.tokens, hidden // BLOCK_K[first.codes])](
+        x, placed, problem.tokens, hidden, *x.stride(), EACH=packed_dot.CODES_PER_WORD[first.codes],
+        BLOCK_K=BLOCK_K[first.codes], num_warps=1, **launched,
+    )  # fmt: skip
+    words = gate_up.view(torch.int32)
+    kernels.gate_up[(-(-2 * intermediate // plan.gate_up_block_n), problem.rows)](
+        placed,
+        ids,
+        words,
+        gate_up_scales,
+        inner,
+        problem.rows,
+        problem.k,
+        experts,
+        hidden,
+        intermediate,
+        parse_weight_layout(gate_up_layout).first_row,
+        0.0 if clamp is None else clamp,
+        *words.stride()[:2],
+        *gate_up_scales.stride()[:2],
+        **_format(first),
+        BLOCK_N=plan.gate_up_block_n,
+        OUT_EACH=packed_dot.CODES_PER_WORD[second.codes],
+        OUT_BLOCK_K=BLOCK_K[second.codes],
+        CLAMPED=clamp is not None,
+        num_warps=plan.gate_up_warps,
+        **common,
+    )
+    words = down.view(torch.int32)
+    kernels.down[(-(-hidden // plan.down_block_n), problem.rows)](
+        inner,
+        weights,
+        ids,
+        words,
+        down_scales,
+        terms,
+        problem.rows,
+        experts,
+        hidden,
+        intermediate,
+        parse_weight_layout(down_layout).first_row,
+        *words.stride()[:2],
+        *down_scales.stride()[:2],
+        **_format(second),
+        BLOCK_N=plan.down_block_n,
+        num_warps=plan.down_warps,
+        **common,
+    )
+    kernels.add_terms[(problem.tokens, -(-hidden // ADDED))](
+        terms, ids, out, problem.k, experts, hidden, BLOCK=ADDED, num_warps=4, **launched
+    )
+
+
+def _format(problem: Product) -> dict[str, Any]:
+    return dict(
+        CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
+        BLOCK_COLUMNS=problem.block[1], BLOCK_K=BLOCK_K[problem.codes],
+    )  # fmt: skip

@@ -1,0 +1,238 @@
+"""Experts whose weights stay packed: reference and kernels against fp64, by bounds of every rounding between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import long
+from expecttest import assert_expected_inline
+from support.products import EPSILON, rows_of
+from support.weights import random_weight
+
+from sparse_attn.ops.experts import dispatch, packed_experts
+from sparse_attn.ops.experts.plan import Problem
+from sparse_attn.ops.grouped_linear.plan import Problem as Product
+from sparse_attn.target import H200, TARGETS
+from sparse_attn.testing.ops import opcheck, schema
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
+
+V32 = WeightLayout("e4m3", (128, 128), "fp32")
+V4 = WeightLayout("e4m3", (128, 128), "e8m0")
+SMALL = WeightLayout("e4m3", (32, 32), "e8m0")
+MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EXPERTS, HIDDEN, INTERMEDIATE, K = 5, 512, 256, 3
+
+
+def weights_of(layout, device="cpu", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=EXPERTS):
+    pair = (
+        random_weight(layout, experts, 2 * intermediate, hidden, moderate=True),
+        random_weight(layout, experts, hidden, intermediate, moderate=True, seed=7),
+    )
+    return tuple(PackedWeight(one.codes.to(device), one.scales.to(device), one.layout) for one in pair)
+
+
+def routes(tokens, device="cpu", experts=EXPERTS, k=K):
+    """(weights, ids) in views; experts 3 is nobody's, some ids are of no expert, expert 0 has most rows."""
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randint(0, experts, (tokens, 2 * k), generator=generator, dtype=torch.int32)
+    drawn = torch.where(drawn == 3, 0, drawn)
+    if tokens > 2:
+        drawn[1, 2], drawn[2, 0] = -1, experts
+    weights = torch.rand(tokens, 2 * k, generator=generator)
+    return weights.to(device)[:, ::2], drawn.to(device)[:, ::2]
+
+
+def exact(x, weights, ids, gate_up, down, clamp):
+    """(fp64 result, what it may be off by) on the CPU. A sum of n products in fp32 loses n * 2**-24 of their
+    magnitudes, and on a GPU's matrix units 2**-21 more; silu is 1.1-Lipschitz and taken in fp32."""
+    dtype, x, weights, ids = x.dtype, x.cpu().double(), weights.cpu().double(), ids.cpu()
+    first, second = (dequantise(one).cpu().double() for one in (gate_up, down))
+    out = torch.zeros_like(x)
+    error = out.clone()
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token], ids[token].tolist()):
+            if not 0 <= expert < first.shape[0]:
+                continue
+            both = first[expert] @ x[token]
+            slack = (first[expert].abs() @ x[token].abs()) * (x.shape[1] * 2.0**-24 + 2.0**-21)
+            gate, up = both.chunk(2)
+            off_gate, off_up = slack.chunk(2)
+            if clamp is not None:
+                gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+            if dtype != FP32:  # a product that is rounded before it is gated, as "grouped" does
+                off_gate, off_up = off_gate + gate.abs() * EPSILON[dtype], off_up + up.abs() * EPSILON[dtype]
+            inner = F.silu(gate) * up
+            off = 1.1 * (up.abs() + off_up) * off_gate + F.silu(gate).abs() * off_up
+            off += inner.abs() * (EPSILON[dtype] + 2.0**-20)
+            here = second[expert] @ inner
+            slack = (second[expert].abs() @ (inner.abs() + off)) * (inner.shape[0] * 2.0**-24 + 2.0**-21)
+            slack += second[expert].abs() @ off + here.abs() * EPSILON[dtype]
+            out[token] += weight * here
+            error[token] += weight * slack
+    return out, error * 1.001 + out.abs() * EPSILON[dtype]
+
+
+def check(got, x, weights, ids, gate_up, down, clamp):
+    want, allowed = exact(x, weights, ids, gate_up, down, clamp)
+    assert got.dtype == x.dtype and got.shape == x.shape and got.is_contiguous()
+    off = (got.cpu().double() - want).abs() - allowed
+    assert off.max().item() <= 0 if off.numel() else True, f"{off.max()} beyond the bound of {allowed.max()}"
+
+
+@pytest.mark.parametrize("layout, dtype", [(V32, BF16), (SMALL, FP16), (MXFP4, FP32), (MXFP4, BF16)], ids=str)
+def test_reference(layout, dtype):
+    pair, x = weights_of(layout, hidden=96, intermediate=64), rows_of(9, 96, dtype).contiguous()
+    for clamp in (None, 0.5):
+        check(packed_experts(x, *routes(9), *pair, clamp=clamp, impl="reference"), x, *routes(9), *pair, clamp)
+
+
+def test_nothing_to_add():
+    pair, x = weights_of(MXFP4), torch.randn(2, HIDDEN)
+    weights, ids = routes(2)
+    assert packed_experts(x[:0], weights[:0], ids[:0], *pair).shape == (0, HIDDEN)
+    for empty in (packed_experts(x, weights[:, :0], ids[:, :0], *pair), packed_experts(x, weights, ids * 0 - 1, *pair)):
+        assert torch.equal(empty, torch.zeros_like(x))
+
+
+@pytest.mark.kernel
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("clamp", [None, 0.5])
+@pytest.mark.parametrize("tokens", [1, 7, 20])
+@pytest.mark.parametrize("layout", [V32, V4, MXFP4], ids=lambda layout: layout.name)
+def test_kernel(layout, tokens, clamp, device):
+    """20 tokens: more rows of an expert than a CTA multiplies."""
+    pair, x = weights_of(layout, device), rows_of(tokens, HIDDEN, BF16, device)
+    got = packed_experts(x, *routes(tokens, device), *pair, clamp=clamp, impl="swap_ab")
+    check(got, x, *routes(tokens, device), *pair, clamp)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [BF16, FP32] if long() else [FP32], ids=str)
+def test_kernel_of_many_rows(dtype, device):
+    pair, x = weights_of(SMALL, device, hidden=96, intermediate=64), rows_of(9, 96, dtype, device)
+    got = packed_experts(x, *routes(9, device), *pair, clamp=0.5)
+    check(got, x, *routes(9, device), *pair, 0.5)
+
+
+@pytest.mark.kernel
+def test_kernel_of_a_part_of_outputs_and_of_cut_blocks(device):
+    """Rows of down that begin inside of a scale block: what one of several GPUs may hold."""
+    gate_up, down = weights_of(V4, device)
+    part, x = weight_rows(down, 100, 356), rows_of(3, 256, BF16, device)
+    gate_up = PackedWeight(gate_up.codes[..., :256], gate_up.scales[..., :2], gate_up.layout)
+    got = packed_experts(x, *routes(3, device), gate_up, part, impl="swap_ab")
+    check(got, x, *routes(3, device), gate_up, part, None)
+
+
+@pytest.mark.kernel
+def test_kernel_of_a_row_does_not_depend_on_the_others(device):
+    pair, x = weights_of(MXFP4, device), rows_of(12, HIDDEN, BF16, device)
+    weights, ids = routes(12, device)
+    whole = packed_experts(x, weights, ids, *pair, impl="swap_ab")
+    for some in ([5], [11, 0], [3, 5, 4]):
+        assert torch.equal(packed_experts(x[some], weights[some], ids[some], *pair, impl="swap_ab"), whole[some])
+
+
+@pytest.mark.kernel
+def test_kernel_of_nan(device):
+    """In a code of expert 1: in every token that it serves, and in no other."""
+    gate_up, down = weights_of(V4, device)
+    codes = down.codes.view(torch.uint8).clone()
+    codes[1, 17, 200] = 0xFF
+    x = rows_of(7, HIDDEN, BF16, device)
+    weights, ids = routes(7, device)
+    got = packed_experts(x, weights, ids, gate_up, down._replace(codes=codes.view(torch.float8_e4m3fn)), impl="swap_ab")
+    served = (ids == 1).any(1)
+    want = torch.zeros_like(got, dtype=torch.bool)
+    want[served, 17] = True
+    assert served.any() and not served.all() and torch.equal(got.isnan(), want)
+
+
+def test_schema():
+    assert_expected_inline(
+        schema("packed_experts").replace(", ", ",\n"),
+        """\
+sparse_attn::packed_experts(Tensor x,
+Tensor weights,
+Tensor ids,
+Tensor gate_up,
+Tensor gate_up_scales,
+str gate_up_layout,
+Tensor down,
+Tensor down_scales,
+str down_layout,
+float? clamp,
+str impl) -> Tensor""",
+    )
+
+
+def test_opcheck():
+    (codes, scales, name), (down, down_scales, _) = weights_of(MXFP4, hidden=64, intermediate=32)
+    x, (weights, ids) = torch.randn(4, 64).bfloat16(), routes(4)
+    opcheck("packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, "auto")
+    opcheck("packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, "auto")
+
+
+@pytest.mark.parametrize("change, error, message", [
+    (dict(x=torch.zeros(3, HIDDEN, dtype=torch.float64)), TypeError, "x: got dtype float64"),
+    (dict(x=torch.zeros(4, HIDDEN)), ValueError, "x: got shape"),
+    (dict(ids=torch.zeros(3, K, dtype=torch.int64)), TypeError, "ids: got dtype int64"),
+    (dict(weights=torch.zeros(3, K + 1)), ValueError, "weights: got shape"),
+    (dict(weights=torch.zeros(3, K, dtype=BF16)), TypeError, "weights: got dtype bfloat16"),
+    (dict(down=torch.zeros(5, HIDDEN, INTERMEDIATE)), TypeError, "down: got Tensor, allowed: a PackedWeight"),
+    (dict(gate_up=weights_of(MXFP4)[1]), ValueError, r"gate_up: got shape \[5, 512, 256\], allowed: \[5, 512, 512\]"),
+    (dict(gate_up=weights_of(WeightLayout("e4m3", (8, 24), "fp32"))[0]), ValueError, "gate_up: got scale blocks of 24"),
+    (dict(impl="hopper"), ValueError, "impl: got 'hopper'"),
+])  # fmt: skip
+def test_errors(change, error, message):
+    gate_up, down = weights_of(MXFP4)
+    weights, ids = routes(3)
+    given = dict(x=torch.zeros(3, HIDDEN), weights=weights, ids=ids, gate_up=gate_up, down=down) | change
+    with pytest.raises(error, match=message):
+        packed_experts(**given)
+
+
+def problem(tokens, k=6, experts=256, **more):
+    facts = dict(dtype=BF16, ends=True, codes="e2m1", scale="e8m0", block=(1, 32)) | more
+    first, second = (Product(tokens * k, experts, a, b, **facts) for a, b in ((4096, 4096), (4096, 2048)))
+    return Problem(tokens, k, first, second)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_which_kernel_runs(name):
+    few = "grouped" if name.startswith("gfx") else "swap_ab"
+    assert [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64)] == [few] * 3
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(tokens=171), "ids: got 1026, allowed: at most 1024"),
+    (dict(tokens=64, experts=16), "ids: got 384, allowed: at most 16 an expert"),
+    (dict(tokens=1, dtype=FP16), "gate_up: rows: got float16"),
+    (dict(tokens=1, aligned=False), "gate_up: codes: got any address"),
+])  # fmt: skip
+def test_what_it_does_not_take(change, reason):
+    choice = dispatch.choose(problem(change.pop("tokens"), **change), H200)
+    assert choice.kernel.name == "grouped" and choice.passed_over[0][1].startswith(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 64, 300])
+@pytest.mark.parametrize("layout, sizes", [(MXFP4, (32, 1024, 512)), (V32, (16, 1024, 768))], ids=str)
+def test_gpu_compiled_and_captured(layout, sizes, tokens):
+    experts, hidden, intermediate = sizes
+    pair = weights_of(layout, "cuda", hidden, intermediate, experts)
+    x, (weights, ids) = rows_of(tokens, hidden, BF16, "cuda"), routes(tokens, "cuda", experts)
+    eager = packed_experts(x, weights, ids, *pair, clamp=10.0)
+    check(eager, x, weights, ids, *pair, 10.0)
+    compiled = torch.compile(packed_experts, fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(x, weights, ids, *pair, clamp=10.0), eager)
+    held = ids.contiguous()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = packed_experts(x, weights, held, *pair, clamp=10.0)
+    for shift in (0, 3):
+        held.copy_((ids + shift) % experts)
+        graph.replay()
+        check(out, x, weights, held, *pair, 10.0)
