@@ -18,6 +18,7 @@ from sparse_attn.ops.attention import (
     sparse_attn_prefill,
 )
 from sparse_attn.ops.compressor import compress_and_cache
+from sparse_attn.ops.experts import packed_experts
 from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
@@ -94,8 +95,8 @@ __all__ = [
     "hadamard_transform", "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix", "index_select",
     "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill", "indexer_k_quant_and_cache",
     "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states",
-    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "parse_layout", "penalise_logits", "preset", "release", "reserve",
-    "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_prefill", "take_winners", "target_of",
+    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "packed_experts", "parse_layout", "penalise_logits", "preset",
+    "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_prefill", "take_winners", "target_of",
     "token_logprobs", "top_k_per_row", "use", "window_indices", "workspace_size", "write_index_keys", "write_kv_cache",
     "write_latents",
 ]  # fmt: skip

@@ -156,6 +156,9 @@ BAD = {
         (dict(ends=ints(-1, 2)), "ends[0]: got -1"),
         (dict(ends=ints(2, 1)), "ends[1]: got 1, allowed: ascending ends, at least 2"),
     ],
+    "packed_experts": [
+        (dict(weights=torch.tensor([[1.0, 1.0], [math.nan, 1.0]])), "weights[1, 0]: got nan"),
+    ],
     "hyper_mix": [
         (dict(streams=torch.full((2, 2, 3), math.nan)), "streams[0, 0, 0]: got nan"),
         (dict(raw=torch.full((2, 8), math.inf)), "fn times streams[0, 0]: got inf"),

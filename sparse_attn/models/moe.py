@@ -10,7 +10,7 @@ Two ways through the routed experts, chosen by what the host knows (device, dtyp
   experts_per_token times the necessary operations, and tokens x num_experts x (2 x intermediate + hidden) values of
   scratch. It is for few or small experts, where a sort costs more than it saves, and for what grouped cannot take.
 
-Packed weights always take the grouped way, through ops.grouped_linear, which has none of these limits.
+Packed weights take ops.experts, which has none of these limits.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
+from sparse_attn.ops.experts import packed_experts
 from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.pipeline.ranks import sum_over_ranks
@@ -103,7 +104,11 @@ def experts_grouped(
     first: int | None = None,
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
-    Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them."""
+    Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
+    take an operator of their own."""
+    if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
+        own = ids if first is None else ids - first
+        return packed_experts(x, weights, own, gate_up, down, clamp=clamp, impl=impl)
     top_k, held = ids.shape[1], None
     if first is not None:
         held = (ids >= first) & (ids < first + weight_shape(gate_up)[0])

@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from support import hostile_oracles as oracles
 from support.hostile import INF, INT_MAX, INT_MIN, Call, amid, blocks, codes, flag, floats, ints, monotone, some
 from support.index_topk import mxfp4_query
+from support.weights import bytes_of
 
 import sparse_attn
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.mxfp4 import mxfp4_quantise
 from sparse_attn.types import Ragged, StepPlan
+from sparse_attn.weight_layout import PackedWeight
 
 NAN = math.nan
 WILD64 = (-(2**63), -(2**40), -1, 2**31, 2**40, 2**63 - 1)
@@ -579,6 +581,24 @@ def grouped_linear(draw):
         rows=free(draw, _small(draw, rows, columns).to(dtype)), ends=free(draw, torch.tensor(ends, dtype=torch.int32)),
         weight=free(draw, _small(draw, groups, outputs, columns).to(dtype)),
     ), dict()  # fmt: skip
+
+
+def packed_experts(draw):
+    """Codes of e2m1 and scales of one: values are halves, few of which a token takes."""
+    tokens, k, experts, blocks = some(draw, 0, 3), some(draw, 1, 3), some(draw, 1, 3), some(draw, 1, 2)
+    hidden, inner, dtype = 32 * blocks, 32, pick(draw, (torch.float32, torch.bfloat16))
+    seed = draw(st.integers(0, 2**20))
+
+    def weight(rows, columns):
+        codes = bytes_of(experts, rows, columns // 2, seed=seed)
+        scales = torch.full((experts, rows, columns // 32), 121, dtype=torch.uint8)
+        return PackedWeight(free(draw, codes), free(draw, scales), "e2m1/1x32/e8m0")
+
+    return dict(
+        x=free(draw, _small(draw, tokens, hidden).to(dtype)), weights=free(draw, _small(draw, tokens, k)),
+        ids=free(draw, ints(draw, (tokens, k), -1, experts, torch.int32)), gate_up=weight(2 * inner, hidden),
+        down=weight(hidden, inner), clamp=pick(draw, (None, 1.5)),
+    ), dict(level=(5e-2, 5e-2) if dtype == torch.bfloat16 else (1e-4, 1e-4))  # fmt: skip
 
 
 def hash_routed_experts(draw):

@@ -11,6 +11,7 @@ import torch
 from sparse_attn.fp8 import FP8_DTYPE, FP8_MAX
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.mxfp4 import mxfp4_decode
+from sparse_attn.weight_layout import dequantise
 
 INF = math.inf
 MOST_ROWS = 2**31
@@ -625,6 +626,19 @@ def grouped_linear(rows, ends, weight):
         if group is not None:
             out[row] = weight[group].double() @ rows[row].double()
     return out
+
+
+def packed_experts(x, weights, ids, gate_up, down, clamp):
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    first, second = (dequantise(weight).double() for weight in (gate_up, down))
+    for token in range(len(x)):
+        for weight, expert in zip(weights[token].tolist(), ids[token].tolist()):
+            if 0 <= expert < len(first):
+                gate, up = (first[expert] @ x[token].double()).chunk(2)
+                if clamp is not None:
+                    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+                out[token] += weight * (second[expert] @ (gate * torch.sigmoid(gate) * up))
+    return out.to(x.dtype)
 
 
 def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):

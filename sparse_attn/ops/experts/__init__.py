@@ -6,8 +6,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.experts import op
-from sparse_attn.ops.grouped_linear.shapes import fits
-from sparse_attn.weight_layout import PackedWeight, parse_weight_layout, weight_shape
+from sparse_attn.weight_layout import PackedWeight, packed_weight, parse_weight_layout, weight_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,7 +45,7 @@ def packed_experts(
         if not isinstance(weight, PackedWeight):
             raise TypeError(f"{name}: got {type(weight).__name__}, allowed: a PackedWeight")
         checks.check_rank(name, weight.codes, 3)
-        fits(weight.codes, weight.scales, weight.layout)
+        packed_weight(weight.codes, weight.scales, parse_weight_layout(weight.layout))
         if (columns := parse_weight_layout(weight.layout).block[1]) % 16:
             raise ValueError(f"{name}: got scale blocks of {columns} columns, allowed: multiples of 16")
     experts, hidden, intermediate = weight_shape(down)

@@ -49,13 +49,15 @@ def problem_of(
 class Plan:
     """How swap_ab is launched; of "grouped", whose products choose for themselves, all is 0.
 
-    block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups.
+    block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups. block_k: columns at a time.
     """
 
     block_m: int = 0
     gate_up_block_n: int = 0
     gate_up_warps: int = 0
+    gate_up_block_k: int = 0
     down_block_n: int = 0
     down_warps: int = 0
+    down_block_k: int = 0
     num_stages: int = 0
     scratch = Scratch()  # what lies between the products is allocated as an output is

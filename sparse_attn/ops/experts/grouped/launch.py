@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
-from sparse_attn.ops.experts.reference import by_expert
+from sparse_attn.ops.experts.shapes import by_expert
 from sparse_attn.ops.grouped_linear.launch import grouped_linear
 
 

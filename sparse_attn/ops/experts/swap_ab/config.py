@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from sparse_attn.dispatch import YES, Support, no, slower
+from sparse_attn.dispatch import YES, Support, find, no, slower
 from sparse_attn.ops.experts.plan import Plan, Problem
-from sparse_attn.ops.grouped_linear.swap_ab import config as product
+from sparse_attn.ops.grouped_linear.dispatch import KERNELS
 from sparse_attn.target import Target
 
+PRODUCT = find(KERNELS, "swap_ab")
 BLOCK_M = 8
 MOST_ROWS = 1024  # ids that a CTA looks through
 MOST_EACH = 16  # rows of an expert in the mean, of which every BLOCK_M read its weights
@@ -14,7 +15,7 @@ MOST_EACH = 16  # rows of an expert in the mean, of which every BLOCK_M read its
 
 def supports(problem: Problem, target: Target) -> Support:
     for name, one in (("gate_up", problem.gate_up), ("down", problem.down)):
-        alone = product.supports(one._replace(rows=1), target)
+        alone = PRODUCT.supports(one._replace(rows=1), target)
         if not alone.ok:
             return alone._replace(reason=f"{name}: {alone.reason}")
     if problem.rows > MOST_ROWS:
@@ -25,4 +26,5 @@ def supports(problem: Problem, target: Target) -> Support:
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    return Plan(BLOCK_M, 128, 8, 64, 4, 1 if target.interpreted else 4)
+    first, second = (PRODUCT.plan(one._replace(rows=1), target).block_k for one in (problem.gate_up, problem.down))
+    return Plan(BLOCK_M, 128, 8, first, 64, 4, second, 1 if target.interpreted else 4)

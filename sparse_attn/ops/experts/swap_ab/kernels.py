@@ -147,7 +147,7 @@ def add_terms(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
     sums = tl.zeros([BLOCK], tl.float32)
-    for i in range(0, k):
+    for i in range(k):
         row = token * k + i
         expert = tl.load(ids + row)
         there = (expert >= 0) & (expert < experts)

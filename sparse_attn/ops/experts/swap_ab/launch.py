@@ -11,7 +11,6 @@ from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.swap_ab import kernels
 from sparse_attn.ops.grouped_linear.plan import Problem as Product
-from sparse_attn.ops.grouped_linear.swap_ab.config import BLOCK_K
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
@@ -19,9 +18,16 @@ ADDED = 1024  # values that a CTA of add_terms adds up
 
 
 def multiply(call: Call, plan: Plan) -> None:
-    x, weights, ids, (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout), clamp, out, problem = (
-        call
-    )
+    (
+        x,
+        weights,
+        ids,
+        (gate_up, gate_up_scales, gate_up_layout),
+        (down, down_scales, down_layout),
+        clamp,
+        out,
+        problem,
+    ) = call
     first, second = problem.gate_up, problem.down
     experts, hidden, intermediate, device = first.groups, first.columns, second.columns, x.device
     target = target_of(device)
@@ -34,9 +40,9 @@ def multiply(call: Call, plan: Plan) -> None:
         ROWS_PADDED=max(16, 1 << (problem.rows - 1).bit_length()), BLOCK_M=plan.block_m,
         WAY="fast" if target.vendor == "nvidia" else "plain", num_stages=plan.num_stages, **launched,
     )  # fmt: skip
-    packed_dot.place_rows[(problem.tokens, hidden // BLOCK_K[first.codes])](
+    packed_dot.place_rows[(problem.tokens, hidden // plan.gate_up_block_k)](
         x, placed, problem.tokens, hidden, *x.stride(), EACH=packed_dot.CODES_PER_WORD[first.codes],
-        BLOCK_K=BLOCK_K[first.codes], num_warps=1, **launched,
+        BLOCK_K=plan.gate_up_block_k, num_warps=1, **launched,
     )  # fmt: skip
     words = gate_up.view(torch.int32)
     kernels.gate_up[(-(-2 * intermediate // plan.gate_up_block_n), problem.rows)](
@@ -55,9 +61,10 @@ def multiply(call: Call, plan: Plan) -> None:
         *words.stride()[:2],
         *gate_up_scales.stride()[:2],
         **_format(first),
+        BLOCK_K=plan.gate_up_block_k,
         BLOCK_N=plan.gate_up_block_n,
         OUT_EACH=packed_dot.CODES_PER_WORD[second.codes],
-        OUT_BLOCK_K=BLOCK_K[second.codes],
+        OUT_BLOCK_K=plan.down_block_k,
         CLAMPED=clamp is not None,
         num_warps=plan.gate_up_warps,
         **common,
@@ -78,6 +85,7 @@ def multiply(call: Call, plan: Plan) -> None:
         *words.stride()[:2],
         *down_scales.stride()[:2],
         **_format(second),
+        BLOCK_K=plan.down_block_k,
         BLOCK_N=plan.down_block_n,
         num_warps=plan.down_warps,
         **common,
@@ -90,5 +98,5 @@ def multiply(call: Call, plan: Plan) -> None:
 def _format(problem: Product) -> dict[str, Any]:
     return dict(
         CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1], BLOCK_K=BLOCK_K[problem.codes],
+        BLOCK_COLUMNS=problem.block[1],
     )  # fmt: skip

@@ -62,7 +62,8 @@ def swap_ab(
         begin = split * split_steps
         sums = exact_packed_dot(
             x, row.to(tl.int64) * columns, row_inside, words, scale_rows, begin,
-            tl.minimum(begin + split_steps, columns // BLOCK_K), CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
+            tl.minimum(begin + split_steps, columns // BLOCK_K), CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K,
+            WAY,
         )  # fmt: skip
     at = (split.to(tl.int64) * rows + row.to(tl.int64)) * outputs
     target = out + at[None, :] + output[:, None]
@@ -84,7 +85,7 @@ def add_splits(
     inside = at < count
     sums = tl.zeros([BLOCK], tl.float32)
     source = partials + at
-    for _ in range(0, splits):
+    for _ in range(splits):
         sums += tl.load(source, mask=inside, other=0.0)
         source += count
     tl.store(out + at, cast.cast(sums, out.dtype.element_ty), mask=inside)

@@ -56,6 +56,4 @@ def multiply(product: Product, plan: Plan) -> None:
     )
     if plan.splits > 1:
         count = out.numel()
-        kernels.add_splits[(-(-count // ADDED),)](
-            to, out, count, plan.splits, BLOCK=ADDED, num_warps=4, **launched
-        )
+        kernels.add_splits[(-(-count // ADDED),)](to, out, count, plan.splits, BLOCK=ADDED, num_warps=4, **launched)
