@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from aot_cases.form import BF16, FP16, FP32, U8, Case, floats, integers, tensor
+from sparse_attn.ops.experts import launch as packed_experts
 from sparse_attn.ops.grouped_linear import launch as grouped_linear
 from sparse_attn.ops.hyper_connection import launch as hyper_connection
 from sparse_attn.ops.router import launch as router
@@ -35,6 +38,7 @@ def cases() -> Iterator[Case]:
         arguments = floats(TOKENS, experts), floats(experts), top_k, groups, kept, True, 2.5, score
         yield Case("biased_grouped_topk", name, router.biased_grouped_topk, arguments, more)
     yield from products()
+    yield from routed()
 
 
 def products() -> Iterator[Case]:
@@ -52,13 +56,32 @@ def products() -> Iterator[Case]:
         ("fp8 linear fp32", FP32, 64, 1, 7168, 2048, "e4m3/128x128/fp32", True),
         ("plain experts", BF16, 512, 64, 1024, 2048, "plain", True),
     ):
-        packed = None if layout == "plain" else parse_weight_layout(layout)
-        if packed is None:
+        if layout == "plain":
             codes, scales = tensor(groups, outputs, columns, dtype=dtype), None
         else:
-            fp4 = packed.codes == "e2m1"
-            codes = tensor(groups, outputs, columns // 2 if fp4 else columns, dtype=U8)
-            scales = tensor(groups, *packed.grid(outputs, columns), dtype=SCALE_DTYPE[packed.scale])
+            codes, scales, _ = packed(layout, groups, outputs, columns)
         ends = None if groups == 1 else integers(groups)
         arguments = tensor(rows, columns, dtype=dtype), ends, codes, scales, layout
         yield Case("grouped_linear", name, grouped_linear.grouped_linear, arguments, more)
+
+
+def routed() -> Iterator[Case]:
+    for name, tokens, top_k, count, hidden, intermediate, layout, more in (
+        ("deepseek_v4_flash", 8, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
+        ("deepseek_v4_flash, 128 tokens", 128, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", True),
+        ("deepseek_v32", 8, 8, 256, 7168, 2048, "e4m3/128x128/fp32", False),
+        ("fp8 experts, e8m0 scales", 8, 8, 256, 7168, 2048, "e4m3/128x128/e8m0", True),
+    ):
+        gate_up = packed(layout, count, 2 * intermediate, hidden)
+        down = packed(layout, count, hidden, intermediate)
+        routes = floats(tokens, top_k), integers(tokens, top_k)
+        arguments = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0
+        yield Case("packed_experts", name, packed_experts.packed_experts, arguments, more)
+
+
+def packed(layout: str, groups: int, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """(codes, scales, layout) of that shape."""
+    parsed = parse_weight_layout(layout)
+    stored = columns // 2 if parsed.codes == "e2m1" else columns
+    grid = groups, *parsed.grid(outputs, columns)
+    return tensor(groups, outputs, stored, dtype=U8), tensor(*grid, dtype=SCALE_DTYPE[parsed.scale]), layout

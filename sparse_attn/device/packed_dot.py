@@ -87,9 +87,8 @@ def _nibble(words, J: tl.constexpr, scale):
 
 @triton.jit
 def _four_nibbles(words, J: tl.constexpr, scale):
-    return (
-        _nibble(words, J, scale), _nibble(words, J + 1, scale), _nibble(words, J + 2, scale), _nibble(words, J + 3, scale),
-    )  # fmt: skip
+    low = _nibble(words, J, scale), _nibble(words, J + 1, scale)
+    return low[0], low[1], _nibble(words, J + 2, scale), _nibble(words, J + 3, scale)
 
 
 @triton.jit

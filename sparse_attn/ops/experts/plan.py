@@ -49,7 +49,8 @@ def problem_of(
 class Plan:
     """How swap_ab is launched; of "grouped", whose products choose for themselves, all is 0.
 
-    block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups. block_k: columns at a time.
+    block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups.
+    block_k: columns at a time.
     """
 
     block_m: int = 0

@@ -8,7 +8,7 @@ from sparse_attn.ops.grouped_linear.dispatch import KERNELS
 from sparse_attn.target import Target
 
 PRODUCT = find(KERNELS, "swap_ab")
-BLOCK_M = 8
+BLOCK_M, BLOCK_N = 8, 64
 MOST_ROWS = 1024  # ids that a CTA looks through
 MOST_EACH = 16  # rows of an expert in the mean, of which every BLOCK_M read its weights
 
@@ -27,4 +27,4 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> Plan:
     first, second = (PRODUCT.plan(one._replace(rows=1), target).block_k for one in (problem.gate_up, problem.down))
-    return Plan(BLOCK_M, 128, 8, first, 64, 4, second, 1 if target.interpreted else 4)
+    return Plan(BLOCK_M, BLOCK_N, 4, first, BLOCK_N, 4, second, 1 if target.interpreted else 3)

@@ -10,12 +10,12 @@ from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.target import Target
 
 CODES = {"e2m1": ("e8m0", (1, 32)), "e4m3": ("", (0, 128))}  # scale, and block: columns are a multiple of the latter
-BLOCK_K = {"e2m1": 256, "e4m3": 128}
 BLOCK_N = 64  # what a warpgroup multiplies at once
-ROWS = (16, 32, 64, 128)  # of a tile
-MOST_ROWS = ROWS[-1]  # in the mean of a group, for which its weight is read once
-MOST_SPLITS = 16
-WAVES = 2  # CTAs of an SM that keep its loads in flight
+ROWS = (8, 16, 32, 64)  # of a tile
+MOST_ROWS = 128  # in the mean of a group
+STAGES_BYTES = 72 << 10  # shared memory of a CTA's tiles in flight
+CTAS = 4  # that an SM holds, by their registers
+SPLIT_STEPS = 12  # of a split at least: the sum of splits is a launch of its own
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -28,7 +28,7 @@ def supports(problem: Problem, target: Target) -> Support:
     if wrong or scale not in ("", problem.scale):
         allowed = "1x32 of e8m0" if scale else f"a multiple of {block[1]} columns"
         return no(f"scale blocks: got {problem.block[0]}x{problem.block[1]} of {problem.scale}, allowed: {allowed}")
-    block_k = BLOCK_K[problem.codes]
+    block_k = plan(problem, target).block_k
     if problem.columns % block_k or not problem.columns:
         return no(f"columns: got {problem.columns}, allowed: multiples of {block_k}")
     if not problem.aligned:
@@ -45,13 +45,15 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> Plan:
     """The smallest tile that holds a group's rows in the mean; columns are split where that fills the machine."""
-    block_m = next((rows for rows in ROWS if problem.rows_each <= rows), MOST_ROWS)
+    block_m = next((rows for rows in ROWS if problem.rows_each <= rows), ROWS[-1])
     groups = problem.tiled_groups
     tiles = groups + (problem.rows - groups) // block_m if problem.ends else -(-problem.rows // block_m)
-    block_k = BLOCK_K[problem.codes]
+    fp4 = problem.codes == "e2m1"
+    block_k = 256 if fp4 and block_m < 64 else 128
     steps = problem.columns // block_k
     ctas = tiles * -(-problem.outputs // BLOCK_N)
-    wanted = max(1, min(MOST_SPLITS, steps // 2, -(-WAVES * target.num_sms // max(1, ctas))))
-    splits = -(-steps // -(-steps // wanted))  # none of them empty
-    num_stages = 1 if target.interpreted else 4
-    return Plan(tiles, block_m, BLOCK_N, block_k, problem.codes == "e2m1", 4, num_stages, splits)
+    wanted = max(1, min(steps // SPLIT_STEPS, CTAS * target.num_sms // max(1, ctas)))
+    splits = -(-steps // -(-steps // wanted)) if steps else 1  # none of them empty
+    stage = 2 * block_m * block_k + BLOCK_N * (block_k // 2 if fp4 else block_k)
+    num_stages = 1 if target.interpreted else min(4, STAGES_BYTES // stage)
+    return Plan(tiles, block_m, BLOCK_N, block_k, fp4, 4, num_stages, splits)

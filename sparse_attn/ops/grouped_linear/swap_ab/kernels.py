@@ -1,7 +1,8 @@
 """The grouped product of few rows: a weight's tile is decoded in registers and multiplied by all rows of its group.
 
-``place_rows`` brings the rows into packed_dot's order. A CTA of ``swap_ab`` has BLOCK_N outputs of one group, up to BLOCK_M of the group's rows, and a part of the columns. With more than one
-split it leaves fp32 partials, which ``add_splits`` adds up in order. device/packed_dot.py multiplies.
+``device.packed_dot.place_rows`` brings the rows into the order in which they are read. A CTA of ``swap_ab`` has BLOCK_N
+outputs of one group, up to BLOCK_M of the group's rows, and a part of the columns. With more than one split it leaves
+fp32 partials, which ``add_splits`` adds up in order. device/packed_dot.py multiplies.
 """
 
 import triton
