@@ -2,135 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import struct
 
-import numpy
 import torch
+from support.hostile_bytes import (
+    INF,
+    MOST_ROWS,
+    decoded,
+    parts,
+    put,
+    rotated,
+    slot_of,
+    transformed,
+    value,
+)
 
-from sparse_attn.fp8 import FP8_DTYPE, FP8_MAX
-from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout
 from sparse_attn.mxfp4 import mxfp4_decode
-from sparse_attn.weight_layout import dequantise
-
-INF = math.inf
-MOST_ROWS = 2**31
-F = numpy.float32
-
-
-def decoded(codes: torch.Tensor, flavour: str) -> torch.Tensor:
-    table = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE[flavour]).double()
-    return table[codes.view(torch.uint8).long()]
-
-
-# Caches: where the bytes of a token lie, and what they say.
-
-
-def flat(cache: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
-
-
-def fields(cache: torch.Tensor, layout, slot: int) -> list[slice]:
-    """Elements of the cache's memory that hold a token: [values], or [codes, scales] or [codes, scales, rope]."""
-    size = cache.shape[1]
-    block, within = divmod(slot, size)
-    base = cache.storage_offset() + block * cache.stride(0)
-    if isinstance(layout, PlainLayout):
-        return [slice(base + within * layout.dim, base + (within + 1) * layout.dim)]
-    if isinstance(layout, IndexFp8Layout):
-        at, scale = base + within * layout.dim, base + size * layout.dim + 4 * within
-        return [slice(at, at + layout.dim), slice(scale, scale + 4)]
-    if isinstance(layout, IndexMxfp4Layout):
-        codes, groups = layout.dim // 2, layout.dim // 32
-        at, scale = base + within * codes, base + size * codes + groups * within
-        return [slice(at, at + codes), slice(scale, scale + groups)]
-    if isinstance(layout, LatentFp8Layout):
-        at = base + within * layout.row
-        scale = at + layout.latent
-        rope = scale + 4 * (layout.latent // layout.group)
-        return [slice(at, scale), slice(scale, rope), slice(rope, rope + 2 * layout.rope)]
-    record, scales = layout.latent + 2 * layout.rope, -(-(layout.latent // layout.group) // 8) * 8
-    at, scale = base + within * record, base + size * record + within * scales
-    return [slice(at, at + layout.latent), slice(scale, scale + scales), slice(at + layout.latent, at + record)]
-
-
-def put(cache: torch.Tensor, layout, slot: int, values: torch.Tensor) -> None:
-    memory, places = flat(cache), fields(cache, layout, slot)
-    if isinstance(layout, PlainLayout):
-        memory[places[0]] = values.to(layout.dtype)
-        return
-    values = values.float()
-    if isinstance(layout, PlanarFp8Layout):
-        values = values.bfloat16().float()
-    group = layout.dim if isinstance(layout, IndexFp8Layout) else layout.group
-    latent = layout.dim if isinstance(layout, IndexFp8Layout) else layout.latent
-    floor = F(448.0) * F(2.0**-126) if isinstance(layout, LatentFp8Layout) else F(1e-4)
-    codes, scales = [], []
-    for first in range(0, latent, group):
-        part = values[first : first + group].numpy()
-        scale = F(max(abs(part).max(), floor)) / F(FP8_MAX[layout.flavour])
-        if layout.scale_rule == "pow2":
-            mantissa, exponent = math.frexp(float(scale))
-            scale = F(math.ldexp(1.0, exponent - (mantissa == 0.5)))
-        limit = F(FP8_MAX[layout.flavour])
-        codes.append(
-            torch.from_numpy((part / scale).clip(-limit, limit)).to(FP8_DTYPE[layout.flavour]).view(torch.uint8)
-        )
-        scales.append(float(scale))
-    memory[places[0]] = torch.cat(codes)
-    if isinstance(layout, PlanarFp8Layout):
-        exponents = [int(math.log2(scale)) + 127 for scale in scales]
-        written = torch.tensor(
-            exponents + [0] * (8 * math.ceil(len(exponents) / 8) - len(exponents)), dtype=torch.uint8
-        )
-        memory[places[1]] = written
-    else:
-        memory[places[1]] = torch.tensor(scales, dtype=torch.float32).view(torch.uint8)
-    if len(places) == 3:
-        memory[places[2]] = values[latent:].bfloat16().contiguous().view(torch.uint8)
-
-
-def parts(cache: torch.Tensor, layout, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes or values, fp32 scales) of a token."""
-    memory, places = flat(cache), fields(cache, layout, slot)
-    if isinstance(layout, PlainLayout):
-        return memory[places[0]], torch.ones(1)
-    scales = memory[places[1]]
-    if isinstance(layout, IndexMxfp4Layout):
-        return mxfp4_decode(memory[places[0]], scales), torch.ones(1)
-    if isinstance(layout, PlanarFp8Layout):
-        scales = 2.0 ** (scales[: layout.latent // layout.group].double() - 127)
-    else:
-        scales = scales.clone().view(torch.float32)
-    return memory[places[0]], scales
-
-
-def value(cache: torch.Tensor, layout, slot: int) -> torch.Tensor:
-    """float64 of a token."""
-    codes, scales = parts(cache, layout, slot)
-    if isinstance(layout, PlainLayout):
-        return codes.double()
-    values = (decoded(codes, layout.flavour).unflatten(0, (len(scales), -1)) * scales.double().unsqueeze(1)).flatten()
-    places = fields(cache, layout, slot)
-    if len(places) == 3:
-        values = torch.cat([values, flat(cache)[places[2]].clone().view(torch.bfloat16).double()])
-    return values
-
-
-def slot_of(cache_or_size, table, request: int, position: int, *, ring: bool = False, blocks: int | None = None):
-    """The slot of a request's position, None for nowhere. blocks: how many the cache has."""
-    size = cache_or_size if isinstance(cache_or_size, int) else cache_or_size.shape[1]
-    if not 0 <= request < table.shape[0] or position < 0 or not table.shape[1]:
-        return None
-    column = position // size
-    if ring:
-        column %= table.shape[1]
-    if column >= table.shape[1]:
-        return None
-    block = int(table[request, column])
-    if block < 0 or (blocks is not None and block >= blocks):
-        return None
-    return block * size + position % size
 
 
 def write(rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor, layout) -> None:
@@ -179,33 +67,12 @@ def gather_kv_cache(cache, block_table, kv_indptr, capacity, layout, starts, dty
 # Rotation and queries.
 
 
-def rotated(vector, position, cos_sin, start, interleaved, inverse=False):
-    """float64 of a vector, its slice turned; zeros there for a position outside the table."""
-    vector, width = vector.double().clone(), cos_sin.shape[1]
-    if not 0 <= position < cos_sin.shape[0]:
-        vector[start : start + width] = 0
-        return vector
-    for i in range(width // 2):
-        a, b = (start + 2 * i, start + 2 * i + 1) if interleaved else (start + i, start + width // 2 + i)
-        turn = complex(cos_sin[position, i], cos_sin[position, width // 2 + i])
-        turned = complex(vector[a], vector[b]) * (turn.conjugate() if inverse else turn)
-        vector[a], vector[b] = turned.real, turned.imag
-    return vector
-
-
 def apply_rope(x, positions, cos_sin, start, interleaved, inverse):
     out = torch.empty(x.shape, dtype=torch.float64)
     for t, position in enumerate(positions.tolist()):
         for at in [()] if x.dim() == 2 else [(h,) for h in range(x.shape[1])]:
             out[(t, *at)] = rotated(x[(t, *at)], position, cos_sin, start, interleaved, inverse)
     return out
-
-
-def transformed(vector):
-    """Hadamard's matrix, entry by entry."""
-    dim = len(vector)
-    sign = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)], dtype=torch.float64)
-    return sign @ vector.double() / math.sqrt(dim)
 
 
 def hadamard_transform(x):
@@ -492,218 +359,3 @@ def window_plan(plan, window):
 
 
 # Attention.
-
-
-def attend(q, sources, scale, d_v, sink):
-    """sources: (fetch a row's float64, how many rows, indices, indptr) of each cache."""
-    tokens, heads, _ = q.shape
-    out, lse = (
-        torch.zeros(tokens, heads, d_v, dtype=torch.float64),
-        torch.full((tokens, heads), -INF, dtype=torch.float64),
-    )
-    for t in range(tokens):
-        keys = []
-        for fetch, count, indices, indptr in sources:
-            row = indices[max(int(indptr[t]), 0) : max(int(indptr[t + 1]), 0)].tolist()
-            keys += [fetch(i) for i in row if 0 <= i < count]
-        if not keys:
-            continue
-        keys = torch.stack(keys)
-        for h in range(heads):
-            z = keys @ q[t, h].double() * scale
-            lse[t, h] = z.logsumexp(0)
-            weight = (z - lse[t, h]).exp()
-            if sink is not None:
-                weight = weight * torch.sigmoid(lse[t, h] - sink[h].double())
-            out[t, h] = weight @ keys[:, :d_v]
-    return out, lse
-
-
-def sparse_attn_prefill(q, kv, ragged, scale, d_v, sink, batch_invariant):
-    rows = kv.reshape(kv.shape[0], q.shape[2]).double()
-    return attend(q, [(rows.__getitem__, len(rows), *ragged)], scale, d_v, sink)
-
-
-def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragged, extra_layout, sink, batch_invariant):
-    sources = []
-    for memory, rows, kind in ((cache, ragged, layout), (extra_cache, extra_ragged, extra_layout)):
-        if memory is not None:
-
-            def fetch(i, memory=memory, kind=kind):
-                return value(memory, kind, i).float().to(q.dtype).double()
-
-            sources.append((fetch, memory.shape[0] * memory.shape[1], *rows))
-    return attend(q, sources, scale, layout.value_dim, sink)
-
-
-def merge_attn_states(outs, lses, sink):
-    states, tokens, heads, d_v = outs.shape
-    out, lse = (
-        torch.zeros(tokens, heads, d_v, dtype=torch.float64),
-        torch.full((tokens, heads), -INF, dtype=torch.float64),
-    )
-    for t in range(tokens):
-        for h in range(heads):
-            there = [s for s in range(states) if lses[s, t, h] > -INF]
-            if not there:
-                continue
-            lse[t, h] = lses[there, t, h].double().logsumexp(0)
-            kept = 1.0 if sink is None else torch.sigmoid(lse[t, h] - sink[h].double())
-            for s in there:
-                out[t, h] += outs[s, t, h].double() * (lses[s, t, h].double() - lse[t, h]).exp() * kept
-    return out, lse
-
-
-# The compressor.
-
-
-def compress_and_cache(
-    kv, gate, position_bias, norm_weight, positions, request_ids, state, state_table, cache, slot_mapping, cos_sin, *,
-    ratio, overlap, eps, rope_start, hadamard, layout,
-):  # fmt: skip
-    """Mutates both; entries of a plain layout."""
-    dim, width = layout.dim, kv.shape[1]
-    span = ratio * (1 + overlap)
-    here, size = {}, state.shape[1]
-
-    def ring(request, position):
-        slot = slot_of(size, state_table, request, position, ring=True, blocks=state.shape[0])
-        return None if slot is None else state[slot // size, slot % size]
-
-    before = state.clone()
-    for t, (request, position) in enumerate(zip(request_ids.tolist(), positions.tolist())):
-        if position < 0 or not 0 <= request < state_table.shape[0]:
-            continue
-        here[request, position] = torch.cat([kv[t], gate[t] + position_bias[position % ratio]])
-        slot = int(slot_mapping[t])
-        if (position + 1) % ratio or not 0 <= slot < cache.shape[0] * cache.shape[1]:
-            continue
-        rows, halves = [], []
-        for p in range(max(position - span + 1, 0), position + 1):
-            row = here.get((request, p))
-            if row is None:
-                found = slot_of(size, state_table, request, p, ring=True, blocks=state.shape[0])
-                row = None if found is None else before[found // size, found % size]
-            if row is not None:
-                rows.append(row)
-                halves.append(dim if overlap and p > position - ratio else 0)
-        pooled = []
-        for d in range(dim):
-            weights = torch.stack([row[width + half + d] for row, half in zip(rows, halves)]).double()
-            values = torch.stack([row[half + d] for row, half in zip(rows, halves)]).double()
-            pooled.append((weights.softmax(0) * values).sum())
-        entry = torch.stack(pooled)
-        entry = entry / (entry.pow(2).mean() + eps).sqrt() * norm_weight.double()
-        entry = rotated(entry, position + 1 - ratio, cos_sin, rope_start, True)
-        put(cache, layout, slot, transformed(entry) if hadamard else entry)
-    for (request, position), row in here.items():
-        target = ring(request, position)
-        if target is not None:
-            target.copy_(row)
-
-
-# Experts and streams.
-
-
-def weighed(scores, renormalise, routed_scale):
-    total = scores.sum(1, keepdim=True)
-    return scores / torch.where(total == 0, 1.0, total) * routed_scale if renormalise else scores * routed_scale
-
-
-def gate_scores(logits, score):
-    logits = logits.float().double()
-    return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
-
-
-def linear(x, weight):
-    return (x.double() @ weight.double().t()).to(x.dtype)
-
-
-def grouped_linear(rows, ends, weight):
-    out = torch.zeros(len(rows), weight.shape[1], dtype=rows.dtype)
-    for row in range(len(rows)):
-        group = next((g for g, end in enumerate(ends.tolist()) if row < end), None)
-        if group is not None:
-            out[row] = weight[group].double() @ rows[row].double()
-    return out
-
-
-def packed_experts(x, weights, ids, gate_up, down, clamp):
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    first, second = (dequantise(weight).double() for weight in (gate_up, down))
-    for token in range(len(x)):
-        for weight, expert in zip(weights[token].tolist(), ids[token].tolist()):
-            if 0 <= expert < len(first):
-                gate, up = (first[expert] @ x[token].double()).chunk(2)
-                if clamp is not None:
-                    gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-                out[token] += weight * (second[expert] @ (gate * torch.sigmoid(gate) * up))
-    return out.to(x.dtype)
-
-
-def biased_grouped_topk(logits, bias, top_k, num_groups, top_groups, renormalise, routed_scale, score):
-    scores = gate_scores(logits, score)
-    chosen, ids = (
-        torch.zeros(len(logits), top_k, dtype=torch.float64),
-        torch.zeros(len(logits), top_k, dtype=torch.int32),
-    )
-    size = logits.shape[1] // num_groups
-    for t in range(len(logits)):
-        biased = [-INF if math.isnan(b) else b for b in (scores[t] + bias.double()).tolist()]
-        if top_groups < num_groups:
-
-            def worth(g):
-                first, second = sorted(biased[g * size : (g + 1) * size], reverse=True)[:2]
-                return -INF if -INF in (first, second) else first + second
-
-            kept = sorted(range(num_groups), key=lambda g: (-worth(g), g))[:top_groups]
-            biased = [b if e // size in kept else -INF for e, b in enumerate(biased)]
-        order = sorted(range(len(biased)), key=lambda e: (-biased[e], e))[:top_k]
-        ids[t] = torch.tensor(order)
-        chosen[t] = torch.stack([scores[t, e] if biased[e] > -INF else torch.zeros(()).double() for e in order])
-    return weighed(chosen, renormalise, routed_scale), ids
-
-
-def hash_routed_experts(logits, tokens, table, renormalise, routed_scale, score):
-    scores = gate_scores(logits, score)
-    ids = torch.zeros(len(tokens), table.shape[1], dtype=torch.int32)
-    chosen = torch.zeros(ids.shape, dtype=torch.float64)
-    for t, token in enumerate(tokens.tolist()):
-        for j in range(table.shape[1]):
-            expert = int(table[token, j]) if 0 <= token < len(table) else -1
-            if 0 <= expert < logits.shape[1]:
-                ids[t, j], chosen[t, j] = expert, scores[t, expert]
-    return weighed(chosen, renormalise, routed_scale), ids
-
-
-def stream_mixes(streams, fn, norm_eps):
-    x = streams.double().flatten(1)
-    return x / (x.pow(2).mean(1, keepdim=True) + norm_eps).sqrt() @ fn.double().T
-
-
-def hyper_mix(streams, fn, base, scale, iterations, eps, norm_eps):
-    tokens, count, _ = streams.shape
-    mixes, base, scale = stream_mixes(streams, fn, norm_eps), base.double(), scale.double()
-    pre = torch.sigmoid(mixes[:, :count] * scale[0] + base[:count]) + eps
-    post = 2 * torch.sigmoid(mixes[:, count : 2 * count] * scale[1] + base[count : 2 * count])
-    comb = torch.zeros(tokens, count, count, dtype=torch.float64)
-    for t in range(tokens):
-        cell = (mixes[t, 2 * count :] * scale[2] + base[2 * count :]).reshape(count, count).softmax(1) + eps
-        for number in range(2 * iterations - 1):
-            cell = cell / (cell.sum(number % 2, keepdim=True) + eps)
-        comb[t] = cell
-    return torch.einsum("tn,tnd->td", pre, streams.double()), post, comb
-
-
-def hyper_merge(out, streams, post, comb):
-    merged = torch.zeros(streams.shape, dtype=torch.float64)
-    for k in range(streams.shape[1]):
-        merged[:, k] = post[:, k, None].double() * out.double()
-        for j in range(streams.shape[1]):
-            merged[:, k] += comb[:, j, k, None].double() * streams[:, j].double()
-    return merged
-
-
-def hyper_head(streams, fn, base, scale, eps, norm_eps):
-    pre = torch.sigmoid(stream_mixes(streams, fn, norm_eps) * scale.double() + base.double()) + eps
-    return torch.einsum("tn,tnd->td", pre, streams.double())

@@ -6,7 +6,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.experts import op
-from sparse_attn.weight_layout import PackedWeight, packed_weight, parse_weight_layout, weight_shape
+from sparse_attn.weight_layout import CODE_DTYPE, SCALE_DTYPE, PackedWeight, parse_weight_layout, weight_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,22 +42,34 @@ def packed_experts(
     checks.check_dtype("weights", weights, (torch.float32,))
     checks.check_shape("weights", weights, tuple(ids.shape), "[tokens, experts of a token] (those of ids)")
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if not isinstance(weight, PackedWeight):
-            raise TypeError(f"{name}: got {type(weight).__name__}, allowed: a PackedWeight")
-        checks.check_rank(name, weight.codes, 3)
-        packed_weight(weight.codes, weight.scales, parse_weight_layout(weight.layout))
-        if (columns := parse_weight_layout(weight.layout).block[1]) % 16:
-            raise ValueError(f"{name}: got scale blocks of {columns} columns, allowed: multiples of 16")
+        _check_weight(name, weight)
     experts, hidden, intermediate = weight_shape(down)
-    checks.check_at_least("experts", experts, 1)
+    checks.check_at_least("down experts", experts, 1)
     if tuple(weight_shape(gate_up)) != (experts, 2 * intermediate, hidden):
         raise ValueError(
             f"gate_up: got shape {list(weight_shape(gate_up))}, allowed: {[experts, 2 * intermediate, hidden]} "
             "(experts, twice down's columns, down's rows)"
         )
     checks.check_shape("x", x, (ids.shape[0], hidden), "[tokens, rows of down]")
-    checks.check_same_device(x=x, weights=weights, ids=ids, codes=gate_up.codes, down=down.codes)
+    parts = {
+        f"{name}.{part}": getattr(weight, part) for name, weight in (("gate_up", gate_up), ("down", down))
+        for part in ("codes", "scales")
+    }  # fmt: skip
+    checks.check_same_device(x=x, weights=weights, ids=ids, **parts)
     return op.packed_experts(
         x, weights, ids, gate_up.codes.view(torch.uint8), gate_up.scales, gate_up.layout, down.codes.view(torch.uint8),
         down.scales, down.layout, clamp, impl,
     )  # fmt: skip
+
+
+def _check_weight(name: str, weight: PackedWeight) -> None:
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"{name}: got {type(weight).__name__}, allowed: a PackedWeight")
+    layout = parse_weight_layout(weight.layout)
+    checks.check_dtype(f"{name}.codes", weight.codes, (CODE_DTYPE[layout.codes],))
+    checks.check_dtype(f"{name}.scales", weight.scales, (SCALE_DTYPE[layout.scale],))
+    checks.check_rank(f"{name}.codes", weight.codes, 3)
+    if layout.block[1] % 16:
+        raise ValueError(f"{name}: got scale blocks of {layout.block[1]} columns, allowed: multiples of 16")
+    experts, rows, columns = weight_shape(weight)
+    checks.check_shape(f"{name}.scales", weight.scales, (experts, *layout.grid(rows, columns)), "[experts, blocks]")
