@@ -55,7 +55,7 @@ def prepare(
     checks.check_at_least("prefill_tokens", prefill_tokens, 1)
     block_size, prefill_tokens = int(block_size), int(prefill_tokens)
     dealt = block_size * model.mesh.context.size  # tokens of a block on all context ranks
-    max_context = max(*reach, least_capacity(model))
+    max_context = max(*reach, least_capacity(model, dealt))
     pool = BlockPool(max(2, sum(blocks_for(tokens, dealt) for tokens in reach)))
     tables = BlockTables(pool, count, max(2, blocks_for(max_context, dealt)), dealt)
     for request, tokens in enumerate(reach):
@@ -81,7 +81,7 @@ def prepare(
         max_model_len=max_context,
         next_n=next_n,
         block_size=block_size,
-        kv_rows=max(least_capacity(model), *(sum(span.stop for span in spans) for spans in chunks)),
+        kv_rows=max(least_capacity(model, dealt), *(sum(span.stop for span in spans) for spans in chunks)),
         logits_bytes=model.logits_bytes,
         batch_invariant=model.batch_invariant,
         dtype=model.embed.dtype,

@@ -98,7 +98,7 @@ class Batching:
         self.block_size = int(block_size) * model.mesh.context.size  # of all context ranks
         self.prefill_tokens, self.max_waiting = max(2, prefill_tokens), max_waiting
         self._penalties, self._stop_ids, self._keep_logprobs = penalties, stop_ids, logprobs
-        self._max_context = max(max_context, least_capacity(model))
+        self._max_context = max(max_context, least_capacity(model, self.block_size))
         self._longest, snapshots = max_context, snapshots if model.has_rings else 0
         width = max(2, blocks_for(self._max_context, self.block_size))
         self.pool = BlockPool(max(2, num_blocks))

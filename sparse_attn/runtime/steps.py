@@ -98,7 +98,7 @@ def prefill_step(
     slots = slots_of(written, requests.repeat_interleave(counts), positions, slot_block(caches, model.mesh))
     # Dynamo takes a size of 1 for a constant: a lone row, and a lone request of several, get one of padding beside it.
     rows, idle = len(ids), int(len(spans) == 1 < state.tokens.shape[0])
-    more, capacity = max(2 - rows, 0), max(sum(span.stop for span in spans), least_capacity(model))
+    more, capacity = max(2 - rows, 0), max(sum(span.stop for span in spans), least_capacity(model, tables.block_size))
     if pad_to is not None:
         more, idle, capacity = pad_to.tokens - rows, pad_to.requests - len(spans), pad_to.kv_capacity
     plan = build_step_plan(
@@ -170,11 +170,12 @@ def with_rings(plan: StepPlan, ring_table: torch.Tensor) -> StepPlan:
     return plan._replace(ring_table=mark_sizes(ring_table, dynamic=(0, 1)))
 
 
-def least_capacity(model: Model) -> int:
-    """The least number of keys that a step has room for: two of every kind. Dynamo takes a size of 0 or 1 for a
-    constant, and would compile once more for other sizes."""
+def least_capacity(model: Model, block_size: int) -> int:
+    """The least number of keys that a step has room for: two of every kind, and of several context ranks two blocks.
+    Dynamo takes a size of 0 or 1 for a constant, and would compile once more for other sizes. block_size: tokens of a
+    block on all context ranks."""
     ratios = model.spec.ratios if isinstance(model.spec, CompressedSpec) else ()
-    return 2 * max(ratios, default=1)
+    return 2 * max(*ratios, 1, block_size if model.mesh.context.size > 1 else 1)
 
 
 def advance(state: Decode, logits: torch.Tensor, sampling: Sampling, max_context: int) -> None:

@@ -1,0 +1,91 @@
+"""One process as a rank of several: what its steps send, and how often they compile. Collectives give back what this
+rank sends, so its tokens mean nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import Grid, mesh_of_grid
+from test_dynamic_shapes import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from sparse_attn.mesh import Mesh
+from sparse_attn.models.exchange import step_bytes
+from sparse_attn.models.params import random_params
+from sparse_attn.models.sharding import shard_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.batch import prepare
+from sparse_attn.runtime.generate import generate
+from sparse_attn.runtime.steps import Model, Sampling, decode_step
+from sparse_attn.spec import preset
+from sparse_attn.torch_private import TorchDispatchMode
+
+GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=2, context=2, expert=4))
+
+
+@pytest.fixture
+def as_rank(request):
+    """The mesh of rank 1 of a grid; no other process runs."""
+    grid = request.param
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=grid.size)
+    yield mesh_of_grid(grid)
+    dist.destroy_process_group()
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that this rank sends in collectives, taken for rings."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and "wait" not in func.name():
+            size = dist.distributed_c10d._resolve_process_group(args[-1]).size()
+            own = args[0].numel() * args[0].itemsize
+            self.nbytes += 2 * (size - 1) * own // size if "all_reduce" in func.name() else (size - 1) * own
+        return out
+
+
+def model_of(spec, mesh: Mesh, cache: str = "fp8") -> Model:
+    params = shard_params(dict(random_params(spec, seed=1)), mesh)
+    return Model(spec, params, cache_layouts(spec, cache), mesh=mesh)
+
+
+@pytest.mark.parametrize("as_rank", GRIDS, indirect=True, ids=str)
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
+def test_a_step_sends_what_is_counted(name, as_rank):
+    model, lengths = model_of(preset(name), as_rank), [300, 7, 150]
+    block_size = 128 if name == "tiny_v4" else 16
+    _, caches, state, _, max_context, _ = prepare(
+        model, lengths, [length + 4 for length in lengths], block_size=block_size, prefill_tokens=64
+    )
+    with Sent() as sent:
+        decode_step(model, caches, state, Sampling(), max_context)
+    counted = step_bytes(
+        model.spec, as_rank, len(lengths), torch.float32, max_context=max_context, block_size=block_size
+    )
+    assert sent.nbytes == sum(counted.values()), counted
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize(
+    ("name", "as_rank"),
+    (("tiny_v4", GRIDS[3]), ("tiny_v32", GRIDS[1]), ("tiny_glm5", GRIDS[3]), ("tiny_v4", GRIDS[2])),
+    indirect=["as_rank"], ids=str,
+)  # fmt: skip
+def test_a_rank_compiles_as_often_as_one_process(name, as_rank, monkeypatch):
+    """fullgraph, dynamic: prefill and decode once for one prompt, once for several."""
+    torch.compiler.reset()
+    spec, graphs, counts = small(name), Graphs(), []
+    model = model_of(spec, as_rank, "fp32")
+    for lengths in (*ALONE, *TOGETHER):
+        common = dict(max_new_tokens=3, block_size=32, prefill_tokens=201)
+        want = generate(model, prompts_of(lengths), **common)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", compiled_by(graphs))
+            found = generate(model, prompts_of(lengths), compile=True, **common)
+        assert found.tokens == want.tokens
+        counts.append(graphs.count)
+    assert counts == [2] * len(ALONE) + [4] * len(TOGETHER)
+    torch.compiler.reset()
