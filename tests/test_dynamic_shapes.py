@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
 
 from sparse_attn import allocate_cache, build_step_plan, mark_cache, parse_layout
 from sparse_attn.models import deepseek_v4, deepseek_v32
@@ -18,23 +19,8 @@ from sparse_attn.ops.attention import sparse_attn_decode
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model
-from sparse_attn.runtime.text import shipped_text
-from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.torch_private import recompile_limit
 from sparse_attn.types import Ragged
-
-TEXT = list(shipped_text().encode())
-
-
-class Graphs:
-    """A backend that runs Dynamo's graphs as they are, and counts them."""
-
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, graph, inputs, **options):
-        self.count += 1
-        return graph
 
 
 @pytest.fixture
@@ -42,31 +28,6 @@ def graphs():
     torch.compiler.reset()
     yield Graphs()
     torch.compiler.reset()
-
-
-def small(name: str, layers: int = 2):
-    """A preset's first layers: a dense and a sparse one, or one of each kind."""
-    spec = preset(name)
-    if isinstance(spec, CompressedSpec):
-        kinds = ("indexed", "full")[:layers]
-        return replace(spec, num_layers=layers, layer_kinds=kinds, full_ratio=16, hash_layers=(True, False)[:layers])
-    return replace(
-        spec, num_layers=layers, moe_layers=(False, True)[:layers], index_layers=(True, spec.index_layers[-1])[:layers]
-    )
-
-
-def compiled_by(graphs):
-    return functools.partial(torch.compile, backend=graphs)
-
-
-def prompts_of(lengths):
-    return [TEXT[7 * row : 7 * row + length] for row, length in enumerate(lengths)]
-
-
-# One token, two, as many as a block, as bytes of a cache's row, as heads; beyond top-k; batches as large as a block and
-# as a block table is wide; one prompt of a batch alone in a step.
-ALONE = ([1], [2], [300], [64], [100], [8])
-TOGETHER = ([1, 1], [2, 3], [200, 150], [1, 90], [100, 100], [64] * 4, [8] * 8, [5] * 32)
 
 
 @pytest.mark.few(1)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
 from support.processes import Grid, mesh_of_grid
-from test_dynamic_shapes import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparse_attn.mesh import Mesh
