@@ -143,3 +143,21 @@ def test_a_model_without_the_layer_is_refused():
     model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
     with pytest.raises(ValueError, match="drafter: got None and a model without multi-token"):
         generate(model, [[1, 2, 3]], max_new_tokens=4, speculate=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_captured(name):
+    """Replays draft, verify and advance. Weights in fp32: other row counts round alike enough for these tokens."""
+    spec = replace(small(name, 3), vocab_size=7, eos_token_ids=())
+    model = Model(spec, random_params(spec, 1, "cuda", mtp=True), cache_layouts(spec, "fp32"), batch_invariant=True)
+    prompts = [[token % 7 for token in prompt] for prompt in PROMPTS]
+    for sampling in SAMPLINGS.values():
+        options = dict(max_new_tokens=30, sampling=sampling, prefill_tokens=37, logprobs=0)
+        expected = generate(model, prompts, graph=True, **options)
+        for drafts in (1, 3):
+            found = generate(model, prompts, graph=True, speculate=drafts, **options)
+            eager = generate(model, prompts, speculate=drafts, **options)
+            assert found.tokens == expected.tokens == eager.tokens
+            assert found.accepted_per_step == eager.accepted_per_step > 1
+            assert found.graph_replays < expected.graph_replays

@@ -21,7 +21,7 @@ from benchmarks.record import Record
 from benchmarks.run import Run
 
 # Suites of host times, which vary by a third from run to run.
-HOST_TIMED = frozenset({"plan_cache", "decode_loop", "load"})
+HOST_TIMED = frozenset({"plan_cache", "decode_loop", "load", "speculation"})
 Suite = Callable[[Run], Iterator[Record]]
 _suites: dict[str, Suite] = {}
 

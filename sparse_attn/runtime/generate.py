@@ -265,13 +265,21 @@ def _stepped(
 
 def _run(loop: DecodeRows, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """The same from a loop: tokens on the host, as they arrive; int64 [B, n + 1] and logits [B * (n + 1), vocab] where
-    it speculates. A captured one may be up to PIECE steps ahead."""
+    it speculates. A captured one may be up to PIECE steps ahead, and no more than the rows need where all is
+    accepted."""
     ahead = 1 if loop.keep_logits or not isinstance(loop, DecodeGraph) else PIECE
-    while count:
-        stream = loop.run(min(count, ahead))
+    left, width = count, loop.speculate + 1  # left: tokens of the row that needs most
+    drawn: torch.Tensor | int = 0
+    while left > 0:
+        stream = loop.run(min(-(-left // width), ahead))
         for tokens in stream:
             yield tokens, loop.logits
-        count -= len(stream)
+        if loop.speculate:
+            taken = stream.wait() >= 0
+            drawn = drawn + taken.sum((0, 2))
+            left = count - int(drawn[taken[-1].any(1)].min()) if taken[-1].any() else 0
+        else:
+            left -= len(stream)
 
 
 def _columns(tokens: torch.Tensor, logits: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:

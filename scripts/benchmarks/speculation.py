@@ -1,0 +1,104 @@
+"""Decode time a token with drafts against none, captured: drafts that are all right, and those of the byte readers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.loops import BLOCK, model_of, state_of, wall_us
+from benchmarks.record import Record
+from benchmarks.registry import suite
+from benchmarks.run import Run
+from sparse_attn.models.deepseek_v32 import allocate_caches
+from sparse_attn.models.loading import load, predicted_layers, read_config
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.documents import held_out_text
+from sparse_attn.runtime.generate import Model, generate
+from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.shipped import folder_of
+from sparse_attn.spec import deepseek_v32, tiny_v32
+
+DRAFTS = 2
+REQUESTS = (1, 8, 64)
+
+
+@suite("speculation")
+def speculation(run: Run) -> Iterator[Record]:
+    "A token's time with 2 drafts against none: 4 layers of V3.2's dims, all accepted; the readers by their own layer."
+    yield from _all_accepted(run)
+    for name in ("reader-v32", "reader-v4"):
+        yield from _reader(run, name)
+
+
+def _all_accepted(run: Run) -> Iterator[Record]:
+    """Drafts are what the loop drew without them; rounding by another number of rows may change a token."""
+    full = deepseek_v32()
+    small = dataclasses.replace(
+        full.moe, num_experts=16, experts_per_token=4, num_groups=1, top_groups=1, intermediate_size=256
+    )
+    spec = dataclasses.replace(
+        full, vocab_size=1024, num_layers=4, moe=small, dense_intermediate_size=1024,
+        moe_layers=(False, True, True, True), index_layers=(True,) * 4,
+    )  # fmt: skip
+    spec = run.pick(spec, tiny_v32())
+    context, steps = run.pick(8192, 128), run.pick(60, 2)
+    width, start = context // BLOCK, context // 2
+    if run.dry:
+        yield Record("V3.2 dims, 1 request, all accepted", 0.0)
+        return
+    model = model_of(spec, run.device)
+    for batch in REQUESTS:
+        caches = allocate_caches(spec, model.layouts, batch * width, BLOCK, run.device)
+        state = state_of(batch, start, width, run.device)
+        common = dict(max_context=context, max_blocks=width, buckets=(batch,))
+        plain = DecodeGraph(model, caches, **common)
+
+        def load_plain(plain=plain, state=state):
+            plain.load(state.tokens, state.seq_lens, state.block_table)
+            return plain.run(steps * (DRAFTS + 1))
+
+        tokens = load_plain().wait().t().to(run.device)  # [batch, tokens behind the first input]
+        slow = wall_us(load_plain, steps * (DRAFTS + 1))
+
+        def drafter(known, seq_lens, tokens=tokens):
+            at = seq_lens.long().unsqueeze(1) - start + torch.arange(DRAFTS, device=seq_lens.device)
+            return tokens.gather(1, at.clamp(0, tokens.shape[1] - 1))
+
+        loop = DecodeGraph(model, caches, speculate=DRAFTS, drafter=drafter, **common)
+        known = torch.zeros(batch, 1, dtype=torch.int64)
+
+        def load_drafts(loop=loop, state=state, known=known):
+            loop.load(state.tokens, state.seq_lens, state.block_table, known=known)
+            return loop.run(steps)
+
+        drawn = int((load_drafts().wait() >= 0).sum())
+        fast = wall_us(load_drafts, steps) * batch * steps / drawn
+        name = f"V3.2 dims, {batch} requests, {drawn / steps / batch:.2f} tokens a step"
+        yield Record(name, fast, "no drafts", slow)
+
+
+def _reader(run: Run, name: str) -> Iterator[Record]:
+    """Generations of held-out text. An equal share below 100% is rounding by another number of rows."""
+    folder = folder_of(name)
+    if not predicted_layers(read_config(folder)[0]):
+        return
+    new, length = run.pick((129, 512), (4, 20))
+    spec, params = load(folder, device=run.device, dtype=run.pick(torch.bfloat16, torch.float32), mtp=True)
+    model = Model(spec, params, cache_layouts(spec, run.pick("fp8", "fp32")))
+    ids = list(held_out_text().encode())
+    for batch in run.pick(REQUESTS, (1,)):
+        prompts = [ids[37 * row : 37 * row + length] for row in range(batch)]
+        options = dict(max_new_tokens=new, graph=not run.dry, prefill_tokens=4096)
+        for invariant in (False, True) if batch == 8 else (False,):
+            found = [
+                generate(model, prompts, speculate=drafts, batch_invariant=invariant, **options)
+                for drafts in (0, DRAFTS)
+            ]
+            slow, fast = (1e6 * one.decode_s / sum(len(row) - 1 for row in one.tokens) * batch for one in found)
+            pairs = [a == b for mine, own in zip(*(one.tokens for one in found)) for a, b in zip(mine, own)]
+            title = f"{name}, {batch} requests, {found[1].accepted_per_step:.2f} tokens a step"
+            if invariant:
+                title += ", batch_invariant"
+            yield Record(f"{title}, {100 * sum(pairs) / len(pairs):.1f}% equal", fast, "no drafts", slow)
