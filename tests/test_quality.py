@@ -63,7 +63,10 @@ def quality(name, way, device="cpu", dtype=torch.float32, texts=1, asked=2, seed
 def test_small_enough(name):
     folder = shipped_models()[name]
     spec, params, _ = model(name)
-    assert (folder / "model.safetensors").stat().st_size <= 8_000_000
+    predicting = load(folder, mtp=True)[1]
+    beside = sum(value.numel() for key, value in predicting.items() if key.startswith("mtp."))
+    assert 0 < 2 * beside <= 2_000_000  # bytes
+    assert (folder / "model.safetensors").stat().st_size <= 8_000_000 + 2 * beside
     assert sum(value.numel() for key, value in params.items() if not key.startswith("rope")) <= 4_000_000
     assert spec.index.top_k <= CONTEXT // getattr(spec, "indexed_ratio", 1) // 8
 
