@@ -70,7 +70,7 @@ def test_claimed_memory_is_what_is_declared():
     """Not what the system takes of every program on sm_90."""
     import aot
 
-    from sparse_attn.ops.topk.primitives import histogram
+    from sparse_attn.device import histogram
     from sparse_attn.testing.launches import compile_launch
 
     claimed = {}

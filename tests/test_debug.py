@@ -84,6 +84,7 @@ BAD = {
     "take_winners": [
         (dict(row_starts=None, row_ends=ints(9, 9, INT_MAX)), f"row_ends[2]: got {INT_MAX}, allowed: at most 9"),
         (dict(ties=torch.full((2, 3, 3), 5, dtype=torch.uint8)), "ties[0, 0, 0]: got 5, allowed: at most 4 (block_size)"),
+        (dict(above=torch.full((3, 3), 5, dtype=torch.uint8)), "above[0, 0]: got 5, allowed: at most 4 (block_size)"),
     ],
     "build_ragged_indices_from_dense": [
         (dict(indices=ints([4, -2, 0], [0, 0, 0])), "indices[0, 1]: got -2, allowed: -1, or -5 and the 9 rows behind it"),

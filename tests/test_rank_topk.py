@@ -74,9 +74,9 @@ def test_what_ranks_refuse():
         count_ties(logits, torch.zeros(2, 2048, dtype=torch.int32), state, block_size=4)
     ties = torch.zeros(2, 2, 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="rank: got 2, allowed: 0 to 1"):
-        take_winners(logits, 2, ties, state, block_size=4, rank=2)
+        take_winners(logits, 2, ties, ties[0], state, block_size=4, rank=2)
     with pytest.raises(TypeError, match="ties: got dtype uint8, allowed: int32"):
-        take_winners(logits, 2, ties, state, block_size=256, rank=0)
+        take_winners(logits, 2, ties, ties[0], state, block_size=256, rank=0)
 
 
 def test_opcheck():
@@ -87,8 +87,10 @@ def test_opcheck():
     opcheck("count_digits", local, None, ends, sums, state, case.k, 1, "auto")
     sums = torch.ones(local.shape[0], 1024, dtype=torch.int32)
     opcheck("count_ties", local, None, ends, sums, state, case.block, "auto")
-    ties, state = count_ties(local, sums, state, None, ends, block_size=case.block)
-    opcheck("take_winners", local, None, ends, ties.expand(case.size, -1, -1), state, case.k, case.block, 0, "auto")
+    ties, above, state = count_ties(local, sums, state, None, ends, block_size=case.block)
+    opcheck(
+        "take_winners", local, None, ends, ties.expand(case.size, -1, -1), above, state, case.k, case.block, 0, "auto"
+    )
 
 
 def test_processes_with_gloo(tmp_path):

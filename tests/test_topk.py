@@ -8,6 +8,7 @@ import torch
 from conftest import sampled
 from support.topk import INF, KINDS, NAN, PLANS, brute_force, chosen, planned, ranges, scores
 
+from sparse_attn.device import histogram
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, reference, top_k_per_row
 from sparse_attn.ops.topk.plan import (
@@ -21,7 +22,6 @@ from sparse_attn.ops.topk.plan import (
     SingleCtaBf16,
     Streaming,
 )
-from sparse_attn.ops.topk.primitives import histogram
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.torch_private import dynamo_counts

@@ -193,7 +193,7 @@ def _ranks() -> Iterator[Case]:
             "take_winners",
             size,
             rank_topk.take_winners,
-            (logits, None, ends, ties, state, 2048, block_size, 3),
+            (logits, None, ends, ties, ties[0], state, 2048, block_size, 3),
             rows != 64,
         )
 

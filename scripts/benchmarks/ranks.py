@@ -68,7 +68,7 @@ def _threshold(run: Run, case: str, logits: torch.Tensor, top_k: int) -> Iterato
         digits.append(count_digits(logits, top_k, level, counts * SIZE, state, None, ends))
     counts, state = digits[-1]
     sums, before = counts * SIZE, [None, *(found for found in digits[:-1])]
-    ties, threshold = count_ties(logits, sums, state, None, ends, block_size=BLOCK)
+    ties, higher, threshold = count_ties(logits, sums, state, None, ends, block_size=BLOCK)
     gathered = ties.expand(SIZE, -1, -1).contiguous()
 
     def digit(level: int) -> Callable[[], object]:
@@ -79,7 +79,7 @@ def _threshold(run: Run, case: str, logits: torch.Tensor, top_k: int) -> Iterato
     passes: dict[str, Callable[[], object]] = {f"digit {level}": digit(level) for level in range(3)}
     passes["ties"] = lambda: count_ties(logits, sums, state, None, ends, block_size=BLOCK)
     passes["winners"] = lambda: take_winners(
-        logits, top_k, gathered, threshold, None, ends, block_size=BLOCK, rank=0
+        logits, top_k, gathered, higher, threshold, None, ends, block_size=BLOCK, rank=0
     )  # fmt: skip
 
     def together() -> object:

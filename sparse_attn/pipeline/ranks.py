@@ -98,14 +98,14 @@ def top_k_over_ranks(
         for part, own_sums, state in zip(parts, sums, states)
         if own_sums is not None and state is not None
     ]
-    gathered = all_gather(_joined([ties.flatten() for ties, _ in tied]), ranks.size, ranks.group)
+    gathered = all_gather(_joined([ties.flatten() for ties, _, _ in tied]), ranks.size, ranks.group)
     gathered, first, chosen = torch.unflatten(gathered, 0, (ranks.size, -1)), 0, []
-    for part, (own, state) in zip(parts, tied):
+    for part, (own, above, state) in zip(parts, tied):
         rows, blocks = own.shape
         ties = torch.unflatten(gathered[:, first : first + rows * blocks], 1, (rows, blocks))
         chosen.append(
             take_winners(
-                part.logits, k, ties, state, part.starts, part.ends,
+                part.logits, k, ties, above, state, part.starts, part.ends,
                 block_size=block_size, rank=ranks.rank, impl=impl,
             )
         )  # fmt: skip

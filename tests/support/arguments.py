@@ -64,8 +64,8 @@ GOOD = {
     ),
     "take_winners": lambda: dict(
         logits=torch.ones(3, 9), row_starts=DENSE["kv_start"], row_ends=DENSE["kv_end"],
-        ties=torch.full((2, 3, 3), 4, dtype=torch.uint8), state=ints([0, 2], [INT_MAX, -1], [INT_MIN, 0]), k=2,
-        block_size=4, rank=1,
+        ties=torch.full((2, 3, 3), 4, dtype=torch.uint8), above=torch.full((3, 3), 4, dtype=torch.uint8),
+        state=ints([0, 2], [INT_MAX, -1], [INT_MIN, 0]), k=2, block_size=4, rank=1,
     ),
     "index_topk_prefill": lambda: dict(
         q=torch.ones(3, 2, 16), weights=torch.ones(3, 2), k=torch.ones(9, 16), k_scale=None, **DENSE, top_k=2,

@@ -261,8 +261,15 @@ def take_winners(draw):
     ties = ints(draw, (ranks, rows, -(-width // block_size)), 0, min(block_size, 3)).clamp(0, 255).to(dtype)
     key = torch.tensor([pick(draw, (0, 0x3F800000, -(2**31), 2**31 - 1)) for _ in range(rows)]).long()
     state = torch.stack([key, torch.arange(rows) + 1], 1).to(torch.int32)
-    return dict(**given, k=some(draw, 1, width + 3), ties=ties, state=state, block_size=block_size,
-                rank=some(draw, 0, ranks - 1)), {}  # fmt: skip
+    above, own = torch.zeros(2, *ties.shape[1:], dtype=torch.int32)
+    for row in range(rows):
+        for column, found in oracles.ordered_keys(given["logits"], row, given["row_starts"], given["row_ends"]):
+            above[row, column // block_size] += found > int(state[row, 0]) + 2**31
+            own[row, column // block_size] += found == int(state[row, 0]) + 2**31 and found > 0
+    rank = some(draw, 0, ranks - 1)
+    ties[rank] = own.to(dtype)
+    return dict(**given, k=some(draw, 1, width + 3), ties=ties, above=above.to(dtype), state=state,
+                block_size=block_size, rank=rank), {}  # fmt: skip
 
 
 def whole(values: torch.Tensor) -> torch.Tensor:

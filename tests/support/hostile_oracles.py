@@ -194,16 +194,18 @@ def count_digits(logits, k, level, sums=None, state=None, row_starts=None, row_e
 
 def count_ties(logits, sums, state, row_starts=None, row_ends=None, *, block_size):
     rows, width = logits.shape
-    ties, found = torch.zeros(rows, -(-width // block_size), dtype=torch.int32), torch.zeros(rows, 2, dtype=torch.int32)
+    found, (ties, above) = torch.zeros(rows, 2, dtype=torch.int32), torch.zeros(2, rows, -(-width // block_size)).int()
     for r in range(rows):
         threshold, need = descended(sums, state, r, 10)
         found[r] = torch.tensor([threshold - 2**31, need])
         for column, key in ordered_keys(logits, r, row_starts, row_ends):
             ties[r, column // block_size] += key == threshold and key > 0
-    return ties.to(torch.uint8 if block_size < 256 else torch.int32), found
+            above[r, column // block_size] += key > threshold
+    dtype = torch.uint8 if block_size < 256 else torch.int32
+    return ties.to(dtype), above.to(dtype), found
 
 
-def take_winners(logits, k, ties, state, row_starts=None, row_ends=None, *, block_size, rank):
+def take_winners(logits, k, ties, above, state, row_starts=None, row_ends=None, *, block_size, rank):
     ranks, rows, blocks = ties.shape
     out = torch.full((rows, k), -1, dtype=torch.int32)
     for r in range(rows):

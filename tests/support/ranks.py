@@ -65,9 +65,11 @@ def over_ranks(
         sums, state = torch.stack([counts for counts, _ in found]).sum(0, dtype=torch.int32), found[0][1]
         assert all(torch.equal(other, state) for _, other in found)
     found = [count_ties(local[r], sums, state, None, ends[r], block_size=case.block, impl=impl) for r in ranks]
-    ties, state = torch.stack([own for own, _ in found]), found[0][1]
+    ties, state = torch.stack([own for own, _, _ in found]), found[0][2]
     return [
-        take_winners(local[r], case.k, ties, state, None, ends[r], block_size=case.block, rank=r, impl=impl)
+        take_winners(
+            local[r], case.k, ties, found[r][1], state, None, ends[r], block_size=case.block, rank=r, impl=impl
+        )
         for r in ranks
     ]
 

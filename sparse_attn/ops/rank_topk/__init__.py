@@ -58,15 +58,15 @@ def count_ties(
     *,
     block_size: int,
     impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many scores of each of a rank's blocks equal the k-th highest of all ranks.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many scores of each of a rank's blocks equal the k-th highest of all ranks, and how many are higher.
 
     sums, state: what count_digits returned for the last level, the counts summed over ranks. block_size: columns of a
     block, from the row's start on. The other arguments: as count_digits takes them.
 
-    Returns ties [rows, ceil(width / block_size)], uint8 for blocks of at most 255 columns, else int32, and state int32
-    [rows, 2]: the k-th highest score as a signed ordered integer (the lowest where fewer than k are selectable), and
-    how many of those that equal it are to be taken.
+    Returns ties and above [rows, ceil(width / block_size)], uint8 for blocks of at most 255 columns, else int32, and
+    state int32 [rows, 2]: the k-th highest score as a signed ordered integer (the lowest where fewer than k are
+    selectable), and how many of those that equal it are to be taken.
     """
     _check_scores(logits, row_starts, row_ends)
     checks.check_at_least("block_size", block_size, 1)
@@ -78,6 +78,7 @@ def take_winners(
     logits: torch.Tensor,
     k: int,
     ties: torch.Tensor,
+    above: torch.Tensor,
     state: torch.Tensor,
     row_starts: torch.Tensor | None = None,
     row_ends: torch.Tensor | None = None,
@@ -88,7 +89,8 @@ def take_winners(
 ) -> torch.Tensor:
     """A rank's own among the k highest scores of all ranks.
 
-    ties: [ranks, rows, ceil(width / block_size)] of every rank, as count_ties returned them. state: that of count_ties.
+    ties: [ranks, rows, ceil(width / block_size)] of every rank, as count_ties returned them. above, state: what it
+    returned to this rank. Undefined for ties and above of other scores.
     rank: whose scores ``logits`` are, 0 <= rank < ranks. The other arguments: as count_ties takes them.
 
     Returns int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. Over
@@ -101,13 +103,15 @@ def take_winners(
     rows, width = logits.shape
     checks.check_dtype("ties", ties, (ties_dtype(block_size),))
     checks.check_shape("ties", ties, (None, rows, num_blocks(width, block_size)), "[ranks, rows, blocks]")
+    checks.check_dtype("above", above, (ties_dtype(block_size),))
+    checks.check_shape("above", above, (rows, num_blocks(width, block_size)), "[rows, blocks]")
     checks.check_at_least("rank", rank, 0)
     if rank >= ties.shape[0]:
         raise ValueError(f"rank: got {rank}, allowed: 0 to {ties.shape[0] - 1} (the ranks of ties)")
     checks.check_dtype("state", state, (torch.int32,))
     checks.check_shape("state", state, (rows, 2), "[rows, 2]")
-    checks.check_same_device(logits=logits, ties=ties, state=state)
-    return op.take_winners(logits, row_starts, row_ends, ties, state, k, block_size, rank, impl)
+    checks.check_same_device(logits=logits, ties=ties, above=above, state=state)
+    return op.take_winners(logits, row_starts, row_ends, ties, above, state, k, block_size, rank, impl)
 
 
 def _check_scores(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:

@@ -38,13 +38,15 @@ def take_winners(
     row_starts: torch.Tensor | None,
     row_ends: torch.Tensor | None,
     ties: torch.Tensor,
+    above: torch.Tensor,
     state: torch.Tensor,
     k: int,
     block_size: int,
     rank: int,
 ) -> None:
     _ranges(logits, row_starts, row_ends)
-    debug.at_most("ties", ties.int(), block_size, "block_size")
+    for name, value in (("ties", ties), ("above", above)):
+        debug.at_most(name, value.int(), block_size, "block_size")
 
 
 def _ranges(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:

@@ -8,8 +8,8 @@ def count_digits(logits, row_starts, row_ends, sums, state, k, level):
 
 
 def count_ties(logits, row_starts, row_ends, sums, state, block_size):
-    return allocate_ties(logits, block_size), allocate_state(logits)
+    return allocate_ties(logits, block_size), allocate_ties(logits, block_size), allocate_state(logits)
 
 
-def take_winners(logits, row_starts, row_ends, ties, state, k, block_size, rank):
+def take_winners(logits, row_starts, row_ends, ties, above, state, k, block_size, rank):
     return allocate_winners(logits, k)

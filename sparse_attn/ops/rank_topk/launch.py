@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.device import pdl
+from sparse_attn.device import histogram, pdl
 from sparse_attn.ops.rank_topk import config, kernels, shapes
 from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, SHIFTS
-from sparse_attn.target import target_of
+from sparse_attn.target import interpreting, target_of
 
 
 def count_digits(
@@ -24,11 +24,16 @@ def count_digits(
     if rows:
         target = target_of(logits.device)
         plan = config.config(rows, width, target)
-        kernels.count_digits[(rows, plan.splits)](
-            logits, row_starts, row_ends, sums, state, counts, new_state, width, k,
+        ctas, smem = rows * plan.splits, None
+        if plan.splits > 1:
+            counts.zero_()
+        if plan.radix and interpreting():
+            smem = logits.new_zeros((ctas, histogram.WORDS.value), dtype=torch.int32)
+        kernels.count_digits[(ctas,)](
+            logits, row_starts, row_ends, sums, state, counts, new_state, smem, width, k, plan.splits,
             logits.stride(0), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state), _stride(state, 1),
             SHIFT=SHIFTS[level], DIGITS=1 << BITS[level], UPPER=1 << BITS[max(level - 1, 0)], COLUMNS=plan.columns,
-            num_warps=plan.num_warps, **pdl.launched(target),
+            ATOMIC=plan.splits > 1, THREADS=plan.threads, num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return counts, new_state
 
@@ -40,20 +45,20 @@ def count_ties(
     sums: torch.Tensor,
     state: torch.Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, width = logits.shape
-    ties, new_state = shapes.allocate_ties(logits, block_size), shapes.allocate_state(logits)
+    ties, above = (shapes.allocate_ties(logits, block_size) for _ in range(2))
+    new_state = shapes.allocate_state(logits)
     if rows:
         target = target_of(logits.device)
         plan = config.config(rows, width, target)
-        padded = 1 << (block_size - 1).bit_length()
-        kernels.count_ties[(rows, plan.splits)](
-            logits, row_starts, row_ends, sums, state, ties, new_state, width, ties.shape[1],
+        kernels.count_ties[(rows * plan.splits,)](
+            logits, row_starts, row_ends, sums, state, ties, above, new_state, width, ties.shape[1], plan.splits,
             logits.stride(0), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state), _stride(state, 1),
-            BLOCK_SIZE=block_size, UPPER=1 << BITS[LEVELS - 1], COLUMNS=max(plan.columns, padded), PADDED=padded,
-            num_warps=plan.num_warps, **pdl.launched(target),
+            UPPER=1 << BITS[LEVELS - 1], num_warps=plan.num_warps,
+            **_blocks(plan, block_size), **pdl.launched(target),
         )  # fmt: skip
-    return ties, new_state
+    return ties, above, new_state
 
 
 def take_winners(
@@ -61,6 +66,7 @@ def take_winners(
     row_starts: torch.Tensor | None,
     row_ends: torch.Tensor | None,
     ties: torch.Tensor,
+    above: torch.Tensor,
     state: torch.Tensor,
     k: int,
     block_size: int,
@@ -72,23 +78,25 @@ def take_winners(
         return out.fill_(-1)
     target = target_of(logits.device)
     plan = config.config(rows, width, target)
-    elsewhere = _elsewhere(ties, rank)
-    kernels.take_winners[(rows,)](
-        logits, row_starts, row_ends, elsewhere, state, out, width, k, elsewhere.shape[1],
-        logits.stride(0), _stride(row_starts), _stride(row_ends), _stride(state), _stride(state, 1),
-        BLOCK_SIZE=block_size, COLUMNS=plan.columns, num_warps=plan.num_warps, **pdl.launched(target),
+    ranks = ties.shape[0]
+    kernels.take_winners[(rows * plan.splits,)](
+        logits, row_starts, row_ends, ties, above.contiguous(), state, out, width, k, ties.shape[2], rank, plan.splits,
+        logits.stride(0), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state), _stride(state, 1),
+        RANKS=ranks, RANKS_PADDED=power_of_two(ranks), CHUNK=config.CHUNK,
+        num_warps=plan.num_warps, **_blocks(plan, block_size), **pdl.launched(target),
     )  # fmt: skip
     return out
 
 
-def _elsewhere(ties: torch.Tensor, rank: int) -> torch.Tensor:
-    """int32 [rows, blocks]: ties of other ranks before each block of ``rank``."""
-    others = ties.to(torch.int32, copy=True)
-    others[rank].zero_()
-    dealt = others.permute(1, 2, 0)
-    ordered = dealt.flatten(1)
-    before = ordered.cumsum(1, dtype=torch.int32) - ordered
-    return before[:, rank :: ties.shape[0]].contiguous()
+def power_of_two(value: int) -> int:
+    """``value`` rounded up to one."""
+    return 1 << (value - 1).bit_length()
+
+
+def _blocks(plan: config.RankConfig, block_size: int) -> dict[str, int]:
+    """How many blocks a CTA looks at together."""
+    padded = power_of_two(block_size)
+    return dict(BLOCK_SIZE=block_size, TOGETHER=max(plan.columns // padded, 1), PADDED=padded)
 
 
 def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:

@@ -14,13 +14,13 @@ count_ties = define_op(
     __package__,
     "count_ties",
     "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor sums, Tensor state, int block_size, str impl)"
-    " -> (Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor)",
     fake.count_ties,
 )
 take_winners = define_op(
     __package__,
     "take_winners",
-    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor ties, Tensor state, int k, int block_size,"
-    " int rank, str impl) -> Tensor",
+    "(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor ties, Tensor above, Tensor state, int k,"
+    " int block_size, int rank, str impl) -> Tensor",
     fake.take_winners,
 )

@@ -39,15 +39,17 @@ def count_ties(
     sums: torch.Tensor,
     state: torch.Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     keys, column = _keys(logits, row_starts, row_ends)
     state = _descend(sums, state, LEVELS - 1)
-    tied = _tied(keys, state)
-    ties = torch.zeros(
-        logits.shape[0], num_blocks(logits.shape[1], block_size), dtype=torch.int32, device=logits.device
-    )
-    ties.scatter_add_(1, torch.where(tied, column // block_size, 0), tied.to(torch.int32))
-    return ties.to(ties_dtype(block_size)), state
+    shape = logits.shape[0], num_blocks(logits.shape[1], block_size)
+
+    def by_block(counted: torch.Tensor) -> torch.Tensor:
+        counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
+        counts.scatter_add_(1, torch.where(counted, column // block_size, 0), counted.to(torch.int32))
+        return counts.to(ties_dtype(block_size))
+
+    return by_block(_tied(keys, state)), by_block(keys > _threshold(state)), state
 
 
 def take_winners(
@@ -55,6 +57,7 @@ def take_winners(
     row_starts: torch.Tensor | None,
     row_ends: torch.Tensor | None,
     ties: torch.Tensor,
+    above: torch.Tensor,
     state: torch.Tensor,
     k: int,
     block_size: int,

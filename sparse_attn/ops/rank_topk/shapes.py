@@ -22,8 +22,8 @@ def allocate_state(logits: torch.Tensor) -> torch.Tensor:
 
 
 def allocate_counts(logits: torch.Tensor, level: int) -> torch.Tensor:
-    """Zeroed: programs add to it."""
-    return torch.zeros((logits.shape[0], 1 << BITS[level]), dtype=torch.int32, device=logits.device)
+    """Uninitialised."""
+    return torch.empty((logits.shape[0], 1 << BITS[level]), dtype=torch.int32, device=logits.device)
 
 
 def allocate_ties(logits: torch.Tensor, block_size: int) -> torch.Tensor:

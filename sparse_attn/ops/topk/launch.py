@@ -8,7 +8,7 @@ import torch
 import triton
 
 from sparse_attn import workspace
-from sparse_attn.device import pdl
+from sparse_attn.device import histogram, pdl
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, shapes
 from sparse_attn.ops.topk.algorithms import group_maxima as group_maxima_kernels
@@ -28,7 +28,6 @@ from sparse_attn.ops.topk.plan import (
     Streaming,
     power_of_two,
 )
-from sparse_attn.ops.topk.primitives import histogram
 from sparse_attn.target import interpreting, target_of
 
 

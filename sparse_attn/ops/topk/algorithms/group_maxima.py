@@ -17,8 +17,8 @@ the barriers of two searches, one after the other.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import pdl
-from sparse_attn.ops.topk.primitives import bf16_keys, bf16_select, compact, histogram, output, set_bits, tile
+from sparse_attn.device import histogram, pdl
+from sparse_attn.ops.topk.primitives import bf16_keys, bf16_select, compact, output, set_bits, tile
 
 
 @triton.jit

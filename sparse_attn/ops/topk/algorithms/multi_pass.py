@@ -13,11 +13,11 @@ busy only while it reads the row. Here each launch has many small CTAs, and some
 import triton
 import triton.language as tl
 
-from sparse_attn.device import pdl
+from sparse_attn.device import histogram, pdl
 from sparse_attn.ops.topk.algorithms.sampled import collect_span, locate, sampled_bound
 from sparse_attn.ops.topk.algorithms.single_cta import search_and_mark
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, histogram, output, radix_select, tile
+from sparse_attn.ops.topk.primitives import compact, output, radix_select, tile
 
 
 @triton.jit

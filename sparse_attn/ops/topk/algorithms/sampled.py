@@ -14,10 +14,10 @@ SAMPLED off the kernel is that of streaming.py.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import pdl
+from sparse_attn.device import histogram, pdl
 from sparse_attn.ops.topk.algorithms.single_cta import select_resident
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, histogram, output, radix_select, threshold_select, tile
+from sparse_attn.ops.topk.primitives import compact, output, radix_select, threshold_select, tile
 from sparse_attn.ops.topk.primitives.tile import WORD
 
 

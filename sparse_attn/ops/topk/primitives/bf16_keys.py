@@ -7,8 +7,8 @@ tiny negative scores share one key.
 import triton
 import triton.language as tl
 
+from sparse_attn.device import histogram
 from sparse_attn.device.cast import INTERPRETED
-from sparse_attn.ops.topk.primitives import histogram
 
 MINUS_INF = tl.constexpr(0xFF80)  # and its key: what is not to be selected
 TWO_MINUS_INF = tl.constexpr(-8323200)  # 0xff80ff80

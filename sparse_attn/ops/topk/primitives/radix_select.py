@@ -8,8 +8,9 @@ at or below it. Bins are summed from the first.
 import triton
 import triton.language as tl
 
+from sparse_attn.device import histogram
 from sparse_attn.device.cast import INTERPRETED
-from sparse_attn.ops.topk.primitives import histogram, smem_list
+from sparse_attn.ops.topk.primitives import smem_list
 
 LAST_KEY = tl.constexpr(-8388609)  # 0xff7fffff, the key of the lowest finite score
 UNSELECTABLE = tl.constexpr(2047)  # the leading digit of what is not to be selected; LAST_KEY's is 2043

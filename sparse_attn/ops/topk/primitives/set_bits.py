@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device.cast import INTERPRETED
-from sparse_attn.ops.topk.primitives.histogram import LENGTH
+from sparse_attn.device.histogram import LENGTH
 
 
 def _from_both_ends(registers: str, first: str, store: str, store_last: str) -> str:

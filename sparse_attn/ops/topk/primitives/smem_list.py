@@ -8,7 +8,7 @@ Marks are two bits a column, in a byte for every four columns. Bits 0 to 3: the 
 import triton
 import triton.language as tl
 
-from sparse_attn.ops.topk.primitives.histogram import LENGTH, WORDS
+from sparse_attn.device.histogram import LENGTH, WORDS
 
 
 def _append_in_range() -> str:
