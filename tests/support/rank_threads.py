@@ -12,6 +12,7 @@ import torch
 
 from sparse_attn.mesh import ALONE, Ranks
 from sparse_attn.pipeline import ranks as pipeline_ranks
+from sparse_attn.runtime import processes
 
 Result = TypeVar("Result")
 GROUP = "threads"
@@ -51,8 +52,8 @@ class Group:
 @contextlib.contextmanager
 def collectives(group: Group) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for name in ("all_reduce", "all_gather"):
-            stack.enter_context(mock.patch.object(pipeline_ranks, name, getattr(group, name)))
+        for module, name in ((pipeline_ranks, "all_reduce"), (pipeline_ranks, "all_gather"), (processes, "all_gather")):
+            stack.enter_context(mock.patch.object(module, name, getattr(group, name)))
         yield
 
 
