@@ -366,4 +366,18 @@ KERNELS = [
         "there = (expert >= 0) & (expert <= experts)",
         ("tests/test_experts.py::test_kernel_of_ids_of_no_expert",),
     ),
+    Mutation(
+        "ranks-own-tie-before-itself", "a rank's ties stand before its own blocks, too",
+        OPS + "rank_topk/kernels.py",
+        "lower = tl.sum(tl.where(other < rank, tied, 0), 0)",
+        "lower = tl.sum(tl.where(other <= rank, tied, 0), 0)",
+        ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
+    ),
+    Mutation(
+        "ranks-winners-of-a-block-before", "winners are stored as if earlier blocks had none above the threshold",
+        OPS + "rank_topk/kernels.py",
+        "return taken, taken + higher, whole",
+        "return taken, taken, whole",
+        ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
+    ),
 ]

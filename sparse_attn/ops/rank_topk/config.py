@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparse_attn.target import Target
 
-COLUMNS = 1024  # that a CTA looks at together
+COLUMNS = 2048  # that a CTA looks at together
 CTAS_AN_SM = 4
 CHUNK = 256  # blocks whose winners a CTA counts together
 
