@@ -91,3 +91,35 @@ def test_a_rank_that_dies_ends_all(tmp_path):
         assert "SIGKILL" in err and ": error: " not in err
     finally:
         running.kill()
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize(
+    "grid", (("--data-parallel", "2"), ("--tensor-parallel", "2"), ("--tensor-parallel", "2", "--data-parallel", "2"))
+)
+def test_prompts_of_a_file(grid, tmp_path):
+    """Data ranks take turns at prompts; answers are one process's. A line that was cut short is answered again."""
+    asked, one, all_of_them = (tmp_path / name for name in ("asked.jsonl", "one.jsonl", "all.jsonl"))
+    lines = [{"id": f"p{n}", "prompt_ids": [n + 1, 7, 9] * (n + 1), "max_new_tokens": 4 + n % 3} for n in range(7)]
+    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    common = [
+        "generate",
+        "--preset",
+        "tiny_v4",
+        "--cache",
+        "fp32",
+        "--ignore-eos",
+        "--prompts",
+        str(asked),
+        "--rows",
+        "3",
+    ]
+    assert main([*common, "--out", str(one)]) == 0
+    first, second, *_ = one.read_text().splitlines()
+    all_of_them.write_text(first + "\n" + second[:20])
+    ranks = 2 ** (len(grid) // 2)
+    running = torchrun(ranks, *common, *grid, "--out", str(all_of_them))
+    _, err = running.communicate(timeout=240)
+    assert running.returncode == 0, err
+    answers = [sorted(path.read_text().splitlines()) for path in (one, all_of_them)]
+    assert answers[0] == answers[1] and err.count("7 prompts in") == 1

@@ -8,6 +8,8 @@ delivers the tokens that have arrived. It never waits for the device. What is wh
 - When blocks run out, kept prefixes are let go of, then the youngest request is preempted: what it wrote is copied to
   the host, its blocks serve the others, and later it goes on as if nothing had been. The oldest request always gets
   what it needs, and no request is taken that could not run alone, so something always finishes.
+- Ranks that compute the same tokens are called alike and decide alike: there, a step waits for the tokens on their way,
+  because when they arrive must not decide what runs. Each request is compared over ranks as it comes.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for
 from sparse_attn.runtime.prefixes import Prefixes
+from sparse_attn.runtime.processes import check_same
 from sparse_attn.runtime.requests import Finished, Occupancy, Parked, Request
 from sparse_attn.runtime.rows import DecodeRows, EagerDecode, TokenStream, passed
 from sparse_attn.runtime.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step, sent
@@ -90,9 +93,17 @@ class Batching:
                 f"max_context: got {max_context}, allowed: at most the model's {model.spec.max_positions} positions"
             )
         if graph:
-            check_capturable(model.device, model.impl, model.spec, model.embed.dtype, packed=model.packs_experts)
+            check_capturable(
+                model.device, model.impl, model.spec, model.embed.dtype, mesh=model.mesh, packed=model.packs_experts
+            )
         if batch_invariant and not model.batch_invariant:
             model = model.invariant()
+        mesh = model.mesh
+        self._together = mesh.tensor.size * mesh.context.size > 1
+        check_same(
+            mesh, model.device, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots, share=share,
+            options=(block_size, penalties, stop_ids, logprobs, compile, graph),
+        )  # fmt: skip
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
         self.model, self.piece, self.ahead = model, piece, ahead
         self.block_size = int(block_size) * model.mesh.context.size  # of all context ranks
@@ -172,6 +183,10 @@ class Batching:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {most}")
         if len(self._waiting) >= self.max_waiting:
             raise RuntimeError(f"queue: {len(self._waiting)} requests are waiting, allowed: {self.max_waiting}")
+        check_same(
+            self.model.mesh, self.model.device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
+            seed=seed,
+        )  # fmt: skip
         request = Request(
             self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token
         )
@@ -238,6 +253,8 @@ class Batching:
     def _deliver(self) -> None:
         while self._flying:
             stream, columns, seen = self._flying.popleft()
+            if self._together:
+                stream.wait()
             arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
             for number in range(seen, arrived):
                 tokens, logprobs = stream.step(number)

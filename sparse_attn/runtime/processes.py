@@ -155,6 +155,12 @@ def check_expert(expert: int, tensor: int, context: int) -> None:
         )
 
 
+def barrier() -> None:
+    """Wait for all processes of a group; at once where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
 def check_same(mesh: Mesh, device: torch.device, **values: object) -> None:
     """ValueError that names a value which other ranks of the same tokens have otherwise. Hashes of what values print as
     are gathered, for which the host waits; nothing is done where there is one rank. Every rank calls it."""

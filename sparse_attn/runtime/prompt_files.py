@@ -15,6 +15,7 @@ from sparse_attn import checks
 from sparse_attn.files import check_output, read_text
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.pipeline import default_block_size
+from sparse_attn.runtime import processes
 from sparse_attn.runtime.batching import Batching, Occupancy
 from sparse_attn.runtime.draws import Sampling
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
@@ -90,13 +91,21 @@ def answer(
     block_size: int, prefill_tokens: int, compile: bool, graph: bool,
 ) -> Occupancy:  # fmt: skip
     """Continue every prompt of ``asked`` that ``out`` has no answer of, and append its line as soon as it is finished:
-    id, text (None without a tokenizer; up to a stop text), tokens and finish_reason ("stop" or "length").
+    id, text (None without a tokenizer; up to a stop text), tokens and finish_reason ("stop" or "length"). Data ranks
+    take every so many-th prompt each, and the first rank of each of them writes.
 
     rows: prompts that run at a time. num_blocks: of the caches; None: what ``rows`` of the longest take."""
+    mesh = model.mesh
+    if processes.rank():
+        processes.barrier()  # the first has taken off a line that was cut short
     done = finished_ids(out)
+    if not processes.rank():
+        processes.barrier()
+    processes.barrier()  # all have read it
     if unknown := sorted(map(repr, done - {one.id for one in asked})):
         raise ValueError(f"--out: got an answer of id {unknown[0]} in {out}, allowed: ids of --prompts")
-    left = [one for one in asked if one.id not in done]
+    left = [one for one in asked if one.id not in done][mesh.data.rank :: mesh.data.size]
+    writes = mesh.tensor.rank == mesh.context.rank == 0
     longest = max(len(one.prompt) + one.max_new_tokens - 1 for one in asked)
     rows = max(1, min(rows, len(asked)))
     least = blocks_for(longest, block_size)
@@ -109,7 +118,7 @@ def answer(
         stop_ids=max(len(one.sampling.stop_ids) for one in asked), compile=compile, graph=graph,
     )  # fmt: skip
     table, running, queue = Table(sys.stderr, len(asked), len(done)), {}, iter(left)
-    with open(out, "ab", buffering=0) as file:
+    with open(out if writes else os.devnull, "ab", buffering=0) as file:
         try:
             following = next(queue, None)
             while following is not None or not batching.idle:
@@ -164,8 +173,10 @@ def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, 
         print(f"{done} of {len(asked)} finished; the same command goes on", file=sys.stderr)
         return 130
     seconds = max(time.monotonic() - begun, 1e-9)
-    print(f"{len(asked)} prompts in {options.out}; {now.tokens} tokens, {now.tokens / seconds:.1f} a second",
-          file=sys.stderr)  # fmt: skip
+    if not processes.rank():
+        rate = f"{now.tokens} tokens, {now.tokens / seconds:.1f} a second"
+        ranks = "" if model.mesh.data.size == 1 else f" on each of {model.mesh.data.size} data ranks"
+        print(f"{len(asked)} prompts in {options.out}; {rate}{ranks}", file=sys.stderr)
     return 0
 
 
@@ -174,7 +185,7 @@ class Table:
 
     def __init__(self, stream: TextIO, prompts: int, done: int):
         self._stream, self._prompts, self._done = stream, prompts, done
-        self._live, self._begun = stream.isatty(), time.monotonic()
+        self._live, self._begun = stream.isatty() and not processes.rank(), time.monotonic()
         self._drawn = False
         self._last = 0.0
 
