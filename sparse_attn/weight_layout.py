@@ -181,6 +181,9 @@ def weight_part(
         return _runs(weight[..., columns.start : columns.stop], rows)
     layout = parse_weight_layout(weight.layout)
     each, shape = CODES_PER_BYTE[layout.codes], weight_shape(weight)
+    whole = len(rows) == 1 and rows[0] == range(shape[-2]) and columns == range(shape[-1])
+    if whole and not layout.first_row and block in (None, layout.block):
+        return weight
     if columns.start % each or columns.stop % each:
         raise ValueError(f"columns: got {columns.start} to {columns.stop}, allowed: whole bytes of {each} codes")
     starts = [run.start + layout.first_row for run in rows]

@@ -194,3 +194,12 @@ def test_what_disagrees_is_an_error(plain, tmp_path, case):
         load(tmp_path)
     assert message in str(raised.value)
     assert "config.json" in str(raised.value) or "model.safetensors" in str(raised.value)
+
+
+@pytest.mark.parametrize("expert_dtype", ("fp4", "fp8"))
+def test_plain_experts_where_the_config_says_others(plain, tmp_path, expert_dtype):
+    config, weights = plain["v4"]
+    write(tmp_path, config | {"expert_dtype": expert_dtype}, weights)
+    message = f"weight {UP}: got F32 values where the config's expert_dtype says '{expert_dtype}', allowed: experts in"
+    with pytest.raises(ValueError, match=f"{message} {expert_dtype}; in .*model.safetensors"):
+        load(tmp_path)

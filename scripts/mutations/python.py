@@ -124,10 +124,17 @@ PYTHON = [
         ("tests/test_packed_checkpoints.py::test_parts_that_end_inside_of_a_block",),
     ),
     Mutation(
+        "plain-experts-unnoticed", "experts are plain where the config says that they are quantised",
+        "sparse_attn/models/checkpoint.py",
+        '            self._check_experts(name, f"{dtype} values", None)\n',
+        "",
+        ("tests/test_quantised_checkpoints.py::test_plain_experts_where_the_config_says_others",),
+    ),
+    Mutation(
         "staged-first-piece", "every piece of a tensor on its way to a GPU is the first one of the file",
         "sparse_attn/models/staging.py",
-        "place[1] + start)",
-        "place[1])",
+        "place[1] + start, count)",
+        "place[1], count)",
         ("tests/test_staging.py::test_loading_by_way_of_buffers",),
     ),
     Mutation(

@@ -26,6 +26,7 @@ class Staging:
         self._gpu = self.device.type == "cuda"
         size = max(_WIDEST, min(PIECE, nbytes) // _WIDEST * _WIDEST)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._gpu) for _ in range(2)]
+        self._views = [memoryview(buffer.numpy()) for buffer in self._buffers]
         self._sent: list[Any] = [None, None]  # events of the GPU
         self._turn = 0
         self._files: dict[Path, BinaryIO] = {}
@@ -33,32 +34,32 @@ class Staging:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``source``, on the CPU, into ``target`` of the same shape on the device, which is contiguous. Where their
         dtypes differ, values are rounded there."""
-        place = self._place(source)
-        to, raw = target.view(-1), source.contiguous().view(-1).view(torch.uint8)
-        size, done = self._buffers[0].numel(), 0
-        for start in range(0, raw.numel(), size):
-            staged = self._filled(raw[start : start + size], place and (place[0], place[1] + start)).view(source.dtype)
-            sent = staged if target.dtype == source.dtype else staged.to(self.device, non_blocking=True)
-            to[done : done + staged.numel()].copy_(sent, non_blocking=True)
-            done += staged.numel()
+        place, size, dtype = self._place(source), self._buffers[0].numel(), source.dtype
+        to, raw = target.view(-1), None if place else source.contiguous().view(-1).view(torch.uint8)
+        for start in range(0, source.nbytes, size):
+            count = min(size, source.nbytes - start)
+            if (sent := self._sent[self._turn]) is not None:
+                sent.synchronize()
+            if raw is not None:
+                self._buffers[self._turn][:count].copy_(raw[start : start + count])
+            elif place is not None:
+                self._read(place[0], place[1] + start, count)
+            staged = self._buffers[self._turn][:count].view(dtype)
+            first, last = start // dtype.itemsize, (start + count) // dtype.itemsize
+            to[first:last].copy_(
+                staged if target.dtype == dtype else staged.to(self.device, non_blocking=True), non_blocking=True
+            )
             if self._gpu:
                 self._sent[self._turn] = torch.cuda.current_stream(self.device).record_event()
             self._turn = 1 - self._turn
 
-    def _filled(self, piece: torch.Tensor, place: tuple[Path, int] | None) -> torch.Tensor:
-        """``piece`` in the buffer whose turn it is, once that has been sent."""
-        if (sent := self._sent[self._turn]) is not None:
-            sent.synchronize()
-        buffer = self._buffers[self._turn][: piece.numel()]
-        if place is None:
-            return buffer.copy_(piece)
-        path, first = place
+    def _read(self, path: Path, first: int, count: int) -> None:
+        """``count`` bytes of a file from ``first`` on, into the buffer whose turn it is."""
         if path not in self._files:
             self._files[path] = open(path, "rb", buffering=0)
-        into, done = memoryview(buffer.numpy()), 0
-        while done < len(into):
-            count = os.preadv(self._files[path].fileno(), [into[done:]], first + done)
-            if not count:
+        into, done = self._views[self._turn], 0
+        while done < count:
+            found = os.preadv(self._files[path].fileno(), [into[done:count]], first + done)
+            if not found:
                 raise ValueError(f"{path}: got {first + done} bytes, allowed: as many as it had when it was opened")
-            done += count
-        return buffer
+            done += found
