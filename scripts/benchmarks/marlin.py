@@ -57,6 +57,10 @@ def _locks() -> torch.Tensor:
     return torch.zeros(4 * sms, dtype=torch.int32, device="cuda")
 
 
+def activation(inner: torch.Tensor, both: torch.Tensor, clamp: float) -> None:
+    torch.ops._C.silu_and_mul_with_clamp(inner, both, clamp)
+
+
 def experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weights, down: Weights, clamp: float
 ) -> torch.Tensor:
@@ -81,7 +85,7 @@ def experts(
     both = x.new_empty(tokens * k, 2 * intermediate)
     product(x, both, gate_up, k, False, tokens, 2 * intermediate, hidden)
     inner = x.new_empty(tokens * k, intermediate)
-    torch.ops._C.silu_and_mul_with_clamp(inner, both, clamp)
+    activation(inner, both, clamp)
     terms = x.new_empty(tokens * k, hidden)
     product(inner, terms, down, 1, True, tokens * k, hidden, intermediate)
     return torch.sum(terms.view(tokens, k, hidden), dim=1)

@@ -380,4 +380,11 @@ KERNELS = [
         "return taken, taken, whole",
         ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
     ),
+    Mutation(
+        "experts-sum-of-another-place", "a token's terms are taken in the order of experts",
+        OPS + "experts/grouped/kernels.py",
+        "tl.load(terms + tl.load(place + row) * hidden + at",
+        "tl.load(terms + row.to(tl.int64) * hidden + at",
+        ("tests/test_experts.py::test_kernel_of_many_rows",),
+    ),
 ]

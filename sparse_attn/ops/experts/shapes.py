@@ -26,15 +26,22 @@ def by_expert(
 ) -> torch.Tensor:
     """gate_up, down: codes, scales, layout. product: a grouped product of rows, ends and these."""
     experts, (tokens, k) = gate_up[0].shape[0], ids.shape
+    order, place, ends = sorted_by_expert(ids, experts)
+    inner = gated(product(x[order // max(k, 1)], ends, *gate_up), clamp)
+    terms = product(inner, ends, *down)[place].view(tokens, k, x.shape[1]).float() * weights.unsqueeze(-1)
+    there = ((ids >= 0) & (ids < experts)).unsqueeze(-1)
+    return torch.where(there, terms, 0.0).sum(1).to(x.dtype)
+
+
+def sorted_by_expert(ids: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids' places in the order of experts int64 [n], the inverse int64 [n], ends of the experts' rows int32 [experts])
+    of int32 ids of n elements. Those of no expert come last, behind all ends."""
     there = (ids >= 0) & (ids < experts)
     ordered, order = torch.sort(torch.where(there, ids, experts).flatten(), stable=True)
-    ends = torch.searchsorted(ordered, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
-    ends = ends.to(torch.int32)
-    inner = gated(product(x[order // max(k, 1)], ends, *gate_up), clamp)
-    out = product(inner, ends, *down)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-    terms = out[place].view(tokens, k, x.shape[1]).float() * weights.unsqueeze(-1)
-    return torch.where(there.unsqueeze(-1), terms, 0.0).sum(1).to(x.dtype)
+    numbers = torch.arange(experts, device=ids.device, dtype=ids.dtype)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    rows = torch.arange(order.shape[0], device=order.device)
+    return order, torch.empty_like(order).scatter_(0, order, rows), ends
 
 
 def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:

@@ -1,13 +1,34 @@
-"""Launch of rows sorted by expert: what lies between the products is PyTorch's."""
+"""Launch of rows sorted by expert: PyTorch's sort, two grouped products, and two kernels between and behind them."""
 
 from __future__ import annotations
 
+import torch
+
+from sparse_attn.device import pdl
+from sparse_attn.ops.experts.grouped import kernels
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
-from sparse_attn.ops.experts.shapes import by_expert
+from sparse_attn.ops.experts.shapes import sorted_by_expert
 from sparse_attn.ops.grouped_linear.launch import grouped_linear
+from sparse_attn.target import target_of
+
+BLOCK = 1024
 
 
 def multiply(call: Call, plan: Plan) -> None:
-    sums = by_expert(call.x, call.weights, call.ids, call.gate_up, call.down, call.clamp, grouped_linear)
-    call.out.copy_(sums)
+    (tokens, hidden), k, device = call.x.shape, call.problem.k, call.x.device
+    experts, intermediate = call.problem.gate_up.groups, call.problem.down.columns
+    launched = pdl.launched(target_of(device))
+    order, place, ends = sorted_by_expert(call.ids, experts)
+    both = grouped_linear(call.x[order // k], ends, *call.gate_up)
+    inner = torch.empty(tokens * k, intermediate, dtype=call.x.dtype, device=device)
+    kernels.gate_rows[(tokens * k, -(-intermediate // BLOCK))](
+        both, inner, intermediate, 0.0 if call.clamp is None else call.clamp, CLAMPED=call.clamp is not None,
+        BLOCK=BLOCK, num_warps=4, **launched,
+    )  # fmt: skip
+    del both
+    terms = grouped_linear(inner, ends, *call.down)
+    kernels.add_rows[(tokens, -(-hidden // BLOCK))](
+        terms, place, call.weights.contiguous(), call.ids.contiguous(), call.out, k, experts, hidden, BLOCK=BLOCK,
+        num_warps=4, **launched,
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.packed_dot import exact_packed_dot, placed
+from sparse_attn.ops.experts.grouped.kernels import gated
 
 
 @triton.jit
@@ -77,10 +78,7 @@ def gate_up(
         )  # fmt: skip
         sums = tl.permute(tl.reshape(sums, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
         gate, up = tl.split(sums)
-        if CLAMPED:
-            gate = tl.where(gate > clamp, clamp, gate)  # NaN stays
-            up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
-        inner = tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, [HALF, BLOCK_M])
+        inner = tl.reshape(gated(gate, up, clamp, CLAMPED), [HALF, BLOCK_M])
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
         to = row.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH, OUT_BLOCK_K)[:, None]
         tl.store(out + to, cast.round_to_bf16(inner), mask=inside[None, :] & (output < intermediate)[:, None])
