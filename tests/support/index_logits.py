@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from support.extremes import INF, NAN
 
-from sparse_attn.layout import IndexFp8Layout, PlainLayout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.ops.index_logits import dispatch
 from sparse_attn.ops.topk.shapes import GROUP
 
@@ -30,9 +30,12 @@ def paged_arguments(
     requests=3, next_n=2, heads=64, dim=128, max_context_len=5000, flavour="e4m3fn", dtype=U8, blocks=700, block_size=64
 ):
     """Of paged_mqa_logits."""
-    layout = PlainLayout(NAMES[dtype], dim) if flavour == "none" else IndexFp8Layout(dim, flavour)
+    if flavour == "mxfp4":
+        layout = IndexMxfp4Layout(dim)
+    else:
+        layout = PlainLayout(NAMES[dtype], dim) if flavour == "none" else IndexFp8Layout(dim, flavour)
     return (
-        meta(requests, next_n, heads, dim, dtype=dtype), meta(blocks, block_size, layout.row, dtype=layout.dtype),
+        meta(requests, next_n, heads, layout.row if flavour == "mxfp4" else dim, dtype=dtype), meta(blocks, block_size, layout.row, dtype=layout.dtype),
         meta(requests * next_n, heads), meta(requests, next_n, dtype=I32),
         meta(requests, -(-max_context_len // block_size), dtype=I32), max_context_len, layout.name,
     )  # fmt: skip

@@ -9,6 +9,7 @@ the call.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -118,11 +119,25 @@ def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
     return _copied_whole("q", problem.q) or _copied_by_rows("cache", problem.cache, 1, block, "block") or YES
 
 
-def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target) -> Support:
+def _supports_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> Support:
+    support = _supports_hopper(problem, target, MXFP4)
+    if not support.ok:
+        return support
+    if problem.block_size != hopper.BLOCK_KV:
+        return no(f"block_size: got {problem.block_size}, allowed: {hopper.BLOCK_KV}")
+    if problem.num_blocks == 0:
+        return no("cache blocks: got 0, allowed: at least 1")
+    block = problem.block_size * problem.cache.strides[1]
+    if any(stride % LINE for stride in problem.q.strides[:2]):
+        return no(f"q strides: got {list(problem.q.strides)}, allowed: multiples of {LINE} of requests and rows")
+    return _at_a_line("q", problem.q) or _copied_by_rows("cache", problem.cache, 1, block, "block") or YES
+
+
+def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target, flavour: str = "e4m3fn") -> Support:
     if not target.is_hopper:
         return not_on(target, "sm_90")
-    if problem.flavour != "e4m3fn":
-        return no(f"flavour: got {problem.flavour}, allowed: e4m3fn")
+    if problem.flavour != flavour:
+        return no(f"flavour: got {problem.flavour}, allowed: {flavour}")
     if problem.heads not in hopper.HEADS:
         return no(f"heads: got {problem.heads}, allowed: {', '.join(map(str, hopper.HEADS))}")
     if problem.dim != hopper.DIM:
@@ -171,6 +186,11 @@ def _plan_hopper_paged(problem: PagedProblem, target: Target) -> HopperPlan:
     """Rows of one request share its keys."""
     rows = min(hopper.PRODUCTS * hopper.COLUMNS // problem.heads, hopper.BLOCK_Q, power_of_two(problem.next_n))
     return HopperPlan(rows, target.num_sms)
+
+
+def _plan_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> HopperPlan:
+    """As many bytes in flight as of fp8 keys."""
+    return replace(_plan_hopper_paged(problem, target), stages=16)
 
 
 def _plan_prefill(problem: PrefillProblem, target: Target) -> PrefillPlan:
@@ -228,6 +248,12 @@ PREFILL_KERNELS: tuple[Kernel[PrefillProblem, Plan], ...] = (
 )
 PAGED_KERNELS: tuple[Kernel[PagedProblem, Plan], ...] = (
     Kernel("hopper.paged", _supports_hopper_paged, _plan_hopper_paged, f"{PACKAGE}.hopper.launch:paged"),
+    Kernel(
+        "hopper.paged_mxfp4",
+        _supports_hopper_paged_mxfp4,
+        _plan_hopper_paged_mxfp4,
+        f"{PACKAGE}.hopper.launch:paged_mxfp4",
+    ),
     Kernel("portable", _always, _plan_paged, f"{PACKAGE}.portable.launch:paged"),
 )
 

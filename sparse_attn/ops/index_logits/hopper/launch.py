@@ -7,7 +7,9 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparse_attn.mxfp4 import GROUP
 from sparse_attn.ops.index_logits.hopper import paged as paged_kernels
+from sparse_attn.ops.index_logits.hopper import paged_mxfp4 as mxfp4_kernels
 from sparse_attn.ops.index_logits.hopper import prefill as prefill_kernels
 from sparse_attn.ops.index_logits.hopper.constants import BLOCK_KV
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
@@ -63,10 +65,39 @@ def paged(call: Paged, plan: HopperPlan) -> None:
     )  # fmt: skip
 
 
+def paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
+    """A block's codes come as four rows of a KiB, as wide as boxes may be."""
+    q, cache, weights, context_lens, out, maxima = (
+        call.q, call.cache, call.weights, call.context_lens, call.out, call.maxima
+    )  # fmt: skip
+    block_table, early = call.block_table, call.early_dependents
+    requests, next_n, heads, row = q.shape
+    num_blocks, block_size, _ = cache.shape
+    scale_bytes = block_size * (row // (GROUP // 2 + 1))
+    code_bytes = block_size * row - scale_bytes
+    codes = torch.as_strided(cache, (num_blocks, code_bytes), (cache.stride(0), 1)).view(torch.int32)
+    at = cache.storage_offset() + code_bytes
+    scales = torch.as_strided(cache, (num_blocks, scale_bytes), (cache.stride(0), 1), at).view(torch.int32)
+    queries = torch.as_strided(q, (requests, next_n, heads * row), (*q.stride()[:2], 1)).view(torch.int32)
+    mxfp4_kernels.paged_mqa_logits[(plan.ctas,)](
+        queries,
+        TensorDescriptor.from_tensor(codes.unflatten(1, (-1, 256)), [1, code_bytes // 1024, 256], _values(3)),
+        TensorDescriptor.from_tensor(scales, [1, scale_bytes // 4], _values()),
+        weights, context_lens, block_table, out, out if maxima is None else maxima,
+        requests * triton.cdiv(next_n, plan.block_q), num_blocks, call.max_context_len, block_table.shape[1],
+        SHORT * plan.ctas if early is None else (2**31 - 1 if early else -1),
+        *queries.stride()[:2], *weights.stride(), *context_lens.stride(), block_table.stride(0), out.stride(0),
+        0 if maxima is None else maxima.stride(0),
+        HEADS=heads, BLOCK_Q=plan.block_q, NEXT_N=next_n, CLEAR=call.clear, GROUP=call.group, STAGES=plan.stages,
+        CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
 def _codes(dim: int, rank: int) -> gl.NVMMASharedLayout:
     """Rows of ``dim`` bytes, as the matrix unit reads them."""
     return gl.NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=rank)
 
 
-def _values() -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+def _values(rank: int = 2) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)

@@ -1,0 +1,254 @@
+"""MXFP4 operands of the matrix unit on Hopper, decoded in registers.
+
+A byte permutation looks four e2m1 codes up in a table of eight magnitudes. The magnitudes are e5m2 bytes, times a power
+of two: a group's scale as far below the highest of its key, or of its head of a query. e5m2 holds every value of up to
+WINDOW powers of two apart exactly, so operands are exact; the highest scales are applied to weights and scores.
+
+Where some key of a tile or some head of its queries holds groups further apart, groups are multiplied one after the
+other, and each product gets its scales in fp32 (``scores_of_groups``, about ten times the time).
+
+Order of the product's 128 steps, for keys and queries alike: value 32 t + 8 j + 4 h + i of a record, word j of group t,
+stands at 32 j + 16 h + 4 t + i. So a lane's codes of a key are one group's, 16 bytes, and every step of 32 takes a word
+of each group.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from sparse_attn.device.triton_private import aggregate, reinterpret
+from sparse_attn.ops.index_logits.hopper.common import (
+    BLOCK_KV,
+    Scalar,
+    product_layout,
+    scores_layout,
+    weighed_sums,
+)
+
+WINDOW = gl.constexpr(26)  # powers of two that fit beside the three of a code: 0.5 * 2^-13 to 6 * 2^13
+TOP = gl.constexpr(13)  # the power of two of a record's highest group, in its operand
+RANGE = gl.constexpr(60)  # a head's highest scale is 2^-60 to 2^60, for its product with a weight to be normal
+LOW_CODES = gl.constexpr(0x72706C00)  # e5m2 of 1.5, 1, 0.5 and 0 times 2^TOP
+HIGH_CODES = gl.constexpr(0x7A787674)  # of 6, 4, 3 and 2
+CHUNK = gl.constexpr(16)  # columns of a product whose groups get their scales one after the other
+
+# $2: eight codes; $3, $4: bytes for codes 0 to 3 and 4 to 7. $0, $1: e5m2 of the first and the last four.
+DECODE = gl.constexpr("""{
+.reg .b32 low, high, even, first, last, s, t;
+and.b32 low, $2, 0x77777777;
+shr.u32 high, low, 16;
+shl.b32 even, $2, 4;
+prmt.b32 first, $3, $4, low;
+prmt.b32 last, $3, $4, high;
+prmt.b32 s, even, $2, 0x5140;
+prmt.b32 t, even, $2, 0x7362;
+lop3.b32 $0, s, 0x80808080, first, 0xEA;
+lop3.b32 $1, t, 0x80808080, last, 0xEA;
+}""")
+
+
+@aggregate
+class QueryBlock:
+    """Where a query block's codes and weights are. codes: int32 words of its first row, a row's codes of all heads,
+    then their scales. present: rows of it."""
+
+    codes: gl.tensor
+    weights: gl.tensor
+    present: gl.tensor
+    stride_row: Scalar
+    stride_weights_row: Scalar
+    stride_weights_head: Scalar
+    HEADS: gl.constexpr
+
+
+@gluon.constexpr_function
+def words_layout(rows, replicated=False):
+    """Of packed records [rows, 4 groups, 4 words]: a lane has a group of a row, four lanes a row; the rows of a thread
+    are those that it has of an operand in registers."""
+    high = [[8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]]
+    lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    more = [base for base in high if base[0] < rows]
+    if replicated:  # warps take rows, further ones go to registers; of fewer rows warps have the same
+        warps, registers = (more + [[0, 0, 0]] * 2)[:2], more[2:]
+    else:
+        warps, registers = [[16, 0, 0], [32, 0, 0]], [[8, 0, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]] + registers, lanes, warps, [], [rows, 4, 4])
+
+
+KEY_WORDS = gl.constexpr(words_layout(BLOCK_KV.value))
+
+
+@gluon.jit
+def words_of(tile):
+    """Packed records of a tile in shared memory: int32 [BLOCK_KV, 4 groups, 4 words]."""
+    LINEAR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    return reinterpret(tile, gl.int32, [BLOCK_KV, 4, 4], LINEAR).load(KEY_WORDS)
+
+
+@gluon.jit
+def exponents(scales):
+    """(highest, lowest) of the four ue8m0 bytes of words."""
+    a, b, c, d = scales & 255, (scales >> 8) & 255, (scales >> 16) & 255, (scales >> 24) & 255
+    return gl.maximum(gl.maximum(a, b), gl.maximum(c, d)), gl.minimum(gl.minimum(a, b), gl.minimum(c, d))
+
+
+@gluon.jit
+def power(exponent):
+    """fp32 of a ue8m0 byte: 2^(exponent - 127), NaN of 255."""
+    odd = (exponent == 0) | (exponent == 255)
+    return ((exponent << 23) | gl.where(odd, 0x400000, 0)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def fits(highest, lowest):
+    """Whether a head's groups are near enough to each other and its scale to 1; of a NaN it does not matter."""
+    near = (highest - lowest <= WINDOW) & (highest >= 127 - RANGE) & (highest <= 127 + RANGE)
+    return near | (highest == 255)
+
+
+@gluon.jit
+def _byte(words, place):
+    return (words >> (place * 8)) & 255
+
+
+@gluon.jit
+def _tables(steps):
+    """Bytes for codes 0 to 3 and 4 to 7, ``steps`` powers of two below 2^TOP."""
+    return LOW_CODES - steps * 0x04040400, HIGH_CODES - steps * 0x04040404
+
+
+@gluon.jit
+def _decode(words, low, high):
+    """int32 words of an operand [ROWS, 32], in the order of the product's steps, from packed [ROWS, 4, 4] and tables
+    [ROWS, 4]."""
+    first, last = gl.inline_asm_elementwise(
+        DECODE, "=r,=r,r,r,r", [words, gl.expand_dims(low, 2), gl.expand_dims(high, 2)],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return gl.reshape(gl.permute(gl.join(first, last), (0, 2, 3, 1)), [words.shape[0], 32])
+
+
+@gluon.jit
+def _multiply(words, low, high, q):
+    """Start the product [BLOCK_KV, columns] of packed keys and an operand of queries [columns, 128]."""
+    N: gl.constexpr = q.shape[0]
+    RESULT: gl.constexpr = product_layout(N)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
+    decoded = _decode(words, low, high)
+    twice = gl.join(decoded, decoded)
+    four = gl.reshape(gl.join(twice, twice), [BLOCK_KV, 128])  # a word for each of its bytes: no instruction
+    four = gl.convert_layout(four, OPERAND)
+    keys = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.uint8, is_pure=True, pack=4)
+    keys = keys.to(gl.float8e5, bitcast=True)
+    return warpgroup_mma(
+        keys, q.permute((1, 0)), gl.zeros([BLOCK_KV, N], gl.float32, RESULT), use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def multiply_codes(words, steps, q):
+    """Start the product of packed keys whose groups' scales are ``steps`` below their highest, a byte each."""
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEY_WORDS)))
+    low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
+    return _multiply(words, low, high, q)
+
+
+@gluon.jit
+def _columns(block, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """(row, head, whether the row exists) of the ``COUNT`` columns of a query block from ``first`` on."""
+    column = first + gl.arange(0, COUNT, layout=LAYOUT)
+    row = column // block.HEADS
+    return row, column % block.HEADS, row < block.present
+
+
+@gluon.jit
+def column_scales(block, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words of four scales of columns; 1 where there is no such row."""
+    row, head, there = _columns(block, first, COUNT, LAYOUT)
+    at = block.codes + row * block.stride_row + (block.HEADS * 16 + head)
+    return gl.load(at, mask=there, other=0x7F7F7F7F)
+
+
+@gluon.jit
+def half_weights_of(block, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Half the weights of columns."""
+    row, head, there = _columns(block, first, COUNT, LAYOUT)
+    at = block.weights + row * block.stride_weights_row + head * block.stride_weights_head
+    return 0.5 * gl.load(at, mask=there, other=0.0)
+
+
+@gluon.jit
+def operand_query(block, first, COUNT: gl.constexpr):
+    """int32 [COUNT, 32]: the operand of columns, with steps where they fit and without where they do not."""
+    LAYOUT: gl.constexpr = words_layout(COUNT, True)
+    GROUPS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    COLUMN: gl.constexpr = gl.SliceLayout(1, GROUPS)
+    row, head, there = _columns(block, first, COUNT, COLUMN)
+    at = block.codes + row * block.stride_row + head * 16
+    group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
+    word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    at = gl.expand_dims(gl.expand_dims(at, 1) + gl.expand_dims(group * 4, 0), 2)
+    at = at + gl.expand_dims(gl.expand_dims(word, 0), 0)
+    words = gl.load(at, mask=gl.expand_dims(gl.expand_dims(there, 1), 2), other=0)
+    scales = column_scales(block, first, COUNT, COLUMN)
+    highest, lowest = exponents(scales)
+    steps = gl.where(fits(highest, lowest), highest * 0x01010101 - scales, 0)
+    low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
+    return _decode(words, low, high)
+
+
+@gluon.jit
+def _times_power(x, exponent):
+    """x * 2^exponent, in two steps for exponents that no fp32 has."""
+    half = exponent >> 1
+    once = (gl.maximum(half + 127, 0) << 23).to(gl.float32, bitcast=True)
+    again = (gl.maximum(exponent - half + 127, 0) << 23).to(gl.float32, bitcast=True)
+    return x * once * again
+
+
+@gluon.jit
+def _scores_of_columns(words, key_scales, q, block, first, COUNT: gl.constexpr):
+    """fp32 [BLOCK_KV, 1]: of the columns from ``first`` on, whose operand is q."""
+    RESULT: gl.constexpr = product_layout(COUNT)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, RESULT)
+    group = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEY_WORDS))), 0)
+    key_scale = key_scales.load(gl.SliceLayout(1, RESULT))
+    scale = column_scales(block, first, COUNT, COLUMN)
+    highest, lowest = exponents(scale)
+    folded = fits(highest, lowest)
+    half_weights = gl.where(highest == 255, float("nan"), half_weights_of(block, first, COUNT, COLUMN))
+    total = gl.zeros([BLOCK_KV, COUNT], gl.float32, RESULT)
+    none = gl.zeros([BLOCK_KV, 4], gl.int32, gl.SliceLayout(2, KEY_WORDS))
+    for g in range(4):
+        low, high = gl.where(group == g, LOW_CODES, none), gl.where(group == g, HIGH_CODES, none)
+        product = warpgroup_mma_wait(0, deps=(_multiply(words, low, high, q),))
+        of_key = gl.expand_dims(_byte(key_scale, g) - (127 + TOP), 1)
+        of_query = gl.expand_dims(gl.where(folded, highest, _byte(scale, g)) - (127 + TOP), 0)
+        total += _times_power(product, of_key + of_query)
+    return weighed_sums(total, half_weights, 1)
+
+
+@gluon.jit
+def scores_of_groups(words, key_scales, queries, block, first_column, ROWS: gl.constexpr):
+    """fp32 [BLOCK_KV, ROWS] of groups of any scales: of rows whose columns of a query block begin at
+    ``first_column``. key_scales: words of four scales, in shared memory. queries: operands [columns, 128]."""
+    COLUMNS: gl.constexpr = queries.shape[0]
+    CHUNKS: gl.constexpr = block.HEADS // CHUNK
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    chunks = reinterpret(queries, gl.float8e5, [COLUMNS // CHUNK, CHUNK, 128], LAYOUT)
+    rows = ()
+    for n in gl.static_range(ROWS):
+        row = gl.zeros([BLOCK_KV, 1], gl.float32, scores_layout(1))
+        for c in range(n * CHUNKS, (n + 1) * CHUNKS):
+            first = first_column + c * CHUNK
+            some = chunks.index(first // CHUNK)
+            row += _scores_of_columns(words, key_scales, some, block, first, CHUNK)
+        rows = rows + (gl.reshape(row, [BLOCK_KV]),)
+    if ROWS == 1:
+        scores = gl.reshape(rows[0], [BLOCK_KV, 1])
+    elif ROWS == 2:
+        scores = gl.join(rows[0], rows[1])
+    else:
+        gl.static_assert(ROWS == 4)
+        scores = gl.reshape(gl.join(gl.join(rows[0], rows[2]), gl.join(rows[1], rows[3])), [BLOCK_KV, 4])
+    return gl.convert_layout(scores, scores_layout(ROWS))
