@@ -325,5 +325,7 @@ def test_info_names_the_kernels_of_a_target(monkeypatch):
         names = found["top_k_per_row"]
         assert names == tuple(kernel.name for kernel in selection.KERNELS if kernel.name in names)
         assert (
-            ("group_maxima" in names) == (found["paged_mqa_logits"] == ("hopper.paged", "portable")) == (target == H200)
+            ("group_maxima" in names)
+            == (found["paged_mqa_logits"] == ("hopper.paged", "hopper.paged_mxfp4", "portable"))
+            == (target == H200)
         )

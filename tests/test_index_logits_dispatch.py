@@ -71,21 +71,27 @@ def test_why_hopper_kernels_are_passed_over():
 fnuz codes
   hopper.prefill: flavour: got e4m3fnuz, allowed: e4m3fn
   hopper.paged: flavour: got e4m3fnuz, allowed: e4m3fn
+  hopper.paged_mxfp4: flavour: got e4m3fnuz, allowed: mxfp4
 bf16
   hopper.prefill: flavour: got none, allowed: e4m3fn
   hopper.paged: flavour: got none, allowed: e4m3fn
+  hopper.paged_mxfp4: flavour: got none, allowed: mxfp4
 48 heads
   hopper.prefill: heads: got 48, allowed: 32, 64, 128
   hopper.paged: heads: got 48, allowed: 32, 64, 128
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 256 values
   hopper.prefill: dim: got 256, allowed: 128
   hopper.paged: dim: got 256, allowed: 128
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 rows of q apart
   hopper.prefill: q: got strides [8320, 128, 1], allowed: contiguous
   hopper.paged: q: got strides [24576, 8192, 128, 1], allowed: contiguous
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 q anywhere
   hopper.prefill: q address: got 4 bytes behind a multiple of 16, allowed: 0
   hopper.paged: q address: got 4 bytes behind a multiple of 16, allowed: 0
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 lines of k apart
   hopper.prefill: k row stride: got 132, allowed: a multiple of 16, at least 128
 k anywhere
@@ -100,12 +106,16 @@ one row's weights
   hopper.prefill: weights row stride: got 0, allowed: a multiple of 4, at least 64
 no blocks
   hopper.paged: cache blocks: got 0, allowed: at least 1
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 blocks of 32
   hopper.paged: block_size: got 32, allowed: 64
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 blocks between lines
   hopper.paged: cache block stride: got 8452, allowed: a multiple of 16, at least 8448
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 cache anywhere
-  hopper.paged: cache address: got 4 bytes behind a multiple of 16, allowed: 0""",
+  hopper.paged: cache address: got 4 bytes behind a multiple of 16, allowed: 0
+  hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4""",
     )
 
 
@@ -127,13 +137,13 @@ def test_every_refusal_is_worded_as_an_error(target):
                 assert support.ok == support.able == (not support.reason)
                 assert support.ok or re.fullmatch(r"[a-z_ ]+: got .+, allowed: .+", support.reason), support.reason
                 seen.add(kernel.name)
-    assert len(seen) == 3
+    assert len(seen) == 4
 
 
 def test_kernels_have_their_launchers():
     for kernels in (dispatch.PREFILL_KERNELS, dispatch.PAGED_KERNELS):
-        assert [callable(kernel.launcher) for kernel in kernels] == [True] * 2
-        assert len({kernel.name for kernel in kernels}) == 2
+        assert all(callable(kernel.launcher) for kernel in kernels)
+        assert len({kernel.name for kernel in kernels}) == len(kernels)
 
 
 def test_rows_scored_at_a_time_are_what_is_launched():
@@ -184,7 +194,10 @@ def test_kernel_forced(device):
 
 def test_impl_names_a_kernel_of_the_op():
     prefill, paged = case("cpu")
-    for run, arguments, name in ((fp8_mqa_logits, prefill, "prefill"), (fp8_paged_mqa_logits, paged, "paged")):
+    for run, arguments, name in (
+        (fp8_mqa_logits, prefill, "prefill"),
+        (fp8_paged_mqa_logits, paged, "paged, hopper.paged_mxfp4"),
+    ):
         with pytest.raises(ValueError, match=f"^impl: got 'cuda', allowed: auto, .*, hopper.{name}, portable$"):
             run(*arguments, impl="cuda")
         if target_of(torch.device("cpu")) is CPU:

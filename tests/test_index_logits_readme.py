@@ -21,7 +21,7 @@ def test_every_hopper_kernel_has_its_page():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", ["hopper.prefill", "hopper.paged"])
+@pytest.mark.parametrize("name", ["hopper.prefill", "hopper.paged", "hopper.paged_mxfp4"])
 def test_tables_are_those_of_the_compiled_kernel(name):
     """Of 64 heads, and four rows a request."""
     from sparse_attn.ops.index_logits import launch
@@ -31,7 +31,10 @@ def test_tables_are_those_of_the_compiled_kernel(name):
         if name == "hopper.prefill":
             launch.mqa_logits(*prefill_arguments(90, 700), kernel=name)
         else:
-            launch.paged_mqa_logits(*paged_arguments(90, 4, max_context_len=900), kernel=name)
+            flavour = "mxfp4" if name == "hopper.paged_mxfp4" else "e4m3fn"
+            launch.paged_mqa_logits(*paged_arguments(90, 4, max_context_len=900, flavour=flavour), kernel=name)
     found, (wanted, barriers) = kernel_of(compile_launch(launches[0])), documented(sections(README)[name])
-    assert barriers == ["full", "empty", "q_full", "q_empty"]  # Barriers of common.py
+    # Barriers of common.py, or of paged_mxfp4.py.
+    own = ["full", "ready", "empty", "q_ready"]
+    assert barriers == (own if name == "hopper.paged_mxfp4" else ["full", "empty", "q_full", "q_empty"])
     assert wanted == found

@@ -50,7 +50,7 @@ class Kernel(NamedTuple):
 
 # --- the compiled kernel
 
-BYTES = {"f8E4M3FN": 1, "i8": 1, "bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8}
+BYTES = {"f8E4M3FN": 1, "f8E5M2": 1, "i8": 1, "bf16": 2, "f16": 2, "f32": 4, "i32": 4, "i64": 8}
 ALLOCATION = re.compile(r"(%\S+) = ttg\.local_alloc\b.*?!ttg\.memdesc<((?:\d+x)+)(\w+),")
 INDEX = re.compile(r"(%\S+) = ttg\.memdesc_(?:index|subslice) (%[\w.]+)\[")
 SPECIALISE = re.compile(r"ttg\.warp_specialize\((.*?)\).*?requestedRegisters = array<i32: ([\d, ]+)>")
@@ -85,8 +85,11 @@ def kernel_of(compiled) -> Kernel:
     workers = tuple(map(int, requested.split(",")))
     warps = tuple(int(found[1]) for line in lines if (found := re.search(r"num_warps\((\d+)\)", line)))
     groups = compiled.threads // 128
-    assert groups == 1 + sum(-(-number // 4) for number in warps)  # ptxas gives registers to whole warpgroups
-    first = groups * compiled.registers - sum(workers)
+    # ptxas gives registers to whole warpgroups: a partition of them, or single warps together.
+    singles = [asked for asked, number in zip(workers, warps, strict=True) if number < 4]
+    shared = max(singles, default=0)
+    assert groups == 1 + len(warps) - len(singles) + bool(singles) and set(singles) <= {shared}
+    first = groups * compiled.registers - sum(workers) + shared * (len(singles) - bool(singles))
     memory = tuple((shape, size) for place, (shape, size) in enumerate(zip(shapes, sizes)) if place not in inits)
     barrier_bytes = sum(size for place, size in enumerate(sizes) if place in inits)
     return Kernel((4, *warps), (first, *workers), memory, barriers, barrier_bytes, compiled.shared_memory)
