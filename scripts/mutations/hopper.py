@@ -190,9 +190,9 @@ HOPPER = [
     ),
     Mutation(
         "hopper-mxfp4-signs-of-queries", "every fourth code of a query has the other sign",
-        SCORES + "hopper/paged_mxfp4.py",
-        "store(operand_query(block, which * PART, PART))",
-        "store(operand_query(block, which * PART, PART) ^ 0x80)",
+        SCORES + "hopper/mxfp4.py",
+        "store(_decode(words, low, high))",
+        "store(_decode(words, low, high) ^ 0x80)",
         ("tests/test_index_logits_mxfp4.py::test_small_sums_are_exact",),
     ),
     Mutation(

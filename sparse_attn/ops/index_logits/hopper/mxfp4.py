@@ -178,23 +178,34 @@ def half_weights_of(block, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def operand_query(block, first, COUNT: gl.constexpr):
-    """int32 [COUNT, 32]: the operand of columns, with steps where they fit and without where they do not."""
-    LAYOUT: gl.constexpr = words_layout(COUNT, True)
+def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexpr):
+    """Write a consumer's part of a query block to shared memory: the operand of ``PART`` columns, with steps where they
+    fit and without where they do not, half their weights times their highest scale, and whether all fit.
+
+    queries: e5m2 [columns, 128]. weights: fp32 [columns]. fit: int32 [CONSUMERS]."""
+    LAYOUT: gl.constexpr = words_layout(PART, True)
     GROUPS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     COLUMN: gl.constexpr = gl.SliceLayout(1, GROUPS)
-    row, head, there = _columns(block, first, COUNT, COLUMN)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    FIRST: gl.constexpr = which * PART
+    row, head, there = _columns(block, FIRST, PART, COLUMN)
     at = block.codes + row * block.stride_row + head * 16
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, GROUPS))
     word = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
     at = gl.expand_dims(gl.expand_dims(at, 1) + gl.expand_dims(group * 4, 0), 2)
     at = at + gl.expand_dims(gl.expand_dims(word, 0), 0)
     words = gl.load(at, mask=gl.expand_dims(gl.expand_dims(there, 1), 2), other=0)
-    scales = column_scales(block, first, COUNT, COLUMN)
+    scales = column_scales(block, FIRST, PART, COLUMN)
+    half_weights = half_weights_of(block, FIRST, PART, COLUMN)
     highest, lowest = exponents(scales)
-    steps = gl.where(fits(highest, lowest), highest * 0x01010101 - scales, 0)
+    folded = fits(highest, lowest)
+    steps = gl.where(folded, highest * 0x01010101 - scales, 0)
     low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
-    return _decode(words, low, high)
+    operand = reinterpret(queries, gl.int32, [queries.shape[0], 32], WORDS)
+    operand.slice(FIRST, PART, dim=0).store(_decode(words, low, high))
+    weights.slice(FIRST, PART, dim=0).store(half_weights * (power(highest) * 2.0 ** (-2 * TOP)))
+    all_fit = gl.min(folded.to(gl.int32), 0)
+    fit.slice(which, 1, dim=0).store(gl.full([1], all_fit, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import barrier, signal, tma_load, wait
-from sparse_attn.device.triton_private import aggregate, reinterpret
+from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.index_logits.hopper.common import (
     BLOCK_KV,
     CONSUMERS,
@@ -28,16 +28,12 @@ from sparse_attn.ops.index_logits.hopper.common import (
 )
 from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     KEY_WORDS,
-    TOP,
     WINDOW,
     QueryBlock,
-    column_scales,
     exponents,
-    fits,
-    half_weights_of,
     multiply_codes,
-    operand_query,
     power,
+    prepare,
     scores_of_groups,
     words_of,
 )
@@ -58,11 +54,12 @@ from sparse_attn.ops.index_logits.hopper.requests import (
 
 @aggregate
 class Shared:
-    """Rings in shared memory: tiles of packed keys, their scales, what becomes of those, where keys end, and query
+    """Rings in shared memory: tiles of packed keys, their scales, what becomes of those, where keys end; and query
     blocks.
 
     steps: of a key, a byte for each group: by how many powers of two its scale is below the key's highest. factors:
-    the highest. apart: 1 where steps of some key that is seen are more than operands hold.
+    the highest. apart: 1 where steps of some key that is seen are more than operands hold. queries, weights, fit: see
+    mxfp4.prepare.
     """
 
     codes: gl.shared_memory_descriptor
@@ -72,14 +69,16 @@ class Shared:
     ends: gl.shared_memory_descriptor
     apart: gl.shared_memory_descriptor
     queries: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    fit: gl.shared_memory_descriptor
 
 
 @aggregate
 class Barriers:
     """mbarriers of a ring of tiles and of one of query blocks.
 
-    full: a tile is there, one arrival and its bytes. ready: its steps and factors are, too. empty: its consumers have
-    it in registers, an arrival of each. q_ready: all consumers have written their part of a query block.
+    full: a tile is there, one arrival and its bytes. ready: its steps and factors are, too. empty: its consumer
+    has it in registers. q_ready: all consumers have written their part of a query block.
     """
 
     full: gl.shared_memory_descriptor
@@ -89,9 +88,8 @@ class Barriers:
 
 
 @gluon.jit
-def _allocate_barriers(STAGES: gl.constexpr, PRODUCTS: gl.constexpr):
-    """PRODUCTS: of a tile."""
-    gl.static_assert(STAGES % (CONSUMERS // PRODUCTS) == 0)  # then own_tile keeps a stage to its consumers
+def _allocate_barriers(STAGES: gl.constexpr):
+    gl.static_assert(STAGES % CONSUMERS == 0)  # then own_tile keeps a stage to its consumers
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -100,7 +98,7 @@ def _allocate_barriers(STAGES: gl.constexpr, PRODUCTS: gl.constexpr):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=PRODUCTS)
+        mbarrier.init(empty.index(i), count=1)
         if i < Q_STAGES:
             mbarrier.init(q_ready.index(i), count=CONSUMERS)
     return Barriers(full, ready, empty, q_ready)
@@ -178,22 +176,18 @@ def _consumer(
     shared, bars, q, stride_q_request, stride_q_row, lengths, output, run, keep_in_l2, which: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Score every tile of the CTA's run whose turn it is, and COLUMNS of a query block's columns, or all of them."""
+    """Score every tile of the CTA's run whose turn it is: decode it once, and multiply COLUMNS columns at a time."""
     NEXT_N: gl.constexpr = lengths.NEXT_N
     BLOCK_Q: gl.constexpr = lengths.BLOCK_Q
     STAGES: gl.constexpr = shared.codes.shape[0]
-    MMA_COLUMNS: gl.constexpr = shared.queries.shape[1]
     BLOCKS: gl.constexpr = blocks_of(NEXT_N, BLOCK_Q)
-    PRODUCTS: gl.constexpr = products(MMA_COLUMNS)
+    PRODUCTS: gl.constexpr = products(BLOCK_Q * HEADS)
     ROWS: gl.constexpr = BLOCK_Q // PRODUCTS
-    FIRST_ROW: gl.constexpr = which % PRODUCTS * ROWS  # of its own product, of a tile
-    TURN: gl.constexpr = which // PRODUCTS
-    TURNS: gl.constexpr = CONSUMERS // PRODUCTS
+    N: gl.constexpr = ROWS * HEADS
+    HELD: gl.constexpr = N * PRODUCTS <= 64  # weights in registers, beside a product and a tile's operand
     KEY: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS))
     ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS * HEADS))
-    PART: gl.constexpr = MMA_COLUMNS // CONSUMERS
-    QUERY_WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(N))
     if output.CLEAR and which == 0:  # while the first keys are under way
         clear(lengths, output)
     done, blocks_done = 0, 0
@@ -211,19 +205,18 @@ def _consumer(
                 NEXT_N - first_row, stride_q_row, output.stride_weights_row, output.stride_weights_head, HEADS,
             )  # fmt: skip
             q_stage, phase = ring(blocks_done, Q_STAGES)
-            part = reinterpret(shared.queries.index(q_stage), gl.int32, [MMA_COLUMNS, 32], QUERY_WORDS)
-            part.slice(which * PART, PART, dim=0).store(operand_query(block, which * PART, PART))
+            queries, weights = shared.queries.index(q_stage), shared.weights.index(q_stage)
+            prepare(block, queries, weights, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which)
             fence_async_shared()
             signal(bars.q_ready.index(q_stage))
-            place = places(lengths, output, query_block, FIRST_ROW, ROWS)
-            highest, lowest = exponents(column_scales(block, FIRST_ROW * HEADS, ROWS * HEADS, COLUMN))
-            half_weights = half_weights_of(block, FIRST_ROW * HEADS, ROWS * HEADS, COLUMN)
-            half_weights = half_weights * (power(highest) * 2.0 ** (-2 * TOP))
-            all_fit = gl.min(fits(highest, lowest).to(gl.int32), 0)
+            own_places = ()
+            for p in gl.static_range(PRODUCTS):
+                own_places = own_places + (places(lengths, output, query_block, p * ROWS, ROWS),)
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
-            for i in range(own_tile(TURN, done, TURNS), own, TURNS):
+            all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
+            half_weights = weights.slice(0, N).load(COLUMN)
+            for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
                 stage, phase = ring(done + i, STAGES)
-                some = shared.queries.index(q_stage).slice(FIRST_ROW * HEADS, ROWS * HEADS, dim=0)
                 mbarrier.wait(bars.full.index(stage), phase)
                 words = words_of(shared.codes.index(stage))
                 mbarrier.wait(bars.ready.index(stage), phase)
@@ -233,9 +226,13 @@ def _consumer(
                 apart = gl.sum(shared.apart.index(stage).load(ANY), 0)
                 if (apart == 0) & (all_fit != 0):
                     signal(bars.empty.index(stage))
-                    product = multiply_codes(words, steps, some)
-                    product = warpgroup_mma_wait(0, deps=(product,))
-                    scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
+                    for p in gl.static_range(PRODUCTS):
+                        some = queries.slice(p * N, N, dim=0)
+                        product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
+                        if not HELD:
+                            half_weights = weights.slice(p * N, N).load(COLUMN)
+                        scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
+                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, ROWS)
                 else:
                     key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
                     here = QueryBlock(
@@ -247,12 +244,11 @@ def _consumer(
                         block.stride_weights_head,
                         HEADS,
                     )  # of the loop: nothing of this branch is computed before it, in registers that are missing
-                    scores = scores_of_groups(
-                        words, key_scales, shared.queries.index(q_stage), here, FIRST_ROW * HEADS, ROWS
-                    )
-                    scores = scores * gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
+                    known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
+                    for p in gl.static_range(PRODUCTS):
+                        scores = scores_of_groups(words, key_scales, queries, here, p * N, ROWS) * known
+                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, ROWS)
                     signal(bars.empty.index(stage))
-                write(scores, skip + i, end, place, output, keep_in_l2, ROWS)
         done += own
         blocks_done += (own > 0).to(gl.int32)
         skip = 0
@@ -307,8 +303,10 @@ def paged_mqa_logits(
         ends=gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
         apart=gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
         queries=gl.allocate_shared_memory(gl.float8e5, [Q_STAGES, BLOCK_Q * HEADS, 128], QUERIES),
+        weights=gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_Q * HEADS], WORDS),
+        fit=gl.allocate_shared_memory(gl.int32, [Q_STAGES, CONSUMERS], WORDS),
     )
-    bars = _allocate_barriers(STAGES, products(BLOCK_Q * HEADS))
+    bars = _allocate_barriers(STAGES)
     lengths = Lengths(context_lens, query_blocks, max_context, stride_lens_request, stride_lens_row, BLOCK_Q, NEXT_N)
     fence_async_shared()
     wait()
