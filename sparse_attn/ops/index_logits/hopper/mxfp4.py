@@ -14,11 +14,14 @@ of each group.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from sparse_attn.device.hopper import signal
 from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.index_logits.hopper.common import (
     BLOCK_KV,
+    CONSUMERS,
+    Q_STAGES,
     Scalar,
     product_layout,
     scores_layout,
@@ -45,6 +48,78 @@ prmt.b32 t, even, $2, 0x7362;
 lop3.b32 $0, s, 0x80808080, first, 0xEA;
 lop3.b32 $1, t, 0x80808080, last, 0xEA;
 }""")
+
+
+@aggregate
+class Shared:
+    """Rings in shared memory: tiles of packed keys, their scales, what becomes of those, where keys end; and query
+    blocks.
+
+    steps: of a key, a byte for each group: by how many powers of two its scale is below the key's highest. factors:
+    the highest. apart: 1 where steps of some key that is seen are more than operands hold. queries, weights, fit: see
+    prepare.
+    """
+
+    codes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    steps: gl.shared_memory_descriptor
+    factors: gl.shared_memory_descriptor
+    ends: gl.shared_memory_descriptor
+    apart: gl.shared_memory_descriptor
+    queries: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    fit: gl.shared_memory_descriptor
+
+
+@aggregate
+class Barriers:
+    """mbarriers of a ring of tiles and of one of query blocks.
+
+    full: a tile is there, one arrival and its bytes. ready: its steps and factors are, too. empty: its consumer
+    has it in registers. q_ready: all consumers have written their part of a query block.
+    """
+
+    full: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _barriers(STAGES: gl.constexpr):
+    gl.static_assert(STAGES % CONSUMERS == 0)  # then own_tile keeps a stage to its consumers
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+        if i < Q_STAGES:
+            mbarrier.init(q_ready.index(i), count=CONSUMERS)
+    return Barriers(full, ready, empty, q_ready)
+
+
+@gluon.jit
+def allocate(codes, scales, STAGES: gl.constexpr, MMA_COLUMNS: gl.constexpr):
+    """(Shared, Barriers) of tiles that come as boxes of the descriptors ``codes`` and ``scales``, and of query blocks
+    of ``MMA_COLUMNS`` columns."""
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    shared = Shared(
+        codes=gl.allocate_shared_memory(codes.dtype, [STAGES] + codes.block_shape, codes.layout),
+        scales=gl.allocate_shared_memory(scales.dtype, [STAGES] + scales.block_shape, scales.layout),
+        steps=gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_KV], WORDS),
+        factors=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_KV], WORDS),
+        ends=gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
+        apart=gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
+        queries=gl.allocate_shared_memory(gl.float8e5, [Q_STAGES, MMA_COLUMNS, 128], QUERIES),
+        weights=gl.allocate_shared_memory(gl.float32, [Q_STAGES, MMA_COLUMNS], WORDS),
+        fit=gl.allocate_shared_memory(gl.int32, [Q_STAGES, CONSUMERS], WORDS),
+    )
+    return shared, _barriers(STAGES)
 
 
 @aggregate
@@ -75,6 +150,7 @@ def words_layout(rows, replicated=False):
     return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]] + registers, lanes, warps, [], [rows, 4, 4])
 
 
+KEYS_OF_A_WARP = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))
 KEY_WORDS = gl.constexpr(words_layout(BLOCK_KV.value))
 
 
@@ -104,6 +180,19 @@ def fits(highest, lowest):
     """Whether a head's groups are near enough to each other and its scale to 1; of a NaN it does not matter."""
     near = (highest - lowest <= WINDOW) & (highest >= 127 - RANGE) & (highest <= 127 + RANGE)
     return near | (highest == 255)
+
+
+@gluon.jit
+def turn_scales(shared, bars, stage, seen):
+    """Turn a tile's scales into steps and factors, in one warp. seen: [BLOCK_KV], which keys are."""
+    scale = shared.scales.index(stage).reshape([BLOCK_KV]).load(KEYS_OF_A_WARP)
+    highest, lowest = exponents(scale)
+    apart = seen & (highest - lowest > WINDOW) & (highest < 255)
+    any_apart = gl.max(apart.to(gl.int32), 0)
+    shared.steps.index(stage).store(highest * 0x01010101 - scale)
+    shared.factors.index(stage).store(power(highest))
+    shared.apart.index(stage).store(gl.full([1], any_apart, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    signal(bars.ready.index(stage))
 
 
 @gluon.jit

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparse_attn.device.hopper import barrier, signal, tma_load, wait
-from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.index_logits.hopper.common import (
     BLOCK_KV,
     CONSUMERS,
@@ -28,13 +27,13 @@ from sparse_attn.ops.index_logits.hopper.common import (
 )
 from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     KEY_WORDS,
-    WINDOW,
+    KEYS_OF_A_WARP,
     QueryBlock,
-    exponents,
+    allocate,
     multiply_codes,
-    power,
     prepare,
     scores_of_groups,
+    turn_scales,
     words_of,
 )
 from sparse_attn.ops.index_logits.hopper.requests import (
@@ -50,58 +49,6 @@ from sparse_attn.ops.index_logits.hopper.requests import (
     tiles_of,
     write,
 )
-
-
-@aggregate
-class Shared:
-    """Rings in shared memory: tiles of packed keys, their scales, what becomes of those, where keys end; and query
-    blocks.
-
-    steps: of a key, a byte for each group: by how many powers of two its scale is below the key's highest. factors:
-    the highest. apart: 1 where steps of some key that is seen are more than operands hold. queries, weights, fit: see
-    mxfp4.prepare.
-    """
-
-    codes: gl.shared_memory_descriptor
-    scales: gl.shared_memory_descriptor
-    steps: gl.shared_memory_descriptor
-    factors: gl.shared_memory_descriptor
-    ends: gl.shared_memory_descriptor
-    apart: gl.shared_memory_descriptor
-    queries: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor
-    fit: gl.shared_memory_descriptor
-
-
-@aggregate
-class Barriers:
-    """mbarriers of a ring of tiles and of one of query blocks.
-
-    full: a tile is there, one arrival and its bytes. ready: its steps and factors are, too. empty: its consumer
-    has it in registers. q_ready: all consumers have written their part of a query block.
-    """
-
-    full: gl.shared_memory_descriptor
-    ready: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    q_ready: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def _allocate_barriers(STAGES: gl.constexpr):
-    gl.static_assert(STAGES % CONSUMERS == 0)  # then own_tile keeps a stage to its consumers
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    q_ready = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-        if i < Q_STAGES:
-            mbarrier.init(q_ready.index(i), count=CONSUMERS)
-    return Barriers(full, ready, empty, q_ready)
 
 
 @gluon.jit
@@ -145,8 +92,7 @@ def _producer(
 def _scaler(shared, bars, lengths, run):
     """Turn the scales of every tile of the run into steps and factors."""
     STAGES: gl.constexpr = shared.codes.shape[0]
-    KEYS: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    key = gl.arange(0, BLOCK_KV, layout=KEYS)
+    key = gl.arange(0, BLOCK_KV, layout=KEYS_OF_A_WARP)
     done = 0
     skip = run.skip
     for query_block in range(run.first, run.last):
@@ -158,15 +104,8 @@ def _scaler(shared, bars, lengths, run):
         for i in range(own):
             stage, phase = ring(done + i, STAGES)
             mbarrier.wait(bars.full.index(stage), phase)
-            scale = shared.scales.index(stage).reshape([BLOCK_KV]).load(KEYS)
-            highest, lowest = exponents(scale)
             seen = (skip + i) * BLOCK_KV + key < longest
-            apart = seen & (highest - lowest > WINDOW) & (highest < 255)
-            any_apart = gl.max(apart.to(gl.int32), 0)
-            shared.steps.index(stage).store(highest * 0x01010101 - scale)
-            shared.factors.index(stage).store(power(highest))
-            shared.apart.index(stage).store(gl.full([1], any_apart, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            signal(bars.ready.index(stage))
+            turn_scales(shared, bars, stage, seen)
         done += own
         skip = 0
 
@@ -293,20 +232,7 @@ def paged_mqa_logits(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    QUERIES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    shared = Shared(
-        codes=gl.allocate_shared_memory(codes.dtype, [STAGES] + codes.block_shape, codes.layout),
-        scales=gl.allocate_shared_memory(scales.dtype, [STAGES] + scales.block_shape, scales.layout),
-        steps=gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_KV], WORDS),
-        factors=gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_KV], WORDS),
-        ends=gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
-        apart=gl.allocate_shared_memory(gl.int32, [STAGES, 1], WORDS),
-        queries=gl.allocate_shared_memory(gl.float8e5, [Q_STAGES, BLOCK_Q * HEADS, 128], QUERIES),
-        weights=gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_Q * HEADS], WORDS),
-        fit=gl.allocate_shared_memory(gl.int32, [Q_STAGES, CONSUMERS], WORDS),
-    )
-    bars = _allocate_barriers(STAGES)
+    shared, bars = allocate(codes, scales, STAGES, BLOCK_Q * HEADS)
     lengths = Lengths(context_lens, query_blocks, max_context, stride_lens_request, stride_lens_row, BLOCK_Q, NEXT_N)
     fence_async_shared()
     wait()

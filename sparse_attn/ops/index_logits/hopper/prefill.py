@@ -60,7 +60,7 @@ class Ranges:
 
 
 @gluon.jit
-def _range(ranges, row):
+def range_of(ranges, row):
     """[start, end) of the keys that ``row`` sees; empty, of a row that does not exist."""
     exists = row < ranges.rows
     start = gl.load(ranges.start + row.to(gl.int64) * ranges.stride_start, mask=exists, other=0)
@@ -69,17 +69,39 @@ def _range(ranges, row):
 
 
 @gluon.jit
-def _tiles(ranges, query_block, BLOCK_Q: gl.constexpr):
+def tiles_of(ranges, query_block, BLOCK_Q: gl.constexpr):
     """(first tile, tiles) that some row of a query block sees."""
-    low, high = _range(ranges, query_block * BLOCK_Q)
+    low, high = range_of(ranges, query_block * BLOCK_Q)
     empty = low >= high
     low, high = gl.where(empty, ranges.keys, low), gl.where(empty, 0, high)
     for n in gl.static_range(1, BLOCK_Q):
-        start, end = _range(ranges, query_block * BLOCK_Q + n)
+        start, end = range_of(ranges, query_block * BLOCK_Q + n)
         low = gl.minimum(low, gl.where(start < end, start, ranges.keys))
         high = gl.maximum(high, gl.where(start < end, end, 0))
     first = low // BLOCK_KV
     return first, gl.maximum((high + BLOCK_KV - 1) // BLOCK_KV - first, 0)
+
+
+@gluon.jit
+def find_run(ranges, BLOCK_Q: gl.constexpr):
+    """The CTA's run."""
+    query_block = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    query_blocks = (ranges.rows + BLOCK_Q - 1) // BLOCK_Q
+    _, tiles = tiles_of(ranges, query_block, BLOCK_Q)
+
+    counted = gl.sum(tiles, 0)
+    total = counted
+    for chunk in range(CHUNK, query_blocks, CHUNK):
+        _, others = tiles_of(ranges, chunk + query_block, BLOCK_Q)
+        total += gl.sum(others, 0)
+    begin, end = share(total)
+    first, skipped, last = search(tiles, 0, begin, end, 0, 0, 0)
+    for chunk in range(CHUNK, query_blocks, CHUNK):
+        _, others = tiles_of(ranges, chunk + query_block, BLOCK_Q)
+        first, skipped, last = search(others, counted, begin, end, first, skipped, last)
+        counted += gl.sum(others, 0)
+    last = gl.minimum(last + 1, query_blocks)
+    return Run(first, begin - skipped, last, end - begin)
 
 
 @gluon.jit
@@ -90,7 +112,7 @@ def _producer(shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q: gl.con
     done, blocks_done = 0, 0
     skip = run.skip
     for query_block in range(run.first, run.last):
-        begin, tiles = _tiles(ranges, query_block, BLOCK_Q)
+        begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
             q_stage, phase = ring(blocks_done, Q_STAGES)
@@ -132,10 +154,10 @@ def _consumer(shared, bars, ranges, out, stride_out, run, which: gl.constexpr, B
     skip = run.skip
     for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
         query_block = run.first + nth
-        begin, tiles = _tiles(ranges, query_block, BLOCK_Q)
+        begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
-            start, end = _range(ranges, query_block * BLOCK_Q + row)
+            start, end = range_of(ranges, query_block * BLOCK_Q + row)
             to = gl.expand_dims(out + ((query_block * BLOCK_Q + row).to(gl.int64) * stride_out + start), 0)
             length = gl.expand_dims(gl.maximum(end - start, 0), 0).to(gl.uint32)
             offset = gl.expand_dims((begin + skip) * BLOCK_KV + key, 1) - gl.expand_dims(start, 0)
@@ -182,8 +204,6 @@ def mqa_logits(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     BLOCK_Q: gl.constexpr = weights.block_shape[0]
-    query_block = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    query_blocks = (rows + BLOCK_Q - 1) // BLOCK_Q
     shared = Shared(
         keys=gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout),
         scales=gl.allocate_shared_memory(k_scale.dtype, [STAGES] + k_scale.block_shape, k_scale.layout),
@@ -194,21 +214,7 @@ def mqa_logits(
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     fence_async_shared()
     wait()
-    _, tiles = _tiles(ranges, query_block, BLOCK_Q)
-
-    counted = gl.sum(tiles, 0)
-    total = counted
-    for chunk in range(CHUNK, query_blocks, CHUNK):
-        _, others = _tiles(ranges, chunk + query_block, BLOCK_Q)
-        total += gl.sum(others, 0)
-    begin, end = share(total)
-    first, skipped, last = search(tiles, 0, begin, end, 0, 0, 0)
-    for chunk in range(CHUNK, query_blocks, CHUNK):
-        _, others = _tiles(ranges, chunk + query_block, BLOCK_Q)
-        first, skipped, last = search(others, counted, begin, end, first, skipped, last)
-        counted += gl.sum(others, 0)
-    last = gl.minimum(last + 1, query_blocks)
-    run = Run(first, begin - skipped, last, end - begin)
+    run = find_run(ranges, BLOCK_Q)
     barrier()
     gl.warp_specialize(
         [
