@@ -7,19 +7,19 @@ import pytest
 import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import check_highest, paged_arguments, paged_problem
+from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_arguments, prefill_problem
 from support.index_topk import mxfp4_query
 
 from sparse_attn import IndexMxfp4Layout
 from sparse_attn.mxfp4 import GROUP, mxfp4_decode, mxfp4_quantise
 from sparse_attn.ops.index_logits import dispatch, reference
-from sparse_attn.ops.index_logits.launch import Paged
+from sparse_attn.ops.index_logits.launch import Paged, Prefill
 from sparse_attn.target import H200
 from sparse_attn.testing.compare import assert_same_diff
 from sparse_attn.testing.launches import TARGETS
 
 LAYOUT = IndexMxfp4Layout(128)
-NAME = "hopper.paged_mxfp4"
+NAME, PREFILL = "hopper.paged_mxfp4", "hopper.prefill_mxfp4"
 DIRT = 7.25
 
 
@@ -32,8 +32,15 @@ def test_where_they_apply():
     assert all(chosen(next_n=n).kernel.name == NAME for n in (1, 2, 3, 9))
     for other in (dict(heads=48), dict(dim=64), dict(block_size=32), dict(blocks=0)):
         assert chosen(**other).kernel.name == "portable", other
+
+    def prefill(target=H200, **others):
+        return dispatch.choose_prefill(prefill_problem(flavour="mxfp4", **others), target)
+
+    assert [prefill(heads=heads).plan.block_q * heads for heads in (32, 64, 128)] == [512] * 3
+    for other in (dict(heads=48), dict(dim=64)):
+        assert prefill(**other).kernel.name == "portable", other
     for target in (TARGETS["sm_100"], TARGETS["gfx950"]):
-        assert chosen(target).kernel.name == "portable"
+        assert chosen(target).kernel.name == prefill(target).kernel.name == "portable"
 
 
 @pytest.mark.parametrize("next_n", [1, 4])
@@ -66,7 +73,13 @@ def paged(call):
     from sparse_attn.ops.index_logits.hopper import launch
 
     problem = dispatch.paged_problem(*call[:6], LAYOUT.name)
-    launch.paged_mxfp4(call, dispatch.choose_paged(problem, H200, NAME).plan)
+    launch.score_paged_mxfp4(call, dispatch.choose_paged(problem, H200, NAME).plan)
+
+
+def prefill(call):
+    from sparse_attn.ops.index_logits.hopper import launch
+
+    launch.score_prefill_mxfp4(call, dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, PREFILL).plan)
 
 
 def values(kind, *shape):
@@ -147,6 +160,50 @@ def test_paged(next_n, heads):
         paged_case(lens, heads, 3333, kind, padding=64 * 9, clear=kind == "near")
     paged_case([[i * 7 % 300 + j for j in after] for i in range(300)], heads, 301, "apart")
     paged_case([[5000 + j for j in after], [200] * next_n], heads, 5005, table_width=9, clear=False)
+
+
+def rows_case(rows, keys, heads, kind, bounds="causal", clear=True, repeats=2):
+    """Scores in the middle of dirt, against the reference; NaN behind what any row sees."""
+    torch.manual_seed(rows * 7 + keys)
+    k, q = values("near" if kind == "apart" else kind, keys), values("near" if kind == "apart" else kind, rows, heads)
+    if kind == "apart":
+        some = torch.rand(keys) < 0.004
+        k[some], q[::50, ::7] = values(kind, int(some.sum())), values(kind, *q[::50, ::7].shape[:2])
+    codes, scales = mxfp4_quantise(k)
+    start, end = torch.zeros(rows, dtype=torch.int32), (torch.arange(1, rows + 1) * keys // rows).int()
+    if bounds == "ragged":
+        start = torch.randint(0, keys, (rows,), dtype=torch.int32)
+        end = start + torch.randint(-5, keys, (rows,), dtype=torch.int32)
+    elif bounds == "wild":
+        wild = [(3, 3), (INT_MIN, INT_MAX), (5, 2), (-7, 4), (keys - 1, keys + 100), (INT_MAX, INT_MIN)]
+        for place, (low, high) in enumerate(wild[:rows]):
+            start[place], end[place] = low, high
+    elif bounds == "poison":
+        end.clamp_(max=keys // 2)
+        codes[keys // 2 :], scales[keys // 2 :] = 0xFF, 0xFF
+    arguments = (mxfp4_query(q), codes, scales, torch.randn(rows, heads), start, end)
+    want = reference.mqa_logits(*arguments, "mxfp4")
+    results = []
+    for _ in range(repeats):
+        out = torch.full((rows + 1, keys + 5), DIRT, device="cuda")
+        prefill(Prefill(*(x.cuda() for x in arguments), "mxfp4", out[:rows, :keys], clear))
+        results.append(out.cpu())
+    column = torch.arange(keys)
+    check(results, want, (column >= start[:, None]) & (column < end[:, None]), clear)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [32, 64, 128])
+@pytest.mark.parametrize("bounds", ["causal", "ragged", "wild", "poison"])
+def test_rows(bounds, heads):
+    for rows, keys in ((1, 1), (3, 65), (37, 1001), (530, 1049)):
+        for kind in ("near", "apart") if rows == 37 else ("wide",):
+            rows_case(rows, keys, heads, kind, bounds, clear=rows != 37)
+
+
+@pytest.mark.gpu
+def test_more_rows_than_are_counted_at_a_time():
+    rows_case(9001, 200, 32, "near", "ragged", repeats=1)
 
 
 def one_request(q, k, weights, width=None):

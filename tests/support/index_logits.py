@@ -20,8 +20,14 @@ def meta(*shape, dtype=torch.float32):
 
 def prefill_arguments(rows=100, keys=5000, heads=64, dim=128, flavour="e4m3fn", dtype=U8):
     """Of mqa_logits."""
-    k_scale = None if flavour == "none" else meta(keys)
     bounds = meta(rows, dtype=I32)
+    if flavour == "mxfp4":
+        q, k, k_scale = (
+            meta(*shape, dtype=U8)
+            for shape in ((rows, heads, dim // 2 + dim // 32), (keys, dim // 2), (keys, dim // 32))
+        )
+        return q, k, k_scale, meta(rows, heads), bounds, bounds, flavour
+    k_scale = None if flavour == "none" else meta(keys)
     q, k = meta(rows, heads, dim, dtype=dtype), meta(keys, dim, dtype=dtype)
     return q, k, k_scale, meta(rows, heads), bounds, bounds, flavour
 

@@ -119,6 +119,23 @@ def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
     return _copied_whole("q", problem.q) or _copied_by_rows("cache", problem.cache, 1, block, "block") or YES
 
 
+def _supports_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> Support:
+    support = _supports_hopper(problem, target, MXFP4)
+    if not support.ok:
+        return support
+    assert problem.k_scale is not None, "MXFP4 keys have scales"
+    if not problem.k_scale.contiguous:
+        return no(f"k_scale: got strides {list(problem.k_scale.strides)}, allowed: contiguous")
+    if problem.q.strides[0] % LINE:
+        return no(f"q row stride: got {problem.q.strides[0]}, allowed: a multiple of {LINE}")
+    return (
+        _at_a_line("q", problem.q)
+        or _copied_by_rows("k", problem.k, 1, problem.dim // 2)
+        or _at_a_line("k_scale", problem.k_scale)
+        or YES
+    )
+
+
 def _supports_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> Support:
     support = _supports_hopper(problem, target, MXFP4)
     if not support.ok:
@@ -188,6 +205,11 @@ def _plan_hopper_paged(problem: PagedProblem, target: Target) -> HopperPlan:
     return HopperPlan(rows, target.num_sms)
 
 
+def _plan_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> HopperPlan:
+    """Twice the columns of fp8 keys, for a tile is decoded once for all of them."""
+    return HopperPlan(2 * hopper.PRODUCTS * hopper.COLUMNS // problem.heads, target.num_sms, stages=16)
+
+
 def _plan_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> HopperPlan:
     """As many bytes in flight as of fp8 keys."""
     return replace(_plan_hopper_paged(problem, target), stages=16)
@@ -244,6 +266,12 @@ def power_of_two(value: int) -> int:
 PACKAGE = "sparse_attn.ops.index_logits"
 PREFILL_KERNELS: tuple[Kernel[PrefillProblem, Plan], ...] = (
     Kernel("hopper.prefill", _supports_hopper_prefill, _plan_hopper_prefill, f"{PACKAGE}.hopper.launch:prefill"),
+    Kernel(
+        "hopper.prefill_mxfp4",
+        _supports_hopper_prefill_mxfp4,
+        _plan_hopper_prefill_mxfp4,
+        f"{PACKAGE}.hopper.launch:score_prefill_mxfp4",
+    ),
     Kernel("portable", _always, _plan_prefill, f"{PACKAGE}.portable.launch:prefill"),
 )
 PAGED_KERNELS: tuple[Kernel[PagedProblem, Plan], ...] = (
@@ -252,7 +280,7 @@ PAGED_KERNELS: tuple[Kernel[PagedProblem, Plan], ...] = (
         "hopper.paged_mxfp4",
         _supports_hopper_paged_mxfp4,
         _plan_hopper_paged_mxfp4,
-        f"{PACKAGE}.hopper.launch:paged_mxfp4",
+        f"{PACKAGE}.hopper.launch:score_paged_mxfp4",
     ),
     Kernel("portable", _always, _plan_paged, f"{PACKAGE}.portable.launch:paged"),
 )

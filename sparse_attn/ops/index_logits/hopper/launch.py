@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_attn.mxfp4 import GROUP
 from sparse_attn.ops.index_logits.hopper import paged as paged_kernels
-from sparse_attn.ops.index_logits.hopper import paged_mxfp4 as mxfp4_kernels
+from sparse_attn.ops.index_logits.hopper import paged_mxfp4, prefill_mxfp4
 from sparse_attn.ops.index_logits.hopper import prefill as prefill_kernels
 from sparse_attn.ops.index_logits.hopper.constants import BLOCK_KV
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
@@ -34,6 +34,29 @@ def prefill(call: Prefill, plan: HopperPlan) -> None:
         kv_start, kv_end, out, rows, keys, kv_start.stride(0), kv_end.stride(0), out.stride(0),
         STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=plan.producer_registers,
         num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    if call.clear:
+        clear_outside(call)
+
+
+def score_prefill_mxfp4(call: Prefill, plan: HopperPlan) -> None:
+    """As prefill."""
+    q, k, k_scale, weights, kv_start, kv_end, out = (
+        call.q, call.k, call.k_scale, call.weights, call.kv_start, call.kv_end, call.out
+    )  # fmt: skip
+    assert k_scale is not None, "MXFP4 keys have scales"
+    rows, heads, row = q.shape
+    keys = k.shape[0]
+    queries = torch.as_strided(q, (rows, heads * row), (q.stride(0), 1)).view(torch.int32)
+    codes, scales = k.view(torch.int32), k_scale.view(torch.int32).view(1, keys)
+    prefill_mxfp4.mqa_logits[(plan.ctas,)](
+        queries,
+        TensorDescriptor.from_tensor(codes, [BLOCK_KV, codes.shape[1]], _values()),
+        TensorDescriptor(scales, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], _values()),
+        weights, kv_start, kv_end, out, rows, keys, queries.stride(0), *weights.stride(), kv_start.stride(0),
+        kv_end.stride(0), out.stride(0),
+        HEADS=heads, BLOCK_Q=plan.block_q, STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=plan.producer_registers, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if call.clear:
         clear_outside(call)
@@ -65,7 +88,7 @@ def paged(call: Paged, plan: HopperPlan) -> None:
     )  # fmt: skip
 
 
-def paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
+def score_paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
     """A block's codes come as four rows of a KiB, as wide as boxes may be."""
     q, cache, weights, context_lens, out, maxima = (
         call.q, call.cache, call.weights, call.context_lens, call.out, call.maxima
@@ -79,7 +102,7 @@ def paged_mxfp4(call: Paged, plan: HopperPlan) -> None:
     at = cache.storage_offset() + code_bytes
     scales = torch.as_strided(cache, (num_blocks, scale_bytes), (cache.stride(0), 1), at).view(torch.int32)
     queries = torch.as_strided(q, (requests, next_n, heads * row), (*q.stride()[:2], 1)).view(torch.int32)
-    mxfp4_kernels.paged_mqa_logits[(plan.ctas,)](
+    paged_mxfp4.paged_mqa_logits[(plan.ctas,)](
         queries,
         TensorDescriptor.from_tensor(codes.unflatten(1, (-1, 256)), [1, code_bytes // 1024, 256], _values(3)),
         TensorDescriptor.from_tensor(scales, [1, scale_bytes // 4], _values()),

@@ -290,7 +290,8 @@ def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexp
     folded = fits(highest, lowest)
     steps = gl.where(folded, highest * 0x01010101 - scales, 0)
     low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
-    operand = reinterpret(queries, gl.int32, [queries.shape[0], 32], WORDS)
+    COLUMNS: gl.constexpr = queries.shape[0]
+    operand = reinterpret(queries, gl.int32, [COLUMNS, 32], WORDS)
     operand.slice(FIRST, PART, dim=0).store(_decode(words, low, high))
     weights.slice(FIRST, PART, dim=0).store(half_weights * (power(highest) * 2.0 ** (-2 * TOP)))
     all_fit = gl.min(folded.to(gl.int32), 0)
