@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.caches import poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
-from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_arguments, prefill_problem
+from support.index_logits import check_highest, paged_arguments, paged_problem, prefill_problem
 from support.index_topk import mxfp4_query
 
 from sparse_attn import IndexMxfp4Layout
