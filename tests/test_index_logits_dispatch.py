@@ -70,40 +70,52 @@ def test_why_hopper_kernels_are_passed_over():
         """\
 fnuz codes
   hopper.prefill: flavour: got e4m3fnuz, allowed: e4m3fn
+  hopper.prefill_mxfp4: flavour: got e4m3fnuz, allowed: mxfp4
   hopper.paged: flavour: got e4m3fnuz, allowed: e4m3fn
   hopper.paged_mxfp4: flavour: got e4m3fnuz, allowed: mxfp4
 bf16
   hopper.prefill: flavour: got none, allowed: e4m3fn
+  hopper.prefill_mxfp4: flavour: got none, allowed: mxfp4
   hopper.paged: flavour: got none, allowed: e4m3fn
   hopper.paged_mxfp4: flavour: got none, allowed: mxfp4
 48 heads
   hopper.prefill: heads: got 48, allowed: 32, 64, 128
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
   hopper.paged: heads: got 48, allowed: 32, 64, 128
   hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 256 values
   hopper.prefill: dim: got 256, allowed: 128
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
   hopper.paged: dim: got 256, allowed: 128
   hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 rows of q apart
   hopper.prefill: q: got strides [8320, 128, 1], allowed: contiguous
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
   hopper.paged: q: got strides [24576, 8192, 128, 1], allowed: contiguous
   hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 q anywhere
   hopper.prefill: q address: got 4 bytes behind a multiple of 16, allowed: 0
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
   hopper.paged: q address: got 4 bytes behind a multiple of 16, allowed: 0
   hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 lines of k apart
   hopper.prefill: k row stride: got 132, allowed: a multiple of 16, at least 128
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 k anywhere
   hopper.prefill: k address: got 4 bytes behind a multiple of 16, allowed: 0
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 every second scale
   hopper.prefill: k_scale: got strides [2], allowed: a contiguous last dimension
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 weights between lines
   hopper.prefill: weights row stride: got 66, allowed: a multiple of 4, at least 64
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 weights turned
   hopper.prefill: weights: got strides [1, 100], allowed: a contiguous last dimension
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 one row's weights
   hopper.prefill: weights row stride: got 0, allowed: a multiple of 4, at least 64
+  hopper.prefill_mxfp4: flavour: got e4m3fn, allowed: mxfp4
 no blocks
   hopper.paged: cache blocks: got 0, allowed: at least 1
   hopper.paged_mxfp4: flavour: got e4m3fn, allowed: mxfp4
@@ -137,7 +149,7 @@ def test_every_refusal_is_worded_as_an_error(target):
                 assert support.ok == support.able == (not support.reason)
                 assert support.ok or re.fullmatch(r"[a-z_ ]+: got .+, allowed: .+", support.reason), support.reason
                 seen.add(kernel.name)
-    assert len(seen) == 4
+    assert len(seen) == 5
 
 
 def test_kernels_have_their_launchers():
@@ -195,7 +207,7 @@ def test_kernel_forced(device):
 def test_impl_names_a_kernel_of_the_op():
     prefill, paged = case("cpu")
     for run, arguments, name in (
-        (fp8_mqa_logits, prefill, "prefill"),
+        (fp8_mqa_logits, prefill, "prefill, hopper.prefill_mxfp4"),
         (fp8_paged_mqa_logits, paged, "paged, hopper.paged_mxfp4"),
     ):
         with pytest.raises(ValueError, match=f"^impl: got 'cuda', allowed: auto, .*, hopper.{name}, portable$"):

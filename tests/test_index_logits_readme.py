@@ -21,20 +21,20 @@ def test_every_hopper_kernel_has_its_page():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", ["hopper.prefill", "hopper.paged", "hopper.paged_mxfp4"])
+@pytest.mark.parametrize("name", ["hopper.prefill", "hopper.prefill_mxfp4", "hopper.paged", "hopper.paged_mxfp4"])
 def test_tables_are_those_of_the_compiled_kernel(name):
     """Of 64 heads, and four rows a request."""
     from sparse_attn.ops.index_logits import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:
-        if name == "hopper.prefill":
-            launch.mqa_logits(*prefill_arguments(90, 700), kernel=name)
+        flavour = "mxfp4" if name.endswith("mxfp4") else "e4m3fn"
+        if name.startswith("hopper.prefill"):
+            launch.mqa_logits(*prefill_arguments(90, 700, flavour=flavour), kernel=name)
         else:
-            flavour = "mxfp4" if name == "hopper.paged_mxfp4" else "e4m3fn"
             launch.paged_mqa_logits(*paged_arguments(90, 4, max_context_len=900, flavour=flavour), kernel=name)
     found, (wanted, barriers) = kernel_of(compile_launch(launches[0])), documented(sections(README)[name])
-    # Barriers of common.py, or of paged_mxfp4.py.
+    # Barriers of common.py, or of mxfp4.py.
     own = ["full", "ready", "empty", "q_ready"]
-    assert barriers == (own if name == "hopper.paged_mxfp4" else ["full", "empty", "q_full", "q_empty"])
+    assert barriers == (own if flavour == "mxfp4" else ["full", "empty", "q_full", "q_empty"])
     assert wanted == found
