@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sparse_attn import explanation, ops  # noqa: E402
+from sparse_attn.dispatch import Kernel  # noqa: E402
 from sparse_attn.explanation import Question  # noqa: E402
 from sparse_attn.runtime.explain_calls import CALLS  # noqa: E402
 from sparse_attn.target import TARGETS, Target  # noqa: E402
@@ -68,11 +69,11 @@ def attention() -> Iterator[Question]:
 
 
 def prefill_scores() -> Iterator[Question]:
-    yield from _asked([slow_paths.SCORES], slow_paths.INDEX)
+    yield from _asked([slow_paths.SCORES, Call("prefill_scores", {"layout": "mxfp4"})], slow_paths.INDEX)
 
 
 def paged_scores() -> Iterator[Question]:
-    yield from _asked([slow_paths.PAGED], slow_paths.INDEX)
+    yield from _asked([slow_paths.PAGED, Call("paged_scores", {"layout": "mxfp4"})], slow_paths.INDEX)
 
 
 def selection() -> Iterator[Question]:
@@ -121,6 +122,7 @@ def table() -> str:
         questions = [question for question in calls() if question.problem is not None]
         for kernel in questions[0].kernels:
             targets = [at for at in TARGETS.values() if any(_taken(one, at) == kernel.name for one in questions)]
+            targets = targets or [at for at in TARGETS.values() if any(_able(kernel, one, at) for one in questions)]
             takes = "; ".join(conditions(_refusals(kernel.name, questions, targets))) or "everything"
             lines.append(f"| {package} | `{kernel.name}` | {_names(targets)} | {takes} |")
             package = ""
@@ -138,6 +140,10 @@ def _taken(question: Question, target: Target) -> str | None:
         return question.choose(question.problem, target).kernel.name
     except ValueError:
         return None
+
+
+def _able(kernel: Kernel, question: Question, target: Target) -> bool:
+    return kernel.supports(question.problem, target).able
 
 
 def _refusals(name: str, questions: list[Question], targets: list[Target]) -> list[str]:

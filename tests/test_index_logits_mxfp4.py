@@ -24,23 +24,57 @@ DIRT = 7.25
 
 
 def test_where_they_apply():
-    def chosen(target=H200, **others):
-        return dispatch.choose_paged(paged_problem(flavour="mxfp4", **others), target)
+    """By their names, until a GPU has timed them."""
 
-    rows = [chosen(next_n=n, heads=heads).plan.block_q for n in (1, 2, 3, 9) for heads in (32, 64, 128)]
+    def paged(target=H200, kernel=NAME, **others):
+        return dispatch.choose_paged(paged_problem(flavour="mxfp4", **others), target, kernel)
+
+    def prefill(target=H200, kernel=PREFILL, **others):
+        return dispatch.choose_prefill(prefill_problem(flavour="mxfp4", **others), target, kernel)
+
+    rows = [paged(next_n=n, heads=heads).plan.block_q for n in (1, 2, 3, 9) for heads in (32, 64, 128)]
     assert rows == [1, 1, 1, 2, 2, 2, 4, 4, 2, 4, 4, 2]
-    assert all(chosen(next_n=n).kernel.name == NAME for n in (1, 2, 3, 9))
-    for other in (dict(heads=48), dict(dim=64), dict(block_size=32), dict(blocks=0)):
-        assert chosen(**other).kernel.name == "portable", other
-
-    def prefill(target=H200, **others):
-        return dispatch.choose_prefill(prefill_problem(flavour="mxfp4", **others), target)
-
     assert [prefill(heads=heads).plan.block_q * heads for heads in (32, 64, 128)] == [512] * 3
-    for other in (dict(heads=48), dict(dim=64)):
-        assert prefill(**other).kernel.name == "portable", other
-    for target in (TARGETS["sm_100"], TARGETS["gfx950"]):
-        assert chosen(target).kernel.name == prefill(target).kernel.name == "portable"
+    for choose in (paged, prefill):
+        found = choose(kernel=None)
+        assert found.kernel.name == "portable" and "no GPU has timed it" in found.passed_over[-1][1]
+        for target in (TARGETS["sm_100"], TARGETS["gfx950"]):
+            with pytest.raises(ValueError, match="^target: got "):
+                choose(target)
+        for other in (dict(heads=48), dict(dim=64)):
+            with pytest.raises(ValueError, match="^(heads|dim): got "):
+                choose(**other)
+    for other in (dict(block_size=32), dict(blocks=0)):
+        with pytest.raises(ValueError, match="^(block_size|cache blocks): got "):
+            paged(**other)
+
+
+def behind_a_line(memory):
+    return memory._replace(offset=4)
+
+
+WRONG = (
+    (paged_problem(flavour="mxfp4"), "q", behind_a_line, "q address: got 4 bytes behind a multiple of 16"),
+    (paged_problem(flavour="mxfp4"), "q", lambda q: q._replace(strides=(8712, 4356, 68, 1)), "q strides: got "),
+    (paged_problem(flavour="mxfp4"), "cache", behind_a_line, "cache address: got 4 bytes"),
+    (paged_problem(flavour="mxfp4"), "cache", lambda c: c._replace(strides=(4356, 68, 1)), "cache block stride: got "),
+    (prefill_problem(flavour="mxfp4"), "q", behind_a_line, "q address: got 4 bytes"),
+    (prefill_problem(flavour="mxfp4"), "q", lambda q: q._replace(strides=(4360, 68, 1)), "q row stride: got 4360"),
+    (prefill_problem(flavour="mxfp4"), "k", behind_a_line, "k address: got 4 bytes"),
+    (prefill_problem(flavour="mxfp4"), "k", lambda k: k._replace(strides=(72, 1)), "k row stride: got 72"),
+    (prefill_problem(flavour="mxfp4"), "k_scale", behind_a_line, "k_scale address: got 4 bytes"),
+    (prefill_problem(flavour="mxfp4"), "k_scale", lambda k: k._replace(strides=(8, 1), contiguous=False), "k_scale: got "),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "name", "change", "reason"), WRONG)
+def test_why_they_refuse(problem, name, change, reason):
+    wrong = problem._replace(**{name: change(getattr(problem, name))})
+    paged = hasattr(problem, "cache")
+    choose, kernel = (dispatch.choose_paged, NAME) if paged else (dispatch.choose_prefill, PREFILL)
+    assert choose(problem, H200, kernel).kernel.name == kernel
+    with pytest.raises(ValueError, match=f"^{reason}.*, allowed: "):
+        choose(wrong, H200, kernel)
 
 
 @pytest.mark.parametrize("next_n", [1, 4])
@@ -48,7 +82,7 @@ def test_stages_keep_their_consumers(next_n):
     """A ring's stage is taken by the same consumer every time."""
     from sparse_attn.ops.index_logits.hopper import common
 
-    plan = dispatch.choose_paged(paged_problem(next_n=next_n, flavour="mxfp4"), H200).plan
+    plan = dispatch.choose_paged(paged_problem(next_n=next_n, flavour="mxfp4"), H200, NAME).plan
     assert plan.stages % common.CONSUMERS.value == 0
 
 

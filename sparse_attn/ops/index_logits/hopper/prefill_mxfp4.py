@@ -78,7 +78,21 @@ def _scaler(shared, bars, ranges, run, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def _store(scores, to, offset, length, tile):
+def _place(ranges, out, stride_out, first_key, first_row, ROWS: gl.constexpr):
+    """(where the scores of ``ROWS`` rows go, of ``first_key`` and those behind it how far they are from a row's first,
+    how many a row sees)."""
+    SCORES: gl.constexpr = scores_layout(ROWS)
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
+    key = first_key + gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(1, SCORES))
+    start, end = range_of(ranges, row)
+    to = gl.expand_dims(out + (row.to(gl.int64) * stride_out + start), 0)
+    length = gl.expand_dims(gl.maximum(end - start, 0), 0).to(gl.uint32)
+    return to, gl.expand_dims(key, 1) - gl.expand_dims(start, 0), length
+
+
+@gluon.jit
+def _store(scores, place, tile):
+    to, offset, length = place
     at = offset + tile * BLOCK_KV
     gl.store(to + at, scores, mask=at.to(gl.uint32) < length)
 
@@ -93,12 +107,10 @@ def _consumer(
     PRODUCTS: gl.constexpr = products(BLOCK_Q * HEADS)
     ROWS: gl.constexpr = BLOCK_Q // PRODUCTS
     N: gl.constexpr = ROWS * HEADS
-    SCORES: gl.constexpr = scores_layout(ROWS)
-    KEY: gl.constexpr = gl.SliceLayout(1, SCORES)
+    KEY: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS))
     ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(N))
     stride_q_row, stride_weights_row, stride_weights_head = strides
-    key = gl.arange(0, BLOCK_KV, layout=KEY)
     done, blocks_done = 0, 0
     skip = run.skip
     for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
@@ -106,9 +118,9 @@ def _consumer(
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
-            first_row = (query_block * BLOCK_Q).to(gl.int64)
+            row = (query_block * BLOCK_Q).to(gl.int64)
             block = QueryBlock(
-                q + first_row * stride_q_row, weights + first_row * stride_weights_row,
+                q + row * stride_q_row, weights + row * stride_weights_row,
                 ranges.rows - query_block * BLOCK_Q, stride_q_row, stride_weights_row, stride_weights_head, HEADS,
             )  # fmt: skip
             q_stage, phase = ring(blocks_done, Q_STAGES)
@@ -116,14 +128,11 @@ def _consumer(
             prepare(block, queries, half, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which)
             fence_async_shared()
             signal(bars.q_ready.index(q_stage))
+            first_key = (begin + skip) * BLOCK_KV
             places = ()
             for p in gl.static_range(PRODUCTS):
-                row = query_block * BLOCK_Q + p * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
-                start, end = range_of(ranges, row)
-                to = gl.expand_dims(out + (row.to(gl.int64) * stride_out + start), 0)
-                length = gl.expand_dims(gl.maximum(end - start, 0), 0).to(gl.uint32)
-                offset = gl.expand_dims((begin + skip) * BLOCK_KV + key, 1) - gl.expand_dims(start, 0)
-                places = places + ((to, offset, length),)
+                first_row = query_block * BLOCK_Q + p * ROWS
+                places = places + (_place(ranges, out, stride_out, first_key, first_row, ROWS),)
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
             all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
             for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
@@ -141,7 +150,7 @@ def _consumer(
                         product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
                         half_weights = half.slice(p * N, N).load(COLUMN)
                         scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
-                        _store(scores, places[p][0], places[p][1], places[p][2], i)
+                        _store(scores, places[p], i)
                 else:
                     key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
                     here = QueryBlock(
@@ -154,9 +163,10 @@ def _consumer(
                         HEADS,
                     )  # of the loop: nothing of this branch is computed before it, in registers that are missing
                     known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
-                    for p in gl.static_range(PRODUCTS):
-                        scores = scores_of_groups(words, key_scales, queries, here, p * N, ROWS) * known
-                        _store(scores, places[p][0], places[p][1], places[p][2], i)
+                    for far in range(PRODUCTS):
+                        scores = scores_of_groups(words, key_scales, queries, here, far * N, ROWS) * known
+                        far_row = query_block * BLOCK_Q + far * ROWS
+                        _store(scores, _place(ranges, out, stride_out, first_key, far_row, ROWS), i)
                     signal(bars.empty.index(stage))
         done += own
         blocks_done += (own > 0).to(gl.int32)
