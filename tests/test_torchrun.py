@@ -123,3 +123,29 @@ def test_prompts_of_a_file(grid, tmp_path):
     assert running.returncode == 0, err
     answers = [sorted(path.read_text().splitlines()) for path in (one, all_of_them)]
     assert answers[0] == answers[1] and err.count("7 prompts in") == 1
+
+
+@pytest.mark.few(0)
+def test_quality(tmp_path):
+    common = [
+        "quality",
+        "--model",
+        "reader_v4",
+        "--ways",
+        "sparse,decoded",
+        "--documents",
+        "2",
+        "--context",
+        "400",
+        "--device",
+        "cpu",
+    ]
+    assert main([*common, "--json", str(tmp_path / "one.json")]) == 0
+    running = torchrun(2, *common, "--context-parallel", "2", "--json", str(tmp_path / "all.json"))
+    out, err = running.communicate(timeout=240)
+    assert running.returncode == 0, err
+    one, found = (json.loads((tmp_path / file).read_text())["ways"] for file in ("one.json", "all.json"))
+    for way in ("sparse", "decoded"):
+        assert found[way]["right"] == one[way]["right"]
+        assert abs(found[way]["bits_per_byte"] - one[way]["bits_per_byte"]) < 1e-3
+    assert out.count("decoded") == 1

@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.batch import Batch, compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.documents import Document
 from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.steps import Model, Sampling, decode_plan, prefill_step
+from sparse_attn.runtime.steps import Model, Sampling, decode_plan, prefill_step, slot_block
 from sparse_attn.runtime.text import Tokenizer
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.weight_layout import Weight
@@ -112,15 +113,17 @@ def measure(
     way: Way,
     texts: Sequence[Encoded],
     asked: Sequence[Encoded],
+    *,
+    mesh: Mesh = ONE_RANK,
 ) -> Quality:
-    """Run ``texts`` and ``asked`` the way that ``way`` says."""
+    """Run ``texts`` and ``asked`` the way that ``way`` says. mesh: whose part of the weights ``params`` are."""
     began, longest = time.perf_counter(), max(len(document.ids) for document in (*texts, *asked))
     if way.dense:
         spec = replace(spec, index=replace(spec.index, top_k=longest))
     embed = params["embed"]
     assert isinstance(embed, torch.Tensor)
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[embed.dtype] if way.cache == "plain" else way.cache
-    model = Model(spec, params, cache_layouts(spec, kind, index_kind=way.index), way.impl)
+    model = Model(spec, params, cache_layouts(spec, kind, index_kind=way.index), way.impl, mesh=mesh)
     bits = None
     if texts:
         nll = sum(losses[start - 1 : stop - 1].sum().item() for document, (losses, _) in _scored(model, texts, way)
@@ -190,7 +193,7 @@ class _Eager:
         state, caches = self.batch.state, self.batch.caches
         state.tokens.copy_(_on_host(tokens, torch.int64))
         state.seq_lens.copy_(_on_host(seq_lens, torch.int32))
-        plan = decode_plan(state, caches.kv[0].shape[1], self.batch.max_context, self.model.impl)
+        plan = decode_plan(state, slot_block(caches, self.model.mesh), self.batch.max_context, self.model.impl)
         return self.run(state.tokens, caches, plan)
 
 

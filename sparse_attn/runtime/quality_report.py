@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 from pathlib import Path
 
+from sparse_attn.mesh import Mesh, show_mesh
 from sparse_attn.models.forms import form_said_by
 from sparse_attn.models.loading import load, read_config
-from sparse_attn.runtime import report
+from sparse_attn.runtime import processes, report
 from sparse_attn.runtime.arguments import (
     DTYPES,
     add_expand_weights,
@@ -47,17 +50,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 on cuda, else fp32")
     add_expand_weights(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    processes.add(parser)
     add_progress(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    with processes.joined(options) as mesh, contextlib.ExitStack() as stack:
+        if mesh.data.size > 1:
+            raise ValueError(f"--data-parallel: got {mesh.data.size}, allowed: 1, all ranks read the same documents")
+        if processes.rank():
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            options.progress = False
+        return _run(options, mesh)
+
+
+def _run(options: argparse.Namespace, mesh: Mesh) -> int:
     check_outputs(options)
     device, folder = device_of(options.device), folder_of(options.model)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     config, known = read_config(folder)
     packed = form_said_by(config, known) != "bf16" and not options.expand_weights
-    waits = uncapturable(device, "auto", known, dtype, packed=packed)
+    waits = uncapturable(device, "auto", known, dtype, packed=packed, mesh=mesh)
     names = options.ways or [name for name, way in WAYS.items()
                              if (device.type == "cuda" or not way.gpu) and not (way.graph and waits)]  # fmt: skip
     for name in names:
@@ -68,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
     if options.context is not None and options.context < LEAST_BYTES:
         raise ValueError(f"--context: got {options.context} bytes, allowed: at least {LEAST_BYTES}")
     with byte_bar("weights", options.progress) as progress:
-        spec, params = load(folder, device=device, dtype=dtype, expand=options.expand_weights, progress=progress)
+        spec, params = load(
+            folder, device=device, dtype=dtype, expand=options.expand_weights, progress=progress, mesh=mesh
+        )
     tokenizer = tokenizer_of(folder, spec)
     if tokenizer is None:
         raise ValueError(f"--model: {folder} holds no tokenizer.json, and its vocabulary is not that of bytes")
@@ -87,13 +103,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"{'way':<10} {'bits/byte':>10} {'of dense':>9} {'retrieval':>10} {'right':>12} {'seconds':>8}", flush=True)
     found: dict[str, Quality] = {}
     for name in names:
-        found[name] = measure(spec, params, WAYS[name], texts, asked)
+        found[name] = measure(spec, params, WAYS[name], texts, asked, mesh=mesh)
         print(_row(name, found), flush=True)
-    if options.json:
+    if options.json and not processes.rank():
         written = {
             "model": options.model, "device": report.device_name(device), "dtype": str(dtype).removeprefix("torch."),
             "context": context, "documents": options.documents, "seed": options.seed, "top_k": spec.index.top_k,
-            "versions": report.versions(),
+            "versions": report.versions(), "ranks": show_mesh(mesh),
             "ways": {name: quality._asdict() | {"retrieval": quality.retrieval} for name, quality in found.items()},
         }  # fmt: skip
         write_json(options.json, written)
