@@ -26,7 +26,8 @@ class Staging:
         self._gpu = self.device.type == "cuda"
         size = max(_WIDEST, min(PIECE, nbytes) // _WIDEST * _WIDEST)
         self._buffers = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._gpu) for _ in range(2)]
-        self._views = [memoryview(buffer.numpy()) for buffer in self._buffers]
+        arrays: list[Any] = [buffer.numpy() for buffer in self._buffers]
+        self._views = [memoryview(array) for array in arrays]
         self._sent: list[Any] = [None, None]  # events of the GPU
         self._turn = 0
         self._files: dict[Path, BinaryIO] = {}
