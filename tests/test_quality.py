@@ -30,7 +30,7 @@ from sparse_attn.weight_layout import PackedWeight
 
 CONTEXT = DEFAULT_CONTEXT
 MODELS = tuple(shipped_models())
-ENOUGH, SPOILT = 0.99, 0.9
+ENOUGH, PUBLISHED_ENOUGH, SPOILT = 0.99, 0.95, 0.9
 DENSE_SHARE = 1.01  # of dense attention's bits per byte
 FEW_SHARE = 1.02  # the same of three texts
 NOISE = 0.004  # bits per byte between paths that quantise alike: one fp8 code here or there
@@ -153,7 +153,7 @@ def test_published_forms_read_nearly_as_well(name, published):
     layouts = {key: weight.layout for key, weight in params.items() if isinstance(weight, PackedWeight)}
     assert layouts["layers.1.moe.down"].startswith("e2m1/1x32" if name == "reader-v4" else "e4m3/")
     found, plain = measure(spec, params, WAYS["fp8"], *sample(name, 1, 2)), quality(name, "fp8")
-    assert found.asked > 20 and found.retrieval >= ENOUGH
+    assert found.asked > 20 and found.retrieval >= PUBLISHED_ENOUGH
     assert found.bits_per_byte <= PUBLISHED_SHARE[name] * plain.bits_per_byte
 
 
@@ -166,7 +166,7 @@ def test_published_forms_read_nearly_as_well_on_a_gpu(name, way, published, reco
     found = measure(*published(name, "cuda", torch.bfloat16), WAYS[way], *sample(name, **many))
     for which, one in (("bf16", plain), ("published", found)):
         record_property(which, f"{one.bits_per_byte:.4f} bits/byte, {one.right} of {one.asked} values")
-    assert found.asked > 400 and found.retrieval >= ENOUGH
+    assert found.asked > 400 and found.retrieval >= PUBLISHED_ENOUGH
     assert found.bits_per_byte <= PUBLISHED_SHARE[name] * plain.bits_per_byte
 
 
