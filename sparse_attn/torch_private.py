@@ -14,9 +14,10 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
-    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "assert_on_device", "counters",
-    "dynamo_counts", "exported", "fake_mode", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address",
-    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
+    "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
+    "assert_on_device", "counters", "dynamo_counts", "exported", "fake_mode", "is_view", "leaves", "map_leaves",
+    "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
+    "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -148,3 +149,12 @@ def all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
 
     collectives = torch.ops._c10d_functional
     return collectives.wait_tensor(collectives.all_gather_into_tensor(tensor.contiguous(), size, group))
+
+
+def all_to_all(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Exchange parts: tensor[n] of ``tensor`` [size, ...] goes to process n of ``group`` (its name), whose part for
+    this process is the result's [n]."""
+    import torch.distributed._functional_collectives  # noqa: F401
+
+    collectives, parts = torch.ops._c10d_functional, [1] * size
+    return collectives.wait_tensor(collectives.all_to_all_single(tensor.contiguous(), parts, parts, group))

@@ -23,7 +23,7 @@ from support.steps import (
     small,
 )
 
-from sparse_attn import pipeline
+from sparse_attn import merge_attn_states, pipeline
 from sparse_attn.cache import allocate_cache
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks
@@ -35,13 +35,13 @@ from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses
 from sparse_attn.pipeline import ranks as pipeline_ranks
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
-from sparse_attn.pipeline.ranks import all_positions
+from sparse_attn.pipeline.ranks import all_positions, merge_over_ranks, merged_bytes
 from sparse_attn.runtime.generate import Generation, Model, generate
 from sparse_attn.runtime.paging import slots_of
 from sparse_attn.runtime.selections import Watch
 from sparse_attn.spec import preset
 from sparse_attn.torch_private import counters
-from sparse_attn.types import QuantisedQuery, StepPlan
+from sparse_attn.types import AttentionOutput, QuantisedQuery, StepPlan
 
 INDEX_HEADS, INDEX_DIM, HEADS, LATENT, ROPE, TOP_K, BLOCK, SCALE = 1, 32, 3, 32, 8, 11, 4, 0.2
 PLAIN = CacheLayouts(PlainLayout("fp32", LATENT, ROPE), PlainLayout("fp32", INDEX_DIM))
@@ -187,7 +187,7 @@ def test_ties_fill_selections():
 
 
 def test_collectives_of_a_layer():
-    """Four select decode and prefill rows together; two merge."""
+    """Four select decode and prefill rows together; two merge heads that cannot be dealt out."""
     step, group = STEPS[3], Group(2)
     layer = layer_of(step, PLAIN)
 
@@ -203,8 +203,26 @@ def test_collectives_of_a_layer():
     blocks += prefill * -(-own_room(54, 2, Ranks(2, 0, "g"), block_size=4) // 4)
     assert group.sent == [
         ("all_reduce", rows * 2048 * 4), ("all_reduce", rows * 2048 * 4), ("all_reduce", rows * 1024 * 4),
-        ("all_gather", blocks), ("all_gather", rows * HEADS * LATENT * 4), ("all_gather", rows * HEADS * 4),
+        ("all_gather", blocks), ("all_gather", rows * HEADS * 4), ("all_gather", rows * HEADS * LATENT * 4),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", (1, 5))
+def test_heads_are_merged_where_they_are_dealt(tokens):
+    """As one rank merges all of them, to the bit; what is sent is what is counted."""
+    generator, size, heads = torch.Generator().manual_seed(tokens), 3, 6
+    outs = torch.randn(size, tokens, heads, 8, generator=generator)
+    lses = torch.randn(size, tokens, heads, generator=generator)
+    lses[1] = lses[:, 0, :2] = -torch.inf
+    sink = torch.randn(heads + 2, generator=generator)
+    want, group = merge_attn_states(outs, lses, sink=sink), Group(size)
+    for got in over_threads(
+        size, lambda own: merge_over_ranks(AttentionOutput(outs[own.rank], lses[own.rank]), own, sink=sink), group
+    ):
+        assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+    share = {"all_gather": size - 1, "all_to_all": (size - 1) / size}
+    sent = sum(share[kind] * nbytes for kind, nbytes in group.sent)
+    assert sent == merged_bytes(tokens, heads, 8, 4, size) and len(group.sent) == (2 if tokens == 1 else 3)
 
 
 def test_slots_of_a_rank():
@@ -363,6 +381,7 @@ def copies(monkeypatch):
     """One process as rank 0 of two, which both hold the same."""
     monkeypatch.setattr(pipeline_ranks, "all_reduce", lambda value, group: value * 2)
     monkeypatch.setattr(pipeline_ranks, "all_gather", lambda value, size, group: torch.cat([value] * size))
+    monkeypatch.setattr(pipeline_ranks, "all_to_all", lambda value, size, group: value.clone())
 
 
 @pytest.mark.few(0)

@@ -151,6 +151,7 @@ def test_a_step_holds_no_more(name, step, dtype, as_on_a_gpu):
 def test_a_step_of_a_context_rank_holds_no_more(name, step, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(ranks, "all_reduce", lambda value, group: torch.empty_like(value))
     monkeypatch.setattr(ranks, "all_gather", lambda value, size, group: value.repeat(size, *[1] * (value.dim() - 1)))
+    monkeypatch.setattr(ranks, "all_to_all", lambda value, size, group: value.contiguous().clone())
     few = dict(num_experts=17, experts_per_token=1, intermediate_size=16, num_groups=1, top_groups=1)
     spec = few_layers(name, vocab_size=64, moe=replace(preset(name).moe, **few))
     as_on_a_gpu(torch.bfloat16, spec)
@@ -170,6 +171,7 @@ def test_a_step_of_a_context_rank_holds_no_more(name, step, as_on_a_gpu, monkeyp
 def test_a_step_of_a_tensor_rank_holds_no_more(name, step, expert, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(ranks, "all_reduce", lambda value, group: torch.empty_like(value))
     monkeypatch.setattr(ranks, "all_gather", lambda value, size, group: value.repeat(size, *[1] * (value.dim() - 1)))
+    monkeypatch.setattr(ranks, "all_to_all", lambda value, size, group: value.contiguous().clone())
     few = dict(num_experts=68, experts_per_token=1, intermediate_size=64, num_groups=1, top_groups=1)
     for changes in ({}, dict(vocab_size=64, moe=replace(preset(name).moe, **few))):
         spec = few_layers(name, **changes)

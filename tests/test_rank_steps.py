@@ -43,6 +43,8 @@ class Sent(TorchDispatchMode):
         if func.namespace == "_c10d_functional" and "wait" not in func.name():
             size = dist.distributed_c10d._resolve_process_group(args[-1]).size()
             own = args[0].numel() * args[0].itemsize
+            if "all_to_all" in func.name():
+                own //= size
             self.nbytes += 2 * (size - 1) * own // size if "all_reduce" in func.name() else (size - 1) * own
         return out
 

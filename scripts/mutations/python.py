@@ -364,8 +364,8 @@ PYTHON = [
     Mutation(
         "ranks-lse-ignored", "every rank's output weighs the same",
         "sparse_attn/pipeline/ranks.py",
-        "torch.unflatten(lses, 0, states), sink=sink",
-        "torch.zeros_like(torch.unflatten(lses, 0, states)), sink=sink",
+        "lses = torch.unflatten(all_gather(local.lse.contiguous(), size, group), 0, (size, tokens))",
+        "lses = torch.unflatten(all_gather(torch.zeros_like(local.lse), size, group), 0, (size, tokens))",
         ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
     ),
     Mutation(

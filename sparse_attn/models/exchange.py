@@ -7,10 +7,8 @@ import torch
 
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.pipeline.context import own_bound
-from sparse_attn.pipeline.ranks import exchanged_bytes
+from sparse_attn.pipeline.ranks import exchanged_bytes, merged_bytes
 from sparse_attn.spec import CompressedSpec, Spec
-
-FP32 = 4
 
 
 def step_bytes(
@@ -50,4 +48,4 @@ def _context(
         ratio, width, indexed, merged = 1, spec.kv_lora, spec.num_index_layers, spec.num_layers
     keys = own_bound(max_context // ratio, ranks, block_size=block_size // ratio)
     chosen = exchanged_bytes(rows, keys, ranks.size, block_size=block_size // ratio)
-    return indexed * chosen + merged * (ranks.size - 1) * rows * heads * (width * value + FP32)
+    return indexed * chosen + merged * merged_bytes(rows, heads, width, value, ranks.size)

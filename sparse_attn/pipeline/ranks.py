@@ -18,7 +18,7 @@ from sparse_attn.ops.attention import merge_attn_states
 from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
 from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, num_blocks, ties_dtype
 from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.torch_private import all_gather, all_reduce
+from sparse_attn.torch_private import all_gather, all_reduce, all_to_all
 from sparse_attn.types import AttentionOutput
 
 
@@ -141,8 +141,11 @@ def merge_over_ranks(
     """Attention over the keys of all ranks, from attention over each rank's own.
 
     local: out [tokens, heads, d_v] and lse fp32 [tokens, heads], natural log, -inf for a row without keys on this rank;
-    attended without a sink. sink: fp32 [>= heads], counted once, or None. Two collectives; every rank gets the same
-    bits, because all merge the same states in the same order.
+    attended without a sink. sink: fp32 [>= heads], counted once, or None. Every rank gets the same bits.
+
+    Where the ranks divide the heads, each merges its own heads' outputs, which are exchanged, and the merged ones are
+    gathered: three collectives, and less to send than all outputs of all ranks. Those are gathered for a lone token,
+    and where heads cannot be dealt out: two collectives. merged_bytes counts them.
 
     Of one rank ``local`` is returned as it is where there is no sink.
     """
@@ -150,9 +153,28 @@ def merge_over_ranks(
         if sink is None:
             return local
         return merge_attn_states(local.out.unsqueeze(0), local.lse.unsqueeze(0), sink=sink, impl=impl)
-    outs, lses = (all_gather(value.contiguous(), ranks.size, ranks.group) for value in local)
-    states = (ranks.size, local.lse.shape[0])
-    return merge_attn_states(torch.unflatten(outs, 0, states), torch.unflatten(lses, 0, states), sink=sink, impl=impl)
+    (tokens, heads), size, group = local.lse.shape, ranks.size, ranks.group
+    lses = torch.unflatten(all_gather(local.lse.contiguous(), size, group), 0, (size, tokens))
+    if tokens == 1 or heads % size:
+        outs = torch.unflatten(all_gather(local.out.contiguous(), size, group), 0, (size, tokens))
+        return merge_attn_states(outs, lses, sink=sink, impl=impl)
+    own = heads // size
+    first = ranks.rank * own
+    outs = all_to_all(torch.unflatten(local.out, 1, (size, own)).transpose(0, 1), size, group)
+    own_sink = None if sink is None else sink[first : first + own]
+    merged = merge_attn_states(outs, lses[..., first : first + own], sink=own_sink, impl=impl)
+    whole = torch.unflatten(all_gather(merged.out, size, group), 0, (size, tokens))
+    lse = merge_attn_states(lses.unsqueeze(-1), lses, impl=impl).lse
+    return AttentionOutput(whole.transpose(0, 1).flatten(1, 2), lse)
+
+
+def merged_bytes(rows: int, heads: int, width: int, itemsize: int, size: int) -> int:
+    """Bytes that each of ``size`` ranks sends in merge_over_ranks, counted as exchanged_bytes counts. width, itemsize:
+    of a head's output."""
+    own, lses = rows * heads * width * itemsize, (size - 1) * rows * heads * 4
+    if rows == 1 or heads % size:
+        return (size - 1) * own + lses
+    return 2 * (size - 1) * own // size + lses
 
 
 def exchanged_bytes(rows: int, width: int, size: int, *, block_size: int) -> int:

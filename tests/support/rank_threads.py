@@ -45,6 +45,10 @@ class Group:
         assert group == GROUP and size == self.size
         return torch.cat(self.exchange("all_gather", value))
 
+    def all_to_all(self, value: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        assert group == GROUP and size == self.size == value.shape[0]
+        return torch.stack([other[self.here.rank] for other in self.exchange("all_to_all", value)])
+
     def abort(self) -> None:
         self._barrier.abort()
 
@@ -52,7 +56,8 @@ class Group:
 @contextlib.contextmanager
 def collectives(group: Group) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for module, name in ((pipeline_ranks, "all_reduce"), (pipeline_ranks, "all_gather"), (processes, "all_gather")):
+        for module, name in ((pipeline_ranks, "all_reduce"), (pipeline_ranks, "all_gather"), (processes, "all_gather"),
+                             (pipeline_ranks, "all_to_all")):  # fmt: skip
             stack.enter_context(mock.patch.object(module, name, getattr(group, name)))
         yield
 

@@ -143,13 +143,13 @@ def check_merge(ranks: Ranks) -> None:
     outs, lses = [], []
     for rank in range(ranks.size):
         generator = torch.Generator().manual_seed(rank)
-        outs.append(torch.randn(5, 3, 8, generator=generator))
-        lses.append(torch.randn(5, 3, generator=generator) * 5)
+        outs.append(torch.randn(5, 4, 8, generator=generator))
+        lses.append(torch.randn(5, 4, generator=generator) * 5)
         lses[-1][0] = -math.inf
         outs[-1][0] = NAN
     lses[-1].fill_(-math.inf)
     outs[-1].fill_(NAN)
-    for sink in (None, torch.tensor([0.0, math.inf, -math.inf])):
+    for sink in (None, torch.tensor([0.0, math.inf, -math.inf, 2.0])):
         got = merge_over_ranks(AttentionOutput(outs[ranks.rank], lses[ranks.rank]), ranks, sink=sink)
         want = merge_attn_states(torch.stack(outs), torch.stack(lses), sink=sink)
         assert all(torch.equal(a, b) for a, b in zip(got, want))
