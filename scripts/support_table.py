@@ -89,6 +89,11 @@ def products() -> Iterator[Question]:
         yield _question(Call("grouped_linear", {"tokens": tokens, "outputs": outputs}))
 
 
+def routed() -> Iterator[Question]:
+    for tokens, changes in itertools.product((1, 100, 4096), ({}, {"dtype": "fp32"}, {"groups": 8})):
+        yield _question(Call("packed_experts", {"tokens": tokens, **changes}))
+
+
 def _asked(calls: list[Call], cases: dict[str, slow_paths.Case]) -> Iterator[Question]:
     """Every call as it is, and with every change that it can have."""
     for call in calls:
@@ -111,6 +116,7 @@ TABLES = {
     "`index_logits`, paged keys": paged_scores,
     "`topk`, `index_topk`": selection,
     "`grouped_linear`": products,
+    "`experts`": routed,
 }
 
 # --- the table

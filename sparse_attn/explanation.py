@@ -19,6 +19,9 @@ from sparse_attn import dispatch, roofline
 from sparse_attn.dispatch import Choice, Kernel
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.experts import dispatch as routed
+from sparse_attn.ops.experts import packed_experts
+from sparse_attn.ops.experts.plan import problem_of as routed_problem_of
 from sparse_attn.ops.grouped_linear import dispatch as products
 from sparse_attn.ops.grouped_linear import grouped_linear
 from sparse_attn.ops.grouped_linear.plan import problem_of
@@ -376,12 +379,28 @@ def _grouped_linear(rows, ends, codes, scales, layout) -> Question:
     )
 
 
+def _packed_experts(
+    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp
+) -> Question:
+    packed = gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout
+    problem = routed_problem_of(x, ids, *packed)
+    (tokens, hidden), experts, intermediate = x.shape, problem.gate_up.groups, problem.down.columns
+    read = sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) // experts * min(problem.rows, experts)
+    moved = 2 * x.element_size() * tokens * hidden + 8 * problem.rows
+    return Question(
+        routed.KERNELS,
+        routed.choose,
+        problem if problem.rows * hidden * intermediate else None,
+        roofline.Work(moved + read, 6 * problem.rows * hidden * intermediate),
+    )
+
+
 FUNCTIONS: dict[str, Callable] = {
     function.__name__: function
     for function in (
         sparse_attn_prefill, sparse_attn_decode, fp8_mqa_logits, bf16_mqa_logits, mxfp4_mqa_logits,
         fp8_paged_mqa_logits, bf16_paged_mqa_logits, mxfp4_paged_mqa_logits, top_k_per_row, index_topk_prefill,
-        index_topk_decode, index_topk_decode_slots, grouped_linear,
+        index_topk_decode, index_topk_decode_slots, grouped_linear, packed_experts,
     )
 }  # fmt: skip
 QUESTIONS: dict[str, Callable[..., Question]] = {
@@ -394,6 +413,7 @@ QUESTIONS: dict[str, Callable[..., Question]] = {
     "index_topk_decode": _index_topk_decode,
     "index_topk_decode_slots": functools.partial(_index_topk_decode, slots=True),
     "grouped_linear": _grouped_linear,
+    "packed_experts": _packed_experts,
 }
 
 

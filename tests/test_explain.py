@@ -16,6 +16,7 @@ from sparse_attn import explanation, roofline
 from sparse_attn.dispatch import Kernel
 from sparse_attn.explanation import explain
 from sparse_attn.ops.attention import op as attention
+from sparse_attn.ops.experts import op as experts
 from sparse_attn.ops.grouped_linear import op as grouped_linear
 from sparse_attn.ops.index_logits import op as index_logits
 from sparse_attn.ops.index_topk import op as index_topk
@@ -113,6 +114,8 @@ def test_it_is_the_choice_of_the_table(name):
     ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=256)),
     ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=64, layout="e2m1/1x32/e8m0", dtype="fp32")),
     ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=64, layout="plain")),
+    ("packed_experts", dict(tokens=3, groups=5, experts_per_token=2, hidden=256, intermediate=128)),
+    ("packed_experts", dict(tokens=3, groups=5, experts_per_token=2, hidden=64, intermediate=32, layout="e2m1/1x32/e8m0")),
 ])  # fmt: skip
 def test_what_is_explained_is_launched(call, sizes, device, monkeypatch):
     """Launchers are noted, not run."""
@@ -189,7 +192,7 @@ def test_what_is_wrong_raises_what_the_call_raises():
 def test_every_operator_with_a_table_is_explained():
     """And every call of the command reaches one of them."""
     tables = set()
-    for room in (attention, grouped_linear, index_logits, index_topk, topk):
+    for room in (attention, experts, grouped_linear, index_logits, index_topk, topk):
         tables |= {name for name, value in vars(room).items() if hasattr(value, "overload") and value.kernels}
     assert tables == explanation.QUESTIONS.keys()
     calls = [call.arguments(**call.defaults) for call in CALLS.values()]
@@ -297,6 +300,7 @@ def test_options_reach_the_call(capsys):
         "prefill_scores --layout fp32", "index_topk_decode --top-k 5000", "index_topk_prefill --tokens 40", "topk --width 400",
         "grouped_linear --tokens 3", "grouped_linear --groups 3", "grouped_linear --outputs 3", "grouped_linear --columns 3",
         "grouped_linear --layout e2m1/1x32/e8m0", "grouped_linear --layout plain", "grouped_linear --dtype fp32",
+        "packed_experts --experts-per-token 1", "packed_experts --hidden 256", "packed_experts --intermediate 256",
     ):  # fmt: skip
         op, *options = line.split()
         assert said(capsys, op, "--target", "sm_90", *options) != said(capsys, op, "--target", "sm_90"), line

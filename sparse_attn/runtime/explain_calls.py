@@ -117,18 +117,33 @@ def grouped_linear(tokens: int, groups: int, outputs: int, columns: int, layout:
     rows = torch.empty(tokens, columns, dtype=DTYPES[dtype], device=META)
     if layout == "plain":
         return "grouped_linear", (rows, _ints(groups), rows.new_empty(groups, outputs, columns)), {}
+    weight = _packed(groups, outputs, columns, layout, "--columns")
+    return "grouped_linear", (rows, _ints(groups), weight), {}
+
+
+def packed_experts(
+    tokens: int, groups: int, experts_per_token: int, hidden: int, intermediate: int, layout: str, dtype: str
+) -> Arguments:
+    x = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
+    gate_up = _packed(groups, 2 * intermediate, hidden, layout, "--hidden")
+    down = _packed(groups, hidden, intermediate, layout, "--intermediate")
+    weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=META)
+    return "packed_experts", (x, weights, _ints(tokens, experts_per_token), gate_up, down), {}
+
+
+def _packed(groups: int, outputs: int, columns: int, layout: str, option: str) -> PackedWeight:
+    """option: that columns are from."""
     try:
         kind = parse_weight_layout(layout)
     except ValueError as error:
         raise ValueError(f"--{error}, or plain") from None
     if columns % CODES_PER_BYTE[kind.codes]:
-        raise ValueError(f"--columns: got {columns}, allowed: whole bytes of {kind.codes}")
+        raise ValueError(f"{option}: got {columns}, allowed: whole bytes of {kind.codes}")
     codes = (groups, outputs, columns // CODES_PER_BYTE[kind.codes])
-    weight = PackedWeight(
+    return PackedWeight(
         torch.empty(codes, dtype=CODE_DTYPE[kind.codes], device=META),
         torch.empty((groups, *kind.grid(outputs, columns)), dtype=SCALE_DTYPE[kind.scale], device=META), kind.name,
     )  # fmt: skip
-    return "grouped_linear", (rows, _ints(groups), weight), {}
 
 
 _ATTENTION: dict[str, Any] = dict(
@@ -157,6 +172,14 @@ CALLS: dict[str, Call] = {
         dict(
             tokens=DECODE_TOKENS * MODEL.moe.experts_per_token, groups=MODEL.moe.num_experts,
             outputs=2 * MODEL.moe.intermediate_size, columns=MODEL.hidden_size, layout="e4m3/128x128/fp32",
+            dtype="bf16",
+        ),
+    ),
+    "packed_experts": Call(
+        packed_experts,
+        dict(
+            tokens=DECODE_TOKENS, groups=MODEL.moe.num_experts, experts_per_token=MODEL.moe.experts_per_token,
+            hidden=MODEL.hidden_size, intermediate=MODEL.moe.intermediate_size, layout="e4m3/128x128/fp32",
             dtype="bf16",
         ),
     ),
