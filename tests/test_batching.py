@@ -11,12 +11,11 @@ import torch
 from conftest import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hashing import alone, hashing_model
+from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts, latent
-from sparse_attn.runtime import batching as batching_module
 from sparse_attn.runtime import rows
 from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import generate
@@ -255,8 +254,7 @@ def test_tokens_that_arrive_while_others_are_delivered_are_not_lost(monkeypatch)
             self.queries += 1
             return self.queries > 1
 
-    for module in (batching_module, rows):
-        monkeypatch.setattr(module, "passed", lambda device: Late())
+    monkeypatch.setattr(rows, "passed", lambda device: Late())
     model = hashing_model("tiny_v32")
     batching = batching_of(model, piece=4, ahead=2)
     prompts = [ids(5, n) for n in range(6)]
@@ -309,12 +307,13 @@ def test_what_can_never_run_is_refused_and_the_queue_is_bounded():
 @given(data=st.data())
 def test_whatever_happens_every_request_ends_once(name, data):
     """Arrivals, cancellations and steps in any order, in few blocks, of a model that hashes what its blocks hold. The
-    books are checked after every step, and every request draws what is reckoned for it alone."""
+    books are checked after every step, and every request draws what is reckoned for it alone, with drafts and without."""
     model, integers = hashing_model(name), st.integers
+    drafts = data.draw(integers(0, 3))
     batching = batching_of(
         model, rows=data.draw(integers(1, 4)), num_blocks=data.draw(integers(6, 14)), piece=data.draw(integers(1, 4)),
         prefill_tokens=data.draw(integers(2, 20)), snapshots=data.draw(integers(0, 3)), ahead=data.draw(integers(1, 3)),
-        max_context=48,
+        max_context=48, speculate=drafts, drafter=half_right(model, drafts) if drafts else None,
     )  # fmt: skip
     base, asked, found = [n * n % 64 for n in range(32)], {}, {}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import long
-from support.speculation import SAMPLINGS
+from support.speculation import SAMPLINGS, predicting_model
 from support.steps import small
 
 from sparse_attn.models.loading import load
@@ -26,12 +26,6 @@ TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:50], TEXT[200:203], TEXT[300:341]]
 MODELS = ("tiny_v32", "tiny_glm5", "tiny_v4")
 NEW = 13
-
-
-def model_of(name, vocab_size=257, cache="fp32"):
-    """With a layer of multi-token prediction. Few tokens are drafted right by chance."""
-    spec = replace(small(name, 3), vocab_size=vocab_size, eos_token_ids=())
-    return Model(spec, random_params(spec, seed=1, mtp=True), cache_layouts(spec, cache))
 
 
 def loop_of(model, prompts, drafts, sampling, new, **options):
@@ -83,7 +77,7 @@ def defined_drafts(model, tokens, drafts, sampling, seed):
 @pytest.mark.parametrize("name", MODELS)
 def test_drafts_are_those_of_the_definition(name, drafts, sampling):
     """Of a vocabulary of 3 tokens, of which many are accepted, so that every number of rejected rows lies in caches."""
-    model = model_of(name, vocab_size=3)
+    model = predicting_model(name, vocab_size=3)
     prompts = [[token % 3 for token in prompt] for prompt in PROMPTS]
     loop = loop_of(model, prompts, drafts, sampling, 40)
     seeds, known = loop.state.seeds.tolist(), [p + [t] for p, t in zip(prompts, loop.state.tokens.tolist())]
@@ -104,7 +98,7 @@ def test_drafts_are_those_of_the_definition(name, drafts, sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_those_without_drafts(name, sampling, drafts):
-    model, prompts = model_of(name, vocab_size=7), [[token % 7 for token in prompt] for prompt in PROMPTS]
+    model, prompts = predicting_model(name, vocab_size=7), [[token % 7 for token in prompt] for prompt in PROMPTS]
     options = dict(max_new_tokens=30, sampling=SAMPLINGS[sampling], prefill_tokens=37)
     expected = generate(model, prompts, **options)
     found = generate(model, prompts, speculate=drafts, **options)
@@ -117,7 +111,7 @@ def test_tokens_are_those_without_drafts(name, sampling, drafts):
 def test_compiled(monkeypatch, name):
     """The model: prefill and steps; the layer: prefill, rows of a step, and a row a request."""
     torch.compiler.reset()
-    model, counts, whole = model_of(name, vocab_size=7), [], torch.compile
+    model, counts, whole = predicting_model(name, vocab_size=7), [], torch.compile
 
     def counted(graph, inputs, **options):
         counts.append(graph)

@@ -26,6 +26,20 @@ PYTHON = [
         ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
     ),
     Mutation(
+        "blocks-for-one-token-a-step", "a scheduler holds no blocks for drafts that are accepted",
+        "sparse_attn/runtime/batching.py",
+        "request.length + steps * (self._drafts + 1) - 1",
+        "request.length + steps - 1",
+        ("tests/test_speculative_batching.py::test_a_request_takes_fewer_steps",),
+    ),
+    Mutation(
+        "known-ids-left-behind", "what a drafter knows of a request is lost where it is preempted",
+        "sparse_attn/runtime/parking.py",
+        "known=None if parked.known is None else parked.known[:, : loop.max_context]",
+        "known=None if parked.known is None else 0 * parked.known[:, : loop.max_context]",
+        ("tests/test_speculative_batching.py::test_a_request_takes_fewer_steps",),
+    ),
+    Mutation(
         "drafts-from-a-rejected-row", "the next drafts come from the hidden state of the last row, accepted or not",
         "sparse_attn/runtime/speculator.py",
         "width + (count - 1).clamp_min(0)",
@@ -209,8 +223,8 @@ PYTHON = [
     ),
     Mutation(
         "resumed-among-others-blocks", "a preempted request goes on over what its new blocks held before",
-        "sparse_attn/runtime/batching.py",
-        "        put_back(paged(self.caches), blocks, parked.blocks)\n",
+        "sparse_attn/runtime/parking.py",
+        "    put_back(paged(caches), blocks, parked.blocks)\n",
         "",
         ("tests/test_batching.py::test_the_youngest_gives_way_and_goes_on_with_the_same_tokens",),
     ),

@@ -27,15 +27,18 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.sampling import token_logprobs
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size
 from sparse_attn.runtime.batch import compiled, locked_workspace, scratch_size
-from sparse_attn.runtime.cache_rows import copy_row, paged, put_back, ringed, take_out
+from sparse_attn.runtime.cache_rows import copy_row, ringed
 from sparse_attn.runtime.draws import Draws, row_draws
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for
+from sparse_attn.runtime.parking import park, unpark
 from sparse_attn.runtime.prefixes import Prefixes
 from sparse_attn.runtime.processes import check_same
-from sparse_attn.runtime.requests import Finished, Occupancy, Parked, Request
-from sparse_attn.runtime.rows import DecodeRows, EagerDecode, TokenStream, passed
+from sparse_attn.runtime.requests import Finished, Occupancy, Request
+from sparse_attn.runtime.rows import DecodeRows, EagerDecode, TokenStream, on_the_way
+from sparse_attn.runtime.speculation import Drafter
+from sparse_attn.runtime.speculator import check_speculate
 from sparse_attn.runtime.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step, sent
 
 IDLE_S = 100e-6  # between two looks of ``drain`` while nothing has arrived
@@ -79,7 +82,10 @@ class Batching:
         compile: bool = False,
         graph: bool = False,
         batch_invariant: bool | None = None,
+        speculate: int = 0,
+        drafter: Drafter | None = None,
     ):
+        check_speculate(speculate, drafter)
         sizes = dict(rows=rows, num_blocks=num_blocks, max_context=max_context, prefill_tokens=prefill_tokens,
                      piece=piece, ahead=ahead, max_waiting=max_waiting)  # fmt: skip
         for name, value in sizes.items():
@@ -118,15 +124,20 @@ class Batching:
         self.prefixes = Prefixes(self.pool, self.block_size, spare)
         self._share = share and (not model.has_rings or snapshots > 0)
         self.caches = model.allocate_caches(
-            self.pool.num_blocks, int(block_size), requests=rows + snapshots, step_rows=self.prefill_tokens
-        )
+            self.pool.num_blocks, int(block_size), requests=rows + snapshots,
+            step_rows=max(self.prefill_tokens, speculate + 1), next_n=speculate + 1,
+        )  # fmt: skip
         self._rings = None
         if model.has_rings:
             self._rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
         self._run = compiled(model, self.caches) if compile else model
+        self._drafts, self._predict = speculate, None
+        if speculate and drafter is None:
+            self._predict = compiled(model.predictor(), self.caches) if compile else model.predictor()
         bounds: dict[str, Any] = dict(
-            max_batch=rows, max_model_len=self._max_context, block_size=int(block_size), mesh=model.mesh,
-            logits_bytes=model.logits_bytes, batch_invariant=model.batch_invariant, dtype=model.embed.dtype,
+            max_batch=rows, max_model_len=self._max_context, next_n=speculate + 1, block_size=int(block_size),
+            mesh=model.mesh, logits_bytes=model.logits_bytes, batch_invariant=model.batch_invariant,
+            dtype=model.embed.dtype,
         )  # fmt: skip
         self._workspace = locked_workspace(
             model, Bounds(max_batched_tokens=self.prefill_tokens, kv_rows=self._max_context, **bounds)
@@ -134,7 +145,8 @@ class Batching:
         options: dict[str, Any] = dict(
             max_context=self._max_context, max_blocks=width, impl=model.impl, keep_logprobs=logprobs,
             draws=self._draws_of(Sampling(), []), batch_invariant=self.batch_invariant,
-            buckets=[1 << n for n in range((rows - 1).bit_length())] + [rows],
+            buckets=[1 << n for n in range((rows - 1).bit_length())] + [rows], speculate=speculate, drafter=drafter,
+            predict=self._predict,
         )  # fmt: skip
         if graph:
             size = scratch_size(model, Bounds(max_batched_tokens=0, kv_rows=0, **bounds))
@@ -147,7 +159,7 @@ class Batching:
         self._sitting: list[Request | None] = [None] * rows
         self._waiting: list[Request] = []
         self._unfinished: dict[int, Request] = {}
-        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int]] = deque()
+        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
         self._arrived: deque[tuple[Request, int, float]] = deque()
         self._steps_ahead = self._next = self._tokens = self._reused = self._preempted = 0
         self._full = False  # the first of those waiting did not fit, and nothing was freed since
@@ -188,8 +200,9 @@ class Batching:
             seed=seed,
         )  # fmt: skip
         request = Request(
-            self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token
-        )
+            self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token,
+            drafts=self._drafts,
+        )  # fmt: skip
         request.keys = self.prefixes.keys(ids) if self._share else []
         self._next += 1
         self._waiting.append(request)
@@ -252,22 +265,25 @@ class Batching:
 
     def _deliver(self) -> None:
         while self._flying:
-            stream, columns, seen = self._flying.popleft()
+            stream, columns, seen, decoded = self._flying.popleft()
             if self._together:
                 stream.wait()
             arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
             for number in range(seen, arrived):
                 tokens, logprobs = stream.step(number)
-                ids, scores = tokens.tolist(), None if logprobs is None else logprobs.tolist()
-                self._arrived.extend(
-                    (request, ids[at], 0.0 if scores is None else scores[at]) for at, request in columns
-                )
+                rows = tokens.view(len(tokens), -1).tolist()
+                scores = rows if logprobs is None else logprobs.view(len(tokens), -1).tolist()
+                for at, request in columns:
+                    own = [(token, score) for token, score in zip(rows[at], scores[at]) if token >= 0]
+                    self._arrived.extend((request, token, score) for token, score in own)
+                    request.flying, request.pending = request.flying - decoded, request.pending + len(own)
             if arrived < len(stream):
-                self._flying.appendleft((stream, columns, arrived))
+                self._flying.appendleft((stream, columns, arrived, decoded))
                 break
             self._steps_ahead -= len(stream)
         while self._arrived:
             request, token, logprob = self._arrived.popleft()
+            request.pending -= 1
             if request.reason is not None:
                 continue
             self._tokens += 1
@@ -339,34 +355,24 @@ class Batching:
     def _resume(self, request: Request, row: int) -> bool:
         parked = request.parked
         assert parked is not None
-        wanted = min(request.length, request.most)
-        if not self._fits(blocks_for(wanted, self.block_size)):
+        if not self._fits(blocks_for(min(parked.length, request.most), self.block_size)):
             return False
-        self.tables.reserve(row, wanted)
-        blocks = self.tables.blocks(row)[: blocks_for(request.length - 1, self.block_size)]
-        put_back(paged(self.caches), blocks, parked.blocks)
-        put_back(ringed(self.caches), [row], parked.rings)
-        draws = self._draws_of(request.sampling, request.prompt)
-        self.loop.join(
-            [row], parked.token, parked.seq_len, self.tables.table[row : row + 1],
-            None if self._rings is None else self._rings[row : row + 1], _seed(request),
-            draws if parked.counts is None else draws._replace(counts=parked.counts),
+        self.tables.reserve(row, min(parked.length, request.most))
+        unpark(
+            parked, self.loop, self.caches, row, self.tables.blocks(row)[: len(parked.blocks[0])],
+            self.tables.table[row : row + 1], None if self._rings is None else self._rings[row : row + 1],
+            _seed(request), self._draws_of(request.sampling, request.prompt), self._ends(request),
         )  # fmt: skip
         request.parked = None
         return True
 
     def _preempt(self, request: Request) -> None:
         """Take a request out, to go on later. One whose prompt is not computed yet begins anew."""
-        row, state = request.row, self.loop.state
+        row = request.row
         assert row is not None
-        if request.drawn:
-            counts = None if state.draws is None else state.draws.counts
-            kept = take_out([state.tokens, state.seq_lens, *([] if counts is None else [counts])], [row])
+        if request.begun:
             blocks = self.tables.blocks(row)[: blocks_for(request.length - 1, self.block_size)]
-            request.parked = Parked(
-                take_out(paged(self.caches), blocks), take_out(ringed(self.caches), [row]), kept[0], kept[1],
-                kept[2] if len(kept) > 2 else None,
-            )  # fmt: skip
+            request.parked = park(self.loop, self.caches, row, blocks, request.length)
         self._free(request)
         self._preempted += 1
         request.computed = 0
@@ -393,9 +399,11 @@ class Batching:
         """One step of those whose prompts are not computed, the oldest first."""
         spans, tokens, keys = [], self.prefill_tokens, self._max_context
         for request in self._running():
-            if request.drawn or not tokens:
+            if request.begun or not tokens:
                 continue
-            stop = self._cut(request, min(len(request.prompt), request.computed + tokens))
+            stop = min(len(request.prompt), request.computed + tokens)
+            if self._share and self.model.has_rings:
+                stop = request.cut(stop, self.block_size)
             if spans and stop > keys:
                 break
             assert request.row is not None
@@ -406,7 +414,7 @@ class Batching:
         state, prompts = self.loop.state, [[] if one is None else one.prompt for one in self._sitting]
         logits = prefill_step(
             self._run, prompts, spans, self.tables, self.caches, state, Sampling(), self._max_context,
-            rings=self._rings, pad_to=self._size,
+            rings=self._rings, pad_to=self._size, predict=self._predict,
         )  # fmt: skip
         ends, end = [], 0
         for span in spans:
@@ -419,17 +427,6 @@ class Batching:
                 ends.append((end - 1, request))
         if ends:
             self._begin(logits, ends)
-
-    def _cut(self, request: Request, stop: int) -> int:
-        """Where a request's part of a step ends: where rings are kept, at the borders of blocks where others may branch
-        off: where its prompt leaves what is known, and its last one."""
-        if not self._share or not self.model.has_rings:
-            return stop
-        start, size = request.computed, self.block_size
-        last = (len(request.prompt) - 1) // size * size
-        if stop < len(request.prompt) and stop // size * size > start:
-            stop = stop // size * size
-        return min([border for border in (request.border, last) if start < border <= stop] or [stop])
 
     def _keep(self, request: Request, row: int) -> None:
         if not self._share:
@@ -444,25 +441,24 @@ class Batching:
 
     def _begin(self, logits: torch.Tensor, ends: list[tuple[int, Request]]) -> None:
         """The first tokens of those whose prompts are computed go to the host, and their rows live."""
-        device, on_gpu = self.model.device, self.model.device.type == "cuda"
+        device = self.model.device
         rows = [request.row for _, request in ends if request.row is not None]
         tokens = self.loop.state.tokens[sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)]
         found = [tokens]
         if self._keep_logprobs:
             at = sent(torch.tensor([end for end, _ in ends], dtype=torch.int64, device="cpu"), device)
             found.append(token_logprobs(logits[at], tokens, best=0).drawn)
-        on_host = [
-            torch.empty(1, len(rows), dtype=value.dtype, device="cpu", pin_memory=on_gpu).copy_(
-                value, non_blocking=True
-            )
-            for value in found
-        ]
-        stream = TokenStream(on_host[0], [passed(device)], on_host[1] if len(on_host) > 1 else None)
-        self._fly(stream, [(column, request) for column, (_, request) in enumerate(ends)])
+        stream = on_the_way(found)
+        self._fly(stream, [(column, request) for column, (_, request) in enumerate(ends)], decoded=False)
         for _, request in ends:
-            request.drawn = 1
+            request.begun = True
             if request.decoding and request.row is not None:
-                self.loop.start(request.row, request.length, self.tables.table[request.row])
+                known = None
+                if self.loop.known is not None:
+                    known = torch.tensor([request.prompt], dtype=torch.int64, device="cpu")
+                self.loop.start(
+                    request.row, request.length, self.tables.table[request.row], ends=self._ends(request), known=known
+                )
             else:
                 self._free(request)
 
@@ -474,19 +470,23 @@ class Batching:
         steps = min(self.piece, *(request.max_new_tokens - request.drawn for request in decoding))
         for request in decoding:
             if request.row is not None:  # nobody older took its blocks
-                self._room_for(request, request.length + steps - 1)
+                self._room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
         decoding = [request for request in decoding if request.row is not None]
         if not decoding:
             return
-        self._fly(self.loop.run(steps), [(request.row, request) for request in decoding if request.row is not None])
+        columns = [(request.row, request) for request in decoding if request.row is not None]
+        self._fly(self.loop.run(steps), columns, decoded=True)
         for request in decoding:
-            request.drawn += steps
+            request.flying += steps
             if not request.decoding:
                 self._free(request)
 
-    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]]) -> None:
-        self._flying.append((stream, columns, 0))
+    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
+        self._flying.append((stream, columns, 0, decoded))
         self._steps_ahead += len(stream)
+
+    def _ends(self, request: Request) -> torch.Tensor | None:
+        return torch.tensor([request.most], dtype=torch.int32, device="cpu") if self._drafts else None
 
     def _draws_of(self, sampling: Sampling, prompt: Sequence[int]) -> Draws:
         return row_draws(

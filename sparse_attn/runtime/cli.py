@@ -217,8 +217,6 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
     prompt_files.check_options(options)
     if options.plot and options.speculate:
         raise ValueError("--plot: got it with --speculate, allowed: steps of one token")
-    if options.prompts and options.speculate:
-        raise ValueError("--speculate: got it with --prompts, allowed: one prompt")
     if options.plot and (options.compile or options.graph):
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
     save_logits = _logits_writer() if options.dump_logits else None

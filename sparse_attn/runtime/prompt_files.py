@@ -88,13 +88,14 @@ def finished_ids(path: Path) -> set[str | int]:
 
 def answer(
     model: Model, asked: Sequence[Asked], out: Path, tokenizer: Tokenizer | None, *, rows: int, num_blocks: int | None,
-    block_size: int, prefill_tokens: int, compile: bool, graph: bool,
+    block_size: int, prefill_tokens: int, compile: bool, graph: bool, speculate: int = 0,
 ) -> Occupancy:  # fmt: skip
     """Continue every prompt of ``asked`` that ``out`` has no answer of, and append its line as soon as it is finished:
     id, text (None without a tokenizer; up to a stop text), tokens and finish_reason ("stop" or "length"). Data ranks
     take every so many-th prompt each, and the first rank of each of them writes.
 
-    rows: prompts that run at a time. num_blocks: of the caches; None: what ``rows`` of the longest take."""
+    rows: prompts that run at a time. num_blocks: of the caches; None: what ``rows`` of the longest take. speculate:
+    drafts that a decode step verifies, see Batching."""
     mesh = model.mesh
     if processes.rank():
         processes.barrier()  # the first has taken off a line that was cut short
@@ -116,6 +117,7 @@ def answer(
         prefill_tokens=prefill_tokens, snapshots=rows, max_waiting=rows,
         penalties=any(one.sampling.penalises for one in asked),
         stop_ids=max(len(one.sampling.stop_ids) for one in asked), compile=compile, graph=graph,
+        speculate=speculate,
     )  # fmt: skip
     table, running, queue = Table(sys.stderr, len(asked), len(done)), {}, iter(left)
     with open(out if writes else os.devnull, "ab", buffering=0) as file:
@@ -167,6 +169,7 @@ def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, 
         now = answer(
             model, asked, options.out, tokenizer, rows=options.rows or 8, num_blocks=options.blocks,
             block_size=block_size, prefill_tokens=options.prefill_tokens, compile=options.compile, graph=options.graph,
+            speculate=options.speculate,
         )  # fmt: skip
     except KeyboardInterrupt:
         done = len(finished_ids(options.out))

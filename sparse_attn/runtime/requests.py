@@ -38,20 +38,25 @@ class Occupancy(NamedTuple):
 
 
 class Parked(NamedTuple):
-    """What a preempted request had on the device, on the host."""
+    """What a preempted request had on the device, on the host. length: the host's bound on its tokens. known: its ids,
+    where a drafter reads them."""
+
+    length: int
 
     blocks: list[torch.Tensor]
     rings: list[torch.Tensor]
     token: torch.Tensor
     seq_len: torch.Tensor
     counts: torch.Tensor | None
+    known: torch.Tensor | None
 
 
 @dataclass(order=True)
 class Request:
-    """number: in order of arrival. computed: tokens of the prompt that steps were launched for. drawn: tokens that
-    steps were launched for. border: where its prompt leaves what was kept. keys: of its prompt's blocks, see Prefixes.
-    reason: why it is over."""
+    """number: in order of arrival. computed: tokens of the prompt that steps were launched for. begun: whether the step
+    that draws the first token was. flying: decode steps launched that have not arrived, each of 1 to drafts + 1 tokens.
+    pending: tokens that arrived and are not delivered. border: where its prompt leaves what was kept. keys: of its
+    prompt's blocks, see Prefixes. reason: why it is over."""
 
     number: int
     prompt: list[int] = field(compare=False)
@@ -61,7 +66,10 @@ class Request:
     on_token: Callable[[int, int], object] | None = field(compare=False)
     row: int | None = field(default=None, compare=False)
     computed: int = field(default=0, compare=False)
-    drawn: int = field(default=0, compare=False)
+    drafts: int = field(default=0, compare=False)
+    begun: bool = field(default=False, compare=False)
+    flying: int = field(default=0, compare=False)
+    pending: int = field(default=0, compare=False)
     border: int = field(default=0, compare=False)
     keys: list[bytes] = field(default_factory=list, compare=False)
     tokens: list[int] = field(default_factory=list, compare=False)
@@ -75,10 +83,29 @@ class Request:
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property
+    def drawn(self) -> int:
+        """Tokens that launched steps draw at least; the first is prefill's."""
+        return self._drawn(1)
+
+    @property
     def length(self) -> int:
-        """Tokens including the next input."""
-        return len(self.prompt) + self.drawn
+        """Tokens including the next input, at most."""
+        return len(self.prompt) + self._drawn(self.drafts + 1)
 
     @property
     def decoding(self) -> bool:
         return 0 < self.drawn < self.max_new_tokens
+
+    def cut(self, stop: int, size: int) -> int:
+        """Where its part of a prefill step, which could go to ``stop``, ends where rings are kept: at the borders of
+        blocks of ``size`` where others may branch off: where its prompt leaves what is known, and its last one."""
+        start, length = self.computed, len(self.prompt)
+        last = (length - 1) // size * size
+        if stop < length and stop // size * size > start:
+            stop = stop // size * size
+        return min([border for border in (self.border, last) if start < border <= stop] or [stop])
+
+    def _drawn(self, each: int) -> int:
+        if not self.begun:
+            return 0
+        return min(self.max_new_tokens, max(len(self.tokens) + self.pending, 1) + each * self.flying)

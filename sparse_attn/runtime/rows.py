@@ -70,6 +70,17 @@ class TokenStream:
         return self._tokens
 
 
+def on_the_way(values: Sequence[torch.Tensor]) -> TokenStream:
+    """A stream of one step: tokens int64 [rows], and behind them their log-probabilities fp32 [rows] or nothing."""
+    on_host = [
+        torch.empty(1, *value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda).copy_(
+            value, non_blocking=True
+        )
+        for value in values
+    ]
+    return TokenStream(on_host[0], [passed(values[0].device)], on_host[1] if len(on_host) > 1 else None)
+
+
 class DecodeRows(ABC):
     """The rows of a decode loop and their state on the device of ``caches``. Arguments: see DecodeGraph."""
 
@@ -268,6 +279,11 @@ class DecodeRows(ABC):
     def state(self) -> Decode:
         """What the steps read and advance, of all rows; ordered by the current stream between two runs."""
         return self._state(self.buckets[-1])
+
+    @property
+    def known(self) -> torch.Tensor | None:
+        """The ids of all rows, int64 [rows, max_context + 1], where a drafter reads them."""
+        return None if self._speculator is None else self._speculator.known
 
     def _editing(self) -> AbstractContextManager[object]:
         """Where the state is written between steps."""

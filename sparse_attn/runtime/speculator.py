@@ -64,6 +64,11 @@ class Speculator:
         self._vocab_size: int | None = getattr(getattr(step, "spec", None), "vocab_size", None)
         self._held = allocate_speculation(rows, drafts, max_context, device, known=drafter is not None)
 
+    @property
+    def known(self) -> torch.Tensor | None:
+        """The ids of all rows, where a drafter reads them."""
+        return self._held.known
+
     def check(self, rows: int, ends: torch.Tensor | None, known: torch.Tensor | None) -> None:
         """ValueError or TypeError for what ``begin`` cannot take for ``rows`` rows."""
         if ends is not None:

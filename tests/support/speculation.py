@@ -1,8 +1,13 @@
 """Drafters that know the answer, know nothing, and know some of it."""
 
-import torch
+from dataclasses import replace
 
-from sparse_attn.runtime.steps import Sampling
+import torch
+from support.steps import small
+
+from sparse_attn.models.params import random_params
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.steps import Model, Sampling
 
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -50,3 +55,9 @@ def drafted(prompts, tokens, drafts):
 
 
 KINDS = {"perfect": perfect, "wild": wild, "drafted": drafted}
+
+
+def predicting_model(name, vocab_size=257, cache="fp32"):
+    """With a layer of multi-token prediction. Few tokens are drafted right by chance."""
+    spec = replace(small(name, 3), vocab_size=vocab_size, eos_token_ids=())
+    return Model(spec, random_params(spec, seed=1, mtp=True), cache_layouts(spec, cache))

@@ -1,0 +1,118 @@
+"""A scheduler whose decode steps verify drafts: requests draw what they draw alone, in fewer steps."""
+
+import random
+
+import pytest
+import torch
+from conftest import long
+from support.hashing import alone, half_right, hashing_model
+from support.ledger import check_ledger
+from support.speculation import predicting_model
+
+from sparse_attn.runtime.batching import Batching
+from sparse_attn.runtime.cli import main
+from sparse_attn.runtime.generate import Sampling, generate
+
+BLOCK = 16
+
+
+def batching_of(model, **options) -> Batching:
+    common = dict(rows=3, num_blocks=12, max_context=96, block_size=BLOCK, prefill_tokens=24, piece=2, snapshots=3)
+    return Batching(model, **(common | options))
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("drafts", (1, 3))
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
+def test_by_multi_token_prediction(name, drafts):
+    """Of all kinds, more than rows; some share a prefix, and some are preempted while they decode."""
+    model, draw = predicting_model(name, vocab_size=7), random.Random(1)
+    batching = batching_of(
+        model, num_blocks=12, penalties=True, stop_ids=1, logprobs=True, speculate=drafts, batch_invariant=False
+    )
+    common, asked = [draw.randrange(7) for _ in range(2 * BLOCK)], []
+    samplings = (
+        Sampling(), Sampling(temperature=1.0, seed=3), Sampling(stop_ids=(2,)),
+        Sampling(temperature=0.9, seed=4, top_p=0.9, repetition=1.2, frequency=0.1),
+    )  # fmt: skip
+    for number in range(8 if long() else 5):
+        prompt = (common if number % 2 else []) + [draw.randrange(7) for _ in range(1 + 4 * number)]
+        asked.append((prompt, 20 + 2 * number, samplings[number % 4]))
+        batching.submit(prompt, max_new_tokens=asked[-1][1], sampling=asked[-1][2])
+    done, steps = {}, 0
+    while not batching.idle:
+        done |= {one.request: one for one in batching.step()}
+        steps += 1
+        if steps % 7 == 0 and (decoding := [one for one in batching._running() if one.decoding]):
+            batching._preempt(decoding[-1])
+        check_ledger(batching)
+    for number, (prompt, most, sampling) in enumerate(asked):
+        want = generate(model, [prompt], max_new_tokens=most, sampling=sampling, block_size=BLOCK, logprobs=0)
+        assert done[number].tokens == want.tokens[0], number
+        torch.testing.assert_close(torch.tensor(done[number].logprobs), want.logprobs[0].drawn, atol=1e-4, rtol=1e-4)
+    counts = batching.occupancy()
+    assert counts.preempted and counts.reused and counts.free == counts.blocks
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_a_request_takes_fewer_steps(name):
+    """By a drafter that is right twice in three times; preempted requests go on with the ids that they know."""
+    model = hashing_model(name)
+    taken, right = {}, half_right(model, 2)
+    expected = [[n, 5] + alone(model, [n, 5], 40, Sampling()) for n in range(3)]
+
+    def checked(known, seq_lens):
+        for row, length in enumerate(seq_lens.tolist()):
+            assert known[row, :length].tolist() in [ids[:length] for ids in expected]
+        return right(known, seq_lens)
+
+    for drafts in (0, 2):
+        drafter = checked if drafts else None
+        batching = batching_of(model, num_blocks=4, speculate=drafts, drafter=drafter, ahead=1, piece=1)
+        for number in range(3):
+            batching.submit([number, 5], max_new_tokens=40)
+        found = {one.request: one.tokens for one in batching.drain()}
+        assert [found[number] for number in range(3)] == [ids[2:] for ids in expected]
+        taken[drafts] = batching.loop._taken
+        assert batching.occupancy().preempted
+    assert taken[2] < 0.6 * taken[0]
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_soak(name):
+    """Arrivals, prefixes, preemption and drafts: no difference to requests alone; blocks and rows come back."""
+    model, draw = predicting_model(name, vocab_size=7), random.Random(5)
+    batching = batching_of(model, num_blocks=10, speculate=2, share=True)
+    common, asked, done = [draw.randrange(7) for _ in range(BLOCK)], {}, {}
+    while len(asked) < 30 or not batching.idle:
+        if len(asked) < 30 and draw.random() < 0.3:
+            prompt = (common if draw.random() < 0.5 else []) + [draw.randrange(7) for _ in range(draw.randint(1, 40))]
+            one = prompt, draw.randint(1, 35), Sampling(temperature=draw.choice((0.0, 1.0)), seed=draw.randrange(9))
+            asked[batching.submit(prompt, max_new_tokens=one[1], sampling=one[2])] = one
+        done |= {one.request: one.tokens for one in batching.step()}
+        check_ledger(batching)
+    for number, (prompt, most, sampling) in asked.items():
+        assert done[number] == generate(model, [prompt], max_new_tokens=most, sampling=sampling).tokens[0]
+    counts = batching.occupancy()
+    assert counts.preempted and counts.reused and not batching.loop.live and counts.free == counts.blocks
+
+
+@pytest.mark.parametrize(
+    "options,message", [(dict(speculate=2), "drafter: got None"), (dict(drafter=max), "speculate")]
+)
+def test_what_cannot_draft_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        batching_of(hashing_model("tiny_v32"), **options)
+
+
+def test_prompts_of_a_file(tmp_path):
+    """By the command line: the same lines with drafts and without."""
+    asked, answers = tmp_path / "asked.jsonl", []
+    asked.write_text("".join(f'{{"id": {n}, "prompt_ids": [{n}, 5, 9]}}\n' for n in range(3)))
+    for drafts in (0, 2):
+        out = tmp_path / f"{drafts}.jsonl"
+        given = ["--preset", "tiny-v4", "--prompts", str(asked), "--out", str(out), "--max-new-tokens", "6"]
+        assert main(["generate", *given, "--speculate", str(drafts), "--device", "cpu"]) == 0
+        answers.append(sorted(out.read_text().splitlines()))
+    assert answers[0] == answers[1]
