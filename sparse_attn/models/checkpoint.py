@@ -124,7 +124,7 @@ class Checkpoint:
                 self._refuse(scale, f"{scale_dtype} beside {what}", "F8_E8M0")
         elif dtype in _WIDE:
             if scale_dtype:
-                raise ValueError(f"weight {scale}: extra, {name} is {dtype} and takes no scale")
+                raise ValueError(f"weight {scale}: extra, {name} is {dtype} and takes no scale; in {self.file(scale)}")
             self._check_experts(name, f"{dtype} values", None)
             return None
         elif dtype != _FP8:

@@ -155,9 +155,8 @@ def readings_of(opened: Opened, expand: bool, mesh: Mesh = ONE_RANK) -> dict[str
         if name not in known and not spelling.ignores(name) and not checkpoint.is_empty(name)
     ]  # fmt: skip
     if extra:
-        raise ValueError(
-            f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {checkpoint.folder}"
-        )
+        place = checkpoint.file(extra[0]) if len(extra) == 1 else checkpoint.folder
+        raise ValueError(f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {place}")
     return {name: reading_of(name, shape, spelling, checkpoint, expand, mesh=mesh) for name, shape in shapes.items()}
 
 
