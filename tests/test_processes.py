@@ -42,6 +42,16 @@ def test_context_ranks(size, tmp_path):
     run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
 
 
+@pytest.mark.few(0)
+def test_drafts_and_compiled_steps(tmp_path):
+    """Two rows a request in a decode step, of drafts that are verified; and steps that Dynamo traced."""
+    grids = (Grid(tensor=2, expert=2), Grid(context=2))
+    cases = [Case(name, grid, speculate=1, block_size=128) for name in MODELS for grid in grids]
+    cases += [Case("tiny_v32", grid, compile=True) for grid in grids]
+    write_alone(cases, tmp_path)
+    run_processes(2, compare_with_one, tmp_path, cases, tmp_path)
+
+
 def test_two_processes(tmp_path):
     """The small cases that are run by default."""
     cases = [

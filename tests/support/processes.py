@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+from support.compilations import Graphs, compiled_by
 
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.params import random_params
@@ -43,13 +44,15 @@ class Case(NamedTuple):
     cache: str = "fp32"
     lengths: tuple[int, ...] = LENGTHS
     block_size: int | None = None
+    speculate: int = 0  # drafts of the layer of multi-token prediction
+    compile: bool = False  # by Dynamo, whose graphs run as they are
 
     def __str__(self) -> str:
         return f"{self.name} {self.grid} {self.cache}"
 
     def file(self, folder: Path) -> Path:
         """Where what one process generates is kept."""
-        return folder / f"{self.name}-{self.cache}-{len(self.lengths)}-{max(self.lengths)}.pt"
+        return folder / f"{self.name}-{self.cache}-{len(self.lengths)}-{max(self.lengths)}-{self.speculate}.pt"
 
 
 def run_processes(size: int, body: Callable[..., None], folder: Path, *arguments: object) -> None:
@@ -88,7 +91,7 @@ def mesh_of_grid(grid: Grid) -> Mesh:
 def model_of(case: Case, mesh: Mesh = ONE_RANK) -> Model:
     """Random fp32 weights of ``case``; a process draws all of them and keeps its own."""
     spec = preset(case.name)
-    params = shard_params(random_params(spec, seed=0), mesh)
+    params = shard_params(random_params(spec, seed=0, mtp=bool(case.speculate)), mesh)
     return Model(spec, params, cache_layouts(spec, case.cache), "reference", mesh=mesh)
 
 
@@ -97,10 +100,12 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in lengths]
 
 
-def generated(case: Case, mesh: Mesh = ONE_RANK, compile: bool = False) -> Generation:
+def generated(case: Case, mesh: Mesh = ONE_RANK) -> Generation:
+    if case.compile and mesh != ONE_RANK:
+        torch.compile = compiled_by(Graphs())
     return generate(
         model_of(case, mesh), prompts(case.lengths), max_new_tokens=NEW_TOKENS, prefill_tokens=32, keep_logits=True,
-        compile=compile, block_size=case.block_size,
+        compile=case.compile and mesh != ONE_RANK, block_size=case.block_size, speculate=case.speculate,
     )  # fmt: skip
 
 
@@ -113,13 +118,13 @@ def write_alone(cases: list[Case], folder: Path) -> None:
             torch.save((found.tokens, found.logits), path)
 
 
-def compare_with_one(rank: int, cases: list[Case], folder: Path, compile: bool = False) -> None:
+def compare_with_one(rank: int, cases: list[Case], folder: Path) -> None:
     """Tokens equal one process's, and logits are within 1e-4 of them; not where a last bit decides what a cache's codes
     round to."""
     for case in cases:
         mesh = mesh_of_grid(case.grid)
         tokens, logits = torch.load(case.file(folder))
-        found = generated(case, mesh, compile)
+        found = generated(case, mesh)
         assert found.tokens == tokens, f"{case} rank {rank}: got {found.tokens}, one process {tokens}"
         assert found.logits is not None
         if case.cache != "fp32":
