@@ -162,7 +162,7 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     if not run.dry:
         torch.cuda.reset_peak_memory_stats()
     caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
-    _fill(caches, model)
+    fill(caches, model)
     device = run.device
     state = Decode(
         torch.arange(batch, device=device),
@@ -207,7 +207,7 @@ def _read(model: Model, weights: dict[str, int], batch: int) -> float:
     return weights["expert"] * touched + others - tables + head
 
 
-def _fill(caches: AnyCaches, model: Model) -> None:
+def fill(caches: AnyCaches, model: Model) -> None:
     """Normal values in every paged cache and ring."""
     layouts = {"kv": model.layouts.kv, "compressed": model.layouts.kv, "index": model.layouts.index}
     for field, layout in layouts.items():

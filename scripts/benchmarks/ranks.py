@@ -13,7 +13,7 @@ from benchmarks.checks import check_selection
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
-from sparse_attn.mesh import Ranks
+from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.ops.attention import merge_attn_states
 from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
 from sparse_attn.ops.topk import top_k_per_row
@@ -28,11 +28,13 @@ PLATEAU = 0.9  # share of scores that are zero in the case of ties
 
 
 @contextmanager
-def copies() -> Iterator[None]:
-    """Collectives of SIZE ranks as copies: every rank has what this one has."""
+def copies(mesh: Mesh | None = None) -> Iterator[None]:
+    """Collectives of ranks as copies: every rank has what this one has. mesh: whose ranks; None: SIZE context
+    ranks. What models sum stays, so that it does not grow; counts are added up."""
+    size = SIZE if mesh is None else mesh.context.size
 
     def all_reduce(value: torch.Tensor, group: str) -> torch.Tensor:
-        return value * SIZE
+        return value.clone() if value.is_floating_point() else value * size
 
     def all_gather(value: torch.Tensor, size: int, group: str) -> torch.Tensor:
         return value.repeat(size, *[1] * (value.dim() - 1))
