@@ -11,6 +11,8 @@ every stream, the model's embedding and head).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn.autocast import no_autocast
@@ -26,11 +28,12 @@ from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import Caches, StepPlan, WindowCaches
 
 PREFIX = "mtp.0."
+Params = dict[str, Any]  # tensors; a Weight where linear() takes it
 
 
 @no_autocast
 def predict(
-    params: dict[str, torch.Tensor],
+    params: Params,
     spec: Spec | CompressedSpec,
     tokens: torch.Tensor,
     hidden: torch.Tensor,
@@ -87,7 +90,7 @@ def predict(
 
 @no_autocast
 def predicted_logits(
-    params: dict[str, torch.Tensor], spec: Spec | CompressedSpec, hidden: torch.Tensor, *, mesh: Mesh = ONE_RANK,
+    params: Params, spec: Spec | CompressedSpec, hidden: torch.Tensor, *, mesh: Mesh = ONE_RANK,
     impl: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """fp32 logits [T, vocab] of what ``predict`` returns, for the token behind the one it was given."""

@@ -40,7 +40,7 @@ def prediction_shapes(spec: Spec | CompressedSpec, layers: int) -> Shapes:
     hidden, norms, one = spec.hidden_size, ("enorm", "hnorm", "norm"), prediction_spec(spec)
     if isinstance(one, CompressedSpec):
         own = _compressed_layer(one, 0) | dict.fromkeys(("e_proj", "h_proj"), (hidden, hidden))
-        own |= {f"head.{name}": shape for name, shape in _hyper_shapes(spec, spec.streams, 1).items()}
+        own |= {f"head.{name}": shape for name, shape in _hyper_shapes(one, one.streams, 1).items()}
     else:
         own = _latent_layer(one, 0) | {"eh_proj": (hidden, 2 * hidden)}
         own |= dict.fromkeys(("embed", "lm_head"), (spec.vocab_size, hidden))

@@ -136,7 +136,8 @@ class Model(torch.nn.Module):
                 )  # fmt: skip
             else:
                 kinds.append(deepseek_v32.allocate_caches(spec, self.layouts, num_blocks, block_size, self.device))
-        return type(kinds[0])(*(sum(parts, ()) for parts in zip(*kinds)))
+        joined: Any = type(kinds[0])
+        return joined(*(sum(parts, ()) for parts in zip(*kinds)))
 
     def forward(self, tokens: torch.Tensor, caches: AnyCaches, plan: StepPlan, keep_hidden: bool = False) -> Any:
         """fp32 logits [T, vocab]; see models.deepseek_v32.forward and models.deepseek_v4.forward. caches: with or
@@ -144,7 +145,8 @@ class Model(torch.nn.Module):
         forward: Callable[..., Any] = deepseek_v4.forward if self.has_rings else deepseek_v32.forward
         layers = self.spec.num_layers
         if self.predicts and len(caches.kv) > layers:
-            caches = type(caches)(*(kind[:layers] for kind in caches))
+            kind: Any = type(caches)
+            caches = kind(*(held[:layers] for held in caches))
         return forward(
             self._weights(), self.spec, tokens, caches, plan,
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
@@ -200,8 +202,9 @@ class Predictor(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, caches: AnyCaches, plan: StepPlan) -> torch.Tensor:
         """As models.mtp.predict, with the caches of all layers."""
         model, layers = self.model, self.model.spec.num_layers
+        kind: Any = type(caches)
         return mtp.predict(
-            model._weights(), self.spec, tokens, hidden, type(caches)(*(kind[layers:] for kind in caches)), plan,
+            model._weights(), self.spec, tokens, hidden, kind(*(held[layers:] for held in caches)), plan,
             layouts=model.layouts, impl=model.impl, logits_bytes=model.logits_bytes,
             batch_invariant=model.batch_invariant, mesh=model.mesh,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ def park(loop: DecodeRows, caches: AnyCaches, row: int, blocks: Sequence[int], l
     counts = None if state.draws is None else state.draws.counts
     wanted = dict(token=state.tokens, seq_len=state.seq_lens, counts=counts, known=known)
     names = [name for name, value in wanted.items() if value is not None]
-    kept = dict.fromkeys(wanted) | dict(
+    kept: dict[str, Any] = dict.fromkeys(wanted) | dict(
         zip(names, take_out([value for value in wanted.values() if value is not None], [row]))
     )
     return Parked(length, take_out(paged(caches), blocks), take_out(ringed(caches), [row]), **kept)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -70,12 +71,14 @@ class TokenStream:
         return self._tokens
 
 
+def on_host_like(value: torch.Tensor) -> dict[str, Any]:
+    return dict(device="cpu", pin_memory=value.is_cuda)
+
+
 def on_the_way(values: Sequence[torch.Tensor]) -> TokenStream:
     """A stream of one step: tokens int64 [rows], and behind them their log-probabilities fp32 [rows] or nothing."""
     on_host = [
-        torch.empty(1, *value.shape, dtype=value.dtype, device="cpu", pin_memory=value.is_cuda).copy_(
-            value, non_blocking=True
-        )
+        torch.empty(1, *value.shape, dtype=value.dtype, **on_host_like(value)).copy_(value, non_blocking=True)
         for value in values
     ]
     return TokenStream(on_host[0], [passed(values[0].device)], on_host[1] if len(on_host) > 1 else None)
@@ -337,7 +340,7 @@ class DecodeRows(ABC):
 
     def _on_host(self, steps: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Room for the tokens, and for the log-probabilities where they are kept, of ``steps`` steps."""
-        shape, on_host = (steps, width, *self._columns), dict(device="cpu", pin_memory=self._tokens.is_cuda)
+        shape, on_host = (steps, width, *self._columns), on_host_like(self._tokens)
         tokens = torch.empty(shape, dtype=torch.int64, **on_host)
         return tokens, None if self._logprobs is None else torch.empty(shape, dtype=torch.float32, **on_host)
 

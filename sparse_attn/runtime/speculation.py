@@ -12,7 +12,7 @@ Rings hold n tokens more for it (Model.allocate_caches, next_n). Everything stay
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,14 +47,15 @@ class Speculation(NamedTuple):
 
     def rows(self, count: int) -> Speculation:
         """The first ``count`` rows, as views."""
-        return Speculation(*(None if value is None else value[:count] for value in self))
+        known = None if self.known is None else self.known[:count]
+        return Speculation(self.drafts[:count], self.drawn[:count], self.ends[:count], known)
 
 
 def allocate_speculation(
     rows: int, drafts: int, max_context: int, device: torch.device, *, known: bool
 ) -> Speculation:  # fmt: skip
     """Of rows without drafts, which may hold ``max_context`` tokens. known: keep the ids of each row."""
-    ids = dict(dtype=torch.int64, device=device)
+    ids: dict[str, Any] = dict(dtype=torch.int64, device=device)
     return Speculation(
         torch.full((rows, drafts), -1, **ids),
         torch.full((rows, drafts + 1), -1, **ids),

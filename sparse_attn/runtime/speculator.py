@@ -59,8 +59,9 @@ class Speculator:
             if not isinstance(model, Model):
                 raise ValueError(f"drafter: got None and a {type(model).__name__}, {DRAFTERS}")
             self._predictor = model.predictor()
-        self._predict = self._predictor if predict is None else predict
-        self._step, self._drafter, self._max_context, self._impl = step, drafter, max_context, impl
+        self._predict: Any = self._predictor if predict is None else predict
+        run: Any = step
+        self._step, self._drafter, self._max_context, self._impl = run, drafter, max_context, impl
         self._vocab_size: int | None = getattr(getattr(step, "spec", None), "vocab_size", None)
         self._held = allocate_speculation(rows, drafts, max_context, device, known=drafter is not None)
 
