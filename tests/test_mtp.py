@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import long
+from support.rank_threads import over_threads
 from support.speculation import SAMPLINGS, predicting_model
 from support.steps import small
 
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.loading import load
 from sparse_attn.models.mtp import PREFIX
 from sparse_attn.models.params import random_params
+from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.documents import held_out_text
@@ -127,6 +130,23 @@ def test_compiled(monkeypatch, name):
         made.append(len(counts))
     assert made[0] == made[1] <= 6
     torch.compiler.reset()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("dimension", ("context", "tensor"))
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_over_ranks(name, dimension):
+    """Two ranks of keys, or of heads, experts and vocabulary, draft and draw what one process does."""
+    spec = replace(small(name, 3), vocab_size=7, eos_token_ids=())
+    params, prompts = random_params(spec, seed=1, mtp=True), [[token % 7 for token in prompt] for prompt in PROMPTS]
+
+    def generated(mesh):
+        model = Model(spec, shard_params(dict(params), mesh), cache_layouts(spec, "fp32"), "reference", mesh=mesh)
+        return generate(model, prompts, max_new_tokens=10, speculate=2, prefill_tokens=37, block_size=16)
+
+    want = generated(ONE_RANK)
+    for found in over_threads(2, lambda ranks: generated(Mesh(**{dimension: ranks}))):
+        assert (found.tokens, found.accepted_per_step) == (want.tokens, want.accepted_per_step)
 
 
 def test_other_weights_are_the_same_without_it():
