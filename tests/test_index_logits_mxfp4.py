@@ -95,7 +95,7 @@ def test_compiles_for_hopper(next_n):
     with recording("sm_90") as launches:
         launch.paged_mqa_logits(*paged_arguments(90, next_n, max_context_len=900, flavour="mxfp4"), kernel=NAME)
     compiled = compile_launch(launches[0])
-    assert compiled.spill_bytes <= 32
+    assert compiled.spill_bytes <= 64  # in the branch for far groups
     assert compiled.shared_memory <= H200.shared_memory
     # Four consumers: one or two products of four steps of decoded keys, and one of a group for every row, with a wait
     # each.

@@ -330,26 +330,32 @@ def _scores_of_columns(words, key_scales, q, block, first, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _scores_of_row(words, key_scales, operands, block, first_column):
+    """fp32 [BLOCK_KV]: of the row whose columns begin at ``first_column``. operands: [chunks, CHUNK, 128]."""
+    scores = gl.zeros([BLOCK_KV, 1], gl.float32, scores_layout(1))
+    for first in range(first_column, first_column + block.HEADS, CHUNK):
+        scores += _scores_of_columns(words, key_scales, operands.index(first // CHUNK), block, first, CHUNK)
+    return gl.reshape(scores, [BLOCK_KV])
+
+
+@gluon.jit
 def scores_of_groups(words, key_scales, queries, block, first_column, ROWS: gl.constexpr):
     """fp32 [BLOCK_KV, ROWS] of groups of any scales: of rows whose columns of a query block begin at
     ``first_column``. key_scales: words of four scales, in shared memory. queries: operands [columns, 128]."""
-    COLUMNS: gl.constexpr = queries.shape[0]
-    CHUNKS: gl.constexpr = block.HEADS // CHUNK
+    CHUNKS: gl.constexpr = queries.shape[0] // CHUNK
+    HEADS: gl.constexpr = block.HEADS
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-    chunks = reinterpret(queries, gl.float8e5, [COLUMNS // CHUNK, CHUNK, 128], LAYOUT)
-    rows = ()
-    for n in gl.static_range(ROWS):
-        row = gl.zeros([BLOCK_KV, 1], gl.float32, scores_layout(1))
-        for c in range(n * CHUNKS, (n + 1) * CHUNKS):
-            first = first_column + c * CHUNK
-            some = chunks.index(first // CHUNK)
-            row += _scores_of_columns(words, key_scales, some, block, first, CHUNK)
-        rows = rows + (gl.reshape(row, [BLOCK_KV]),)
+    operands = reinterpret(queries, gl.float8e5, [CHUNKS, CHUNK, 128], LAYOUT)
+    first = _scores_of_row(words, key_scales, operands, block, first_column)
     if ROWS == 1:
-        scores = gl.reshape(rows[0], [BLOCK_KV, 1])
-    elif ROWS == 2:
-        scores = gl.join(rows[0], rows[1])
+        scores = gl.reshape(first, [BLOCK_KV, 1])
     else:
-        gl.static_assert(ROWS == 4)
-        scores = gl.reshape(gl.join(gl.join(rows[0], rows[2]), gl.join(rows[1], rows[3])), [BLOCK_KV, 4])
+        second = _scores_of_row(words, key_scales, operands, block, first_column + HEADS)
+        if ROWS == 2:
+            scores = gl.join(first, second)
+        else:
+            gl.static_assert(ROWS == 4)
+            third = _scores_of_row(words, key_scales, operands, block, first_column + 2 * HEADS)
+            fourth = _scores_of_row(words, key_scales, operands, block, first_column + 3 * HEADS)
+            scores = gl.reshape(gl.join(gl.join(first, third), gl.join(second, fourth)), [BLOCK_KV, 4])
     return gl.convert_layout(scores, scores_layout(ROWS))

@@ -1,0 +1,139 @@
+"""What PTX instructions compute, of 32 lanes at once. Registers are uint64, whatever their type; predicates 0 or 1."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import numpy as np
+
+Lanes = np.ndarray  # uint64 [32]
+BITS32 = np.uint64(0xFFFFFFFF)
+COMPARISONS = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
+}  # fmt: skip
+NUMPY = {"f32": np.float32, "s": {16: np.int16, 32: np.int32, 64: np.int64}, "u": {16: np.uint16, 32: np.uint32, 64: np.uint64}}  # fmt: skip
+
+
+def width(kind: str) -> int:
+    return int(kind[1:])
+
+
+def typed(lanes: Lanes, kind: str) -> np.ndarray:
+    """As "f32", "s32", "u64", "b16", ..."""
+    bits = width(kind)
+    narrow = lanes if bits == 64 else (lanes & np.uint64((1 << bits) - 1)).astype(NUMPY["u"][bits])
+    if kind == "f32":
+        return narrow.view(np.float32)
+    return narrow.view(NUMPY["s"][bits]) if kind[0] == "s" else narrow
+
+
+def packed(values: np.ndarray, bits: int) -> Lanes:
+    """Registers that hold ``values``, integers or fp32."""
+    if values.dtype == np.float32:
+        return values.view(np.uint32).astype(np.uint64)
+    if values.dtype == np.uint64:
+        return values
+    wide = values.astype(np.int64)
+    return wide.view(np.uint64) if bits == 64 else (wide & ((1 << bits) - 1)).astype(np.uint64)
+
+
+def compute(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    """Of an instruction that only computes; KeyError where it is not known."""
+    name, kind = operation[0], operation[-1]
+    if kind == "pred":
+        return _predicate(name, values)
+    if name in SPECIAL:
+        return SPECIAL[name](operation, values)
+    if "wide" in operation:
+        a, b = (typed(value, kind).astype(np.int64) for value in values[:2])
+        return packed(a * b + (values[2].view(np.int64) if name == "mad" else 0), 64)
+    bits = width(kind)
+    result = ARITHMETIC[name](*(typed(value, kind) for value in values))
+    if "relu" in operation:
+        result = np.maximum(result, 0)
+    return packed(np.asarray(result), bits)
+
+
+def _predicate(name: str, values: list[Lanes]) -> Lanes:
+    bools = [value != 0 for value in values]
+    result = {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "not": operator.invert, "mov": lambda x: x}
+    return result[name](*bools).astype(np.uint64)
+
+
+def _divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a, b = a.astype(np.int64), np.where(b == 0, 1, b).astype(np.int64)
+    return abs(a) // abs(b) * np.sign(a) * np.sign(b)
+
+
+ARITHMETIC: dict[str, Callable] = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "mad": lambda a, b, c: a * b + c,
+    "min": np.fmin, "max": np.fmax, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
+    "not": operator.invert, "neg": operator.neg, "abs": np.abs, "div": _divide,
+    "rem": lambda a, b: a - _divide(a, b) * b,
+    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+}  # fmt: skip
+
+
+def _shift(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    kind = operation[-1]
+    bits, by = width(kind), values[1] & BITS32
+    value = typed(values[0], kind)
+    if operation[0] == "shr" and kind[0] == "s":
+        return packed(value >> np.minimum(by, np.uint64(bits - 1)).astype(value.dtype), bits)
+    shift = np.left_shift if operation[0] == "shl" else np.right_shift
+    wide = shift(packed(value, bits), np.minimum(by, np.uint64(63)))
+    return packed(np.where(by >= bits, np.uint64(0), wide), bits) & np.uint64((1 << bits) - 1)
+
+
+def _compare(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    how, kind = operation[1], operation[-1]
+    a, b = (typed(value, kind) for value in values)
+    if kind == "f32" and how in ("num", "nan"):
+        ordered = ~(np.isnan(a) | np.isnan(b))
+        return (ordered if how == "num" else ~ordered).astype(np.uint64)
+    return COMPARISONS[how](a, b).astype(np.uint64)
+
+
+def _permute(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    """prmt: a byte for each of four selectors; of a selector's high bit, that byte's sign in every bit."""
+    both = values[0] & BITS32 | (values[1] & BITS32) << np.uint64(32)
+    result = np.zeros(32, np.uint64)
+    for place in range(4):
+        selector = values[2] >> np.uint64(4 * place) & np.uint64(15)
+        byte = both >> (selector & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = np.where(byte >> np.uint64(7), np.uint64(255), np.uint64(0))
+        result |= np.where(selector >> np.uint64(3), sign, byte) << np.uint64(8 * place)
+    return result
+
+
+def _logic(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    """lop3: bit n of the table where a, b and c have the bits of n."""
+    a, b, c, table = values
+    result = np.zeros(32, np.uint64)
+    for n in range(8):
+        if int(table[0]) >> n & 1:
+            result |= (a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c)
+    return result & BITS32
+
+
+def _extract(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    """bfe.u32"""
+    return (values[0] & BITS32) >> values[1] & (np.uint64(1) << values[2]) - np.uint64(1)
+
+
+def _convert(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    """Between integers."""
+    bits = width(operation[-2])
+    return packed(typed(values[0], operation[-1]).astype(np.int64), bits)
+
+
+def _count_bits(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    return np.array([int(value).bit_count() for value in values[0]], np.uint64)
+
+
+SPECIAL: dict[str, Callable[[tuple[str, ...], list[Lanes]], Lanes]] = {
+    "shl": _shift, "shr": _shift, "setp": _compare, "prmt": _permute, "lop3": _logic, "bfe": _extract, "cvt": _convert,
+    "popc": _count_bits, "selp": lambda _, values: np.where(values[2] != 0, values[0], values[1]),
+    "cvta": lambda _, values: values[0],
+}  # fmt: skip

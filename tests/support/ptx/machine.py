@@ -1,0 +1,354 @@
+"""A CTA of sm_90 with its warps, shared memory, barriers, copies and products."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from support.ptx.arithmetic import BITS32, Lanes, compute, packed, typed
+from support.ptx.program import Instruction, Program, names
+
+SHARED_AT, SHARED_BYTES = 1024, 232448
+GLOBAL_AT = 1 << 20
+LANES = np.arange(32)
+DIRT = 0xAB  # what shared memory holds at first
+NOTHING = {"setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
+FP8 = {
+    kind: torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
+    for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
+}
+
+
+class TensorMap(NamedTuple):
+    """Of a tensor in global memory at ``address``; sizes and strides of its elements, the last dimension's last."""
+
+    address: int
+    shape: list[int]
+    strides: list[int]
+    box: list[int]
+    itemsize: int
+    swizzle: int
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self, count: int):
+        self.count, self.pending, self.phase, self.expected = count, count, 0, 0
+
+    def arrive(self, arrivals: int, expected: int) -> None:
+        self.expected += expected
+        self.pending -= arrivals
+        assert self.pending >= 0, "more arrivals than a phase has"
+        if self.pending == 0 and self.expected == 0:
+            self.phase, self.pending = self.phase ^ 1, self.count
+
+
+class Warp:
+    def __init__(self, number: int):
+        self.number = number
+        self.at = np.zeros(32, np.int64)  # the next instruction of every lane
+        self.registers: dict[str, Lanes] = {"%tid.x": (LANES + 32 * number).astype(np.uint64)}
+        self.waits = self.ended = False
+
+
+class Cta:
+    """parameters: values by name; of tensor maps a number that ``maps`` has."""
+
+    def __init__(
+        self,
+        program: Program,
+        memory: np.ndarray,
+        parameters: dict[str, int],
+        maps: dict[int, TensorMap],
+        place: int,
+        grid: int,
+        seed: int,
+    ):
+        self.program, self.memory, self.maps = program, memory, maps
+        self.shared = np.full(SHARED_AT + SHARED_BYTES, DIRT, np.uint8)
+        self.barriers: dict[int, Barrier] = {}
+        self.arrived: dict[int, list[Warp]] = {}  # at bar.sync
+        self.random = random.Random(seed)
+        self.warps = [Warp(number) for number in range(program.threads // 32)]
+        self.known = parameters | {"%ctaid.x": place, "%nctaid.x": grid, "global_smem": SHARED_AT}
+        self.issued = 0
+
+    def run(self) -> None:
+        """Until all warps have ended."""
+        idle = 0
+        while live := [warp for warp in self.warps if not warp.ended]:
+            ready = [warp for warp in live if not warp.waits]
+            assert ready and idle < 5000, f"no warp goes on: {[self._where(warp) for warp in live]}"
+            self.random.shuffle(ready)
+            before = self.issued
+            for warp in ready:
+                turn = self.random.choice((20, 500, 20000))
+                while turn and not (warp.waits or warp.ended) and self._step(warp):
+                    turn -= 1
+            idle = 0 if self.issued - before > 3 * len(ready) else idle + 1
+
+    def _where(self, warp: Warp) -> str:
+        return f"{warp.number}: {self.program.instructions[int(warp.at.min())].text[:80]}"
+
+    def _step(self, warp: Warp) -> bool:
+        """Execute the first of the lanes' next instructions; False where the warp waits."""
+        place = int(warp.at.min())
+        if place == len(self.program.instructions):
+            warp.ended = True
+            return True
+        instruction = self.program.instructions[place]
+        active = here = warp.at == place
+        warp.at = np.where(here, place + 1, warp.at)
+        self.issued += 1
+        if instruction.guard is not None:
+            active = here & ((self._value(warp, instruction.guard) != 0) ^ instruction.negated)
+        name = instruction.operation[0]
+        if name in NOTHING or instruction.operation[:2] == ("bar", "warp"):
+            return True
+        if execute := getattr(self, f"_{name}", None):
+            return execute(warp, instruction, active) is not False
+        if active.any():
+            values = [self._value(warp, operand) for operand in instruction.operands[1:]]
+            self._set(warp, instruction.operands[0], compute(instruction.operation, values), active)
+        return True
+
+    # --- registers and memory
+
+    def _value(self, warp: Warp, operand: str) -> Lanes:
+        if operand in warp.registers:
+            return warp.registers[operand]
+        if operand in self.known:
+            value = self.known[operand]
+        elif operand.startswith("0f"):
+            value = int(operand[2:], 16)
+        elif re.match(r"-?\d", operand):
+            value = int(operand, 0)
+        else:
+            assert operand.startswith("%"), operand
+            value = 0  # a register that was never set
+        return np.full(32, value & 0xFFFFFFFFFFFFFFFF, np.uint64)
+
+    def _set(self, warp: Warp, register: str, value: Lanes, active: np.ndarray) -> None:
+        before = warp.registers.get(register)
+        warp.registers[register] = np.where(active, value, np.uint64(0) if before is None else before)
+
+    def _address(self, warp: Warp, operand: str) -> np.ndarray:
+        """Of "[base]" or "[base+offset]"."""
+        base, _, offset = operand.strip("[] ").partition("+")
+        return self._value(warp, base.strip()).astype(np.int64) + int(offset or 0)
+
+    def _bytes(self, instruction: Instruction, addresses: np.ndarray, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """(the memory, places of ``nbytes`` in it for every address)."""
+        shared = "shared" in instruction.operation
+        memory, start = (self.shared, 0) if shared else (self.memory, GLOBAL_AT)
+        assert (addresses % nbytes == 0).all(), f"not aligned: {instruction.text}"
+        first = addresses - start
+        assert (first >= (SHARED_AT if shared else 1)).all() and (first + nbytes <= memory.size).all(), instruction.text
+        return memory, first[:, None] + np.arange(nbytes)
+
+    def _ld(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        registers = names(instruction.operands[0])
+        if "param" in instruction.operation:
+            value = np.full(32, self.known[instruction.operands[1].strip("[]")], np.uint64)
+            return self._set(warp, registers[0], value, active)
+        if not active.any():
+            return None
+        size = int(instruction.operation[-1][1:]) // 8
+        addresses = self._address(warp, instruction.operands[1])[active]
+        memory, places = self._bytes(instruction, addresses, size * len(registers))
+        data = memory[places].reshape(len(addresses), len(registers), size).astype(np.uint64)
+        words = (data << (np.arange(size, dtype=np.uint64) * np.uint64(8))).sum(2, dtype=np.uint64)
+        for place, register in enumerate(registers):
+            value = np.zeros(32, np.uint64)
+            value[active] = words[:, place]
+            self._set(warp, register, value, active)
+        return None
+
+    def _st(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        if not active.any():
+            return
+        kind = next(part for part in reversed(instruction.operation) if re.fullmatch(r"b\d+", part))
+        size, registers = int(kind[1:]) // 8, names(instruction.operands[1])
+        if "L2" in instruction.operation:  # a cache hint, itself 64 bits wide, comes behind the type
+            size = int(re.search(r"\.b(\d+)", instruction.text)[1]) // 8
+        addresses = self._address(warp, instruction.operands[0])[active]
+        memory, places = self._bytes(instruction, addresses, size * len(registers))
+        for place, register in enumerate(registers):
+            value = self._value(warp, register)[active][:, None] >> np.arange(size, dtype=np.uint64) * np.uint64(8)
+            memory[places[:, place * size : (place + 1) * size]] = (value & np.uint64(255)).astype(np.uint8)
+
+    def _mov(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        to, source = instruction.operands
+        kind = instruction.operation[-1]
+        if kind == "pred":
+            return self._set(warp, to, (self._value(warp, source) != 0).astype(np.uint64), active)
+        parts = names(to if to.startswith("{") else source)
+        bits = int(kind[1:]) // len(parts)
+        mask = np.uint64((1 << bits) - 1)
+        if to.startswith("{"):
+            for place, register in enumerate(parts):
+                self._set(warp, register, self._value(warp, source) >> np.uint64(bits * place) & mask, active)
+            return None
+        value = np.zeros(32, np.uint64)
+        for place, register in enumerate(parts):
+            value |= (self._value(warp, register) & mask) << np.uint64(bits * place)
+        return self._set(warp, to, value, active)
+
+    def _createpolicy(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """What it gives is not looked at."""
+
+    def _stmatrix(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """Matrices of eight rows of 16 bytes: lane 8 m + r has the address of row r of matrix m, lanes 4 r to 4 r + 3
+        its bytes."""
+        assert active.all() and "trans" not in instruction.operation, instruction.text
+        addresses = self._address(warp, instruction.operands[0])
+        for matrix, register in enumerate(names(instruction.operands[1])):
+            rows = typed(self._value(warp, register), "u32").view(np.uint8).reshape(8, 16)
+            self.shared[addresses[8 * matrix : 8 * matrix + 8, None] + np.arange(16)] = rows
+
+    # --- control
+
+    def _target(self, label: str, instruction: Instruction) -> int:
+        return next(
+            self.program.labels[scope, label]
+            for scope in reversed(instruction.scopes)
+            if (scope, label) in self.program.labels
+        )
+
+    def _bra(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        warp.at = np.where(active, self._target(instruction.operands[-1], instruction), warp.at)
+
+    def _brx(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        labels = self.program.branch_targets[instruction.operands[1]]
+        for lane in np.flatnonzero(active):
+            chosen = labels[int(self._value(warp, instruction.operands[0])[lane])]
+            warp.at[lane] = self._target(chosen, instruction)
+
+    def _ret(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        warp.at = np.where(active, len(self.program.instructions), warp.at)
+
+    # --- between lanes
+
+    def _elect(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        self._set(warp, instruction.operands[0].split("|")[1], (LANES == 0).astype(np.uint64), active)
+
+    def _shfl(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        value, by = (self._value(warp, operand) for operand in instruction.operands[1:3])
+        by = by.astype(np.int64)
+        source = {"bfly": LANES ^ by, "up": LANES - by, "down": LANES + by, "idx": by}[instruction.operation[2]]
+        inside = (source >= 0) & (source < 32)
+        to, _, whether = instruction.operands[0].partition("|")
+        self._set(warp, to, value[np.where(inside, source, LANES)], active)
+        if whether:
+            self._set(warp, whether, inside.astype(np.uint64), active)
+
+    def _redux(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        values = typed(self._value(warp, instruction.operands[1]), instruction.operation[-1])[active].astype(np.int64)
+        reduce = {"add": np.sum, "max": np.max, "min": np.min, "or": np.bitwise_or.reduce}[instruction.operation[2]]
+        self._set(warp, instruction.operands[0], packed(np.full(32, reduce(values)), 32), active)
+
+    # --- between warps
+
+    def _bar(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """bar.sync, barrier.sync: of as many threads as it names, or all."""
+        number, *threads = (int(self._value(warp, operand)[0]) for operand in instruction.operands)
+        here = self.arrived.setdefault(number, [])
+        here.append(warp)
+        warp.waits = True
+        if len(here) == (threads[0] // 32 if threads else len(self.warps)):
+            for other in self.arrived.pop(number):
+                other.waits = False
+
+    _barrier = _bar
+
+    def _mbarrier(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> bool | None:
+        what = instruction.operation[1]
+        operands = instruction.operands
+        if what == "try_wait":
+            address, phase = (
+                int(value[0]) for value in (self._address(warp, operands[1]), self._value(warp, operands[2]))
+            )
+            done = self.barriers[address].phase != phase & 1
+            self._set(warp, operands[0], np.full(32, done, np.uint64), active)
+            return done
+        if active.any():
+            assert active.sum() == 1, f"more than one thread: {instruction.text}"
+            lane = int(np.flatnonzero(active)[0])
+            number = int(self._value(warp, operands[-1])[lane])
+            if what == "init":
+                self.barriers[int(self._address(warp, operands[0])[lane])] = Barrier(number)
+            elif what == "arrive":
+                expects = "expect_tx" in instruction.operation
+                barrier = self.barriers[int(self._address(warp, operands[1])[lane])]
+                barrier.arrive(1 if expects else number, number if expects else 0)
+            else:
+                assert what == "inval", instruction.text
+        return None
+
+    # --- copies and products
+
+    def _cp(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """cp.async.bulk.tensor: a box from global to shared memory, zeros for what is outside of the tensor."""
+        if not active.any():
+            return
+        lane = int(np.flatnonzero(active)[0])
+        assert active.sum() == 1, instruction.text
+        source = re.fullmatch(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]", instruction.operands[1])
+        assert source is not None, instruction.text
+        tensor = self.maps[int(self._value(warp, source[1])[lane])]
+        corner = [int(typed(self._value(warp, name), "s32")[lane]) for name in names(source[2])][::-1]
+        inside, address = np.ones(tensor.box, bool), np.zeros(tensor.box, np.int64)
+        for axis, (first, size, stride, length) in enumerate(zip(corner, tensor.shape, tensor.strides, tensor.box)):
+            at = (first + np.arange(length)).reshape([-1 if a == axis else 1 for a in range(len(tensor.box))])
+            inside, address = inside & (at >= 0) & (at < size), address + at * (stride * tensor.itemsize)
+        places = np.where(inside, address, 0)[..., None] + (tensor.address - GLOBAL_AT) + np.arange(tensor.itemsize)
+        data = np.where(inside[..., None], self.memory[places], 0).reshape(-1)
+        to = int(self._address(warp, instruction.operands[0])[lane]) + np.arange(data.size)
+        if tensor.swizzle:
+            assert tensor.swizzle == 128 == tensor.box[-1] * tensor.itemsize, tensor
+            to = _swizzled(to)
+        self.shared[to] = data
+        self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
+
+    def _wgmma(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """16 rows of a product of fp8 operands, 32 deep, both K-major; those of one warp of the four."""
+        if instruction.operation[1] != "mma_async":
+            return
+        assert active.all(), instruction.text
+        out, a, b, accumulate, *signs = instruction.operands
+        assert signs == ["1", "1"], instruction.text
+        shape = re.search(r"m64n(\d+)k32\.f32\.(e\dm\d)\.(e\dm\d)", instruction.text)
+        assert shape is not None, instruction.text
+        columns = FP8[shape[3]][self._operand(warp, b, int(shape[1]))]
+        if a.startswith("{"):
+            rows = np.zeros((16, 32), np.uint8)
+            for place, register in enumerate(names(a)):
+                four = typed(self._value(warp, register), "u32").view(np.uint8).reshape(32, 4)
+                row, first = LANES // 4 + 8 * (place % 2), LANES % 4 * 4 + 16 * (place // 2)
+                rows[row[:, None], first[:, None] + np.arange(4)] = four
+        else:
+            rows = self._operand(warp, a, 64)[16 * (warp.number % 4) :][:16]
+        product = FP8[shape[2]][rows] @ columns.T
+        adds = int(self._value(warp, accumulate)[0] & BITS32) != 0
+        for place, register in enumerate(names(out)):
+            value = product[LANES // 4 + place // 2 % 2 * 8, place // 4 * 8 + LANES % 4 * 2 + place % 2]
+            if adds:
+                value = value + typed(self._value(warp, register), "f32")
+            self._set(warp, register, packed(value.astype(np.float32), 32), active)
+
+    def _operand(self, warp: Warp, register: str, rows: int) -> np.ndarray:
+        """uint8 [rows, 32] of a matrix descriptor: groups of eight rows of 128 bytes, swizzled."""
+        descriptor = int(self._value(warp, register)[0])
+        assert descriptor >> 62 == 1, "not the 128-byte swizzle"
+        row = np.arange(rows)
+        first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * 128
+        return self.shared[_swizzled(first[:, None] + np.arange(32))]
+
+
+def _swizzled(address: np.ndarray) -> np.ndarray:
+    """Of the 128-byte swizzle: the 16-byte units of a line change places by its number."""
+    return address ^ (address >> 7 & 7) << 4

@@ -1,0 +1,90 @@
+"""Launch a kernel as a launcher would, on CPU tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import ModuleType
+from unittest import mock
+
+import numpy as np
+import torch
+from support.ptx.machine import GLOBAL_AT, Cta, TensorMap
+from support.ptx.program import parse
+
+from sparse_attn.testing.launches import compile_launch, recording
+
+MEMORY = 64 << 20  # bytes, of all tensors
+BETWEEN = 256  # bytes, between two of them
+
+
+class _Recorder:
+    def __init__(self, kernel):
+        self.kernel, self.calls = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.calls.append((grid, arguments, options))
+            return self.kernel[grid](*arguments, **options)
+
+        return launch
+
+
+class _Memory:
+    """Global memory with a copy of every tensor's storage."""
+
+    def __init__(self):
+        self.bytes, self.top = np.zeros(MEMORY, np.uint8), BETWEEN
+        self.storages: dict[int, tuple[int, np.ndarray]] = {}
+
+    def address(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.storages:
+            raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            self.bytes[self.top : self.top + raw.size] = raw
+            self.storages[storage.data_ptr()] = self.top, raw
+            self.top = (self.top + raw.size + 2 * BETWEEN - 1) // BETWEEN * BETWEEN
+        place, _ = self.storages[storage.data_ptr()]
+        return GLOBAL_AT + place + tensor.storage_offset() * tensor.element_size()
+
+    def write_back(self) -> None:
+        for place, raw in self.storages.values():
+            raw[:] = self.bytes[place : place + raw.size]
+
+
+def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int = 0) -> int:
+    """``launch()`` launches kernel ``name`` of ``module`` once, with CPU tensors, which then hold what it writes.
+    Returns the number of instructions that its warps issued."""
+    recorder = _Recorder(getattr(module, name))
+    with mock.patch.object(module, name, recorder), recording("sm_90") as launches:
+        launch()
+    (recorded,) = (one for one in launches if (one.module, one.kernel) == (module.__name__, name))
+    ((grid, arguments, options),) = recorder.calls
+    program = parse(compile_launch(recorded).assembly["ptx"])
+    kinds = json.loads(recorded.specialisation)["signature"]
+    values = dict(zip(recorder.kernel.arg_names, arguments)) | options
+    memory, known, maps = _Memory(), {}, {}
+    parameters = iter(program.parameters)
+    for argument in recorder.kernel.arg_names:
+        if kinds[argument] == "constexpr":
+            continue
+        value = values[argument]
+        parameter, is_map = next(parameters)
+        if is_map:
+            known[parameter] = place = 1 + len(maps)
+            layout = value.layout.swizzle_byte_width
+            maps[place] = TensorMap(
+                memory.address(value.base), list(value.shape), list(value.strides), list(value.block_shape),
+                value.base.element_size(), layout,
+            )  # fmt: skip
+            known |= {next(parameters)[0]: int(number) for number in (*value.shape, *value.strides)}
+        else:
+            known[parameter] = memory.address(value) if isinstance(value, torch.Tensor) else int(value) & 0xFFFFFFFF
+    known |= {parameter: 0 for parameter, _ in parameters}  # Triton's own scratch
+    issued = 0
+    for place in range(grid[0]):
+        cta = Cta(program, memory.bytes, known, maps, place, grid[0], seed + place)
+        cta.run()
+        issued += cta.issued
+    memory.write_back()
+    return issued
