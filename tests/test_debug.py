@@ -157,6 +157,7 @@ BAD = {
         (dict(ends=ints(-1, 2)), "ends[0]: got -1"),
         (dict(ends=ints(2, 1)), "ends[1]: got 1, allowed: ascending ends, at least 2"),
     ],
+    "grouped_linear_fp8": [(dict(ends=ints(2, 1)), "ends[1]: got 1, allowed: ascending ends, at least 2")],
     "packed_experts": [
         (dict(weights=torch.tensor([[1.0, 1.0], [math.nan, 1.0]])), "weights[1, 0]: got nan"),
     ],

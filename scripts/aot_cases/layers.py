@@ -39,6 +39,14 @@ def cases() -> Iterator[Case]:
         yield Case("biased_grouped_topk", name, router.biased_grouped_topk, arguments, more)
     yield from products()
     yield from routed()
+    for name, rows, groups, outputs, columns, layout, more in (
+        ("fp8 linear", 4096, 1, 24576, 1536, "e4m3/128x128/fp32", False),
+        ("fp8 experts", 4096, 256, 4096, 7168, "e4m3/128x128/e8m0", True),
+        ("fp8 experts, many rows", 32768, 256, 4096, 7168, "e4m3/128x128/fp32", True),
+    ):
+        arguments = tensor(rows, columns), None if groups == 1 else integers(groups)
+        arguments += packed(layout, groups, outputs, columns)
+        yield Case("grouped_linear_fp8", name, grouped_linear.grouped_linear_fp8, arguments, more)
 
 
 def products() -> Iterator[Case]:

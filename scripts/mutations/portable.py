@@ -346,6 +346,20 @@ KERNELS = [
         ("tests/test_grouped_linear_swap_ab.py::test_kernel",),
     ),
     Mutation(
+        "fp8-rows-scale-of-another-group", "128 columns of a row take the scale of its first ones",
+        OPS + "grouped_linear/fp8/kernels.py",
+        "tl.load(scale_of + step)[:, None]",
+        "tl.load(scale_of + 0 * step)[:, None]",
+        ("tests/test_grouped_linear_fp8.py::test_kernel",),
+    ),
+    Mutation(
+        "fp8-rows-amax-of-half", "the largest magnitude of 128 columns is looked for among half of them",
+        OPS + "grouped_linear/fp8/kernels.py",
+        "scale = ceil_pow2(tl.maximum(tl.max(magnitudes, 0) / 448.0, LEAST))",
+        "scale = ceil_pow2(tl.maximum(tl.max(tl.where(at % 2 == 0, magnitudes, 0.0), 0) / 448.0, LEAST))",
+        ("tests/test_grouped_linear_fp8.py::test_kernel",),
+    ),
+    Mutation(
         "experts-last-row-lost", "of an expert's rows the last one of a tile goes to nobody",
         OPS + "experts/swap_ab/kernels.py",
         "chosen = mine[None, :] & (rank[None, :] == slot[:, None])",

@@ -122,6 +122,11 @@ GOOD = {
         codes=torch.full((2, 3, 16), 0x31, dtype=torch.uint8), scales=torch.full((2, 3, 1), 127, dtype=torch.uint8),
         layout="e2m1/1x32/e8m0",
     ),
+    "grouped_linear_fp8": lambda: dict(
+        rows=torch.ones(2, 128), ends=torch.tensor([1, 2], dtype=torch.int32),
+        codes=torch.full((2, 3, 128), 0x38, dtype=torch.uint8), scales=torch.ones(2, 1, 1),
+        layout="e4m3/128x128/fp32",
+    ),
     "packed_experts": lambda: dict(
         x=torch.ones(2, 32), weights=torch.ones(2, 2), ids=ints([0, 1], [1, -1]),
         gate_up=torch.full((2, 64, 16), 0x31, dtype=torch.uint8),

@@ -13,7 +13,10 @@ from sparse_attn.weight_layout import PackedWeight, Weight, parse_weight_layout,
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def linear(x: torch.Tensor, weight: Weight, *, impl: str = "auto") -> torch.Tensor:
+ACTIVATIONS = ("exact", "fp8")
+
+
+def linear(x: torch.Tensor, weight: Weight, *, activations: str = "exact", impl: str = "auto") -> torch.Tensor:
     """x times the transpose of a weight: [..., columns] -> [..., rows], in x's dtype.
 
     x: bf16, fp16 or fp32. weight: [rows, columns], a PackedWeight or a plain tensor in x's dtype, for which this is
@@ -22,6 +25,8 @@ def linear(x: torch.Tensor, weight: Weight, *, impl: str = "auto") -> torch.Tens
     """
     checks.check_dtype("x", x, (*DTYPES, torch.float64))
     if not isinstance(weight, PackedWeight):
+        if activations != "exact":
+            raise ValueError(f"activations: got {activations!r}, allowed: 'exact' for a plain weight")
         checks.check_dtype("weight", weight, (x.dtype,))
         checks.check_rank("weight", weight, 2)
         checks.check_same_device(x=x, weight=weight)
@@ -30,11 +35,18 @@ def linear(x: torch.Tensor, weight: Weight, *, impl: str = "auto") -> torch.Tens
         return F.linear(x, weight)
     entry = PackedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0), weight.layout)
     rows = x.reshape(-1, x.shape[-1])
-    return grouped_linear(rows, None, entry, impl=impl).view(*x.shape[:-1], weight.codes.shape[0])
+    return grouped_linear(rows, None, entry, activations=activations, impl=impl).view(
+        *x.shape[:-1], weight.codes.shape[0]
+    )
 
 
 def grouped_linear(
-    rows: torch.Tensor, ends: torch.Tensor | None, weight: Weight, *, impl: str = "auto"
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    weight: Weight,
+    *,
+    activations: str = "exact",
+    impl: str = "auto",
 ) -> torch.Tensor:
     """Each group of rows times the transpose of a weight of its own, such as an expert's.
 
@@ -49,11 +61,17 @@ def grouped_linear(
     in a code, a scale or a row gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are
     split depends on n.
 
+    activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest
+    magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is
+    small; infinities become NaN. For e4m3 weights whose scale blocks have multiples of 128 columns. Products of 128
+    columns are added up as the fp8 units do, which may lose 2^-13 of them. (W8A8)
+
     TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
     sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).
     """
     checks.check_dtype("rows", rows, DTYPES)
     checks.check_rank("rows", rows, 2)
+    checks.check_choice("activations", activations, ACTIVATIONS)
     if isinstance(weight, PackedWeight):
         codes, scales, layout = weight
         parsed = parse_weight_layout(layout)
@@ -75,4 +93,8 @@ def grouped_linear(
     elif groups != 1:
         raise ValueError(f"ends: got None, allowed: int32 [{groups}], or a weight of one group (got {groups})")
     checks.check_same_device(rows=rows, ends=ends, codes=codes, scales=scales)
+    if activations == "fp8":
+        if scales is None or (parsed := parse_weight_layout(layout)).codes != "e4m3" or parsed.block[1] % 128:
+            raise ValueError(f"weight: got {layout}, allowed: e4m3 of scale blocks of 128 columns for fp8 activations")
+        return op.grouped_linear_fp8(rows, ends, codes, scales, layout, impl)
     return op.grouped_linear(rows, ends, codes, scales, layout, impl)

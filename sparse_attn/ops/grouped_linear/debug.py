@@ -16,3 +16,9 @@ def grouped_linear(
     debug.at_most("ends", ends, rows.shape[0], "rows")
     before = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
     debug.refuse("ends", ends, ends < before, "ascending ends, at least {}", limit=before)
+
+
+def grouped_linear_fp8(
+    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor, layout: str
+) -> None:
+    grouped_linear(rows, ends, codes, scales, layout)

@@ -1,8 +1,14 @@
-"""Schema of the grouped product. Codes are bytes, e4m3 too; of the layout "plain" they are values."""
+"""Schemas of the grouped products. Codes are bytes, e4m3 too; of the layout "plain" they are values."""
 
 from sparse_attn.ops.grouped_linear import dispatch, fake
 from sparse_attn.registration import define_op
 
+grouped_linear_fp8 = define_op(
+    __package__,
+    "grouped_linear_fp8",
+    "(Tensor rows, Tensor? ends, Tensor codes, Tensor scales, str layout, str impl) -> Tensor",
+    fake.grouped_linear,
+)
 grouped_linear = define_op(
     __package__,
     "grouped_linear",

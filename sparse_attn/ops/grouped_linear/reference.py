@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from sparse_attn.fp8 import fp8_decode, fp8_quantise
 from sparse_attn.weight_layout import (
     CODE_DTYPE,
     PackedWeight,
@@ -15,6 +16,7 @@ from sparse_attn.weight_layout import (
     weight_rows,
 )  # fmt: skip
 
+ROW_GROUP, ROW_FLOOR = 128, 448 * 2.0**-126  # columns under a scale; no scale is subnormal
 BAND = 1 << 22  # values of a weight that are expanded at once
 
 
@@ -41,3 +43,17 @@ def _product(rows: torch.Tensor, weight: Weight, outputs: int) -> torch.Tensor:
         for first in range(0, outputs, step)
     ]
     return torch.cat(bands, dim=1).to(rows.dtype) if bands else rows.new_empty(rows.shape[0], 0)
+
+
+def grouped_linear_fp8(
+    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor, layout: str
+) -> torch.Tensor:
+    return grouped_linear(quantised_rows(rows), ends, codes, scales, layout).to(rows.dtype)
+
+
+def quantised_rows(rows: torch.Tensor) -> torch.Tensor:
+    """fp32 [n, columns]: what fp8 codes and a power of two for every 128 columns leave of rows; NaN for infinities."""
+    n, columns = rows.shape
+    blocks = F.pad(rows.float(), (0, -columns % ROW_GROUP)).view(n, -1, ROW_GROUP)
+    codes, scales = fp8_quantise(blocks, "e4m3fn", "pow2", ROW_FLOOR)
+    return (fp8_decode(codes, "e4m3fn") * scales.unsqueeze(-1)).view(n, -1)[:, :columns]

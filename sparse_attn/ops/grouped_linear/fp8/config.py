@@ -1,0 +1,24 @@
+"""Tiles of the product of fp8 rows and weights."""
+
+from __future__ import annotations
+
+from sparse_attn.device import grid
+from sparse_attn.ops.grouped_linear.plan import Plan, Problem
+from sparse_attn.target import Target
+
+GROUP = 128  # columns under one scale of a row
+BLOCK_N = 64
+TILES = (128, 64, 16)  # rows
+WARPS = {128: 8, 64: 4, 16: 4}
+
+
+def plan(problem: Problem, target: Target) -> Plan:
+    """The largest tile that the groups' rows fill in the mean. Not tuned yet: nothing has been timed."""
+    rows = next((rows for rows in TILES if problem.rows_each >= rows), TILES[-1])
+    if target.interpreted:
+        rows = TILES[-1]
+    groups = problem.tiled_groups
+    tiles = groups + (problem.rows - groups) // rows if problem.ends else -(-problem.rows // rows)
+    grid.check("outputs", problem.outputs, BLOCK_N)
+    num_stages = 1 if target.interpreted else 3
+    return Plan(tiles, rows, BLOCK_N, GROUP, False, WARPS[rows], num_stages)

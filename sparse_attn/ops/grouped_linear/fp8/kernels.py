@@ -1,0 +1,104 @@
+"""The grouped product of rows and weights that are both fp8.
+
+``quantise`` gives every 128 columns of a row a power of two that brings their largest magnitude to 448 at most.
+``multiply`` adds up products of 128 columns on the matrix unit, multiplies them by both scales in fp32, and adds them
+in fp32. Without fp8 units codes are multiplied as bf16, of which they are values.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_attn.device import cast, pdl
+from sparse_attn.device.fp8 import ceil_pow2, decode_fp8_bf16, encode_fp8, finite_or_nan
+from sparse_attn.device.packed_dot import decode_scale
+from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
+
+LEAST = tl.constexpr(2.0**-126)
+
+
+@triton.jit(do_not_specialize=["stride_row", "stride_column"])
+def quantise(
+    x,  # [rows, columns]
+    codes,  # uint8 [rows, columns padded to GROUP], contiguous
+    scales,  # fp32 [rows, columns / GROUP], contiguous
+    columns,
+    stride_row,
+    stride_column,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl.wait(PDL)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    groups = tl.cdiv(columns, GROUP)
+    at = group * GROUP + tl.arange(0, GROUP)
+    values = tl.load(x + row * stride_row + at.to(tl.int64) * stride_column, mask=at < columns, other=0.0)
+    values, magnitudes = finite_or_nan(values.to(tl.float32))
+    scale = ceil_pow2(tl.maximum(tl.max(magnitudes, 0) / 448.0, LEAST))
+    values /= scale
+    tl.store(codes + row * groups * GROUP + at, encode_fp8(values, False))
+    tl.store(scales + row * groups + group, scale)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "first_row", "stride_ends"])
+def multiply(
+    x,  # uint8 [rows, columns padded], contiguous
+    x_scales,  # fp32 [rows, columns / BLOCK_K], contiguous
+    ends,  # int32 [groups] or None
+    codes,  # uint8 [groups, outputs, columns], columns contiguous
+    scales,  # fp32 or uint8 [groups, blocks of rows, blocks of columns]
+    out,  # [rows, outputs], contiguous
+    rows,
+    groups,
+    outputs,
+    columns,
+    first_row,
+    stride_ends,
+    stride_codes_group,
+    stride_codes_row,
+    stride_scales_group,
+    stride_scales_row,
+    stride_scales_column,
+    GROUPS_PADDED: tl.constexpr,
+    E8M0: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FP8_DOT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl.wait(PDL)
+    tile = tl.program_id(0)
+    if ends is None:
+        group = tl.full([], 0, tl.int32)
+        first, end = tile * BLOCK_M, rows
+    else:
+        group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    if first >= end:
+        return
+    row, output = first + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_inside, output_inside = row < end, output < outputs
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if group < groups:
+        steps, column = tl.cdiv(columns, BLOCK_K), tl.arange(0, BLOCK_K)
+        own = tl.minimum(output, outputs - 1).to(tl.int64)
+        x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * steps * BLOCK_K
+        code_rows = codes + group.to(tl.int64) * stride_codes_group + own[None, :] * stride_codes_row
+        scale_rows = scales + group.to(tl.int64) * stride_scales_group
+        scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        scale_of = x_scales + tl.minimum(row, rows - 1).to(tl.int64) * steps
+        for step in range(steps):
+            at = step * BLOCK_K + column
+            mine = tl.load(x_rows + at[None, :])
+            values = tl.load(code_rows + at[:, None], mask=(at < columns)[:, None], other=0)
+            if FP8_DOT:
+                mine, values = mine.to(tl.float8e4nv, bitcast=True), values.to(tl.float8e4nv, bitcast=True)
+                product = tl.dot(mine, values, out_dtype=tl.float32)
+            else:
+                mine, values = decode_fp8_bf16(mine, False), decode_fp8_bf16(values, False)
+                product = cast.dot(mine, values, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+            scale = tl.load(scale_rows + (step * BLOCK_K // BLOCK_COLUMNS) * stride_scales_column)
+            sums += product * tl.load(scale_of + step)[:, None] * decode_scale(scale, E8M0)[None, :]
+    target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(target, cast.cast(sums, out.dtype.element_ty), mask=row_inside[:, None] & output_inside[None, :])

@@ -1,0 +1,136 @@
+"""Products of fp8 rows and fp8 weights: reference and kernel against fp64, by the bounds of both quantisations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import long
+from support.products import EPSILON, rows_of, tensor_of
+from support.weights import random_weight
+
+from sparse_attn.ops.grouped_linear import grouped_linear, linear
+from sparse_attn.ops.grouped_linear.reference import quantised_rows
+from sparse_attn.testing.ops import opcheck
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
+
+V32 = WeightLayout("e4m3", (128, 128), "fp32")
+V4 = WeightLayout("e4m3", (128, 128), "e8m0")
+WIDE = WeightLayout("e4m3", (24, 256), "fp32")
+LAYOUTS = (V32, V4, WIDE)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ENDS = ([5, 21, 21, 33], [0, 1, 17, 37], [37, 37, 37, 37])
+
+
+def check(got, rows, ends, weight):
+    """Two bounds. Beside the rows as they are: an e4m3 value is off by 2**-4 of itself, or by 2**-10 of the scale where
+    it is subnormal, and a scale is at most 2 / 448 of the largest magnitude of its 128 columns. Beside the quantised
+    rows: what sums lose, on fp8 units 2**-13 of a product of 128 columns."""
+    values, rows = dequantise(weight).cpu().double(), rows.cpu()
+    blocks = torch.nn.functional.pad(rows.double().abs(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
+    least = (blocks.amax(-1, keepdim=True) * (2 / 448 * 2.0**-10)).expand_as(blocks).flatten(1)[:, : rows.shape[1]]
+    off = torch.maximum(rows.double().abs() * 2.0**-4, least)
+    exact, held = rows.double(), quantised_rows(rows).double()
+    assert ((held - exact).abs() <= off).all()
+    start = 0
+    for group, end in enumerate([rows.shape[0]] if ends is None else ends):
+        mine, weights = slice(start, end), values[group].t()
+        size = held[mine].abs() @ weights.abs()
+        slack = size * (2.0**-13 + rows.shape[1] * 2.0**-24)
+        here = got[mine].cpu().double()
+        for want, beside in ((held[mine] @ weights, 0), (exact[mine] @ weights, off[mine] @ weights.abs())):
+            allowed = slack + beside + want.abs() * EPSILON[got.dtype] * 1.1 + beside * EPSILON[got.dtype]
+            assert ((here - want).abs() <= allowed).all(), ((here - want).abs() - allowed).max()
+        start = end
+    assert not got[start:].any()
+
+
+def to(device, weight):
+    return PackedWeight(weight.codes.to(device), weight.scales.to(device), weight.layout)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_reference(layout, dtype):
+    weight, rows = random_weight(layout, 4, 70, 320, moderate=True), rows_of(37, 320, dtype)
+    for ends in ENDS:
+        check(grouped_linear(rows, tensor_of(ends), weight, activations="fp8", impl="reference"), rows, ends, weight)
+
+
+def test_rows_are_quantised_a_group_at_a_time():
+    """The greatest of 128 columns takes a code of 224 to 448; a small group beside a large one keeps its digits."""
+    held = quantised_rows(torch.tensor([[1000.0] + [0.013] * 127 + [0.013] * 128]))
+    assert held[0, 0].item() == 1024.0 and held[0, 1].item() == 2 * 2.0**-9 * 4
+    assert (held[0, 128:] - 0.013).abs().max().item() <= 0.013 / 16
+    assert quantised_rows(torch.full((1, 5), float("inf"))).isnan().all()
+    assert not quantised_rows(torch.zeros(1, 5)).any()
+
+
+@pytest.mark.kernel
+@pytest.mark.few(2)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_kernel(layout, dtype, device):
+    weight, rows = to(device, random_weight(layout, 4, 70, 320, moderate=True)), rows_of(37, 320, dtype, device)
+    for ends in ENDS if long() else ENDS[:1]:
+        got = grouped_linear(rows, tensor_of(ends, device), weight, activations="fp8", impl="triton")
+        check(got, rows, ends, weight)
+    part = weight_rows(weight, 5, 69)
+    got = grouped_linear(rows, tensor_of([-9, 21, 21, 2**31 - 1], device), part, activations="fp8", impl="triton")
+    check(got, rows, [0, 21, 21, 37], part)
+
+
+@pytest.mark.kernel
+def test_kernel_of_nan_and_of_codes_at_any_stride(device):
+    rows = torch.randn(3, 130, device=device)
+    rows[1, 7], rows[2, 129] = float("nan"), float("-inf")
+    codes, scales, name = random_weight(V4, 1, 140, 130, moderate=True)
+    codes = codes.view(torch.uint8).transpose(1, 2).contiguous().transpose(1, 2).clone()
+    codes[0, 3, 127], scales[0, 1, 0] = 0x7F, 255
+    weight = to(device, PackedWeight(codes.view(torch.float8_e4m3fn), scales, name))
+    for impl in ("reference", "triton"):
+        bad = grouped_linear(rows, None, weight, activations="fp8", impl=impl).isnan().cpu()
+        want = torch.zeros(3, 140, dtype=torch.bool)
+        want[1:], want[:, 3], want[:, 128:] = True, True, True
+        assert torch.equal(bad, want)
+
+
+def test_opcheck():
+    codes, scales, name = random_weight(V32, 3, 17, 128, moderate=True)
+    rows, ends = torch.randn(9, 128).bfloat16(), torch.tensor([2, 2, 8], dtype=torch.int32)
+    opcheck("grouped_linear_fp8", rows, ends, codes.view(torch.uint8), scales, name, "auto")
+
+
+def test_linear():
+    weight = PackedWeight(*random_weight(V32, 33, 192, moderate=True))
+    x = torch.randn(2, 3, 192)
+    whole = PackedWeight(weight.codes[None], weight.scales[None], weight.layout)
+    check(linear(x, weight, activations="fp8").flatten(0, 1), x.flatten(0, 1), None, whole)
+
+
+@pytest.mark.parametrize("weight, activations, message", [
+    (random_weight(WeightLayout("e2m1", (1, 32), "e8m0"), 1, 5, 128), "fp8", "weight: got e2m1/1x32/e8m0, allowed: e4m3"),
+    (random_weight(WeightLayout("e4m3", (32, 32), "e8m0"), 1, 5, 128), "fp8", "weight: got e4m3/32x32/e8m0"),
+    (torch.zeros(1, 5, 128), "fp8", "weight: got plain, allowed: e4m3"),
+    (random_weight(V32, 1, 5, 128), "fp16", "activations: got 'fp16', allowed: 'exact', 'fp8'"),
+])  # fmt: skip
+def test_errors(weight, activations, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_linear(torch.zeros(3, 128), None, weight, activations=activations)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 16, 100, 3000])
+@pytest.mark.parametrize("layout, shape", [(V32, (8, 700, 2048)), (V4, (1, 2048, 1536))], ids=str)
+def test_gpu_many_rows_and_captured(layout, shape, n):
+    weight, rows = to("cuda", random_weight(layout, *shape, moderate=True)), rows_of(n, shape[2], BF16, "cuda")
+    spread = torch.randint(0, n + 1, (2, shape[0]), generator=torch.Generator().manual_seed(1)).sort(dim=1).values
+    spread[:, -1] = n
+    given = spread[0].int().cuda()
+    check(grouped_linear(rows, given, weight, activations="fp8"), rows, spread[0].tolist(), weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped_linear(rows, given, weight, activations="fp8")
+    for ends in spread:
+        given.copy_(ends)
+        graph.replay()
+        check(out, rows, ends.tolist(), weight)
