@@ -36,6 +36,7 @@ from sparse_attn.pipeline import ranks as pipeline_ranks
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.ranks import all_positions, merge_over_ranks, merged_bytes
+from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import Generation, Model, generate
 from sparse_attn.runtime.paging import slots_of
 from sparse_attn.runtime.selections import Watch
@@ -454,3 +455,29 @@ write_kv_cache
 sparse_attn_decode
 merge_attn_states""",
     )
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
+def test_batches_over_ranks(name):
+    """Of one block size in all: requests that share prefixes, wait for blocks and are preempted, as of one process."""
+
+    def finished(mesh: Mesh) -> list:
+        spec = small(name, 3)
+        model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp32"), "reference", mesh=mesh)
+        batching = Batching(
+            model, rows=3, num_blocks=5, max_context=192, block_size=48 // mesh.context.size, prefill_tokens=32,
+            snapshots=2,
+        )  # fmt: skip
+        prompt = [(7 * place) % 251 for place in range(100)]
+        for length, new in ((40, 60), (3, 100), (20, 80), (90, 5), (70, 9)):
+            batching.submit(prompt[:length], max_new_tokens=new)
+        done = sorted(batching.drain())
+        batching.submit(prompt[:80], max_new_tokens=4)
+        done += batching.drain()
+        occupancy = batching.occupancy()
+        return [done, occupancy.preempted, occupancy.reused]
+
+    want = finished(ONE_RANK)
+    assert want[1] and want[2]
+    assert all(got == want for got in over_threads(3, lambda ranks: finished(Mesh(context=ranks))))
