@@ -1,6 +1,7 @@
 """The layer of multi-token prediction: drafts of a decode loop are those of its definition, and change no token."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.loading import load
 from sparse_attn.models.mtp import PREFIX
 from sparse_attn.models.params import random_params
+from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.models.sharding import shard_params
-from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
+from sparse_attn.runtime import batch as batch_module
 from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.documents import held_out_text
 from sparse_attn.runtime.draws import draw
@@ -24,6 +27,8 @@ from sparse_attn.runtime.rows import EagerDecode
 from sparse_attn.runtime.shipped import folder_of
 from sparse_attn.runtime.steps import decode_plan, prefill_step, seeds_of, slot_block
 from sparse_attn.runtime.text import shipped_text
+from sparse_attn.spec import deepseek_v32
+from sparse_attn.target import H200
 
 TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:50], TEXT[200:203], TEXT[300:341]]
@@ -147,6 +152,20 @@ def test_over_ranks(name, dimension):
     want = generated(ONE_RANK)
     for found in over_threads(2, lambda ranks: generated(Mesh(**{dimension: ranks}))):
         assert (found.tokens, found.accepted_per_step) == (want.tokens, want.accepted_per_step)
+
+
+def test_scratch_is_enough_for_rows_of_one(monkeypatch):
+    """3 requests of V3.2's dims: their 12 rows are split less than the 3 rows that a later draft takes."""
+    spec = replace(deepseek_v32(), num_layers=1, moe_layers=(False,), index_layers=(True,))
+    model = SimpleNamespace(
+        spec=spec, layouts=cache_layouts(spec, "fp8"), predicts=True, impl="triton", device=torch.device("cuda")
+    )
+    monkeypatch.setattr(batch_module, "resolve_impl", lambda impl, device: impl)
+    monkeypatch.setattr(batch_module, "target_of", lambda device: H200)
+    bounds = Bounds(max_batch=3, max_batched_tokens=0, max_model_len=4096, next_n=4, block_size=64, kv_rows=0)
+    alone = workspace_size(prediction_spec(spec), replace(bounds, next_n=1), H200, model.layouts)
+    assert alone.nbytes > workspace_size(spec, bounds, H200, model.layouts).nbytes
+    assert batch_module.scratch_size(model, bounds).nbytes >= alone.nbytes
 
 
 def test_other_weights_are_the_same_without_it():

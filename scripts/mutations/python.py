@@ -26,6 +26,13 @@ PYTHON = [
         ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
     ),
     Mutation(
+        "scratch-for-steps-of-drafts-alone", "rows of one, which are split more, have no room in the workspace",
+        "sparse_attn/runtime/batch.py",
+        "for rows in {1, bounds.next_n}",
+        "for rows in {bounds.next_n}",
+        ("tests/test_mtp.py::test_scratch_is_enough_for_rows_of_one",),
+    ),
+    Mutation(
         "blocks-for-one-token-a-step", "a scheduler holds no blocks for drafts that are accepted",
         "sparse_attn/runtime/batching.py",
         "request.length + steps * (self._drafts + 1) - 1",

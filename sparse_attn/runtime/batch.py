@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from sparse_attn import checks, workspace
+from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
 from sparse_attn.pipeline.bounds import check_rank_scores
 from sparse_attn.runtime.draws import Draws
@@ -102,10 +104,19 @@ def compiled(model: torch.nn.Module, caches: AnyCaches) -> Any:
 
 
 def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
-    """The workspace that the model's steps take, computed."""
+    """The workspace that the model's steps take, computed. Where a request owns several rows, steps of one row too: a
+    layer of multi-token prediction takes them, and few rows are split more often."""
     if resolve_impl(model.impl, model.device) == "reference":
         return workspace.WorkspaceSize(0, 0)
-    return workspace_size(model.spec, bounds, target_of(model.device), model.layouts)
+    target, specs = target_of(model.device), [model.spec]
+    if model.predicts:
+        specs.append(prediction_spec(model.spec))
+    sizes = [
+        workspace_size(spec, replace(bounds, next_n=rows), target, model.layouts)
+        for spec in specs
+        for rows in {1, bounds.next_n}
+    ]
+    return workspace.WorkspaceSize(*map(max, zip(*sizes)))
 
 
 def locked_workspace(model: Model, bounds: Bounds) -> workspace.Workspace:
