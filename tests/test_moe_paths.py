@@ -8,11 +8,14 @@ import pytest
 import torch
 from support.second_device import second_device
 
+from sparse_attn.mesh import planned_mesh
 from sparse_attn.models import moe as experts
 from sparse_attn.models.moe import grouped_waits, moe, takes_grouped
+from sparse_attn.models.sharding import shard
 from sparse_attn.runtime import graph
 from sparse_attn.spec import preset
 from sparse_attn.testing.launches import TARGETS
+from sparse_attn.weight_layout import WeightLayout, quantise
 
 MANY = replace(preset("tiny_v32").moe, num_experts=32, num_groups=1, top_groups=1, intermediate_size=64, num_shared=0)
 
@@ -56,6 +59,41 @@ def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, on_g
     assert taken == ["grouped" if grouped else "dense" for grouped in (on_cpu, on_gpu)]
     assert takes_grouped(spec, hidden, dtype, on_gpu=True) == on_gpu
     assert takes_grouped(spec, hidden, dtype, on_gpu=False) == on_cpu
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize(
+    "grid", (dict(expert=4, context=4), dict(tensor=4, expert=2), dict(tensor=2, expert=1)), ids=str
+)
+def test_parts_of_all_ranks_add_up(grid, packed, monkeypatch):
+    """Products leave NaN in rows of other ranks' experts; by the grouped way and by the dense one."""
+    spec, hidden, tokens = replace(MANY, num_experts=128, num_shared=1), 64, 9
+    params = dict(params_of(spec, hidden))
+    generator = torch.Generator().manual_seed(3)
+    for name, shape in (("shared_gate_up", (2 * 64, hidden)), ("shared_down", (hidden, 64))):
+        params[name] = torch.randn(shape, generator=generator) * 0.1
+    params = {name: value.float() for name, value in params.items()}
+    if packed:
+        layout = WeightLayout("e2m1", (1, 16), "fp32")
+        params |= {name: quantise(params[name], layout) for name in ("gate_up", "down")}
+    x = torch.randn(tokens, hidden, generator=generator)
+    want = moe(x, params, "", spec, impl="reference")
+    product = experts._product
+
+    def poisoned(rows, ends, weight, impl):
+        out = product(rows, ends, weight, impl)
+        return torch.where((torch.arange(len(out)) >= ends[-1]).unsqueeze(1), torch.nan, out)
+
+    monkeypatch.setattr(experts, "_product", poisoned)
+    monkeypatch.setattr(experts, "sum_over_ranks", lambda value, ranks: value)
+    for dense in (False, *([] if packed else [True])):
+        monkeypatch.setattr(experts, "DENSE_MAX_EXPERTS", 1000 if dense else 0)
+        total = 0
+        for place in range(max(grid.values())):
+            mesh = planned_mesh(**grid, place=place)
+            held = {name: shard(f"layers.0.moe.{name}", value, mesh) for name, value in params.items()}
+            total = total + moe(x, held, "", spec, mesh=mesh, impl="reference")
+        torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))

@@ -362,6 +362,13 @@ PYTHON = [
         ("tests/test_processes.py::test_two_processes",),
     ),
     Mutation(
+        "rows-of-other-ranks-experts", "what a product left in rows of other ranks' experts is added",
+        "sparse_attn/models/moe.py",
+        "picked = torch.where(held.unsqueeze(-1), picked, 0)",
+        "picked = picked * held.unsqueeze(-1)",
+        ("tests/test_moe_paths.py::test_parts_of_all_ranks_add_up",),
+    ),
+    Mutation(
         "experts-not-summed", "a rank goes on with what its own experts give",
         "sparse_attn/models/moe.py",
         "return sum_over_ranks(out, mesh.routed)",
