@@ -1,11 +1,12 @@
-"""Products with packed weights: experts of few tokens beside vLLM's Marlin, linears of few rows beside their bytes."""
+"""Products with packed weights: experts beside vLLM's Marlin, linears beside their bytes and torch's fp8 product."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks import marlin
 from benchmarks.checks import check_vectors, sampled
@@ -25,6 +26,7 @@ TINY_EXPERTS = 4, 2, 256, 256
 LINEARS = {"q_b": (24576, 1536), "o": (7168, 16384), "shared gate_up": (4096, 7168), "shared down": (7168, 2048)}
 TINY_LINEARS = {"tiny": (96, 256)}
 LEVEL = 1e-4  # 1 - cosine: bf16 rounding between the products is 1e-5
+FP8_LEVEL = 1e-4  # of the same codes: fp8 units add up with fewer bits
 
 
 def random_weight(layout: WeightLayout, *shape: int, device: str) -> PackedWeight:
@@ -51,29 +53,38 @@ def routes(sets: int, tokens: int, experts: int, k: int, device: str) -> list[to
 @suite("experts_few")
 def experts_few(run: Run) -> Iterator[Record]:
     "packed_experts, 256 of MXFP4 (W4A16), 6 a token, hidden 4096, intermediate 2048, L2-cold; beside vLLM's Marlin."
+    yield from _experts(run, run.pick([1, 8, 64], [1, 3]), 8)
+
+
+@suite("experts_many")
+def experts_many(run: Run) -> Iterator[Record]:
+    "The same of 512 and 4096 tokens."
+    yield from _experts(run, run.pick([512, 4096], [5]), 2)
+
+
+def _experts(run: Run, counts: list[int], sets: int) -> Iterator[Record]:
     experts, k, hidden, intermediate = run.pick(EXPERTS, TINY_EXPERTS)
     gate_up = random_weight(MXFP4, experts, 2 * intermediate, hidden, device=run.device)
     down = random_weight(MXFP4, experts, hidden, intermediate, device=run.device)
     peer = not run.dry and marlin.load(run.peers and run.peers.root)
-    if peer:
-        theirs = [marlin.repacked(one.codes, one.scales) for one in (gate_up, down)]
+    theirs = [marlin.repacked(one.codes, one.scales) for one in (gate_up, down)] if peer else []
     each = (weight_bytes(gate_up) + weight_bytes(down)) // experts
-    for tokens in run.pick([1, 8, 64], [1, 3]):
-        sets = routes(run.pick(8, 2), tokens, experts, k, run.device)
+    for tokens in counts:
+        drawn = routes(run.pick(sets, 2), tokens, experts, k, run.device)
         x = torch.randn(tokens, hidden, dtype=torch.float32, device=run.device).bfloat16()
         weights = torch.rand(tokens, k, dtype=torch.float32, device=run.device)
         ours = functools.partial(packed_experts, x, weights, gate_up=gate_up, down=down, clamp=CLAMP)
         some = sampled(tokens, 3, run.device)
-        want = packed_experts(x[some], weights[some], sets[0][some], gate_up, down, clamp=CLAMP, impl="reference")
-        check_vectors(ours(ids=sets[0])[some], want, LEVEL, "out")
+        want = packed_experts(x[some], weights[some], drawn[0][some], gate_up, down, clamp=CLAMP, impl="reference")
+        check_vectors(ours(ids=drawn[0])[some], want, LEVEL, "out")
         calls = None
         if peer:
-            check_vectors(ours(ids=sets[0]), marlin.experts(x, weights, sets[0], *theirs, CLAMP), LEVEL)
-            calls = [functools.partial(marlin.experts, x, weights, ids, *theirs, CLAMP) for ids in sets]
-        touched = sum(ids.unique().numel() for ids in sets) / len(sets)
+            check_vectors(ours(ids=drawn[0]), marlin.experts(x, weights, drawn[0], *theirs, CLAMP), LEVEL)
+            calls = [functools.partial(marlin.experts, x, weights, ids, *theirs, CLAMP) for ids in drawn]
+        touched = sum(ids.unique().numel() for ids in drawn) / len(drawn)
         work = roofline.Work(touched * each + 4 * tokens * hidden, 6 * tokens * k * hidden * intermediate)
         yield run.compare(
-            f"tokens {tokens}", [functools.partial(ours, ids=ids) for ids in sets], "vLLM Marlin MXFP4", calls,
+            f"tokens {tokens}", [functools.partial(ours, ids=ids) for ids in drawn], "vLLM Marlin MXFP4", calls,
             run.floor(work), target_ms=20,
         )  # fmt: skip
 
@@ -93,3 +104,33 @@ def linears_few(run: Run) -> Iterator[Record]:
                 f"{name} {outputs} x {columns}, rows {rows}", [functools.partial(linear, x, one) for one in weights],
                 "none", None, run.floor(work), target_ms=15,
             )  # fmt: skip
+
+
+@suite("linears_many")
+def linears_many(run: Run) -> Iterator[Record]:
+    "linear with fp8 activations (W8A8) and its quantisation, 4096 rows; beside torch's scaled_mm of quantised rows."
+    for name, (outputs, columns) in run.pick(LINEARS, TINY_LINEARS).items():
+        weight = random_weight(FP8, outputs, columns, device=run.device)
+        for rows in run.pick([512, 4096], [5]):
+            x = torch.randn(rows, columns, dtype=torch.float32, device=run.device).bfloat16()
+            some = sampled(rows, 3, run.device)
+            ours = functools.partial(linear, x, weight, activations="fp8")
+            want = linear(x[some], weight, activations="fp8", impl="reference")
+            check_vectors(ours()[some], want, FP8_LEVEL, "out")
+            work = roofline.product(rows, columns, outputs, weight_bytes(weight))._replace(fp8=True)
+            theirs = None if run.dry else [_scaled_mm(x, weight)]
+            case = f"{name} {outputs} x {columns}, rows {rows}"
+            yield run.compare(
+                case, [ours], "torch scaled_mm, without quantisation", theirs, run.floor(work), rest_s=0.2
+            )
+
+
+def _scaled_mm(x: torch.Tensor, weight: PackedWeight) -> Callable[[], torch.Tensor]:
+    """torch's product of rows scaled by 128 columns and of blocks of 128 x 128; scales lie column by column."""
+    codes = x.to(torch.float8_e4m3fn)
+    row_scales = torch.ones(x.shape[1] // 128, x.shape[0], dtype=torch.float32, device=x.device).t()
+    scales = weight.scales.t().contiguous().t()
+    by_row, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return lambda: F.scaled_mm(
+        codes, weight.codes.t(), row_scales, by_row, scales, by_block, output_dtype=torch.bfloat16
+    )  # fmt: skip
