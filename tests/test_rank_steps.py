@@ -91,3 +91,16 @@ def test_a_rank_compiles_as_often_as_one_process(name, as_rank, monkeypatch):
         counts.append(graphs.count)
     assert counts == [2] * len(ALONE) + [4] * len(TOGETHER)
     torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("as_rank", GRIDS, indirect=True, ids=str)
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_a_rank_replays_what_it_captured(name, as_rank):
+    """With collectives in the graph."""
+    spec = small(name)
+    params = shard_params(dict(random_params(spec, seed=1)), as_rank)
+    model = Model(spec, params, cache_layouts(spec, "fp32"), mesh=as_rank).to("cuda")
+    common = dict(max_new_tokens=6, block_size=32, prefill_tokens=64)
+    want, found = (generate(model, prompts_of([90, 5]), graph=graph, **common) for graph in (False, True))
+    assert found.tokens == want.tokens and found.graph_captures == 1

@@ -15,7 +15,7 @@ from sparse_attn.models.published import write_published
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.models.sharding import kept_of, shard
 from sparse_attn.spec import preset
-from sparse_attn.weight_layout import PackedWeight, dequantise
+from sparse_attn.weight_layout import PackedWeight, dequantise, weight_shape
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 
 FORMS = [(name, form) for name in ("tiny_v32", "tiny_glm5", "tiny_v4") for form in ("published", "bf16")]
@@ -40,6 +40,16 @@ def test_parts_of_every_form(name, form, tmp_path):
                 assert torch.equal(dequantise(weight), dequantise(want)), (one, grid, place)
             expected = weight_bytes(spec, torch.bfloat16, form, mesh=mesh)
             assert sum(map(bytes_of, held.values())) == sum(expected.values())
+            everywhere = [one for one in held if weight_shape(held[one]) == weight_shape(whole[one])]
+            rest = sum(bytes_of(whole[one]) for one in held if one not in everywhere)
+            padding = 2 * bytes_of(held["embed"][:1])
+            most = sum(bytes_of(whole[one]) for one in everywhere) + rest / max(grid.values()) + padding
+            scales = sum(
+                bytes_of(value) - value.codes.nbytes for value in held.values() if isinstance(value, PackedWeight)
+            )
+            assert sum(expected.values()) <= most + scales, (
+                "more than what lies everywhere and a rank's part of the rest"
+            )
             assert sum(nbytes for nbytes, _ in told) == told[0][1]
 
 

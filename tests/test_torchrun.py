@@ -149,3 +149,18 @@ def test_quality(tmp_path):
         assert found[way]["right"] == one[way]["right"]
         assert abs(found[way]["bits_per_byte"] - one[way]["bits_per_byte"]) < 1e-3
     assert out.count("decoded") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("name", shipped_models())
+@pytest.mark.parametrize("grid", ((), ("--expert-parallel", "2"), ("--context-parallel", "2")))
+def test_graphs_over_gpus(name, grid, tmp_path):
+    """Collectives of NCCL in a captured decode step."""
+    common = ["generate", "--model", name, "--dtype", "fp32", "--cache", "fp32", "--max-new-tokens", "12", "--graph"]
+    assert main([*common, "--json", str(tmp_path / "one.json")]) == 0
+    running = torchrun(2, *common, *grid, "--json", str(tmp_path / "all.json"))
+    _, err = running.communicate(timeout=240)
+    assert running.returncode == 0, err
+    one, found = (json.loads((tmp_path / file).read_text()) for file in ("one.json", "all.json"))
+    assert found["tokens"] == one["tokens"] and found["graph_captures"] == 1

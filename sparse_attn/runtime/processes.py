@@ -25,7 +25,7 @@ OPTIONS = {
     "data": "groups of ranks that serve prompts of their own (default: 1)",
     "expert": "ranks that share routed experts (default: 1; then tensor ranks cut every expert)",
 }
-TIMEOUT = datetime.timedelta(minutes=5)  # of a collective outside of a graph; a rank may compile before it
+TIMEOUT = datetime.timedelta(minutes=30)  # of a collective outside of a graph; a rank may compile before it
 REPLAY_S = 60.0  # of a captured step, which compiles nothing
 PATIENCE_S = 3.0  # before a rank says what another one or torchrun is expected to say
 _LOST = re.compile(r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|peer", re.IGNORECASE)
