@@ -18,7 +18,7 @@ LONG = {
     "topk_prefill": 15,
     "prefill_v32": 15, "prefill_v4": 15, "decode_few_heads": 15, "paged_scores": 15, "sustained": 15, "decode_v4": 10,
     "decode_v32": 10, "plan_cache": 10, "paged_scores_mxfp4": 20,
-    "experts_few": 15, "experts_many": 15, "linears_few": 10, "load": 30, "real_share": 60,
+    "experts_few": 15, "experts_many": 15, "linears_few": 10, "step_share": 90, "load": 30, "real_share": 60,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ SUITES = (
 ALONE = (  # measured against something other than the peers
     "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many", "hf_bridge",
     "hf_layer", "linears_few", "linears_many", "load", "paged_scores_mxfp4", "plan_cache", "prefill_forms",
-    "prefill_portable", "prefill_scores_mxfp4", "rank_share", "rank_step", "real_share", "speculation",
+    "prefill_portable", "prefill_scores_mxfp4", "rank_share", "rank_step", "real_share", "speculation", "step_share",
 )  # fmt: skip
 
 
@@ -236,3 +236,23 @@ def test_replays_are_long_enough_however_slow_the_host_is(monkeypatch, sets, us,
     rounds, one, _ = timing._captured([lambda: captured.append(None)] * sets, None)
     assert rounds == expected and one == 20 + us * sets * rounds
     assert one > 0.8 * timing.GRAPH_US or rounds == timing.MOST_CALLS // sets or rounds == 1
+
+
+def test_kernels_of_a_step_belong_to_its_parts():
+    """By their names, as a profiler gives them."""
+    from benchmarks.steps import part_of
+
+    kernels = {
+        "attention": ("attend", "combine", "paged_mqa_logits", "select_single_cta", "write_rows", "pool", "keep"),
+        "experts": ("gate_up", "down", "add_terms", "gate_rows", "add_rows"),
+        "linears": (
+            "swap_ab",
+            "add_splits",
+            "place_rows",
+            "grouped_linear",
+            "nvjet_tst_64x8_64x16",
+            "sm90_xmma_gemm_bf16",
+        ),
+        "rest": ("hyper_mix", "biased_grouped_topk", "void at::native::vectorized_elementwise_kernel<4>", "memcpy"),
+    }
+    assert {part: tuple(name for name in names if part_of(name) == part) for part, names in kernels.items()} == kernels

@@ -127,7 +127,7 @@ def real_share(run: Run) -> Iterator[Record]:
     "A rank's share of all layers of V3.2 (1/8) and V4-Flash (1/2), packed, by a captured step; less if it must."
     context, batches = run.pick(8192, 64), run.pick((1, 8, 64), (2,))
     for name, ranks in run.pick(SHARES, (("tiny_glm5", 2), ("tiny_v4", 2))):
-        spec, ranks = _fitting(run, name, ranks, _bounds(preset(name), batches[-1], context))
+        spec, ranks = fitting_share(run, name, ranks, step_bounds(preset(name), batches[-1], context))
         params = random_packed_params(spec, 0, run.device)
         model = Model(spec, params, cache_layouts(spec, "fp8"))
         for batch in batches:
@@ -138,13 +138,13 @@ def real_share(run: Run) -> Iterator[Record]:
             torch.cuda.empty_cache()
 
 
-def _bounds(spec: Spec | CompressedSpec, batch: int, context: int) -> Bounds:
+def step_bounds(spec: Spec | CompressedSpec, batch: int, context: int) -> Bounds:
     return Bounds(
         max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(spec), kv_rows=0
     )
 
 
-def _fitting(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | CompressedSpec, int]:
+def fitting_share(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | CompressedSpec, int]:
     """The largest share, from 1 / ``ranks`` on, that the card holds with what its steps take."""
     while not run.dry:
         share = share_of(preset(name), ranks)
@@ -156,17 +156,16 @@ def _fitting(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | Co
     return share_of(preset(name), ranks), ranks
 
 
-def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Record:
-    spec, bounds = model.spec, _bounds(model.spec, batch, context)
-    width, steps = bounds.num_blocks // batch, run.pick(50, 2)
-    if not run.dry:
-        torch.cuda.reset_peak_memory_stats()
+def captured_step(run: Run, model: Model, batch: int, context: int, length: int) -> DecodeGraph | None:
+    """The captured step of ``batch`` requests of ``length`` cached tokens; dry: a step has run, and there is none."""
+    bounds = step_bounds(model.spec, batch, context)
+    width = bounds.num_blocks // batch
     caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
     fill(caches, model)
     device = run.device
     state = Decode(
         torch.arange(batch, device=device),
-        torch.full((batch,), context // 2, dtype=torch.int32, device=device),
+        torch.full((batch,), length, dtype=torch.int32, device=device),
         torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width),
         torch.arange(batch + 1, dtype=torch.int32, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),
@@ -174,12 +173,22 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     )
     if run.dry:
         assert decode_step(model, caches, state, Sampling(), context).isfinite().all()
-        return Record(case, 0.0)
+        return None
     graph = DecodeGraph(
         model, caches, max_context=context, max_blocks=width, buckets=(batch,), keep_logits=True,
         workspace_size=scratch_size(model, bounds),
     )  # fmt: skip
     graph.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
+    return graph
+
+
+def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Record:
+    spec, bounds, steps = model.spec, step_bounds(model.spec, batch, context), run.pick(50, 2)
+    if not run.dry:
+        torch.cuda.reset_peak_memory_stats()
+    graph = captured_step(run, model, batch, context, context // 2)
+    if graph is None:
+        return Record(case, 0.0)
     times = []
     for _ in range(3):
         begin = time.perf_counter()
@@ -194,10 +203,10 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     peak = torch.cuda.max_memory_allocated()
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in weights.items() if nbytes)
     case += f" (GB: {kinds}; caches {cached / 1e9:.2f}, steps {(peak - held - cached) / 1e9:.2f}, all {peak / 1e9:.2f})"
-    return Record(case, min(times), floor_us=run.floor(Work(_read(model, weights, batch))))
+    return Record(case, min(times), floor_us=run.floor(Work(weights_read(model, weights, batch))))
 
 
-def _read(model: Model, weights: dict[str, int], batch: int) -> float:
+def weights_read(model: Model, weights: dict[str, int], batch: int) -> float:
     """Bytes of weights that a step of ``batch`` rows has to read, experts chosen evenly: none of the embedding but its
     rows, the head whole."""
     moe, head = model.spec.moe, weights["embedding"] * (1 if model.spec.tie_embeddings else 0.5)
