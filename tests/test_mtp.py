@@ -1,5 +1,6 @@
 """The layer of multi-token prediction: drafts of a decode loop are those of its definition, and change no token."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.runtime import batch as batch_module
 from sparse_attn.runtime.batch import prepare
+from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.documents import held_out_text
 from sparse_attn.runtime.draws import draw
 from sparse_attn.runtime.generate import Model, Sampling, generate
@@ -173,6 +175,19 @@ def test_other_weights_are_the_same_without_it():
     alone, both = (random_params(spec, seed=1, mtp=mtp) for mtp in (False, True))
     assert {name for name in both if not name.startswith(PREFIX)} == set(alone)
     assert all(torch.equal(alone[name], both[name]) for name in alone)
+
+
+def test_the_command_line_says_how_many_are_accepted(tmp_path):
+    found = []
+    for drafts in (0, 2):
+        out = tmp_path / f"{drafts}.json"
+        given = ["--preset", "tiny-v32", "--prompt-ids", "5,6,7", "--max-new-tokens", "6", "--device", "cpu"]
+        assert main(["generate", *given, "--speculate", str(drafts), "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text()))
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert "drafter" not in found[0] and found[1]["drafter"] == "mtp" and 1 <= found[1]["accepted_per_step"] <= 3
+    given = ["generate", "--preset", "tiny-v32", "--speculate", "1", "--plot", str(tmp_path / "x.png")]
+    assert main([*given, "--prompt-ids", "5"]) == 2
 
 
 def test_a_model_without_the_layer_is_refused():
