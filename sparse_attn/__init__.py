@@ -10,6 +10,7 @@ from sparse_attn.layout import (
     PlanarFp8Layout,
     parse_layout,
 )
+from sparse_attn.mesh import Mesh, Ranks, mesh_of, planned_mesh
 from sparse_attn.ops.attention import (
     lse_to_base2,
     lse_to_flashmla,
@@ -84,19 +85,19 @@ from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, us
 
 __all__ = [
     "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedPlan", "CompressedSpec", "Explanation",
-    "HyperMix", "IndexFp8Layout", "IndexKeys", "IndexMxfp4Layout", "IndexSpec", "LatentFp8Layout", "Logprobs",
-    "MoeSpec", "PlainLayout", "PlanarFp8Layout", "QuantisedQuery", "Ragged", "Selection", "Spec", "StepPlan", "Target",
-    "WindowCaches", "WindowPlan", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__", "allocate_cache",
-    "apply_rope", "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk", "build_compressed_plan",
-    "build_ragged_indices_from_dense", "build_step_plan", "build_window_plan", "cache_layouts",
+    "HyperMix", "IndexFp8Layout", "IndexKeys", "IndexMxfp4Layout", "IndexSpec", "LatentFp8Layout", "Logprobs", "Mesh",
+    "MoeSpec", "PlainLayout", "PlanarFp8Layout", "QuantisedQuery", "Ragged", "Ranks", "Selection", "Spec", "StepPlan",
+    "Target", "WindowCaches", "WindowPlan", "Workspace", "WorkspaceSize", "Yarn", "YarnSpec", "__version__",
+    "allocate_cache", "apply_rope", "attend", "bf16_mqa_logits", "bf16_paged_mqa_logits", "biased_grouped_topk",
+    "build_compressed_plan", "build_ragged_indices_from_dense", "build_step_plan", "build_window_plan", "cache_layouts",
     "combine_topk_swa_indices_ragged", "compress_and_cache", "compute_global_topk_ragged_indices_and_indptr",
     "count_digits", "count_ties", "count_tokens", "entry_indices", "explain", "filter_logits", "fp8_mqa_logits",
     "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "grouped_linear",
     "hadamard_transform", "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix", "index_select",
     "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill", "indexer_k_quant_and_cache",
-    "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states",
-    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "packed_experts", "parse_layout", "penalise_logits", "preset",
-    "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_prefill",
+    "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states", "mesh_of",
+    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "packed_experts", "parse_layout", "penalise_logits", "planned_mesh",
+    "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_prefill",
     "take_winners", "target_of", "token_logprobs", "top_k_per_row", "use", "window_indices", "workspace_size",
     "write_index_keys", "write_kv_cache", "write_latents",
 ]  # fmt: skip

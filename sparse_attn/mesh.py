@@ -87,7 +87,7 @@ class Mesh:
 ONE_RANK = Mesh()
 
 
-def mesh_of(grid: DeviceMesh, experts: DeviceMesh | None = None) -> Mesh:
+def mesh_of(grid: DeviceMesh, *, experts: DeviceMesh | None = None) -> Mesh:
     """The mesh of this process in torch's ``grid``, whose dimensions are named as DIMENSIONS; those that are missing
     have one rank.
 

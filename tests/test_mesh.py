@@ -51,6 +51,6 @@ def test_a_mesh_of_torch(tmp_path):
         with pytest.raises(ValueError, match="grid: got a dimension 'pipeline', allowed: data, context, tensor"):
             mesh_of(wrong)
         with pytest.raises(ValueError, match="experts: got no dimension named 'expert'"):
-            mesh_of(init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",)), wrong)
+            mesh_of(init_device_mesh("cpu", (1,), mesh_dim_names=("tensor",)), experts=wrong)
     finally:
         dist.destroy_process_group()

@@ -14,12 +14,6 @@ from typing import Any
 from sparse_attn import checks
 from sparse_attn.spec import CompressedSpec, Spec
 
-DEALT = "heads, routed experts, vocabulary, inner width of dense MLPs"
-REPLICATED = (
-    "latent projections, compressors, indexers, shared experts, norms, gates, hyper-connections, projections of "
-    "multi-token prediction, caches"
-)
-
 
 def share_of(spec: Spec | CompressedSpec, ranks: int, *, busiest: bool = False) -> Spec | CompressedSpec:
     """The spec of what one of ``ranks`` GPUs holds. Its forward runs, without the sums over ranks.

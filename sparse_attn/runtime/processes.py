@@ -128,7 +128,7 @@ def make_mesh(
         return mesh_of(grid)
     ranks, wide = torch.arange(world, dtype=torch.int, device="cpu"), max(tensor, expert)
     names = ("runs", "expert", "inner")
-    return mesh_of(grid, DeviceMesh(kind, ranks.view(-1, expert, wide // expert), mesh_dim_names=names))
+    return mesh_of(grid, experts=DeviceMesh(kind, ranks.view(-1, expert, wide // expert), mesh_dim_names=names))
 
 
 def checked_tensor(tensor: int | None, context: int, data: int, world: int) -> int:
