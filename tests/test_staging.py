@@ -73,7 +73,7 @@ def check_loaded(folder, device, **more):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nbytes", (40, 1 << 25))
+@pytest.mark.parametrize("nbytes", (4096, 1 << 25))
 @pytest.mark.parametrize("name,form", (("tiny_v4", "published"), ("tiny_v32", "fused"), ("tiny_glm5", "bf16")))
 def test_a_gpu_holds_what_the_cpu_does(name, form, nbytes, tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "PIECE", nbytes)
