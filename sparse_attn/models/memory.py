@@ -156,7 +156,8 @@ def _windowed_row(spec: CompressedSpec, bounds: Bounds, target: Target) -> tuple
     shared = spec.window * len(kinds | {"window"})  # indices
     if "full" in kinds:
         shared += bounds.max_model_len // spec.full_ratio
-    kept = (streams + 3) * hidden * value + (streams + streams**2) * FP32 + shared * INT32 + PLAN
+    # Of the layer's input, too, which the forward holds until it has the output.
+    kept = (2 * streams + 3) * hidden * value + (streams + streams**2) * FP32 + shared * INT32 + PLAN
     latents = (spec.q_lora + 2 * dim) * value
     pooled = hidden * FP32 + 4 * dim * FP32  # as many as an overlapping compressor takes
     query = heads * dim * value
