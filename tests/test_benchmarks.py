@@ -15,7 +15,8 @@ SUITES = (
 ALONE = (  # measured against something other than the peers
     "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many", "hf_bridge",
     "hf_layer", "linears_few", "linears_many", "load", "paged_scores_mxfp4", "plan_cache", "prefill_forms",
-    "prefill_portable", "prefill_scores_mxfp4", "rank_share", "rank_step", "real_share", "speculation", "step_share",
+    "prefill_portable", "prefill_scores_mxfp4", "rank_parts", "rank_share", "rank_step", "real_share",
+    "speculation", "step_share",
 )  # fmt: skip
 
 
