@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 
 from sparse_attn.cache import allocate_cache
-from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, Layout
+from sparse_attn.mxfp4 import mxfp4_quantise
 from sparse_attn.types import Ragged
 
 BLOCK = 64
 INDEX_DIM = 128
 D_QK, D_V = 576, 512
-INDEX_LAYOUT = IndexFp8Layout(INDEX_DIM)
+INDEX_LAYOUT, MXFP4_LAYOUT = IndexFp8Layout(INDEX_DIM), IndexMxfp4Layout(INDEX_DIM)
 # Powers of two, because FlashMLA multiplies in bf16: raw scales would be rounded there.
 LATENT_LAYOUT = LatentFp8Layout(512, 64, scale_rule="pow2")
 ELEMENTS_AT_ONCE = 1 << 28
@@ -80,6 +81,14 @@ class DecodeIndex(NamedTuple):
     weights: torch.Tensor  # fp32 [sets, requests * next_n, heads]
     tables: list[torch.Tensor]  # int32 [requests, context / BLOCK] each
     context_lens: torch.Tensor  # int32 [requests, next_n], the last row of a request sees all of its context
+
+
+def mxfp4_query(*shape: int, device: str) -> torch.Tensor:
+    """Random queries [*shape, MXFP4_LAYOUT.row], a row's heads a block of the layout."""
+    *rows, heads = shape
+    codes, scales = mxfp4_quantise(torch.randn(*shape, INDEX_DIM, dtype=torch.float32, device=device))
+    block = torch.cat([codes.flatten(-2), scales.flatten(-2)], -1)
+    return block.view(*rows, heads, MXFP4_LAYOUT.row)
 
 
 def decode_index(

@@ -8,13 +8,21 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.checks import check_scores, sampled
-from benchmarks.inputs import BLOCK, INDEX_DIM, INDEX_LAYOUT, decode_index, filled_cache, prefill_index
+from benchmarks.inputs import (
+    BLOCK,
+    INDEX_DIM,
+    INDEX_LAYOUT,
+    decode_index,
+    filled_cache,
+    mxfp4_query,
+    prefill_index,
+)
+from benchmarks.inputs import MXFP4_LAYOUT as LAYOUT
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from benchmarks.scores import CHECKED_ROWS, HEADS, TINY_HEADS
 from sparse_attn import roofline
-from sparse_attn.layout import IndexMxfp4Layout
 from sparse_attn.mxfp4 import mxfp4_quantise
 from sparse_attn.ops.index_logits import (
     fp8_mqa_logits,
@@ -23,17 +31,8 @@ from sparse_attn.ops.index_logits import (
     mxfp4_paged_mqa_logits,
 )
 
-LAYOUT = IndexMxfp4Layout(INDEX_DIM)
 VALUE_BYTES = LAYOUT.row / INDEX_DIM
 PEER = "our fp8 scores"
-
-
-def _query(*shape: int, device: str) -> torch.Tensor:
-    """Random queries [*shape, LAYOUT.row], a row's heads a block of the layout."""
-    *rows, heads = shape
-    codes, scales = mxfp4_quantise(torch.randn(*shape, INDEX_DIM, dtype=torch.float32, device=device))
-    block = torch.cat([codes.flatten(-2), scales.flatten(-2)], -1)
-    return block.view(*rows, heads, LAYOUT.row)
 
 
 @suite("prefill_scores_mxfp4")
@@ -43,7 +42,7 @@ def prefill_scores_mxfp4(run: Run) -> Iterator[Record]:
     for rows, context in run.pick(full, [(5, 192)]):
         heads = run.pick(HEADS, TINY_HEADS)
         fp8 = prefill_index(rows, context, heads, run.device)
-        q, weights, start, end = _query(rows, heads, device=run.device), fp8.weights, fp8.kv_start, fp8.kv_end
+        q, weights, start, end = mxfp4_query(rows, heads, device=run.device), fp8.weights, fp8.kv_start, fp8.kv_end
         k, k_scale = mxfp4_quantise(torch.randn(context, INDEX_DIM, dtype=torch.float32, device=run.device))
         ours = functools.partial(mxfp4_mqa_logits, q, k, k_scale, weights, start, end)
         theirs = functools.partial(fp8_mqa_logits, *fp8)
@@ -76,7 +75,7 @@ def _paged(
     cached = requests * context
     sets = run.sets(cached * (LAYOUT.row + 4 * next_n))
     inputs = decode_index(sets, requests, next_n, context, cache.shape[0], heads, run.device)
-    queries = _query(sets, requests, next_n, heads, device=run.device)
+    queries = mxfp4_query(sets, requests, next_n, heads, device=run.device)
     lengths = inputs.context_lens
 
     def ours(index):

@@ -13,9 +13,11 @@ from benchmarks.decode import FEW_HEADS, REQUESTS, compare_sets
 from benchmarks.inputs import (
     BLOCK,
     INDEX_LAYOUT,
+    MXFP4_LAYOUT,
     decode_index,
     distinct_rows,
     filled_cache,
+    mxfp4_query,
     normal,
     packed,
 )  # fmt: skip
@@ -24,7 +26,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run, total
 from sparse_attn import roofline
-from sparse_attn.layout import PlanarFp8Layout
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlanarFp8Layout
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
 from sparse_attn.ops.kv_cache import gather_kv_cache
@@ -128,8 +130,21 @@ def _decode(run: Run, caches: Caches, case: Case) -> Record:
 @suite("layer_v4")
 def layer_v4(run: Run) -> Iterator[Record]:
     "Decode step of a ratio-4 layer: index_topk_decode_slots over context / 4 entries, sparse_attn_decode; fp8 caches."
+    yield from _layers(run, INDEX_LAYOUT)
+
+
+@suite("layer_v4_mxfp4")
+def layer_v4_mxfp4(run: Run) -> Iterator[Record]:
+    "The same with MXFP4 index keys and queries; the peers' are fp8."
+    yield from _layers(run, MXFP4_LAYOUT)
+
+
+def _layers(run: Run, layout: IndexFp8Layout | IndexMxfp4Layout) -> Iterator[Record]:
     pool = run.pick(64 * 131072 // RATIO // BLOCK, 32)
-    index_cache = filled_cache(INDEX_LAYOUT, pool, run.device)
+    index_cache = filled_cache(layout, pool, run.device)
+    theirs = (
+        index_cache if layout == INDEX_LAYOUT or run.peers is None else filled_cache(INDEX_LAYOUT, pool, run.device)
+    )
     caches = _caches(run)
     full = [
         (heads, top_k, requests, context)
@@ -137,14 +152,17 @@ def layer_v4(run: Run) -> Iterator[Record]:
         for requests, context in ((1, 32768), (1, 131072), (8, 131072), (64, 32768), (64, 131072))
     ]
     for heads, top_k, requests, context in run.pick(full, [(4, 32, 3, 512)]):
-        yield _layer(run, index_cache, caches, heads, top_k, requests, context)
+        yield _layer(run, layout, index_cache, theirs, caches, heads, top_k, requests, context)
 
 
-def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
+def _layer(run, layout, index_cache, their_index_cache, caches, heads, top_k, requests, context) -> Record:
+    """layout: of our index cache; the peers' has fp8 keys, the same ones where ours has."""
     entries, index_heads = context // RATIO, run.pick(64, 4)
-    sets = run.sets(requests * entries * (INDEX_LAYOUT.row + 4), most=8)
+    sets = run.sets(requests * entries * (layout.row + 4), most=8)
     blocks = min(index_cache.shape[0], caches.entries.shape[0])
     inputs = decode_index(sets, requests, 1, entries, blocks, index_heads, run.device)
+    fp8 = layout == INDEX_LAYOUT
+    index_q = inputs.q.view(torch.uint8) if fp8 else mxfp4_query(sets, requests, 1, index_heads, device=run.device)
     q = normal(sets, requests, heads, DIM, device=run.device)
     sink = torch.randn(heads, dtype=torch.float32, device=run.device)
     request_ids = torch.arange(requests, dtype=torch.int32, device=run.device)
@@ -156,8 +174,8 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
 
     def select(index, some=slice(None), impl="auto", op=index_topk_decode):
         return op(
-            inputs.q[index].view(torch.uint8)[some], inputs.weights[index][some], index_cache,
-            inputs.context_lens[some], inputs.tables[index][some], top_k, entries, INDEX_LAYOUT, impl=impl,
+            index_q[index][some], inputs.weights[index][some], index_cache,
+            inputs.context_lens[some], inputs.tables[index][some], top_k, entries, layout, impl=impl,
         )  # fmt: skip
 
     def ours(index, q):
@@ -185,8 +203,8 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
         def their_select(index):
             out.fill_(-1)
             logits = peers.paged_scores(
-                inputs.q[index], index_cache, inputs.weights[index], inputs.context_lens, inputs.tables[index], plan,
-                entries,
+                inputs.q[index], their_index_cache, inputs.weights[index], inputs.context_lens, inputs.tables[index],
+                plan, entries,
             )  # fmt: skip
             return peers.top_k_decode(logits, ends, out, scratch)
 
@@ -194,7 +212,8 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
             far = peers.slots(request_ids, inputs.tables[index], chosen, BLOCK).unsqueeze(1)
             return peers.decode(q.unsqueeze(1), caches.rings, near, attention_plan, SCALE, sink, caches.entries, far)
 
-        check_selection(chosen, their_select(0), "selection beside the peer's")
+        if fp8:
+            check_selection(chosen, their_select(0), "selection beside the peer's")
     check_attention(
         q[0],
         functools.partial(ours, 0),
@@ -204,7 +223,7 @@ def _layer(run, index_cache, caches, heads, top_k, requests, context) -> Record:
     )
     keys, scored = requests * (caches.window + top_k), requests * entries
     floor = total(
-        run.floor(roofline.selected_scores(inputs.q[0].shape, scored, scored * INDEX_LAYOUT.row, 0)),
+        run.floor(roofline.selected_scores(inputs.q[0].shape, scored, scored * layout.row, 0)),
         run.floor(roofline.attention((requests, heads, DIM), DIM, keys, keys * LAYOUT.row, listed=False)),
     )
     return run.compare(

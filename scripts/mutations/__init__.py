@@ -1,6 +1,6 @@
 """Bugs that the tests must catch."""
 
-from mutations.hopper import HOPPER
+from mutations.hopper import EXECUTED, HOPPER
 from mutations.mutation import ROOT as ROOT
 from mutations.mutation import Mutation as Mutation
 from mutations.portable import KERNELS
@@ -9,5 +9,6 @@ from mutations.python import PYTHON
 MUTATIONS = [
     *(mutation._replace(interpreted=True) for mutation in KERNELS),
     *PYTHON,
+    *EXECUTED,
     *(mutation._replace(gpu=True) for mutation in HOPPER),
 ]

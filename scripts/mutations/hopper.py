@@ -188,53 +188,71 @@ HOPPER = [
         "written = limit",
         ("tests/test_index_logits_hopper.py::test_paged_gives_the_highest_of_groups[1-64]",),
     ),
+]
+
+# Of kernels whose PTX is executed without a GPU.
+EXECUTED = [
     Mutation(
         "hopper-mxfp4-signs-of-queries", "every fourth code of a query has the other sign",
         SCORES + "hopper/mxfp4.py",
         "store(_decode(words, low, high))",
         "store(_decode(words, low, high) ^ 0x80)",
-        ("tests/test_index_logits_mxfp4.py::test_small_sums_are_exact",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4",),
     ),
     Mutation(
         "hopper-mxfp4-steps-of-the-first-group", "every group has the scale of the first",
         SCORES + "hopper/mxfp4.py",
         "low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))\n    return _multiply(",
         "low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group * 0, 0)))\n    return _multiply(",
-        ("tests/test_index_logits_mxfp4.py::test_scores_of_any_spread[3]",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4",),
     ),
     Mutation(
         "hopper-mxfp4-signs-of-the-neighbour", "the signs of two codes of a byte change places",
         SCORES + "hopper/mxfp4.py",
         "prmt.b32 s, even, $2, 0x5140;",
         "prmt.b32 s, even, $2, 0x1504;",
-        ("tests/test_index_logits_mxfp4.py::test_small_sums_are_exact",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4",),
     ),
     Mutation(
         "hopper-mxfp4-apart-as-near", "keys whose groups lie too far apart for operands are multiplied as the others",
         SCORES + "hopper/paged_mxfp4.py",
         "if (apart == 0) & (all_fit != 0):",
         "if all_fit != 0:",
-        ("tests/test_index_logits_mxfp4.py::test_paged[1-64]",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4_of_many_forms[1-64-0.02]",),
     ),
     Mutation(
         "hopper-mxfp4-far-heads-as-near", "heads whose groups lie too far apart for operands are multiplied as the others",
         SCORES + "hopper/paged_mxfp4.py",
         "if (apart == 0) & (all_fit != 0):",
         "if apart == 0:",
-        ("tests/test_index_logits_mxfp4.py::test_paged[1-64]",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4_of_many_forms[1-64-0.02]",),
     ),
     Mutation(
         "hopper-mxfp4-nan-of-far-keys-lost", "a NaN in a tile of far groups is a large number",
         SCORES + "hopper/paged_mxfp4.py",
         'gl.where(factor == factor, 1.0, float("nan"))',
         "gl.where(factor == factor, 1.0, 1.0)",
-        ("tests/test_index_logits_mxfp4.py::test_nan",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4_of_many_forms[1-64-0.02]",),
     ),
     Mutation(
         "hopper-mxfp4-nan-scale-infinite", "a group of NaN is infinite",
         SCORES + "hopper/mxfp4.py",
         "odd = (exponent == 0) | (exponent == 255)",
         "odd = exponent == 0",
-        ("tests/test_index_logits_mxfp4.py::test_nan",),
+        ("tests/test_ptx_scores.py::test_paged_mxfp4",),
+    ),
+    Mutation(
+        "hopper-mxfp4-blocks-outside-the-cache", "blocks that are not in the cache score like zeros",
+        SCORES + "hopper/paged_mxfp4.py",
+        "kv_valid = (block >= 0) & (block < num_blocks)",
+        "kv_valid = block >= 0",
+        ("tests/test_ptx_scores.py::test_paged_mxfp4_of_many_forms[1-64-0.0]",),
+    ),
+    Mutation(
+        "hopper-mxfp4-one-key-too-many", "a row of contiguous keys is scored behind its last one",
+        SCORES + "hopper/prefill_mxfp4.py",
+        "at.to(gl.uint32) < length",
+        "at.to(gl.uint32) <= length",
+        ("tests/test_ptx_scores.py::test_rows_mxfp4[64-0.0]",),
     ),
 ]
