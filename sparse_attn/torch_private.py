@@ -111,6 +111,11 @@ def parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return held
 
 
+def uncompiled(step: object) -> object:
+    """The module that torch.compile was given, of what it made of it; anything else as it is."""
+    return getattr(step, "_orig_mod", step)
+
+
 def schema(overload: OpOverload):
     """The schema of an operator: its name, arguments and returns."""
     return overload._schema

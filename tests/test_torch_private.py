@@ -3,7 +3,7 @@
 import torch
 import torch._dynamo
 
-from sparse_attn.torch_private import counters, dynamo_counts, mark_sizes
+from sparse_attn.torch_private import counters, dynamo_counts, mark_sizes, uncompiled
 
 
 def test_marks_are_what_torch_makes_them():
@@ -19,3 +19,8 @@ def test_counts_are_dynamos():
     before = dynamo_counts()
     assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).sum() == 4
     assert dynamo_counts() == (before[0] + 1, before[1]) and counters()["stats"]["unique_graphs"] == before[0] + 1
+
+
+def test_what_was_compiled():
+    module = torch.nn.Linear(2, 2)
+    assert uncompiled(torch.compile(module)) is module is uncompiled(module)

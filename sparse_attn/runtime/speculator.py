@@ -20,6 +20,7 @@ from sparse_attn.runtime.speculation import (
     verify,
 )
 from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, decode_plan, seeds_of
+from sparse_attn.torch_private import uncompiled
 from sparse_attn.types import StepPlan
 
 
@@ -55,7 +56,7 @@ class Speculator:
     ):
         self._predictor = None
         if drafter is None:
-            model = getattr(step, "_orig_mod", step)
+            model = uncompiled(step)
             if not isinstance(model, Model):
                 raise ValueError(f"drafter: got None and a {type(model).__name__}, {DRAFTERS}")
             self._predictor = model.predictor()
