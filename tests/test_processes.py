@@ -52,6 +52,19 @@ def test_drafts_and_compiled_steps(tmp_path):
     run_processes(2, compare_with_one, tmp_path, cases, tmp_path)
 
 
+@pytest.mark.few(0)
+@pytest.mark.parametrize(("size", "grids"), (
+    (2, (Grid(tensor=2), Grid(context=2, expert=2))), (3, (Grid(context=3),)), (4, (Grid(tensor=2, context=2, expert=4),)),
+))  # fmt: skip
+def test_readers(size, grids, tmp_path):
+    cases = [
+        Case(name, grid, lengths=(300, 2, 150), block_size=128 if name == "reader-v4" else 16)
+        for name in ("reader-v32", "reader-v4") for grid in grids
+    ]  # fmt: skip
+    write_alone(cases, tmp_path)
+    run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
+
+
 def test_two_processes(tmp_path):
     """The small cases that are run by default."""
     cases = [

@@ -13,11 +13,13 @@ import torch.multiprocessing as multiprocessing
 from support.compilations import Graphs, compiled_by
 
 from sparse_attn.mesh import ONE_RANK, Mesh
+from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import Generation, Model, generate
 from sparse_attn.runtime.processes import check_same, make_mesh
+from sparse_attn.runtime.shipped import shipped_models
 from sparse_attn.spec import preset
 
 LENGTHS = (70, 3, 41)  # more than a prefill step, fewer than there are ranks
@@ -89,7 +91,11 @@ def mesh_of_grid(grid: Grid) -> Mesh:
 
 
 def model_of(case: Case, mesh: Mesh = ONE_RANK) -> Model:
-    """Random fp32 weights of ``case``; a process draws all of them and keeps its own."""
+    """Random fp32 weights of ``case``; a process draws all of them and keeps its own. Those of a model that ships here:
+    from its files, of which a process reads its own."""
+    if case.name in shipped_models():
+        spec, params = load(shipped_models()[case.name], dtype=torch.float32, expand=True, mesh=mesh)
+        return Model(spec, params, cache_layouts(spec, case.cache), "reference", mesh=mesh)
     spec = preset(case.name)
     params = shard_params(random_params(spec, seed=0, mtp=bool(case.speculate)), mesh)
     return Model(spec, params, cache_layouts(spec, case.cache), "reference", mesh=mesh)
