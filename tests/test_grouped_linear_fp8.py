@@ -16,7 +16,9 @@ from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, we
 V32 = WeightLayout("e4m3", (128, 128), "fp32")
 V4 = WeightLayout("e4m3", (128, 128), "e8m0")
 WIDE = WeightLayout("e4m3", (24, 256), "fp32")
-LAYOUTS = (V32, V4, WIDE)
+SMALL = WeightLayout("e4m3", (32, 32), "e8m0")
+MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
+LAYOUTS = (V32, V4, WIDE, SMALL, MXFP4)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ENDS = ([5, 21, 21, 33], [0, 1, 17, 37], [37, 37, 37, 37])
 
@@ -66,6 +68,17 @@ def test_rows_are_quantised_a_group_at_a_time():
 
 
 @pytest.mark.kernel
+def test_kernel_of_every_e2m1_code(device):
+    """A row of one 1 reads a column: what e4m3 makes of the code is the code's own value."""
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 64)
+    weight = PackedWeight(codes.to(device), torch.full((1, 256, 4), 127, dtype=torch.uint8, device=device), MXFP4.name)
+    rows = torch.zeros(2, 128, device=device)
+    rows[0, 6], rows[1, 127] = 1, 1
+    got = grouped_linear(rows, None, weight, activations="fp8", impl="triton")
+    assert torch.equal(got, grouped_linear(rows, None, weight, impl="reference"))
+
+
+@pytest.mark.kernel
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -108,14 +121,13 @@ def test_linear():
 
 
 @pytest.mark.parametrize("weight, activations, message", [
-    (random_weight(WeightLayout("e2m1", (1, 32), "e8m0"), 1, 5, 128), "fp8", "weight: got e2m1/1x32/e8m0, allowed: e4m3"),
-    (random_weight(WeightLayout("e4m3", (32, 32), "e8m0"), 1, 5, 128), "fp8", "weight: got e4m3/32x32/e8m0"),
-    (torch.zeros(1, 5, 128), "fp8", "weight: got plain, allowed: e4m3"),
+    (random_weight(WeightLayout("e4m3", (24, 48), "fp32"), 1, 5, 144), "fp8", "weight: got e4m3/24x48/fp32, allowed: scale"),
+    (torch.zeros(1, 5, 144), "fp8", "weight: got plain, allowed: scale"),
     (random_weight(V32, 1, 5, 128), "fp16", "activations: got 'fp16', allowed: 'exact', 'fp8'"),
 ])  # fmt: skip
 def test_errors(weight, activations, message):
     with pytest.raises(ValueError, match=message):
-        grouped_linear(torch.zeros(3, 128), None, weight, activations=activations)
+        grouped_linear(torch.zeros(3, 144 if activations == "fp8" else 128), None, weight, activations=activations)
 
 
 @pytest.mark.gpu

@@ -41,6 +41,7 @@ def cases() -> Iterator[Case]:
     yield from routed()
     for name, rows, groups, outputs, columns, layout, more in (
         ("fp8 linear", 4096, 1, 24576, 1536, "e4m3/128x128/fp32", False),
+        ("MXFP4 experts", 24576, 256, 4096, 4096, "e2m1/1x32/e8m0", False),
         ("fp8 experts", 4096, 256, 4096, 7168, "e4m3/128x128/e8m0", True),
         ("fp8 experts, many rows", 32768, 256, 4096, 7168, "e4m3/128x128/fp32", True),
     ):

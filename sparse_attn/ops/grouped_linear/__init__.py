@@ -63,8 +63,8 @@ def grouped_linear(
 
     activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest
     magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is
-    small; infinities become NaN. For e4m3 weights whose scale blocks have multiples of 128 columns. Products of 128
-    columns are added up as the fp8 units do, which may lose 2^-13 of them. (W8A8)
+    small; infinities become NaN. For packed weights whose scale blocks have multiples of 32 columns. Products of a
+    block, of 128 columns at most, are added up as the fp8 units do, which may lose 2^-13 of them. (W8A8, W4A8)
 
     TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
     sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).
@@ -94,7 +94,9 @@ def grouped_linear(
         raise ValueError(f"ends: got None, allowed: int32 [{groups}], or a weight of one group (got {groups})")
     checks.check_same_device(rows=rows, ends=ends, codes=codes, scales=scales)
     if activations == "fp8":
-        if scales is None or (parsed := parse_weight_layout(layout)).codes != "e4m3" or parsed.block[1] % 128:
-            raise ValueError(f"weight: got {layout}, allowed: e4m3 of scale blocks of 128 columns for fp8 activations")
+        if scales is None or parse_weight_layout(layout).block[1] % 32:
+            raise ValueError(
+                f"weight: got {layout}, allowed: scale blocks of multiples of 32 columns for fp8 activations"
+            )
         return op.grouped_linear_fp8(rows, ends, codes, scales, layout, impl)
     return op.grouped_linear(rows, ends, codes, scales, layout, impl)

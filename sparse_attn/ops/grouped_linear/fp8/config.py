@@ -7,6 +7,7 @@ from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.target import Target
 
 GROUP = 128  # columns under one scale of a row
+BLOCK = 32  # of whose multiples scale blocks have columns
 BLOCK_N = 64
 TILES = (128, 64, 16)  # rows
 WARPS = {128: 8, 64: 4, 16: 4}
@@ -21,4 +22,5 @@ def plan(problem: Problem, target: Target) -> Plan:
     tiles = groups + (problem.rows - groups) // rows if problem.ends else -(-problem.rows // rows)
     grid.check("outputs", problem.outputs, BLOCK_N)
     num_stages = 1 if target.interpreted else 3
-    return Plan(tiles, rows, BLOCK_N, GROUP, False, WARPS[rows], num_stages)
+    block_k = GROUP if problem.block[1] % GROUP == 0 else BLOCK
+    return Plan(tiles, rows, BLOCK_N, block_k, False, WARPS[rows], num_stages)

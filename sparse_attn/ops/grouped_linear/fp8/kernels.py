@@ -1,8 +1,9 @@
-"""The grouped product of rows and weights that are both fp8.
+"""The grouped product of rows that are quantised to fp8 and of packed weights.
 
 ``quantise`` gives every 128 columns of a row a power of two that brings their largest magnitude to 448 at most.
-``multiply`` adds up products of 128 columns on the matrix unit, multiplies them by both scales in fp32, and adds them
-in fp32. Without fp8 units codes are multiplied as bf16, of which they are values.
+``multiply`` adds up products of BLOCK_K columns, within one scale block, on the matrix unit, multiplies them by both
+scales in fp32, and adds them in fp32. Codes of e2m1 become those of e4m3, which has all of their values. Without fp8
+units codes are multiplied as bf16, of which they are values, too.
 """
 
 import triton
@@ -14,6 +15,13 @@ from sparse_attn.device.packed_dot import decode_scale
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
 LEAST = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def _as_e4m3(nibbles):
+    """Codes of e2m1, the lower four bits -> those of e4m3, int32."""
+    magnitude = nibbles & 7
+    return tl.where(magnitude < 2, magnitude * 0x30, 0x30 + 4 * magnitude) | ((nibbles & 8) << 4)
 
 
 @triton.jit(do_not_specialize=["stride_row", "stride_column"])
@@ -42,9 +50,9 @@ def quantise(
 @triton.jit(do_not_specialize=["rows", "groups", "first_row", "stride_ends"])
 def multiply(
     x,  # uint8 [rows, columns padded], contiguous
-    x_scales,  # fp32 [rows, columns / BLOCK_K], contiguous
+    x_scales,  # fp32 [rows, columns / GROUP], contiguous
     ends,  # int32 [groups] or None
-    codes,  # uint8 [groups, outputs, columns], columns contiguous
+    codes,  # uint8 [groups, outputs, columns or columns / 2], columns contiguous
     scales,  # fp32 or uint8 [groups, blocks of rows, blocks of columns]
     out,  # [rows, outputs], contiguous
     rows,
@@ -59,12 +67,14 @@ def multiply(
     stride_scales_row,
     stride_scales_column,
     GROUPS_PADDED: tl.constexpr,
+    CODES: tl.constexpr,  # "e4m3", "e2m1"
     E8M0: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,  # columns under a scale of a row, a multiple of BLOCK_K
     FP8_DOT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -83,15 +93,22 @@ def multiply(
     if group < groups:
         steps, column = tl.cdiv(columns, BLOCK_K), tl.arange(0, BLOCK_K)
         own = tl.minimum(output, outputs - 1).to(tl.int64)
-        x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * steps * BLOCK_K
-        code_rows = codes + group.to(tl.int64) * stride_codes_group + own[None, :] * stride_codes_row
+        x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * tl.cdiv(columns, GROUP) * GROUP
+        code_rows = codes + group.to(tl.int64) * stride_codes_group + own * stride_codes_row
         scale_rows = scales + group.to(tl.int64) * stride_scales_group
         scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
-        scale_of = x_scales + tl.minimum(row, rows - 1).to(tl.int64) * steps
+        scale_of = x_scales + tl.minimum(row, rows - 1).to(tl.int64) * tl.cdiv(columns, GROUP)
         for step in range(steps):
             at = step * BLOCK_K + column
             mine = tl.load(x_rows + at[None, :])
-            values = tl.load(code_rows + at[:, None], mask=(at < columns)[:, None], other=0)
+            if CODES == "e4m3":
+                values = tl.load(code_rows[None, :] + at[:, None], mask=(at < columns)[:, None], other=0)
+            else:
+                at_byte = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+                inside = (at_byte < columns // 2)[None, :]
+                pairs = tl.load(code_rows[:, None] + at_byte[None, :], mask=inside, other=0).to(tl.int32)
+                pairs = tl.join(_as_e4m3(pairs & 15), _as_e4m3(pairs >> 4))
+                values = tl.trans(tl.reshape(pairs, [BLOCK_N, BLOCK_K])).to(tl.uint8)
             if FP8_DOT:
                 mine, values = mine.to(tl.float8e4nv, bitcast=True), values.to(tl.float8e4nv, bitcast=True)
                 product = tl.dot(mine, values, out_dtype=tl.float32)
@@ -99,6 +116,7 @@ def multiply(
                 mine, values = decode_fp8_bf16(mine, False), decode_fp8_bf16(values, False)
                 product = cast.dot(mine, values, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             scale = tl.load(scale_rows + (step * BLOCK_K // BLOCK_COLUMNS) * stride_scales_column)
-            sums += product * tl.load(scale_of + step)[:, None] * decode_scale(scale, E8M0)[None, :]
+            row_scale = tl.load(scale_of + step * BLOCK_K // GROUP)
+            sums += product * row_scale[:, None] * decode_scale(scale, E8M0)[None, :]
     target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(target, cast.cast(sums, out.dtype.element_ty), mask=row_inside[:, None] & output_inside[None, :])
