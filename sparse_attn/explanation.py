@@ -380,10 +380,10 @@ def _grouped_linear(rows, ends, codes, scales, layout) -> Question:
 
 
 def _packed_experts(
-    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp
+    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, activations
 ) -> Question:
     packed = gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout
-    problem = routed_problem_of(x, ids, *packed)
+    problem = routed_problem_of(x, ids, *packed)._replace(activations=activations)
     (tokens, hidden), experts, intermediate = x.shape, problem.gate_up.groups, problem.down.columns
     read = sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) // experts * min(problem.rows, experts)
     moved = 2 * x.element_size() * tokens * hidden + 8 * problem.rows
@@ -391,7 +391,7 @@ def _packed_experts(
         routed.KERNELS,
         routed.choose,
         problem if problem.rows * hidden * intermediate else None,
-        roofline.Work(moved + read, 6 * problem.rows * hidden * intermediate),
+        roofline.Work(moved + read, 6 * problem.rows * hidden * intermediate, activations == "fp8"),
     )
 
 

@@ -44,9 +44,20 @@ def routes(tokens, device="cpu", experts=EXPERTS, k=K):
     return weights.to(device)[:, ::2], drawn.to(device)[:, ::2]
 
 
-def exact(x, weights, ids, gate_up, down, clamp):
+def quantised(values, activations):
+    """What values may be off by where they are quantised: 2**-4 of themselves, or 2**-10 of a scale, at most 2 / 448 of
+    the greatest of 128; twice that where they are off already."""
+    if activations == "exact":
+        return 0.0
+    blocks = F.pad(values.abs(), (0, -values.shape[0] % 128)).view(-1, 128)
+    least = (blocks.amax(-1, keepdim=True) * (2 / 448 * 2.0**-10)).expand_as(blocks).flatten()[: values.shape[0]]
+    return torch.maximum(values.abs() * 2.0**-4, 2 * least)
+
+
+def exact(x, weights, ids, gate_up, down, clamp, activations="exact"):
     """(fp64 result, what it may be off by) on the CPU. A sum of n products in fp32 loses n * 2**-24 of their
-    magnitudes, and on a GPU's matrix units 2**-21 more; silu is 1.1-Lipschitz and taken in fp32."""
+    magnitudes, and on a GPU's matrix units 2**-21 more; silu is 1.1-Lipschitz and taken in fp32. fp8 units lose 2**-13 of a block's products."""
+    units = 2.0**-21 if activations == "exact" else 2.0**-13
     dtype, x, weights, ids = x.dtype, x.cpu().double(), weights.cpu().double(), ids.cpu()
     first, second = (dequantise(one).cpu().double() for one in (gate_up, down))
     out = torch.zeros_like(x)
@@ -56,7 +67,9 @@ def exact(x, weights, ids, gate_up, down, clamp):
             if not 0 <= expert < first.shape[0]:
                 continue
             both = first[expert] @ x[token]
-            slack = (first[expert].abs() @ x[token].abs()) * (x.shape[1] * 2.0**-24 + 2.0**-21)
+            beside = quantised(x[token], activations)
+            slack = (first[expert].abs() @ (x[token].abs() + beside)) * (x.shape[1] * 2.0**-24 + units)
+            slack += first[expert].abs() @ (0 * x[token] + beside)
             gate, up = both.chunk(2)
             off_gate, off_up = slack.chunk(2)
             if clamp is not None:
@@ -67,15 +80,16 @@ def exact(x, weights, ids, gate_up, down, clamp):
             off = 1.1 * (up.abs() + off_up) * off_gate + F.silu(gate).abs() * off_up
             off += inner.abs() * (EPSILON[dtype] + 2.0**-20)
             here = second[expert] @ inner
-            slack = (second[expert].abs() @ (inner.abs() + off)) * (inner.shape[0] * 2.0**-24 + 2.0**-21)
+            off += quantised(inner.abs() + off, activations)
+            slack = (second[expert].abs() @ (inner.abs() + off)) * (inner.shape[0] * 2.0**-24 + units)
             slack += second[expert].abs() @ off + here.abs() * EPSILON[dtype]
             out[token] += weight * here
             error[token] += weight * slack
     return out, error * 1.001 + out.abs() * EPSILON[dtype]
 
 
-def check(got, x, weights, ids, gate_up, down, clamp):
-    want, allowed = exact(x, weights, ids, gate_up, down, clamp)
+def check(got, x, weights, ids, gate_up, down, clamp, activations="exact"):
+    want, allowed = exact(x, weights, ids, gate_up, down, clamp, activations)
     assert got.dtype == x.dtype and got.shape == x.shape and got.is_contiguous()
     off = (got.cpu().double() - want).abs() - allowed
     assert off.max().item() <= 0 if off.numel() else True, f"{off.max()} beyond the bound of {allowed.max()}"
@@ -86,6 +100,17 @@ def test_reference(layout, dtype):
     pair, x = weights_of(layout, hidden=96, intermediate=64), rows_of(9, 96, dtype).contiguous()
     for clamp in (None, 0.5):
         check(packed_experts(x, *routes(9), *pair, clamp=clamp, impl="reference"), x, *routes(9), *pair, clamp)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("impl", ["reference", "grouped"])
+@pytest.mark.parametrize("layout", [MXFP4, V32], ids=lambda layout: layout.name)
+def test_fp8_activations(layout, impl, device):
+    pair, x = weights_of(layout, device, hidden=96, intermediate=64), rows_of(5, 96, BF16, device)
+    more = dict(clamp=0.5, activations="fp8")
+    got = packed_experts(x, *routes(5, device), *pair, impl=impl, **more)
+    check(got, x, *routes(5, device), *pair, **more)
+    assert not torch.equal(got, packed_experts(x, *routes(5, device), *pair, impl=impl, clamp=0.5))
 
 
 def test_nothing_to_add():
@@ -187,6 +212,7 @@ Tensor down,
 Tensor down_scales,
 str down_layout,
 float? clamp,
+str activations,
 str impl) -> Tensor""",
     )
 
@@ -194,8 +220,10 @@ str impl) -> Tensor""",
 def test_opcheck():
     (codes, scales, name), (down, down_scales, _) = weights_of(MXFP4, hidden=64, intermediate=32)
     x, (weights, ids) = torch.randn(4, 64).bfloat16(), routes(4)
-    opcheck("packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, "auto")
-    opcheck("packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, "auto")
+    opcheck("packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, "exact", "auto")
+    opcheck(
+        "packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, "fp8", "auto"
+    )
 
 
 @pytest.mark.parametrize("change, error, message", [
@@ -207,6 +235,8 @@ def test_opcheck():
     (dict(down=torch.zeros(5, HIDDEN, INTERMEDIATE)), TypeError, "down: got Tensor, allowed: a PackedWeight"),
     (dict(gate_up=weights_of(MXFP4)[1]), ValueError, r"gate_up: got shape \[5, 256, 256\], allowed: \[5, 512, 256\]"),
     (dict(gate_up=weights_of(WeightLayout("e4m3", (8, 24), "fp32"))[0]), ValueError, "gate_up: got scale blocks of 24"),
+    (dict(activations="int8"), ValueError, "activations: got 'int8'"),
+    (dict(impl="swap_ab"), ValueError, "impl: 'swap_ab' needs"),
     (dict(impl="hopper"), ValueError, "impl: got 'hopper'"),
 ])  # fmt: skip
 def test_errors(change, error, message):

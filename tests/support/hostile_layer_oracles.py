@@ -138,11 +138,13 @@ def gate_scores(logits, score):
     return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
 
 
-def linear(x, weight):
+def linear(x, weight, activations):
+    assert activations == "exact"
     return (x.double() @ weight.double().t()).to(x.dtype)
 
 
-def grouped_linear(rows, ends, weight):
+def grouped_linear(rows, ends, weight, activations):
+    assert activations == "exact"
     out = torch.zeros(len(rows), weight.shape[1], dtype=rows.dtype)
     for row in range(len(rows)):
         group = next((g for g, end in enumerate(ends.tolist()) if row < end), None)
@@ -151,7 +153,8 @@ def grouped_linear(rows, ends, weight):
     return out
 
 
-def packed_experts(x, weights, ids, gate_up, down, clamp):
+def packed_experts(x, weights, ids, gate_up, down, clamp, activations):
+    assert activations == "exact"
     out = torch.zeros(x.shape, dtype=torch.float64)
     first, second = (dequantise(weight).double() for weight in (gate_up, down))
     for token in range(len(x)):

@@ -9,6 +9,7 @@ from sparse_attn.ops.experts import op
 from sparse_attn.weight_layout import CODE_DTYPE, SCALE_DTYPE, PackedWeight, parse_weight_layout, weight_shape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ACTIVATIONS = ("exact", "fp8")
 
 
 def packed_experts(
@@ -19,6 +20,7 @@ def packed_experts(
     down: PackedWeight,
     *,
     clamp: float | None = None,
+    activations: str = "exact",
     impl: str = "auto",
 ) -> torch.Tensor:
     """Gated MLPs of the experts that a token is routed to, times the token's weights, summed.
@@ -26,7 +28,8 @@ def packed_experts(
     x: bf16, fp16 or fp32 [tokens, hidden]. weights: fp32 [tokens, k]. ids: int32 [tokens, k], an expert each; one
     outside of the experts, such as another rank's, adds nothing. gate_up: [experts, 2 * intermediate, hidden], gate
     rows first. down: [experts, hidden, intermediate]. clamp: gates are bounded from above by it, ups both ways, before
-    silu(gate) * up; None: unbounded.
+    silu(gate) * up; None: unbounded. activations: "fp8" quantises x, and what is between the products, as
+    grouped_linear does (W8A8, W4A8): either is off by up to 2^-4 of itself.
 
     Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
     rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
@@ -41,8 +44,9 @@ def packed_experts(
     checks.check_rank("ids", ids, 2)
     checks.check_dtype("weights", weights, (torch.float32,))
     checks.check_shape("weights", weights, tuple(ids.shape), "[tokens, experts of a token] (those of ids)")
+    checks.check_choice("activations", activations, ACTIVATIONS)
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        _check_weight(name, weight)
+        _check_weight(name, weight, 16 if activations == "exact" else 32)
     experts, hidden, intermediate = weight_shape(down)
     checks.check_at_least("down experts", experts, 1)
     if tuple(weight_shape(gate_up)) != (experts, 2 * intermediate, hidden):
@@ -58,18 +62,19 @@ def packed_experts(
     checks.check_same_device(x=x, weights=weights, ids=ids, **parts)
     return op.packed_experts(
         x, weights, ids, gate_up.codes.view(torch.uint8), gate_up.scales, gate_up.layout, down.codes.view(torch.uint8),
-        down.scales, down.layout, clamp, impl,
+        down.scales, down.layout, clamp, activations, impl,
     )  # fmt: skip
 
 
-def _check_weight(name: str, weight: PackedWeight) -> None:
+def _check_weight(name: str, weight: PackedWeight, multiple: int) -> None:
+    """multiple: of which scale blocks have columns."""
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"{name}: got {type(weight).__name__}, allowed: a PackedWeight")
     layout = parse_weight_layout(weight.layout)
     checks.check_dtype(f"{name}.codes", weight.codes, (CODE_DTYPE[layout.codes],))
     checks.check_dtype(f"{name}.scales", weight.scales, (SCALE_DTYPE[layout.scale],))
     checks.check_rank(f"{name}.codes", weight.codes, 3)
-    if layout.block[1] % 16:
-        raise ValueError(f"{name}: got scale blocks of {layout.block[1]} columns, allowed: multiples of 16")
+    if layout.block[1] % multiple:
+        raise ValueError(f"{name}: got scale blocks of {layout.block[1]} columns, allowed: multiples of {multiple}")
     experts, rows, columns = weight_shape(weight)
     checks.check_shape(f"{name}.scales", weight.scales, (experts, *layout.grid(rows, columns)), "[experts, blocks]")

@@ -18,5 +18,6 @@ def packed_experts(
     down_scales: torch.Tensor,
     down_layout: str,
     clamp: float | None,
+    activations: str,
 ) -> None:
     debug.not_nan("weights", weights)

@@ -3,5 +3,7 @@
 from sparse_attn.ops.experts.shapes import allocate_sums
 
 
-def packed_experts(x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp):
+def packed_experts(
+    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, activations
+):
     return allocate_sums(x)

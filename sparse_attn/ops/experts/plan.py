@@ -19,6 +19,7 @@ class Problem(NamedTuple):
     k: int
     gate_up: Product
     down: Product
+    activations: str = "exact"
 
     @property
     def rows(self) -> int:

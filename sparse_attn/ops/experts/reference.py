@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.ops.experts.shapes import by_expert
-from sparse_attn.ops.grouped_linear.reference import grouped_linear
+from sparse_attn.ops.grouped_linear.reference import grouped_linear, grouped_linear_fp8
 
 
 def packed_experts(
@@ -19,6 +19,8 @@ def packed_experts(
     down_scales: torch.Tensor,
     down_layout: str,
     clamp: float | None,
+    activations: str,
 ) -> torch.Tensor:
     first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
-    return by_expert(x, weights, ids, first, second, clamp, grouped_linear)
+    product = grouped_linear if activations == "exact" else grouped_linear_fp8
+    return by_expert(x, weights, ids, first, second, clamp, product)

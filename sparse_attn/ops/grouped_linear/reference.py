@@ -54,6 +54,6 @@ def grouped_linear_fp8(
 def quantised_rows(rows: torch.Tensor) -> torch.Tensor:
     """fp32 [n, columns]: what fp8 codes and a power of two for every 128 columns leave of rows; NaN for infinities."""
     n, columns = rows.shape
-    blocks = F.pad(rows.float(), (0, -columns % ROW_GROUP)).view(n, -1, ROW_GROUP)
+    blocks = F.pad(rows.float(), (0, -columns % ROW_GROUP)).view(n, -(-columns // ROW_GROUP), ROW_GROUP)
     codes, scales = fp8_quantise(blocks, "e4m3fn", "pow2", ROW_FLOOR)
-    return (fp8_decode(codes, "e4m3fn") * scales.unsqueeze(-1)).view(n, -1)[:, :columns]
+    return (fp8_decode(codes, "e4m3fn") * scales.unsqueeze(-1)).flatten(1)[:, :columns]

@@ -9,7 +9,7 @@ from sparse_attn.ops.experts.grouped import kernels
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.shapes import sorted_by_expert
-from sparse_attn.ops.grouped_linear.launch import grouped_linear
+from sparse_attn.ops.grouped_linear.launch import grouped_linear, grouped_linear_fp8
 from sparse_attn.target import target_of
 
 BLOCK = 1024
@@ -20,14 +20,15 @@ def multiply(call: Call, plan: Plan) -> None:
     experts, intermediate = call.problem.gate_up.groups, call.problem.down.columns
     launched = pdl.launched(target_of(device))
     order, place, ends = sorted_by_expert(call.ids, experts)
-    both = grouped_linear(call.x[order // k], ends, *call.gate_up)
+    product = grouped_linear if call.problem.activations == "exact" else grouped_linear_fp8
+    both = product(call.x[order // k], ends, *call.gate_up)
     inner = torch.empty(tokens * k, intermediate, dtype=call.x.dtype, device=device)
     kernels.gate_rows[(tokens * k, -(-intermediate // BLOCK))](
         both, inner, intermediate, 0.0 if call.clamp is None else call.clamp, CLAMPED=call.clamp is not None,
         BLOCK=BLOCK, num_warps=4, **launched,
     )  # fmt: skip
     del both
-    terms = grouped_linear(inner, ends, *call.down)
+    terms = product(inner, ends, *call.down)
     kernels.add_rows[(tokens, -(-hidden // BLOCK))](
         terms, place, call.weights.contiguous(), call.ids.contiguous(), call.out, k, experts, hidden, BLOCK=BLOCK,
         num_warps=4, **launched,

@@ -14,6 +14,8 @@ MOST_EACH = 16  # rows of an expert in the mean, of which every BLOCK_M read its
 
 
 def supports(problem: Problem, target: Target) -> Support:
+    if problem.activations != "exact":
+        return no(f"activations: got {problem.activations}, allowed: exact")
     for name, one in (("gate_up", problem.gate_up), ("down", problem.down)):
         alone = PRODUCT.supports(one._replace(rows=1), target)
         if not alone.ok:
