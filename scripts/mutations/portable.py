@@ -348,9 +348,16 @@ KERNELS = [
     Mutation(
         "fp8-rows-scale-of-another-group", "128 columns of a row take the scale of its first ones",
         OPS + "grouped_linear/fp8/kernels.py",
-        "tl.load(scale_of + step)[:, None]",
-        "tl.load(scale_of + 0 * step)[:, None]",
+        "tl.load(scale_of + step * BLOCK_K // GROUP)",
+        "tl.load(scale_of + 0 * step)",
         ("tests/test_grouped_linear_fp8.py::test_kernel",),
+    ),
+    Mutation(
+        "fp8-rows-nibbles-swapped", "the odd column of e2m1 is read from the low nibble, for fp8 rows",
+        OPS + "grouped_linear/fp8/kernels.py",
+        "tl.join(_as_e4m3(pairs & 15), _as_e4m3(pairs >> 4))",
+        "tl.join(_as_e4m3(pairs >> 4), _as_e4m3(pairs & 15))",
+        ("tests/test_grouped_linear_fp8.py::test_kernel_of_every_e2m1_code",),
     ),
     Mutation(
         "fp8-rows-amax-of-half", "the largest magnitude of 128 columns is looked for among half of them",
