@@ -36,6 +36,7 @@ from sparse_attn.ops.index_logits.hopper.requests import (
     clear,
     entries_of,
     find_run,
+    own_rows,
     places,
     tiles_of,
     write,
@@ -111,7 +112,9 @@ def _consumer(shared, bars, lengths, output, run, keep_in_l2, which: gl.constexp
     TURNS: gl.constexpr = CONSUMERS // PRODUCTS
     COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS * HEADS))
     KEY: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS))
+    key = gl.arange(0, BLOCK_KV, layout=KEY)
     column = gl.arange(0, ROWS * HEADS, layout=COLUMN)
+    own_row, group, maxima_row = own_rows(FIRST_ROW, ROWS, output.GROUP)
     if output.CLEAR and which == 0:  # while the first keys are under way
         clear(lengths, output)
     done, blocks_done = 0, 0
@@ -121,7 +124,7 @@ def _consumer(shared, bars, lengths, output, run, keep_in_l2, which: gl.constexp
         tiles = tiles_of(lengths, query_block)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
-            place = places(lengths, output, query_block, FIRST_ROW, ROWS)
+            place = places(lengths, output, query_block, own_row, maxima_row)
             first_row = query_block % BLOCKS * BLOCK_Q
             row = FIRST_ROW + column // HEADS
             weights_row = (query_block // BLOCKS).to(gl.int64) * NEXT_N + first_row + row
@@ -132,6 +135,7 @@ def _consumer(shared, bars, lengths, output, run, keep_in_l2, which: gl.constexp
             mbarrier.wait(bars.q_full.index(q_stage), phase)
             for i in range(own_tile(TURN, done, TURNS), own, TURNS):
                 stage, phase = ring(done + i, STAGES)
+                tile = skip + i
                 mbarrier.wait(bars.full.index(stage), phase)
                 q = shared.queries.index(q_stage).slice(FIRST_ROW * HEADS, ROWS * HEADS, dim=0)
                 product = multiply(shared.keys.index(stage), q)
@@ -140,7 +144,7 @@ def _consumer(shared, bars, lengths, output, run, keep_in_l2, which: gl.constexp
                 end = gl.expand_dims(shared.ends.index(stage).load(KEY), 1)
                 signal(bars.empty.index(stage))
                 scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(scale, 1)
-                write(scores, skip + i, end, place, output, keep_in_l2, ROWS)
+                write(scores, tile, end, place, output, keep_in_l2, key, group)
             signal(bars.q_empty.index(q_stage))
         done += own
         blocks_done += (own > 0).to(gl.int32)

@@ -45,6 +45,7 @@ from sparse_attn.ops.index_logits.hopper.requests import (
     entries_of,
     find_run,
     lengths_of,
+    own_rows,
     places,
     tiles_of,
     write,
@@ -129,6 +130,8 @@ def _consumer(
     COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(N))
     if output.CLEAR and which == 0:  # while the first keys are under way
         clear(lengths, output)
+    key = gl.arange(0, BLOCK_KV, layout=KEY)
+    _, group, _ = own_rows(0, ROWS, output.GROUP)
     done, blocks_done = 0, 0
     skip = run.skip
     for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
@@ -150,7 +153,8 @@ def _consumer(
             signal(bars.q_ready.index(q_stage))
             own_places = ()
             for p in gl.static_range(PRODUCTS):
-                own_places = own_places + (places(lengths, output, query_block, p * ROWS, ROWS),)
+                own_row, _, maxima_row = own_rows(p * ROWS, ROWS, output.GROUP)
+                own_places = own_places + (places(lengths, output, query_block, own_row, maxima_row),)
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
             all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
             half_weights = weights.slice(0, N).load(COLUMN)
@@ -171,7 +175,7 @@ def _consumer(
                         if not HELD:
                             half_weights = weights.slice(p * N, N).load(COLUMN)
                         scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
-                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, ROWS)
+                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
                 else:
                     key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
                     here = QueryBlock(
@@ -186,7 +190,7 @@ def _consumer(
                     known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
                     for p in gl.static_range(PRODUCTS):
                         scores = scores_of_groups(words, key_scales, queries, here, p * N, ROWS) * known
-                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, ROWS)
+                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
                     signal(bars.empty.index(stage))
         done += own
         blocks_done += (own > 0).to(gl.int32)

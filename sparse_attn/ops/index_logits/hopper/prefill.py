@@ -83,10 +83,14 @@ def tiles_of(ranges, query_block, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def find_run(ranges, BLOCK_Q: gl.constexpr):
-    """The CTA's run."""
-    query_block = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    query_blocks = (ranges.rows + BLOCK_Q - 1) // BLOCK_Q
+def count_blocks(rows, BLOCK_Q: gl.constexpr):
+    """(the first CHUNK query blocks, how many there are)."""
+    return gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0])), (rows + BLOCK_Q - 1) // BLOCK_Q
+
+
+@gluon.jit
+def find_run(ranges, query_block, query_blocks, BLOCK_Q: gl.constexpr):
+    """The CTA's run. query_block, query_blocks: as count_blocks gives them."""
     _, tiles = tiles_of(ranges, query_block, BLOCK_Q)
 
     counted = gl.sum(tiles, 0)
@@ -204,6 +208,7 @@ def mqa_logits(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     BLOCK_Q: gl.constexpr = weights.block_shape[0]
+    query_block, query_blocks = count_blocks(rows, BLOCK_Q)
     shared = Shared(
         keys=gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_shape, k.layout),
         scales=gl.allocate_shared_memory(k_scale.dtype, [STAGES] + k_scale.block_shape, k_scale.layout),
@@ -214,7 +219,7 @@ def mqa_logits(
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     fence_async_shared()
     wait()
-    run = find_run(ranges, BLOCK_Q)
+    run = find_run(ranges, query_block, query_blocks, BLOCK_Q)
     barrier()
     gl.warp_specialize(
         [

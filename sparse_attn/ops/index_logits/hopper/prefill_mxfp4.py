@@ -35,7 +35,7 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     turn_scales,
     words_of,
 )
-from sparse_attn.ops.index_logits.hopper.prefill import Ranges, find_run, range_of, tiles_of
+from sparse_attn.ops.index_logits.hopper.prefill import Ranges, count_blocks, find_run, range_of, tiles_of
 
 
 @gluon.jit
@@ -203,7 +203,7 @@ def mqa_logits(
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     fence_async_shared()
     wait()
-    run = find_run(ranges, BLOCK_Q)
+    run = find_run(ranges, *count_blocks(rows, BLOCK_Q), BLOCK_Q)
     barrier()
     strides = stride_q_row, stride_weights_row, stride_weights_head
     gl.warp_specialize(

@@ -131,8 +131,9 @@ def find_run(lengths, pdl_tiles):
         first, skipped, last = search(tiles, counted, begin, end, first, skipped, last)
         counted += gl.sum(tiles, 0)
     last = gl.minimum(last + 1, lengths.query_blocks)
+    count = end - begin
     keep_in_l2 = total <= L2_BYTES // (BLOCK_KV * lengths.BLOCK_Q * 4)
-    return Run(first, begin - skipped, last, end - begin), keep_in_l2
+    return Run(first, begin - skipped, last, count), keep_in_l2
 
 
 @gluon.jit
@@ -167,14 +168,28 @@ def _store(to, values, mask, keep_in_l2):
 
 
 @gluon.jit
-def places(lengths, output, query_block, FIRST_ROW: gl.constexpr, ROWS: gl.constexpr):
-    """(where the scores of ``ROWS`` rows of a query block go, how many of each it sees, how many are written, where the
-    highest of groups go, how many groups): of a row of positions, [1, ROWS] each."""
+def own_rows(FIRST_ROW: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """(``ROWS`` rows of a query block from FIRST_ROW on as scores have them, groups of a tile, the rows as the highest
+    of groups have them); of no use where there are no groups. To be computed once, before any query block."""
+    SCORES: gl.constexpr = scores_layout(ROWS)
+    own_row = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(0, SCORES))
+    if GROUP > 1:
+        MAXIMA: gl.constexpr = maxima_layout(ROWS, GROUP)
+        group = gl.arange(0, BLOCK_KV // GROUP, layout=gl.SliceLayout(1, MAXIMA))
+        maxima_row = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(0, MAXIMA))
+        return own_row, group, maxima_row
+    else:
+        return own_row, own_row, own_row
+
+
+@gluon.jit
+def places(lengths, output, query_block, own_row, maxima_row):
+    """(where the scores of ``own_rows`` of a query block go, how many of each it sees, how many are written, where the
+    highest of groups go, how many groups): of a row of positions, [1, rows] each."""
     NEXT_N: gl.constexpr = lengths.NEXT_N
     GROUP: gl.constexpr = output.GROUP
     BLOCKS: gl.constexpr = blocks_of(NEXT_N, lengths.BLOCK_Q)
     gl.static_assert(GROUP == 1 or not output.CLEAR)  # what is written ends with a group
-    own_row = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(0, scores_layout(ROWS)))
     request = (query_block // BLOCKS).to(gl.int64)
     first_row = query_block % BLOCKS * lengths.BLOCK_Q
     present = NEXT_N - first_row
@@ -187,7 +202,6 @@ def places(lengths, output, query_block, FIRST_ROW: gl.constexpr, ROWS: gl.const
         written = gl.expand_dims(gl.where(own_row < present, lengths.max_context, 0), 0)
     to_maxima, groups = to, limit
     if GROUP > 1:
-        maxima_row = FIRST_ROW + gl.arange(0, ROWS, layout=gl.SliceLayout(0, maxima_layout(ROWS, GROUP)))
         maxima = output.maxima + (request * NEXT_N + first_row + maxima_row) * output.stride_maxima
         to_maxima = gl.expand_dims(maxima, 0)
         groups = gl.where(maxima_row < present, (lengths.max_context + GROUP - 1) // GROUP, 0)
@@ -197,18 +211,17 @@ def places(lengths, output, query_block, FIRST_ROW: gl.constexpr, ROWS: gl.const
 
 
 @gluon.jit
-def write(scores, tile, end, place, output, keep_in_l2, ROWS: gl.constexpr):
-    """A tile's scores [BLOCK_KV, ROWS] to ``places``, -inf from where a row or the tile's keys end."""
+def write(scores, tile, end, place, output, keep_in_l2, key, group):
+    """A tile's scores [BLOCK_KV, rows] to ``places``, -inf from where a row or the tile's keys end. key: of the tile;
+    group: of own_rows."""
     to, limit, written, to_maxima, groups = place
     GROUP: gl.constexpr = output.GROUP
-    key = gl.arange(0, BLOCK_KV, layout=gl.SliceLayout(1, scores_layout(ROWS)))
+    ROWS: gl.constexpr = scores.shape[1]
     position = gl.expand_dims(tile * BLOCK_KV + key, 1)
     scores = gl.where(position < gl.minimum(limit, end), scores, -float("inf"))
     _store(to + position, scores, position < written, keep_in_l2)
     if GROUP > 1:
-        MAXIMA: gl.constexpr = maxima_layout(ROWS, GROUP)
-        group = gl.arange(0, BLOCK_KV // GROUP, layout=gl.SliceLayout(1, MAXIMA))
         highest = gl.max(gl.reshape(scores, [BLOCK_KV // GROUP, GROUP, ROWS]), 1)
-        highest = gl.convert_layout(highest, MAXIMA, assert_trivial=True)
+        highest = gl.convert_layout(highest, maxima_layout(ROWS, GROUP), assert_trivial=True)
         at = gl.expand_dims(tile * (BLOCK_KV // GROUP) + group, 1)
         _store(to_maxima + at, highest, at < groups, keep_in_l2)
