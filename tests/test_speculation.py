@@ -1,6 +1,7 @@
 """Speculative decoding: the tokens are those without drafts, whoever drafts, and drafts save steps."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ from support.steps import model_of
 
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.generate import Model, Sampling, generate
+from sparse_attn.runtime.rows import EagerDecode
 from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
+from sparse_attn.torch_private import TorchDispatchMode
+from sparse_attn.types import Caches
 
 TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:90], TEXT[200:207], TEXT[300:371]]
@@ -142,3 +147,54 @@ def test_what_cannot_be_drafted_is_refused(options, error, message):
     model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, "fp32"))
     with pytest.raises(error, match=message):
         generate(model, [[1, 2, 3]], max_new_tokens=4, **options)
+
+
+class Waits(TorchDispatchMode):
+    """Raises where an operator reads a value of the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.name().removeprefix("aten::") not in READS, func
+        return func(*args, **(kwargs or {}))
+
+
+READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"}
+
+
+class Random(Model):
+    """Logits and hidden states that come from nowhere, of the model and of its layer of multi-token prediction."""
+
+    def __init__(self, vocab):
+        spec = replace(preset("tiny_v32"), vocab_size=vocab)
+        super().__init__(spec, {"embed": torch.zeros(1), "mtp.0.norm": torch.zeros(1)}, cache_layouts(spec, "fp32"))
+        del self.forward
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, tokens, caches, plan, keep_hidden=False):
+        logits = torch.rand(len(tokens), self.spec.vocab_size, generator=self.generator)
+        return (logits, torch.zeros(len(tokens), 4)) if keep_hidden else logits
+
+    def predictor(self):
+        return SimpleNamespace(logits=lambda hidden: self(hidden, None, None))
+
+
+@pytest.mark.parametrize("penalised", (False, True))
+@pytest.mark.parametrize("drafter", (None, lambda known, seq_lens: known[:, 1:3]))
+def test_no_step_waits_for_the_host(penalised, drafter):
+    """Plan, acceptance, penalties, filters and drafts, around a model that is none."""
+    rows, vocab = 3, 7
+    sampling = Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, repetition=1.2 if penalised else 1.0)
+    table, ids = torch.arange(rows * 4, dtype=torch.int32).view(rows, 4), torch.randint(0, vocab, (rows,))
+    caches, draws = Caches((torch.zeros(12, 8, 4),), (None,)), draws_of([sampling] * rows, vocab, prompts=[[1]] * rows)
+    loop = EagerDecode(
+        Random(vocab), caches, max_context=32, max_blocks=4, buckets=(rows,), speculate=2, drafter=drafter, draws=draws,
+        keep_logprobs=True, predict=lambda tokens, hidden, caches, plan: hidden,
+    )  # fmt: skip
+    lens = torch.tensor([5, 31, 0], dtype=torch.int32)
+    known = torch.randint(0, vocab, (rows, 30)) if drafter else None
+    loop.load(ids, lens, table, draws=draws, known=known, ends=lens + 9)
+    with Waits():
+        for _ in range(4):
+            loop._decode(rows)
+    assert loop.state.seq_lens[0] > 5 and loop.state.seq_lens[1:].tolist() == [0, 0]
+    drafts = loop._speculator._held.drafts
+    assert drafts.shape == (rows, 2) and (drafts >= 0).all()
