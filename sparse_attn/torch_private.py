@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
-    "assert_on_device", "counters", "dynamo_counts", "exported", "fake_mode", "is_view", "leaves", "map_leaves",
-    "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
+    "assert_on_device", "counters", "dynamo_counts", "exported", "fake_mode", "fake_processes", "is_view", "leaves",
+    "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
     "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
@@ -133,6 +133,15 @@ def fake_mode() -> AbstractContextManager:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def fake_processes(rank: int, size: int) -> None:
+    """Make this process torch.distributed's ``rank`` of ``size``, of which no other runs: collectives give back what it
+    sends. dist.destroy_process_group() ends it."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
 
 
 def occupy(cycles: int) -> None:

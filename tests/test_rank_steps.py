@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
 from support.processes import Grid, mesh_of_grid
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sparse_attn.mesh import Mesh
 from sparse_attn.models.exchange import step_bytes
@@ -19,7 +18,7 @@ from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model, Sampling, decode_step
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import TorchDispatchMode
+from sparse_attn.torch_private import TorchDispatchMode, fake_processes
 
 GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=2, context=2, expert=4))
 
@@ -28,7 +27,7 @@ GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=
 def as_rank(request):
     """The mesh of rank 1 of a grid; no other process runs."""
     grid = request.param
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=grid.size)
+    fake_processes(1, grid.size)
     yield mesh_of_grid(grid)
     dist.destroy_process_group()
 
@@ -36,12 +35,15 @@ def as_rank(request):
 class Sent(TorchDispatchMode):
     """Counts the bytes that this rank sends in collectives, taken for rings."""
 
-    nbytes = 0
+    def __init__(self, mesh: Mesh):
+        super().__init__()
+        self.nbytes = 0
+        self.sizes = {ranks.group: ranks.size for ranks in (mesh.tensor, mesh.context, mesh.routed)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional" and "wait" not in func.name():
-            size = dist.distributed_c10d._resolve_process_group(args[-1]).size()
+            size = self.sizes[args[-1]]
             own = args[0].numel() * args[0].itemsize
             if "all_to_all" in func.name():
                 own //= size
@@ -62,7 +64,7 @@ def test_a_step_sends_what_is_counted(name, as_rank):
     _, caches, state, _, max_context, _ = prepare(
         model, lengths, [length + 4 for length in lengths], block_size=block_size, prefill_tokens=64
     )
-    with Sent() as sent:
+    with Sent(as_rank) as sent:
         decode_step(model, caches, state, Sampling(), max_context)
     counted = step_bytes(
         model.spec, as_rank, len(lengths), torch.float32, max_context=max_context, block_size=block_size
