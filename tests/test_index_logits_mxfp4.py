@@ -87,6 +87,7 @@ def test_stages_keep_their_consumers(next_n):
 
 
 @pytest.mark.aot
+@pytest.mark.few(0)
 @pytest.mark.parametrize("next_n", [1, 4])
 def test_compiles_for_hopper(next_n):
     from sparse_attn.ops.index_logits import launch

@@ -21,7 +21,15 @@ def test_every_hopper_kernel_has_its_page():
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("name", ["hopper.prefill", "hopper.prefill_mxfp4", "hopper.paged", "hopper.paged_mxfp4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hopper.prefill",
+        "hopper.paged",
+        pytest.param("hopper.prefill_mxfp4", marks=pytest.mark.few(0)),
+        pytest.param("hopper.paged_mxfp4", marks=pytest.mark.few(0)),
+    ],
+)
 def test_tables_are_those_of_the_compiled_kernel(name):
     """Of 64 heads, and four rows a request."""
     from sparse_attn.ops.index_logits import launch

@@ -85,6 +85,7 @@ def paged(layout, lens, heads, width, *, far=0.0, nan=False, ctas=2, seed=0):
     check(call.out, lambda: reference.paged_mqa_logits(*call[:6], layout.name), inside, 2.0**-18 if mxfp4 else 2.0**-17)
 
 
+@pytest.mark.few(0)
 def test_paged_fp8():
     """A kernel that GPUs have run: what is wrong with the executed one is wrong with the execution."""
     paged(FP8, [[130], [70]], 64, 200)
