@@ -45,7 +45,7 @@ def foreign(tree):
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             modules = [ast.unparse(node)] if ast.unparse(node).startswith(INNARDS) else []
-            vllms = ast.unparse(node) == "torch.ops._C"  # a namespace of operators
+            vllms = ast.unparse(node) in ("torch.ops._C", "torch.ops._moe_C")  # namespaces of operators
             if is_private(node.attr) and not vllms and node.attr not in OWN | OTHERS:
                 yield node.lineno, node.attr
         for module in modules:

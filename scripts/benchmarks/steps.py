@@ -33,7 +33,7 @@ STEPS = 20
 @functools.cache
 def _packages() -> dict[str, set[str]]:
     """Triton function -> operator packages that have one of that name."""
-    from triton.runtime import JITFunction
+    from triton import JITFunction
 
     found: dict[str, set[str]] = defaultdict(set)
     for module in pkgutil.walk_packages(ops.__path__, ops.__name__ + "."):
