@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sparse_attn.mesh import ALONE, Ranks
@@ -37,7 +39,7 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def bound(func, args, kwargs) -> dict[str, object]:
+def bound(func, args, kwargs) -> dict[str, Any]:
     """The arguments of an operator's call by name."""
     names = [argument.name for argument in schema(func).arguments]
     return dict(zip(names, args)) | (kwargs or {})
