@@ -79,7 +79,7 @@ def test_kernel_of_every_e2m1_code(device):
 
 
 @pytest.mark.kernel
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_kernel(layout, dtype, device):
