@@ -369,6 +369,13 @@ PYTHON = [
         ("tests/test_moe_paths.py::test_parts_of_all_ranks_add_up",),
     ),
     Mutation(
+        "embedding-not-summed", "a rank goes on without the rows of the vocabulary that others hold",
+        "sparse_attn/models/vocabulary.py",
+        "return sum_over_ranks(torch.where(held.unsqueeze(-1), found, 0), ranks)",
+        "return torch.where(held.unsqueeze(-1), found, 0)",
+        ("tests/test_processes.py::test_two_processes",),
+    ),
+    Mutation(
         "experts-not-summed", "a rank goes on with what its own experts give",
         "sparse_attn/models/moe.py",
         "return sum_over_ranks(out, mesh.routed)",
