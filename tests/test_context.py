@@ -33,6 +33,7 @@ from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
 from sparse_attn.pipeline import ranks as pipeline_ranks
+from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
 from sparse_attn.pipeline.ranks import all_positions, merge_over_ranks, merged_bytes
@@ -253,6 +254,19 @@ def test_a_plan_of_a_rank_has_room():
                 assert (part.kv_end <= part.kv_indptr[-1]).all() and (part.slot_mapping >= 0).sum() == held.sum()
             assert torch.equal(sum(part.limits for part in parts), plan.limits)
             assert torch.equal(sum(part.kv_indptr for part in parts), plan.kv_indptr)
+
+
+def test_prefill_steps_of_ranks_fit_the_budget():
+    """As many rows as their scores leave room for; the bounds of a step beyond them are refused."""
+    spec, mesh = preset("glm5"), Mesh(context=Ranks(2, 0, "g"))
+    bounds = Bounds(1, 8192, 131072, mesh=mesh)
+    rows = fitting_rows(spec, bounds)
+    assert rows == (512 << 20) // (4 * (65536 + 64)) == fitting_rows(spec, replace(bounds, max_batched_tokens=3000))
+    assert fitting_rows(spec, replace(bounds, max_batched_tokens=7)) == 7
+    assert fitting_rows(spec, replace(bounds, mesh=ONE_RANK)) == 8192
+    check_rank_scores(spec, replace(bounds, max_batched_tokens=rows))
+    with pytest.raises(ValueError, match=f"0 decode rows .* and {rows + 1} prefill rows against 65600"):
+        check_rank_scores(spec, replace(bounds, max_batched_tokens=rows + 1))
 
 
 @pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "deepseek_v4_flash"))

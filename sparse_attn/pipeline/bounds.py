@@ -16,7 +16,7 @@ from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
 from sparse_attn.ops.ragged import config as ragged_config
-from sparse_attn.pipeline.choose import check_scores
+from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
 from sparse_attn.pipeline.context import own_bound, own_room
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
 from sparse_attn.spec import CompressedSpec, Spec
@@ -89,6 +89,15 @@ def workspace_size(
     return workspace.largest(
         workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)
     )
+
+
+def fitting_rows(spec: Spec | CompressedSpec, bounds: Bounds) -> int:
+    """Prefill rows of a step: max_batched_tokens, or the fewer whose scores fit the budget of context ranks, which
+    select all rows of a step together."""
+    if bounds.mesh.context.size == 1 or (isinstance(spec, CompressedSpec) and "indexed" not in spec.layer_kinds):
+        return bounds.max_batched_tokens
+    _, gathered = bounds.own_keys(spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1)
+    return min(bounds.max_batched_tokens, bounds.logits_bytes // (FP32_BYTES * max(gathered, 1)))
 
 
 def check_rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> None:

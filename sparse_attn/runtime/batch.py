@@ -11,7 +11,7 @@ import torch
 from sparse_attn import checks, workspace
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
-from sparse_attn.pipeline.bounds import check_rank_scores
+from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
@@ -62,7 +62,11 @@ def prepare(
     tables = BlockTables(pool, count, max(2, blocks_for(max_context, dealt)), dealt)
     for request, tokens in enumerate(reach):
         tables.reserve(request, tokens)
-    chunks = list(prefill_chunks(lengths, prefill_tokens))
+    step = Bounds(
+        max_batch=count, max_batched_tokens=prefill_tokens, max_model_len=max_context, block_size=block_size,
+        kv_rows=max(lengths) + prefill_tokens, logits_bytes=model.logits_bytes, mesh=model.mesh,
+    )  # fmt: skip
+    chunks = list(prefill_chunks(lengths, max(1, fitting_rows(model.spec, step))))
     longest = max(span.stop - span.start for spans in chunks for span in spans)
     caches = model.allocate_caches(
         pool.num_blocks, block_size, requests=count, step_rows=max(longest, next_n), next_n=next_n

@@ -113,7 +113,8 @@ def generate(
     sampling.seed draws.
     block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model.
     prefill_tokens: tokens a prefill
-    step takes at most, counted over requests. logprobs: how many of the most likely tokens to give the
+    step takes at most, counted over requests; context ranks take as many as their scores fit the model's logits_bytes.
+    logprobs: how many of the most likely tokens to give the
     log-probabilities of, beside that of the token drawn; None: none at all. They are the model's own, at temperature 1
     without penalties and filters. on_token: called with (place of the prompt, id) for each token, in order, as soon as
     the host has it; ends the prompt where it returns True. compile: run the forward under torch.compile, as one graph

@@ -11,6 +11,7 @@ from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.memory import activation_bytes, file_bytes, gathered_bytes, weight_bytes
 from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses, workspace_size
+from sparse_attn.pipeline.bounds import fitting_rows
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
 
@@ -86,9 +87,13 @@ def _rank(
     predicted: int,
 ) -> dict[str, object]:  # fmt: skip
     named: dict[str, object] = {"gpus": mesh.size, "ranks": show_mesh(mesh)}
+    bounds = replace(bounds, mesh=mesh)
+    if (rows := fitting_rows(spec, bounds)) < bounds.max_batched_tokens:
+        named["max_batched_tokens"] = rows
+        bounds = replace(bounds, max_batched_tokens=rows)
     try:
         check_mesh(spec, mesh)
-        held = _held(spec, replace(bounds, mesh=mesh), target, layouts, form, predicted)
+        held = _held(spec, bounds, target, layouts, form, predicted)
     except ValueError as error:
         return named | {"refused": str(error)}
     sent = step_bytes(

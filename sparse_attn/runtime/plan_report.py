@@ -65,7 +65,8 @@ def _show_gpus(numbers: dict) -> None:
 
 def _dealt(rank: dict) -> str:
     """The sizes of a grid that is more than tensor ranks with as many expert ranks."""
-    sizes = rank["ranks"]
+    sizes, rows = rank["ranks"], rank.get("max_batched_tokens")
+    few = "" if rows is None else f", {rows} tokens a step"  # than asked for, whose scores would not fit
     if sizes["tensor"] == sizes["expert"] == rank["gpus"]:
-        return ""
-    return "  " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        return few
+    return "  " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) + few
