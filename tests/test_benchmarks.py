@@ -105,6 +105,8 @@ def test_every_suite_is_listed_and_documented():
 
 @pytest.mark.parametrize("name", SUITES + ALONE)
 def test_suite_without_peers(name):
+    if name == "hf_bridge":
+        pytest.importorskip("transformers", minversion="5.24")
     records = dry_run(name)
     assert records and len({record.case for record in records}) == len(records)
     assert name in ALONE or all(record.peer is None and record.peer_us is None for record in records)

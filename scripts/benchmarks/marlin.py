@@ -46,7 +46,7 @@ def repacked(codes: torch.Tensor, scales: torch.Tensor) -> Weights:
 def _scales(scales: torch.Tensor) -> torch.Tensor:
     """[outputs, groups] -> [groups, outputs] of e8m0, in the order in which Marlin's threads take them."""
     outputs = scales.shape[0]
-    order = torch.tensor([i + 8 * j for i in range(8) for j in range(8)], device=scales.device)
+    order = torch.tensor([i + 8 * j for i in range(8) for j in range(8)], dtype=torch.int64, device=scales.device)
     moved = scales.t().reshape(-1, 64)[:, order].reshape(-1, 4)[:, [0, 2, 1, 3]]
     return moved.reshape(-1, outputs).contiguous().view(torch.float8_e8m0fnu)
 

@@ -60,7 +60,7 @@ def rank_share(run: Run) -> Iterator[Record]:
 
 
 def _scores(run: Run, rows: int, width: int, kind: str) -> torch.Tensor:
-    scores = torch.randn(rows, width, device=run.device)
+    scores = torch.randn(rows, width, dtype=torch.float32, device=run.device)
     return torch.where(torch.rand_like(scores) < PLATEAU, 0, scores.abs()) if kind == "zeros" else scores
 
 
@@ -117,7 +117,7 @@ def _merge(run: Run, rows: int, heads: int, width: int) -> Iterator[Record]:
     """Of all ranks' outputs of so many heads, exchanged before; and with copies for collectives, each rank merging its
     part of the heads."""
     outs = torch.randn(SIZE, rows, heads, width, device=run.device, dtype=torch.bfloat16)
-    lses = torch.randn(SIZE, rows, heads, device=run.device)
+    lses = torch.randn(SIZE, rows, heads, dtype=torch.float32, device=run.device)
     with copies():
         merged = merge_over_ranks(AttentionOutput(outs[0], lses[0]), RANKS)
     some = slice(heads // SIZE if heads % SIZE == 0 and rows > 1 else heads)  # others are copies of this rank's

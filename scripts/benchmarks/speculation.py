@@ -67,7 +67,7 @@ def _all_accepted(run: Run) -> Iterator[Record]:
             return tokens.gather(1, at.clamp(0, tokens.shape[1] - 1))
 
         loop = DecodeGraph(model, caches, speculate=DRAFTS, drafter=drafter, **common)
-        known = torch.zeros(batch, 1, dtype=torch.int64)
+        known = torch.zeros(batch, 1, dtype=torch.int64, device="cpu")
 
         def load_drafts(loop=loop, state=state, known=known):
             loop.load(state.tokens, state.seq_lens, state.block_table, known=known)

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -41,16 +41,17 @@ class Settings(NamedTuple):
 
 def first_weights(params: Params, spec: Spec | CompressedSpec, seed: int) -> Params:
     """The model's last layer and head, and projections that begin with the hidden state alone."""
+    home: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     generator, last, weights = torch.Generator().manual_seed(seed), f"layers.{spec.num_layers - 1}.", {}
     for name, shape in prediction_shapes(spec, 1).items():
         kind = name.removeprefix(PREFIX)
-        noise = 0.5 * torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        noise = 0.5 * torch.randn(shape, generator=generator, **home) * shape[-1] ** -0.5
         if kind in ("enorm", "hnorm"):
-            value = torch.ones(shape)
+            value = torch.ones(shape, **home)
         elif kind == "eh_proj":
-            value = noise + F.pad(torch.eye(shape[0]), (shape[0], 0))
+            value = noise + F.pad(torch.eye(shape[0], **home), (shape[0], 0))
         elif kind in ("e_proj", "h_proj"):
-            value = noise + (torch.eye(shape[0]) if kind == "h_proj" else 0.0)
+            value = noise + (torch.eye(shape[0], **home) if kind == "h_proj" else 0.0)
         else:
             value = params[last + kind if last + kind in params else kind]
         assert tuple(value.shape) == shape
@@ -126,7 +127,7 @@ def train_prediction(
     for name in own:
         weights[name].requires_grad_()
     optimiser = torch.optim.AdamW([weights[name] for name in own], betas=(0.9, 0.95), weight_decay=0.0)
-    started, totals = time.monotonic(), torch.zeros(2 * DRAFTS + 1, device=source.device)
+    started, totals = time.monotonic(), torch.zeros(2 * DRAFTS + 1, dtype=torch.float32, device=source.device)
     for step in range(1, settings.steps + 1):
         now = time.monotonic()
         left = min(1 - step / settings.steps, (deadline - now) / (deadline - started))
