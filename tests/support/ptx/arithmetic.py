@@ -118,8 +118,12 @@ def _logic(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
 
 
 def _extract(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
-    """bfe.u32"""
-    return (values[0] & BITS32) >> values[1] & (np.uint64(1) << values[2]) - np.uint64(1)
+    """bfe: some bits of a word, with the sign of the highest as s32."""
+    mask = (np.uint64(1) << values[2]) - np.uint64(1)
+    field = (values[0] & BITS32) >> values[1] & mask
+    if operation[-1] == "s32":
+        field = np.where(field > mask >> np.uint64(1), field | ~mask, field) & BITS32
+    return field
 
 
 def _convert(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:

@@ -112,6 +112,7 @@ class Cta:
         if execute := getattr(self, f"_{name}", None):
             return execute(warp, instruction, active) is not False
         if active.any():
+            assert not any("[" in operand for operand in instruction.operands), f"not known: {instruction.text}"
             values = [self._value(warp, operand) for operand in instruction.operands[1:]]
             self._set(warp, instruction.operands[0], compute(instruction.operation, values), active)
         return True
@@ -209,6 +210,14 @@ class Cta:
         for matrix, register in enumerate(names(instruction.operands[1])):
             rows = typed(self._value(warp, register), "u32").view(np.uint8).reshape(8, 16)
             self.shared[addresses[8 * matrix : 8 * matrix + 8, None] + np.arange(16)] = rows
+
+    def _ldmatrix(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """The reverse of stmatrix."""
+        assert active.all() and "trans" not in instruction.operation, instruction.text
+        addresses = self._address(warp, instruction.operands[1])
+        for matrix, register in enumerate(names(instruction.operands[0])):
+            rows = self.shared[addresses[8 * matrix : 8 * matrix + 8, None] + np.arange(16)]
+            self._set(warp, register, rows.reshape(32, 4).copy().view(np.uint32)[:, 0].astype(np.uint64), active)
 
     # --- control
 
