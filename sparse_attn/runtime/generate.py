@@ -111,18 +111,17 @@ def generate(
     seeds: one a prompt. A prompt with a seed draws the same tokens alone and in any batch. None, for all prompts or for
     one: the random stream (sampling.seed, place among the prompts); the first place draws what a prompt with the seed
     sampling.seed draws.
-    block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model.
-    prefill_tokens: tokens a prefill
-    step takes at most, counted over requests; context ranks take as many as their scores fit the model's logits_bytes.
-    logprobs: how many of the most likely tokens to give the
-    log-probabilities of, beside that of the token drawn; None: none at all. They are the model's own, at temperature 1
-    without penalties and filters. on_token: called with (place of the prompt, id) for each token, in order, as soon as
-    the host has it; ends the prompt where it returns True. compile: run the forward under torch.compile, as one graph
-    of symbolic sizes. graph: decode by replaying a captured step; with keep_logits or logprobs the host reads each
-    step's before it replays the next one. batch_invariant: of attention, as Model takes it; matrix products still
-    round by the number of rows in a step, which runtime.batching.Batching keeps the same. speculate: drafts that a
-    decode step verifies; the tokens are those without. drafter: the function that drafts, see
-    runtime.speculation.Drafter; None: the model's layer of multi-token prediction.
+    block_size: tokens a block of the paged caches covers on a context rank; None: what suits the model. prefill_tokens:
+    tokens a prefill step takes at most, counted over requests; context ranks take as many as their scores fit the
+    model's logits_bytes. logprobs: how many of the most likely tokens to give the log-probabilities of, beside that of
+    the token drawn; None: none at all. They are the model's own, at temperature 1 without penalties and filters.
+    on_token: called with (place of the prompt, id) for each token, in order, as soon as the host has it; ends the
+    prompt where it returns True. compile: run the forward under torch.compile, as one graph of symbolic sizes. graph:
+    decode by replaying a captured step; with keep_logits or logprobs the host reads each step's before it replays the
+    next one. batch_invariant: of attention, as Model takes it; matrix products still round by the number of rows in a
+    step, which runtime.batching.Batching keeps the same. speculate: drafts that a decode step verifies; the tokens are
+    those without. drafter: the function that drafts, see runtime.speculation.Drafter; None: the model's layer of
+    multi-token prediction.
 
     TypeError for numbers of the wrong kind. ValueError for empty prompts, ids outside the vocabulary, prompts that with
     their continuation exceed the model's positions, a block size that does not suit the model, and a graph where none
