@@ -107,7 +107,7 @@ def _timed(model: Model, caches, state: Decode, bounds: Bounds, width: int) -> f
     times = []
     for _ in range(4):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.stream.wait_stream(torch.cuda.current_stream())
+        graph.stream.wait_stream(torch.cuda.current_stream(model.device))
         begin.record(graph.stream)
         graph.run(STEPS)
         end.record(graph.stream)

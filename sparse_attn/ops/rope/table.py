@@ -61,7 +61,8 @@ def rope_table(
 ) -> torch.Tensor:
     """cos_sin fp32 [positions_count, dim]: row p holds dim / 2 cosines, then dim / 2 sines, of p times each frequency.
 
-    dim: rotated width, even. Computed on the CPU and then moved, so that every device holds the same bits.
+    dim: rotated width, even. Computed on the CPU and then moved, so that every device holds the same bits. device:
+    None: the CPU, whatever torch's default is.
     ValueError for a dim that is odd or below 2, no positions, or a theta or yarn out of range.
     Source: transformers 5.17, default and yarn rope of DeepSeek-V3.2.
     """
@@ -75,7 +76,7 @@ def rope_table(
     ):
         raise ValueError(f"yarn: got {yarn}, allowed: positive fields with beta_fast at least beta_slow")
     frequencies, factor = inverse_frequencies(dim, theta, yarn), 1.0 if yarn is None else yarn.attention_factor
-    table = torch.empty(positions_count, dim, dtype=torch.float32, device=device)
+    table = torch.empty(positions_count, dim, dtype=torch.float32, device="cpu" if device is None else device)
     for start in range(0, positions_count, BAND):
         part = table[start : start + BAND]
         positions = torch.arange(start, start + part.shape[0], dtype=torch.float32, device="cpu")
