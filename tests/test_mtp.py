@@ -216,11 +216,11 @@ def test_captured(name):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("drafts,least", ((2, 1.8), (1, 1.5), (3, 2.0)))
+@pytest.mark.parametrize("drafts,least", ((2, 1.8), (1, 1.5), (3, 1.8)))
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("name", ("reader-v32", "reader-v4"))
 def test_readers_accept_their_drafts(name, temperature, drafts, least):
-    """Behind held-out text, of drafts + 1 tokens that a step may give."""
+    """Behind held-out text, of drafts + 1 tokens that a step may give. A third draft takes nothing from two."""
     folder, ids = folder_of(name), list(held_out_text().encode())
     spec, params = load(folder, dtype=torch.float32, mtp=True)
     model = Model(spec, params, cache_layouts(spec, "fp8"))
