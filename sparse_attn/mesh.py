@@ -39,6 +39,14 @@ class Ranks:
 ALONE = Ranks()
 
 
+def check_expert(expert: int, tensor: int, context: int) -> None:
+    """ValueError where so many expert ranks do not suit the grid."""
+    if max(tensor, expert) % min(tensor, expert):
+        raise ValueError(f"expert: got {expert} ranks, allowed: a divisor or a multiple of the {tensor} tensor ranks")
+    if (within := tensor * context) % expert:
+        raise ValueError(f"expert: got {expert} ranks, allowed: a divisor of the {within} that compute the same tokens")
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The ranks of one process.
@@ -61,16 +69,8 @@ class Mesh:
 
     def __post_init__(self):
         tensor, expert = self.tensor, self.expert
-        more, fewer = max(tensor.size, expert.size), min(tensor.size, expert.size)
-        if more % fewer:
-            raise ValueError(
-                f"expert: got {expert.size} ranks, allowed: a divisor or a multiple of the {tensor.size} tensor ranks"
-            )
-        within = tensor.size * self.context.size
-        if within % expert.size:
-            raise ValueError(
-                f"expert: got {expert.size} ranks, allowed: a divisor of the {within} that compute the same tokens"
-            )
+        check_expert(expert.size, tensor.size, self.context.size)
+        more = max(tensor.size, expert.size)
         routed, cut = (tensor if tensor.size >= expert.size else expert), more // expert.size
         place = (self.context.rank * tensor.size + tensor.rank) % more
         if expert.rank != place // cut:
@@ -121,9 +121,8 @@ def show_mesh(mesh: Mesh) -> dict[str, int]:
 def planned_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, expert: int = 1, place: int = 0) -> Mesh:
     """The mesh of the process at ``place`` of a grid that does not run: its groups have names and no processes. What
     is computed from shapes takes it; no collective does."""
+    check_expert(expert, tensor, context)
     more = max(tensor, expert)
-    if more % min(tensor, expert):
-        raise ValueError(f"expert: got {expert} ranks, allowed: a divisor or a multiple of the {tensor} tensor ranks")
 
     def ranks(name: str, size: int, rank: int) -> Ranks:
         return Ranks(size, rank, f"{name} (planned)" if size > 1 else None)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, mesh_of, planned_mesh
+from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, check_expert, mesh_of, planned_mesh
 from sparse_attn.runtime.arguments import positive
 from sparse_attn.torch_private import all_gather
 
@@ -65,7 +65,6 @@ def planned(options: argparse.Namespace) -> list[Mesh]:
         return []
     context, data, expert = (sizes[name] or 1 for name in ("context", "data", "expert"))
     tensor = checked_tensor(sizes["tensor"], context, data, options.gpus)
-    check_expert(expert, tensor, context)
     return [planned_mesh(tensor=tensor, context=context, data=data, expert=expert)]
 
 
@@ -143,16 +142,6 @@ def checked_tensor(tensor: int | None, context: int, data: int, world: int) -> i
             "allowed: sizes whose product is the number of processes"
         )
     return tensor
-
-
-def check_expert(expert: int, tensor: int, context: int) -> None:
-    """ValueError where so many expert ranks do not suit the grid."""
-    more, fewer = max(tensor, expert), min(tensor, expert)
-    if more % fewer or (tensor * context) % expert:
-        raise ValueError(
-            f"expert: got {expert} ranks, allowed: a divisor of the {tensor * context} that compute the same tokens, "
-            f"and a divisor or a multiple of the {tensor} tensor ranks"
-        )
 
 
 def barrier() -> None:
