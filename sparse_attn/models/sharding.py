@@ -133,4 +133,6 @@ def _shard_plain(weight: torch.Tensor, kept: Kept) -> torch.Tensor:
         weight = weight[kept.entries.start : kept.entries.stop]
     found = weight_part(weight, kept.rows, kept.columns)
     assert isinstance(found, torch.Tensor)
-    return torch.nn.functional.pad(found, (0, 0, 0, kept.shape[-2] - found.shape[-2])).contiguous().clone()
+    own = found.new_zeros((*found.shape[:-2], kept.shape[-2], found.shape[-1]))
+    own[..., : found.shape[-2], :] = found
+    return own
