@@ -116,12 +116,7 @@ def _supports_hopper_paged(problem: PagedProblem, target: Target) -> Support:
     support = _supports_hopper(problem, target)
     if not support.ok:
         return support
-    if problem.block_size != hopper.BLOCK_KV:
-        return no(f"block_size: got {problem.block_size}, allowed: {hopper.BLOCK_KV}")
-    if problem.num_blocks == 0:
-        return no("cache blocks: got 0, allowed: at least 1")
-    block = problem.block_size * problem.cache.strides[1]
-    return _copied_whole("q", problem.q) or _copied_by_rows("cache", problem.cache, 1, block, "block") or YES
+    return _in_tiles(problem) or _copied_whole("q", problem.q) or _copied_by_blocks(problem) or YES
 
 
 def _supports_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> Support:
@@ -145,14 +140,11 @@ def _supports_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> Suppo
     support = _supports_hopper(problem, target, MXFP4)
     if not support.ok:
         return support
-    if problem.block_size != hopper.BLOCK_KV:
-        return no(f"block_size: got {problem.block_size}, allowed: {hopper.BLOCK_KV}")
-    if problem.num_blocks == 0:
-        return no("cache blocks: got 0, allowed: at least 1")
-    block = problem.block_size * problem.cache.strides[1]
+    if refused := _in_tiles(problem):
+        return refused
     if any(stride % LINE for stride in problem.q.strides[:2]):
         return no(f"q strides: got {list(problem.q.strides)}, allowed: multiples of {LINE} of requests and rows")
-    return _at_a_line("q", problem.q) or _copied_by_rows("cache", problem.cache, 1, block, "block") or UNTIMED
+    return _at_a_line("q", problem.q) or _copied_by_blocks(problem) or UNTIMED
 
 
 def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target, flavour: str = "e4m3fn") -> Support:
@@ -165,6 +157,20 @@ def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target, fla
     if problem.dim != hopper.DIM:
         return no(f"dim: got {problem.dim}, allowed: {hopper.DIM}")
     return YES
+
+
+def _in_tiles(problem: PagedProblem) -> Support | None:
+    """What keeps a block from being a tile."""
+    if problem.block_size != hopper.BLOCK_KV:
+        return no(f"block_size: got {problem.block_size}, allowed: {hopper.BLOCK_KV}")
+    if problem.num_blocks == 0:
+        return no("cache blocks: got 0, allowed: at least 1")
+    return None
+
+
+def _copied_by_blocks(problem: PagedProblem) -> Support | None:
+    """What keeps TMA from copying a cache's blocks."""
+    return _copied_by_rows("cache", problem.cache, 1, problem.block_size * problem.cache.strides[1], "block")
 
 
 def _copied_whole(name: str, memory: Memory) -> Support | None:
