@@ -62,9 +62,8 @@ def wall_us(work: Callable[[], object], steps: int, repeats: int = 5) -> float:
     return statistics.median(times) * 1e6 / steps
 
 
-@suite("decode_loop")
-def decode_loop(run: Run) -> Iterator[Record]:
-    "4 layers of V3.2's attention dims and 16 small experts: captured against compiled without graphs, b 1 and 8."
+def four_layers(run: Run) -> Spec:
+    """V3.2 with its attention's dims, 4 layers and 16 small experts; dry: tiny."""
     full = deepseek_v32()
     small = dataclasses.replace(
         full.moe, num_experts=16, experts_per_token=4, num_groups=1, top_groups=1, intermediate_size=256
@@ -73,7 +72,13 @@ def decode_loop(run: Run) -> Iterator[Record]:
         full, vocab_size=1024, num_layers=4, moe=small, dense_intermediate_size=1024,
         moe_layers=(False, True, True, True), index_layers=(True,) * 4,
     )  # fmt: skip
-    spec = run.pick(spec, tiny_v32())
+    return run.pick(spec, tiny_v32())
+
+
+@suite("decode_loop")
+def decode_loop(run: Run) -> Iterator[Record]:
+    "4 layers of V3.2's attention dims and 16 small experts: captured against compiled without graphs, b 1 and 8."
+    spec = four_layers(run)
     context, steps = run.pick(8192, 128), run.pick(50, 2)
     width = context // BLOCK
     model = model_of(spec, run.device)

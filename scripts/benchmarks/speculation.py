@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 
-from benchmarks.loops import BLOCK, model_of, state_of, wall_us
+from benchmarks.loops import BLOCK, four_layers, model_of, state_of, wall_us
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
@@ -18,7 +17,6 @@ from sparse_attn.runtime.documents import held_out_text
 from sparse_attn.runtime.generate import Model, generate
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.shipped import folder_of
-from sparse_attn.spec import deepseek_v32, tiny_v32
 
 DRAFTS = 2
 REQUESTS = (1, 8, 64)
@@ -34,15 +32,7 @@ def speculation(run: Run) -> Iterator[Record]:
 
 def _all_accepted(run: Run) -> Iterator[Record]:
     """Drafts are what the loop drew without them; rounding by another number of rows may change a token."""
-    full = deepseek_v32()
-    small = dataclasses.replace(
-        full.moe, num_experts=16, experts_per_token=4, num_groups=1, top_groups=1, intermediate_size=256
-    )
-    spec = dataclasses.replace(
-        full, vocab_size=1024, num_layers=4, moe=small, dense_intermediate_size=1024,
-        moe_layers=(False, True, True, True), index_layers=(True,) * 4,
-    )  # fmt: skip
-    spec = run.pick(spec, tiny_v32())
+    spec = four_layers(run)
     context, steps = run.pick(8192, 128), run.pick(60, 2)
     width, start = context // BLOCK, context // 2
     if run.dry:
