@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
+from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, counts_behind, prompts_of, small
 
 from sparse_attn import allocate_cache, build_step_plan, mark_cache, parse_layout
 from sparse_attn.models import deepseek_v4, deepseek_v32
@@ -36,15 +36,7 @@ def test_batches_of_every_kind(graphs, monkeypatch, name, cache, order):
     """The first batch of one prompt and the first of several compile prefill and decode, the others nothing."""
     spec = small(name)
     model = Model(spec, random_params(spec, seed=1), cache_layouts(spec, cache))
-    counts = []
-    for lengths in (*ALONE[::order], *TOGETHER[::order]):
-        common = dict(max_new_tokens=3, block_size=32, prefill_tokens=201)
-        want = generate(model, prompts_of(lengths), **common)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", compiled_by(graphs))
-            found = generate(model, prompts_of(lengths), compile=True, **common)
-        assert found.tokens == want.tokens
-        counts.append(graphs.count)
+    counts = counts_behind(model, graphs, monkeypatch, (*ALONE[::order], *TOGETHER[::order]))
     assert counts == [2] * len(ALONE) + [4] * len(TOGETHER)
 
 

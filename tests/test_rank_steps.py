@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, prompts_of, small
+from support.compilations import ALONE, TOGETHER, Graphs, counts_behind, prompts_of, small
 from support.processes import Grid, mesh_of_grid
 
 from sparse_attn.mesh import Mesh
@@ -81,16 +81,9 @@ def test_a_step_sends_what_is_counted(name, as_rank):
 def test_a_rank_compiles_as_often_as_one_process(name, as_rank, monkeypatch):
     """fullgraph, dynamic: prefill and decode once for one prompt, once for several."""
     torch.compiler.reset()
-    spec, graphs, counts = small(name), Graphs(), []
+    spec, graphs = small(name), Graphs()
     model = model_of(spec, as_rank, "fp32")
-    for lengths in (*ALONE, *TOGETHER):
-        common = dict(max_new_tokens=3, block_size=32, prefill_tokens=201)
-        want = generate(model, prompts_of(lengths), **common)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", compiled_by(graphs))
-            found = generate(model, prompts_of(lengths), compile=True, **common)
-        assert found.tokens == want.tokens
-        counts.append(graphs.count)
+    counts = counts_behind(model, graphs, monkeypatch, (*ALONE, *TOGETHER))
     assert counts == [2] * len(ALONE) + [4] * len(TOGETHER)
     torch.compiler.reset()
 

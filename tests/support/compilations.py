@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import CompressedSpec, preset
 
@@ -41,6 +42,20 @@ def compiled_by(graphs):
 
 def prompts_of(lengths):
     return [TEXT[7 * row : 7 * row + length] for row, length in enumerate(lengths)]
+
+
+def counts_behind(model, graphs, monkeypatch, batches):
+    """How often Dynamo has compiled behind each of ``batches`` of lengths, whose tokens are those of eager code."""
+    counts = []
+    for lengths in batches:
+        common = dict(max_new_tokens=3, block_size=32, prefill_tokens=201)
+        want = generate(model, prompts_of(lengths), **common)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", compiled_by(graphs))
+            found = generate(model, prompts_of(lengths), compile=True, **common)
+        assert found.tokens == want.tokens
+        counts.append(graphs.count)
+    return counts
 
 
 # One token, two, as many as a block, as bytes of a cache's row, as heads; beyond top-k; batches as large as a block and
