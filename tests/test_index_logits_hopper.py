@@ -245,11 +245,11 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
 def test_more_scores_than_are_to_stay_in_the_l2():
     """With one request more there are; the others' scores have the same bits, and the highest of groups come with
     either."""
-    from sparse_attn.ops.index_logits.hopper import paged as hopper_paged
+    from sparse_attn.ops.index_logits.hopper import requests as of_requests
 
     torch.manual_seed(0)
     width = 131072
-    fewer = hopper_paged.L2_BYTES.value // (4 * width)
+    fewer = of_requests.L2_BYTES.value // (4 * width)
     cache = random_cache()
     table = torch.randint(0, 300, (fewer + 1, width // 64), dtype=torch.int32, device="cuda")
     q, weights = codes(fewer + 1, 1, 64, 128), torch.randn(fewer + 1, 64, device="cuda")
