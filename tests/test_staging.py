@@ -99,7 +99,10 @@ def load_by_way_of(monkeypatch, folder, nbytes):
 
 
 @pytest.mark.parametrize("name,form", (("tiny_v4", "published"), ("tiny_v32", "fused"), ("tiny_glm5", "bf16")))
-def test_loading_by_way_of_buffers(name, form, tmp_path, monkeypatch):
+@pytest.mark.parametrize("least", (16, 1 << 20))
+def test_loading_by_way_of_buffers(least, name, form, tmp_path, monkeypatch):
+    """``least`` 16: by several threads."""
+    monkeypatch.setattr(staging, "LEAST", least)
     write_published(tmp_path, preset(name), form, seed=1)
     want, (params, found) = load(tmp_path)[1], load_by_way_of(monkeypatch, tmp_path, 1000)
     for key, got in params.items():
@@ -108,7 +111,9 @@ def test_loading_by_way_of_buffers(name, form, tmp_path, monkeypatch):
     assert sum(place is not None for place in found) >= len(found) / 3  # not scales that become finer
 
 
-def test_a_file_that_was_cut_since_it_was_opened(tmp_path, monkeypatch):
+@pytest.mark.parametrize("least", (16, 1 << 20))
+def test_a_file_that_was_cut_since_it_was_opened(least, tmp_path, monkeypatch):
+    monkeypatch.setattr(staging, "LEAST", least)
     path = tmp_path / "x"
     path.write_bytes(bytes(100))
     stage = Staging("cpu", 64, lambda source: (path, 60))
