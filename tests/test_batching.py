@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,34 +10,14 @@ import torch
 from conftest import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batching import BLOCK, NAMES, batching_of, ids, model_of
 from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 
-from sparse_attn.models.params import random_params
-from sparse_attn.pipeline import cache_layouts, latent
+from sparse_attn.pipeline import latent
 from sparse_attn.runtime import rows
-from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.steps import Model, Sampling
-from sparse_attn.spec import CompressedSpec, preset
-
-NAMES = ("tiny_v32", "tiny_glm5", "tiny_v4")
-BLOCK = 8
-
-
-def model_of(name: str, device="cpu", cache="fp32", layers: int = 3) -> Model:
-    spec = preset(name)
-    if isinstance(spec, CompressedSpec):
-        spec = replace(
-            spec, num_layers=layers, layer_kinds=("window", "indexed", "full")[:layers], window=8, full_ratio=BLOCK,
-            hash_layers=spec.hash_layers[:layers], index=replace(spec.index, top_k=8),
-        )  # fmt: skip
-    else:
-        spec = replace(
-            spec, num_layers=layers, moe_layers=spec.moe_layers[:layers], index_layers=spec.index_layers[:layers],
-            index=replace(spec.index, top_k=16),
-        )  # fmt: skip
-    return Model(spec, random_params(spec, seed=0, device=device), cache_layouts(spec, cache))
+from sparse_attn.runtime.steps import Sampling
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +35,6 @@ def model(request, models):
 def on(*names):
     """For some presets in CI, all where every case is asked for."""
     return pytest.mark.parametrize("model", NAMES if long() else names, indirect=True)
-
-
-def batching_of(model, **options) -> Batching:
-    small = dict(rows=3, num_blocks=24, max_context=64, block_size=BLOCK, prefill_tokens=16, piece=2, snapshots=3)
-    return Batching(model, **(small | options))
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    return [random.Random(seed).randrange(256) for _ in range(count)]
 
 
 @on("tiny_v32")
@@ -342,42 +312,3 @@ def test_whatever_happens_every_request_ends_once(name, data):
     for number, one in found.items():
         want = alone(model, *asked[number])
         assert one.tokens == want[: len(one.tokens)] and (one.reason == "cancelled" or one.tokens == want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
-def test_captured_soak_with_arrivals_cancellations_and_preemptions(name):
-    """2,000 steps of a captured loop in few blocks. Every 50th call the same calls are made of an eager scheduler too,
-    and what both finish is the same; the books are checked, nothing waits, and memory stays flat."""
-    model, draw = model_of(name, "cuda", "fp8"), random.Random(7)
-    options = dict(rows=4, num_blocks=16, logprobs=True, batch_invariant=True, penalties=True)
-    loops = [batching_of(model, graph=graph, **options) for graph in (True, False)]
-    base, found, memory, steps = ids(40, 1), ({}, {}), [], 0
-    while loops[0].loop.replays < 2000:
-        for _ in range(draw.randint(0, 2)):
-            if loops[0].occupancy().waiting > 20:
-                break
-            prompt = base[: draw.randint(1, 30)] + ids(draw.randint(1, 10), draw.randrange(4))
-            how = dict(
-                max_new_tokens=draw.randint(1, 20), seed=draw.randrange(9),
-                sampling=Sampling(draw.choice((0.0, 0.8)), top_k=draw.choice((0, 20)), presence=draw.choice((0.0, 0.4)),
-                                  stop_ids=(1, 2, 3)),
-            )  # fmt: skip
-            numbers = {loop.submit(prompt, **how) for loop in loops}
-            assert len(numbers) == 1
-            if draw.random() < 0.1:
-                assert len({loop.cancel(min(numbers)) for loop in loops}) == 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            found[0].update({one.request: one for one in loops[0].step()})
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        check_ledger(loops[0])
-        steps += 1
-        if steps % 50 == 0:
-            for loop, mine in zip(loops, found):
-                mine.update({one.request: one for one in loop.drain()})
-            assert found[0] == found[1]
-            memory.append(torch.cuda.memory_allocated())
-    assert loops[0].occupancy().preempted > 0 and loops[0].occupancy().reused > 0 and len(found[0]) > 100
-    assert max(memory[len(memory) // 2 :]) <= max(memory[: len(memory) // 2]) + (1 << 20)
