@@ -104,6 +104,18 @@ def test_compiles_for_hopper(next_n):
     assert compiled.count("QGMMA") == 4 * waits and compiled.count(r"WARPGROUP\.DEPBAR") == waits
 
 
+@pytest.mark.aot
+def test_compiles_with_the_highest_of_groups():
+    """Triton 3.6 refuses a name that is of one layout before an ``if`` and of another in it."""
+    from sparse_attn.testing.launches import compile_launch, recording
+
+    arguments = paged_arguments(90, 2, max_context_len=900, flavour="mxfp4")
+    with recording("sm_90") as launches:
+        out, maxima = (torch.empty(180, width, device="meta") for width in (904, 113))
+        paged(Paged(*arguments[:6], "mxfp4", out, False, maxima=maxima, group=8))
+    assert compile_launch(launches[0]).spill_bytes <= 64
+
+
 def paged(call):
     from sparse_attn.ops.index_logits.hopper import launch
 

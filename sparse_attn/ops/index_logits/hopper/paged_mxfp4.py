@@ -131,7 +131,7 @@ def _consumer(
     if output.CLEAR and which == 0:  # while the first keys are under way
         clear(lengths, output)
     key = gl.arange(0, BLOCK_KV, layout=KEY)
-    _, group, _ = own_rows(0, ROWS, output.GROUP)
+    group = own_rows(0, ROWS, output.GROUP)[1]
     done, blocks_done = 0, 0
     skip = run.skip
     for nth in range(run.last - run.first):  # from 0, for query blocks as wide as addresses take two registers
@@ -153,8 +153,8 @@ def _consumer(
             signal(bars.q_ready.index(q_stage))
             own_places = ()
             for p in gl.static_range(PRODUCTS):
-                own_row, _, maxima_row = own_rows(p * ROWS, ROWS, output.GROUP)
-                own_places = own_places + (places(lengths, output, query_block, own_row, maxima_row),)
+                rows_of = own_rows(p * ROWS, ROWS, output.GROUP)
+                own_places = own_places + (places(lengths, output, query_block, rows_of[0], rows_of[2]),)
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
             all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
             half_weights = weights.slice(0, N).load(COLUMN)
