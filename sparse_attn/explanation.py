@@ -366,8 +366,8 @@ def _index_topk_decode(
     )
 
 
-def _grouped_linear(rows, ends, codes, scales, layout) -> Question:
-    problem = problem_of(rows, ends, codes, scales, layout)
+def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant) -> Question:
+    problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     n, groups, outputs, columns = problem[:4]
     read = (codes.nbytes + (0 if scales is None else scales.nbytes)) // groups * min(n, groups)
     return Question(
@@ -380,10 +380,11 @@ def _grouped_linear(rows, ends, codes, scales, layout) -> Question:
 
 
 def _packed_experts(
-    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, activations
-) -> Question:
+    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, activations,
+    batch_invariant,
+) -> Question:  # fmt: skip
     packed = gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout
-    problem = routed_problem_of(x, ids, *packed)._replace(activations=activations)
+    problem = routed_problem_of(x, ids, *packed)._replace(activations=activations, batch_invariant=batch_invariant)
     (tokens, hidden), experts, intermediate = x.shape, problem.gate_up.groups, problem.down.columns
     read = sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) // experts * min(problem.rows, experts)
     moved = 2 * x.element_size() * tokens * hidden + 8 * problem.rows

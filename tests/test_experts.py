@@ -216,6 +216,7 @@ Tensor down_scales,
 str down_layout,
 float? clamp,
 str activations,
+bool batch_invariant,
 str impl) -> Tensor""",
     )
 
@@ -223,10 +224,13 @@ str impl) -> Tensor""",
 def test_opcheck():
     (codes, scales, name), (down, down_scales, _) = weights_of(MXFP4, hidden=64, intermediate=32)
     x, (weights, ids) = torch.randn(4, 64).bfloat16(), routes(4)
-    opcheck("packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, "exact", "auto")
     opcheck(
-        "packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, "fp8", "auto"
+        "packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, "exact", False, "auto"
     )
+    opcheck(
+        "packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, "fp8", True,
+        "auto",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("change, error, message", [

@@ -92,6 +92,7 @@ Tensor? ends,
 Tensor codes,
 Tensor? scales,
 str layout,
+bool batch_invariant,
 str impl) -> Tensor""",
     )
 
@@ -100,10 +101,10 @@ str impl) -> Tensor""",
 def test_opcheck(layout):
     rows, (codes, scales, name) = torch.randn(9, 128).bfloat16(), random_weight(layout, 3, 17, 128, moderate=True)
     codes, ends = codes.view(torch.uint8), torch.tensor([2, 2, 8], dtype=torch.int32)
-    opcheck("grouped_linear", rows, ends, codes, scales, name, "auto")
-    opcheck("grouped_linear", rows[:0], ends * 0, codes, scales, name, "auto")
-    opcheck("grouped_linear", rows.t().contiguous().t(), None, codes[:1], scales[:1], name, "auto")
-    opcheck("grouped_linear", rows, ends, torch.randn(3, 17, 128).bfloat16(), None, "plain", "auto")
+    opcheck("grouped_linear", rows, ends, codes, scales, name, False, "auto")
+    opcheck("grouped_linear", rows[:0], ends * 0, codes, scales, name, False, "auto")
+    opcheck("grouped_linear", rows.t().contiguous().t(), None, codes[:1], scales[:1], name, False, "auto")
+    opcheck("grouped_linear", rows, ends, torch.randn(3, 17, 128).bfloat16(), None, "plain", True, "auto")
 
 
 def test_traces_without_breaks_or_recompiles():

@@ -110,7 +110,7 @@ def test_kernel_of_nan_and_of_codes_at_any_stride(device):
 def test_opcheck():
     codes, scales, name = random_weight(V32, 3, 17, 128, moderate=True)
     rows, ends = torch.randn(9, 128).bfloat16(), torch.tensor([2, 2, 8], dtype=torch.int32)
-    opcheck("grouped_linear_fp8", rows, ends, codes.view(torch.uint8), scales, name, "auto")
+    opcheck("grouped_linear_fp8", rows, ends, codes.view(torch.uint8), scales, name, False, "auto")
 
 
 def test_linear():

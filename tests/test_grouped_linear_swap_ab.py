@@ -58,7 +58,7 @@ def test_kernel_of_splits(layout, splits, rows, device):
     splits = -(-steps // -(-steps // splits))
     plan = dataclasses.replace(choice.plan, splits=splits)
     codes = weight.codes.view(torch.uint8)
-    got = launch.grouped_linear(rows, None, codes, weight.scales, layout.name, choice._replace(plan=plan))
+    got = launch.grouped_linear(rows, None, codes, weight.scales, layout.name, False, choice._replace(plan=plan))
     check(got, rows, None, weight)
 
 

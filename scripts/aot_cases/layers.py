@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
         ("fp8 experts, many rows", 32768, 256, 4096, 7168, "e4m3/128x128/fp32", True),
     ):
         arguments = tensor(rows, columns), None if groups == 1 else integers(groups)
-        arguments += packed(layout, groups, outputs, columns)
+        arguments += (*packed(layout, groups, outputs, columns), False)
         yield Case("grouped_linear_fp8", name, grouped_linear.grouped_linear_fp8, arguments, more)
 
 
@@ -71,7 +71,7 @@ def products() -> Iterator[Case]:
         else:
             codes, scales, _ = packed(layout, groups, outputs, columns)
         ends = None if groups == 1 else integers(groups)
-        arguments = tensor(rows, columns, dtype=dtype), ends, codes, scales, layout
+        arguments = tensor(rows, columns, dtype=dtype), ends, codes, scales, layout, False
         yield Case("grouped_linear", name, grouped_linear.grouped_linear, arguments, more)
 
 
@@ -85,7 +85,7 @@ def routed() -> Iterator[Case]:
         gate_up = packed(layout, count, 2 * intermediate, hidden)
         down = packed(layout, count, hidden, intermediate)
         routes = floats(tokens, top_k), integers(tokens, top_k)
-        arguments = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0, "exact"
+        arguments = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0, "exact", False
         yield Case("packed_experts", name, packed_experts.packed_experts, arguments, more)
 
 

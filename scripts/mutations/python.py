@@ -119,7 +119,7 @@ PYTHON = [
     Mutation(
         "gate-in-model-dtype", "experts are chosen by gate logits in bf16",
         "sparse_attn/models/moe.py",
-        'logits = linear_fp32(x, params[prefix + "gate"])',
+        'logits = linear_fp32(x, params[prefix + "gate"], batch_invariant=batch_invariant, impl=impl)',
         'logits = F.linear(x, params[prefix + "gate"].to(x.dtype)).float()',
         ("tests/test_models.py::test_gate_logits_are_not_rounded",),
     ),

@@ -15,6 +15,7 @@ Packed weights take ops.experts, which has none of these limits.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -61,10 +62,17 @@ def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
 
 @no_autocast
 def gated_mlp(
-    x: torch.Tensor, gate_up: Weight, down: Weight, clamp: float | None = None, *, impl: str = "auto"
+    x: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    clamp: float | None = None,
+    *,
+    batch_invariant: bool = False,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
-    return linear(gated(linear(x, gate_up, impl=impl), clamp), down, impl=impl)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    return linear(gated(linear(x, gate_up, **options), clamp), down, **options)
 
 
 @no_autocast
@@ -102,13 +110,15 @@ def experts_grouped(
     impl: str = "auto",
     *,
     first: int | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
     Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
-    take an operator of their own."""
+    take an operator of their own. batch_invariant: so does every weight, see ops.grouped_linear.grouped_linear."""
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         own = ids if first is None else ids - first
-        return packed_experts(x, weights, own, gate_up, down, clamp=clamp, impl=impl)
+        options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+        return packed_experts(x, weights, own, gate_up, down, clamp=clamp, **options)
     top_k, held = ids.shape[1], None
     if first is not None:
         held = (ids >= first) & (ids < first + weight_shape(gate_up)[0])
@@ -117,7 +127,8 @@ def experts_grouped(
     experts = torch.arange(weight_shape(gate_up)[0], device=ids.device, dtype=ids.dtype)
     ends = torch.searchsorted(ordered, experts, right=True, out_int32=True)
     rows = x[order // top_k]
-    out = _product(gated(_product(rows, ends, gate_up, impl), clamp), ends, down, impl)
+    product = functools.partial(_product, batch_invariant=batch_invariant, impl=impl)
+    out = product(gated(product(rows, ends, gate_up), clamp), ends, down)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     picked = torch.unflatten(out[place], 0, (ids.shape[0], top_k))  # [T, K, D]
     if held is not None:  # a product leaves those rows as they were, with any bits
@@ -125,9 +136,11 @@ def experts_grouped(
     return (picked.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def _product(rows: torch.Tensor, ends: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:
-    if isinstance(weight, PackedWeight):
-        return grouped_linear(rows, ends, weight, impl=impl)
+def _product(
+    rows: torch.Tensor, ends: torch.Tensor, weight: Weight, *, batch_invariant: bool, impl: str
+) -> torch.Tensor:
+    if batch_invariant or isinstance(weight, PackedWeight):
+        return grouped_linear(rows, ends, weight, batch_invariant=batch_invariant, impl=impl)
     return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
 
@@ -139,11 +152,12 @@ def route(
     spec: MoeSpec,
     tokens: torch.Tensor | None,
     *,
+    batch_invariant: bool = False,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights fp32, ids int32) [T, K] by fp32 gate logits; ``tokens`` given: the ids stand in the token's table
     row."""
-    logits = linear_fp32(x, params[prefix + "gate"])
+    logits = linear_fp32(x, params[prefix + "gate"], batch_invariant=batch_invariant, impl=impl)
     common: dict[str, Any] = dict(
         score=spec.score, renormalise=spec.renormalise, routed_scale=spec.routed_scale, impl=impl
     )
@@ -164,23 +178,28 @@ def moe(
     tokens: torch.Tensor | None = None,
     *,
     mesh: Mesh = ONE_RANK,
+    batch_invariant: bool = False,
     impl: str,
 ) -> torch.Tensor:
     """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id.
 
     Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
-    experts up.
+    experts up. batch_invariant: of every product, see ops.grouped_linear.grouped_linear; a token's bits on a rank then
+    depend on no other token.
     """
-    weights, ids = route(x, params, prefix, spec, tokens, impl=impl)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    weights, ids = route(x, params, prefix, spec, tokens, **options)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
     packed = isinstance(gate_up, PackedWeight)
     ranks = mesh.expert
     first = None if ranks.size == 1 else ranks.rank * (spec.num_experts // ranks.size)
-    if packed or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
-        out = experts_grouped(x, weights, ids, gate_up, down, spec.clamp, impl, first=first)
+    if packed or batch_invariant or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
+        out = experts_grouped(
+            x, weights, ids, gate_up, down, spec.clamp, impl, first=first, batch_invariant=batch_invariant
+        )  # fmt: skip
     else:
         out = experts_dense(x, weights, ids, gate_up, down, spec.clamp, first=first)
     if spec.num_shared:
         shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
-        out = out + gated_mlp(x, *shared, spec.clamp, impl=impl)
+        out = out + gated_mlp(x, *shared, spec.clamp, **options)
     return sum_over_ranks(out, mesh.routed)

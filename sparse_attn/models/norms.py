@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
+from sparse_attn.ops.grouped_linear import linear
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -27,11 +28,16 @@ def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @no_autocast
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_fp32(
+    x: torch.Tensor, weight: torch.Tensor, *, batch_invariant: bool = False, impl: str = "auto"
+) -> torch.Tensor:
     """x [T, d] times weight [n, d] -> fp32 [T, n]; neither is rounded, products are added up in fp32.
 
     On a GPU one kernel reads bf16 of both as they are. Elsewhere, and for weights in fp32, x is widened first.
+    batch_invariant: see ops.grouped_linear.grouped_linear, which then multiplies what is widened; impl: its own.
     """
+    if batch_invariant:
+        return linear(x.float(), weight.float(), batch_invariant=True, impl=impl)
     if x.is_cuda and x.dtype == torch.bfloat16 and weight.dtype == torch.bfloat16:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return F.linear(x.float(), weight.float())

@@ -113,22 +113,28 @@ def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context
     return "index_topk_prefill", (*_prefill_index(kind, tokens, heads, context), top_k), options
 
 
-def grouped_linear(tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str) -> Arguments:
+def grouped_linear(
+    tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str, batch_invariant: bool
+) -> Arguments:
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant)
     rows = torch.empty(tokens, columns, dtype=DTYPES[dtype], device=META)
     if layout == "plain":
-        return "grouped_linear", (rows, _ints(groups), rows.new_empty(groups, outputs, columns)), {}
+        return "grouped_linear", (rows, _ints(groups), rows.new_empty(groups, outputs, columns)), options
     weight = _packed(groups, outputs, columns, layout, "--columns")
-    return "grouped_linear", (rows, _ints(groups), weight), {}
+    return "grouped_linear", (rows, _ints(groups), weight), options
 
 
 def packed_experts(
-    tokens: int, groups: int, experts_per_token: int, hidden: int, intermediate: int, layout: str, dtype: str
-) -> Arguments:
+    tokens: int, groups: int, experts_per_token: int, hidden: int, intermediate: int, layout: str, dtype: str,
+    batch_invariant: bool,
+) -> Arguments:  # fmt: skip
     x = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
     gate_up = _packed(groups, 2 * intermediate, hidden, layout, "--hidden")
     down = _packed(groups, hidden, intermediate, layout, "--intermediate")
     weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=META)
-    return "packed_experts", (x, weights, _ints(tokens, experts_per_token), gate_up, down), {}
+    return "packed_experts", (x, weights, _ints(tokens, experts_per_token), gate_up, down), dict(
+        batch_invariant=batch_invariant
+    )  # fmt: skip
 
 
 def _packed(groups: int, outputs: int, columns: int, layout: str, option: str) -> PackedWeight:
@@ -172,7 +178,7 @@ CALLS: dict[str, Call] = {
         dict(
             tokens=DECODE_TOKENS * MODEL.moe.experts_per_token, groups=MODEL.moe.num_experts,
             outputs=2 * MODEL.moe.intermediate_size, columns=MODEL.hidden_size, layout="e4m3/128x128/fp32",
-            dtype="bf16",
+            dtype="bf16", batch_invariant=False,
         ),
     ),
     "packed_experts": Call(
@@ -180,7 +186,7 @@ CALLS: dict[str, Call] = {
         dict(
             tokens=DECODE_TOKENS, groups=MODEL.moe.num_experts, experts_per_token=MODEL.moe.experts_per_token,
             hidden=MODEL.hidden_size, intermediate=MODEL.moe.intermediate_size, layout="e4m3/128x128/fp32",
-            dtype="bf16",
+            dtype="bf16", batch_invariant=False,
         ),
     ),
 }  # fmt: skip

@@ -120,12 +120,12 @@ GOOD = {
     "grouped_linear": lambda: dict(
         rows=torch.ones(2, 32), ends=torch.tensor([1, 2], dtype=torch.int32),
         codes=torch.full((2, 3, 16), 0x31, dtype=torch.uint8), scales=torch.full((2, 3, 1), 127, dtype=torch.uint8),
-        layout="e2m1/1x32/e8m0",
+        layout="e2m1/1x32/e8m0", batch_invariant=False,
     ),
     "grouped_linear_fp8": lambda: dict(
         rows=torch.ones(2, 128), ends=torch.tensor([1, 2], dtype=torch.int32),
         codes=torch.full((2, 3, 128), 0x38, dtype=torch.uint8), scales=torch.ones(2, 1, 1),
-        layout="e4m3/128x128/fp32",
+        layout="e4m3/128x128/fp32", batch_invariant=False,
     ),
     "packed_experts": lambda: dict(
         x=torch.ones(2, 32), weights=torch.ones(2, 2), ids=ints([0, 1], [1, -1]),
@@ -133,6 +133,7 @@ GOOD = {
         gate_up_scales=torch.full((2, 64, 1), 127, dtype=torch.uint8), gate_up_layout="e2m1/1x32/e8m0",
         down=torch.full((2, 32, 16), 0x31, dtype=torch.uint8),
         down_scales=torch.full((2, 32, 1), 127, dtype=torch.uint8), down_layout="e2m1/1x32/e8m0", clamp=10.0, activations="exact",
+        batch_invariant=False,
     ),
     "hyper_mix": lambda: dict(
         streams=torch.ones(2, 2, 3), raw=torch.ones(2, 8), base=torch.ones(8), scale=torch.ones(3), iterations=2,

@@ -138,12 +138,12 @@ def gate_scores(logits, score):
     return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
 
 
-def linear(x, weight, activations):
+def linear(x, weight, activations, batch_invariant):
     assert activations == "exact"
     return (x.double() @ weight.double().t()).to(x.dtype)
 
 
-def grouped_linear(rows, ends, weight, activations):
+def grouped_linear(rows, ends, weight, activations, batch_invariant):
     assert activations == "exact"
     out = torch.zeros(len(rows), weight.shape[1], dtype=rows.dtype)
     for row in range(len(rows)):
@@ -153,7 +153,7 @@ def grouped_linear(rows, ends, weight, activations):
     return out
 
 
-def packed_experts(x, weights, ids, gate_up, down, clamp, activations):
+def packed_experts(x, weights, ids, gate_up, down, clamp, activations, batch_invariant):
     assert activations == "exact"
     out = torch.zeros(x.shape, dtype=torch.float64)
     first, second = (dequantise(weight).double() for weight in (gate_up, down))

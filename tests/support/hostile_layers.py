@@ -185,7 +185,8 @@ def linear(draw):
     rows, columns, outputs = some(draw, 0, 4), some(draw, 1, 5), some(draw, 1, 4)
     dtype = pick(draw, (torch.float32, torch.bfloat16))
     return dict(
-        x=free(draw, _small(draw, rows, columns).to(dtype)), weight=free(draw, _small(draw, outputs, columns).to(dtype))
+        x=free(draw, _small(draw, rows, columns).to(dtype)), weight=free(draw, _small(draw, outputs, columns).to(dtype)),
+        batch_invariant=pick(draw, (False, True)),
     ), dict()  # fmt: skip
 
 
@@ -195,7 +196,7 @@ def grouped_linear(draw):
     ends = sorted(draw(st.lists(st.integers(0, rows), min_size=groups, max_size=groups)))
     return dict(
         rows=free(draw, _small(draw, rows, columns).to(dtype)), ends=free(draw, torch.tensor(ends, dtype=torch.int32)),
-        weight=free(draw, _small(draw, groups, outputs, columns).to(dtype)),
+        weight=free(draw, _small(draw, groups, outputs, columns).to(dtype)), batch_invariant=pick(draw, (False, True)),
     ), dict()  # fmt: skip
 
 
@@ -213,7 +214,7 @@ def packed_experts(draw):
     return dict(
         x=free(draw, _small(draw, tokens, hidden).to(dtype)), weights=free(draw, _small(draw, tokens, k)),
         ids=free(draw, ints(draw, (tokens, k), -1, experts, torch.int32)), gate_up=weight(2 * inner, hidden),
-        down=weight(hidden, inner), clamp=pick(draw, (None, 1.5)),
+        down=weight(hidden, inner), clamp=pick(draw, (None, 1.5)), batch_invariant=pick(draw, (False, True)),
     ), dict(level=(5e-2, 5e-2) if dtype == torch.bfloat16 else (1e-4, 1e-4))  # fmt: skip
 
 

@@ -21,6 +21,7 @@ def packed_experts(
     *,
     clamp: float | None = None,
     activations: str = "exact",
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Gated MLPs of the experts that a token is routed to, times the token's weights, summed.
@@ -33,7 +34,8 @@ def packed_experts(
 
     Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
     rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
-    waits for the host. A kernel for few tokens has a row's bits independent of the other rows.
+    waits for the host. batch_invariant: a token's bits depend on no other token. Kernels for few tokens are so anyway;
+    with it more tokens go through them, some at a time.
 
     TypeError or ValueError: wrong dtypes, shapes or devices; what grouped_linear refuses. Source: the experts of
     DeepSeek-V3 and V4 (W8A16, W4A16).
@@ -62,7 +64,7 @@ def packed_experts(
     checks.check_same_device(x=x, weights=weights, ids=ids, **parts)
     return op.packed_experts(
         x, weights, ids, gate_up.codes.view(torch.uint8), gate_up.scales, gate_up.layout, down.codes.view(torch.uint8),
-        down.scales, down.layout, clamp, activations, impl,
+        down.scales, down.layout, clamp, activations, batch_invariant, impl,
     )  # fmt: skip
 
 

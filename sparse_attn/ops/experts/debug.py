@@ -19,5 +19,6 @@ def packed_experts(
     down_layout: str,
     clamp: float | None,
     activations: str,
+    batch_invariant: bool,
 ) -> None:
     debug.not_nan("weights", weights)

@@ -4,6 +4,17 @@ from sparse_attn.ops.experts.shapes import allocate_sums
 
 
 def packed_experts(
-    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, activations
+    x,
+    weights,
+    ids,
+    gate_up,
+    gate_up_scales,
+    gate_up_layout,
+    down,
+    down_scales,
+    down_layout,
+    clamp,
+    activations,
+    batch_invariant,
 ):
     return allocate_sums(x)

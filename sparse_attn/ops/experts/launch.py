@@ -37,6 +37,7 @@ def packed_experts(
     down_layout: str,
     clamp: float | None,
     activations: str,
+    batch_invariant: bool,
     kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
     """kernel: see dispatch.choose."""
@@ -46,7 +47,7 @@ def packed_experts(
     if ids.shape[1] == 0 or down.shape[2] == 0:
         return out.zero_()
     first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
-    problem = problem_of(x, ids, *first, *second)._replace(activations=activations)
+    problem = problem_of(x, ids, *first, *second)._replace(activations=activations, batch_invariant=batch_invariant)
     choice = dispatch.choose(problem, target_of(x.device), kernel)
     choice.kernel.launcher(Call(x, weights, ids, first, second, clamp, out, problem), choice.plan)
     return out

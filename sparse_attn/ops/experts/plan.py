@@ -20,6 +20,7 @@ class Problem(NamedTuple):
     gate_up: Product
     down: Product
     activations: str = "exact"
+    batch_invariant: bool = False
 
     @property
     def rows(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from sparse_attn.ops.experts.shapes import by_expert
@@ -20,7 +22,9 @@ def packed_experts(
     down_layout: str,
     clamp: float | None,
     activations: str,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
     product = grouped_linear if activations == "exact" else grouped_linear_fp8
+    product = functools.partial(product, batch_invariant=batch_invariant)
     return by_expert(x, weights, ids, first, second, clamp, product)

@@ -16,12 +16,20 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ACTIVATIONS = ("exact", "fp8")
 
 
-def linear(x: torch.Tensor, weight: Weight, *, activations: str = "exact", impl: str = "auto") -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: Weight,
+    *,
+    activations: str = "exact",
+    batch_invariant: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor:
     """x times the transpose of a weight: [..., columns] -> [..., rows], in x's dtype.
 
     x: bf16, fp16 or fp32. weight: [rows, columns], a PackedWeight or a plain tensor in x's dtype, for which this is
     torch.nn.functional.linear. Of a packed weight no expanded copy is made; grouped_linear says how products are
-    rounded, and what is refused.
+    rounded, and what is refused. batch_invariant: see grouped_linear, which then multiplies by plain weights, too; not
+    for fp64.
     """
     checks.check_dtype("x", x, (*DTYPES, torch.float64))
     if not isinstance(weight, PackedWeight):
@@ -32,12 +40,16 @@ def linear(x: torch.Tensor, weight: Weight, *, activations: str = "exact", impl:
         checks.check_same_device(x=x, weight=weight)
         if x.shape[-1:] != weight.shape[1:]:
             raise ValueError(f"x: got shape {list(x.shape)}, allowed: [..., {weight.shape[1]}] (columns of the weight)")
-        return F.linear(x, weight)
-    entry = PackedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0), weight.layout)
+        if not batch_invariant:
+            return F.linear(x, weight)
+    entry: Weight = weight.unsqueeze(0) if isinstance(weight, torch.Tensor) else _entry(weight)
     rows = x.reshape(-1, x.shape[-1])
-    return grouped_linear(rows, None, entry, activations=activations, impl=impl).view(
-        *x.shape[:-1], weight.codes.shape[0]
-    )
+    out = grouped_linear(rows, None, entry, activations=activations, batch_invariant=batch_invariant, impl=impl)
+    return out.view(*x.shape[:-1], weight_shape(entry)[1])
+
+
+def _entry(weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0), weight.layout)
 
 
 def grouped_linear(
@@ -46,6 +58,7 @@ def grouped_linear(
     weight: Weight,
     *,
     activations: str = "exact",
+    batch_invariant: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Each group of rows times the transpose of a weight of its own, such as an expert's.
@@ -65,6 +78,9 @@ def grouped_linear(
     magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is
     small; infinities become NaN. For packed weights whose scale blocks have multiples of 32 columns. Products of a
     block, of 128 columns at most, are added up as the fp8 units do, which may lose 2^-13 of them. (W8A8, W4A8)
+
+    batch_invariant: a row's bits depend on its own values and its group's weight, on nothing else: tiles and splits
+    are the same for any n. It costs time where they do not suit n.
 
     TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
     sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).
@@ -98,5 +114,5 @@ def grouped_linear(
             raise ValueError(
                 f"weight: got {layout}, allowed: scale blocks of multiples of 32 columns for fp8 activations"
             )
-        return op.grouped_linear_fp8(rows, ends, codes, scales, layout, impl)
-    return op.grouped_linear(rows, ends, codes, scales, layout, impl)
+        return op.grouped_linear_fp8(rows, ends, codes, scales, layout, batch_invariant, impl)
+    return op.grouped_linear(rows, ends, codes, scales, layout, batch_invariant, impl)

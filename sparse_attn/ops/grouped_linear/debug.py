@@ -8,7 +8,12 @@ from sparse_attn import debug
 
 
 def grouped_linear(
-    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor | None, layout: str
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    layout: str,
+    batch_invariant: bool,
 ) -> None:
     if ends is None:
         return
@@ -19,6 +24,11 @@ def grouped_linear(
 
 
 def grouped_linear_fp8(
-    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor, layout: str
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    layout: str,
+    batch_invariant: bool,
 ) -> None:
-    grouped_linear(rows, ends, codes, scales, layout)
+    grouped_linear(rows, ends, codes, scales, layout, batch_invariant)

@@ -37,13 +37,14 @@ def grouped_linear(
     codes: torch.Tensor,
     scales: torch.Tensor | None,
     layout: str,
+    batch_invariant: bool,
     kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
     """kernel: see dispatch.choose."""
     out = shapes.allocate_product(rows, codes)
     if out.numel() == 0:
         return out
-    problem = problem_of(rows, ends, codes, scales, layout)
+    problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     choice = dispatch.choose(problem, target_of(rows.device), kernel)
     first_row = 0 if layout == shapes.PLAIN else parse_weight_layout(layout).first_row
     choice.kernel.launcher(Product(rows, ends, codes, scales, out, problem, first_row), choice.plan)
@@ -51,7 +52,12 @@ def grouped_linear(
 
 
 def grouped_linear_fp8(
-    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor, layout: str
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    layout: str,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     out = shapes.allocate_product(rows, codes)
     if out.numel() == 0:
@@ -60,7 +66,7 @@ def grouped_linear_fp8(
     if columns == 0:
         return out.zero_()
     target, packed = target_of(device), parse_weight_layout(layout)
-    problem = problem_of(rows, ends, codes, scales, layout)
+    problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     plan = fp8.plan(problem, target)
     launched, groups = pdl.launched(target), -(-columns // fp8.GROUP)
     x = torch.empty(n, groups * fp8.GROUP, dtype=torch.uint8, device=device)

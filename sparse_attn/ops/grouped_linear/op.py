@@ -6,13 +6,13 @@ from sparse_attn.registration import define_op
 grouped_linear_fp8 = define_op(
     __package__,
     "grouped_linear_fp8",
-    "(Tensor rows, Tensor? ends, Tensor codes, Tensor scales, str layout, str impl) -> Tensor",
+    "(Tensor rows, Tensor? ends, Tensor codes, Tensor scales, str layout, bool batch_invariant, str impl) -> Tensor",
     fake.grouped_linear,
 )
 grouped_linear = define_op(
     __package__,
     "grouped_linear",
-    "(Tensor rows, Tensor? ends, Tensor codes, Tensor? scales, str layout, str impl) -> Tensor",
+    "(Tensor rows, Tensor? ends, Tensor codes, Tensor? scales, str layout, bool batch_invariant, str impl) -> Tensor",
     fake.grouped_linear,
     dispatch.KERNELS,
 )

@@ -20,6 +20,7 @@ class Problem(NamedTuple):
     rows: of all groups. ends: whether rows may be of no group. codes: "e4m3", "e2m1", or "plain" of a weight in
     ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
     whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
+    batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows.
     """
 
     rows: int
@@ -32,6 +33,7 @@ class Problem(NamedTuple):
     scale: str
     block: tuple[int, int]
     aligned: bool = True
+    batch_invariant: bool = False
 
     @property
     def tiled_groups(self) -> int:
@@ -44,7 +46,12 @@ class Problem(NamedTuple):
 
 
 def problem_of(
-    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor | None, layout: str
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    layout: str,
+    batch_invariant: bool = False,
 ) -> Problem:
     """Of grouped_linear's arguments, real or meta."""
     n, columns = rows.shape
@@ -54,7 +61,9 @@ def problem_of(
         packed = parse_weight_layout(layout)
         kind, scale, block = packed.codes, packed.scale, packed.block
     aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
-    return Problem(n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned)
+    return Problem(
+        n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant
+    )
 
 
 def _aligned(tensor: torch.Tensor) -> bool:

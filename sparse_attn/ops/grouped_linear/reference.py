@@ -21,7 +21,12 @@ BAND = 1 << 22  # values of a weight that are expanded at once
 
 
 def grouped_linear(
-    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor | None, layout: str
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    layout: str,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     n, outputs = rows.shape[0], codes.shape[1]
     weight: Weight = codes
@@ -31,24 +36,30 @@ def grouped_linear(
     start = 0
     for group, end in enumerate([n] if ends is None else ends.clamp(0, n).tolist()):
         if end > start:
-            out[start:end] = _product(rows[start:end], weight_entry(weight, group), outputs)
+            out[start:end] = _product(rows[start:end], weight_entry(weight, group), outputs, batch_invariant)
             start = end
     return out
 
 
-def _product(rows: torch.Tensor, weight: Weight, outputs: int) -> torch.Tensor:
+def _product(rows: torch.Tensor, weight: Weight, outputs: int, alone: bool) -> torch.Tensor:
+    """alone: each row on its own, so that its sums are the same whatever rows there are."""
     wide, step = rows.float(), max(1, BAND // max(1, rows.shape[1]))
-    bands = [
-        F.linear(wide, dequantise(weight_rows(weight, first, min(first + step, outputs))))
-        for first in range(0, outputs, step)
-    ]
+    bands = []
+    for first in range(0, outputs, step):
+        band = dequantise(weight_rows(weight, first, min(first + step, outputs)))
+        bands.append(torch.cat([F.linear(row, band) for row in wide.split(1)]) if alone else F.linear(wide, band))
     return torch.cat(bands, dim=1).to(rows.dtype) if bands else rows.new_empty(rows.shape[0], 0)
 
 
 def grouped_linear_fp8(
-    rows: torch.Tensor, ends: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor, layout: str
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    layout: str,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
-    return grouped_linear(quantised_rows(rows), ends, codes, scales, layout).to(rows.dtype)
+    return grouped_linear(quantised_rows(rows), ends, codes, scales, layout, batch_invariant).to(rows.dtype)
 
 
 def quantised_rows(rows: torch.Tensor) -> torch.Tensor:

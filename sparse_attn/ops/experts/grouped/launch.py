@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from sparse_attn.device import pdl
@@ -21,6 +23,7 @@ def multiply(call: Call, plan: Plan) -> None:
     launched = pdl.launched(target_of(device))
     order, place, ends = sorted_by_expert(call.ids, experts)
     product = grouped_linear if call.problem.activations == "exact" else grouped_linear_fp8
+    product = functools.partial(product, batch_invariant=call.problem.batch_invariant)
     both = product(call.x[order // k], ends, *call.gate_up)
     inner = torch.empty(tokens * k, intermediate, dtype=call.x.dtype, device=device)
     kernels.gate_rows[(tokens * k, -(-intermediate // BLOCK))](

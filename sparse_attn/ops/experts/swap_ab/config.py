@@ -20,9 +20,10 @@ def supports(problem: Problem, target: Target) -> Support:
         alone = PRODUCT.supports(one._replace(rows=1), target)
         if not alone.ok:
             return alone._replace(reason=f"{name}: {alone.reason}")
-    if problem.rows > MOST_ROWS:
-        return no(f"ids: got {problem.rows}, allowed: at most {MOST_ROWS}")
-    if problem.rows > MOST_EACH * problem.gate_up.groups:
+    rows = problem.k if problem.batch_invariant else problem.rows
+    if rows > MOST_ROWS:
+        return no(f"ids: got {rows}, allowed: at most {MOST_ROWS}")
+    if not problem.batch_invariant and problem.rows > MOST_EACH * problem.gate_up.groups:
         return slower(f"ids: got {problem.rows}, allowed: at most {MOST_EACH} an expert")
     return YES
 

@@ -10,6 +10,7 @@ from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.swap_ab import kernels
+from sparse_attn.ops.experts.swap_ab.config import MOST_ROWS
 from sparse_attn.ops.grouped_linear.plan import Problem as Product
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
@@ -18,6 +19,20 @@ ADDED = 1024  # values that a CTA of add_terms adds up
 
 
 def multiply(call: Call, plan: Plan) -> None:
+    """As many tokens at a time as a CTA looks through: more than those only where it has to be batch-invariant."""
+    n, problem, most = call.problem.tokens, call.problem, MOST_ROWS // call.problem.k
+    for first in range(0, n, most):
+        some = slice(first, min(first + most, n))
+        part = problem._replace(tokens=some.stop - some.start)
+        _multiply(
+            call._replace(
+                x=call.x[some], weights=call.weights[some], ids=call.ids[some], out=call.out[some], problem=part
+            ),
+            plan,
+        )  # fmt: skip
+
+
+def _multiply(call: Call, plan: Plan) -> None:
     (
         x,
         weights,

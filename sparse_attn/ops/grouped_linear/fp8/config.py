@@ -10,12 +10,15 @@ GROUP = 128  # columns under one scale of a row
 BLOCK = 32  # of whose multiples scale blocks have columns
 BLOCK_N = 64
 TILES = (128, 64, 16)  # rows
+INVARIANT_TILE = 64  # rows, however many there are
 WARPS = {128: 8, 64: 4, 16: 4}
 
 
 def plan(problem: Problem, target: Target) -> Plan:
     """The largest tile that the groups' rows fill in the mean. Not tuned yet: nothing has been timed."""
     rows = next((rows for rows in TILES if problem.rows_each >= rows), TILES[-1])
+    if problem.batch_invariant:
+        rows = INVARIANT_TILE
     if target.interpreted:
         rows = TILES[-1]
     groups = problem.tiled_groups

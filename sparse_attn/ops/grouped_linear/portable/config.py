@@ -31,6 +31,7 @@ TILES = (
 )  # fmt: skip
 # fp32 is multiplied without a matrix unit: few products in a thread, for its operands are many.
 FP32_TILES = Tile(32, 32, 32, 4, 2, above=16), Tile(16, 32, 32, 4, 2, above=0)
+INVARIANT_ROWS = 32  # of the tile that is taken, however many rows there are
 INTERPRETED_TILES = (Tile(16, 64, 128, 4, 1, above=0),)
 
 
@@ -47,7 +48,13 @@ def plan(problem: Problem, target: Target) -> Plan:
     tiles = FP32_TILES if problem.dtype == torch.float32 else TILES
     for tile in INTERPRETED_TILES if target.interpreted else tiles:
         count = _tiles(problem, tile)
-        if problem.rows_each > tile.above and count * -(-problem.outputs // tile.outputs) >= target.num_sms:
+        if problem.batch_invariant and tile.rows == INVARIANT_ROWS:
+            break
+        if (
+            not problem.batch_invariant
+            and problem.rows_each > tile.above
+            and count * -(-problem.outputs // tile.outputs) >= target.num_sms
+        ):
             break
     block_k, scaled_values = _columns(problem, tile.columns)
     return Plan(count, tile.rows, tile.outputs, block_k, scaled_values, tile.num_warps, tile.num_stages)

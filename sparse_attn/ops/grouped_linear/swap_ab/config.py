@@ -12,6 +12,7 @@ from sparse_attn.target import Target
 CODES = {"e2m1": ("e8m0", (1, 32)), "e4m3": ("", (0, 128))}  # scale, and block: columns are a multiple of the latter
 BLOCK_N = 64  # what a warpgroup multiplies at once
 ROWS = (8, 16, 32, 64)  # of a tile
+INVARIANT_ROWS = 32  # of a tile, however many rows there are
 MOST_ROWS = 128  # in the mean of a group
 STAGES_BYTES = 72 << 10  # shared memory of a CTA's tiles in flight
 CTAS = 4  # that an SM holds, by their registers
@@ -36,7 +37,7 @@ def supports(problem: Problem, target: Target) -> Support:
     if problem.outputs > grid.MOST * BLOCK_N:
         most = grid.MOST * BLOCK_N
         return no(f"outputs: got {problem.outputs}, allowed: at most {most}, for which a launch has room")
-    if problem.rows_each > MOST_ROWS:
+    if problem.rows_each > MOST_ROWS and not problem.batch_invariant:
         return slower(f"rows: got {problem.rows_each:.0f} a group, allowed: at most {MOST_ROWS}")
     if target.vendor == "amd":
         return slower(f"target: got {target.name}, allowed: where it was measured")
@@ -44,14 +45,17 @@ def supports(problem: Problem, target: Target) -> Support:
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    """The smallest tile that holds a group's rows in the mean; columns are split where that fills the machine."""
+    """The smallest tile that holds a group's rows in the mean; columns are split where that fills the machine. With
+    batch_invariant neither follows from the number of rows."""
     block_m = next((rows for rows in ROWS if problem.rows_each <= rows), ROWS[-1])
+    if problem.batch_invariant:
+        block_m = INVARIANT_ROWS
     groups = problem.tiled_groups
     tiles = groups + (problem.rows - groups) // block_m if problem.ends else -(-problem.rows // block_m)
     fp4 = problem.codes == "e2m1"
     block_k = 256 if fp4 and block_m < 64 else 128
     steps = problem.columns // block_k
-    ctas = tiles * -(-problem.outputs // BLOCK_N)
+    ctas = (problem.groups if problem.batch_invariant else tiles) * -(-problem.outputs // BLOCK_N)
     wanted = max(1, min(steps // SPLIT_STEPS, CTAS * target.num_sms // max(1, ctas)))
     splits = -(-steps // -(-steps // wanted)) if steps else 1  # none of them empty
     stage = 2 * block_m * block_k + BLOCK_N * (block_k // 2 if fp4 else block_k)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from sparse_attn.device import packed_dot, pdl
@@ -10,10 +12,27 @@ from sparse_attn.ops.grouped_linear.plan import Plan
 from sparse_attn.ops.grouped_linear.swap_ab import kernels
 from sparse_attn.target import target_of
 
+INVARIANT_MOST = 512  # rows whose partials are there at once
 ADDED = 1024  # values that a CTA of add_splits adds up
 
 
 def multiply(product: Product, plan: Plan) -> None:
+    """Batch-invariant splits do not get fewer with more rows: some rows at a time, so that partials stay few."""
+    n, problem = product.problem.rows, product.problem
+    most = n
+    if problem.batch_invariant and plan.splits > 1 and product.ends is None:
+        most = INVARIANT_MOST
+    for first in range(0, n, most):
+        some = slice(first, min(first + most, n))
+        count = some.stop - some.start
+        part = product._replace(
+            rows=product.rows[some], out=product.out[some], problem=problem._replace(rows=count)
+        )  # fmt: skip
+        tiles = plan.tiles if count == n else -(-count // plan.block_m)
+        _multiply(part, dataclasses.replace(plan, tiles=tiles))
+
+
+def _multiply(product: Product, plan: Plan) -> None:
     rows, ends, codes, scales, out, problem, first_row = product
     assert scales is not None
     target, words, to = target_of(rows.device), codes.view(torch.int32), out
