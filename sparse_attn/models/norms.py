@@ -12,8 +12,7 @@ from sparse_attn.ops.grouped_linear import linear
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., d] over the root of its mean square, times weight [d]; the product is taken in x's dtype, as transformers
     takes it."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return weight * F.rms_norm(x, x.shape[-1:], eps=eps)
 
 
 @no_autocast
