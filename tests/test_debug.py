@@ -148,6 +148,7 @@ BAD = {
         (dict(lses=torch.tensor([[[0.0, 1.0]] * 2, [[0.0, math.inf]] * 2])), "lses[1, 0, 1]: got inf, allowed: numbers, and -inf"),
         (dict(sink=torch.tensor([math.nan, 0.0])), "sink[0]: got nan"),
     ],
+    "apply_rope": [(dict(positions=ints(0, 5)), "positions[1]: got 5, allowed: -1, or 0 to 4 (rows of cos_sin)")],
     "biased_grouped_topk": [
         (dict(logits=torch.tensor([[0.0, 0.0, math.nan, 0.0]])), "logits[0, 2]: got nan"),
         (dict(bias=torch.tensor([0.0, math.nan, 0.0, 0.0])), "bias[1]: got nan"),
@@ -248,10 +249,6 @@ def test_nothing_is_there(name, debugging):
 
 
 def test_composites_have_rules(debugging):
-    x, table = torch.ones(2, 8), torch.ones(5, 8)
-    apply_rope(x, ints(-1, 4), table, start=0, interleaved=True)
-    with pytest.raises(ValueError, match=r"^apply_rope: positions\[1\]: got 5, allowed: -1, or 0 to 4"):
-        apply_rope(x, ints(0, 5), table, start=0, interleaved=True)
     logits, experts = torch.ones(2, 4), ints([0, 3], [-1, 4])
     hash_routed_experts(logits, ints(0, -1), experts)
     with pytest.raises(ValueError, match=r"^hash_routed_experts: tokens\[0\]: got 2"):

@@ -82,8 +82,8 @@ def test_capturing_is_asked_of_the_device_of_the_tensors():
 def test_debug_mode_asks_the_device_it_looks_at(monkeypatch):
     monkeypatch.setattr(debug, "on", lambda: True)
     with second_device() as cuda:
-        positions, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2)
-        sparse_attn.apply_rope(torch.zeros(1, 4), positions, table, start=0, interleaved=True)
+        tokens, table = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+        sparse_attn.hash_routed_experts(torch.zeros(1, 4), tokens, table)
         assert set(cuda.log) == {("capturing", SECOND)}
 
 

@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.ops.rope import Yarn, apply_rope, inverse_frequencies, rope_table
+from sparse_attn.testing.ops import opcheck, schema
 
 DEEPSEEK = Yarn(factor=40, original_max_position=4096)
 
@@ -171,3 +172,65 @@ def test_traces_without_breaks_or_recompiles():
         with torch.compiler.set_stance("default" if tokens < 9 else "fail_on_recompile"):
             got = compiled(x, positions, table, start=4, interleaved=False)
         assert torch.equal(got, apply_rope(x, positions, table, start=4, interleaved=False))
+
+
+def test_schema():
+    assert_expected_inline(
+        schema("apply_rope").replace(", ", ",\n"),
+        """\
+sparse_attn::apply_rope(Tensor x,
+Tensor positions,
+Tensor cos_sin,
+int start,
+bool interleaved,
+bool inverse,
+str impl) -> Tensor""",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_opcheck(dtype):
+    table, positions = rope_table(9, 8, 1e4), torch.tensor([8, -1, 3])
+    wide = torch.randn(3, 5, 24).to(dtype)
+    for x in (wide[..., ::2], wide.transpose(1, 2).contiguous().transpose(1, 2), wide[:, 0]):
+        opcheck("apply_rope", x, positions, table, 3, True, False, "auto")
+    opcheck("apply_rope", wide[:0], positions[:0].int(), table, 0, False, True, "reference")
+
+
+def test_a_gradient_is_that_of_the_plain_rotation():
+    x, positions, table = torch.randn(3, 2, 12, requires_grad=True), torch.tensor([0, 7, -1]), rope_table(9, 8, 1e4)
+    weights = torch.randn(3, 2, 12)
+    (apply_rope(x, positions, table, start=2, interleaved=True) * weights).sum().backward()
+    back = apply_rope(weights, positions, table, start=2, interleaved=True, inverse=True)
+    torch.testing.assert_close(x.grad, back)
+
+
+def same_bits(got, want):
+    whole = {2: torch.int16, 4: torch.int32}[want.element_size()]
+    return torch.equal(got.cpu().view(whole), want.view(whole))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "heads, dim, start, width", [(0, 128, 0, 64), (3, 64, 0, 64), (33, 40, 5, 6), (7, 512, 448, 64)]
+)
+def test_kernel_gives_the_bits_of_the_reference(device, heads, dim, start, width, interleaved, inverse, dtype):
+    """Signed zeros, infinities, NaN where a position has no row, rows of a wider tensor, both dtypes of positions."""
+    tokens = 5
+    x = torch.randn(tokens, max(heads, 1), dim + 3).to(dtype)
+    x[0, :, start : start + width : 3], x[1, :, start + 1], x[2, :, start] = -0.0, float("inf"), float("nan")
+    x = x[..., 2:-1] if heads else x[:, 0, 2:-1]
+    table = rope_table(70, width, 1e4)
+    for positions in (torch.tensor([0, 69, -1, 70, 17]), torch.tensor([3, 3, INT_MIN, INT_MAX, 68], dtype=torch.int32)):
+        arguments = dict(start=start, interleaved=interleaved, inverse=inverse)
+        want = apply_rope(x, positions, table, impl="reference", **arguments)
+        got = apply_rope(x.to(device), positions.to(device), table.to(device), impl="triton", **arguments)
+        assert same_bits(torch.nan_to_num(got, 7.0, 9.0, -9.0), torch.nan_to_num(want, 7.0, 9.0, -9.0))
+        assert torch.equal(got.isnan().cpu(), want.isnan())
+    assert (
+        apply_rope(x[:0].to(device), positions[:0].to(device), table.to(device), impl="triton", **arguments).numel()
+        == 0
+    )

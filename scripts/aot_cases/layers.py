@@ -10,6 +10,7 @@ from aot_cases.form import BF16, FP16, FP32, U8, Case, floats, integers, tensor
 from sparse_attn.ops.experts import launch as packed_experts
 from sparse_attn.ops.grouped_linear import launch as grouped_linear
 from sparse_attn.ops.hyper_connection import launch as hyper_connection
+from sparse_attn.ops.rope import launch as rope
 from sparse_attn.ops.router import launch as router
 from sparse_attn.weight_layout import SCALE_DTYPE, parse_weight_layout
 
@@ -28,6 +29,15 @@ def cases() -> Iterator[Case]:
         yield Case("hyper_mix", name, hyper_connection.hyper_mix, (*mixed, 20, 1e-6, 1e-6), more)
         merged = tensor(TOKENS, hidden, dtype=dtype), streams, floats(TOKENS, count), comb
         yield Case("hyper_merge", name, hyper_connection.hyper_merge, merged, more)
+    for name, heads, dim, start, width, interleaved, inverse, dtype, more in (
+        ("deepseek_v32 queries", 128, 64, 0, 64, True, False, BF16, False),
+        ("deepseek_v32 index keys", 0, 128, 0, 64, False, False, BF16, True),
+        ("deepseek_v4 outputs", 64, 512, 448, 64, True, True, BF16, True),
+        ("tiny_v4 fp32", 4, 32, 24, 8, True, True, FP32, True),
+    ):
+        x = tensor(TOKENS, heads, dim, dtype=dtype) if heads else tensor(TOKENS, dim, dtype=dtype)
+        arguments = x, integers(TOKENS), floats(4096, width), start, interleaved, inverse
+        yield Case("apply_rope", name, rope.apply_rope, arguments, more)
     for name, experts, top_k, groups, kept, score, more in (
         ("deepseek_v32", 256, 8, 8, 4, "sigmoid", False),
         ("glm5", 256, 8, 1, 1, "sigmoid", True),

@@ -112,7 +112,7 @@ PYTHON = [
     Mutation(
         "output-keeps-its-rope", "V4's output is not rotated back",
         "sparse_attn/models/windowed.py",
-        "    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)\n",
+        "    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True, impl=impl)\n",
         "",
         ("tests/test_models_v4.py::test_parity_with_transformers[infinite sinks]",),
     ),

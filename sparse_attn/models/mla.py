@@ -44,7 +44,7 @@ def select(
     index, rope = spec.index, params["rope"]
     keys = linear(hidden, params[prefix + "k"], impl=impl)
     keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
-    keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved)
+    keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved, impl=impl)
     hadamard = layouts.hadamard(index)
     if hadamard:
         keys = hadamard_transform(keys)
@@ -102,13 +102,13 @@ def attention(
         raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
     latent, key_rope = linear(hidden, params[attn + "kv_a"], impl=impl).split([spec.kv_lora, spec.rope_dim], dim=-1)
     latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
-    key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
+    key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
     pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
 
     heads = spec.num_heads // mesh.tensor.size
     q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
-    q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved)
+    q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
     absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
     out = pipeline.attend(
         gradients.end(torch.cat([absorbed, q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope),

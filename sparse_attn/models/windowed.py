@@ -130,7 +130,7 @@ def attention(
     rope = params["rope" if kind == "window" else "rope_compressed"]
     q_latent = rms_norm(linear(hidden, params[attn + "q_a"], impl=impl), params[attn + "q_a_norm"], spec.rms_eps)
     keys = rms_norm(linear(hidden, params[attn + "kv"], impl=impl), params[attn + "kv_norm"], spec.rms_eps)
-    keys = apply_rope(keys, plan.positions, rope, start=spec.nope_dim, interleaved=True)
+    keys = apply_rope(keys, plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     windowed.write_window_keys(keys, caches.kv[layer], plan, layouts=layouts, impl=impl)
     if kind != "window":
         compress(
@@ -147,7 +147,7 @@ def attention(
 
     heads, groups = spec.num_heads // mesh.tensor.size, spec.o_groups // mesh.tensor.size
     q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (heads, spec.head_dim))
-    q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True)
+    q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
     if kind != "window":
         pooled = [params[f"{prefix}entry.{name}"] for name in ("kv_gate", "position_bias", "norm")]
@@ -157,7 +157,7 @@ def attention(
         ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"],
         batch_invariant=batch_invariant, ranks=mesh.context, impl=impl,
     ).out  # fmt: skip
-    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True)
+    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True, impl=impl)
     grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
     mixed = _by_groups(grouped, params[attn + "o_a"], impl).transpose(0, 1)  # [T, groups, o_lora]
     return sum_over_ranks(linear(mixed.flatten(1), params[attn + "o_b"], impl=impl), mesh.tensor)

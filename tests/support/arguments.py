@@ -113,6 +113,9 @@ GOOD = {
     "merge_attn_states": lambda: dict(
         outs=torch.ones(2, 2, 2, 4), lses=torch.tensor([[[-math.inf, 1.0]] * 2, [[0.0, -math.inf]] * 2]), sink=SINK
     ),
+    "apply_rope": lambda: dict(
+        x=torch.ones(2, 2, 8), positions=ints(-1, 4), cos_sin=torch.ones(5, 4), start=2, interleaved=True, inverse=False
+    ),
     "biased_grouped_topk": lambda: dict(
         logits=torch.tensor([[0.0, math.inf, 1.0, -math.inf]]), bias=torch.tensor([0.0, 1.0, -math.inf, 2.0]), top_k=2,
         num_groups=2, top_groups=1, renormalise=True, routed_scale=1.0, score="sigmoid",

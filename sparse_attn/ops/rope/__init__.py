@@ -1,17 +1,15 @@
 """Rotary position embedding with everything explicit: slice, pairing, table, position, direction.
 
-Plain torch, not an operator. In eager mode it runs as written. Under torch.compile Inductor fuses it with its
-neighbours, and may contract a product and a sum into one fma, which moves a result by at most one fp32 rounding before
-the cast.
+An operator of one launch, with the reference's bits. Where x wants a gradient, plain torch takes its place.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sparse_attn import checks
+from sparse_attn import checks, gradients
 from sparse_attn.debug import look
-from sparse_attn.ops.rope import reference
+from sparse_attn.ops.rope import op, reference
 from sparse_attn.ops.rope.table import Yarn, inverse_frequencies, rope_table
 
 __all__ = ["Yarn", "apply_rope", "inverse_frequencies", "rope_table"]
@@ -27,6 +25,7 @@ def apply_rope(
     start: int,
     interleaved: bool,
     inverse: bool = False,
+    impl: str = "auto",
 ) -> torch.Tensor:
     """Rotate the slice [start, start + R) of the last dimension by each row's position.
 
@@ -35,11 +34,13 @@ def apply_rope(
     cos_sin: fp32 [positions, R] of ``rope_table``, R / 2 cosines then R / 2 sines.
     interleaved: pairs (2i, 2i + 1), else (i, i + R / 2) of the slice. inverse: rotate by minus the position.
 
-    Returns a new tensor like x, rotated in fp32 and cast back. TypeError or ValueError for wrong dtypes, shapes,
-    devices or a slice that does not fit.
+    Returns a new contiguous tensor, rotated in fp32 and cast back to x's dtype; it has a gradient by x. TypeError or
+    ValueError for wrong dtypes, shapes, devices or a slice that does not fit.
     """
     checks.check_dtype("x", x, VALUE_DTYPES)
     checks.check_rank("x", x, 2, 3)
     reference.check_rope("x", x, positions, cos_sin, start)
-    look(__name__, "apply_rope", positions, cos_sin)
+    if not gradients.wanted((x,), (0,)):
+        return op.apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
+    look(__name__, "apply_rope", x, positions, cos_sin, start, interleaved, inverse)
     return reference.apply_rope(x, positions, cos_sin, start, interleaved, inverse)

@@ -7,5 +7,7 @@ import torch
 from sparse_attn import debug
 
 
-def apply_rope(positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def apply_rope(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, start: int, interleaved: bool, inverse: bool
+) -> None:
     debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")
