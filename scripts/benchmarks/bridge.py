@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,11 @@ def mask_of(kind: str, rows: int, keys: int, past: int, device: str) -> torch.Te
     )  # fmt: skip
 
 
+def compiled(run: Run, layer: torch.nn.Module, rows: int) -> Callable[..., object]:
+    """``layer`` as a decode step on a static cache is run, one graph; prefill is not compiled."""
+    return layer if run.dry or rows > 1 else torch.compile(layer, fullgraph=True, dynamic=False)
+
+
 def latent_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], object]:
     """V3.2: the last ``rows`` of ``context`` on a static cache that holds those before."""
     from transformers import StaticCache
@@ -49,6 +54,7 @@ def latent_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], ob
     sizes = run.pick({}, TINY_V32)
     config = modeling.DeepseekV32Config(num_hidden_layers=1, **ROPE, **sizes, attn_implementation=kind)
     layer, past = made(modeling.DeepseekV32Attention(config, 0), run), context - rows
+    run_layer = compiled(run, layer, rows) if kind == OURS else layer
     cache = StaticCache(config=config, max_cache_len=context)
     hidden = torch.randn(1, rows, config.hidden_size, dtype=torch.bfloat16, device=run.device)
     at = torch.arange(past, context, device=run.device)[None]
@@ -60,36 +66,51 @@ def latent_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], ob
         if held.is_initialized:
             held.cumulative_length.fill_(past)
             held.indexer_cumulative_length.fill_(past)
-        return layer(hidden, angles, mask, cache=cache, position_ids=at)
+        return run_layer(hidden, angles, mask, cache=cache, position_ids=at)
 
-    call()
+    layer(hidden, angles, mask, cache=cache, position_ids=at)
     for values in (cache.layers[0].keys, cache.layers[0].values, cache.layers[0].indexer_keys):
         values.normal_()
     return call
 
 
-def windowed_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], object]:
-    """V4, a layer of ratio 4: as ``latent_call``, on transformers' own cache, whose state is put back each time."""
-    from transformers import DynamicCache
+class V4(NamedTuple):
+    """A layer of ratio 4, its rotations, and how many rows stand before its step."""
+
+    config: Any
+    layer: torch.nn.Module
+    rotary: torch.nn.Module
+
+    def inputs(self, run: Run, count: int, before: int) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor]:
+        """(hidden states, their rotations, their positions) of ``count`` rows behind ``before``."""
+        hidden = torch.randn(1, count, self.config.hidden_size, dtype=torch.bfloat16, device=run.device)
+        at = torch.arange(before, before + count, device=run.device)[None]
+        return hidden, {name: self.rotary(hidden, at, layer_type=name) for name in ("main", "compress")}, at
+
+
+def v4(run: Run, kind: str) -> V4:
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
-    sizes = run.pick({}, TINY_V4)
-    config = modeling.DeepseekV4Config(**V4_LAYER, **sizes, attn_implementation=kind)
-    layer, past = made(modeling.DeepseekV4Attention(config, 0), run), context - rows
+    config = modeling.DeepseekV4Config(**V4_LAYER, **run.pick({}, TINY_V4), attn_implementation=kind)
     rotary = modeling.DeepseekV4RotaryEmbedding(config).to(run.device)
-    cache = DynamicCache(config=config)
+    return V4(config, made(modeling.DeepseekV4Attention(config, 0), run), rotary)
+
+
+def growing_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], object]:
+    """V4: as ``latent_call``, on transformers' own cache, whose state is put back each time."""
+    from transformers import DynamicCache
+
+    model, past = v4(run, kind), context - rows
+    cache, window = DynamicCache(config=model.config), model.config.sliding_window
 
     def step(count: int, before: int) -> Callable[[], object]:
-        hidden = torch.randn(1, count, config.hidden_size, dtype=torch.bfloat16, device=run.device)
-        at = torch.arange(before, before + count, device=run.device)[None]
-        angles = {name: rotary(hidden, at, layer_type=name) for name in ("main", "compress")}
-        width = min(before, config.sliding_window - 1)
+        inputs, width = model.inputs(run, count, before), min(before, window - 1)
         mask = mask_of(kind, count, width + count, width, run.device)
         if kind == OURS:
-            mask[..., 0] = (mask[..., 1] - config.sliding_window).clamp(min=0)
+            mask[..., 0] = (mask[..., 1] - window).clamp(min=0)
         else:
-            mask = mask + mask.new_full(mask.shape, torch.finfo(mask.dtype).min).tril(width - config.sliding_window)
-        return lambda: layer(hidden, angles, at, mask, cache=cache)
+            mask = mask + mask.new_full(mask.shape, torch.finfo(mask.dtype).min).tril(width - window)
+        return lambda: model.layer(*inputs, mask, cache=cache)
 
     chunk = min(past, 1024)
     for before in range(0, past // chunk * chunk, chunk):
@@ -103,6 +124,47 @@ def windowed_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], 
         return last()
 
     return call
+
+
+def static_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], object]:
+    """V4: as ``latent_call``, on the bridge's static cache. kind: this implementation."""
+    from sparse_attn.integrations.transformers import static_cache
+
+    model, past = v4(run, kind), context - rows
+    cache, inputs = static_cache(model.config, context), model.inputs(run, rows, past)
+    mask = mask_of(kind, rows, context, past, run.device)
+    mask[..., 0] = (mask[..., 1] - model.config.sliding_window).clamp(min=0)
+    held: Any = cache.layers[0]
+    model.layer(*inputs, mask, cache=cache)
+    for values in (held.keys, *(values for pool in held.pools.values() for values in pool.tensors())):
+        values.normal_()
+    layer = compiled(run, model.layer, rows)
+
+    def call() -> object:
+        held.cumulative_length.fill_(past)
+        return layer(*inputs, mask, cache=cache)
+
+    return call
+
+
+class Step(NamedTuple):
+    """What is timed. captured: ours is; the others run as a user runs them, the host included."""
+
+    model: str
+    ours: Callable[[Run, str, int, int], Callable[[], object]]
+    theirs: Callable[[Run, str, int, int], Callable[[], object]]
+    kinds: tuple[str, ...]
+    prefill: bool
+    captured: bool
+
+
+STEPS = (
+    Step("V3.2", latent_call, latent_call, ("eager", "sdpa"), prefill=False, captured=True),
+    Step("V3.2", latent_call, latent_call, ("eager", "sdpa"), prefill=True, captured=True),
+    Step("V4", static_call, growing_call, ("eager",), prefill=False, captured=True),
+    Step("V4 on a DynamicCache", growing_call, growing_call, ("eager",), prefill=False, captured=False),
+    Step("V4", growing_call, growing_call, ("eager",), prefill=True, captured=False),
+)
 
 
 def timed(run: Run, call: Callable[[], object], captured: bool) -> float:
@@ -119,19 +181,18 @@ def hf_bridge(run: Run) -> Iterator[Record]:
 
     bridge.register()
     context, many = run.pick((32768, 4096), (64, 32))
-    cases = (("V3.2", latent_call, ("eager", "sdpa"), True), ("V4", windowed_call, ("eager",), False))
-    for model, call_of, kinds, static in cases:
-        for rows in (1, many):
-            ours = timed(run, call_of(run, OURS, context, rows), static)
-            for kind in kinds:
-                case = f"{model}, {rows} rows, {kind}"
-                try:
-                    peer = timed(run, call_of(run, kind, context, rows), False)
-                except torch.cuda.OutOfMemoryError:
-                    torch.cuda.empty_cache()
-                    peer = None
-                if run.dry or peer is None:
-                    yield Record(case if run.dry else f"{case} has no room", ours)
-                else:
-                    yield Record(case, ours, f"transformers {kind}", peer)
+    for step in STEPS:
+        rows = many if step.prefill else 1
+        ours = timed(run, step.ours(run, OURS, context, rows), step.captured)
+        for kind in step.kinds:
+            case = f"{step.model}, {rows} rows, {kind}"
+            try:
+                peer = timed(run, step.theirs(run, kind, context, rows), False)
+            except torch.cuda.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                peer = None
+            if run.dry or peer is None:
+                yield Record(case if run.dry else f"{case} has no room", ours)
+            else:
+                yield Record(case, ours, f"transformers {kind}", peer)
     bridge.unregister()

@@ -66,7 +66,7 @@ def register() -> None:
     for family in FAMILIES:
         _replace(family, modules[family.module])
     v4 = modules[WINDOWED]
-    _set(v4.DeepseekV4Attention, "forward", functools.partial(_windowed_forward, v4.apply_rotary_pos_emb))
+    _set(v4.DeepseekV4Attention, "forward", _windowed_forward)
     for name, (prefix, reason) in REFUSED.items():
         _refuse_model(name, getattr(modules[name], f"{prefix}Attention"), reason)
     ALL_ATTENTION_FUNCTIONS.register(NAME, latent.attend)
@@ -83,6 +83,19 @@ def unregister() -> None:
         setattr(owner, name, original)
     forget(AttentionInterface, NAME)
     forget(AttentionMaskInterface, NAME)
+
+
+def check_family(config: Any) -> None:
+    """Refuse a text config of transformers whose model the bridge does not run."""
+    name = config.model_type.removesuffix("_text")
+    if name in REFUSED:
+        refuse("model", f"{name}: {REFUSED[name][1]}", ", ".join(_names()))
+    if name not in _names():
+        refuse("model", name, ", ".join(_names()))
+
+
+def _names() -> tuple[str, ...]:
+    return (*(family.module for family in FAMILIES), WINDOWED)
 
 
 def _modeling(name: str) -> Any:
@@ -156,7 +169,7 @@ def _indexer_from_hidden(rotation: indexer.Rotation, original: Any) -> Any:
     return forward
 
 
-def _windowed_forward(rotate: windowed.Rotate, original: Any) -> Any:
+def _windowed_forward(original: Any) -> Any:
     def forward(self, hidden_states, position_embeddings, position_ids, attention_mask=None, cache=None, **others):
         if not _is_ours(self):
             return original(
@@ -164,7 +177,7 @@ def _windowed_forward(rotate: windowed.Rotate, original: Any) -> Any:
             )
         check_call(self, hidden_states, others)
         arguments = hidden_states, position_embeddings, position_ids, attention_mask, cache
-        return windowed.attention(self, *arguments, rotate), None
+        return windowed.attention(self, *arguments), None
 
     return forward
 

@@ -1,29 +1,70 @@
 """DeepSeek-V4: a window of raw keys and the entries that a compressor pools, under one softmax with a sink per head.
 
-Projections, norms and rope are transformers' modules, and the states of compressors are its cache's. Entries follow
-its rules: they are pooled by place in the cache, and a row sees those that its position has passed. Scores, selection
-and attention are ours. Source: modeling_deepseek_v4.py of transformers 5.24.
+Projections and norms are transformers' modules. Scores, selection and attention are ours, and rotations too, which
+take fewer calls. Source: modeling_deepseek_v4.py of transformers 5.24.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.indexer import select
 from sparse_attn.integrations.transformers.refusals import refuse
+from sparse_attn.integrations.transformers.states import (
+    POOLED_ROPE,
+    Fixed,
+    Growing,
+    State,
+    Turn,
+    over_heads,
+    rotate,
+    turn_of,
+)
 from sparse_attn.layout import PLAIN_DTYPE, PlainLayout
 from sparse_attn.ops.attention import sparse_attn_decode
+from sparse_attn.ops.index_topk import index_topk_decode_slots
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.types import Ragged
 
-Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+ROWS = 1024  # whose queries are held at once: 67 MB of V4 Flash's, and twice as many in fp32 in their norm
 SELECTING = "compressed_sparse_attention"
-POOLED_ROPE = "compress"
 DTYPE_NAME = {dtype: name for name, dtype in PLAIN_DTYPE.items()}
+
+
+class Seen(NamedTuple):
+    """What the rows of a step attend to, and what selects among it.
+
+    keys: [batch, n, dim]. columns: int32 [batch, rows, window], of keys, -1 for none. entries: [batch, m, dim], or None
+    where there are none. index_keys: [batch, m, index dim], or None where all entries are seen. limits: int32 [batch,
+    rows], entries that a row sees or selects among.
+    """
+
+    keys: torch.Tensor
+    columns: torch.Tensor
+    entries: torch.Tensor | None = None
+    index_keys: torch.Tensor | None = None
+    limits: torch.Tensor | None = None
+
+    def of(self, rows: slice) -> Seen:
+        limits = None if self.limits is None else self.limits[:, rows]
+        return self._replace(columns=self.columns[:, rows], limits=limits)
+
+
+class Rows(NamedTuple):
+    """Rows of a step: hidden states [batch, rows, D], latents of queries, and rotations of queries and index queries,
+    over heads."""
+
+    hidden: torch.Tensor
+    q_latent: torch.Tensor
+    turn: Turn
+    index_turn: Turn
+
+    def of(self, rows: slice) -> Rows:
+        turn, index_turn = ((cos[:, rows], sin[:, rows]) for cos, sin in (self.turn, self.index_turn))
+        return Rows(self.hidden[:, rows], self.q_latent[:, rows], turn, index_turn)
 
 
 def attention(
@@ -33,7 +74,6 @@ def attention(
     at: torch.Tensor,
     bounds: torch.Tensor | None,
     cache: Any,
-    rotate: Rotate,
 ) -> torch.Tensor:
     """One layer's attention, hidden [batch, rows, D] -> [batch, rows, D]. at: positions [batch or 1, rows]."""
     if not isinstance(bounds, torch.Tensor) or not is_bounds(bounds):
@@ -41,88 +81,86 @@ def attention(
     bounds = bounds.squeeze(1)
     if cache is None:
         _check_not_packed(at, bounds)
-    cos, sin = positions[module.rope_layer_type]
-    q_latent = module.q_a_norm(module.q_a_proj(hidden))
-    query = torch.unflatten(module.q_b_proj(q_latent), -1, (-1, module.head_dim)).transpose(1, 2)
-    query = rotate(module.q_b_norm(query), cos, sin).transpose(1, 2)  # [batch, rows, heads, dim]
-    window = rotate(module.kv_norm(module.kv_proj(hidden)).unsqueeze(1), cos, sin)
-    if cache is not None:
-        window = cache.update(window, window, module.layer_idx)[0]
-    layout = PlainLayout(DTYPE_NAME[window.dtype], module.head_dim)
+    state, batch, count = _state(module, cache), *hidden.shape[:2]
+    turn = index_turn = turn_of(*positions[module.rope_layer_type])
+    if module.layer_type == SELECTING and module.rope_layer_type != POOLED_ROPE:
+        index_turn = turn_of(*positions[POOLED_ROPE])
+    window = rotate(module.kv_norm(module.kv_proj(hidden)), turn).unsqueeze(1)
+    seen = _seen(module, hidden, window, at.expand(batch, -1), bounds, state)
+    rows = Rows(hidden, module.q_a_norm(module.q_a_proj(hidden)), over_heads(turn), over_heads(index_turn))
+    step = count if torch.compiler.is_compiling() else max(1, ROWS // batch)
+    if count <= step:
+        out = _attend(module, rows, seen)
+    else:
+        parts = [slice(start, start + step) for start in range(0, count, step)]
+        out = torch.cat([_attend(module, rows.of(part), seen.of(part)) for part in parts], 1)
+    state.finish(count)
+    return out
+
+
+def _seen(
+    module: Any, hidden: torch.Tensor, window: torch.Tensor, at: torch.Tensor, bounds: torch.Tensor, state: State
+) -> Seen:
+    keys, columns = state.window(window, _window(bounds, module.sliding_window))
+    if module.compressor is None:
+        return Seen(keys, columns)
+    entries, selects = state.entries(module.compressor, hidden, "compressor"), module.layer_type == SELECTING
+    index_keys = state.entries(module.compressor.indexer, hidden, "indexer").contiguous() if selects else None
+    if not entries.shape[1]:
+        return Seen(keys, columns)
+    limits = state.limits(at, module.compressor.compress_rate, entries.shape[1], selects)
+    return Seen(keys, columns, entries.contiguous(), index_keys, limits)
+
+
+def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
+    query = torch.unflatten(module.q_b_proj(rows.q_latent), -1, (-1, module.head_dim))
+    query = rotate(module.q_b_norm(query), rows.turn)  # [batch, rows, heads, dim]
+    layout = PlainLayout(DTYPE_NAME[seen.keys.dtype], module.head_dim)
     extra: dict[str, Any] = {}
-    if module.compressor is not None:
-        state = None if cache is None else cache.layers[module.layer_idx]
-        entries = compress(module.compressor, hidden, state, "compressor", rotate)
-        chosen = _chosen(module, hidden, q_latent, at.expand(hidden.shape[0], -1), state, entries.shape[1], rotate)
-        if chosen is not None:
-            listed = _ragged(chosen, entries.shape[1])
-            extra = dict(extra_cache=entries.contiguous(), extra_ragged=listed, extra_layout=layout)
-    keys = window.squeeze(1).contiguous()
+    if seen.entries is not None:
+        extra = dict(extra_cache=seen.entries, extra_ragged=_entries(module, rows, seen), extra_layout=layout)
     out = sparse_attn_decode(
-        query.flatten(0, 1), keys, _ragged(_window(bounds, module.sliding_window), keys.shape[1]),
+        query.flatten(0, 1), seen.keys, _ragged(seen.columns, seen.keys.shape[1]),
         scale=module.scaling, layout=layout, sink=module.sinks.float(), **extra,
     ).out  # fmt: skip
-    out = torch.unflatten(out, 0, query.shape[:2]).transpose(1, 2)
-    out = rotate(out, cos, -sin).transpose(1, 2)  # a value holds its key's rotation, which is taken back
+    cos, sin = rows.turn
+    out = rotate(torch.unflatten(out, 0, query.shape[:2]), (cos, -sin))  # a value is a rotated key
     groups = torch.unflatten(out.flatten(2), -1, (module.config.o_groups, -1))
     return module.o_b_proj(module.o_a_proj(groups).flatten(2))
 
 
-def compress(module: Any, hidden: torch.Tensor, state: Any, name: str, rotate: Rotate) -> torch.Tensor:
-    """All entries so far [batch, entries, dim], those that this step completes among them. state: the cache's layer."""
-    values, gates = module.kv_proj(hidden), module.gate_proj(hidden)
-    ratio, dim, first = module.compress_rate, module.head_dim, 0
-    if state is None:
-        whole = values.shape[1] // ratio * ratio
-        values, gates = values[:, :whole], gates[:, :whole]
-    else:
-        values, gates, first = state.store_compression_weights(name, values, gates)
-    count = values.shape[1] // ratio
-    entries = values[:, :0, :dim]
-    if count:
-        values, gates = (torch.unflatten(part, 1, (count, ratio)) for part in (values, gates))
-        gates = gates + module.position_bias
-        if values.shape[-1] == 2 * dim:
-            before = (None, None) if state is None else state.update_overlap_state(name, values, gates, dim)
-            values, gates = _overlapped(values, before[0], 0.0, dim), _overlapped(gates, before[1], -torch.inf, dim)
-        weights = gates.softmax(2, dtype=torch.float32).to(values.dtype)
-        entries = module.kv_norm((values * weights).sum(2))
-        at = torch.arange(count, dtype=torch.int64, device=hidden.device) * ratio + first
-        cos, sin = module.rotary_emb(entries, position_ids=at.expand(hidden.shape[0], -1), layer_type=POOLED_ROPE)
-        entries = rotate(entries.unsqueeze(1), cos, sin).squeeze(1)
-    return entries if state is None else state.update_compressor_states(name, entries)
+def _state(module: Any, cache: Any) -> State:
+    layer = None if cache is None else cache.layers[module.layer_idx]
+    if not getattr(layer, "is_compileable", False):
+        return Growing(cache, module.layer_idx)
+    if not hasattr(layer, "pools"):
+        refuse(
+            "cache",
+            f"a layer {layer}, which has no room for entries",
+            "a DynamicCache, or bridge.static_cache(model, max_len)",
+        )
+    return Fixed(layer, module.layer_idx)
 
 
-def _overlapped(parts: torch.Tensor, before: torch.Tensor | None, empty: float, dim: int) -> torch.Tensor:
-    """[batch, windows, 2 * ratio, dim]: the leading half of the window before, then the trailing half of the own."""
-    lead = parts[:, :-1, :, :dim]
-    last = torch.full_like(parts[:, :1, :, :dim], empty) if before is None else before.to(parts.dtype).unsqueeze(1)
-    return torch.cat([torch.cat([last, lead], 1), parts[..., dim:]], 2)
-
-
-def _chosen(
-    module: Any, hidden: torch.Tensor, q_latent: torch.Tensor, at: torch.Tensor, state: Any, count: int, rotate: Rotate
-) -> torch.Tensor | None:
-    """Entries that each row attends to, int32 [batch, rows, n], -1 for none; None where there is no entry."""
-    ratio = module.compressor.compress_rate
-    limits = ((at + 1) // ratio).to(torch.int32)
-    if module.layer_type != SELECTING:
-        if not count:
-            return None
-        entries = torch.arange(count, dtype=torch.int32, device=hidden.device)
-        if at.shape[1] == 1:  # transformers lets a single row see all entries, whatever its position
-            return entries.expand(*at.shape, -1)
-        return torch.where(entries < limits.unsqueeze(-1), entries, -1)
-    scorer, index = module.compressor.indexer.scorer, module.compressor.indexer
-    keys = compress(index, hidden, state, "indexer", rotate)
-    if not count:
-        return None
-    cos, sin = index.rotary_emb(hidden, position_ids=at, layer_type=POOLED_ROPE)
-    query = torch.unflatten(index.q_b_proj(q_latent), -1, (-1, index.head_dim)).transpose(1, 2)
-    query = rotate(query, cos, sin).transpose(1, 2)
-    weights = scorer.weights_proj(hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
-    bounds = torch.stack([torch.zeros_like(limits), limits], -1)
-    return select(query, weights, keys.contiguous(), bounds, index.index_topk)
+def _entries(module: Any, rows: Rows, seen: Seen) -> Ragged:
+    """Slots of the entries that each row attends to."""
+    assert seen.entries is not None and seen.limits is not None
+    (batch, count), room = rows.hidden.shape[:2], seen.entries.shape[1]
+    if seen.index_keys is None:
+        entries = torch.arange(room, dtype=torch.int32, device=rows.hidden.device)
+        return _ragged(torch.where(entries < seen.limits.unsqueeze(-1), entries, -1), room)
+    index, keys = module.compressor.indexer, seen.index_keys
+    query = torch.unflatten(index.q_b_proj(rows.q_latent), -1, (-1, index.head_dim))
+    query, scorer = rotate(query, rows.index_turn), index.scorer
+    weights = scorer.weights_proj(rows.hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
+    if count == 1:
+        table = torch.arange(batch, dtype=torch.int32, device=keys.device).unsqueeze(1)
+        layout = PlainLayout(DTYPE_NAME[keys.dtype], index.head_dim)
+        return index_topk_decode_slots(
+            query, weights.flatten(0, 1), keys, seen.limits, table, index.index_topk, room, layout
+        )
+    ranges = torch.stack([torch.zeros_like(seen.limits), seen.limits], -1)
+    return _ragged(select(query, weights, keys, ranges, index.index_topk), room)
 
 
 def _window(bounds: torch.Tensor, window: int) -> torch.Tensor:
@@ -132,8 +170,11 @@ def _window(bounds: torch.Tensor, window: int) -> torch.Tensor:
 
 
 def _ragged(chosen: torch.Tensor, keys: int) -> Ragged:
-    """Slots of caches of one block of ``keys`` rows per sequence."""
-    batch, rows, _ = chosen.shape
+    """Slots of caches of one block of ``keys`` rows per sequence, of int32 [batch, rows, n] in a block, -1 for none."""
+    batch, rows, width = chosen.shape
+    if batch == rows == 1:  # as it is: a reader skips what is -1
+        indptr = torch.arange(0, 2 * width, width, dtype=torch.int32, device=chosen.device)
+        return Ragged(chosen.flatten(), indptr)
     shift = torch.arange(batch, dtype=torch.int32, device=chosen.device) * keys
     return build_ragged_indices_from_dense(
         chosen.flatten(0, 1), row_offsets=shift.repeat_interleave(rows), num_rows=batch * keys

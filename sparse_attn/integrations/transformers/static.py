@@ -1,0 +1,203 @@
+"""A static cache for DeepSeek-V4, whose tensors and addresses never change. transformers has none.
+
+A layer holds what its next rows need: a ring of raw keys as long as the window, and for each compressor a ring of
+projections that are not pooled yet and room for all its entries. The number of cached tokens lies on the device, so
+one compiled or captured step serves every length. Importing this module imports transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
+
+from sparse_attn.integrations.transformers.refusals import refuse
+from sparse_attn.torch_private import assert_on_device, mark_static_address
+
+LINE = 32  # entries of a sequence are a multiple of so many, so that a selection packs its slots itself
+
+
+class Shape(NamedTuple):
+    """A compressor: it pools ``ratio`` tokens to an entry of ``dim`` values. overlap: with the ``ratio`` before."""
+
+    ratio: int
+    dim: int
+    overlap: bool
+
+    @property
+    def ring(self) -> int:
+        return self.ratio * (1 + self.overlap)
+
+
+class Step(NamedTuple):
+    """Where the rows of a step stand. start: int64 [], the place of the first one. windows: int64 [count], those that
+    the step touches. places: int64 [(count + overlap) * ratio], tokens of these windows and of the one before."""
+
+    start: torch.Tensor
+    windows: torch.Tensor
+    places: torch.Tensor
+
+
+class Pool:
+    """What a compressor holds. values, gates: [batch, ring, width], the last tokens' projections by place. entries:
+    [batch, room, dim]; those that are not complete yet hold anything."""
+
+    def __init__(self, shape: Shape, max_len: int):
+        self.shape = shape
+        self.room = -(-(max_len // shape.ratio + 2) // LINE) * LINE
+        self.values = self.gates = self.entries = torch.empty(0)
+
+    def allocate(self, batch: int, keys: torch.Tensor) -> None:
+        """Make the tensors, of the dtype and on the device of ``keys``."""
+        width = self.shape.dim * (1 + self.shape.overlap)
+        self.values = keys.new_zeros(batch, self.shape.ring, width)
+        self.gates = torch.zeros_like(self.values)
+        self.entries = keys.new_zeros(batch, self.room, self.shape.dim)
+
+    def step(self, start: torch.Tensor, rows: int) -> Step:
+        """The windows of ``rows`` rows from place ``start``, as many as there may be of them."""
+        ratio, before = self.shape.ratio, int(self.shape.overlap)
+        count, first = (rows + ratio - 2) // ratio + 1, start // ratio
+        windows = first + torch.arange(count, device=start.device)
+        places = (first - before) * ratio + torch.arange((count + before) * ratio, device=start.device)
+        return Step(start, windows, places)
+
+    def extend(self, values: torch.Tensor, gates: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep projections [batch, rows, width]; returns those of ``step.places``, [batch, places, width]."""
+        rows, ring = values.shape[1], self.shape.ring
+        new, old = (step.places - step.start).clamp(0, rows - 1), step.places % ring
+        is_new = (step.places >= step.start).unsqueeze(-1)
+        both = [torch.where(is_new, part[:, new], held[:, old]) for part, held in self._pairs(values, gates)]
+        kept = min(rows, ring)
+        slots = (step.start + torch.arange(rows - kept, rows, device=values.device)) % ring
+        for part, held in self._pairs(values, gates):
+            held.index_copy_(1, slots, part[:, rows - kept :])
+        return both[0], both[1]
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.values, self.gates, self.entries
+
+    def _pairs(self, values: torch.Tensor, gates: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        return (values, self.values), (gates, self.gates)
+
+
+class WindowedLayer(CacheLayerMixin):
+    """keys: [batch, window, dim], the key of place p in row p % window. pools: by a compressor's name.
+
+    max_len: tokens that it holds at most. Tensors are made by the first step, which is not compiled.
+    """
+
+    is_compileable = True
+    is_sliding = True
+
+    def __init__(self, max_len: int, window: int, pools: dict[str, Shape]):
+        super().__init__()
+        self.max_len, self.window = max_len, window
+        self.pools = {name: Pool(shape, max_len) for name, shape in pools.items()}
+        self.cumulative_length = torch.tensor(0, dtype=torch.int64)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """key_states: [batch, 1, any, dim]. value_states: as key_states."""
+        batch, _, _, dim = key_states.shape
+        self.batch_size, self.device = batch, key_states.device
+        self.keys = key_states.new_zeros(batch, self.window, dim)
+        self.values = self.keys
+        for pool in self.pools.values():
+            pool.allocate(batch, key_states)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        for tensor in (*self._tensors(), self.cumulative_length):
+            mark_static_address(tensor)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **others: Any):
+        """Refused: only the bridge's attention knows how to fill these tensors."""
+        refuse("attn_implementation", "a static cache of sparse_attn under another implementation", "sparse_attn")
+
+    def begin(self, keys: torch.Tensor) -> torch.Tensor:
+        """The place of the first of these keys [batch, 1, rows, dim], int64 [], until ``advance``."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, keys)
+        return self.cumulative_length
+
+    def extend(self, keys: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """Keep the step's keys [batch, 1, rows, dim]. Returns keys to attend to: the ring alone after a single row;
+        else [batch, window + rows, dim], the ring as it was and then the step's keys."""
+        assert self.keys is not None
+        rows, kept = keys.shape[2], min(keys.shape[2], self.window)
+        keys = keys.squeeze(1)
+        both = self.keys if rows == 1 else torch.cat([self.keys, keys], 1)
+        slots = (start + torch.arange(rows - kept, rows, device=keys.device)) % self.window
+        self.keys.index_copy_(1, slots, keys[:, rows - kept :])
+        return both
+
+    def rows_of(self, places: torch.Tensor, start: torch.Tensor, rows: int) -> torch.Tensor:
+        """Rows, in what ``extend`` returned, of int32 places >= 0 that a row of the step sees."""
+        ring = places % self.window
+        return ring if rows == 1 else torch.where(places < start, ring, places - start + self.window).to(torch.int32)
+
+    def advance(self, rows: int, first: bool) -> None:
+        """Count the rows of a step. first: of all layers, which sees to it that no more are cached than fit."""
+        self.cumulative_length.add_(rows)
+        if first:
+            message = f"cache: got more tokens than fit, allowed: max_len = {self.max_len}"
+            fits = self.cumulative_length <= self.max_len
+            if fits.is_cuda or torch.compiler.is_compiling():
+                assert_on_device(fits, message)
+            elif not fits:
+                raise ValueError(message)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_len, 0
+
+    def get_seq_length(self) -> Any:
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.max_len
+
+    def reset(self) -> None:
+        for tensor in self._tensors():
+            tensor.zero_()
+        self.cumulative_length.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused, as transformers does for V4: what was pooled cannot be taken apart."""
+        if tokens_to_remove:
+            refuse("tokens_to_remove", tokens_to_remove, "0: entries that are pooled cannot be taken back")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """In place, so that what was compiled or captured still reads it."""
+        for tensor in self._tensors():
+            tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        if self.keys is None or not self.is_initialized and self.keys.numel() == 0:
+            return ()
+        return (self.keys, *(part for pool in self.pools.values() for part in pool.tensors()))
+
+
+def static_cache(model: Any, max_len: int) -> Cache:
+    """See the package's ``static_cache``."""
+    from sparse_attn.integrations.transformers.families import WINDOWED, check_family
+
+    config = getattr(model, "config", model).get_text_config(decoder=True)
+    if max_len < 1:
+        refuse("max_len", max_len, "at least 1")
+    check_family(config)
+    if config.model_type != WINDOWED:
+        return StaticCache(config=config, max_cache_len=max_len)
+    return Cache(
+        layers=[WindowedLayer(max_len, config.sliding_window, shapes(config, kind)) for kind in config.layer_types]
+    )
+
+
+def shapes(config: Any, layer_type: str) -> dict[str, Shape]:
+    """The compressors of a layer of DeepSeek-V4."""
+    ratio = config.compress_rates.get(layer_type)
+    if ratio is None:
+        return {}
+    if layer_type == "heavily_compressed_attention":
+        return {"compressor": Shape(ratio, config.head_dim, False)}
+    return {"compressor": Shape(ratio, config.head_dim, True), "indexer": Shape(ratio, config.index_head_dim, True)}
