@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
     "assert_on_device", "counters", "dynamo_counts", "exported", "fake_mode", "fake_processes", "is_view", "leaves",
-    "map_leaves", "mark_sizes", "mark_static_address", "occupy", "operators", "parameters", "recompile_limit",
-    "run_what_does_not_compile", "schema", "storage_key",
+    "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function", "occupy", "operators", "parameters",
+    "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
+no_torch_function = torch._C._disabled_torch_function_impl  # __torch_function__ of a subclass whose results are tensors
 Named = TypeVar("Named", bound=tuple)
 
 

@@ -14,6 +14,7 @@ from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.generate import Sampling, generate
 
 BLOCK = 16
+STEPS = 400
 
 
 def batching_of(model, **options) -> Batching:
@@ -96,6 +97,62 @@ def test_soak(name):
         assert done[number] == generate(model, [prompt], max_new_tokens=most, sampling=sampling).tokens[0]
     counts = batching.occupancy()
     assert counts.preempted and counts.reused and not batching.loop.live and counts.free == counts.blocks
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_captured_soak(name):
+    """Arrivals, prefixes, preemption and cancellations. Every 25th call the same calls are made of a scheduler that
+    captures nothing, and both finish the same; some requests are run alone and without drafts. Nothing waits, and
+    memory stays flat."""
+    model, draw = predicting_model(name, 7, device="cuda"), random.Random(7)
+    options = dict(rows=4, num_blocks=9, speculate=2, logprobs=True, penalties=True, stop_ids=1, batch_invariant=True)
+    loops = [batching_of(model, graph=graph, **options) for graph in (True, False)]
+    common, asked, found = [draw.randrange(7) for _ in range(2 * BLOCK)], {}, ({}, {})
+    memory, moved, calls, compared = [], [], 0, 0
+    while loops[0].loop._taken < STEPS:
+        for _ in range(0 if loops[0].occupancy().waiting > 12 else draw.randint(0, 2)):
+            prompt = common[: draw.choice((0, 1, 2)) * BLOCK] + [draw.randrange(7) for _ in range(draw.randint(1, 20))]
+            sampling = Sampling(
+                draw.choice((0.0, 1.0)), draw.randrange(9), stop_ids=draw.choice(((), (2,))),
+                top_k=draw.choice((0, 4)), presence=draw.choice((0.0, 0.4)),
+            )  # fmt: skip
+            one = prompt, draw.randint(1, 44), sampling
+            number, _ = (loop.submit(prompt, max_new_tokens=one[1], sampling=sampling) for loop in loops)
+            asked[number] = one
+            if draw.random() < 0.1:
+                cancelled = [loop.cancel(number) for loop in loops]
+                assert all(cancelled)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found[0].update({one.request: one for one in loops[0].step()})
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        calls += 1
+        if calls % 8 == 0 and (decoding := [one for one in loops[0]._running() if one.decoding]):
+            loops[0]._preempt(decoding[-1])
+        check_ledger(loops[0])
+        if calls % 25 == 0:
+            for loop, mine in zip(loops, found):
+                mine.update({one.request: one for one in loop.drain()})
+            for number in asked:
+                mine, own = (each[number] for each in found)
+                assert (mine.tokens, mine.reason) == (own.tokens, own.reason), (number, asked[number], mine, own)
+                moved.append(max([0.0, *(abs(a - b) for a, b in zip(mine.logprobs, own.logprobs, strict=True))]))
+            for number in [number for number in asked if number % 3 == 0 and found[0][number].reason != "cancelled"]:
+                prompt, most, sampling = asked[number]
+                want = generate(model, [prompt], max_new_tokens=most, sampling=sampling).tokens[0]
+                assert found[0][number].tokens == want, (number, asked[number])
+                compared += 1
+            asked.clear()
+            memory.append(torch.cuda.memory_allocated())
+    counts = [loop.occupancy() for loop in loops]
+    steps = loops[0].loop._taken
+    print(f"{name}: {len(found[0])} requests, {compared} run alone, {steps} steps, {counts[0]}")
+    print(f"{name}: log-probabilities differ by at most {max(moved):.1e}; bytes {memory}")
+    assert counts[0].preempted and counts[0].reused and compared > 10 and len(found[0]) > 30
+    assert max(moved) < 1e-3
+    assert max(memory[len(memory) // 2 :]) <= max(memory[: len(memory) // 2]) + (1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,8 @@ def generate(
                 scored.prefilled(logits, spans, state.tokens)
             bar.update()
         stop(state)
-        generated = [state.tokens.cpu() if graph else state.tokens.clone()]
+        looped = graph or speculate  # its tokens arrive on the host
+        generated = [state.tokens.to("cpu" if looped else device, copy=True)]
         middle = _clock(device)
         bar.close()
 
@@ -180,7 +181,7 @@ def generate(
         alive = _alive(generated[0], lived[0], stop_ids, on_token)
         count = max_new_tokens - 1 if any(alive) else 0
         loop: DecodeRows | None = None
-        if count and (graph or speculate):
+        if count and looped:
             options: dict[str, Any] = dict(
                 max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(batch,), sampling=sampling,
                 impl=model.impl, keep_logits=keep_logits or scored is not None, draws=draws, speculate=speculate,

@@ -57,7 +57,8 @@ def drafted(prompts, tokens, drafts):
 KINDS = {"perfect": perfect, "wild": wild, "drafted": drafted}
 
 
-def predicting_model(name, vocab_size=257, cache="fp32"):
+def predicting_model(name, vocab_size=257, cache="fp32", device="cpu", **options):
     """With a layer of multi-token prediction. Few tokens are drafted right by chance."""
     spec = replace(small(name, 3), vocab_size=vocab_size, eos_token_ids=())
-    return Model(spec, random_params(spec, seed=1, mtp=True), cache_layouts(spec, cache))
+    params = random_params(spec, seed=1, device=device, mtp=True)
+    return Model(spec, params, cache_layouts(spec, cache), **options)
