@@ -266,10 +266,39 @@ def half_weights_of(block, first, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     return 0.5 * gl.load(at, mask=there, other=0.0)
 
 
+@gluon.constexpr_function
+def _weights_layout(columns):
+    """Of weights in the order of ``_for_lanes``: four together that one thread needs."""
+    registers = [[1], [2]] + [[1 << bit] for bit in range(4, columns.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[4], [8], [0], [0], [0]], [[0], [0]], [], [columns])
+
+
 @gluon.jit
-def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexpr):
+def _for_lanes(weights):
+    """Of 16 columns, those that a lane has of a product, together: columns 8 j + 2 lane + i at 4 lane + 2 j + i. The
+    same again is the order of columns."""
+    PAIRS: gl.constexpr = weights.shape[0] // 16
+    return gl.reshape(gl.permute(gl.reshape(weights, [PAIRS, 2, 4, 2]), (0, 2, 1, 3)), [weights.shape[0]])
+
+
+@gluon.jit
+def weights_of(memory, IN_ORDER: gl.constexpr):
+    """Half weights of a product's columns, as ``prepare`` writes them."""
+    COLUMNS: gl.constexpr = memory.shape[0]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(COLUMNS))
+    if IN_ORDER:
+        return memory.load(COLUMN)
+    else:
+        of_lanes = gl.reshape(memory.load(_weights_layout(COLUMNS)), [COLUMNS // 16, 4, 2, 2])
+        in_order = gl.reshape(gl.permute(of_lanes, (0, 2, 1, 3)), [COLUMNS])
+        return gl.convert_layout(in_order, COLUMN, assert_trivial=True)
+
+
+@gluon.jit
+def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexpr, IN_ORDER: gl.constexpr):
     """Write a consumer's part of a query block to shared memory: the operand of ``PART`` columns, with steps where they
-    fit and without where they do not, half their weights times their highest scale, and whether all fit.
+    fit and without where they do not, half their weights times their highest scale, and whether all fit. IN_ORDER:
+    weights stand as columns do; otherwise for loads of 16 bytes, by ``weights_of``.
 
     queries: e5m2 [columns, 128]. weights: fp32 [columns]. fit: int32 [CONSUMERS]."""
     LAYOUT: gl.constexpr = words_layout(PART, True)
@@ -293,7 +322,10 @@ def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexp
     COLUMNS: gl.constexpr = queries.shape[0]
     operand = reinterpret(queries, gl.int32, [COLUMNS, 32], WORDS)
     operand.slice(FIRST, PART, dim=0).store(_decode(words, low, high))
-    weights.slice(FIRST, PART, dim=0).store(half_weights * (power(highest) * 2.0 ** (-2 * TOP)))
+    half_weights = half_weights * (power(highest) * 2.0 ** (-2 * TOP))
+    if not IN_ORDER:
+        half_weights = _for_lanes(half_weights)
+    weights.slice(FIRST, PART, dim=0).store(half_weights)
     all_fit = gl.min(folded.to(gl.int32), 0)
     fit.slice(which, 1, dim=0).store(gl.full([1], all_fit, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
 

@@ -19,7 +19,6 @@ from sparse_attn.ops.index_logits.hopper.common import (
     CONSUMERS,
     Q_STAGES,
     own_tile,
-    product_layout,
     products,
     ring,
     scores_layout,
@@ -34,6 +33,7 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     prepare,
     scores_of_groups,
     turn_scales,
+    weights_of,
     words_of,
 )
 from sparse_attn.ops.index_logits.hopper.requests import (
@@ -127,7 +127,6 @@ def _consumer(
     HELD: gl.constexpr = N * PRODUCTS <= 64  # weights in registers, beside a product and a tile's operand
     KEY: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS))
     ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(N))
     if output.CLEAR and which == 0:  # while the first keys are under way
         clear(lengths, output)
     key = gl.arange(0, BLOCK_KV, layout=KEY)
@@ -148,7 +147,7 @@ def _consumer(
             )  # fmt: skip
             q_stage, phase = ring(blocks_done, Q_STAGES)
             queries, weights = shared.queries.index(q_stage), shared.weights.index(q_stage)
-            prepare(block, queries, weights, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which)
+            prepare(block, queries, weights, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which, HELD)
             fence_async_shared()
             signal(bars.q_ready.index(q_stage))
             own_places = ()
@@ -157,7 +156,7 @@ def _consumer(
                 own_places = own_places + (places(lengths, output, query_block, rows_of[0], rows_of[2]),)
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
             all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
-            half_weights = weights.slice(0, N).load(COLUMN)
+            half_weights = weights_of(weights.slice(0, N), HELD)
             for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
                 stage, phase = ring(done + i, STAGES)
                 mbarrier.wait(bars.full.index(stage), phase)
@@ -173,7 +172,7 @@ def _consumer(
                         some = queries.slice(p * N, N, dim=0)
                         product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
                         if not HELD:
-                            half_weights = weights.slice(p * N, N).load(COLUMN)
+                            half_weights = weights_of(weights.slice(p * N, N), False)
                         scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
                         write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
                 else:

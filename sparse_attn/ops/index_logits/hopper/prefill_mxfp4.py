@@ -18,7 +18,6 @@ from sparse_attn.ops.index_logits.hopper.common import (
     CONSUMERS,
     Q_STAGES,
     own_tile,
-    product_layout,
     products,
     ring,
     scores_layout,
@@ -33,6 +32,7 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     prepare,
     scores_of_groups,
     turn_scales,
+    weights_of,
     words_of,
 )
 from sparse_attn.ops.index_logits.hopper.prefill import Ranges, count_blocks, find_run, range_of, tiles_of
@@ -109,7 +109,6 @@ def _consumer(
     N: gl.constexpr = ROWS * HEADS
     KEY: gl.constexpr = gl.SliceLayout(1, scores_layout(ROWS))
     ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    COLUMN: gl.constexpr = gl.SliceLayout(0, product_layout(N))
     stride_q_row, stride_weights_row, stride_weights_head = strides
     done, blocks_done = 0, 0
     skip = run.skip
@@ -125,7 +124,7 @@ def _consumer(
             )  # fmt: skip
             q_stage, phase = ring(blocks_done, Q_STAGES)
             queries, half = shared.queries.index(q_stage), shared.weights.index(q_stage)
-            prepare(block, queries, half, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which)
+            prepare(block, queries, half, shared.fit.index(q_stage), BLOCK_Q * HEADS // CONSUMERS, which, False)
             fence_async_shared()
             signal(bars.q_ready.index(q_stage))
             first_key = (begin + skip) * BLOCK_KV
@@ -148,7 +147,7 @@ def _consumer(
                     for p in gl.static_range(PRODUCTS):
                         some = queries.slice(p * N, N, dim=0)
                         product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
-                        half_weights = half.slice(p * N, N).load(COLUMN)
+                        half_weights = weights_of(half.slice(p * N, N), False)
                         scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
                         _store(scores, places[p], i)
                 else:
