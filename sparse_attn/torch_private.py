@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -136,13 +136,22 @@ def fake_mode() -> AbstractContextManager:
     return FakeTensorMode()
 
 
-def fake_processes(rank: int, size: int) -> None:
-    """Make this process torch.distributed's ``rank`` of ``size``, of which no other runs: collectives give back what it
-    sends. dist.destroy_process_group() ends it."""
+@contextmanager
+def fake_processes(rank: int, size: int) -> Iterator[None]:
+    """Inside, this process is torch.distributed's ``rank`` of ``size``, of which no other runs: collectives give back
+    what it sends."""
     import torch.distributed as dist
+    import torch.distributed._functional_collectives  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with torch.library._scoped_library("_c10d_functional", "IMPL") as library:
+            for key in ("CPU", "CUDA"):  # torch's own leaves its output as it was allocated before 2.14
+                library.impl("all_to_all_single", lambda sent, *_: sent.clone(), key)
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def occupy(cycles: int) -> None:

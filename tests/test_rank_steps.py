@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.compilations import ALONE, TOGETHER, Graphs, counts_behind, prompts_of, small
 from support.processes import Grid, mesh_of_grid
 
@@ -18,7 +17,7 @@ from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Model, Sampling, decode_step
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import TorchDispatchMode, fake_processes
+from sparse_attn.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
 
 GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=2, context=2, expert=4))
 
@@ -26,10 +25,8 @@ GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=
 @pytest.fixture
 def as_rank(request):
     """The mesh of rank 1 of a grid; no other process runs."""
-    grid = request.param
-    fake_processes(1, grid.size)
-    yield mesh_of_grid(grid)
-    dist.destroy_process_group()
+    with fake_processes(1, request.param.size):
+        yield mesh_of_grid(request.param)
 
 
 class Sent(TorchDispatchMode):
@@ -54,6 +51,15 @@ class Sent(TorchDispatchMode):
 def model_of(spec, mesh: Mesh, cache: str = "fp8") -> Model:
     params = shard_params(dict(random_params(spec, seed=1)), mesh)
     return Model(spec, params, cache_layouts(spec, cache), mesh=mesh)
+
+
+@pytest.mark.parametrize("as_rank", GRIDS[:1], indirect=True, ids=str)
+def test_collectives_give_back_what_is_sent(as_rank):
+    sent, group = torch.arange(6.0).view(2, 3), as_rank.tensor.group
+    junk = [torch.full((2, 3), torch.nan) for _ in range(8)]
+    del junk
+    assert torch.equal(all_to_all(sent, 2, group), sent) and torch.equal(all_reduce(sent, group), sent)
+    assert torch.equal(all_gather(sent, 2, group), sent.repeat(2, 1))
 
 
 @pytest.mark.parametrize("as_rank", GRIDS, indirect=True, ids=str)
