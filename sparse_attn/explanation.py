@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn import dispatch, roofline
+from sparse_attn.device.rows import is_aligned
 from sparse_attn.dispatch import Choice, Kernel
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
@@ -39,7 +40,6 @@ from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slot
 from sparse_attn.ops.index_topk.shapes import rows_at_once
 from sparse_attn.ops.topk import dispatch as selection
 from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.ops.topk.shapes import is_aligned
 from sparse_attn.target import H200, TARGETS, Target, resolve_impl, target_of
 from sparse_attn.torch_private import EagerDispatchMode, OpOverload
 from sparse_attn.workspace import Buffer, Scratch, size_of

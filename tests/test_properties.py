@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.hostile import Call, assert_same, hostile, pieces
-from support.hostile_cases import CASES, calls, expected
+from support.hostile_cases import CASES, calls, expected, is_defined
 
 import sparse_attn
 from sparse_attn import workspace
@@ -186,7 +186,8 @@ def test_kernels_refuse_what_the_reference_does(name, device):
             return
         if any(piece.device.type == "meta" for piece in pieces(got)):
             return
-        assert_same(got, want, call.loose or call.level)
+        if is_defined(call):
+            assert_same(got, want, call.loose or call.level)
         assert_untouched(mine, call)
         # Zeros for slots name one slot many times, and rows that were to go nowhere hold NaN: any bytes may win.
         if which != "slot_mapping":

@@ -10,17 +10,24 @@ from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, who
 
 from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
 from sparse_attn.mesh import ALONE, Ranks
+from sparse_attn.ops.rank_topk import config
 from sparse_attn.pipeline.ranks import RowScores, exchanged_bytes, global_positions, local_limits, top_k_over_ranks
 from sparse_attn.testing.ops import opcheck
 
 
 @pytest.mark.kernel
-def test_winners_of_all_ranks_are_those_of_one(device):
+@pytest.mark.parametrize("form", ("whole rows", "split rows", "rows in fours", "split rows in fours"))
+def test_winners_of_all_ranks_are_those_of_one(form, device, monkeypatch):
     """Kernels of all ranks' steps in one process, summed and stacked by hand."""
+    if "split" in form:
+        tiny = dict(CTAS_AN_SM=64, WHOLE=8, CHUNK=32, DIGITS=config.Tile(256, 8), TIES=config.Tile(8, 1))
+        for name, value in dict(tiny, WINNERS=config.Tile(8, 1)).items():
+            monkeypatch.setattr(config, name, value)
     for case in CASES if big(device) else CASES[:1]:
         logits, limits = whole_rows(case)
         want = top_k_per_row(logits, case.k, None, limits, impl="reference")
-        assert torch.equal(combined(over_ranks(case, logits, limits, device, "triton"), case), want), case
+        found = over_ranks(case, logits, limits, device, "triton", in_fours="fours" in form)
+        assert torch.equal(combined(found, case), want), case
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -83,6 +83,8 @@ def _merge() -> Iterator[Case]:
     for states, dtype, more in ((2, BF16, False), (8, FP32, True), (132, BF16, False)):
         arguments = tensor(states, 4, 128, 512, dtype=dtype), floats(states, 4, 128), floats(128)
         yield Case("merge_attn_states", f"{states} states", launch.merge_attn_states, arguments, more)
+    arguments = tensor(8, 64, 16, 512, dtype=BF16), floats(8, 64, 128)[..., 16:32], None
+    yield Case("merge_attn_states", "16 heads of 8 ranks", launch.merge_attn_states, arguments)
 
 
 def _rows(name, heads, d_qk, d_v, tokens, dtype, *, keys=2048, sink=False, more=False, where="") -> Case:

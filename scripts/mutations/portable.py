@@ -255,10 +255,10 @@ KERNELS = [
         ("tests/test_attention.py::test_decode_kernel",),
     ),
     Mutation(
-        "combine-of-empty-splits", "a row without keys combines to NaN",
-        OPS + "attention/portable/kernels.py",
-        "weight = tl.exp2((found - tl.where(m == float(\"-inf\"), 0.0, m)) * to_log2)",
-        "weight = tl.exp2((found - m) * to_log2)",
+        "merge-of-empty-states", "a row without keys merges to NaN",
+        OPS + "attention/portable/merge.py",
+        "tl.where(m == float(\"-inf\"), 0.0, m)[None, :]",
+        "m[None, :]",
         ("tests/test_attention.py::test_merge_kernel",),
     ),
     Mutation(
@@ -390,15 +390,15 @@ KERNELS = [
     Mutation(
         "ranks-own-tie-before-itself", "a rank's ties stand before its own blocks, too",
         OPS + "rank_topk/kernels.py",
-        "lower = tl.sum(tl.where(other < rank, tied, 0), 0)",
-        "lower = tl.sum(tl.where(other <= rank, tied, 0), 0)",
+        "lower += tl.where(other < rank, tied, 0)",
+        "lower += tl.where(other <= rank, tied, 0)",
         ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
     ),
     Mutation(
         "ranks-winners-of-a-block-before", "winners are stored as if earlier blocks had none above the threshold",
         OPS + "rank_topk/kernels.py",
-        "return taken, taken + higher, whole",
-        "return taken, taken, whole",
+        "tied_at, above_at = tl.sum(own_before, 0), tl.sum(above_before, 0)",
+        "tied_at, above_at = tl.sum(own_before, 0), 0",
         ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
     ),
     Mutation(

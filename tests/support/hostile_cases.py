@@ -261,15 +261,32 @@ def take_winners(draw):
     ties = ints(draw, (ranks, rows, -(-width // block_size)), 0, min(block_size, 3)).clamp(0, 255).to(dtype)
     key = torch.tensor([pick(draw, (0, 0x3F800000, -(2**31), 2**31 - 1)) for _ in range(rows)]).long()
     state = torch.stack([key, torch.arange(rows) + 1], 1).to(torch.int32)
-    above, own = torch.zeros(2, *ties.shape[1:], dtype=torch.int32)
-    for row in range(rows):
-        for column, found in oracles.ordered_keys(given["logits"], row, given["row_starts"], given["row_ends"]):
-            above[row, column // block_size] += found > int(state[row, 0]) + 2**31
-            own[row, column // block_size] += found == int(state[row, 0]) + 2**31 and found > 0
+    own, above = counted(given["logits"], state, given["row_starts"], given["row_ends"], block_size, dtype)
     rank = some(draw, 0, ranks - 1)
-    ties[rank] = own.to(dtype)
-    return dict(**given, k=some(draw, 1, width + 3), ties=ties, above=above.to(dtype), state=state,
-                block_size=block_size, rank=rank), {}  # fmt: skip
+    ties[rank] = own
+    return dict(**given, k=some(draw, 1, width + 3), ties=ties, above=above, state=state, block_size=block_size,
+                rank=rank), {}  # fmt: skip
+
+
+def counted(logits, state, row_starts, row_ends, block_size, dtype):
+    """Of each block of a rank: (ties, scores above the k-th) [rows, blocks]."""
+    own, above = torch.zeros(2, logits.shape[0], -(-logits.shape[1] // block_size), dtype=torch.int32)
+    for row in range(logits.shape[0]):
+        threshold = int(state[row, 0]) + 2**31
+        for column, found in oracles.ordered_keys(logits, row, row_starts, row_ends):
+            above[row, column // block_size] += found > threshold
+            own[row, column // block_size] += found == threshold and found > 0
+    return own.to(dtype), above.to(dtype)
+
+
+def is_defined(call: Call) -> bool:
+    """Whether values belong together, as far as a contract asks for it."""
+    if call.function.__name__ != "take_winners":
+        return True
+    ties, above, rank = (call.arguments[name] for name in ("ties", "above", "rank"))
+    others = (call.arguments[name] for name in ("logits", "state", "row_starts", "row_ends", "block_size"))
+    own, higher = counted(*others, ties.dtype)
+    return torch.equal(own, ties[rank]) and torch.equal(higher, above)
 
 
 def whole(values: torch.Tensor) -> torch.Tensor:

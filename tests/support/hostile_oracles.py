@@ -175,9 +175,10 @@ def descended(sums, state, row, bits):
     """(prefix, need) with one more digit."""
     prefix, need = (int(value) for value in state[row])
     for digit in reversed(range(1 << bits)):
-        if int(sums[row, digit]) >= need or digit == 0:
+        found = max(int(sums[row, digit]), 0)
+        if found >= need or digit == 0:
             return prefix << bits | digit, need
-        need -= int(sums[row, digit])
+        need -= found
 
 
 def count_digits(logits, k, level, sums=None, state=None, row_starts=None, row_ends=None):

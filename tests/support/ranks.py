@@ -53,11 +53,14 @@ def dealt_rows(case: Case, logits: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def over_ranks(
-    case: Case, logits: torch.Tensor, limits: torch.Tensor, device, impl: str = "auto"
+    case: Case, logits: torch.Tensor, limits: torch.Tensor, device, impl: str = "auto", in_fours: bool = False
 ) -> list[torch.Tensor]:
-    """What each rank selects, by its steps alone."""
+    """What each rank selects, by its steps alone. in_fours: rows can be read four columns at a time."""
     ranks = range(case.size)
     local = [dealt_rows(case, logits, rank).to(device) for rank in ranks]
+    if in_fours:
+        width = local[0].shape[1]
+        local = [torch.nn.functional.pad(own, (0, 4 + -width % 4), value=math.inf)[:, :width] for own in local]
     ends = [local_limits(limits, Ranks(case.size, r, "g"), block_size=case.block).to(device) for r in ranks]
     sums = state = None
     for level in range(3):

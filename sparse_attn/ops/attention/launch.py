@@ -8,8 +8,7 @@ from sparse_attn import workspace
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.attention import dispatch, shapes
 from sparse_attn.ops.attention.dispatch import Plan
-from sparse_attn.ops.attention.partials import LOG2_E
-from sparse_attn.ops.attention.portable.launch import combine
+from sparse_attn.ops.attention.portable.launch import merge
 from sparse_attn.ops.attention.problem import (
     INVARIANT_DECODE_ROWS,
     INVARIANT_PREFILL_ROWS,
@@ -65,7 +64,7 @@ def merge_attn_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, tokens, heads, d_v = outs.shape
     out, lse = shapes.allocate_output(tokens, heads, d_v, outs)
-    combine(outs, lses, sink, out, lse, LOG2_E)
+    merge(outs, lses, sink, out, lse)
     return out, lse
 
 

@@ -30,8 +30,8 @@ def count_digits(
 
     logits: fp32 [rows, width], last dimension contiguous. k: as top_k_per_row takes it, the same in all calls. level:
     0, 1 or 2, from the most significant digit on (11, 11 and 10 bits of the score as an ordered integer). sums, state:
-    what this function returned for level - 1, the counts summed over ranks; None for level 0. row_starts, row_ends:
-    int32 [rows], the row's columns, clamped to [0, width]; None means 0 and width.
+    what this function returned for level - 1, the counts summed over ranks, of which those below 0 count as 0; None for
+    level 0. row_starts, row_ends: int32 [rows], the row's columns, clamped to [0, width]; None means 0 and width.
 
     Returns counts int32 [rows, 2048] (1024 for level 2) and state int32 [rows, 2]: the digits above, and how many
     scores are still to be taken among those that share them. NaN, -inf and columns out of range are not counted; -0.0
@@ -90,7 +90,7 @@ def take_winners(
     """A rank's own among the k highest scores of all ranks.
 
     ties: [ranks, rows, ceil(width / block_size)] of every rank, as count_ties returned them. above, state: what it
-    returned to this rank. Undefined for ties and above of other scores.
+    returned to this rank. Undefined where they are not those of ``logits``, the row ranges and the state.
     rank: whose scores ``logits`` are, 0 <= rank < ranks. The other arguments: as count_ties takes them.
 
     Returns int32 [rows, k]: local columns relative to the row's start, ascending, packed to the front, -1 behind. Over

@@ -2,31 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sparse_attn.target import Target
 
-COLUMNS = 2048  # that a CTA looks at together
-CTAS_AN_SM = 4
-CHUNK = 256  # blocks whose winners a CTA counts together
+CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
+WHOLE = 32768  # columns up to which a row's digits have one CTA: several add to counts that a launch of its own zeroes
+CHUNK = 512  # blocks whose ties a CTA of take_winners counts together
 
 
-@dataclass(frozen=True)
-class RankConfig:
-    """columns: that a CTA looks at together. splits: CTAs of a row. radix: whether digits are counted in shared
-    memory."""
+class Tile(NamedTuple):
+    """columns: that a CTA looks at together."""
 
     columns: int
+    num_warps: int
+
+
+DIGITS, TIES, WINNERS = Tile(8192, 16), Tile(4096, 8), Tile(4096, 8)
+PORTABLE_DIGITS = Tile(2048, 8)  # counted by tl.histogram
+
+
+class Plan(NamedTuple):
+    """splits: CTAs of a row. threads: of a CTA that counts digits in shared memory, else 0."""
+
+    columns: int
+    num_warps: int
     splits: int
-    radix: bool
-    num_warps: int = 8
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.num_warps if self.radix else 0
+    threads: int = 0
 
 
-def config(rows: int, width: int, target: Target) -> RankConfig:
-    """Rows are split until CTAs fill the machine a few times, but no finer than COLUMNS."""
-    splits = max(1, min(-(-width // COLUMNS), CTAS_AN_SM * target.num_sms // max(rows, 1)))
-    return RankConfig(COLUMNS, 1 << (splits.bit_length() - 1), target.vendor == "nvidia" or target.interpreted)
+def digits(rows: int, width: int, target: Target) -> Plan:
+    """Of count_digits: long rows are split while there are SMs for them."""
+    splits = _power_below(min(-(-width // WHOLE), CTAS_AN_SM * target.num_sms // max(rows, 1)))
+    if target.vendor == "nvidia" or target.interpreted:
+        return Plan(*DIGITS, splits, 32 * DIGITS.num_warps)
+    return Plan(*PORTABLE_DIGITS, splits)
+
+
+def ties(rows: int, width: int, target: Target) -> Plan:
+    return Plan(*TIES, _splits(rows, width, TIES, target))
+
+
+def winners(rows: int, width: int, target: Target) -> Plan:
+    return Plan(*WINNERS, _splits(rows, width, WINNERS, target))
+
+
+def together(tile: Plan, block_size: int) -> tuple[int, int]:
+    """(blocks that a CTA looks at together, columns of each as a power of two)."""
+    padded = power_of_two(block_size)
+    return max(tile.columns // padded, 1), padded
+
+
+def power_of_two(value: int) -> int:
+    """``value`` rounded up to one."""
+    return 1 << (value - 1).bit_length()
+
+
+def _splits(rows: int, width: int, tile: Tile, target: Target) -> int:
+    """Until CTAs fill the machine, but none has less than a tile."""
+    return _power_below(min(-(-width // tile.columns), CTAS_AN_SM * target.num_sms // max(rows, 1)))
+
+
+def _power_below(value: int) -> int:
+    """``value`` rounded down to a power of two, at least 1."""
+    return 1 << (max(value, 1).bit_length() - 1)

@@ -1,10 +1,14 @@
 """A rank's steps of a selection over ranks, on every GPU.
 
 Floors: bytes, rows * width * 4 a step. Five steps read the scores; a rank's scores of one layer stay in the L2 between
-them where they fit. A CTA has a part of a row. Digits are counted in shared memory, where equal digits of a warp meet
-in one addition; on other GPUs than NVIDIA's by tl.histogram. Integer sums do not depend on their order.
+them where they fit. So every step is bound by latency, and its loads are under way together: the first tile of scores
+while the digit above is found, the ties of all ranks beside it. A CTA has a part of a row, or all of it. Digits are
+counted in shared memory, where equal digits of a warp meet in one addition; on other GPUs than NVIDIA's by
+tl.histogram. Integer sums do not depend on their order.
 
-What count_ties counts of each block says where the block's winners go, so the CTAs of take_winners wait for none.
+A rank's ties that win are its first ones, because positions of a rank ascend as those of all ranks do. So one number a
+row says which: take_winners finds it from the ties of all ranks, and one running count of a tile places its winners.
+What count_ties counted of the blocks before says where a CTA begins, so CTAs wait for none.
 """
 
 import triton
@@ -14,6 +18,9 @@ from sparse_attn.device import histogram, pdl
 from sparse_attn.device.order import ordered_key
 
 LOWEST = tl.constexpr(-2147483648)  # the key of what is never selected
+TIE = tl.constexpr(16)  # bits of a count of scores above the k-th; a count of ties stands above them
+HIGHER = tl.constexpr((1 << 16) - 1)  # those bits
+FILL = tl.constexpr(2048)  # places behind the winners that are filled together
 
 
 @triton.jit
@@ -27,22 +34,45 @@ def _range(row, row_starts, row_ends, stride_starts, stride_ends, width):
 
 
 @triton.jit
-def _keys(logits, row, stride, column, end):
-    values = tl.load(logits + row.to(tl.int64) * stride + column, column < end, float("-inf"))
-    return ordered_key(values)
+def _row(logits, row, stride, ALIGNED: tl.constexpr):
+    """A row's column 0. stride: in fours where ALIGNED."""
+    return logits + row.to(tl.int64) * stride * (4 if ALIGNED else 1)
+
+
+@triton.jit
+def _below(column, end):
+    """Compared unsigned: a column past the last int32 is not below ``end``."""
+    return column.to(tl.uint32, bitcast=True) < end.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _load(scores, column, end, ALIGNED: tl.constexpr):
+    """Scores of a row; from ``end`` on any value. ALIGNED: four columns are one load; see rows.is_aligned."""
+    if ALIGNED:
+        return tl.load(scores + column, _below(column, (end + 3) // 4 * 4), float("-inf"))
+    else:
+        return tl.load(scores + column, _below(column, end), float("-inf"))
+
+
+@triton.jit
+def _keys(values, column, end):
+    return tl.where(_below(column, end), ordered_key(values), LOWEST)
 
 
 @triton.jit
 def _descend(sums, state, row, stride_sums, stride_row, stride_value, DIGITS: tl.constexpr):
     """(digits above with one more, still to be taken); see the reference."""
-    place = tl.arange(0, DIGITS)
-    counts = tl.load(sums + row.to(tl.int64) * stride_sums + place).to(tl.int64)
+    QUADS: tl.constexpr = DIGITS // 4  # from the highest digits down; each is one load
+    place = (QUADS - 1 - tl.arange(0, QUADS))[:, None] * 4 + tl.arange(0, 4)[None, :]
+    counts = tl.maximum(tl.load(sums + row.to(tl.int64) * stride_sums + place), 0).to(tl.int64)
     prefix = tl.load(state + row * stride_row)
     need = tl.load(state + row * stride_row + stride_value)
-    reached = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    digit = tl.max(tl.where(reached >= need, place, 0), 0)
-    above = tl.sum(tl.where(place > digit, counts, 0), 0)
-    return prefix * DIGITS + digit, (need - above).to(tl.int32)
+    quads = tl.sum(counts, 1)
+    reached = tl.cumsum(quads, 0)[:, None] - tl.cumsum(counts, 1) + counts
+    passed = (reached < need) & (place > 0)
+    above = tl.max(tl.max(tl.where(passed, reached.to(tl.int32), 0), 1), 0)
+    passed_digits = tl.sum(tl.sum(passed.to(tl.int32), 1), 0)
+    return prefix * DIGITS + (DIGITS - 1 - passed_digits), need - above
 
 
 @triton.jit
@@ -54,7 +84,7 @@ def _add(counts, place, found, ATOMIC: tl.constexpr):
         tl.store(counts + place, found)
 
 
-@triton.jit(do_not_specialize=["width", "k", "splits"])
+@triton.jit(do_not_specialize=["width", "k", "splits", "stride_logits"])
 def count_digits(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
@@ -67,7 +97,7 @@ def count_digits(
     width,
     k,
     splits,  # CTAs of a row
-    stride_logits,
+    stride_logits,  # in fours where ALIGNED
     stride_starts,
     stride_ends,
     stride_sums,
@@ -78,6 +108,7 @@ def count_digits(
     UPPER: tl.constexpr,
     COLUMNS: tl.constexpr,  # at least THREADS
     ATOMIC: tl.constexpr,  # whether a row has several CTAs
+    ALIGNED: tl.constexpr,  # see _load; row_starts is None
     THREADS: tl.constexpr,  # of a CTA that counts in shared memory, else 0
     PDL: tl.constexpr,
 ):
@@ -85,6 +116,9 @@ def count_digits(
     smem = histogram.claim_cleared(emulated_smem, 0, THREADS)
     pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
+    scores, column, step = _row(logits, row, stride_logits, ALIGNED), tl.arange(0, COLUMNS), splits * COLUMNS
+    begin = start + split * COLUMNS
+    values = _load(scores, begin + column, end, ALIGNED)
     if sums is not None:
         prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, UPPER)
     else:
@@ -96,13 +130,14 @@ def count_digits(
     if THREADS > 0:
         shift = tl.full([], SHIFT, tl.int32)
         base = (prefix * DIGITS << SHIFT).to(tl.int32)
-        for first in range(start + split * COLUMNS, end, splits * COLUMNS):
-            key = _keys(logits, row, stride_logits, first + tl.arange(0, COLUMNS), end)
+        for first in range(begin, end, step):
+            key = _keys(values, first + column, end)
+            values = _load(scores, first + step + column, end, ALIGNED)
             histogram.count(smem, key ^ LOWEST, base, shift)
         tl.debug_barrier()
-        QUADS: tl.constexpr = DIGITS // (4 * THREADS)  # to a thread
-        for quad in tl.static_range(QUADS):
-            place = (quad * THREADS + tl.arange(0, THREADS)) * 4
+        QUADS: tl.constexpr = min(DIGITS // 4, THREADS)
+        for quad in tl.static_range(DIGITS // (4 * QUADS)):
+            place = (quad * QUADS + tl.arange(0, QUADS)) * 4
             a, b, c, d = histogram.load_four(smem, place)
             # No score has key 0: that is what is not selectable.
             a = tl.where((place == 0) & (prefix == 0), 0, a)
@@ -112,8 +147,9 @@ def count_digits(
             _add(counts, place + 3, d, ATOMIC)
     else:
         found = tl.zeros([DIGITS], tl.int32)
-        for first in range(start + split * COLUMNS, end, splits * COLUMNS):
-            key = _keys(logits, row, stride_logits, first + tl.arange(0, COLUMNS), end)
+        for first in range(begin, end, step):
+            key = _keys(values, first + column, end)
+            values = _load(scores, first + step + column, end, ALIGNED)
             bits = (key ^ LOWEST).to(tl.uint32, bitcast=True)
             counted = key != LOWEST
             if sums is not None:
@@ -122,7 +158,17 @@ def count_digits(
         _add(counts, tl.arange(0, DIGITS), found, ATOMIC)
 
 
-@triton.jit(do_not_specialize=["width", "blocks", "splits"])
+@triton.jit
+def _columns(block, start, end, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """[blocks, PADDED], ``end`` where a block has no such column."""
+    inside = tl.arange(0, PADDED)[None, :]
+    column = start + block[:, None] * BLOCK_SIZE + inside
+    if PADDED != BLOCK_SIZE:
+        column = tl.where(inside < BLOCK_SIZE, column, end)
+    return column
+
+
+@triton.jit(do_not_specialize=["width", "blocks", "splits", "stride_logits"])
 def count_ties(
     logits,
     row_starts,
@@ -145,55 +191,52 @@ def count_ties(
     UPPER: tl.constexpr,
     TOGETHER: tl.constexpr,  # blocks
     PADDED: tl.constexpr,  # BLOCK_SIZE rounded up to a power of two
+    ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
+    scores, step = _row(logits, row, stride_logits, ALIGNED), splits * TOGETHER
+    some = tl.arange(0, TOGETHER)
+    column = _columns(split * TOGETHER + some, start, end, BLOCK_SIZE, PADDED)
+    values = _load(scores, column, end, ALIGNED)
     prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, UPPER)
     threshold = prefix ^ LOWEST
     if split == 0:
         tl.store(new_state + row * 2, threshold)
         tl.store(new_state + row * 2 + 1, need)
-    for first in range(split * TOGETHER, blocks, splits * TOGETHER):
-        block = first + tl.arange(0, TOGETHER)
-        column = _columns(block, start, end, BLOCK_SIZE, PADDED)
-        key = _keys(logits, row, stride_logits, column, end)
-        at = row.to(tl.int64) * blocks + block
-        tied = tl.sum(((key == threshold) & (key != LOWEST)).to(tl.int32), 1)
-        tl.store(ties + at, tied.to(ties.dtype.element_ty), block < blocks)
-        higher = tl.sum((key > threshold).to(tl.int32), 1)
-        tl.store(above + at, higher.to(above.dtype.element_ty), block < blocks)
+    for first in range(split * TOGETHER, blocks, step):
+        key = _keys(values, column, end)
+        column = _columns(first + step + some, start, end, BLOCK_SIZE, PADDED)
+        values = _load(scores, column, end, ALIGNED)
+        tied, higher = ((key == threshold) & (key != LOWEST)).to(tl.int32), (key > threshold).to(tl.int32)
+        at = row.to(tl.int64) * blocks + first + some
+        if PADDED <= HIGHER:
+            both = tl.sum(higher + (tied << TIE), 1)
+            num_tied, num_higher = both >> TIE, both & HIGHER
+        else:
+            num_tied, num_higher = tl.sum(tied, 1), tl.sum(higher, 1)
+        tl.store(ties + at, num_tied.to(ties.dtype.element_ty), first + some < blocks)
+        tl.store(above + at, num_higher.to(above.dtype.element_ty), first + some < blocks)
 
 
 @triton.jit
-def _columns(block, start, end, BLOCK_SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """[blocks, PADDED], ``end`` where a block has no such column."""
-    inside = tl.arange(0, PADDED)
-    column = start + block[:, None] * BLOCK_SIZE + inside[None, :]
-    return tl.where(inside[None, :] < BLOCK_SIZE, column, end)
-
-
-@triton.jit
-def _won(
-    ties, above, row, rank, block, limit, blocks, stride_rank, stride_row, stride_block, need, seen,
-    RANKS: tl.constexpr, RANKS_PADDED: tl.constexpr,
+def _ties_of_ranks(
+    ties, row, rank, block, blocks, stride_rank, stride_row, stride_block, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Of each block below ``limit``: (ties that win, which are its first ones; winners; ties of all ranks). seen: ties
-    of all ranks before the first of these blocks, in the order of the whole row."""
-    other = tl.arange(0, RANKS_PADDED)[:, None]
-    at = other.to(tl.int64) * stride_rank + row.to(tl.int64) * stride_row + block[None, :].to(tl.int64) * stride_block
-    tied = tl.load(ties + at, (other < RANKS) & (block < limit)[None, :], 0).to(tl.int32)
-    whole = tl.sum(tied, 0)
-    lower = tl.sum(tl.where(other < rank, tied, 0), 0)
-    own = tl.sum(tl.where(other == rank, tied, 0), 0)
-    before = seen + tl.cumsum(whole, 0) - whole + lower
-    taken = tl.minimum(tl.maximum(need - before, 0), own)
-    higher = tl.load(above + row.to(tl.int64) * blocks + block, block < limit, 0).to(tl.int32)
-    return taken, taken + higher, whole
+    """Of each block: (this rank's ties, those of the ranks before it, those of all)."""
+    at = ties + row.to(tl.int64) * stride_row + block.to(tl.int64) * stride_block
+    own, lower, whole = tl.zeros_like(block), tl.zeros_like(block), tl.zeros_like(block)
+    for other in tl.static_range(RANKS):
+        tied = tl.load(at + other * stride_rank.to(tl.int64), block < blocks, 0).to(tl.int32)
+        own += tl.where(other == rank, tied, 0)
+        lower += tl.where(other < rank, tied, 0)
+        whole += tied
+    return own, lower, whole
 
 
-@triton.jit(do_not_specialize=["width", "k", "blocks", "rank", "splits"])
+@triton.jit(do_not_specialize=["width", "k", "blocks", "rank", "splits", "stride_logits", "stride_ties_rank"])
 def take_winners(
     logits,
     row_starts,
@@ -216,45 +259,57 @@ def take_winners(
     stride_state,
     stride_state_value,
     RANKS: tl.constexpr,
-    RANKS_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,  # at most half of HIGHER
     CHUNK: tl.constexpr,  # blocks looked through together
+    SPLIT: tl.constexpr,  # whether a row has several CTAs
+    ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
     threshold = tl.load(state + row * stride_state)
-    need = tl.load(state + row * stride_state + stride_state_value)
-    share = tl.cdiv(tl.cdiv(blocks, TOGETHER), splits) * TOGETHER
+    need = tl.maximum(tl.load(state + row * stride_state + stride_state_value), 0)
+    share = tl.cdiv(blocks, splits)
     mine, last = tl.minimum(split * share, blocks), tl.minimum((split + 1) * share, blocks)
-    seen, at = 0, 0  # ties of all ranks, and winners of this one, before ``mine``
-    for first in range(0, mine, CHUNK):
+    scores, column = _row(logits, row, stride_logits, ALIGNED), tl.arange(0, COLUMNS)
+    begin, stop = start + mine * BLOCK_SIZE, end
+    if SPLIT:
+        stop = tl.minimum(end, start + last * BLOCK_SIZE)
+    values = _load(scores, begin + column, stop, ALIGNED)
+
+    seen, taken = 0, tl.zeros([CHUNK], tl.int32)  # ties of all ranks before a chunk; own ties that win
+    own_before, above_before = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    for first in range(0, blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
-        _, winners, whole = _won(
-            ties, above, row, rank, block, mine, blocks, stride_ties_rank, stride_ties_row, stride_ties_block, need,
-            seen, RANKS, RANKS_PADDED,
-        )  # fmt: skip
+        own, lower, whole = _ties_of_ranks(
+            ties, row, rank, block, blocks, stride_ties_rank, stride_ties_row, stride_ties_block, RANKS
+        )
+        if SPLIT:
+            own_before += tl.where(block < mine, own, 0)
+            above_before += tl.load(above + row.to(tl.int64) * blocks + block, block < mine, 0).to(tl.int32)
+        before = seen + tl.cumsum(whole, 0) - whole + lower
+        taken += tl.minimum(tl.maximum(need - before, 0), own)
         seen += tl.sum(whole, 0)
-        at += tl.sum(winners, 0)
+    limit = tl.sum(taken, 0)
+    tied_at, above_at = tl.sum(own_before, 0), tl.sum(above_before, 0)
+
     out += row.to(tl.int64) * k
-    for first in range(mine, last, TOGETHER):
-        block = first + tl.arange(0, TOGETHER)
-        taken, winners, whole = _won(
-            ties, above, row, rank, block, blocks, blocks, stride_ties_rank, stride_ties_row, stride_ties_block, need,
-            seen, RANKS, RANKS_PADDED,
-        )  # fmt: skip
-        column = _columns(block, start, end, BLOCK_SIZE, PADDED)
-        key = _keys(logits, row, stride_logits, column, end)
-        tied = ((key == threshold) & (key != LOWEST)).to(tl.int32)
-        wins = ((key > threshold) | ((tied > 0) & (tl.cumsum(tied, 1) <= taken[:, None]))).to(tl.int32)
-        place = (at + tl.cumsum(winners, 0) - winners)[:, None] + tl.cumsum(wins, 1) - 1
-        tl.store(out + place, column - start, (wins > 0) & (place < k))
-        seen += tl.sum(whole, 0)
-        at += tl.sum(winners, 0)
+    for first in range(begin, stop, COLUMNS):
+        key = _keys(values, first + column, stop)
+        values = _load(scores, first + COLUMNS + column, stop, ALIGNED)
+        tied, higher = (key == threshold) & (key != LOWEST), key > threshold
+        both = higher.to(tl.int32) + (tied.to(tl.int32) << TIE)
+        upto = tl.cumsum(both, 0) - both
+        ties_before = tied_at + (upto >> TIE)
+        wins = higher | (tied & (ties_before < limit))
+        place = above_at + (upto & HIGHER) + tl.minimum(ties_before, limit)
+        tl.store(out + place, first + column - start, wins & _below(place, k))
+        found = tl.sum(both, 0)
+        tied_at += found >> TIE
+        above_at += found & HIGHER
     if last == blocks and (mine < blocks or split == 0):
-        for first in range(at, k, 1024):
-            place = first + tl.arange(0, 1024)
-            tl.store(out + place, -1, place < k)
+        for first in range(tl.maximum(above_at + tl.minimum(tied_at, limit), 0), k, FILL):
+            place = first + tl.arange(0, FILL)
+            tl.store(out + place, -1, _below(place, k))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.device import histogram, pdl
+from sparse_attn.device.rows import is_aligned
 from sparse_attn.ops.rank_topk import config, kernels, shapes
 from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, SHIFTS
 from sparse_attn.target import interpreting, target_of
@@ -23,17 +24,18 @@ def count_digits(
     counts, new_state = shapes.allocate_counts(logits, level), shapes.allocate_state(logits)
     if rows:
         target = target_of(logits.device)
-        plan = config.config(rows, width, target)
+        plan, aligned = config.digits(rows, width, target), _aligned(logits, row_starts)
         ctas, smem = rows * plan.splits, None
         if plan.splits > 1:
             counts.zero_()
-        if plan.radix and interpreting():
+        if plan.threads and interpreting():
             smem = logits.new_zeros((ctas, histogram.WORDS.value), dtype=torch.int32)
         kernels.count_digits[(ctas,)](
             logits, row_starts, row_ends, sums, state, counts, new_state, smem, width, k, plan.splits,
-            logits.stride(0), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state), _stride(state, 1),
-            SHIFT=SHIFTS[level], DIGITS=1 << BITS[level], UPPER=1 << BITS[max(level - 1, 0)], COLUMNS=plan.columns,
-            ATOMIC=plan.splits > 1, THREADS=plan.threads, num_warps=plan.num_warps, **pdl.launched(target),
+            _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
+            _stride(state, 1), SHIFT=SHIFTS[level], DIGITS=1 << BITS[level], UPPER=1 << BITS[max(level - 1, 0)],
+            COLUMNS=plan.columns, ATOMIC=plan.splits > 1, ALIGNED=aligned, THREADS=plan.threads,
+            num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return counts, new_state
 
@@ -51,12 +53,13 @@ def count_ties(
     new_state = shapes.allocate_state(logits)
     if rows:
         target = target_of(logits.device)
-        plan = config.config(rows, width, target)
+        plan, aligned = config.ties(rows, width, target), _aligned(logits, row_starts)
+        together, padded = config.together(plan, block_size)
         kernels.count_ties[(rows * plan.splits,)](
             logits, row_starts, row_ends, sums, state, ties, above, new_state, width, ties.shape[1], plan.splits,
-            logits.stride(0), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state), _stride(state, 1),
-            UPPER=1 << BITS[LEVELS - 1], num_warps=plan.num_warps,
-            **_blocks(plan, block_size), **pdl.launched(target),
+            _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
+            _stride(state, 1), BLOCK_SIZE=block_size, UPPER=1 << BITS[LEVELS - 1], TOGETHER=together, PADDED=padded,
+            ALIGNED=aligned, num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return ties, above, new_state
 
@@ -77,26 +80,24 @@ def take_winners(
     if rows == 0 or width == 0:
         return out.fill_(-1)
     target = target_of(logits.device)
-    plan = config.config(rows, width, target)
-    ranks = ties.shape[0]
+    plan, aligned = config.winners(rows, width, target), _aligned(logits, row_starts)
     kernels.take_winners[(rows * plan.splits,)](
         logits, row_starts, row_ends, ties, above.contiguous(), state, out, width, k, ties.shape[2], rank, plan.splits,
-        logits.stride(0), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state), _stride(state, 1),
-        RANKS=ranks, RANKS_PADDED=power_of_two(ranks), CHUNK=config.CHUNK,
-        num_warps=plan.num_warps, **_blocks(plan, block_size), **pdl.launched(target),
+        _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state),
+        _stride(state, 1), RANKS=ties.shape[0], BLOCK_SIZE=block_size, COLUMNS=plan.columns, CHUNK=config.CHUNK,
+        SPLIT=plan.splits > 1, ALIGNED=aligned, num_warps=plan.num_warps, **pdl.launched(target),
     )  # fmt: skip
     return out
 
 
-def power_of_two(value: int) -> int:
-    """``value`` rounded up to one."""
-    return 1 << (value - 1).bit_length()
+def _aligned(logits: torch.Tensor, row_starts: torch.Tensor | None) -> bool:
+    """Whether four columns can be one load, where all rows start at column 0."""
+    return row_starts is None and is_aligned(logits)
 
 
-def _blocks(plan: config.RankConfig, block_size: int) -> dict[str, int]:
-    """How many blocks a CTA looks at together."""
-    padded = power_of_two(block_size)
-    return dict(BLOCK_SIZE=block_size, TOGETHER=max(plan.columns // padded, 1), PADDED=padded)
+def _row_stride(logits: torch.Tensor, aligned: bool) -> int:
+    """In fours where ``aligned``."""
+    return logits.stride(0) // 4 if aligned else logits.stride(0)
 
 
 def _stride(tensor: torch.Tensor | None, dim: int = 0) -> int:

@@ -106,11 +106,11 @@ def _tied(keys: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
 def _descend(sums: torch.Tensor, state: torch.Tensor, level: int) -> torch.Tensor:
     """Append the highest digit at which ``need`` scores are reached, the lowest where none is, and take off those above
     it. Behind the last level the digits are a whole key, kept as a signed integer."""
-    prefix, need = state.long().unbind(1)
-    reached = sums.long().flip(1).cumsum(1).flip(1)  # scores whose digit is at least this one
+    (prefix, need), sums = state.long().unbind(1), sums.long().clamp_min(0)
+    reached = sums.flip(1).cumsum(1).flip(1)  # scores whose digit is at least this one
     place = torch.arange(sums.shape[1], device=sums.device)
     digit = torch.where(reached >= need.unsqueeze(1), place, 0).amax(1)
-    above = torch.where(place > digit.unsqueeze(1), sums.long(), 0).sum(1)
+    above = torch.where(place > digit.unsqueeze(1), sums, 0).sum(1)
     prefix = prefix << BITS[level] | digit
     if level == LEVELS - 1:
         prefix = prefix - SIGN

@@ -9,6 +9,7 @@ import triton
 
 from sparse_attn import workspace
 from sparse_attn.device import histogram, pdl
+from sparse_attn.device.rows import is_aligned
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, shapes
 from sparse_attn.ops.topk.algorithms import group_maxima as group_maxima_kernels
@@ -86,7 +87,7 @@ class Selection(NamedTuple):
 
     @property
     def aligned(self) -> bool:
-        return shapes.is_aligned(self.logits)
+        return is_aligned(self.logits)
 
     def strides(self, aligned: bool) -> tuple[int, int, int]:
         """Strides of logits (in fours where ``aligned``), of row_starts and of row_ends."""

@@ -11,11 +11,13 @@ from sparse_attn.device import grid, pdl
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
 from sparse_attn.ops.attention.partials import LOG2_E, outputs
 from sparse_attn.ops.attention.portable import kernels
+from sparse_attn.ops.attention.portable import merge as merging
 from sparse_attn.ops.attention.portable.config import PortablePlan, padded
 from sparse_attn.ops.attention.problem import Call, KvCache
 from sparse_attn.target import target_of
 
 COMBINED_ELEMENTS = 8192  # partial values that a CTA holds
+MERGED_ELEMENTS, MERGE_WARPS = 8192, 4  # the same of a merge
 
 
 class Arguments(NamedTuple):
@@ -129,3 +131,24 @@ def combine(
         num_warps=4,
         **pdl.launched(target_of(out.device)),
     )
+
+
+def merge(
+    outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor
+) -> None:
+    """States [states, tokens, heads, ...] into out and lse, all lse in natural log."""
+    tokens, heads, d_v = out.shape
+    if tokens * heads == 0:
+        return
+    block_s = triton.next_power_of_2(outs.shape[0])
+    block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
+    block_m = min(max(1, MERGED_ELEMENTS // (block_s * block_d)), triton.next_power_of_2(heads))
+    grid.check("outs d_v", d_v, block_d)
+    for some in grid.spans(heads, block_m):
+        part, part_lse = out[:, some], lse[:, some]
+        merging.merge[(tokens, triton.cdiv(part.shape[1], block_m), triton.cdiv(d_v, block_d))](
+            outs[:, :, some], lses[:, :, some], None if sink is None else sink[some], part, part_lse,
+            outs.shape[0], part.shape[1], d_v, *outs.stride()[:3], *lses.stride(), *out.stride()[:2], lse.stride(0),
+            BLOCK_S=block_s, BLOCK_M=block_m, BLOCK_D=block_d, num_warps=MERGE_WARPS,
+            **pdl.launched(target_of(out.device)),
+        )  # fmt: skip
