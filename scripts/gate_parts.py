@@ -8,17 +8,24 @@ from typing import NamedTuple
 
 SAME = ("commit", "dirty", "versions", "gpu")  # what the parts of one result agree in
 KINDS = ("tests", "suites")
-# About what takes long on an H200, in seconds; everything else takes about one. A result's `seconds` say what it was.
+# About what takes long on an H100, in seconds; everything else takes about one. A result's `seconds` say what it was.
 LONG = {
-    "test_soak.py": 60, "test_compile.py": 40, "test_topk.py": 25, "test_real_dims.py": 25, "test_quality.py": 25,
-    "test_real_dims_v4.py": 20, "test_generate.py": 20, "test_graph.py": 20, "test_far_offsets.py": 15,
-    "test_attention_prefill_bf16.py": 15, "test_index_logits_hopper.py": 15, "test_repeatable.py": 10,
-    "test_models.py": 10, "test_topk_grouped.py": 10, "test_index_logits_mxfp4.py": 40,
-    "hf_bridge": 60, "hf_layer": 40, "decode_loop": 40, "layer_v4": 20, "layer_v32": 20, "topk_decode": 20,
-    "layer_v4_mxfp4": 20, "topk_prefill": 15,
-    "prefill_v32": 15, "prefill_v4": 15, "decode_few_heads": 15, "paged_scores": 15, "sustained": 15, "decode_v4": 10,
-    "decode_v32": 10, "plan_cache": 10, "paged_scores_mxfp4": 20,
-    "experts_few": 15, "experts_many": 15, "linears_few": 10, "step_share": 90, "load": 30, "real_share": 60,
+    "test_topk.py": 744, "test_quality.py": 388, "test_index_logits_mxfp4.py": 322, "test_attention_two_caches.py": 303,
+    "test_topk_slots.py": 274, "test_attention_extreme_scores.py": 222, "test_generate.py": 214,
+    "test_attention_prefill_bf16.py": 204, "test_compile.py": 194, "test_autocast.py": 188,
+    "test_attention_widths.py": 175, "test_soak.py": 171, "test_cli.py": 135, "test_batching.py": 124,
+    "test_draws.py": 116, "test_repeatable.py": 97, "test_experts.py": 96, "test_index_logits_hopper.py": 90,
+    "test_topk_grouped.py": 77, "test_attention_swap_ab.py": 76, "test_graph.py": 69, "test_index_query.py": 61,
+    "test_attention_growing_scores.py": 60, "test_sampling_filters.py": 58,
+    "test_attention_decode_fp8_latents.py": 58, "test_index_topk.py": 51, "test_properties.py": 48,
+    "test_attention.py": 48, "test_compressor.py": 48, "test_index_logits.py": 45, "test_attention_split_kv.py": 40,
+    "rank_step": 100, "decode_loop": 69, "load": 55, "step_share": 60, "speculation": 60, "hf_bridge": 36,
+    "real_share": 36, "decode_few_heads": 23, "layer_v32": 22, "decode_growth": 20, "topk_decode": 20, "compat": 15,
+    "sustained": 15, "topk_prefill": 15, "rank_parts": 14, "prefill_forms": 12, "prefill_few_heads": 10,
+    "linears_few": 10, "prefill_v4": 10, "hf_layer": 9, "decode_v4": 9, "prefill_portable": 9, "rank_share": 8,
+    "prefill_scores_mxfp4": 7, "experts_few": 6, "paged_scores": 6, "prefill_scores": 6, "layer_v4": 5,
+    "prefill_v32": 5, "paged_scores_mxfp4": 5, "prefill_prompt": 4, "prefill_ragged": 4, "decode_bf16": 4,
+    "plan_cache": 3, "decode_v32": 3, "layer_v4_mxfp4": 3, "experts_many": 3,
 }  # fmt: skip
 
 

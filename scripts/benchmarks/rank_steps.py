@@ -36,43 +36,38 @@ STEPS = 50
 @suite("rank_step")
 def rank_step(run: Run) -> Iterator[Record]:
     "A step of rank 0 of 8 and of its last layers, V3.2 and V4-Flash; copies for collectives."
-    layers = run.pick(LAYERS, {"tiny_v32": (1, 2), "tiny_v4": (2, 3)})
-    for name, counts in layers.items():
+    cases = [(context, batch) for context in run.pick((32768, 131072), (512,)) for batch in run.pick((1, 8, 64), (2,))]
+    for name, (fewer, more) in run.pick(LAYERS, {"tiny_v32": (1, 2), "tiny_v4": (2, 3)}).items():
         for grid, sizes in run.pick(GRIDS, {"T2 C2 E2": dict(tensor=2, context=2, expert=2)}).items():
-            for context in run.pick((32768, 131072), (512,)):
-                for batch in run.pick((1, 8, 64), (2,)):
-                    yield _both(run, name, counts, grid, planned_mesh(**sizes), context, batch)
+            mesh = planned_mesh(**sizes)
+            short, long = (_steps(run, name, layers, mesh, cases) for layers in (fewer, more))
+            for (context, batch), (less, _), (us, sent) in zip(cases, short, long):
+                layer = (us - less) / (more - fewer)
+                about = f"{more} layers; {layer:.1f} us a layer, sent {sent}"
+                yield Record(f"{name} {grid}, requests {batch}, context {context} ({about})", us)
 
 
-def _both(
-    run: Run, name: str, counts: tuple[int, int], grid: str, mesh: Mesh, context: int, batch: int
-) -> Record:  # fmt: skip
-    """Of ``counts`` layers each: a step's time with more of them, and in its name that of one layer."""
-    times, sent = [], 0
-    for layers in counts:
-        us, sent = _step(run, name, layers, mesh, context, batch)
-        times.append(us)
-    layer = (times[1] - times[0]) / (counts[1] - counts[0])
-    case = (
-        f"{name} {grid}, requests {batch}, context {context} ({counts[1]} layers; {layer:.1f} us a layer, sent {sent})"
-    )
-    return Record(case, times[1])
-
-
-def _step(run: Run, name: str, layers: int, mesh: Mesh, context: int, batch: int) -> tuple[float, int]:
-    """(microseconds of a step, bytes that it sends)."""
+def _steps(run: Run, name: str, layers: int, mesh: Mesh, cases: list[tuple[int, int]]) -> list[tuple[float, int]]:
+    """(microseconds of a step, bytes that it sends) of each (context, batch)."""
     spec = first_layers(preset(name), layers)
     model = Model(spec, random_packed_params(spec, 0, run.device, mesh=mesh), cache_layouts(spec, "fp8"), mesh=mesh)
+    found = [_step(run, model, mesh, *case) for case in cases]
+    del model
+    gc.collect()  # a model's forward refers to the model
+    return found
+
+
+def _step(run: Run, model: Model, mesh: Mesh, context: int, batch: int) -> tuple[float, int]:
     bounds = Bounds(
-        max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(spec), kv_rows=0,
-        logits_bytes=2**31, mesh=mesh,
+        max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(model.spec),
+        kv_rows=0, logits_bytes=2**31, mesh=mesh,
     )  # fmt: skip
     model.logits_bytes = bounds.logits_bytes
     width = bounds.num_blocks // batch
     caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
     fill(caches, model)
     sent = step_bytes(
-        spec, mesh, batch, torch.bfloat16, max_context=context, block_size=bounds.block_size
+        model.spec, mesh, batch, torch.bfloat16, max_context=context, block_size=bounds.block_size
     )  # fmt: skip
     device = run.device
     state = Decode(
@@ -85,8 +80,8 @@ def _step(run: Run, name: str, layers: int, mesh: Mesh, context: int, batch: int
     )
     with copies(mesh):
         us = _dry(model, caches, state, context) if run.dry else _timed(model, caches, state, bounds, width)
-    del model, caches, state
-    gc.collect()  # a model's forward refers to the model
+    del caches, state
+    gc.collect()
     if not run.dry:
         torch.cuda.empty_cache()
     return us, sum(sent.values())
