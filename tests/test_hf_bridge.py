@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import long
-from support.bridged import GENERATING, MODELS, TOP_K, models, padded_batch, stable
+from support.bridged import MODELS, TOP_K, generating, models, padded_batch, stable
 
 pytest.importorskip("transformers", minversion="5.24")
 
@@ -30,13 +30,13 @@ def first(output):
     return output[0] if isinstance(output, tuple) or "logits" not in output else output.logits
 
 
-@pytest.mark.parametrize("name", GENERATING if long() else ("glm_moe_dsa", "deepseek_v4"))
+@pytest.mark.parametrize("name", MODELS if long() else ("glm_moe_dsa", "mistral_large4", "deepseek_v4"))
 def test_generates_what_eager_generates(name):
     ids, mask, _ = padded_batch()
     options = dict(attention_mask=mask, max_new_tokens=40, do_sample=False, output_logits=True,
-                   return_dict_in_generate=True)  # fmt: skip
+                   return_dict_in_generate=True, pad_token_id=0, eos_token_id=None)  # fmt: skip
     with stable():
-        want, got = (model.generate(ids, **options) for model in models(name))
+        want, got = (model.generate(ids, **options) for model in generating(name))
     assert torch.equal(want.sequences, got.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=TOLERANCE, rtol=0)
 
@@ -197,6 +197,45 @@ def test_what_the_bridge_does_not_do_is_refused():
         layer.self_attn.attention_dropout = 0.5
     with torch.no_grad():
         refused("attention_dropout: got 0.5 in training mode", trained)
+
+
+def test_a_vision_tower_under_the_bridge_is_refused_with_what_to_pass():
+    tower = copy.deepcopy(generating("mistral_large4")[1].model.vision_tower)
+    tower.set_attn_implementation("sparse_attn")
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="sparse_attn for a PixtralAttention, allowed: .*vision_config"),
+    ):
+        tower(torch.zeros(1, 3, 8, 8), image_sizes=[(8, 8)])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_strays_from_fp32_no_farther_than_eager(name):
+    """By the mean: an expert or a key that rounding selects instead makes single values stray."""
+    ids, mask, positions = padded_batch()
+    with stable():
+        want = first(models(name)[0](ids, attention_mask=mask, position_ids=positions))
+        errors = []
+        for model in models(name):
+            got = first(copy.deepcopy(model).bfloat16()(ids, attention_mask=mask, position_ids=positions))
+            errors.append((got.float() - want)[mask.bool()].abs().mean().item())
+    assert 0 < errors[1] < 1.25 * errors[0]
+
+
+@pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4"))
+def test_a_device_map_deals_layers_to_devices(name, tmp_path):
+    pytest.importorskip("accelerate")
+    eager, bridged = models(name)
+    ids, mask, positions = padded_batch()
+    bridged.save_pretrained(tmp_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="sparse_attn", device_map={"": device}
+    )
+    with stable():
+        want = eager(ids, attention_mask=mask, position_ids=positions).logits
+        got = loaded(ids.to(device), attention_mask=mask.to(device), position_ids=positions.to(device)).logits.cpu()
+    torch.testing.assert_close(got[mask.bool()], want[mask.bool()], atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("name", families.REFUSED)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from conftest import long
-from support.bridged import GENERATING, models, padded_batch, stable
+from support.bridged import MODELS, generating, models, padded_batch, stable
 
 pytest.importorskip("transformers", minversion="5.24")
 
@@ -70,11 +70,11 @@ def test_a_compiled_step_on_a_static_cache_never_compiles_again(name):
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", GENERATING if long() else ("deepseek_v32", V4))
+@pytest.mark.parametrize("name", MODELS if long() else ("deepseek_v32", V4))
 def test_generates_on_a_static_cache(name):
     ids, mask, _ = padded_batch()
-    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, disable_compile=True)
-    bridged = models(name)[1]
+    options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False, disable_compile=True, eos_token_id=None)
+    bridged = generating(name)[1]
     with torch.no_grad():
         want, cache = bridged.generate(ids, **options), bridge.static_cache(bridged, 60)
         assert torch.equal(bridged.generate(ids, cache=cache, **options), want)

@@ -1,6 +1,7 @@
 """Small random models of transformers, each twice: by its own eager attention, and by the bridge."""
 
 import contextlib
+import copy
 import functools
 import importlib
 
@@ -37,8 +38,15 @@ MODELS = {
     ),
     "deepseek_v4": ("deepseek_v4", "DeepseekV4", "DeepseekV4ForCausalLM", V4),
 }  # fmt: skip
-GENERATING = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "deepseek_v4")
 TOP_K = 16
+SMALL_VISION = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=4)
+VISION = {
+    "mistral_large4": dict(vision_config=SMALL_VISION | dict(model_type="pixtral", image_size=16), image_token_index=1),
+    "hy_v4_vl": dict(
+        vision_config=SMALL_VISION | dict(max_image_size=16, out_hidden_size=64), image_token_id=1, video_token_id=1
+    ),
+}  # a model with a vision tower around the text model
+TEXT_AND_VISION = {"text_config": "sparse_attn", "vision_config": "eager"}
 
 
 @functools.cache
@@ -56,6 +64,23 @@ def models(name):
     bridged.load_state_dict(eager.state_dict())
     eager.set_attn_implementation("eager")
     bridged.set_attn_implementation("sparse_attn")
+    return eager, bridged
+
+
+@functools.cache
+def generating(name):
+    """``models`` that generate. Those of text models with a vision tower, which sees no image here."""
+    if name not in VISION:
+        return models(name)
+    module, prefix, _, keys = MODELS[name]
+    modeling, prefix = importlib.import_module(f"transformers.models.{module}"), prefix.removesuffix("Text")
+    text = getattr(modeling, f"{prefix}TextConfig")(**keys | dict(vocab_size=61), initializer_range=0.15)
+    config = getattr(modeling, f"{prefix}Config")(text_config=text.to_dict(), **VISION[name])
+    torch.manual_seed(len(name))
+    eager = getattr(modeling, f"{prefix}ForConditionalGeneration")(config).eval().requires_grad_(False)
+    bridged = copy.deepcopy(eager)
+    eager.set_attn_implementation("eager")
+    bridged.set_attn_implementation(TEXT_AND_VISION)
     return eager, bridged
 
 

@@ -58,6 +58,11 @@ def attend(
     indices: int32 [batch, rows, top_k], cache positions, -1 for none. s_aux: a sink per head, or None. Returns [batch,
     rows, heads, v], and no weights.
     """
+    if not hasattr(module, "kv_b_proj"):
+        refuse(
+            "attn_implementation", f"sparse_attn for a {type(module).__name__}",
+            'another one for what is no DSA layer, as in {"text_config": "sparse_attn", "vision_config": "sdpa"}',
+        )  # fmt: skip
     if not is_bounds(attention_mask) or indices is None:
         refuse("attention_mask", "a mask that the caller has made", "a mask of 2 dimensions, or None")
     batch, heads, rows, _ = query.shape
