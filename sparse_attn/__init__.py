@@ -16,6 +16,7 @@ from sparse_attn.ops.attention import (
     lse_to_flashmla,
     merge_attn_states,
     sparse_attn_decode,
+    sparse_attn_into,
     sparse_attn_prefill,
 )
 from sparse_attn.ops.compressor import compress_and_cache
@@ -97,7 +98,7 @@ __all__ = [
     "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill", "indexer_k_quant_and_cache",
     "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states", "mesh_of",
     "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "packed_experts", "parse_layout", "penalise_logits", "planned_mesh",
-    "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_prefill",
-    "take_winners", "target_of", "token_logprobs", "top_k_per_row", "use", "window_indices", "workspace_size",
-    "write_index_keys", "write_kv_cache", "write_latents",
+    "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_into",
+    "sparse_attn_prefill", "take_winners", "target_of", "token_logprobs", "top_k_per_row", "use", "window_indices",
+    "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ def call(overload: OpOverload, name: str, args: tuple):
     outputs = overload(*[value.detach() if isinstance(value, torch.Tensor) else value for value in args])
     if outputs is None:
         if not torch.compiler.is_compiling():
-            warnings.warn(f"{name} writes values that require grad: nothing that reads the cache passes a gradient on",
+            warnings.warn(f"{name} writes values that require grad: nothing that reads them passes a gradient on",
                           stacklevel=4)  # fmt: skip
         return None
     single = isinstance(outputs, torch.Tensor)

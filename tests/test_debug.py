@@ -144,6 +144,11 @@ BAD = {
         (dict(extra_indices=ints(7, 8)), "extra_ragged.indices[1] of row 0: got 8"),
         (dict(extra_indptr=ints(0, 3, 3)), "extra_ragged.indptr[1]: got 3"),
     ],
+    "sparse_attn_into": [
+        (dict(indptr=ints(0, 2, 1)), "ragged.indptr[2]: got 1, allowed: at least 2"),
+        (dict(extra_indptr=ints(0, 3, 3)), "extra_ragged.indptr[1]: got 3"),
+        (dict(sink=torch.tensor([0.0, math.nan])), "sink[1]: got nan"),
+    ],
     "merge_attn_states": [
         (dict(lses=torch.tensor([[[0.0, 1.0]] * 2, [[0.0, math.inf]] * 2])), "lses[1, 0, 1]: got inf, allowed: numbers, and -inf"),
         (dict(sink=torch.tensor([math.nan, 0.0])), "sink[0]: got nan"),

@@ -19,7 +19,7 @@ from sparse_attn.runtime.generate import Model, generate
 from sparse_attn.torch_private import TorchDispatchMode, schema
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache"}
+WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache", "sparse_attn_into"}
 
 
 def callables():
@@ -134,7 +134,7 @@ def test_what_follows_the_operators_has_its_gradient():
 
 def test_a_cache_takes_no_history():
     cache, latent = torch.zeros(1, 4, 6), torch.randn(2, 4, requires_grad=True)
-    with pytest.warns(UserWarning, match="nothing that reads the cache"):
+    with pytest.warns(UserWarning, match="nothing that reads them"):
         write_kv_cache(latent, torch.randn(2, 2), cache, torch.tensor([1, 2]), PlainLayout("fp32", 4, 2))
     assert not cache.requires_grad and torch.equal(cache[0, 1:3, :4], latent.detach())
 

@@ -17,6 +17,7 @@ def cases() -> Iterator[Case]:
     yield from _prefill()
     yield from _decode()
     yield from _merge()
+    yield from _into()
 
 
 def _prefill() -> Iterator[Case]:
@@ -85,6 +86,42 @@ def _merge() -> Iterator[Case]:
         yield Case("merge_attn_states", f"{states} states", launch.merge_attn_states, arguments, more)
     arguments = tensor(8, 64, 16, 512, dtype=BF16), floats(8, 64, 128)[..., 16:32], None
     yield Case("merge_attn_states", "16 heads of 8 ranks", launch.merge_attn_states, arguments)
+
+
+def _into() -> Iterator[Case]:
+    """What other libraries' call sites ask for: lengths, lse inf of empty rows, and in prefill the largest scores."""
+    latent, planar, bf16 = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64), PlainLayout("bf16", 512, 64)
+    for lengths in (False, True):
+        kind = "with lengths" if lengths else "without lengths"
+        for batch, heads, where in ((1, 128, ""), (128, 128, ""), (67, 128, "hopper"), (64, 16, "hopper")):
+            yield _written(f"deepseek_v32 fp8, batch {batch}, {heads} heads, {kind}", batch, heads, latent,
+                           lengths=lengths, more=True, where=where)  # fmt: skip
+        for batch, heads, where in ((4, 64, ""), (128, 128, "hopper"), (64, 32, "hopper")):
+            yield _written(f"deepseek_v4, batch {batch}, {heads} heads, {kind}", batch, heads, planar, extra=planar,
+                           sink=True, lengths=lengths, more=True, where=where)  # fmt: skip
+        yield _written(f"deepseek_v32 rows, {kind}", MANY, 128, bf16, rows=True, maxima=True, lengths=lengths)
+    for tokens, heads in ((MANY, 16), (64, 16), (64, 32), (4, 128)):
+        yield _written(f"deepseek_v32 rows, {tokens} of {heads} heads", tokens, heads, bf16, rows=True, maxima=True,
+                       lengths=True, more=True)  # fmt: skip
+    yield _written("512 wide rows and a sink", MANY, 64, PlainLayout("bf16", 512), rows=True, maxima=True, sink=True,
+                   more=True, where="hopper")  # fmt: skip
+    yield _written("deepseek_v32 rows, lse alone", MANY, 128, bf16, rows=True, more=True, where="hopper")
+
+
+def _written(name, tokens, heads, layout, *, extra=None, keys=2048, rows=False, maxima=False, lengths=False, sink=False,
+             more=False, where="") -> Case:  # fmt: skip
+    cache = tensor(65536, layout.dim, dtype=BF16) if rows else cache_of(layout)
+    second = (None, None, None, None, "")
+    if extra is not None:
+        some = integers(tokens) if lengths else None
+        second = (cache_of(extra), integers(tokens * 512), integers(tokens + 1), some, extra.name)
+    q, out = tensor(tokens, heads, layout.latent + layout.rope, dtype=BF16), tensor(tokens, heads, 512, dtype=BF16)
+    arguments = (
+        q, cache, integers(tokens * keys), integers(tokens + 1), integers(tokens) if lengths else None, 0.1,
+        layout.name, *second, floats(heads) if sink else None, False, out, floats(tokens, heads),
+        floats(tokens, heads) if maxima else None, True,
+    )  # fmt: skip
+    return Case("sparse_attn_into", name, launch.sparse_attn_into, arguments, more, where)
 
 
 def _rows(name, heads, d_qk, d_v, tokens, dtype, *, keys=2048, sink=False, more=False, where="") -> Case:

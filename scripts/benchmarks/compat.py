@@ -27,8 +27,9 @@ def compat(run: Run) -> Iterator[Record]:
             for with_length in (False, True)]  # fmt: skip
     for heads, requests, with_length in run.pick(full, [(4, 3, False), (4, 3, True)]):
         yield _decode(run, cache, stretch, top_k, heads, requests, with_length)
-    for heads, with_length in run.pick([(128, False), (128, True), (64, False)], [(4, False), (4, True)]):
-        yield _prefill(run, heads, with_length)
+    full = [(128, False, True), (128, True, True), (128, False, False), (64, False, True), (64, True, True)]
+    for heads, with_length, with_max in run.pick(full, [(4, False, True), (4, True, True), (4, False, False)]):
+        yield _prefill(run, heads, with_length, with_max)
 
 
 def _decode(run, cache, stretch, top_k, heads, requests, with_length) -> Record:
@@ -61,7 +62,7 @@ def _decode(run, cache, stretch, top_k, heads, requests, with_length) -> Record:
                     [functools.partial(direct, at) for at in range(sets)], floor)  # fmt: skip
 
 
-def _prefill(run, heads, with_length) -> Record:
+def _prefill(run, heads, with_length, with_max) -> Record:
     tokens, rows, top_k = run.pick((4096, 32768, 2048), (5, 256, 128))
     q, kv = normal(tokens, heads, D_QK, device=run.device), normal(rows, 1, D_QK, device=run.device)
     indices = distinct_rows(tokens, rows, top_k, run.device)
@@ -69,7 +70,7 @@ def _prefill(run, heads, with_length) -> Record:
     ragged = packed(indices)
 
     def adapted():
-        return flash_mla_sparse_fwd(q, kv, indices.unsqueeze(1), SCALE, topk_length=length)
+        return flash_mla_sparse_fwd(q, kv, indices.unsqueeze(1), SCALE, topk_length=length, return_max_logits=with_max)
 
     def direct():
         return sparse_attn_prefill(q, kv, ragged, scale=SCALE, d_v=D_V)
@@ -77,7 +78,7 @@ def _prefill(run, heads, with_length) -> Record:
     out, _, lse = adapted()
     _check(out, direct().out, lse, direct().lse)
     work = roofline.attention((tokens, heads, D_QK), D_V, tokens * top_k, rows * D_QK * 2)
-    case = f"prefill, heads {heads}{', lengths' if with_length else ''}"
+    case = f"prefill, heads {heads}{', lengths' if with_length else ''}{'' if with_max else ', no max_logits'}"
     return _compare(run, case, [adapted], [direct], run.floor(work))
 
 

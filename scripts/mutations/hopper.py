@@ -188,6 +188,13 @@ HOPPER = [
         "written = limit",
         ("tests/test_index_logits_hopper.py::test_paged_gives_the_highest_of_groups[1-64]",),
     ),
+    Mutation(
+        "prefill-largest-of-half-the-tiles", "a row's largest score is that of every other tile",
+        ATTENTION + "hopper/prefill_bf16.py",
+        "gl.maximum(largest, smem.row_largest.load(ROW)) *",
+        "largest *",
+        ("tests/test_attention_into.py::test_every_kernel[prefill-False-False]",),
+    ),
 ]
 
 # Of kernels whose PTX is executed without a GPU.

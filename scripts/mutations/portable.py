@@ -408,4 +408,11 @@ KERNELS = [
         "tl.load(terms + row.to(tl.int64) * hidden + at",
         ("tests/test_experts.py::test_kernel_of_many_rows",),
     ),
+    Mutation(
+        "attention-lengths-of-the-row-before", "of a row so many indices count as the length of the one before says",
+        OPS + "attention/portable/kernels.py",
+        "tl.load(lengths + token)",
+        "tl.load(lengths + tl.maximum(token - 1, 0))",
+        ("tests/test_attention_into.py::test_portable_kernel",),
+    ),
 ]

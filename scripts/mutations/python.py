@@ -427,8 +427,8 @@ PYTHON = [
     Mutation(
         "compat-empty-lse", "a row without keys has FlashMLA's lse with our sign",
         "sparse_attn/compat/flash_mla.py",
-        "neginf=math.inf)",
-        "neginf=-math.inf)",
+        "inf_lse=True",
+        "inf_lse=False",
         ("tests/test_compat.py::test_sparse_fwd_without_keys_or_columns",),
     ),
     Mutation(

@@ -7,15 +7,17 @@ leaves the sink out.
 
 from __future__ import annotations
 
-import math
+import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from sparse_attn import checks
+from sparse_attn import checks, gradients
 from sparse_attn.compat.rows import ragged_rows
 from sparse_attn.layout import PLAIN_NAME, KvLayout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.attention import sparse_attn_into
+from sparse_attn.types import Ragged
 
 D_V = 512
 BYTE_DTYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
@@ -25,7 +27,7 @@ REFUSED = {
     352: "NVFP4 records of 352 bytes",
     288: "V4.1 FP4 records of 288 bytes",
 }
-GATHERED_ELEMENTS = 1 << 24
+NAME = "sparse_attn::sparse_attn_into"
 
 
 @dataclass
@@ -53,7 +55,7 @@ def flash_mla_sparse_fwd(
     topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
-    return_max_logits: bool = False,
+    return_max_logits: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """Attend to rows of a dense matrix.
 
@@ -61,8 +63,7 @@ def flash_mla_sparse_fwd(
     index outside [0, s_kv) names no key. d_v: 1 to d_qk. attn_sink: fp32 [heads]. topk_length: int32 [s_q], only the
     first so many indices of a row count. out: [s_q, heads, d_v] of q's dtype, any strides, written and returned.
 
-    return_max_logits is ours: FlashMLA always returns a row's largest scaled score. Our kernels do not write it, so it
-    is None unless asked for; then torch gathers the keys and multiplies once more, many times slower than attention.
+    return_max_logits is ours: FlashMLA always returns a row's largest scaled score. False leaves it out.
 
     Returns (out [s_q, heads, d_v], max_logits fp32 [s_q, heads] or None, lse fp32 [s_q, heads]).
     """
@@ -71,10 +72,16 @@ def flash_mla_sparse_fwd(
     checks.check_shape("indices", indices, (q.shape[0], 1, None), "[s_q, 1, topk]")
     _check_out(out, q, (q.shape[0], q.shape[1], d_v), "[s_q, heads, d_v]")
     _check_lengths("topk_length", topk_length, q.shape[0], "[s_q]")
-    ragged = ragged_rows("indices", indices.squeeze(1), topk_length)
-    result, lse = sparse_attn_prefill(q, kv, ragged, scale=sm_scale, d_v=d_v, sink=attn_sink)
-    largest = _max_logits(q, kv.squeeze(1), indices.squeeze(1), topk_length, sm_scale) if return_max_logits else None
-    return _written(result, out), largest, _their_lse(lse)
+    if not 1 <= d_v <= q.shape[2]:
+        raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
+    checks.check_dtype("q", q, tuple(PLAIN_NAME))
+    checks.check_dtype("kv", kv, (q.dtype,))
+    layout = PlainLayout(PLAIN_NAME[q.dtype], d_v, q.shape[2] - d_v)
+    ragged = ragged_rows("indices", indices.squeeze(1))
+    return _attend(
+        q, kv.squeeze(1), ragged, out, return_max_logits,
+        scale=sm_scale, layout=layout, sink=attn_sink, lengths=topk_length,
+    )  # fmt: skip
 
 
 def flash_mla_with_kvcache(
@@ -121,11 +128,11 @@ def flash_mla_with_kvcache(
     batch, s_q, heads, dim = q.shape
     cache, layout = _cache_of("k_cache", k_cache, q, head_dim_v, is_fp8_kvcache)
     _check_out(out, q, (batch, s_q, heads, head_dim_v), "[batch, s_q, heads, head_dim_v]")
-    ragged = _slots("indices", indices, "topk_length", topk_length, batch, s_q)
-    extra_cache = extra_ragged = extra_layout = None
+    ragged, lengths = _slots("indices", indices, "topk_length", topk_length, batch, s_q)
+    extra_cache = extra_ragged = extra_layout = extra_lengths = None
     if extra_k_cache is not None and extra_indices_in_kvcache is not None:
         extra_cache, extra_layout = _cache_of("extra_k_cache", extra_k_cache, q, head_dim_v, is_fp8_kvcache)
-        extra_ragged = _slots(
+        extra_ragged, extra_lengths = _slots(
             "extra_indices_in_kvcache", extra_indices_in_kvcache, "extra_topk_length", extra_topk_length, batch, s_q
         )
     elif not (extra_k_cache is None and extra_indices_in_kvcache is None and extra_topk_length is None):
@@ -133,22 +140,35 @@ def flash_mla_with_kvcache(
             "extra_k_cache: got one of extra_k_cache, extra_indices_in_kvcache, extra_topk_length without the others, "
             "allowed: both of the first two, or none"
         )
-    result, lse = sparse_attn_decode(
-        q.flatten(0, 1), cache, ragged, scale=dim**-0.5 if softmax_scale is None else softmax_scale, layout=layout,
-        extra_cache=extra_cache, extra_ragged=extra_ragged, extra_layout=extra_layout, sink=attn_sink,
-        batch_invariant=enable_batch_invariant,
+    result, _, lse = _attend(
+        q.flatten(0, 1), cache, ragged, out, False,
+        scale=dim**-0.5 if softmax_scale is None else softmax_scale, layout=layout, lengths=lengths,
+        extra_cache=extra_cache, extra_ragged=extra_ragged, extra_layout=extra_layout, extra_lengths=extra_lengths,
+        sink=attn_sink, batch_invariant=enable_batch_invariant,
     )  # fmt: skip
-    shaped = result.view(batch, s_q, heads, head_dim_v)
-    return _written(shaped, out), _their_lse(lse).view(batch, s_q, heads).transpose(1, 2)
+    result = result.view(batch, s_q, heads, head_dim_v) if out is None else result
+    return result, lse.view(batch, s_q, heads).transpose(1, 2)
 
 
-def _their_lse(lse: torch.Tensor) -> torch.Tensor:
-    """-inf, of a row without a key, becomes +inf. One launch, where a comparison and a choice are two."""
-    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
-
-
-def _written(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return result if out is None else out.copy_(result)
+def _attend(
+    q: torch.Tensor, cache: torch.Tensor, ragged: Ragged, out: torch.Tensor | None, with_max: bool, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(out, max_logits, lse) of FlashMLA's conventions, which the kernels write; one copy where ``out`` is given and is
+    not contiguous."""
+    tokens, heads, _ = q.shape
+    shape = tokens, heads, options["layout"].value_dim
+    direct = out is not None and out.is_contiguous()
+    to = out.view(shape) if out is not None and direct else q.new_empty(shape)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    max_logits = torch.empty_like(lse) if with_max else None
+    followed = [value for value in (q, cache, options.get("extra_cache")) if value is not None and value.requires_grad]
+    with torch.no_grad() if followed else contextlib.nullcontext():
+        sparse_attn_into(q, cache, ragged, to, lse, max_logits=max_logits, inf_lse=True, **options)
+        result = to if out is None else out if direct else out.copy_(to.view(out.shape))
+    if followed:
+        result, lse = (gradients.end(one, NAME, *followed) for one in (result, lse))
+        max_logits = None if max_logits is None else gradients.end(max_logits, NAME, *followed)
+    return result, max_logits, lse
 
 
 def _check_out(out: torch.Tensor | None, q: torch.Tensor, shape: tuple[int, ...], meaning: str) -> None:
@@ -164,12 +184,14 @@ def _check_lengths(name: str, lengths: torch.Tensor | None, rows: int, meaning: 
         checks.check_shape(name, lengths, (rows,), meaning)
 
 
-def _slots(name: str, indices: torch.Tensor, length_name: str, lengths: torch.Tensor | None, batch: int, s_q: int):
+def _slots(
+    name: str, indices: torch.Tensor, length_name: str, lengths: torch.Tensor | None, batch: int, s_q: int
+) -> tuple[Ragged, torch.Tensor | None]:
     checks.check_shape(name, indices, (batch, s_q, None), "[batch, s_q, topk]")
     _check_lengths(length_name, lengths, batch, "[batch]")
     if lengths is not None and s_q != 1:
         lengths = lengths.unsqueeze(1).expand(batch, s_q).reshape(-1)
-    return ragged_rows(name, indices.flatten(0, 1), lengths)
+    return ragged_rows(name, indices.flatten(0, 1)), lengths
 
 
 def _cache_of(name: str, cache: torch.Tensor, q: torch.Tensor, d_v: int, is_fp8: bool) -> tuple[torch.Tensor, KvLayout]:
@@ -190,24 +212,3 @@ def _cache_of(name: str, cache: torch.Tensor, q: torch.Tensor, d_v: int, is_fp8:
     if d_v != D_V:
         raise ValueError(f"head_dim_v: got {d_v}, allowed: {D_V}")
     return cache.squeeze(2).view(torch.uint8), LAYOUTS[dim, row]
-
-
-def _max_logits(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    """fp32 [s_q, heads]: the largest of scale * (q . k), -inf where a row names no key."""
-    tokens, heads, dim = q.shape
-    width, rows = indices.shape[1], kv.shape[0]
-    largest = torch.full((tokens, heads), -math.inf, dtype=torch.float32, device=q.device)
-    if width == 0 or rows == 0:
-        return largest
-    valid = (indices >= 0) & (indices < rows)
-    if lengths is not None:
-        valid &= torch.arange(width, dtype=torch.int32, device=q.device) < lengths.unsqueeze(1)
-    step = max(1, GATHERED_ELEMENTS // (width * dim))
-    for first in range(0, tokens, step):
-        some = slice(first, first + step)
-        keys = kv[torch.where(valid[some], indices[some], 0).long()].float()
-        scores = torch.einsum("thd,tkd->thk", q[some].float(), keys) * scale
-        largest[some] = torch.where(valid[some].unsqueeze(1), scores, -math.inf).amax(2)
-    return largest

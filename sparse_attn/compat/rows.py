@@ -7,20 +7,15 @@ import functools
 import torch
 
 from sparse_attn import checks
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.types import Ragged
 
 
-def ragged_rows(name: str, indices: torch.Tensor, lengths: torch.Tensor | None) -> Ragged:
-    """Rows of ``indices`` int32 [tokens, width]; of row t only the first lengths[t] entries, lengths int32 [tokens].
-
-    One launch with lengths. None without: entries stay where they are, and where rows start is kept from call to call.
-    """
+def ragged_rows(name: str, indices: torch.Tensor) -> Ragged:
+    """Rows of ``indices`` int32 [tokens, width]. Nothing is launched where they are contiguous: entries stay where they
+    are, and where rows start is kept from call to call."""
     checks.check_dtype(name, indices, (torch.int32,))
     tokens, width = indices.shape
     checks.check_room(name, tokens, width)
-    if lengths is not None:
-        return build_ragged_indices_from_dense(indices, lengths)
     return Ragged(indices.reshape(-1), _starts(indices, tokens, width))
 
 

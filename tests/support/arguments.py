@@ -110,6 +110,12 @@ GOOD = {
         scale=1.0, layout=PLAIN.name, extra_cache=allocate_cache(PLAIN, 2, 4, "cpu"), extra_indices=ints(7, 0),
         extra_indptr=ints(0, 2, 2), extra_layout=PLAIN.name, sink=SINK, batch_invariant=False,
     ),
+    "sparse_attn_into": lambda: dict(
+        q=torch.ones(2, 2, 16), cache=allocate_cache(PLAIN, 3, 4, "cpu"), indices=ints(11, INT_MIN, INT_MAX), indptr=ints(0, 1, 2),
+        lengths=ints(INT_MAX, -1), scale=1.0, layout=PLAIN.name, extra_cache=allocate_cache(PLAIN, 2, 4, "cpu"),
+        extra_indices=ints(7, 8), extra_indptr=ints(0, 2, 2), extra_lengths=None, extra_layout=PLAIN.name, sink=SINK,
+        batch_invariant=False, out=torch.empty(2, 2, 12), lse=torch.empty(2, 2), max_logits=torch.empty(2, 2), inf_lse=True,
+    ),
     "merge_attn_states": lambda: dict(
         outs=torch.ones(2, 2, 2, 4), lses=torch.tensor([[[-math.inf, 1.0]] * 2, [[0.0, -math.inf]] * 2]), sink=SINK
     ),

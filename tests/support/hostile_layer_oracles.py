@@ -59,6 +59,37 @@ def sparse_attn_decode(q, cache, ragged, scale, layout, extra_cache, extra_ragge
     return attend(q, sources, scale, layout.value_dim, sink)
 
 
+def sparse_attn_into(
+    q, cache, ragged, out, lse, scale, layout, lengths, extra_cache, extra_ragged, extra_layout, extra_lengths, sink,
+    max_logits, inf_lse, batch_invariant,
+):  # fmt: skip
+    def first(rows, lengths):
+        """Rows whose ends are where their lengths end; their starts stand in a list of their own."""
+        if rows is None or lengths is None:
+            return rows
+        kept, indptr = [], [0]
+        for t, length in enumerate(lengths.tolist()):
+            begin, end = max(int(rows.indptr[t]), 0), max(int(rows.indptr[t + 1]), 0)
+            kept += rows.indices[begin:end].tolist()[: max(length, 0)]
+            indptr.append(len(kept))
+        return type(rows)(torch.tensor(kept, dtype=torch.int32), torch.tensor(indptr, dtype=torch.int32))
+
+    rows, extra = first(ragged, lengths), first(extra_ragged, extra_lengths)
+    sources = (cache, rows, scale, layout, extra_cache, extra, extra_layout)
+    result, logs = sparse_attn_decode(q, *sources, sink, batch_invariant)
+    out.copy_(result)
+    lse.copy_(torch.where(logs.isneginf(), INF, logs) if inf_lse else logs)
+    if max_logits is not None:
+        for t in range(q.shape[0]):
+            scores = []
+            for memory, kind, some in ((cache, layout, rows), (extra_cache, extra_layout, extra)):
+                if memory is not None:
+                    named = some.indices[max(int(some.indptr[t]), 0) : max(int(some.indptr[t + 1]), 0)].tolist()
+                    there = [i for i in named if 0 <= i < memory.shape[0] * memory.shape[1]]
+                    scores += [q[t].double() @ value(memory, kind, i).float().to(q.dtype).double() for i in there]
+            max_logits[t] = torch.stack(scores).amax(0) * scale if scores else -INF
+
+
 def merge_attn_states(outs, lses, sink):
     states, tokens, heads, d_v = outs.shape
     out, lse = (

@@ -105,6 +105,22 @@ def sparse_attn_decode(draw):
     )
 
 
+def sparse_attn_into(draw):
+    given, levels = sparse_attn_decode(draw)
+    tokens, heads, _ = given["q"].shape
+
+    def lengths():
+        return maybe(draw, amid(draw, ints(draw, (tokens,), 0, 40)))
+
+    given |= dict(
+        out=torch.full((tokens, heads, given["layout"].value_dim), NAN, dtype=given["q"].dtype),
+        lse=torch.full((tokens, heads), NAN), max_logits=maybe(draw, torch.full((tokens, heads), NAN)),
+        lengths=lengths(), extra_lengths=None if given["extra_cache"] is None else lengths(), inf_lse=flag(draw),
+    )  # fmt: skip
+    written = ("out", "lse") if given["max_logits"] is None else ("out", "lse", "max_logits")
+    return given, levels | dict(writes=written)
+
+
 def merge_attn_states(draw):
     dtype, shape = pick(draw, FLOATS), (some(draw, 1, 4), some(draw, 0, 3), some(draw, 0, 3), some(draw, 1, 20))
     lses = free(draw, floats(draw, shape[:3], scale=3.0, spoilt=(-INF, -INF)))

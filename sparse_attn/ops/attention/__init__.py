@@ -110,6 +110,62 @@ def sparse_attn_decode(
     return AttentionOutput(*op.sparse_attn_decode(*arguments))
 
 
+def sparse_attn_into(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    ragged: Ragged,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    scale: float,
+    layout: KvLayout,
+    lengths: torch.Tensor | None = None,
+    extra_cache: torch.Tensor | None = None,
+    extra_ragged: Ragged | None = None,
+    extra_layout: KvLayout | None = None,
+    extra_lengths: torch.Tensor | None = None,
+    sink: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    inf_lse: bool = False,
+    batch_invariant: bool = False,
+    impl: str = "auto",
+) -> None:
+    """sparse_attn_decode into given tensors, as other libraries' call sites want it: no launch is added.
+
+    q, cache, ragged, scale, layout, extra_*, sink, batch_invariant: as sparse_attn_decode takes them. cache may also be
+    rows [rows, layout.dim] of a PlainLayout, as sparse_attn_prefill takes kv. lengths, extra_lengths: int32 [tokens] or
+    None, so many indices of a row count, the first ones. Indices outside of a cache are no mistake: debug mode does not
+    refuse them.
+
+    Written, contiguous: out [tokens, heads, layout.value_dim] of q's dtype, lse fp32 [tokens, heads], and max_logits
+    fp32 [tokens, heads] unless it is None: the largest of a row's scores (those that are NaN left out), -inf for a row
+    without any. inf_lse: lse of a row without a valid index, or with scores of -inf alone, is +inf, not -inf.
+    """
+    _check_queries(q, ragged, sink)
+    if isinstance(cache, torch.Tensor) and cache.dim() == 2 and isinstance(layout, PlainLayout):
+        checks.check_dtype("cache", cache, (layout.dtype,))
+        checks.check_shape("cache", cache, (None, layout.dim), "[rows, layout.dim]")
+        checks.check_unit_stride("cache", cache)
+        checks.check_same_device(q=q, cache=cache)
+    else:
+        _check_keys(q, cache, layout, "")
+    checks.check_shape("q", q, (None, None, layout.dim), "[tokens, heads, layout.dim]")
+    extra = (None, None, None, "")
+    if not (extra_cache is None and extra_ragged is None and extra_layout is None):
+        extra = _checked_extra(q, layout, extra_cache, extra_ragged, extra_layout)
+    elif extra_lengths is not None:
+        raise ValueError("extra_lengths: got a tensor, allowed: None without an extra_cache")
+    _check_lengths("lengths", lengths, q)
+    _check_lengths("extra_lengths", extra_lengths, q)
+    tokens, heads, _ = q.shape
+    _check_written("out", out, (tokens, heads, layout.value_dim), q.dtype, q)
+    _check_written("lse", lse, (tokens, heads), torch.float32, q)
+    if max_logits is not None:
+        _check_written("max_logits", max_logits, (tokens, heads), torch.float32, q)
+    caches = cache, *ragged, lengths, scale, layout.name, *extra[:3], extra_lengths, extra[3]
+    op.sparse_attn_into(q, *caches, sink, batch_invariant, out, lse, max_logits, inf_lse, impl)
+
+
 def merge_attn_states(
     outs: torch.Tensor, lses: torch.Tensor, *, sink: torch.Tensor | None = None, impl: str = "auto"
 ) -> AttentionOutput:
@@ -165,6 +221,22 @@ def _check_ragged(name: str, ragged: Ragged, q: torch.Tensor) -> None:
     checks.check_shape(indptr, ragged.indptr, (q.shape[0] + 1,), "[tokens + 1]")
     checks.check_unit_stride(indptr, ragged.indptr)
     checks.check_same_device(**{"q": q, indices: ragged.indices, indptr: ragged.indptr})
+
+
+def _check_lengths(name: str, lengths: torch.Tensor | None, q: torch.Tensor) -> None:
+    if lengths is not None:
+        checks.check_dtype(name, lengths, (torch.int32,))
+        checks.check_shape(name, lengths, (q.shape[0],), "[tokens]")
+        checks.check_unit_stride(name, lengths)
+        checks.check_same_device(**{"q": q, name: lengths})
+
+
+def _check_written(name: str, to: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor) -> None:
+    checks.check_dtype(name, to, (dtype,))
+    checks.check_shape(name, to, shape, f"{list(shape)}")
+    checks.check_same_device(**{"q": q, name: to})
+    if not to.is_contiguous():
+        raise ValueError(f"{name}: got strides {to.stride()}, allowed: contiguous")
 
 
 def _check_keys(q: torch.Tensor, cache: torch.Tensor, layout: Layout, prefix: str) -> None:

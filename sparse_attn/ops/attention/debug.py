@@ -42,6 +42,33 @@ def sparse_attn_decode(
     debug.not_nan("sink", sink)
 
 
+def sparse_attn_into(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    indices: torch.Tensor,
+    indptr: torch.Tensor,
+    lengths: torch.Tensor | None,
+    scale: float,
+    layout: str,
+    extra_cache: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_indptr: torch.Tensor | None,
+    extra_lengths: torch.Tensor | None,
+    extra_layout: str,
+    sink: torch.Tensor | None,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
+    inf_lse: bool,
+) -> None:
+    """Indices are free: what lies outside of a cache names no key."""
+    debug.indptr("ragged.indptr", indptr, indices.shape[0], "the capacity of indices")
+    if extra_indices is not None and extra_indptr is not None:
+        debug.indptr("extra_ragged.indptr", extra_indptr, extra_indices.shape[0], "the capacity of indices")
+    debug.not_nan("sink", sink)
+
+
 def merge_attn_states(outs: torch.Tensor, lses: torch.Tensor, sink: torch.Tensor | None) -> None:
     debug.refuse("lses", lses, lses.isnan() | lses.isposinf(), "numbers, and -inf for a state without keys")
     debug.not_nan("sink", sink)

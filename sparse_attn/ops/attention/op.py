@@ -20,6 +20,15 @@ sparse_attn_decode = define_op(
     fake.sparse_attn_decode,
     dispatch.KERNELS,
 )
+sparse_attn_into = define_op(
+    __package__,
+    "sparse_attn_into",
+    "(Tensor q, Tensor cache, Tensor indices, Tensor indptr, Tensor? lengths, float scale, str layout,"
+    " Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_indptr, Tensor? extra_lengths, str extra_layout,"
+    " Tensor? sink, bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits, bool inf_lse,"
+    " str impl) -> ()",
+    fake.sparse_attn_into,
+)
 merge_attn_states = define_op(
     __package__,
     "merge_attn_states",

@@ -19,13 +19,15 @@ INVARIANT_DECODE_ROWS, INVARIANT_PREFILL_ROWS = 32, 4096
 class KvCache(NamedTuple):
     """Keys, and the indices of those that each row attends to.
 
-    cache: blocks [num_blocks, block_size, row] of ``layout``, or plain rows [rows, d_qk].
+    cache: blocks [num_blocks, block_size, row] of ``layout``, or plain rows [rows, d_qk]. lengths: int32 [tokens], so
+    many indices of a row count, the first ones; None: all.
     """
 
     cache: torch.Tensor
     layout: KvLayout
     indices: torch.Tensor
     indptr: torch.Tensor
+    lengths: torch.Tensor | None = None
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -44,7 +46,8 @@ class KvCache(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a launcher is given: the tensors of a call. views, counters: what the plan's scratch asks for."""
+    """What a launcher is given: the tensors of a call. views, counters: what the plan's scratch asks for. max_logits:
+    where rows' largest scaled scores go, or None. inf_lse: lse of a row without keys is inf, not -inf."""
 
     q: torch.Tensor
     keys: KvCache
@@ -55,6 +58,8 @@ class Call(NamedTuple):
     lse: torch.Tensor
     views: Sequence[torch.Tensor] = ()
     counters: torch.Tensor | None = None
+    max_logits: torch.Tensor | None = None
+    inf_lse: bool = False
 
 
 class CacheFacts(NamedTuple):
@@ -92,6 +97,7 @@ class Problem(NamedTuple):
     dtype: of q. indices: the room for indices of all rows together, into both caches. q_strides: from token to token
     and from head to head, in elements. q_base: as CacheFacts.base. invariant_rows: a batch-invariant step is split as a
     step of so many rows would be, each with the same room for indices; None where the step's own rows decide.
+    max_logits: whether rows' largest scores are wanted.
     """
 
     tokens: int
@@ -104,6 +110,7 @@ class Problem(NamedTuple):
     q_strides: tuple[int, int]
     q_base: int = 0
     invariant_rows: int | None = None
+    max_logits: bool = False
 
     @property
     def d_qk(self) -> int:
@@ -148,12 +155,14 @@ def kv_caches(
     extra_indices: torch.Tensor | None,
     extra_indptr: torch.Tensor | None,
     extra_layout: str,
+    lengths: torch.Tensor | None = None,
+    extra_lengths: torch.Tensor | None = None,
 ) -> tuple[KvCache, KvCache | None]:
     """One cache of blocks or two. layout, extra_layout: their names."""
-    keys = KvCache(cache, parse_kv_layout(layout), indices, indptr)
+    keys = KvCache(cache, parse_kv_layout(layout), indices, indptr, lengths)
     if extra_cache is None or extra_indices is None or extra_indptr is None:
         return keys, None
-    return keys, KvCache(extra_cache, parse_kv_layout(extra_layout), extra_indices, extra_indptr)
+    return keys, KvCache(extra_cache, parse_kv_layout(extra_layout), extra_indices, extra_indptr, extra_lengths)
 
 
 @functools.cache
@@ -162,8 +171,9 @@ def _plain_layout(dtype: torch.dtype, d_v: int, d_rope: int) -> PlainLayout:
 
 
 def problem_of(
-    q: torch.Tensor, cache: KvCache, extra: KvCache | None, scale: float, invariant_rows: int | None
-) -> Problem:
+    q: torch.Tensor, cache: KvCache, extra: KvCache | None, scale: float, invariant_rows: int | None,
+    max_logits: bool = False,
+) -> Problem:  # fmt: skip
     tokens, heads, _ = q.shape
     indices = cache.indices.numel()
     if extra is not None:
@@ -171,7 +181,7 @@ def problem_of(
     return Problem(
         tokens, heads, q.dtype, scale, indices,
         _facts("cache", cache), None if extra is None else _facts("extra_cache", extra),
-        (q.stride(0), q.stride(1)), q.data_ptr() % ALIGNMENT, invariant_rows,
+        (q.stride(0), q.stride(1)), q.data_ptr() % ALIGNMENT, invariant_rows, max_logits,
     )  # fmt: skip
 
 

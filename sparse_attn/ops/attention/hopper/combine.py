@@ -25,18 +25,21 @@ def _by_half(each, ACC: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=["tokens", "splits", "tail_splits"],
-    do_not_specialize_on_alignment=["sink", "lse"],  # of some rows of a step
+    do_not_specialize_on_alignment=["sink", "lse", "max_logits"],  # of some rows of a step
 )
 def combine(
     out_partial,  # fp16 or fp32 [splits, tokens, heads, D_V]
     lse_partial,  # fp32 [splits, tokens, heads], base 2
     scale_partial,  # fp32 [splits, tokens, heads, 2]; anything without SCALED
+    max_partial,  # as lse_partial: max_logits; None where there are none
     tail_out,  # HAS_TAIL: those of the tail wave, rows behind these, of another number of splits; else anything
     tail_lse,
     tail_scale,
+    tail_max,
     sink,  # fp32 [heads]; anything without HAS_SINK
     out,  # bf16 [all tokens, heads, D_V], contiguous
     lse,  # fp32 [all tokens, heads], natural log, contiguous
+    max_logits,  # as lse, or None: the largest of max_partial
     tokens,
     splits,
     tail_splits,
@@ -46,6 +49,7 @@ def combine(
     SCALED: gl.constexpr,
     HAS_TAIL: gl.constexpr,
     HAS_SINK: gl.constexpr,
+    INF_LSE: gl.constexpr,  # as normalise takes it
 ):
     LOAD: gl.constexpr = 8 if SCALED else 4  # values of 16 bytes
     WIDE: gl.constexpr = gl.BlockedLayout([1, 1, LOAD], [LANES, 1, 32 // LANES], [1, 2, LANES], [2, 1, 0])
@@ -69,6 +73,8 @@ def combine(
         out_partial = gl.where(first, out_partial, tail_out)
         lse_partial = gl.where(first, lse_partial, tail_lse)
         scale_partial = gl.where(first, scale_partial, tail_scale)
+        if max_logits is not None:
+            max_partial = gl.where(first, max_partial, tail_max)
         splits = gl.where(first, splits, tail_splits)
         row = gl.where(first, row, row - tokens)
         tokens = gl.where(first, tokens, all_tokens - tokens)
@@ -77,6 +83,8 @@ def combine(
     m = gl.full([2 * BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
     l = gl.zeros([2 * BLOCK_M], gl.float32, gl.SliceLayout(0, EACH))
     acc = gl.zeros([2 * BLOCK_M, D_V // 2], gl.float32, ACC)
+    if max_logits is not None:
+        largest = gl.full([2 * BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(0, EACH))
     for begin in range(0, splits, BLOCK_S):
         valid = gl.expand_dims(begin + split < splits, 1)
         place = gl.expand_dims(partial_row + (begin + split) * stride_split, 1)
@@ -85,6 +93,9 @@ def combine(
         split_lse = gl.load(lse_partial + place + gl.expand_dims(half // 2, 0), mask=valid, other=float("-inf"))
         if SCALED:
             scale = gl.load(scale_partial + 2 * place + gl.expand_dims(half, 0), mask=valid, other=0.0)
+        if max_logits is not None:
+            split_max = gl.load(max_partial + place + gl.expand_dims(half // 2, 0), mask=valid, other=float("-inf"))
+            largest = gl.maximum(largest, gl.max(split_max, 0))
         m_new = gl.maximum(m, gl.max(split_lse, 0))
         base = gl.where(m_new == float("-inf"), 0.0, m_new)
         rescale = gl.exp2(m - base)
@@ -95,8 +106,10 @@ def combine(
             weight = weight * scale
         acc = acc * _by_half(rescale, ACC) + gl.sum(values.to(gl.float32) * gl.expand_dims(weight, 2), 0)
     head_sink = gl.load(sink + head + half // 2) if HAS_SINK else 0.0
-    factor, lse_row = normalise(m, l, head_sink, HAS_SINK, False)
+    factor, lse_row = normalise(m, l, head_sink, HAS_SINK, False, INF_LSE)
     gl.store(lse + out_row + half // 2, lse_row, mask=half % 2 == 0)
+    if max_logits is not None:
+        gl.store(max_logits + out_row + half // 2, largest, mask=half % 2 == 0)
     result = (acc * _by_half(factor, ACC)).to(gl.bfloat16)
     if SCALED:
         result = gl.permute(gl.reshape(result, [BLOCK_M * D_V // 32, 4, 4, 2]), (0, 2, 1, 3))

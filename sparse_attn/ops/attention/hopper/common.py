@@ -26,6 +26,8 @@ class RowBounds:
     capacity: Scalar
     extra_capacity: Scalar
     head_blocks: Scalar  # CTAs of a row; 1 for swap-AB
+    lengths: Scalar  # as row_range takes them
+    extra_lengths: Scalar
 
 
 @aggregate
@@ -53,10 +55,13 @@ class Record:
 
 
 @gluon.jit
-def row_range(indptr, token, capacity):
-    """(begin, count) of a row's indices, inside [0, capacity]."""
+def row_range(indptr, lengths, token, capacity):
+    """(begin, count) of a row's indices, inside [0, capacity]; only the first lengths[token], unless that is None."""
     begin = gl.maximum(gl.load(indptr + token), 0)
-    return begin, gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)
+    count = gl.maximum(gl.minimum(gl.load(indptr + token + 1), capacity) - begin, 0)
+    if lengths is not None:
+        count = gl.minimum(count, gl.maximum(gl.load(lengths + token), 0))
+    return begin, count
 
 
 @gluon.jit
@@ -68,9 +73,10 @@ def gather(into, rows, valid, first: gl.constexpr, width: gl.constexpr, LAYOUT: 
 
 
 @gluon.jit
-def normalise(m, l, sink, HAS_SINK: gl.constexpr, split):
+def normalise(m, l, sink, HAS_SINK: gl.constexpr, split, INF_LSE: gl.constexpr):
     """(what to multiply the accumulator by, lse) of rows with maximum ``m`` (base 2) and denominator ``l``. A ``sink``
-    adds to the denominator, not to lse. split: of split-KV partials lse is in base 2, and no sink counts yet."""
+    adds to the denominator, not to lse. split: of split-KV partials lse is in base 2, and no sink counts yet. INF_LSE:
+    lse of an empty row that is no partial is inf, not -inf."""
     empty = l == 0.0
     lse2 = m + gl.log2(gl.where(empty, 1.0, l))
     factor = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, l))
@@ -78,4 +84,10 @@ def normalise(m, l, sink, HAS_SINK: gl.constexpr, split):
         with_sink = factor / (1.0 + gl.exp2(sink * 1.4426950408889634 - gl.where(empty, 0.0, lse2)))
         with_sink = gl.where(empty, 0.0, with_sink)  # whatever the sink is
         factor = gl.where(split, factor, with_sink)
-    return factor, gl.where(empty, -float("inf"), lse2 * gl.where(split, 1.0, 0.6931471805599453))
+    if INF_LSE:
+        lse = gl.where(
+            empty, gl.where(split, -float("inf"), float("inf")), lse2 * gl.where(split, 1.0, 0.6931471805599453)
+        )
+    else:
+        lse = gl.where(empty, -float("inf"), lse2 * gl.where(split, 1.0, 0.6931471805599453))
+    return factor, lse

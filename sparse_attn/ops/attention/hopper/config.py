@@ -111,6 +111,7 @@ def supports_decode_fp8(problem: Problem, target: Target) -> Support:
     return _support(
         target,
         _scores(problem),
+        _no_max_logits(problem),
         _records(problem),
         _whole_blocks_of_heads(problem),
         _queries(problem),
@@ -147,6 +148,11 @@ def _scores(problem: Problem) -> Iterator[str]:
         yield f"q dtype: got {problem.dtype}, allowed: torch.bfloat16"
     if not problem.scale > 0:  # the maximum of a row is taken before scores are scaled
         yield f"scale: got {problem.scale}, allowed: above 0"
+
+
+def _no_max_logits(problem: Problem) -> Iterator[str]:
+    if problem.max_logits:
+        yield "max_logits: got a tensor, allowed: None"
 
 
 def _at_most_32_heads(problem: Problem) -> Iterator[str]:
@@ -249,7 +255,7 @@ def plan_swap_ab(problem: Problem, target: Target) -> SwapAbPlan:
     return SwapAbPlan(
         block_m, waves, *_combined(problem, waves, 1, target),
         producer_registers=producers, loader_registers=96 if block_m == 16 else 80,
-        scratch=scratch(waves, problem.heads, D_V),
+        scratch=scratch(waves, problem.heads, D_V, max_logits=problem.max_logits),
     )  # fmt: skip
 
 
@@ -308,5 +314,5 @@ def reserved(problem: Problem, target: Target) -> Iterator[Scratch]:
 def _most(asked: Units, problem: Problem, scaled: bool) -> Scratch:
     model, rows, blocks, units, num_sms, split_as = asked
     steps = {waves_of(model, rows, blocks, fewer, num_sms, split_as) for fewer in range(1, units + 1)}
-    asked_for = (scratch(waves, problem.heads, D_V, scaled) for waves in steps)
+    asked_for = (scratch(waves, problem.heads, D_V, scaled, problem.max_logits) for waves in steps)
     return max(asked_for, key=lambda one: size_of(one).nbytes, default=Scratch())

@@ -57,6 +57,7 @@ class Operands:
     scales: gl.tensor
     sink: gl.tensor
     strides: Strides
+    INF_LSE: gl.constexpr
 
 
 @gluon.jit
@@ -135,7 +136,7 @@ def _wg1(smem, bars, pairs, scale_log2, to, split, HAS_SINK: gl.constexpr):
         pending = qk1(smem, bars, zero, phase)
         kv_valid = smem.kv_valid.index(1).load(KEYS)
         scores = warpgroup_mma_wait(0, deps=(pending,))
-        acc, m, l = wg1_pair(scores, kv_valid != 0, acc, m, l, smem, bars, scale_log2, zero, phase, False, False)
+        acc, m, l = wg1_pair(scores, kv_valid != 0, acc, m, l, m, smem, bars, scale_log2, zero, phase, False, False)
         phase = phase ^ 1
     l = l + smem.row_sum.index(0).load(ROW)
     store_output(acc, l, m, scale_log2, to, 1, HAS_SINK, split)
@@ -165,7 +166,10 @@ def _consume(
     split = gl.program_id(1).to(gl.int64)
     out = operands.out + split * strides.out_split + token * strides.out_token + first_head * strides.out_head
     head = split * strides.lse_split + token * strides.lse_token + first_head
-    to = OutputTile(out, operands.lse + head, operands.scales + 2 * head, operands.sink + first_head, strides.out_head)
+    scales = operands.scales + 2 * head
+    to = OutputTile(
+        out, operands.lse + head, scales, operands.sink + first_head, strides.out_head, operands.INF_LSE
+    )  # fmt: skip
     if half == 0:
         _wg0(smem, bars, pairs, operands.scale_log2, to, is_split, HAS_SINK)
     else:
@@ -177,16 +181,18 @@ def _consume(
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity",
         "stride_cache_block", "stride_extra_block", "head_blocks", "launch_early",
     ],
-    do_not_specialize_on_alignment=["indptr", "extra_indptr"],  # of some rows of a step
+    do_not_specialize_on_alignment=["indptr", "lengths", "extra_indptr", "extra_lengths"],  # of some rows of a step
 )  # fmt: skip
 def attend(
     q,  # bf16 [tokens, heads, D_V], interleaved: D_V + D_ROPE; heads a multiple of BLOCK_M
     cache,  # uint8 [num_blocks, block_size, row]
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
+    lengths,  # int32 [tokens] or None: so many indices of a row count, the first ones
     extra_cache,  # the second cache, of the same layout, and its indices; anything without HAS_EXTRA_CACHE
     extra_indices,
     extra_indptr,
+    extra_lengths,
     sink,  # fp32 [heads]; anything without HAS_SINK
     out,  # bf16 [tokens, heads, D_V]; fp16 partials [splits, tokens, heads, D_V] of split rows, by a bf16 pointer
     lse,  # fp32 [tokens, heads], natural log; [splits, tokens, heads], base 2
@@ -218,11 +224,12 @@ def attend(
     HAS_EXTRA_CACHE: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,  # whether CTAs share a row; None: by the grid, for a step with a tail wave
+    INF_LSE: gl.constexpr,  # as normalise takes it
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     PLANAR: gl.constexpr = SCALES > 0
-    smem, bars = allocate(not PLANAR, False)
+    smem, bars = allocate(not PLANAR, False, False)
     for tile in gl.static_range(2):
         for half in gl.static_range(2):
             # A producer's signal, and where there are bf16 values each of its threads' copies.
@@ -236,7 +243,7 @@ def attend(
     mbarrier.init(bars.q_full, count=2)
     fence_async_shared()
     barrier()
-    rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, head_blocks)
+    rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, head_blocks, lengths, extra_lengths)
     strides = Strides(
         stride_q_token,
         stride_q_head,
@@ -246,7 +253,7 @@ def attend(
         stride_lse_split,
         stride_lse_token,
     )
-    operands = Operands(q, scale_log2, out, lse, scales, sink, strides)
+    operands = Operands(q, scale_log2, out, lse, scales, sink, strides, INF_LSE)
     kv = KvCache(cache, indices, num_slots, block_size, stride_cache_block)
     extra_kv = KvCache(extra_cache, extra_indices, extra_num_slots, extra_block_size, stride_extra_block)
     record = Record(LATENT, GROUP, TOKEN, SCALES, ROPE_OFFSET, PLANAR, PADDED_BLOCKS)

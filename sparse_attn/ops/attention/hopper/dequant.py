@@ -129,11 +129,11 @@ class ProducerState:
 def own_tiles(rows, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr):
     """The TileRange of this CTA."""
     token = gl.program_id(0) // rows.head_blocks
-    begin, count = row_range(rows.indptr, token, rows.capacity)
+    begin, count = row_range(rows.indptr, rows.lengths, token, rows.capacity)
     extra_begin = begin
     extra_count = count
     if HAS_EXTRA_CACHE:
-        extra_begin, extra_count = row_range(rows.extra_indptr, token, rows.extra_capacity)
+        extra_begin, extra_count = row_range(rows.extra_indptr, rows.extra_lengths, token, rows.extra_capacity)
     tiles = (count + BLOCK_N - 1) // BLOCK_N
     end = tiles
     if HAS_EXTRA_CACHE:

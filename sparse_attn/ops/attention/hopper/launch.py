@@ -22,13 +22,15 @@ def prefill_bf16(call: Call, plan: PrefillBf16Plan) -> None:
 
     q, keys, out = call.q, call.keys, call.out
     rows = keys.rows
-    result = Output(out, call.lse, call.sink)
+    result = Output(out, call.lse, call.sink, max_logits=call.max_logits)
     kernel.attend[(plan.ctas,)](
         q,
         rows,
         keys.indices,
         keys.indptr,
+        keys.lengths,
         *result.pointers,
+        call.max_logits,
         call.counters,
         rows.shape[0],
         keys.indices.numel(),
@@ -43,6 +45,7 @@ def prefill_bf16(call: Call, plan: PrefillBf16Plan) -> None:
         call.lse.stride(0),
         HAS_ROPE=q.shape[2] > out.shape[2],
         HAS_SINK=result.has_sink,
+        INF_LSE=call.inf_lse,
         CONSUMER_REGISTERS=plan.consumer_registers,
         PRODUCER_REGISTERS=plan.producer_registers,
         num_warps=plan.num_warps,
@@ -54,7 +57,7 @@ def decode_fp8(call: Call, plan: DecodeFp8Plan) -> None:
     """A launch for full waves and one for a tail, over fp8 caches, and the combine of split rows."""
     from sparse_attn.ops.attention.hopper import decode_fp8 as kernel
 
-    results = outputs(call.out, call.lse, call.sink, plan.waves, call.views)
+    results = outputs(call, plan.waves)
     # Two kernels do not fit in the instruction caches: where some rows are split and some are not, one serves both.
     whole_and_split = len({result.split for result in results}) > 1
     for waves, q, caches, result in _launches(call, plan.waves, results):
@@ -79,13 +82,14 @@ def decode_fp8(call: Call, plan: DecodeFp8Plan) -> None:
             **caches.constants,
             HAS_SINK=call.sink is not None and not split,
             SPLIT=split,
+            INF_LSE=call.inf_lse and not split,
             CONSUMER_REGISTERS=plan.consumer_registers,
             PRODUCER_REGISTERS=plan.producer_registers,
             num_warps=plan.num_warps,
             launch_pdl=True,
         )
     if plan.combine is not None:
-        combine(results, plan.combine)
+        combine(results, plan.combine, call.inf_lse)
 
 
 def swap_ab(call: Call, plan: SwapAbPlan) -> None:
@@ -93,12 +97,13 @@ def swap_ab(call: Call, plan: SwapAbPlan) -> None:
     from sparse_attn.ops.attention.hopper import swap_ab as kernel
 
     _, heads, d_qk = call.q.shape
-    results = outputs(call.out, call.lse, call.sink, plan.waves, call.views)
+    results = outputs(call, plan.waves)
     for waves, q, caches, result in _launches(call, plan.waves, results):
         kernel.attend[(waves.rows, waves.splits)](
             q,
             *caches.pointers,
             *result.pointers,
+            result.max_partial,
             heads,
             *caches.sizes,
             plan.launch_dependents,
@@ -112,17 +117,19 @@ def swap_ab(call: Call, plan: SwapAbPlan) -> None:
             **caches.constants,
             HAS_SINK=result.has_sink,
             SPLIT=result.split,
+            INF_LSE=call.inf_lse and not result.split,
             PRODUCER_REGISTERS=plan.producer_registers,
             LOADER_REGISTERS=plan.loader_registers,
             num_warps=plan.num_warps,
             launch_pdl=True,
         )
     if plan.combine is not None:
-        combine(results, plan.combine)
+        combine(results, plan.combine, call.inf_lse)
 
 
-def combine(results: list[Output], plan: Combine) -> None:
-    """Combine the partials of a step into its out and lse: those of one launch, or of two whose rows follow each other.
+def combine(results: list[Output], plan: Combine, inf_lse: bool = False) -> None:
+    """Combine the partials of a step into its out, lse and max_logits: those of one launch, or of two whose rows follow
+    each other. inf_lse: see Call.
 
     One launch does it, unless a batch-invariant step has more rows than a grid.
     """
@@ -131,17 +138,18 @@ def combine(results: list[Output], plan: Combine) -> None:
     split = [result for result in results if result.split]
     first, last = split[0], split[-1]
     ctas, rows = plan.grid
-    partials = [tensor for some in (first, last) for tensor in (some.out_partial, some.lse_partial, some.scale_partial)]
-    out, lse = first.out, first.lse
+    partials = [tensor for some in (first, last) for tensor in some.partials]
+    out, lse, max_logits = first.out, first.lse, first.max_logits
     for begin in range(0, rows, MOST):
         if begin:
-            partials = [partial[:, MOST:] for partial in partials]
-            out, lse = out[MOST:], lse[MOST:]
+            partials = [None if partial is None else partial[:, MOST:] for partial in partials]
+            out, lse, max_logits = out[MOST:], lse[MOST:], None if max_logits is None else max_logits[MOST:]
         kernel.combine[(ctas, min(rows - begin, MOST))](
             *partials,
             first.lse if first.sink is None else first.sink,
             out,
             lse,
+            max_logits,
             first.lse.shape[0],
             first.out_partial.shape[0],
             last.out_partial.shape[0],
@@ -151,6 +159,7 @@ def combine(results: list[Output], plan: Combine) -> None:
             SCALED=first.scaled,
             HAS_TAIL=len(split) > 1,
             HAS_SINK=first.sink is not None,
+            INF_LSE=inf_lse,
             num_warps=2 * plan.lanes,
             launch_pdl=True,
         )
@@ -159,7 +168,7 @@ def combine(results: list[Output], plan: Combine) -> None:
 class Caches(NamedTuple):
     """A kernel's arguments for one cache or two: run-time ones in the order of its parameters, constants by name."""
 
-    pointers: tuple[torch.Tensor, ...]
+    pointers: tuple[torch.Tensor | None, ...]
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     constants: dict[str, int | bool]
@@ -181,7 +190,8 @@ def _launches(
 
 def _bounded(keys: KvCache, bounds: slice) -> KvCache:
     """Of some rows."""
-    return keys._replace(indptr=keys.indptr[bounds])
+    lengths = None if keys.lengths is None else keys.lengths[bounds.start : bounds.stop - 1]
+    return keys._replace(indptr=keys.indptr[bounds], lengths=lengths)
 
 
 def _caches(keys: KvCache, extra: KvCache | None) -> Caches:
@@ -194,7 +204,9 @@ def _caches(keys: KvCache, extra: KvCache | None) -> Caches:
         form |= dict(TOKEN=layout.token_bytes, SCALES=layout.scale_bytes, PADDED_BLOCKS=True)
     tensors = [some.rows if isinstance(layout, PlainLayout) else some.cache for some in both]
     return Caches(
-        tuple(each for some, tensor in zip(both, tensors) for each in (tensor, some.indices, some.indptr)),
+        tuple(
+            each for some, tensor in zip(both, tensors) for each in (tensor, some.indices, some.indptr, some.lengths)
+        ),
         tuple(size for some, tensor in zip(both, tensors) for size in _sizes(some, tensor)),
         tuple(tensor.stride(0) * tensor.element_size() // LOAD_BYTES for tensor in tensors),
         form,

@@ -28,6 +28,7 @@ from sparse_attn.ops.attention.hopper.seesaw import (
     OutputTile,
     allocate,
     half_of,
+    largest_product,
     qk0_half,
     qk0_left,
     qk1,
@@ -62,6 +63,8 @@ class Outputs:
     stride_out_token: Scalar
     stride_out_head: Scalar
     stride_lse_token: Scalar
+    max_logits: Scalar  # None without smem.HAS_MAX
+    INF_LSE: gl.constexpr
 
 
 @aggregate
@@ -80,6 +83,7 @@ class Inputs:
     stride_q_token: Scalar
     stride_q_head: Scalar
     stride_kv_row: Scalar
+    lengths: Scalar
 
 
 @gluon.jit
@@ -138,10 +142,14 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
         acc = gl.zeros([BLOCK_M, D_V // 2], gl.float32, ACC)
         m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
         l = gl.zeros([BLOCK_M], gl.float32, ROW)
+        if smem.HAS_MAX:
+            largest = gl.full([BLOCK_M], -float("inf"), gl.float32, ROW)
         for i in range(pairs):
             zero = i >> 20
             last = i + 1 == pairs
             kv_valid = _in_rows(slot, num_rows)
+            if smem.HAS_MAX:
+                largest = largest_product(largest, scores, kv_valid)
             pv1, m, l = wg0_pair(scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, True)
             phase = phase ^ 1
             if i + 1 < pairs:
@@ -160,7 +168,11 @@ def _wg0(smem, bars, outputs, HAS_SINK: gl.constexpr):
         token = work.token.to(gl.int64)
         out = outputs.out + token * outputs.stride_out_token + work.first_head * outputs.stride_out_head
         lse = outputs.lse + token * outputs.stride_lse_token + work.first_head
-        to = OutputTile(out, lse, None, outputs.sink + work.first_head, outputs.stride_out_head)
+        to = OutputTile(out, lse, None, outputs.sink + work.first_head, outputs.stride_out_head, outputs.INF_LSE)
+        if smem.HAS_MAX:
+            largest = gl.maximum(largest, smem.row_largest.load(ROW)) * (scale_log2 * 0.6931471805599453)
+            max_at = outputs.max_logits + token * outputs.stride_lse_token + work.first_head
+            gl.store(max_at + gl.arange(0, BLOCK_M, layout=ROW), largest)
         q_phase = q_phase ^ 1
         work = _wait_work_tile(smem, bars, q_phase)
         zero = work.count >> 31
@@ -192,6 +204,9 @@ def _wg1(smem, bars, outputs, HAS_SINK: gl.constexpr):
         acc = gl.zeros([BLOCK_M, D_V // 2], gl.float32, ACC)
         m = gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, ROW)
         l = gl.zeros([BLOCK_M], gl.float32, ROW)
+        largest = m
+        if smem.HAS_MAX:
+            largest = gl.full([BLOCK_M], -float("inf"), gl.float32, ROW)
         for i in range(pairs):
             first = i * (2 * BLOCK_N) + BLOCK_N
             zero = i >> 20
@@ -200,12 +215,14 @@ def _wg1(smem, bars, outputs, HAS_SINK: gl.constexpr):
             slot = _load_slots(outputs.indices, work.begin + first, work.count - first, key)
             scores = warpgroup_mma_wait(0, deps=(pending,))
             kv_valid = _in_rows(slot, outputs.num_rows)
-            acc, m, l = wg1_pair(scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, True)
+            if smem.HAS_MAX:
+                largest = largest_product(largest, scores, kv_valid)
+            acc, m, l = wg1_pair(scores, kv_valid, acc, m, l, largest, smem, bars, scale_log2, zero, phase, last, True)
             phase = phase ^ 1
         l = l + smem.row_sum.index(0).load(ROW)
         token = work.token.to(gl.int64)
         out = outputs.out + token * outputs.stride_out_token + work.first_head * outputs.stride_out_head
-        to = OutputTile(out, None, None, outputs.sink + work.first_head, outputs.stride_out_head)
+        to = OutputTile(out, None, None, outputs.sink + work.first_head, outputs.stride_out_head, outputs.INF_LSE)
         store_output(acc, l, m, scale_log2, to, 1, HAS_SINK, False)
         q_phase = q_phase ^ 1
         work = _wait_work_tile(smem, bars, q_phase)
@@ -241,7 +258,7 @@ def _load(smem, bars, inputs):
     all_heads = key >= 0
     work_tile = gl.program_id(0)
     token, first_head = _row_and_heads(inputs, work_tile)
-    begin, count = row_range(inputs.indptr, token, inputs.capacity)
+    begin, count = row_range(inputs.indptr, inputs.lengths, token, inputs.capacity)
     phase = 1
     q_phase = 1
     slot0 = _load_slots(indices, begin, count, key)
@@ -271,7 +288,7 @@ def _load(smem, bars, inputs):
             if i == gl.maximum(pairs - 2, 0):
                 next_work_tile = _next_work_tile(inputs)
                 next_token, _ = _row_and_heads(inputs, gl.minimum(next_work_tile, num_work_tiles - 1))
-                next_begin, next_count = row_range(inputs.indptr, next_token, inputs.capacity)
+                next_begin, next_count = row_range(inputs.indptr, inputs.lengths, next_token, inputs.capacity)
                 next_count = gl.where(next_work_tile < num_work_tiles, next_count, 0)
             last = i + 1 == pairs
             ahead = gl.where(last, next_begin, begin + (i + 1) * (2 * BLOCK_N)) + key
@@ -311,9 +328,11 @@ def attend(
     kv,  # bf16 [num_rows, D_V (+ D_ROPE)]
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
+    lengths,  # int32 [tokens] or None: so many indices of a row count, the first ones
     sink,  # fp32 [heads]; anything without HAS_SINK
     out,  # bf16 [tokens, heads, D_V]
     lse,  # fp32 [tokens, heads], natural log
+    max_logits,  # None, or as lse: a row's largest scaled score
     tile_counter,  # int64 [1], zero before and after
     num_rows,
     capacity,
@@ -329,10 +348,11 @@ def attend(
     stride_lse_token,
     HAS_ROPE: gl.constexpr,
     HAS_SINK: gl.constexpr,
+    INF_LSE: gl.constexpr,  # as normalise takes it
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    smem, bars = allocate(HAS_ROPE, True)
+    smem, bars = allocate(HAS_ROPE, True, max_logits is not None)
     for which in gl.static_range(4):  # every thread of the producer, or of a consumer
         mbarrier.init(bars.k_full[which], count=128)
     for which in gl.static_range(4):
@@ -349,11 +369,12 @@ def attend(
         launch_dependents()
     barrier()
     outputs = Outputs(
-        indices, num_rows, scale_log2, out, lse, sink, stride_out_token, stride_out_head, stride_lse_token
-    )
+        indices, num_rows, scale_log2, out, lse, sink, stride_out_token, stride_out_head, stride_lse_token, max_logits,
+        INF_LSE,
+    )  # fmt: skip
     inputs = Inputs(
         q, indices, indptr, tile_counter, kv, num_rows, capacity, num_work_tiles, head_blocks, stride_q_token,
-        stride_q_head, stride_kv_row,
+        stride_q_head, stride_kv_row, lengths,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -80,7 +80,9 @@ class Shared:
     row_sum: gl.shared_memory_descriptor  # fp32 [2, BLOCK_M]: of wg0 and wg1
     kv_valid: gl.shared_memory_descriptor | gl.constexpr  # int32 [2, BLOCK_N], of K0 and K1; None if PERSISTENT
     work_tile: gl.shared_memory_descriptor | gl.constexpr  # int32 [4, 1]; None unless PERSISTENT
+    row_largest: gl.shared_memory_descriptor | gl.constexpr  # fp32 [BLOCK_M], of wg1; None without HAS_MAX
     HAS_ROPE: gl.constexpr
+    HAS_MAX: gl.constexpr  # rows' largest products are wanted
 
 
 @aggregate
@@ -107,6 +109,7 @@ class OutputTile:
     scale: Scalar  # of fp16 partials; else anything
     sink: gl.tensor
     stride_head: Scalar
+    INF_LSE: gl.constexpr  # as normalise takes it
 
 
 @gluon.jit
@@ -118,7 +121,7 @@ def _allocate_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr):
+def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr, HAS_MAX: gl.constexpr):
     """(Shared, Barriers) of a CTA; barriers are not initialised."""
     TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -133,6 +136,10 @@ def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr):
     else:
         kv_valid = gl.allocate_shared_memory(gl.int32, [2, BLOCK_N], FLAT)
         work_tile: gl.constexpr = None
+    if HAS_MAX:
+        row_largest = gl.allocate_shared_memory(gl.float32, [BLOCK_M], FLAT)
+    else:
+        row_largest: gl.constexpr = None
     k_full = _allocate_barriers(4)
     k_empty = _allocate_barriers(4)
     max0_full, max1_full, p0_full, p1_full, q_full, q_empty = _allocate_barriers(6)
@@ -144,7 +151,9 @@ def allocate(HAS_ROPE: gl.constexpr, PERSISTENT: gl.constexpr):
         q_rope: gl.constexpr = None
         k_rope: gl.constexpr = None
         p0 = gl.allocate_shared_memory(gl.bfloat16, [1, BLOCK_M, BLOCK_N], TILES)
-    smem = Shared(q, q_rope, k, k_rope, p1, p0, row_max, row_sum, kv_valid, work_tile, HAS_ROPE)
+    smem = Shared(
+        q, q_rope, k, k_rope, p1, p0, row_max, row_sum, kv_valid, work_tile, row_largest, HAS_ROPE, HAS_MAX
+    )  # fmt: skip
     return smem, Barriers(k_full, k_empty, max0_full, max1_full, p0_full, p1_full, q_full, q_empty)
 
 
@@ -216,6 +225,13 @@ def qk1(smem, bars, zero, phase):
 
 
 @gluon.jit
+def largest_product(largest, scores, kv_valid):
+    """``largest`` [BLOCK_M], and what a tile's valid keys have."""
+    z = gl.where(gl.expand_dims(kv_valid, 0), scores, -float("inf"))
+    return gl.maximum(largest, gl.max(z, 1))
+
+
+@gluon.jit
 def wg0_pair(
     scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, PERSISTENT: gl.constexpr
 ):  # fmt: skip
@@ -259,9 +275,10 @@ def wg0_pair(
 
 @gluon.jit
 def wg1_pair(
-    scores, kv_valid, acc, m, l, smem, bars, scale_log2, zero, phase, last, PERSISTENT: gl.constexpr
+    scores, kv_valid, acc, m, l, largest, smem, bars, scale_log2, zero, phase, last, PERSISTENT: gl.constexpr
 ):  # fmt: skip
-    """wg1's part of a pair, from K1's scores on: (acc, m, l). kv_valid, last: as wg0_pair has them."""
+    """wg1's part of a pair, from K1's scores on: (acc, m, l). kv_valid, last: as wg0_pair has them. HAS_MAX: wg0 is
+    given ``largest`` [BLOCK_M], as it is given the row sum; it has read that of the row before."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     z = gl.where(gl.expand_dims(kv_valid, 0), scores, -float("inf"))
@@ -282,6 +299,8 @@ def wg1_pair(
     p1_operand = gl.convert_layout(rounded, OPERAND)
     acc = warpgroup_mma(p1_operand, half_of(smem.k.index(zero + 1), 1), acc, is_async=True)
     smem.row_sum.index(1).store(l)
+    if smem.HAS_MAX:
+        smem.row_largest.store(largest)
     smem.p1.index(zero).store(rounded)
     fence_async_shared()
     signal(bars.p1_full)
@@ -325,7 +344,7 @@ def store_output(acc, l, m, scale_log2, to, half: gl.constexpr, HAS_SINK: gl.con
     head = gl.arange(0, BLOCK_M, layout=m.type.layout)
     sink = gl.load(to.sink + head) if HAS_SINK else 0.0
     m_log2 = m * scale_log2
-    factor, lse = normalise(m_log2, denominator(m_log2, l), sink, HAS_SINK, split)
+    factor, lse = normalise(m_log2, denominator(m_log2, l), sink, HAS_SINK, split, to.INF_LSE)
     if half == 0:
         gl.store(to.lse + head, lse)
     factor = gl.convert_layout(factor, ROW)

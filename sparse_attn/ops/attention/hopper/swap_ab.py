@@ -74,6 +74,8 @@ class Operands:
     stride_out_head: Scalar
     stride_lse_split: Scalar
     stride_lse_token: Scalar
+    max_logits: Scalar
+    INF_LSE: gl.constexpr
 
 
 @gluon.jit
@@ -153,6 +155,8 @@ def _consume(
     nothing = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
     scale, base = origin(gl.full([BLOCK_M], initial_max(scale_log2), gl.float32, HEAD), scale_log2)
     l = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, ACC)
+    if operands.max_logits is not None:
+        largest = gl.full([BLOCK_N, BLOCK_M], -float("inf"), gl.float32, ACC)
     _wait_k(bars, 0)
     pending = _qk(smem, nothing, 0, 0)
     scores = warpgroup_mma_wait(0, deps=(pending,))
@@ -161,6 +165,8 @@ def _consume(
         stage = tile % STAGES
         kv_valid = smem.kv_valid.index(stage).load(gl.SliceLayout(1, ACC)) != 0
         z = gl.where(gl.expand_dims(kv_valid, 1), scores, -float("inf"))
+        if operands.max_logits is not None:
+            largest = gl.maximum(largest, z)
         p = z
         if tile > 0:
             p = gl.exp2(z * gl.expand_dims(scale, 0) - gl.expand_dims(base, 0))
@@ -204,8 +210,11 @@ def _consume(
     head = gl.arange(0, BLOCK_M, layout=HEAD)
     sink = gl.load(operands.sink + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
     m_log2 = gl.where(scale != scale_log2, in_log2(far_max(base, scale_log2), scale_log2), base)
-    factor, row_lse = normalise(m_log2, denominator(m_log2, gl.sum(l, 0)), sink, HAS_SINK, SPLIT)
+    factor, row_lse = normalise(m_log2, denominator(m_log2, gl.sum(l, 0)), sink, HAS_SINK, SPLIT, operands.INF_LSE)
     gl.store(lse + head, row_lse, mask=head < heads)
+    if operands.max_logits is not None:
+        max_at = operands.max_logits + (split * operands.stride_lse_split + token * operands.stride_lse_token)
+        gl.store(max_at + head, gl.max(largest, 0) * (scale_log2 * 0.6931471805599453), mask=head < heads)
     values = acc * gl.expand_dims(factor, 0)
     if SPLIT:
         column = gl.arange(0, D_V, layout=gl.SliceLayout(1, ACC))
@@ -227,19 +236,24 @@ def _consume(
         "num_slots", "block_size", "capacity", "extra_num_slots", "extra_block_size", "extra_capacity", "heads",
         "stride_cache", "stride_extra", "launch_early",
     ],
-    do_not_specialize_on_alignment=["indptr", "extra_indptr", "lse"],  # of some rows of a step
+    do_not_specialize_on_alignment=[
+        "indptr", "lengths", "extra_indptr", "extra_lengths", "lse", "max_logits",
+    ],  # of some rows of a step
 )  # fmt: skip
 def attend(
     q,  # bf16 [tokens, heads, D_V (+ D_ROPE)], heads at most BLOCK_M
     cache,  # bf16 [num_slots, D_V (+ D_ROPE)], or uint8 [num_blocks, block_size, row], interleaved or planar
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
+    lengths,  # int32 [tokens] or None: so many indices of a row count, the first ones
     extra_cache,  # HAS_EXTRA_CACHE: a second one of this form, with its own indices; else anything
     extra_indices,
     extra_indptr,
+    extra_lengths,
     sink,  # fp32 [heads]; anything without HAS_SINK
     out,  # bf16 [tokens, heads, D_V]; SPLIT: fp32 partials [splits, tokens, heads, D_V]
     lse,  # fp32 [tokens, heads], natural log; SPLIT: [splits, tokens, heads], base 2
+    max_logits,  # None, or as lse: a row's largest scaled score, natural
     heads,
     num_slots,
     block_size,
@@ -268,6 +282,7 @@ def attend(
     HAS_EXTRA_CACHE: gl.constexpr,
     HAS_SINK: gl.constexpr,
     SPLIT: gl.constexpr,
+    INF_LSE: gl.constexpr,  # as normalise takes it
     PRODUCER_REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,  # of fp8 caches
 ):
@@ -315,7 +330,7 @@ def attend(
             mbarrier.init(codes_empty.index(which), count=2)
     fence_async_shared()
     barrier()
-    rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, 1)
+    rows = RowBounds(indptr, extra_indptr, capacity, extra_capacity, 1, lengths, extra_lengths)
     smem = Shared(q_tile, q_rope, k, k_rope, kv_valid, p, warp_max, p_max, HAS_ROPE)
     bars = Barriers(k_full, k_empty, codes_full, codes_empty)
     inputs = Inputs(
@@ -325,7 +340,7 @@ def attend(
     record = Record(D_V, GROUP, TOKEN, SCALES, ROPE_OFFSET, PLANAR, PADDED_BLOCKS)
     operands = Operands(
         q, heads, launch_early, scale_log2, out, lse, sink, stride_q_token, stride_q_head, stride_out_split,
-        stride_out_token, stride_out_head, stride_lse_split, stride_lse_token,
+        stride_out_token, stride_out_head, stride_lse_split, stride_lse_token, max_logits, INF_LSE,
     )  # fmt: skip
     if PLANAR:
         codes = PlanarCodes(left, right, last, scales)

@@ -124,11 +124,11 @@ def _clip(begin, count, first, tiles):
 def own_tiles(rows, HAS_EXTRA_CACHE: gl.constexpr, SPLIT: gl.constexpr):
     """The TileRange of this CTA."""
     token = gl.program_id(0)
-    begin, count = row_range(rows.indptr, token, rows.capacity)
+    begin, count = row_range(rows.indptr, rows.lengths, token, rows.capacity)
     extra_begin = 0
     extra_count = 0
     if HAS_EXTRA_CACHE:
-        extra_begin, extra_count = row_range(rows.extra_indptr, token, rows.extra_capacity)
+        extra_begin, extra_count = row_range(rows.extra_indptr, rows.extra_lengths, token, rows.extra_capacity)
     if SPLIT:  # the tiles of both caches count as one range
         tiles = (count + BLOCK_N - 1) // BLOCK_N
         both = tiles + (extra_count + BLOCK_N - 1) // BLOCK_N

@@ -65,7 +65,7 @@ def plan(problem: Problem, target: Target) -> PortablePlan:
     waves = (Waves(0, problem.tokens, splits),)
     return PortablePlan(
         tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, tile.hoist, waves,
-        scratch(waves, problem.heads, problem.d_v),
+        scratch(waves, problem.heads, problem.d_v, max_logits=problem.max_logits),
     )  # fmt: skip
 
 

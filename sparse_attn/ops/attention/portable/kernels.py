@@ -15,10 +15,13 @@ from sparse_attn.ops.attention.portable.load import interleaved_values, load_col
 
 
 @triton.jit
-def _row_range(indptr, token, capacity):
-    """[begin, end) of a row's indices, inside [0, capacity]."""
+def _row_range(indptr, lengths, token, capacity):
+    """[begin, end) of a row's indices, inside [0, capacity]; only the first lengths[token], unless that is None."""
     begin = tl.maximum(tl.load(indptr + token), 0)
-    return begin, tl.maximum(tl.minimum(tl.load(indptr + token + 1), capacity), begin)
+    end = tl.maximum(tl.minimum(tl.load(indptr + token + 1), capacity), begin)
+    if lengths is not None:
+        end = begin + tl.minimum(end - begin, tl.maximum(tl.load(lengths + token), 0))
+    return begin, end
 
 
 @triton.jit
@@ -90,12 +93,15 @@ def attend(
     cache,  # [num_blocks, block_size, row], or rows of one block
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
+    lengths,  # int32 [tokens] or None: so many indices of a row count, the first ones
     extra_cache,  # the second cache or None, with its own indices and format
     extra_indices,  # int32 [extra_capacity] or None
     extra_indptr,  # int32 [tokens + 1] or None
+    extra_lengths,  # int32 [tokens] or None
     sink,  # fp32 [heads] or None
     out,  # [splits, tokens, heads, D_V]
     lse,  # fp32 [splits, tokens, heads]; base 2 when SPLIT, natural otherwise
+    max_logits,  # None, or as lse: a row's largest scaled score
     heads,
     num_slots,
     block_size,
@@ -136,6 +142,7 @@ def attend(
     EXTRA_PADDED_BLOCKS: tl.constexpr,
     EXTRA_SHORT: tl.constexpr,
     SPLIT: tl.constexpr,
+    INF_LSE: tl.constexpr,  # lse of a row without keys is inf; else -inf, as always when SPLIT
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -155,9 +162,9 @@ def attend(
     if D_ROPE > 0:
         q_rope = load_columns(q_base + D_V, rope_column, D_ROPE, PAD_ROPE, known_head)
 
-    begin, end = _row_range(indptr, token, capacity)
+    begin, end = _row_range(indptr, lengths, token, capacity)
     if extra_cache is not None:
-        extra_begin, extra_end = _row_range(extra_indptr, token, extra_capacity)
+        extra_begin, extra_end = _row_range(extra_indptr, extra_lengths, token, extra_capacity)
     if SPLIT:  # the tiles of both rows count as one range
         tiles = tl.cdiv(end - begin, BLOCK_N)
         all_tiles = tiles
@@ -192,12 +199,18 @@ def attend(
     split = tl.program_id(2).to(tl.int64)
     out_base = out + split * stride_out_split + token * stride_out_token + head * stride_out_head
     lse_at = lse + split * stride_lse_split + token * stride_lse_token + head
+    if max_logits is not None:
+        max_at = max_logits + split * stride_lse_split + token * stride_lse_token + head
+        tl.store(max_at, m * 0.6931471805599453, mask=known_head)
     if SPLIT:
         tl.store(lse_at, lse2, mask=known_head)
     else:
         if sink is not None:
             acc = acc * sink_factor(tl.load(sink + head, mask=known_head, other=0.0), lse2)[:, None]
-        tl.store(lse_at, lse2 * 0.6931471805599453, mask=known_head)
+        natural = lse2 * 0.6931471805599453
+        if INF_LSE:
+            natural = tl.where(lse2 == float("-inf"), float("inf"), natural)
+        tl.store(lse_at, natural, mask=known_head)
     stored = cast(acc, out.dtype.element_ty)
     tl.store(
         out_base[:, None] + value_column[None, :], stored, mask=known_head[:, None] & (value_column < D_V)[None, :]
@@ -208,9 +221,11 @@ def attend(
 def combine(
     outs,  # [states, tokens, heads, d_v]
     lses,  # fp32 [states, tokens, heads]
+    maxima,  # None, or as lses: the states' max_logits
     sink,  # fp32 [heads] or None
     out,  # [tokens, heads, d_v]
     lse,  # fp32 [tokens, heads], natural log
+    max_logits,  # None, or as lse: the largest of maxima
     states,
     d_v,
     to_log2,  # lses * to_log2 are base 2
@@ -225,6 +240,7 @@ def combine(
     stride_lse_token,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    INF_LSE: tl.constexpr,  # as in attend
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
@@ -245,7 +261,16 @@ def combine(
     if sink is not None:
         factor = factor * sink_factor(tl.load(sink + head), combined)
     if tl.program_id(2) == 0:
-        tl.store(lse + token * stride_lse_token + head, combined * 0.6931471805599453)
+        natural = combined * 0.6931471805599453
+        if INF_LSE:
+            natural = tl.where(combined == float("-inf"), float("inf"), natural)
+        tl.store(lse + token * stride_lse_token + head, natural)
+        if max_logits is not None:
+            max_at = (
+                maxima + token * stride_lses_token + state.to(tl.int64) * stride_lses_state + head * stride_lses_head
+            )
+            largest = tl.max(tl.load(max_at, mask=state < states, other=float("-inf")), 0)
+            tl.store(max_logits + token * stride_lse_token + head, largest)
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     outs_at = outs + token * stride_outs_token + state.to(tl.int64) * stride_outs_state + head * stride_outs_head
     counted = (weight > 0.0)[:, None] & (column < d_v)[None, :]

@@ -34,7 +34,7 @@ def attend(call: Call, plan: PortablePlan) -> None:
     q, sink, out = call.q, call.sink, call.out
     tokens, heads, d_qk = q.shape
     d_v = out.shape[2]
-    (result,) = outputs(out, call.lse, sink, plan.waves, call.views)
+    (result,) = outputs(call, plan.waves)
     first, second = arguments(call.keys, plan.block_n), arguments(call.extra, plan.block_n)
     kernels.attend[(tokens, triton.cdiv(heads, plan.block_m), plan.splits)](
         q,
@@ -43,6 +43,7 @@ def attend(call: Call, plan: PortablePlan) -> None:
         sink,
         result.out_partial,
         result.lse_partial,
+        result.max_partial,
         heads,
         *first.sizes,
         *second.sizes,
@@ -57,6 +58,7 @@ def attend(call: Call, plan: PortablePlan) -> None:
         PAD_V=padded(d_v),
         PAD_ROPE=padded(d_qk - d_v) or 16,
         SPLIT=result.split,
+        INF_LSE=call.inf_lse and not result.split,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         STAGES=plan.num_stages,
@@ -67,7 +69,8 @@ def attend(call: Call, plan: PortablePlan) -> None:
         **pdl.launched(target_of(q.device)),
     )
     if result.split:
-        combine(result.out_partial, result.lse_partial, sink, out, call.lse, 1.0)
+        partials = result.out_partial, result.lse_partial, result.max_partial
+        combine(*partials, sink, out, call.lse, call.max_logits, 1.0, call.inf_lse)
 
 
 def arguments(keys: KvCache | None, block_n: int) -> Arguments:
@@ -76,7 +79,7 @@ def arguments(keys: KvCache | None, block_n: int) -> Arguments:
         SHORT=False,
     )  # fmt: skip
     if keys is None:
-        return Arguments((None, None, None), (0, 0, 0), (0, 0), form)
+        return Arguments((None, None, None, None), (0, 0, 0), (0, 0), form)
     cache, layout, indices = keys.blocks, keys.layout, keys.indices
     num_blocks, block_size, _ = cache.shape
     if not isinstance(layout, PlainLayout):
@@ -89,25 +92,34 @@ def arguments(keys: KvCache | None, block_n: int) -> Arguments:
         form["SCALE_OFFSET"] = layout.scale_offset
     form["SHORT"] = indices.numel() < block_n
     sizes = (num_blocks * block_size, block_size, indices.numel())
-    return Arguments((cache, indices, keys.indptr), sizes, cache.stride()[:2], form)
+    return Arguments((cache, indices, keys.indptr, keys.lengths), sizes, cache.stride()[:2], form)
 
 
 def combine(
     outs: torch.Tensor,
     lses: torch.Tensor,
+    maxima: torch.Tensor | None,
     sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    max_logits: torch.Tensor | None,
     to_log2: float,
+    inf_lse: bool = False,
 ) -> None:
-    """States [states, tokens, heads, ...] into out and lse; ``to_log2`` times the states' lse is in base 2."""
+    """States [states, tokens, heads, ...] into out, lse and, unless it is None, max_logits; ``to_log2`` times the
+    states' lse is in base 2. inf_lse: see Call."""
     tokens, heads, d_v = out.shape
     if tokens * heads == 0:
         return
     if heads > grid.MOST:
         for some in grid.spans(heads):
-            some_sink = None if sink is None else sink[some]
-            combine(outs[:, :, some], lses[:, :, some], some_sink, out[:, some], lse[:, some], to_log2)
+            some_sink, some_maxima = (
+                None if sink is None else sink[some],
+                None if maxima is None else maxima[:, :, some],
+            )
+            some_largest = None if max_logits is None else max_logits[:, some]
+            states = outs[:, :, some], lses[:, :, some], some_maxima
+            combine(*states, some_sink, out[:, some], lse[:, some], some_largest, to_log2, inf_lse)
         return
     states = outs.shape[0]
     block_s = max(2, triton.next_power_of_2(states))
@@ -116,9 +128,11 @@ def combine(
     kernels.combine[(tokens, heads, triton.cdiv(d_v, block_d))](
         outs,
         lses,
+        maxima,
         sink,
         out,
         lse,
+        max_logits,
         states,
         d_v,
         to_log2,
@@ -128,6 +142,7 @@ def combine(
         lse.stride(0),
         BLOCK_S=block_s,
         BLOCK_D=block_d,
+        INF_LSE=inf_lse,
         num_warps=4,
         **pdl.launched(target_of(out.device)),
     )
