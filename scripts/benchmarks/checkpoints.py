@@ -156,17 +156,23 @@ def fitting_share(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec
     return share_of(preset(name), ranks), ranks
 
 
-def captured_step(run: Run, model: Model, batch: int, context: int, length: int) -> DecodeGraph | None:
-    """The captured step of ``batch`` requests of ``length`` cached tokens; dry: a step has run, and there is none."""
+def captured_step(
+    run: Run, model: Model, batch: int, context: int, length: int, held: int | None = None
+) -> DecodeGraph | None:
+    """The captured step of ``batch`` requests of ``length`` cached tokens; dry: a step has run, and there is none.
+
+    held: of how many requests there are blocks, which the others share; they write over each other's newest token.
+    """
     bounds = step_bounds(model.spec, batch, context)
     width = bounds.num_blocks // batch
-    caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
+    blocks = width * (held or batch)
+    caches = model.allocate_caches(blocks, bounds.block_size, requests=batch, step_rows=1)
     fill(caches, model)
     device = run.device
     state = Decode(
         torch.arange(batch, device=device),
         torch.full((batch,), length, dtype=torch.int32, device=device),
-        torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width),
+        torch.arange(batch * width, dtype=torch.int32, device=device).remainder(blocks).view(batch, width),
         torch.arange(batch + 1, dtype=torch.int32, device=device),
         torch.zeros(0, dtype=torch.int64, device=device),
         torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,

@@ -28,6 +28,7 @@ from sparse_attn.spec import CompressedSpec, preset
 PARTS = {"experts": ("experts",), "linears": ("grouped_linear",), "rest": ("hyper_connection", "router", "step_plan")}
 TORCH_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)
 STEPS = 20
+HELD = 12  # requests that have blocks; their index keys of one layer are more than the L2 holds
 
 
 @functools.cache
@@ -83,7 +84,7 @@ def step_share(run: Run) -> Iterator[Record]:
     context, batches = run.pick(32768, 64), run.pick((1, 8, 64), (2,))
     for name, ranks in run.pick(SHARES, (("tiny_glm5", 2), ("tiny_v4", 2))):
         for batch in batches:
-            spec, held = fitting_share(run, name, ranks, step_bounds(preset(name), batch, context))
+            spec, held = fitting_share(run, name, ranks, step_bounds(preset(name), min(batch, HELD), context))
             model = Model(spec, random_packed_params(spec, 0, run.device), cache_layouts(spec, "fp8"))
             yield from _parts(run, model, f"{name} 1/{held}, requests {batch}", batch, context)
             del model
@@ -94,7 +95,7 @@ def step_share(run: Run) -> Iterator[Record]:
 
 def _parts(run: Run, model: Model, case: str, batch: int, context: int) -> Iterator[Record]:
     length = context - run.pick(8 * STEPS, 8)
-    graph = captured_step(run, model, batch, context, length)
+    graph = captured_step(run, model, batch, context, length, min(batch, HELD))
     weights = weight_bytes(model.spec, torch.bfloat16, "published")
     moe = model.spec.moe
     experts = weights["expert"] * (1 - (1 - moe.experts_per_token / moe.num_experts) ** batch)
