@@ -19,7 +19,6 @@ from support.field_formats import (
 
 from sparse_attn import compat
 from sparse_attn.compat import deep_gemm, flash_mla, rows, vllm
-from sparse_attn.torch_private import TorchDispatchMode, schema
 
 INF, NAN = math.inf, math.nan
 WILD = (-1, -(2**31), 2**31 - 1, 10**6)
@@ -336,22 +335,15 @@ def test_index_keys_written_and_gathered(rule):
         vllm.indexer_k_quant_and_cache(k, cache, slots, 64, rule)
 
 
-def call_decode(q, cache, indices, length, out=None):
-    return flash_mla.flash_mla_with_kvcache(
-        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], is_fp8_kvcache=True, indices=indices,
-        topk_length=length, out=out,
-    )  # fmt: skip
-
-
-def test_compiled_without_a_break():
-    """One graph, and the same bits as eager; sizes that change, and starts of rows that are not baked in."""
-    cache = latent_bytes(torch.randn(8, 576))[0].view(2, 4, 1, 656)
-    compiled = torch.compile(call_decode, fullgraph=True, dynamic=True, backend="eager")
-    for batch in (3, 5):
-        q = torch.randn(batch, 1, 3, 576).bfloat16()
-        indices = torch.randint(-1, 8, (batch, 1, 6), dtype=torch.int32)
-        for got, expected in zip(compiled(q, cache, indices, None), call_decode(q, cache, indices, None)):
-            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+def test_positions_of_the_older_scores():
+    """The ninth argument of fp8_paged_mqa_logits is indices, of fp8_fp4_paged_mqa_logits the dtype of the scores."""
+    q, cache, weights = fp8(2, 1, 3, 128), torch.zeros(1, 4, 1, 132, dtype=torch.uint8), torch.ones(2, 3)
+    lens, table = torch.ones(2, 1, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    given = cache, weights, lens, table, None, 4, False
+    assert deep_gemm.fp8_paged_mqa_logits(q, *given, None).dtype == torch.float32
+    with pytest.raises(ValueError, match="indices: got a tensor"):
+        deep_gemm.fp8_paged_mqa_logits(q, *given, lens)
+    assert deep_gemm.fp8_fp4_paged_mqa_logits((q, None), *given, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_examples_of_the_page_run():
@@ -361,73 +353,6 @@ def test_examples_of_the_page_run():
     names = {}
     for block in blocks:
         exec(block, names)
-
-
-class Launches(TorchDispatchMode):
-    """Names of the operators that are called, views and allocations left out."""
-
-    FREE = (
-        "view",
-        "squeeze",
-        "unsqueeze",
-        "transpose",
-        "slice",
-        "expand",
-        "alias",
-        "_unsafe_view",
-        "empty",
-        "new_empty",
-        "empty_like",
-        "detach",
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = schema(func).name
-        if name.split("::")[1] not in self.FREE:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("length", (False, True))
-@pytest.mark.parametrize("given", (False, True))
-def test_a_decode_call_launches_attention_alone(length, given):
-    cache = latent_bytes(torch.randn(8, 576))[0].view(2, 4, 1, 656)
-    q, indices = torch.randn(2, 1, 3, 576).bfloat16(), torch.zeros(2, 1, 4, dtype=torch.int32)
-    lengths = torch.ones(2, dtype=torch.int32) if length else None
-    out = torch.empty(2, 1, 3, 512).bfloat16() if given else None
-    call_decode(q, cache, indices, lengths, out)
-    with Launches() as seen:
-        call_decode(q, cache, indices, lengths, out)
-    assert [name for name in seen.names if "sparse_attn" in name] == ["sparse_attn::sparse_attn_into"]
-    assert seen.names[0] == "sparse_attn::sparse_attn_into"  # behind it stands what the reference does inside
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", (3, 64, 128))
-@pytest.mark.parametrize("length", (False, True))
-def test_decode_on_a_gpu_in_a_captured_graph(heads, length):
-    records, meant = latent_bytes(torch.randn(128, 576))
-    cache = records.view(2, 64, 1, 656).cuda()
-    q = torch.randn(4, 1, heads, 576).bfloat16().cuda()
-    indices = torch.randint(-1, 128, (4, 1, 64), dtype=torch.int32)
-    indices[3] = -1
-    lengths = [64, 0, 17, 5] if length else None
-    on_gpu = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    given = indices.cuda()
-    call_decode(q, cache, given, on_gpu)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = call_decode(q, cache, given, on_gpu)
-    graph.replay()
-    torch.cuda.synchronize()
-    expected = attention(q[:, 0].cpu(), [(meant, first(indices[:, 0], lengths))], 576**-0.5, 512)
-    within_rounding(out[:, 0].cpu(), expected)
-    torch.testing.assert_close(lse[..., 0].cpu().double(), expected[2], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu

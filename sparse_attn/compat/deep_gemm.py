@@ -98,8 +98,9 @@ def fp8_paged_mqa_logits(
     schedule_meta: torch.Tensor | None,
     max_context_len: int,
     clean_logits: bool | torch.Tensor | None = False,
-    logits_dtype: torch.dtype = torch.float32,
     indices: torch.Tensor | None = None,
+    *,
+    logits_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Scores of a paged fp8 index cache.
 
@@ -145,7 +146,7 @@ def fp8_fp4_paged_mqa_logits(
     """fp8_paged_mqa_logits of q = (values, None)."""
     return fp8_paged_mqa_logits(
         _fp8_query(q), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len, clean_logits,
-        logits_dtype, indices,
+        indices, logits_dtype=logits_dtype,
     )  # fmt: skip
 
 
