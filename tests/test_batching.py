@@ -15,7 +15,7 @@ from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 
 from sparse_attn.pipeline import latent
-from sparse_attn.runtime import rows
+from sparse_attn.runtime import rows, token_stream
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Sampling
 
@@ -224,7 +224,8 @@ def test_tokens_that_arrive_while_others_are_delivered_are_not_lost(monkeypatch)
             self.queries += 1
             return self.queries > 1
 
-    monkeypatch.setattr(rows, "passed", lambda device: Late())
+    for module in (rows, token_stream):
+        monkeypatch.setattr(module, "passed", lambda device: Late())
     model = hashing_model("tiny_v32")
     batching = batching_of(model, piece=4, ahead=2)
     prompts = [ids(5, n) for n in range(6)]
@@ -307,7 +308,7 @@ def test_whatever_happens_every_request_ends_once(name, data):
             break
         step()
     assert batching.idle and sorted(found) == sorted(asked) and not batching.loop.live
-    batching.prefixes.clear()
+    batching.seats.prefixes.clear()
     assert len(batching.pool) == batching.pool.num_blocks
     for number, one in found.items():
         want = alone(model, *asked[number])

@@ -13,8 +13,8 @@ SUITES = (
     "select_prefill", "sustained", "topk_decode", "topk_prefill",
 )  # fmt: skip
 ALONE = (  # measured against something other than the peers
-    "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many", "hf_bridge",
-    "hf_layer", "linears_few", "linears_many", "load", "paged_scores_mxfp4", "plan_cache", "prefill_forms",
+    "arrivals", "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many", "hf_bridge",
+    "hf_layer", "linears_few", "linears_many", "load", "loop_invariant", "paged_scores_mxfp4", "plan_cache", "prefill_forms",
     "prefill_portable", "prefill_scores_mxfp4", "rank_parts", "rank_share", "rank_step", "real_share",
     "speculation", "step_share",
 )  # fmt: skip

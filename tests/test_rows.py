@@ -8,8 +8,9 @@ from support.steps import BLOCK, MAX_CONTEXT, WIDTH, filled_caches, model_of
 
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.rows import EagerDecode, TokenStream
+from sparse_attn.runtime.rows import EagerDecode
 from sparse_attn.runtime.steps import Sampling
+from sparse_attn.runtime.token_stream import TokenStream
 from sparse_attn.torch_private import occupy
 
 ROWS = 4
@@ -88,8 +89,8 @@ def test_joining_and_leaving_do_not_wait():
         occupy(200_000_000)
         stream = loop.run(2)
         loop.join([3], *rows[3])
-        loop.prepare(2, seed=torch.tensor([3]))
-        loop.start(2, 4, torch.tensor([2, 3], dtype=torch.int32))
+        loop.prepare(2, seed=3, rings=[2])
+        loop.start([2], [4], torch.tensor([[2, 3]], dtype=torch.int32))
         loop.set_blocks(2, torch.tensor([2, 3, 4], dtype=torch.int32))
         loop.leave([0])
         assert stream.arrived() == 0
@@ -104,9 +105,9 @@ def test_a_prepared_row_starts_with_the_token_that_lies_there():
     joined = rows_of(EagerDecode, model, filled_caches(model, ROWS))
     tokens, lens, table, _, seeds = given(model, 2, 5)
     for row, token in ((2, int(tokens)), (0, 8)):
-        loop.prepare(row, seed=seeds)
+        loop.prepare(row, seed=int(seeds))
         loop.state.tokens[row] = token
-        loop.start(row, 5, table[0])
+        loop.start([row], [5], table)
     joined.join([2], tokens, lens, table, None, seeds)
     assert torch.equal(loop.run(4).wait()[:, 2], joined.run(4).wait()[:, 2])
     assert loop.state.seq_lens.tolist() == [0, 0, 9, 0]  # the other one began with its stop id
@@ -157,7 +158,12 @@ def test_errors_name_the_argument_and_change_nothing():
         (lambda: loop.join([1], *row, draws=Draws(lens.double())), ValueError, "draws: got a Draws, allowed: None"),
         (lambda: loop.leave([1]), ValueError, r"rows\[0\]: got 1, no live row, allowed: live ones"),
         (lambda: loop.prepare(0), ValueError, r"rows\[0\]: got 0, a live row"),
-        (lambda: loop.prepare(1, seed=lens), TypeError, "seed: got"),
+        (lambda: loop.prepare(1, seed=1.5), TypeError, "seed: got"),
+        (lambda: loop.prepare(1, rings=[1]), ValueError, r"rings: got .1., allowed: the row's where"),
+        (lambda: loop.prepare(1, sampling=Sampling()), ValueError, "sampling: got one of a row, allowed: None"),
+        (lambda: loop.start([1], [5, 6], table), ValueError, "seq_lens: got 2 rows, allowed: 1"),
+        (lambda: loop.start([1], [5], table[0]), ValueError, "block_table: got"),
+        (lambda: loop.start([0], [5], table), ValueError, r"rows.0.: got 0, a live row"),
         (lambda: loop.run(-1), ValueError, "steps: got -1"),
     ):
         with pytest.raises(error, match=f"^{message}"):

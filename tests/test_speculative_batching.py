@@ -44,8 +44,8 @@ def test_by_multi_token_prediction(name, drafts):
     while not batching.idle:
         done |= {one.request: one for one in batching.step()}
         steps += 1
-        if steps % 7 == 0 and (decoding := [one for one in batching._running() if one.decoding]):
-            batching._preempt(decoding[-1])
+        if steps % 7 == 0 and (decoding := [one for one in batching.seats.running() if one.decoding]):
+            batching.seats.preempt(decoding[-1])
         check_ledger(batching)
     for number, (prompt, most, sampling) in enumerate(asked):
         want = generate(model, [prompt], max_new_tokens=most, sampling=sampling, block_size=BLOCK, logprobs=0)

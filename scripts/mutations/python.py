@@ -237,8 +237,8 @@ PYTHON = [
     ),
     Mutation(
         "prefix-without-its-rings", "a request begins with another's blocks and its own row's old rings",
-        "sparse_attn/runtime/batching.py",
-        "            copy_row(ringed(self.caches), ring, row)\n        request.computed",
+        "sparse_attn/runtime/seats.py",
+        "            self._ringed.copy(ring, row)\n        request.computed",
         "            pass\n        request.computed",
         ("tests/test_batching.py::test_a_prefix_computed_by_another_is_the_same_to_the_bit",),
     ),

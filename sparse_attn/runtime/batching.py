@@ -15,7 +15,6 @@ delivers the tokens that have arrived. It never waits for the device. What is wh
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,19 +26,18 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.ops.sampling import token_logprobs
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size
 from sparse_attn.runtime.batch import compiled, locked_workspace, scratch_size
-from sparse_attn.runtime.cache_rows import copy_row, ringed
 from sparse_attn.runtime.draws import Draws, row_draws
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
-from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for
-from sparse_attn.runtime.parking import park, unpark
-from sparse_attn.runtime.prefixes import Prefixes
+from sparse_attn.runtime.paging import BlockPool, Span, blocks_for
 from sparse_attn.runtime.processes import check_same
 from sparse_attn.runtime.requests import Finished, Occupancy, Request
-from sparse_attn.runtime.rows import DecodeRows, EagerDecode, TokenStream, on_the_way
+from sparse_attn.runtime.rows import DecodeRows, EagerDecode
+from sparse_attn.runtime.seats import Seats
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import check_speculate
 from sparse_attn.runtime.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step, sent
+from sparse_attn.runtime.token_stream import TokenStream, on_the_way
 
 IDLE_S = 100e-6  # between two looks of ``drain`` while nothing has arrived
 
@@ -119,17 +117,10 @@ class Batching:
         self._longest, snapshots = max_context, snapshots if model.has_rings else 0
         width = max(2, blocks_for(self._max_context, self.block_size))
         self.pool = BlockPool(max(2, num_blocks))
-        self.tables = BlockTables(self.pool, rows, width, self.block_size)
-        spare = range(rows, rows + snapshots) if model.has_rings else None
-        self.prefixes = Prefixes(self.pool, self.block_size, spare)
-        self._share = share and (not model.has_rings or snapshots > 0)
         self.caches = model.allocate_caches(
             self.pool.num_blocks, int(block_size), requests=rows + snapshots,
             step_rows=max(self.prefill_tokens, speculate + 1), next_n=speculate + 1,
         )  # fmt: skip
-        self._rings = None
-        if model.has_rings:
-            self._rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
         self._run = compiled(model, self.caches) if compile else model
         self._drafts, self._predict = speculate, None
         if speculate and drafter is None:
@@ -153,16 +144,18 @@ class Batching:
             self.loop: DecodeRows = DecodeGraph(self._run, self.caches, workspace_size=size, **options)
         else:
             self.loop = EagerDecode(self._run, self.caches, **options)
+        self.seats = Seats(
+            self.loop, self.caches, self.pool, rows=rows, width=width, block_size=self.block_size,
+            has_rings=model.has_rings, snapshots=snapshots, share=share,
+            draws=lambda request: self._draws_of(request.sampling, request.prompt),
+        )  # fmt: skip
         self._size = None
         if self.batch_invariant:
             self._size = PrefillSize(self.prefill_tokens, rows, self._max_context)
-        self._sitting: list[Request | None] = [None] * rows
-        self._waiting: list[Request] = []
         self._unfinished: dict[int, Request] = {}
         self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
         self._arrived: deque[tuple[Request, int, float]] = deque()
-        self._steps_ahead = self._next = self._tokens = self._reused = self._preempted = 0
-        self._full = False  # the first of those waiting did not fit, and nothing was freed since
+        self._steps_ahead = self._next = self._tokens = 0
 
     def submit(
         self,
@@ -193,8 +186,8 @@ class Batching:
         most = min(self._longest, self.pool.num_blocks * self.block_size)
         if (tokens := len(ids) + int(max_new_tokens) - 1) > most:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {most}")
-        if len(self._waiting) >= self.max_waiting:
-            raise RuntimeError(f"queue: {len(self._waiting)} requests are waiting, allowed: {self.max_waiting}")
+        if len(self.seats.waiting) >= self.max_waiting:
+            raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
         check_same(
             self.model.mesh, self.model.device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
             seed=seed,
@@ -203,9 +196,9 @@ class Batching:
             self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token,
             drafts=self._drafts,
         )  # fmt: skip
-        request.keys = self.prefixes.keys(ids) if self._share else []
+        request.keys = self.seats.keys(ids)
         self._next += 1
-        self._waiting.append(request)
+        self.seats.waiting.append(request)
         self._unfinished[request.number] = request
         return request.number
 
@@ -228,7 +221,7 @@ class Batching:
         self._deliver()
         done = self._sweep()
         with workspace.use(self._workspace):
-            self._admit()
+            self.seats.admit()
             self._prefill()
             self._decode()
         self._deliver()
@@ -251,15 +244,11 @@ class Batching:
         return done
 
     def occupancy(self) -> Occupancy:
-        running = sum(request is not None for request in self._sitting)
+        seats = self.seats
         return Occupancy(
-            len(self._sitting), running, len(self._waiting), self.pool.num_blocks, self.prefixes.room(), self._tokens,
-            self._reused, self._preempted,
+            len(seats.sitting), len(seats.running()), len(seats.waiting), self.pool.num_blocks, seats.prefixes.room(),
+            self._tokens, seats.reused, seats.preempted,
         )  # fmt: skip
-
-    def _running(self) -> list[Request]:
-        """Those that have a row, in order of arrival."""
-        return sorted(request for request in self._sitting if request is not None)
 
     # what has arrived
 
@@ -301,108 +290,20 @@ class Batching:
         done = [request for request in self._unfinished.values() if request.reason is not None]
         for request in done:
             del self._unfinished[request.number]
-            if request.row is None:
-                if request in self._waiting:
-                    self._waiting.remove(request)
-                    self._full = False
-            else:
-                self._free(request)
+            self.seats.withdraw(request)
         logprobs = self._keep_logprobs
         return [Finished(one.number, one.tokens, str(one.reason), one.logprobs if logprobs else None) for one in done]
-
-    def _free(self, request: Request) -> None:
-        """Let go of its row and its blocks. Steps on their way still read and write them, before any step to come."""
-        row = request.row
-        assert row is not None
-        if row in self.loop.live:
-            self.loop.leave([row])
-        self.tables.release(row)
-        self._sitting[row] = request.row = None
-        self._full = False
-
-    # who runs
-
-    def _admit(self) -> None:
-        while self._waiting and not self._full and None in self._sitting:
-            request, row = self._waiting[0], self._sitting.index(None)
-            if not (self._resume if request.parked else self._seat)(request, row):
-                self._full = True
-                return
-            self._waiting.pop(0)
-            self._sitting[row], request.row = request, row
-
-    def _fits(self, blocks: int) -> bool:
-        """Whether so many blocks can be had, and one more for each that runs, so that it is not preempted at once."""
-        running = sum(request is not None for request in self._sitting)
-        return self.prefixes.make_room(blocks + running)
-
-    def _seat(self, request: Request, row: int) -> bool:
-        shared, ring, known = self.prefixes.begin(request.prompt, keys=request.keys) if self._share else ([], None, 0)
-        wanted = min(len(request.prompt) + 1, request.most)
-        if not self._fits(blocks_for(wanted, self.block_size) - len(shared)):
-            self.pool.give_back(shared)
-            return False
-        self.tables.begin(row, shared)
-        self.tables.reserve(row, wanted)
-        if ring is not None:
-            copy_row(ringed(self.caches), ring, row)
-        request.computed, request.border = len(shared) * self.block_size, known * self.block_size
-        self._reused += request.computed
-        rings = None if self._rings is None else self._rings[row : row + 1]
-        self.loop.prepare(row, rings, _seed(request), self._draws_of(request.sampling, request.prompt))
-        return True
-
-    def _resume(self, request: Request, row: int) -> bool:
-        parked = request.parked
-        assert parked is not None
-        if not self._fits(blocks_for(min(parked.length, request.most), self.block_size)):
-            return False
-        self.tables.reserve(row, min(parked.length, request.most))
-        unpark(
-            parked, self.loop, self.caches, row, self.tables.blocks(row)[: len(parked.blocks[0])],
-            self.tables.table[row : row + 1], None if self._rings is None else self._rings[row : row + 1],
-            _seed(request), self._draws_of(request.sampling, request.prompt), self._ends(request),
-        )  # fmt: skip
-        request.parked = None
-        return True
-
-    def _preempt(self, request: Request) -> None:
-        """Take a request out, to go on later. One whose prompt is not computed yet begins anew."""
-        row = request.row
-        assert row is not None
-        if request.begun:
-            blocks = self.tables.blocks(row)[: blocks_for(request.length - 1, self.block_size)]
-            request.parked = park(self.loop, self.caches, row, blocks, request.length)
-        self._free(request)
-        self._preempted += 1
-        request.computed = 0
-        insort(self._waiting, request)
-
-    def _room_for(self, request: Request, tokens: int) -> bool:
-        """Let a running request hold ``tokens`` tokens, at the cost of younger ones; False where it had to give way
-        itself."""
-        row = request.row
-        assert row is not None
-        while not self.prefixes.make_room(self.tables.missing(row, tokens)):
-            youngest = self._running()[-1]
-            self._preempt(youngest)
-            if youngest is request:
-                return False
-        if self.tables.missing(row, tokens):
-            self.tables.reserve(row, tokens)
-            self.loop.set_blocks(row, self.tables.table[row])
-        return True
 
     # what runs
 
     def _prefill(self) -> None:
         """One step of those whose prompts are not computed, the oldest first."""
         spans, tokens, keys = [], self.prefill_tokens, self._max_context
-        for request in self._running():
+        for request in self.seats.running():
             if request.begun or not tokens:
                 continue
             stop = min(len(request.prompt), request.computed + tokens)
-            if self._share and self.model.has_rings:
+            if self.seats.share and self.model.has_rings:
                 stop = request.cut(stop, self.block_size)
             if spans and stop > keys:
                 break
@@ -411,33 +312,22 @@ class Batching:
             tokens, keys = tokens - (stop - request.computed), keys - stop
         if not spans:
             return
-        state, prompts = self.loop.state, [[] if one is None else one.prompt for one in self._sitting]
+        state, prompts = self.loop.state, [[] if one is None else one.prompt for one in self.seats.sitting]
         logits = prefill_step(
-            self._run, prompts, spans, self.tables, self.caches, state, Sampling(), self._max_context,
-            rings=self._rings, pad_to=self._size, predict=self._predict,
+            self._run, prompts, spans, self.seats.tables, self.caches, state, Sampling(), self._max_context,
+            rings=self.seats.rings, pad_to=self._size, predict=self._predict,
         )  # fmt: skip
         ends, end = [], 0
         for span in spans:
             end += span.stop - span.start
-            request = self._sitting[span.request]
+            request = self.seats.sitting[span.request]
             assert request is not None
             request.computed = span.stop
-            self._keep(request, span.request)
+            self.seats.keep(request)
             if span.stop == len(request.prompt):
                 ends.append((end - 1, request))
         if ends:
             self._begin(logits, ends)
-
-    def _keep(self, request: Request, row: int) -> None:
-        if not self._share:
-            return
-        whole = request.computed // self.block_size
-        computed, keys = request.prompt[: request.computed], request.keys
-        self.prefixes.keep(computed, self.tables.blocks(row)[:whole], keys=keys)
-        if self.model.has_rings and request.computed == whole * self.block_size:
-            ring = self.prefixes.ring_for(computed, keys=keys)
-            if ring is not None:
-                copy_row(ringed(self.caches), row, ring)
 
     def _begin(self, logits: torch.Tensor, ends: list[tuple[int, Request]]) -> None:
         """The first tokens of those whose prompts are computed go to the host, and their rows live."""
@@ -450,27 +340,24 @@ class Batching:
             found.append(token_logprobs(logits[at], tokens, best=0).drawn)
         stream = on_the_way(found)
         self._fly(stream, [(column, request) for column, (_, request) in enumerate(ends)], decoded=False)
-        for _, request in ends:
+        requests = [request for _, request in ends]
+        for request in requests:
             request.begun = True
-            if request.decoding and request.row is not None:
-                known = None
-                if self.loop.known is not None:
-                    known = torch.tensor([request.prompt], dtype=torch.int64, device="cpu")
-                self.loop.start(
-                    request.row, request.length, self.tables.table[request.row], ends=self._ends(request), known=known
-                )
-            else:
-                self._free(request)
+        if starting := [request for request in requests if request.decoding and request.row is not None]:
+            self.seats.start(starting)
+        for request in requests:
+            if not request.decoding:
+                self.seats.free(request)
 
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
-        decoding = [request for request in self._running() if request.decoding]
+        decoding = [request for request in self.seats.running() if request.decoding]
         if not decoding or self._steps_ahead >= self.piece * self.ahead:
             return
         steps = min(self.piece, *(request.max_new_tokens - request.drawn for request in decoding))
         for request in decoding:
             if request.row is not None:  # nobody older took its blocks
-                self._room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
+                self.seats.room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
         decoding = [request for request in decoding if request.row is not None]
         if not decoding:
             return
@@ -479,20 +366,13 @@ class Batching:
         for request in decoding:
             request.flying += steps
             if not request.decoding:
-                self._free(request)
+                self.seats.free(request)
 
     def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
         self._flying.append((stream, columns, 0, decoded))
         self._steps_ahead += len(stream)
 
-    def _ends(self, request: Request) -> torch.Tensor | None:
-        return torch.tensor([request.most], dtype=torch.int32, device="cpu") if self._drafts else None
-
     def _draws_of(self, sampling: Sampling, prompt: Sequence[int]) -> Draws:
         return row_draws(
             sampling, self.model.spec.vocab_size, prompt=prompt, penalties=self._penalties, stop_ids=self._stop_ids
         )
-
-
-def _seed(request: Request) -> torch.Tensor:
-    return torch.tensor([request.seed], dtype=torch.int64, device="cpu")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparse_attn.runtime.steps import AnyCaches, sent
+from sparse_attn.torch_private import copy_all
 from sparse_attn.types import Caches
 
 
@@ -23,9 +24,19 @@ def ringed(caches: AnyCaches) -> list[torch.Tensor]:
     return [cache for layers in (caches.kv, caches.state, caches.index_state) for cache in layers if cache is not None]
 
 
-def copy_row(tensors: Sequence[torch.Tensor], source: int, target: int) -> None:
-    for tensor in tensors:
-        tensor[target].copy_(tensor[source])
+class Rows:
+    """Rows of ``tensors``, which live as long as this, copied by a few launches for all tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = tensors
+        self._rows: dict[int, list[torch.Tensor]] = {}
+
+    def copy(self, source: int, target: int) -> None:
+        for row in (source, target):
+            if row not in self._rows:
+                self._rows[row] = [tensor[row] for tensor in self._tensors]
+        if self._tensors:
+            copy_all(self._rows[target], self._rows[source])
 
 
 def take_out(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:

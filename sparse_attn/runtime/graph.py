@@ -18,9 +18,10 @@ from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_group
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.processes import REPLAY_S
-from sparse_attn.runtime.rows import HISTORY, DecodeRows, TokenStream
+from sparse_attn.runtime.rows import HISTORY, DecodeRows
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.steps import AnyCaches, Predict, Sampling, Step
+from sparse_attn.runtime.token_stream import TokenStream
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import target_of
 from sparse_attn.workspace import Workspace, WorkspaceSize

@@ -115,6 +115,8 @@ def integers(name: str, values: Any) -> list[int]:
         return values.tolist()
     if not _is_sequence(values):
         raise TypeError(f"{name}: got {_shown(values)}, allowed: a sequence of integers")
+    if set(map(type, values)) == {int}:
+        return list(values)
     for place, value in enumerate(values):
         if type(value) is not int:
             checks.check_integer(f"{name}[{place}]", value)
@@ -127,9 +129,9 @@ def _is_sequence(values: object) -> bool:
 
 def _check_ids(name: str, ids: list[int], vocab_size: int | None) -> None:
     most = 2**63 - 1 if vocab_size is None else vocab_size - 1
-    outside = [token for token in ids if not 0 <= token <= most]
-    if outside:
-        raise ValueError(f"{name}: got id {outside[0]}, allowed: 0 to {most}")
+    if ids and not (min(ids) >= 0 and max(ids) <= most):
+        outside = next(token for token in ids if not 0 <= token <= most)
+        raise ValueError(f"{name}: got id {outside}, allowed: 0 to {most}")
 
 
 def _shown(value: object) -> str:

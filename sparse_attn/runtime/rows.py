@@ -7,9 +7,8 @@ captured; runtime.graph.DecodeGraph replays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -18,70 +17,14 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted
 from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.runtime.processes import wait_for
+from sparse_attn.runtime.row_settings import RowSettings
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import Speculator, check_speculate
-from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, advance, decode_plan, slot_block
+from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, advance, decode_plan, sent, slot_block
+from sparse_attn.runtime.token_stream import TokenStream, on_host_like, passed
 from sparse_attn.types import WindowCaches
 
 HISTORY = 1024  # steps of drawn tokens the device keeps
-
-
-class TokenStream:
-    """Tokens of some steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive; of
-    speculative steps int64 [rows, drafts + 1], -1 behind what the row drew. timeout_s: the longest wait for a step
-    with other ranks in it; None: forever."""
-
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        arrived: Sequence[torch.cuda.Event | None],
-        logprobs: torch.Tensor | None = None,
-        timeout_s: float | None = None,
-    ):
-        self._tokens, self._arrived, self._logprobs = tokens, list(arrived), logprobs
-        self._timeout_s = timeout_s
-        self._seen = 0
-
-    def __len__(self) -> int:
-        return len(self._arrived)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for row, event in zip(self._tokens, self._arrived):
-            if event is not None:
-                wait_for(event, self._timeout_s)
-            yield row
-
-    def arrived(self) -> int:
-        """Steps that arrived, without waiting for any."""
-        while self._seen < len(self) and ((event := self._arrived[self._seen]) is None or event.query()):
-            self._seen += 1
-        return self._seen
-
-    def step(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens int64 [rows, ...] of a step that arrived, and the log-probabilities of those, fp32, where kept."""
-        if number >= self._seen:
-            raise ValueError(f"number: got {number}, allowed: below {self._seen}, the steps seen to have arrived")
-        return self._tokens[number], None if self._logprobs is None else self._logprobs[number]
-
-    def wait(self) -> torch.Tensor:
-        """All tokens, int64 [steps, rows, ...]; blocks until the last one arrived."""
-        if self._arrived and (last := self._arrived[-1]) is not None:
-            wait_for(last, self._timeout_s)
-        return self._tokens
-
-
-def on_host_like(value: torch.Tensor) -> dict[str, Any]:
-    return dict(device="cpu", pin_memory=value.is_cuda)
-
-
-def on_the_way(values: Sequence[torch.Tensor]) -> TokenStream:
-    """A stream of one step: tokens int64 [rows], and behind them their log-probabilities fp32 [rows] or nothing."""
-    on_host = [
-        torch.empty(1, *value.shape, dtype=value.dtype, **on_host_like(value)).copy_(value, non_blocking=True)
-        for value in values
-    ]
-    return TokenStream(on_host[0], [passed(values[0].device)], on_host[1] if len(on_host) > 1 else None)
 
 
 class DecodeRows(ABC):
@@ -141,6 +84,7 @@ class DecodeRows(ABC):
         self._draws = None
         if draws is not None:
             self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
+        self._settings = RowSettings(self.sampling, self._seeds, self._ring_table, self._draws)
         self._speculator = None
         if self.speculate:
             self._speculator = Speculator(
@@ -226,43 +170,56 @@ class DecodeRows(ABC):
         self._live.update(rows)
 
     def prepare(
-        self, row: int, ring: torch.Tensor | None = None, seed: torch.Tensor | None = None, draws: Draws | None = None
+        self,
+        row: int,
+        *,
+        seed: int | None = None,
+        rings: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """Set what prefill_step reads of ``row``, which is not live, in ``state``: ring int32 [1, ring_blocks], seed
-        int64 [1], draws of one row. ``start`` makes it live."""
+        """Set what prefill_step reads of ``row``, which is not live, in ``state``; ``start`` makes it live. seed: None:
+        as ``load`` takes it. rings: the row's own, where the caches have rings. sampling: where the loop was made with
+        draws, which decide what it may ask for; None: the loop's. prompt: the row's ids, of use with penalties."""
         self._check_rows([row], live=False)
+        if (rings is None) != (self._ring_table is None):
+            raise ValueError(f"rings: got {rings}, allowed: the row's where the caches have rings, else None")
         if seed is not None:
-            checks.check_dtype("seed", seed, (torch.int64,))
-            checks.check_shape("seed", seed, (1,), "[1]")
-        _check_draws(draws, self._draws, 1)
+            checks.check_seed("seed", seed)
         with self._editing():
-            self._set(range(row, row + 1), ring, seed, draws)
+            self._settings.set(row, seed, rings, sampling, prompt)
 
     def start(
         self,
-        row: int,
-        seq_len: int,
+        rows: Sequence[int],
+        seq_lens: Sequence[int],
         block_table: torch.Tensor,
         *,
         ends: torch.Tensor | None = None,
         known: torch.Tensor | None = None,
     ) -> None:
-        """Make a prepared row live. seq_len: tokens of the row including the next input, which lies in ``state``;
-        block_table: int32 [at most max_blocks]. ends, known: of one row, as ``load`` takes them. A row whose input is
-        one of its stop ids is padding."""
-        self._check_rows([row], live=False)
-        self._check_speculation(1, ends, known)
+        """Make prepared rows live. seq_lens: tokens of each including the next input, which lies in ``state``.
+        block_table: int32 [n, at most max_blocks] on the host. ends, known: as ``load`` takes them. A row whose input
+        is one of its stop ids is padding."""
+        self._check_rows(rows, live=False)
+        if len(seq_lens) != len(rows):
+            raise ValueError(f"seq_lens: got {len(seq_lens)} rows, allowed: {len(rows)}, those of rows")
+        checks.check_shape("block_table", block_table, (len(rows), None), "[rows, at most max_blocks]")
+        self._check_speculation(len(rows), ends, known)
+        table = torch.full((len(rows), self.max_blocks), -1, dtype=torch.int32, device="cpu")
+        table[:, : block_table.shape[1]] = block_table
         with self._editing():
-            self._seq_lens[row : row + 1].fill_(seq_len)
-            self._block_table[row].fill_(-1)
-            self._block_table[row, : block_table.shape[0]].copy_(block_table, non_blocking=True)
-            state = self.state
-            stopped = (state.tokens[row] == state.stop_ids).any()
-            if state.draws is not None and state.draws.stop_ids is not None:
-                stopped = stopped | (state.tokens[row] == state.draws.stop_ids[row]).any()
-            self._begin(range(row, row + 1), ends, known)
-            self._seq_lens[row : row + 1].masked_fill_(stopped, 0)
-        self._live.add(row)
+            device, own = self._tokens.device, None if self._draws is None else self._draws.stop_ids
+            at = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+            lengths = sent(torch.tensor(seq_lens, dtype=torch.int32, device="cpu"), device)
+            tokens = self._tokens[at].unsqueeze(1)
+            for ids in (self._stop_ids, None if own is None else own[at]):
+                if ids is not None and ids.numel():
+                    lengths = lengths.masked_fill((tokens == ids).any(1), 0)
+            self._block_table.index_copy_(0, at, sent(table, device))
+            self._seq_lens.index_copy_(0, at, lengths)
+            self._begin(rows, ends, known)
+        self._live.update(rows)
 
     def set_blocks(self, row: int, block_table: torch.Tensor) -> None:
         """Give ``row`` another block table, int32 [at most max_blocks], that begins as the one before."""
@@ -453,15 +410,6 @@ class EagerDecode(DecodeRows):
             arrived.append(passed(self._tokens.device))
             self._taken += 1
         return TokenStream(tokens, arrived, logprobs)
-
-
-def passed(device: torch.device) -> torch.cuda.Event | None:
-    """An event of what was launched on the current stream of ``device``; None on a CPU, where it is done."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _put(mine: torch.Tensor, rows: Sequence[int], given: torch.Tensor) -> None:

@@ -8,8 +8,9 @@ from sparse_attn.runtime.paging import blocks_for
 
 def check_ledger(batching: Batching) -> None:
     """Every block is free or held, as often as requests and the cache of prefixes say; rows and queue fit together."""
-    pool, tables, prefixes = batching.pool, batching.tables, batching.prefixes
-    rows = range(len(batching._sitting))
+    seats, pool = batching.seats, batching.pool
+    tables, prefixes = seats.tables, seats.prefixes
+    rows = range(len(seats.sitting))
     held = [block for row in rows for block in tables.blocks(row)] + prefixes.blocks
     assert [pool.holders(block) for block in range(pool.num_blocks)] == [
         held.count(block) for block in range(pool.num_blocks)
@@ -17,7 +18,7 @@ def check_ledger(batching: Batching) -> None:
     assert len(pool) == pool.num_blocks - len(set(held))
     written: list[int] = []
     for row in rows:
-        request, blocks = batching._sitting[row], tables.blocks(row)
+        request, blocks = seats.sitting[row], tables.blocks(row)
         assert tables.table[row].tolist() == blocks + [-1] * (tables.table.shape[1] - len(blocks))
         if request is None:
             assert not blocks and row not in batching.loop.live
@@ -28,9 +29,9 @@ def check_ledger(batching: Batching) -> None:
         whole = len(request.prompt) // tables.block_size
         written += blocks[whole:]  # what it may still write to belongs to nobody else
     assert len(set(written)) == len(written) and all(pool.holders(block) == 1 for block in written)
-    numbers = [request.number for request in batching._waiting]
+    numbers = [request.number for request in seats.waiting]
     assert numbers == sorted(set(numbers)) and len(numbers) <= batching.max_waiting + len(rows)
-    assert all(request.row is None for request in batching._waiting)
+    assert all(request.row is None for request in seats.waiting)
     assert len(set(prefixes.rings)) == len(prefixes.rings)
     if batching.loop.live:
         table = batching.loop.state.block_table

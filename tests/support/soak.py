@@ -20,8 +20,8 @@ from support.ledger import check_ledger
 from sparse_attn import workspace
 from sparse_attn.ops.sampling import token_logprobs
 from sparse_attn.runtime.batching import Batching
-from sparse_attn.runtime.rows import TokenStream
 from sparse_attn.runtime.steps import Decode, Sampling, decode_step
+from sparse_attn.runtime.token_stream import TokenStream
 
 
 class Soak:

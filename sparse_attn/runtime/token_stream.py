@@ -1,0 +1,76 @@
+"""Tokens on their way from a decode loop to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sparse_attn.runtime.processes import wait_for
+
+
+class TokenStream:
+    """Tokens of some steps on their way to the host. Iterating yields int64 [rows] per step, as they arrive; of
+    speculative steps int64 [rows, drafts + 1], -1 behind what the row drew. timeout_s: the longest wait for a step
+    with other ranks in it; None: forever."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        arrived: Sequence[torch.cuda.Event | None],
+        logprobs: torch.Tensor | None = None,
+        timeout_s: float | None = None,
+    ):
+        self._tokens, self._arrived, self._logprobs = tokens, list(arrived), logprobs
+        self._timeout_s = timeout_s
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return len(self._arrived)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for row, event in zip(self._tokens, self._arrived):
+            if event is not None:
+                wait_for(event, self._timeout_s)
+            yield row
+
+    def arrived(self) -> int:
+        """Steps that arrived, without waiting for any."""
+        while self._seen < len(self) and ((event := self._arrived[self._seen]) is None or event.query()):
+            self._seen += 1
+        return self._seen
+
+    def step(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int64 [rows, ...] of a step that arrived, and the log-probabilities of those, fp32, where kept."""
+        if number >= self._seen:
+            raise ValueError(f"number: got {number}, allowed: below {self._seen}, the steps seen to have arrived")
+        return self._tokens[number], None if self._logprobs is None else self._logprobs[number]
+
+    def wait(self) -> torch.Tensor:
+        """All tokens, int64 [steps, rows, ...]; blocks until the last one arrived."""
+        if self._arrived and (last := self._arrived[-1]) is not None:
+            wait_for(last, self._timeout_s)
+        return self._tokens
+
+
+def on_host_like(value: torch.Tensor) -> dict[str, Any]:
+    return dict(device="cpu", pin_memory=value.is_cuda)
+
+
+def on_the_way(values: Sequence[torch.Tensor]) -> TokenStream:
+    """A stream of one step: tokens int64 [rows], and behind them their log-probabilities fp32 [rows] or nothing."""
+    on_host = [
+        torch.empty(1, *value.shape, dtype=value.dtype, **on_host_like(value)).copy_(value, non_blocking=True)
+        for value in values
+    ]
+    return TokenStream(on_host[0], [passed(values[0].device)], on_host[1] if len(on_host) > 1 else None)
+
+
+def passed(device: torch.device) -> torch.cuda.Event | None:
+    """An event of what was launched on the current stream of ``device``; None on a CPU, where it is done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
