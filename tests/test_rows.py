@@ -128,7 +128,7 @@ def test_a_row_that_grows_writes_into_its_new_block():
 
 def test_what_a_batch_invariant_loop_runs():
     model = model_of("tiny_v32", "fp32")
-    with pytest.raises(ValueError, match="^batch_invariant: got True, allowed: with a step whose attention is"):
+    with pytest.raises(ValueError, match="^batch_invariant: got True, allowed: with a step that is"):
         rows_of(EagerDecode, model, filled_caches(model, ROWS), batch_invariant=True)
     model.batch_invariant, seen = True, []
     model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[0]))

@@ -75,29 +75,40 @@ def test_attention_gives_a_pair():
     assert sa.AttentionOutput._fields == ("out", "lse")
 
 
+PRODUCTS = {
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "dot", "mv", "_grouped_mm", "_scaled_mm")
+}
+
+
 class Asked(TorchDispatchMode):
-    """Keeps what every attention op was given as batch_invariant, by op."""
+    """Keeps what every op was given as batch_invariant, by op, and which matrix products torch was asked for."""
 
     def __init__(self):
         super().__init__()
-        self.values = {}
+        self.values, self.products = {}, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "sparse_attn":
             names = [argument.name for argument in schema(func).arguments]
             if "batch_invariant" in names:
                 self.values.setdefault(schema(func).name, set()).add(args[names.index("batch_invariant")])
+        elif func.overloadpacket in PRODUCTS:
+            self.products.add(func.overloadpacket)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
-def test_batch_invariance_asked_of_a_model_reaches_every_attention(name, invariant):
+def test_batch_invariance_asked_of_a_model_reaches_every_product(name, invariant):
     spec = sa.preset(name)
     model = Model(spec, random_params(spec, seed=1), sa.cache_layouts(spec, "fp8"), batch_invariant=invariant)
     with Asked() as asked:
         generate(model, [list(range(40)), [7, 5]], max_new_tokens=2)
-    assert asked.values == {f"sparse_attn::sparse_attn_{step}": {invariant} for step in ("prefill", "decode")}
+    ops = [f"sparse_attn::sparse_attn_{step}" for step in ("prefill", "decode")] + invariant * [
+        "sparse_attn::grouped_linear"
+    ]
+    assert asked.values == dict.fromkeys(ops, {invariant}) and bool(asked.products) == (not invariant)
 
 
 @pytest.mark.gpu

@@ -47,10 +47,10 @@ def forward(
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
-    indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention, see pipeline.attend;
-    torch's matrix products have no such form here. impl: as every op takes it. mesh: the ranks that this process is one
-    of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks:
-    its blocks are mesh.context.size times as long as those of ``caches``.
+    indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention
+    (pipeline.attend) and of every product (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this
+    process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all
+    context ranks: its blocks are mesh.context.size times as long as those of ``caches``.
     """
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
@@ -65,7 +65,7 @@ def forward(
         )  # fmt: skip
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
-    logits = token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
+    logits = token_logits(hidden, head, spec.vocab_size, batch_invariant=batch_invariant, mesh=mesh, impl=impl)
     return (logits, hidden) if keep_hidden else logits
 
 
@@ -86,17 +86,18 @@ def decoder_layer(
     impl: str,
 ) -> tuple[torch.Tensor, Selection]:
     """One layer: hidden [T, D] -> [T, D], and the selection it attended by. plan: this context rank's own."""
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
     out, selection = attention(
         normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
-        layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
     )  # fmt: skip
     hidden = hidden + out
     normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
     if spec.moe_layers[layer]:
-        return hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh, impl=impl), selection
+        return hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh, **options), selection
     dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
-    return hidden + sum_over_ranks(gated_mlp(normed, *dense, impl=impl), mesh.tensor), selection
+    return hidden + sum_over_ranks(gated_mlp(normed, *dense, **options), mesh.tensor), selection
 
 
 def allocate_caches(

@@ -5,16 +5,19 @@ How ``spec`` and ``layouts`` reach a compiled function: see models.deepseek_v32.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache, mark_cache
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
-from sparse_attn.models.norms import rms_norm
+from sparse_attn.models.norms import linear_fp32, rms_norm
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.models.windowed import attention
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
@@ -46,11 +49,11 @@ def forward(
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
-    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention,
-    see pipeline.attend; torch's matrix products have no such form here. impl: as every op takes it. mesh: the ranks
-    that this process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and
-    ``plan`` is of all context ranks: its blocks are mesh.context.size times as long as those of ``caches``. Rings and
-    states are whole on every rank.
+    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention
+    (pipeline.attend) and of every product (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this
+    process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all
+    context ranks: its blocks are mesh.context.size times as long as those of ``caches``. Rings and states are whole on
+    every rank.
     """
     _check(spec, tokens, caches, plan)
     step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
@@ -60,7 +63,8 @@ def forward(
             streams, tokens, params, f"layers.{layer}.", spec, layer, caches, plan, step, shared,
             layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
         )  # fmt: skip
-    logits = streams_logits(streams, params, "", spec, mesh=mesh, impl=impl)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, mesh=mesh, impl=impl)
+    logits = streams_logits(streams, params, "", spec, **options)
     return (logits, streams) if keep_hidden else logits
 
 
@@ -95,31 +99,33 @@ def decoder_layer(
     impl: str,
 ) -> torch.Tensor:
     """One layer: streams [T, streams, D] -> the same shape. tokens [T]: for a layer whose experts go by them."""
-    mix = _mix(streams, params, prefix + "attn_hyper.", spec, impl)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    mix = _mix(streams, params, prefix + "attn_hyper.", spec, **options)
     normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
     out = attention(
         normed, params, prefix, spec, layer, caches, plan, step, shared,
-        layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
     )  # fmt: skip
     streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
-    mix = _mix(streams, params, prefix + "moe_hyper.", spec, impl)
+    mix = _mix(streams, params, prefix + "moe_hyper.", spec, **options)
     normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
     by_table = tokens if spec.hash_layers[layer] else None
-    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh, impl=impl)
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh, **options)
     return hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
 
 
 def streams_logits(
-    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, *, mesh: Mesh, impl: str
-) -> torch.Tensor:
+    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, *, batch_invariant: bool,
+    mesh: Mesh, impl: str,
+) -> torch.Tensor:  # fmt: skip
     """fp32 logits [T, vocab] of streams [T, streams, D], by the head and the norm whose names begin with ``prefix``."""
     hidden = hyper_head(
         streams, params[prefix + "head.fn"], params[prefix + "head.base"], params[prefix + "head.scale"],
-        eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
+        eps=spec.hyper_eps, norm_eps=spec.rms_eps, product=_product(batch_invariant, impl), impl=impl,
     )  # fmt: skip
     hidden = rms_norm(hidden, params[prefix + "norm"], spec.rms_eps)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
-    return token_logits(hidden, head, spec.vocab_size, mesh=mesh, impl=impl)
+    return token_logits(hidden, head, spec.vocab_size, batch_invariant=batch_invariant, mesh=mesh, impl=impl)
 
 
 def allocate_caches(
@@ -164,12 +170,19 @@ def allocate_caches(
 
 
 def _mix(
-    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, impl: str
-) -> HyperMix:
+    streams: torch.Tensor, params: dict[str, torch.Tensor], prefix: str, spec: CompressedSpec, *, batch_invariant: bool,
+    impl: str,
+) -> HyperMix:  # fmt: skip
     return hyper_mix(
         streams, params[prefix + "fn"], params[prefix + "base"], params[prefix + "scale"],
-        iterations=spec.sinkhorn_iterations, eps=spec.hyper_eps, norm_eps=spec.rms_eps, impl=impl,
+        iterations=spec.sinkhorn_iterations, eps=spec.hyper_eps, norm_eps=spec.rms_eps,
+        product=_product(batch_invariant, impl), impl=impl,
     )  # fmt: skip
+
+
+def _product(batch_invariant: bool, impl: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """How streams are multiplied, for the operators that mix them."""
+    return functools.partial(linear_fp32, batch_invariant=True, impl=impl) if batch_invariant else F.linear
 
 
 def _entries_per_block(spec: CompressedSpec, caches: WindowCaches) -> dict[int, int]:

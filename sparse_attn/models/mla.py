@@ -14,6 +14,7 @@ from sparse_attn import gradients, pipeline
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import layer_norm, linear_fp32, rms_norm
+from sparse_attn.models.products import by_groups
 from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
@@ -37,12 +38,14 @@ def select(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> Selection:
     """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora]."""
     index, rope = spec.index, params["rope"]
-    keys = linear(hidden, params[prefix + "k"], impl=impl)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    keys = linear(hidden, params[prefix + "k"], **options)
     keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
     keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved, impl=impl)
     hadamard = layouts.hadamard(index)
@@ -50,8 +53,8 @@ def select(
         keys = hadamard_transform(keys)
     pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
     query = indexer_q_rope_quant(
-        torch.unflatten(linear(q_latent, params[prefix + "q_b"], impl=impl), -1, (index.num_heads, index.head_dim)),
-        linear_fp32(hidden, params[prefix + "weights"]),
+        torch.unflatten(linear(q_latent, params[prefix + "q_b"], **options), -1, (index.num_heads, index.head_dim)),
+        linear_fp32(hidden, params[prefix + "weights"], **options),
         plan.positions,
         rope,
         start=index.rope_start,
@@ -90,31 +93,35 @@ def attention(
     selection are of this one's (pipeline.context.own_plan).
     """
     attn, rope = prefix + "attn.", params["rope"]
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     q_latent = rms_norm(
-        linear(hidden, params[attn + "q_a"], impl=impl), params[attn + "q_a_norm"], spec.latent_norm_eps
+        linear(hidden, params[attn + "q_a"], **options), params[attn + "q_a_norm"], spec.latent_norm_eps
     )
     if index_cache is not None:
         selection = select(
             hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
-            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
         )  # fmt: skip
     elif selection is None:
         raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
-    latent, key_rope = linear(hidden, params[attn + "kv_a"], impl=impl).split([spec.kv_lora, spec.rope_dim], dim=-1)
+    latent, key_rope = linear(hidden, params[attn + "kv_a"], **options).split([spec.kv_lora, spec.rope_dim], dim=-1)
     latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
     key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
     pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
 
     heads = spec.num_heads // mesh.tensor.size
-    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (heads, spec.qk_dim))
+    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], **options), -1, (heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
-    absorbed = torch.bmm(q_nope.transpose(0, 1), params[attn + "w_uk"]).transpose(0, 1)  # [T, H, kv_lora]
+    absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), **options).transpose(
+        0, 1
+    )  # [T, H, kv_lora]
     out = pipeline.attend(
         gradients.end(torch.cat([absorbed, q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope),
         kv_cache, plan, selection,
-        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, batch_invariant=batch_invariant,
-        ranks=mesh.context, impl=impl,
+        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, ranks=mesh.context, **options,
     ).out  # fmt: skip
-    values = torch.bmm(out.transpose(0, 1), params[attn + "w_uv"]).transpose(0, 1)  # [T, H, v_dim]
-    return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], impl=impl), mesh.tensor), selection
+    values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), **options).transpose(
+        0, 1
+    )  # [T, H, v_dim]
+    return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], **options), mesh.tensor), selection

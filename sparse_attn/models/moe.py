@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
+from sparse_attn.lanes import by_rows
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.ops.experts import packed_experts
@@ -57,7 +58,7 @@ def gated(gate_up: torch.Tensor, clamp: float | None) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is not None:
         gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-    return F.silu(gate) * up
+    return by_rows(F.silu, gate) * up
 
 
 @no_autocast

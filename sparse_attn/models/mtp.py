@@ -54,6 +54,7 @@ def predict(
     others: as the forward takes them.
     """
     check_tokens(tokens, plan)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     if isinstance(spec, CompressedSpec):
         assert isinstance(caches, WindowCaches)
         check_caches("caches.kv", caches.kv, [True])
@@ -61,13 +62,13 @@ def predict(
         embedded = rms_norm(embedding(tokens, params["embed"], mesh=mesh), params[PREFIX + "enorm"], spec.rms_eps)
         normed = rms_norm(hidden, params[PREFIX + "hnorm"], spec.rms_eps)
         streams = torch.unflatten(
-            linear(normed.flatten(0, 1), params[PREFIX + "h_proj"], impl=impl), 0, normed.shape[:2]
+            linear(normed.flatten(0, 1), params[PREFIX + "h_proj"], **options), 0, normed.shape[:2]
         )
-        streams = streams + linear(embedded, params[PREFIX + "e_proj"], impl=impl).unsqueeze(1)
+        streams = streams + linear(embedded, params[PREFIX + "e_proj"], **options).unsqueeze(1)
         step, shared = deepseek_v4.step_windows(spec, caches, plan, mesh=mesh, impl=impl)
         return deepseek_v4.decoder_layer(
             streams, tokens, params, PREFIX, spec, 0, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
         )  # fmt: skip
     assert isinstance(caches, Caches)
     check_caches("caches.kv", caches.kv, [True])
@@ -82,18 +83,19 @@ def predict(
         dim=-1,
     )
     out, _ = deepseek_v32.decoder_layer(
-        linear(both, params[PREFIX + "eh_proj"], impl=impl), params, PREFIX, spec, 0, caches, plan, None,
-        layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+        linear(both, params[PREFIX + "eh_proj"], **options), params, PREFIX, spec, 0, caches, plan, None,
+        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
     )  # fmt: skip
     return rms_norm(out, params[PREFIX + "norm"], spec.rms_eps)
 
 
 @no_autocast
 def predicted_logits(
-    params: Params, spec: Spec | CompressedSpec, hidden: torch.Tensor, *, mesh: Mesh = ONE_RANK,
-    impl: str = "auto",
+    params: Params, spec: Spec | CompressedSpec, hidden: torch.Tensor, *, batch_invariant: bool = False,
+    mesh: Mesh = ONE_RANK, impl: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """fp32 logits [T, vocab] of what ``predict`` returns, for the token behind the one it was given."""
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, mesh=mesh, impl=impl)
     if isinstance(spec, CompressedSpec):
-        return deepseek_v4.streams_logits(hidden, params, PREFIX, spec, mesh=mesh, impl=impl)
-    return token_logits(hidden, params[PREFIX + "lm_head"], spec.vocab_size, mesh=mesh, impl=impl)
+        return deepseek_v4.streams_logits(hidden, params, PREFIX, spec, **options)
+    return token_logits(hidden, params[PREFIX + "lm_head"], spec.vocab_size, **options)

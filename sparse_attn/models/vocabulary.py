@@ -24,10 +24,16 @@ def embedding(tokens: torch.Tensor, table: torch.Tensor, *, mesh: Mesh = ONE_RAN
 
 
 def token_logits(
-    hidden: torch.Tensor, head: Weight, vocab_size: int, *, mesh: Mesh = ONE_RANK, impl: str
+    hidden: torch.Tensor,
+    head: Weight,
+    vocab_size: int,
+    *,
+    batch_invariant: bool = False,
+    mesh: Mesh = ONE_RANK,
+    impl: str,
 ) -> torch.Tensor:
     """fp32 [T, vocab_size] of hidden [T, hidden], the same bits on every rank."""
-    logits = linear(hidden, head, impl=impl)
+    logits = linear(hidden, head, batch_invariant=batch_invariant, impl=impl)
     if mesh.tensor.size == 1:
         return logits.float()
     return join_over_ranks(logits, mesh.tensor)[:, :vocab_size].float().contiguous()

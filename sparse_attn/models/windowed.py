@@ -14,8 +14,9 @@ from sparse_attn import gradients
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
+from sparse_attn.models.products import by_groups
 from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.grouped_linear import grouped_linear, linear
+from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, windowed
@@ -23,7 +24,6 @@ from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import StepPlan, WindowCaches
-from sparse_attn.weight_layout import PackedWeight, Weight
 
 Params = dict[str, Any]  # tensors; a Weight where linear() takes it
 
@@ -49,11 +49,13 @@ def compress(
     *,
     layout,
     hadamard: bool,
+    batch_invariant: bool = False,
     impl: str,
 ) -> None:
     """Pool the step's tokens into entries of one of a layer's compressed caches: hidden [T, D]."""
     ratio, dim = spec.ratio(layer), params[prefix + "norm"].shape[0]
-    kv, gate = linear_fp32(hidden, params[prefix + "kv_gate"]).chunk(2, dim=-1)
+    product = linear_fp32(hidden, params[prefix + "kv_gate"], batch_invariant=batch_invariant, impl=impl)
+    kv, gate = product.chunk(2, dim=-1)
     compress_and_cache(
         kv, gate, params[prefix + "position_bias"], params[prefix + "norm"], plan.positions, plan.request_ids,
         state, windowed.rings_of(plan), cache, step.compressed[ratio].slot_mapping, params["rope_compressed"],
@@ -76,18 +78,20 @@ def select(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> Entries:
     """Run a layer's indexer: pool this step's index keys, score, select."""
     index, cache = spec.index, held(caches.index, layer)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     compress(
         hidden, params, prefix, spec, layer, held(caches.index_state, layer), cache, plan, step,
-        layout=layouts.index, hadamard=layouts.hadamard(index), impl=impl,
+        layout=layouts.index, hadamard=layouts.hadamard(index), **options,
     )  # fmt: skip
     query = indexer_q_rope_quant(
-        torch.unflatten(linear(q_latent, params[prefix + "q_b"], impl=impl), -1, (index.num_heads, index.head_dim)),
-        linear_fp32(hidden, params[prefix + "weights"]),
+        torch.unflatten(linear(q_latent, params[prefix + "q_b"], **options), -1, (index.num_heads, index.head_dim)),
+        linear_fp32(hidden, params[prefix + "weights"], **options),
         plan.positions,
         params["rope_compressed"],
         start=index.rope_start,
@@ -128,25 +132,26 @@ def attention(
     """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]
-    q_latent = rms_norm(linear(hidden, params[attn + "q_a"], impl=impl), params[attn + "q_a_norm"], spec.rms_eps)
-    keys = rms_norm(linear(hidden, params[attn + "kv"], impl=impl), params[attn + "kv_norm"], spec.rms_eps)
+    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    q_latent = rms_norm(linear(hidden, params[attn + "q_a"], **options), params[attn + "q_a_norm"], spec.rms_eps)
+    keys = rms_norm(linear(hidden, params[attn + "kv"], **options), params[attn + "kv_norm"], spec.rms_eps)
     keys = apply_rope(keys, plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     windowed.write_window_keys(keys, caches.kv[layer], plan, layouts=layouts, impl=impl)
     if kind != "window":
         compress(
             hidden, params, prefix + "entry.", spec, layer, held(caches.state, layer), held(caches.compressed, layer),
-            plan, step, layout=layouts.kv, hadamard=False, impl=impl,
+            plan, step, layout=layouts.kv, hadamard=False, **options,
         )  # fmt: skip
     if kind == "indexed":
         entries = select(
             hidden, q_latent, params, prefix + "index.", spec, layer, caches, plan, step,
-            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
         )  # fmt: skip
     else:
         entries = shared[kind]
 
     heads, groups = spec.num_heads // mesh.tensor.size, spec.o_groups // mesh.tensor.size
-    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], impl=impl), -1, (heads, spec.head_dim))
+    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], **options), -1, (heads, spec.head_dim))
     q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
     if kind != "window":
@@ -155,18 +160,9 @@ def attention(
     out = windowed.attend(
         q, caches.kv[layer], caches.compressed[layer], plan, step, entries,
         ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"],
-        batch_invariant=batch_invariant, ranks=mesh.context, impl=impl,
+        ranks=mesh.context, **options,
     ).out  # fmt: skip
     out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True, impl=impl)
     grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
-    mixed = _by_groups(grouped, params[attn + "o_a"], impl).transpose(0, 1)  # [T, groups, o_lora]
-    return sum_over_ranks(linear(mixed.flatten(1), params[attn + "o_b"], impl=impl), mesh.tensor)
-
-
-def _by_groups(grouped: torch.Tensor, weight: Weight, impl: str) -> torch.Tensor:
-    """grouped [groups, T, d] times weight [groups, n, d] -> [groups, T, n]."""
-    if not isinstance(weight, PackedWeight):
-        return torch.bmm(grouped, weight.transpose(1, 2))
-    groups, tokens = grouped.shape[:2]
-    ends = torch.arange(1, groups + 1, dtype=torch.int32, device=grouped.device) * tokens
-    return grouped_linear(grouped.flatten(0, 1), ends, weight, impl=impl).unflatten(0, (groups, tokens))
+    mixed = by_groups(grouped, params[attn + "o_a"], **options).transpose(0, 1)  # [T, groups, o_lora]
+    return sum_over_ranks(linear(mixed.flatten(1), params[attn + "o_b"], **options), mesh.tensor)

@@ -53,9 +53,8 @@ class Batching:
     earlier ones. penalties: whether requests may ask for them; they take a count for each row and token id. stop_ids:
     how many a request may have. logprobs: keep those of the tokens. compile, graph: as generate takes them.
     batch_invariant: None: as the model is. True: a request's tokens and their log-probabilities are the same to the bit
-    alone and among others. Then all steps have one size each: decode steps all rows, prefill steps prefill_tokens, rows
-    requests and max_context keys, so that matrix products, which torch computes otherwise for other sizes, always have
-    the same.
+    alone and among others. Then all steps have one size each, for what torch.compile makes of other sizes: decode
+    steps all rows, prefill steps prefill_tokens, rows requests and max_context keys.
 
     TypeError or ValueError names an argument that does not fit.
     """

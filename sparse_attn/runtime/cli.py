@@ -123,7 +123,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     _add_cache(parser)
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="attention whose bits no other row of a step changes"
+        "--batch-invariant",
+        action="store_true",
+        help="no row's bits depend on the other rows of a step: attention, products, router, experts",
     )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward"

@@ -118,8 +118,8 @@ def generate(
     on_token: called with (place of the prompt, id) for each token, in order, as soon as the host has it; ends the
     prompt where it returns True. compile: run the forward under torch.compile, as one graph of symbolic sizes. graph:
     decode by replaying a captured step; with keep_logits or logprobs the host reads each step's before it replays the
-    next one. batch_invariant: of attention, as Model takes it; matrix products still round by the number of rows in a
-    step, which runtime.batching.Batching keeps the same. speculate: drafts that a decode step verifies; the tokens are
+    next one. batch_invariant: as Model takes it; a prompt's tokens and log-probabilities do not depend on the
+    other prompts. speculate: drafts that a decode step verifies; the tokens are
     those without. drafter: the function that drafts, see runtime.speculation.Drafter; None: the model's layer of
     multi-token prediction.
 

@@ -76,8 +76,8 @@ class DecodeGraph(DecodeRows):
     row, ``logits`` holds as many, and caches are to be allocated with next_n and step_rows of at least that. drafter: a
     function that drafts, captured with the step; None: the layer of multi-token prediction of ``step``, a Model with
     its weights, whose keys prefill_step wrote. predict: that layer under torch.compile.
-    batch_invariant: every step runs the largest bucket, so that a matrix product has one shape whoever is there; of a
-    step whose attention is batch-invariant.
+    batch_invariant: of a step that is, see Model. Every step runs the largest bucket then, so that what torch.compile
+    made has one shape whoever is there, too.
 
     ``load`` sets all rows at once. Between runs rows ``join`` and ``leave`` without touching the others.
 

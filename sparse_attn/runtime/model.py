@@ -29,7 +29,7 @@ class Weights(torch.nn.Module):
 
 class Model(torch.nn.Module):
     """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
-    batch_invariant: of attention in every step, see pipeline.attend. mesh: the ranks that this process is one of;
+    batch_invariant: of every step: a row's bits depend on no other row. mesh: the ranks that this process is one of;
     ``params`` are its share (models.sharding), ``spec`` is the whole model's.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
@@ -212,7 +212,9 @@ class Predictor(torch.nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [T, vocab] of what the forward gives."""
         model = self.model
-        return mtp.predicted_logits(model._weights(), self.spec, hidden, mesh=model.mesh, impl=model.impl)
+        return mtp.predicted_logits(
+            model._weights(), self.spec, hidden, batch_invariant=model.batch_invariant, mesh=model.mesh, impl=model.impl
+        )
 
 
 def _alone(module: torch.nn.Module) -> types.MethodType:

@@ -56,7 +56,7 @@ class DecodeRows(ABC):
         if not buckets or min(buckets) < 1:
             raise ValueError(f"buckets: got {list(buckets)}, allowed: one or more batch sizes, each at least 1")
         if batch_invariant and getattr(step, "batch_invariant", True) is False:
-            raise ValueError("batch_invariant: got True, allowed: with a step whose attention is; see Model")
+            raise ValueError("batch_invariant: got True, allowed: with a step that is; see Model")
         self.buckets = (max(buckets),) if batch_invariant else tuple(sorted(set(buckets)))
         self.max_context, self.max_blocks, self.sampling = max_context, max_blocks, sampling
         self.keep_logits, self.keep_logprobs, self.batch_invariant = keep_logits, keep_logprobs, batch_invariant

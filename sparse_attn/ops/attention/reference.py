@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn.lanes import by_rows
 from sparse_attn.layout import parse_layout
 from sparse_attn.ops.attention.shapes import value_dim
 
@@ -121,7 +122,7 @@ def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) 
     """Scale fp32 ``out`` [tokens, heads, d_v] by exp(lse) / (exp(lse) + exp(sink))."""
     if sink is None:
         return out
-    kept = torch.sigmoid(lse - sink[: lse.shape[1]])
+    kept = by_rows(torch.sigmoid, lse - sink[: lse.shape[1]])
     return torch.where(lse.isneginf(), 0.0, kept).unsqueeze(-1) * out
 
 

@@ -6,6 +6,8 @@ results are rounded to the streams' dtype; here everything between input and out
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +18,7 @@ from sparse_attn.types import HyperMix
 
 STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_STREAMS = 16
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @no_autocast
@@ -28,6 +31,7 @@ def hyper_mix(
     iterations: int,
     eps: float,
     norm_eps: float,
+    product: Product = F.linear,
     impl: str = "auto",
 ) -> HyperMix:
     """Collapse the streams into a sublayer's input, and say how its output and the streams are mixed afterwards.
@@ -35,7 +39,7 @@ def hyper_mix(
     streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams. fn: fp32 [(2 + N) * N, N * hidden]. base: fp32
     [(2 + N) * N]. scale: fp32 [3]. With x the flattened streams over the root of their mean square plus norm_eps, and
     (a, b, c) = fn x in parts of N, N and N * N values (an fp32 product of torch: in TF32 if
-    torch.set_float32_matmul_precision allows it):
+    torch.set_float32_matmul_precision allows it; or ``product``, another function of x and fn):
 
         pre = sigmoid(a * scale[0] + base) + eps,   post = 2 * sigmoid(b * scale[1] + base),
         comb = softmax of each row of (c * scale[2] + base) + eps, then columns normalised, then ``iterations`` - 1
@@ -48,7 +52,7 @@ def hyper_mix(
     mixes = (2 + count) * count
     _check_weights(streams, fn, base, scale, mixes, count * hidden, 3)
     checks.check_at_least("iterations", iterations, 1)
-    raw = F.linear(streams.flatten(1).float(), fn)
+    raw = product(streams.flatten(1).float(), fn)
     return HyperMix(*op.hyper_mix(streams, raw, base, scale, iterations, eps, norm_eps, impl))
 
 
@@ -82,6 +86,7 @@ def hyper_head(
     *,
     eps: float,
     norm_eps: float,
+    product: Product = F.linear,
     impl: str = "auto",
 ) -> torch.Tensor:
     """Collapse the streams for the last time: sum_n (sigmoid(fn x * scale + base) + eps)[n] * streams[n], x as in
@@ -93,7 +98,7 @@ def hyper_head(
     count, hidden = _check_streams(streams)
     _check_weights(streams, fn, base, scale, count, count * hidden, 1)
     unread = (1 + count) * count
-    raw = F.pad(F.linear(streams.flatten(1).float(), fn), (0, unread))
+    raw = F.pad(product(streams.flatten(1).float(), fn), (0, unread))
     base, scale = F.pad(base, (0, unread)), F.pad(scale, (0, 2))
     return op.hyper_mix(streams, raw, base, scale, 1, eps, norm_eps, impl)[0]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+
+from sparse_attn.lanes import by_rows
 
 
 def hyper_mix(
@@ -19,24 +23,25 @@ def hyper_mix(
     sizes = [count, count, count * count]
     parts = (raw * inverse_rms(streams, norm_eps)).split(sizes, dim=1)
     a, b, c = (part * factor + offset for part, factor, offset in zip(parts, scale.unbind(), base.split(sizes)))
-    pre = torch.sigmoid(a) + eps
+    pre = by_rows(torch.sigmoid, a) + eps
     comb = torch.softmax(c.unflatten(1, (count, count)), dim=2) + eps
     comb = comb / (comb.sum(1, keepdim=True) + eps)
     for _ in range(iterations - 1):
         comb = comb / (comb.sum(2, keepdim=True) + eps)
         comb = comb / (comb.sum(1, keepdim=True) + eps)
-    return collapse(streams, pre), 2 * torch.sigmoid(b), comb
+    return collapse(streams, pre), 2 * by_rows(torch.sigmoid, b), comb
 
 
 def hyper_merge(out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    mixed = (comb.unsqueeze(3) * streams.float().unsqueeze(2)).sum(1)  # sum over j of comb[j, k] * streams[j]
+    terms = (comb.unsqueeze(3) * streams.float().unsqueeze(2)).unbind(1)  # comb[j, k] * streams[j]
+    mixed = functools.reduce(torch.add, terms)  # in order, whatever the number of tokens is
     return (post.unsqueeze(2) * out.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
 def collapse_head(
     streams: torch.Tensor, raw: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, norm_eps: float
 ) -> torch.Tensor:
-    return collapse(streams, torch.sigmoid(raw * inverse_rms(streams, norm_eps) * scale + base) + eps)
+    return collapse(streams, by_rows(torch.sigmoid, raw * inverse_rms(streams, norm_eps) * scale + base) + eps)
 
 
 def inverse_rms(streams: torch.Tensor, norm_eps: float) -> torch.Tensor:
@@ -45,4 +50,4 @@ def inverse_rms(streams: torch.Tensor, norm_eps: float) -> torch.Tensor:
 
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
-    return (pre.unsqueeze(2) * streams.float()).sum(1).to(streams.dtype)
+    return functools.reduce(torch.add, (pre.unsqueeze(2) * streams.float()).unbind(1)).to(streams.dtype)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.lanes import by_rows
+
 NEVER = float("-inf")
 SCORES = ("sigmoid", "sqrtsoftplus")
 
@@ -53,7 +55,9 @@ def hash_route(
 def score_of(logits: torch.Tensor, score: str) -> torch.Tensor:
     """fp32 scores of gate logits."""
     logits = logits.float()
-    return torch.sigmoid(logits) if score == "sigmoid" else torch.nn.functional.softplus(logits).sqrt()
+    if score == "sigmoid":
+        return by_rows(torch.sigmoid, logits)
+    return by_rows(torch.nn.functional.softplus, logits).sqrt()
 
 
 def weigh(
