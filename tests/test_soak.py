@@ -198,7 +198,7 @@ def test_two_loops_at_a_time(name, record_property):
 
 def scheduler(model, **options):
     common = dict(
-        rows=8, num_blocks=56, max_context=192, prefill_tokens=32, piece=5, snapshots=8, penalties=True, logprobs=True,
+        rows=8, num_blocks=34, max_context=192, prefill_tokens=32, piece=5, snapshots=8, penalties=True, logprobs=True,
         stop_ids=2, batch_invariant=True,
     )  # fmt: skip
     return batching.batching_of(model, **(common | options))

@@ -129,8 +129,8 @@ def test_captured_soak(name):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         calls += 1
-        if calls % 8 == 0 and (decoding := [one for one in loops[0]._running() if one.decoding]):
-            loops[0]._preempt(decoding[-1])
+        if calls % 8 == 0 and (decoding := [one for one in loops[0].seats.running() if one.decoding]):
+            loops[0].seats.preempt(decoding[-1])
         check_ledger(loops[0])
         if calls % 25 == 0:
             for loop, mine in zip(loops, found):

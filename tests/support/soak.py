@@ -34,7 +34,7 @@ class Soak:
         self.asked: dict[int, dict[str, Any]] = {}
         self.finished: dict[int, Any] = {}
         self.spent: Counter[str] = Counter()
-        self._common, self._next = ids(40, 1), 0
+        self._common, self._next, self._piece = ids(40, 1), 0, batching.piece
         self._run, batching.loop.run = batching.loop.run, self._checked_run
         self._prefill, batching._prefill = batching._prefill, self._timed_prefill
 
@@ -73,6 +73,8 @@ class Soak:
 
     def _step(self) -> None:
         before = self.steps, len(self.finished)
+        near = self.steps % self.every >= self.every - self._piece  # what is compared is a step alone
+        self.batching.piece = 1 if near else self._piece
         with self._timed("calls"), waiting("error"):
             for one in self.batching.step():
                 assert one.request not in self.finished
