@@ -1,6 +1,7 @@
 """DSA models of transformers with our scores, selection and attention, against their own eager attention."""
 
 import copy
+import importlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import transformers  # noqa: E402
 import sparse_attn.integrations.transformers as bridge  # noqa: E402
 from sparse_attn.integrations.transformers import families, indexer, latent, windowed  # noqa: E402
 from sparse_attn.integrations.transformers.bounds import row_bounds  # noqa: E402
+from sparse_attn.torch_private import EagerDispatchMode  # noqa: E402
 
 TOLERANCE = 2e-4
 
@@ -299,6 +301,51 @@ def test_assisted_generation_is_greedy_generation():
         want = bridged.generate(ids, **options)
         got = bridged.generate(ids, assistant_model=models("axk2")[1], **options)
     assert torch.equal(got, want)
+
+
+class Calls(EagerDispatchMode):
+    """Notes the calls of this library's operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "sparse_attn":
+            self.seen.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+
+def forms_of(calls):
+    """What a GPU would compile for these calls: kernels with constants, alignments and options."""
+    from sparse_attn.testing.launches import recording
+
+    found = set()
+    for func, (*args, _) in calls:
+        name = func._schema.name.removeprefix("sparse_attn::")
+        package = {"build_ragged_indices_from_dense": "ragged", "sparse_attn_decode": "attention",
+                   "sparse_attn_prefill": "attention", "index_topk_prefill": "index_topk",
+                   "index_topk_decode_slots": "index_topk"}[name]  # fmt: skip
+        launch = importlib.import_module(f"sparse_attn.ops.{package}.launch")
+        with recording("sm_90") as launches:
+            getattr(launch, name)(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args))
+        found |= {one[2:] for one in launches}
+    return found
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+@pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4"))
+def test_a_growing_cache_has_no_kernel_compiled_for_its_length(name, batch):
+    pytest.importorskip("triton")
+    ids, _, _ = padded_batch(rows=84, padding=(0,) * batch)
+    bridged, cache, seen = models(name)[1], None, []
+    with torch.no_grad():
+        for start, stop in ((0, 48), *((at, at + 1) for at in range(48, 84))):
+            with Calls() as calls:
+                cache = bridged(ids[:, start:stop], cache=cache, use_cache=True).past_key_values
+            seen.append(forms_of(calls.seen))
+    known = set().union(*seen[:25])  # 24 lengths have every alignment, and a whole entry of every layer
+    assert known and all(forms <= known for forms in seen[25:])
 
 
 @pytest.mark.parametrize(("name", "module"), (("deepseek_v32", latent), ("deepseek_v4", windowed)))

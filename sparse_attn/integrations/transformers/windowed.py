@@ -39,7 +39,8 @@ class Seen(NamedTuple):
 
     keys: [batch, n, dim]. columns: int32 [batch, rows, window], of keys, -1 for none. entries: [batch, m, dim], or None
     where there are none. index_keys: [batch, m, index dim], or None where all entries are seen. limits: int32 [batch,
-    rows], entries that a row sees or selects among.
+    rows], entries that a row sees or selects among. fixed: whether ``m`` is the same in every step. It is a constant of
+    the kernel that packs slots, so that others would be compiled anew again and again.
     """
 
     keys: torch.Tensor
@@ -47,6 +48,7 @@ class Seen(NamedTuple):
     entries: torch.Tensor | None = None
     index_keys: torch.Tensor | None = None
     limits: torch.Tensor | None = None
+    fixed: bool = False
 
     def of(self, rows: slice) -> Seen:
         limits = None if self.limits is None else self.limits[:, rows]
@@ -109,7 +111,7 @@ def _seen(
     if not entries.shape[1]:
         return Seen(keys, columns)
     limits = state.limits(at, module.compressor.compress_rate, entries.shape[1], selects)
-    return Seen(keys, columns, entries.contiguous(), index_keys, limits)
+    return Seen(keys, columns, entries.contiguous(), index_keys, limits, isinstance(state, Fixed))
 
 
 def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
@@ -153,7 +155,7 @@ def _entries(module: Any, rows: Rows, seen: Seen) -> Ragged:
     query = torch.unflatten(index.q_b_proj(rows.q_latent), -1, (-1, index.head_dim))
     query, scorer = rotate(query, rows.index_turn), index.scorer
     weights = scorer.weights_proj(rows.hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
-    if count == 1:
+    if count == 1 and seen.fixed:
         table = torch.arange(batch, dtype=torch.int32, device=keys.device).unsqueeze(1)
         layout = PlainLayout(DTYPE_NAME[keys.dtype], index.head_dim)
         return index_topk_decode_slots(
