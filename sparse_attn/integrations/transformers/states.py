@@ -10,28 +10,60 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
-Turn = tuple[torch.Tensor, torch.Tensor]
 POOLED_ROPE = "compress"
 
 
+class Turn(NamedTuple):
+    """Factors of values [..., rope], rotated by pairs of neighbours. Compiled: cos and sin as factors of the values and
+    of their neighbours, fp32 [..., rope]. Else: cos + i sin, complex [..., rope / 2], and nothing."""
+
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+    def over_heads(self) -> Turn:
+        """For values [batch, rows, heads, dim]."""
+        return Turn(self.first.unsqueeze(2), None if self.second is None else self.second.unsqueeze(2))
+
+    def back(self) -> Turn:
+        """The rotation that takes this one back."""
+        return Turn(self.first.conj_physical(), None) if self.second is None else Turn(self.first, -self.second)
+
+    def of(self, rows: slice) -> Turn:
+        return Turn(self.first[:, rows], None if self.second is None else self.second[:, rows])
+
+
 def turn_of(cos: torch.Tensor, sin: torch.Tensor) -> Turn:
-    """(cos, sin) [..., rope / 2] of pairs of neighbours, as factors [..., rope] of both."""
-    return cos.repeat_interleave(2, -1).float(), torch.stack([-sin, sin], -1).flatten(-2).float()
-
-
-def over_heads(turn: Turn) -> Turn:
-    """The factors [batch, rows, rope] for values [batch, rows, heads, dim]."""
-    return turn[0].unsqueeze(2), turn[1].unsqueeze(2)
+    """Of cos and sin [..., rope / 2]."""
+    if torch.compiler.is_compiling():  # which has no code for complex numbers
+        cos, sin = cos.float().repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2).float()
+        return Turn(cos, sin)
+    return Turn(torch.complex(cos.float(), sin.float()), None)
 
 
 def rotate(values: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """``values`` [..., dim] with the last values rotated, in fp32, by pairs of neighbours."""
-    cos, sin = turn
-    rest, rope = values.split([values.shape[-1] - cos.shape[-1], cos.shape[-1]], -1)
-    rope = rope.float()
-    swapped = torch.unflatten(rope, -1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.cat([rest, torch.addcmul(rope * cos, swapped, sin).to(values.dtype)], -1)
+    """``values`` [..., dim] with the last values rotated, in fp32. They are written in place where it is not compiled,
+    which takes half of the calls."""
+    if turn.second is None:
+        rope = values[..., -2 * turn.first.shape[-1] :]
+        pairs = torch.view_as_complex(torch.unflatten(rope.float(), -1, (-1, 2)))
+        rope.copy_(torch.view_as_real(pairs * turn.first).flatten(-2))
+        return values
+    rest = values.shape[-1] - turn.first.shape[-1]
+    cos, sin = (functional.pad(factor, (rest, 0)) for factor in turn)
+    wide = values.float()
+    turned = torch.addcmul(wide * cos, torch.unflatten(wide, -1, (-1, 2)).flip(-1).flatten(-2), sin)
+    columns = torch.arange(values.shape[-1], device=values.device)
+    return torch.where(columns < rest, values, turned.to(values.dtype))
+
+
+def normed(norm: Any, values: torch.Tensor) -> torch.Tensor:
+    """transformers' norm of ``values``, by one kernel where it is its own."""
+    if type(norm).__name__ != "DeepseekV4RMSNorm":
+        return norm(values)
+    weight = norm.weight
+    return functional.rms_norm(values.float(), weight.shape, weight.float(), norm.variance_epsilon).to(values.dtype)
 
 
 class Growing(NamedTuple):
@@ -103,19 +135,44 @@ class Fixed:
 
     def entries(self, module: Any, hidden: torch.Tensor, name: str) -> torch.Tensor:
         """Room for all entries, [batch, room, dim]. Behind those that are complete lies anything."""
-        pool, rows, dim = self.layer.pools[name], hidden.shape[1], module.head_dim
-        step = pool.step(self.layer.cumulative_length, rows)
-        values, gates = pool.extend(module.kv_proj(hidden), module.gate_proj(hidden), step)
-        values, gates = (torch.unflatten(part, 1, (-1, module.compress_rate)) for part in (values, gates))
-        gates = gates + module.position_bias
+        pool, rows, start = self.layer.pools[name], hidden.shape[1], self.layer.cumulative_length
+        projected = torch.cat([module.kv_proj(hidden), module.gate_proj(hidden)], -1)
+        if rows == 1:
+            values, gates = self._one_window(module, pool, projected, start)
+            windows = (start // module.compress_rate).unsqueeze(0)
+        else:
+            step = pool.step(start, rows)
+            values, gates = self._windows(module, pool, projected, step)
+            windows = step.windows
+        made = pooled(module, values, gates, windows * module.compress_rate)
+        pool.entries.index_copy_(1, windows, made)
+        return pool.entries
+
+    def _windows(self, module: Any, pool: Any, projected: torch.Tensor, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and gates [batch, windows, tokens, dim] of the windows that the step touches."""
+        both = torch.unflatten(pool.extend(projected, step), 1, (-1, module.compress_rate))
+        values, gates = both.chunk(2, -1)
+        gates, dim = gates + module.position_bias, module.head_dim
         if pool.shape.overlap:
             nothing = torch.unflatten(step.places < 0, 0, (-1, module.compress_rate))[:-1].unsqueeze(-1)
             lead = torch.where(nothing, 0.0, values[:, :-1, :, :dim])
             values = torch.cat([lead, values[:, 1:, :, dim:]], 2)
             gates = torch.cat([gates[:, :-1, :, :dim].masked_fill(nothing, -torch.inf), gates[:, 1:, :, dim:]], 2)
-        made = pooled(module, values, gates, step.windows * module.compress_rate)
-        pool.entries.index_copy_(1, step.windows, made)
-        return pool.entries
+        return values, gates
+
+    def _one_window(
+        self, module: Any, pool: Any, projected: torch.Tensor, start: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As _windows of a single row, tokens in the order of the ring, which a softmax does not ask for."""
+        ratio, dim = module.compress_rate, module.head_dim
+        values, gates = pool.extend_by_one(projected, start).chunk(2, -1)
+        gates = (torch.unflatten(gates, 1, (-1, ratio)) + module.position_bias).flatten(1, 2)
+        if pool.shape.overlap:
+            own = pool.slots // ratio == (start // ratio) % 2
+            nothing = ~own & (start < ratio)
+            values = torch.where(own, values[..., dim:], values[..., :dim]).masked_fill(nothing, 0.0)
+            gates = torch.where(own, gates[..., dim:], gates[..., :dim]).masked_fill(nothing, -torch.inf)
+        return values.unsqueeze(1), gates.unsqueeze(1)
 
     def limits(self, at: torch.Tensor, ratio: int, count: int, selects: bool) -> torch.Tensor:
         """See Growing; no row sees an entry that is not complete."""
@@ -134,6 +191,6 @@ State = Growing | Fixed
 def pooled(module: Any, values: torch.Tensor, gates: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """Entries [batch, windows, dim] of values and gates [batch, windows, tokens, dim]; at: int64 [windows]."""
     weights = gates.softmax(2, dtype=torch.float32).to(values.dtype)
-    entries = module.kv_norm((values * weights).sum(2))
+    entries = normed(module.kv_norm, (values * weights).sum(2))
     cos, sin = module.rotary_emb(entries, position_ids=at.unsqueeze(0), layer_type=POOLED_ROPE)
     return rotate(entries, turn_of(cos, sin))

@@ -7,7 +7,6 @@ one compiled or captured step serves every length. Importing this module imports
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,19 +40,22 @@ class Step(NamedTuple):
 
 
 class Pool:
-    """What a compressor holds. values, gates: [batch, ring, width], the last tokens' projections by place. entries:
-    [batch, room, dim]; those that are not complete yet hold anything."""
+    """What a compressor holds.
+
+    kept: [batch, ring, 2 * width], values and then gates of the last tokens, that of place p in row p % ring. slots:
+    int64 [ring, 1], the rows' numbers. entries: [batch, room, dim]; those that are not complete yet hold anything.
+    """
 
     def __init__(self, shape: Shape, max_len: int):
         self.shape = shape
         self.room = -(-(max_len // shape.ratio + 2) // LINE) * LINE
-        self.values = self.gates = self.entries = torch.empty(0)
+        self.kept = self.slots = self.entries = torch.empty(0)
 
     def allocate(self, batch: int, keys: torch.Tensor) -> None:
         """Make the tensors, of the dtype and on the device of ``keys``."""
         width = self.shape.dim * (1 + self.shape.overlap)
-        self.values = keys.new_zeros(batch, self.shape.ring, width)
-        self.gates = torch.zeros_like(self.values)
+        self.kept = keys.new_zeros(batch, self.shape.ring, 2 * width)
+        self.slots = torch.arange(self.shape.ring, device=keys.device).unsqueeze(1)
         self.entries = keys.new_zeros(batch, self.room, self.shape.dim)
 
     def step(self, start: torch.Tensor, rows: int) -> Step:
@@ -64,27 +66,28 @@ class Pool:
         places = (first - before) * ratio + torch.arange((count + before) * ratio, device=start.device)
         return Step(start, windows, places)
 
-    def extend(self, values: torch.Tensor, gates: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep projections [batch, rows, width]; returns those of ``step.places``, [batch, places, width]."""
-        rows, ring = values.shape[1], self.shape.ring
+    def extend(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
+        """Keep rows [batch, rows, 2 * width]; returns those of ``step.places``, [batch, places, 2 * width]."""
+        rows, ring = projected.shape[1], self.shape.ring
         new, old = (step.places - step.start).clamp(0, rows - 1), step.places % ring
-        is_new = (step.places >= step.start).unsqueeze(-1)
-        both = [torch.where(is_new, part[:, new], held[:, old]) for part, held in self._pairs(values, gates)]
+        both = torch.where((step.places >= step.start).unsqueeze(-1), projected[:, new], self.kept[:, old])
         kept = min(rows, ring)
-        slots = (step.start + torch.arange(rows - kept, rows, device=values.device)) % ring
-        for part, held in self._pairs(values, gates):
-            held.index_copy_(1, slots, part[:, rows - kept :])
-        return both[0], both[1]
+        slots = (step.start + torch.arange(rows - kept, rows, device=projected.device)) % ring
+        self.kept.index_copy_(1, slots, projected[:, rows - kept :])
+        return both
+
+    def extend_by_one(self, projected: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """Keep one row [batch, 1, 2 * width] of place ``start``; returns ``kept``."""
+        self.kept.copy_(torch.where(self.slots == start % self.shape.ring, projected, self.kept))
+        return self.kept
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.values, self.gates, self.entries
-
-    def _pairs(self, values: torch.Tensor, gates: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        return (values, self.values), (gates, self.gates)
+        return self.kept, self.entries
 
 
 class WindowedLayer(CacheLayerMixin):
-    """keys: [batch, window, dim], the key of place p in row p % window. pools: by a compressor's name.
+    """keys: [batch, window, dim], the key of place p in row p % window. pools: by a compressor's name. table: int32
+    [batch, 1], the block of each sequence. indptr: int32 [batch + 1], where lists of ``window`` columns begin.
 
     max_len: tokens that it holds at most. Tensors are made by the first step, which is not compiled.
     """
@@ -97,6 +100,7 @@ class WindowedLayer(CacheLayerMixin):
         self.max_len, self.window = max_len, window
         self.pools = {name: Pool(shape, max_len) for name, shape in pools.items()}
         self.cumulative_length = torch.tensor(0, dtype=torch.int64)
+        self.slots = self.table = self.indptr = torch.empty(0)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """key_states: [batch, 1, any, dim]. value_states: as key_states."""
@@ -104,10 +108,14 @@ class WindowedLayer(CacheLayerMixin):
         self.batch_size, self.device = batch, key_states.device
         self.keys = key_states.new_zeros(batch, self.window, dim)
         self.values = self.keys
+        self.slots = torch.arange(self.window, device=self.device).unsqueeze(1)
+        self.table = torch.arange(batch, dtype=torch.int32, device=self.device).unsqueeze(1)
+        self.indptr = torch.arange(0, (batch + 1) * self.window, self.window, dtype=torch.int32, device=self.device)
         for pool in self.pools.values():
             pool.allocate(batch, key_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        for tensor in (*self._tensors(), self.cumulative_length):
+        constants = self.slots, self.table, self.indptr, *(pool.slots for pool in self.pools.values())
+        for tensor in (*self._tensors(), self.cumulative_length, *constants):
             mark_static_address(tensor)
         self.is_initialized = True
 
@@ -127,7 +135,10 @@ class WindowedLayer(CacheLayerMixin):
         assert self.keys is not None
         rows, kept = keys.shape[2], min(keys.shape[2], self.window)
         keys = keys.squeeze(1)
-        both = self.keys if rows == 1 else torch.cat([self.keys, keys], 1)
+        if rows == 1:
+            self.keys.copy_(torch.where(self.slots == start % self.window, keys, self.keys))
+            return self.keys
+        both = torch.cat([self.keys, keys], 1)
         slots = (start + torch.arange(rows - kept, rows, device=keys.device)) % self.window
         self.keys.index_copy_(1, slots, keys[:, rows - kept :])
         return both
@@ -135,7 +146,7 @@ class WindowedLayer(CacheLayerMixin):
     def rows_of(self, places: torch.Tensor, start: torch.Tensor, rows: int) -> torch.Tensor:
         """Rows, in what ``extend`` returned, of int32 places >= 0 that a row of the step sees."""
         ring = places % self.window
-        return ring if rows == 1 else torch.where(places < start, ring, places - start + self.window).to(torch.int32)
+        return ring if rows == 1 else torch.where(places < start, ring, places - start + self.window)
 
     def advance(self, rows: int, first: bool) -> None:
         """Count the rows of a step. first: of all layers, which sees to it that no more are cached than fit."""

@@ -19,7 +19,7 @@ from sparse_attn.integrations.transformers.states import (
     Growing,
     State,
     Turn,
-    over_heads,
+    normed,
     rotate,
     turn_of,
 )
@@ -39,8 +39,8 @@ class Seen(NamedTuple):
 
     keys: [batch, n, dim]. columns: int32 [batch, rows, window], of keys, -1 for none. entries: [batch, m, dim], or None
     where there are none. index_keys: [batch, m, index dim], or None where all entries are seen. limits: int32 [batch,
-    rows], entries that a row sees or selects among. fixed: whether ``m`` is the same in every step. It is a constant of
-    the kernel that packs slots, so that others would be compiled anew again and again.
+    rows], entries that a row sees or selects among. layer: that of a static cache, or None. There ``m`` is the same in
+    every step. It is a constant of the kernel that packs slots, which would be compiled anew for each other one.
     """
 
     keys: torch.Tensor
@@ -48,7 +48,7 @@ class Seen(NamedTuple):
     entries: torch.Tensor | None = None
     index_keys: torch.Tensor | None = None
     limits: torch.Tensor | None = None
-    fixed: bool = False
+    layer: Any = None
 
     def of(self, rows: slice) -> Seen:
         limits = None if self.limits is None else self.limits[:, rows]
@@ -65,8 +65,7 @@ class Rows(NamedTuple):
     index_turn: Turn
 
     def of(self, rows: slice) -> Rows:
-        turn, index_turn = ((cos[:, rows], sin[:, rows]) for cos, sin in (self.turn, self.index_turn))
-        return Rows(self.hidden[:, rows], self.q_latent[:, rows], turn, index_turn)
+        return Rows(self.hidden[:, rows], self.q_latent[:, rows], self.turn.of(rows), self.index_turn.of(rows))
 
 
 def attention(
@@ -87,9 +86,10 @@ def attention(
     turn = index_turn = turn_of(*positions[module.rope_layer_type])
     if module.layer_type == SELECTING and module.rope_layer_type != POOLED_ROPE:
         index_turn = turn_of(*positions[POOLED_ROPE])
-    window = rotate(module.kv_norm(module.kv_proj(hidden)), turn).unsqueeze(1)
+    window = rotate(normed(module.kv_norm, module.kv_proj(hidden)), turn).unsqueeze(1)
     seen = _seen(module, hidden, window, at.expand(batch, -1), bounds, state)
-    rows = Rows(hidden, module.q_a_norm(module.q_a_proj(hidden)), over_heads(turn), over_heads(index_turn))
+    q_latent = normed(module.q_a_norm, module.q_a_proj(hidden))
+    rows = Rows(hidden, q_latent, turn.over_heads(), index_turn.over_heads())
     step = count if torch.compiler.is_compiling() else max(1, ROWS // batch)
     if count <= step:
         out = _attend(module, rows, seen)
@@ -104,14 +104,15 @@ def _seen(
     module: Any, hidden: torch.Tensor, window: torch.Tensor, at: torch.Tensor, bounds: torch.Tensor, state: State
 ) -> Seen:
     keys, columns = state.window(window, _window(bounds, module.sliding_window))
+    layer = state.layer if isinstance(state, Fixed) else None
     if module.compressor is None:
-        return Seen(keys, columns)
+        return Seen(keys, columns, layer=layer)
     entries, selects = state.entries(module.compressor, hidden, "compressor"), module.layer_type == SELECTING
     index_keys = state.entries(module.compressor.indexer, hidden, "indexer").contiguous() if selects else None
     if not entries.shape[1]:
-        return Seen(keys, columns)
+        return Seen(keys, columns, layer=layer)
     limits = state.limits(at, module.compressor.compress_rate, entries.shape[1], selects)
-    return Seen(keys, columns, entries.contiguous(), index_keys, limits, isinstance(state, Fixed))
+    return Seen(keys, columns, entries.contiguous(), index_keys, limits, layer)
 
 
 def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
@@ -122,11 +123,10 @@ def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
     if seen.entries is not None:
         extra = dict(extra_cache=seen.entries, extra_ragged=_entries(module, rows, seen), extra_layout=layout)
     out = sparse_attn_decode(
-        query.flatten(0, 1), seen.keys, _ragged(seen.columns, seen.keys.shape[1]),
+        query.flatten(0, 1), seen.keys, _windows(seen),
         scale=module.scaling, layout=layout, sink=module.sinks.float(), **extra,
     ).out  # fmt: skip
-    cos, sin = rows.turn
-    out = rotate(torch.unflatten(out, 0, query.shape[:2]), (cos, -sin))  # a value is a rotated key
+    out = rotate(torch.unflatten(out, 0, query.shape[:2]), rows.turn.back())  # a value is a rotated key
     groups = torch.unflatten(out.flatten(2), -1, (module.config.o_groups, -1))
     return module.o_b_proj(module.o_a_proj(groups).flatten(2))
 
@@ -147,7 +147,7 @@ def _state(module: Any, cache: Any) -> State:
 def _entries(module: Any, rows: Rows, seen: Seen) -> Ragged:
     """Slots of the entries that each row attends to."""
     assert seen.entries is not None and seen.limits is not None
-    (batch, count), room = rows.hidden.shape[:2], seen.entries.shape[1]
+    count, room = rows.hidden.shape[1], seen.entries.shape[1]
     if seen.index_keys is None:
         entries = torch.arange(room, dtype=torch.int32, device=rows.hidden.device)
         return _ragged(torch.where(entries < seen.limits.unsqueeze(-1), entries, -1), room)
@@ -155,11 +155,10 @@ def _entries(module: Any, rows: Rows, seen: Seen) -> Ragged:
     query = torch.unflatten(index.q_b_proj(rows.q_latent), -1, (-1, index.head_dim))
     query, scorer = rotate(query, rows.index_turn), index.scorer
     weights = scorer.weights_proj(rows.hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
-    if count == 1 and seen.fixed:
-        table = torch.arange(batch, dtype=torch.int32, device=keys.device).unsqueeze(1)
+    if count == 1 and seen.layer is not None:
         layout = PlainLayout(DTYPE_NAME[keys.dtype], index.head_dim)
         return index_topk_decode_slots(
-            query, weights.flatten(0, 1), keys, seen.limits, table, index.index_topk, room, layout
+            query, weights.flatten(0, 1), keys, seen.limits, seen.layer.table, index.index_topk, room, layout
         )
     ranges = torch.stack([torch.zeros_like(seen.limits), seen.limits], -1)
     return _ragged(select(query, weights, keys, ranges, index.index_topk), room)
@@ -169,6 +168,14 @@ def _window(bounds: torch.Tensor, window: int) -> torch.Tensor:
     """The keys of each row's range, int32 [batch, rows, window], -1 for none."""
     columns = bounds[..., :1] + torch.arange(window, dtype=torch.int32, device=bounds.device)
     return torch.where(columns < bounds[..., 1:], columns, -1)
+
+
+def _windows(seen: Seen) -> Ragged:
+    """Slots of the window keys of each row."""
+    if seen.layer is None or seen.columns.shape[1] > 1:
+        return _ragged(seen.columns, seen.keys.shape[1])
+    slots = seen.columns.squeeze(1) + seen.layer.table * seen.keys.shape[1]
+    return Ragged(torch.where(seen.columns.squeeze(1) < 0, -1, slots).flatten(), seen.layer.indptr)
 
 
 def _ragged(chosen: torch.Tensor, keys: int) -> Ragged:
