@@ -20,8 +20,10 @@ from sparse_attn.testing.ops import opcheck
 def test_winners_of_all_ranks_are_those_of_one(form, device, monkeypatch):
     """Kernels of all ranks' steps in one process, summed and stacked by hand."""
     if "split" in form:
-        tiny = dict(CTAS_AN_SM=64, WHOLE=8, CHUNK=32, DIGITS=config.Tile(256, 8), TIES=config.Tile(8, 1))
-        for name, value in dict(tiny, WINNERS=config.Tile(8, 1)).items():
+        small = config.Tile(8, 1)
+        for name, value in dict(
+            CTAS_AN_SM=64, WHOLE=8, CHUNK=32, DIGITS=config.Tile(256, 8), FEW=small, MANY=small
+        ).items():
             monkeypatch.setattr(config, name, value)
     for case in CASES if big(device) else CASES[:1]:
         logits, limits = whole_rows(case)

@@ -8,7 +8,8 @@ from sparse_attn.target import Target
 
 CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
 WHOLE = 32768  # columns up to which a row's digits have one CTA: several add to counts that a launch of its own zeroes
-CHUNK = 512  # blocks whose ties a CTA of take_winners counts together
+REGISTERS = 80  # of a thread of take_winners: three CTAs of MANY share an SM, where left alone one takes half of it
+CHUNK = 256  # blocks whose ties a CTA of take_winners counts together
 
 
 class Tile(NamedTuple):
@@ -18,7 +19,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-DIGITS, TIES, WINNERS = Tile(8192, 16), Tile(4096, 8), Tile(4096, 8)
+DIGITS = Tile(8192, 16)
+FEW, MANY = Tile(1024, 4), Tile(4096, 8)  # of count_ties and take_winners: where CTAs have a tile each, and where not
 PORTABLE_DIGITS = Tile(2048, 8)  # counted by tl.histogram
 
 
@@ -39,12 +41,16 @@ def digits(rows: int, width: int, target: Target) -> Plan:
     return Plan(*PORTABLE_DIGITS, splits)
 
 
-def ties(rows: int, width: int, target: Target) -> Plan:
-    return Plan(*TIES, _splits(rows, width, TIES, target))
+def blocks(rows: int, width: int, target: Target) -> Plan:
+    """Of count_ties and take_winners: rows are split until CTAs fill the machine, but none has less than a tile."""
+    most = CTAS_AN_SM * target.num_sms // max(rows, 1)
+    tile = FEW if -(-width // FEW.columns) <= most else MANY
+    return Plan(*tile, _power_below(min(-(-width // tile.columns), most)))
 
 
-def winners(rows: int, width: int, target: Target) -> Plan:
-    return Plan(*WINNERS, _splits(rows, width, WINNERS, target))
+def registers(target: Target) -> dict[str, int]:
+    """The launch argument that limits them."""
+    return {"maxnreg": REGISTERS} if target.vendor == "nvidia" else {}
 
 
 def together(tile: Plan, block_size: int) -> tuple[int, int]:
@@ -56,11 +62,6 @@ def together(tile: Plan, block_size: int) -> tuple[int, int]:
 def power_of_two(value: int) -> int:
     """``value`` rounded up to one."""
     return 1 << (value - 1).bit_length()
-
-
-def _splits(rows: int, width: int, tile: Tile, target: Target) -> int:
-    """Until CTAs fill the machine, but none has less than a tile."""
-    return _power_below(min(-(-width // tile.columns), CTAS_AN_SM * target.num_sms // max(rows, 1)))
 
 
 def _power_below(value: int) -> int:

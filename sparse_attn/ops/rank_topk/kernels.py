@@ -14,10 +14,10 @@ What count_ties counted of the blocks before says where a CTA begins, so CTAs wa
 import triton
 import triton.language as tl
 
-from sparse_attn.device import histogram, pdl
-from sparse_attn.device.order import ordered_key
+from sparse_attn.device import histogram, pdl, ptx_io
 
-LOWEST = tl.constexpr(-2147483648)  # the key of what is never selected
+SIGN = tl.constexpr(-2147483648)
+MINUS_INF = tl.constexpr(-2139095041)  # as a signed ordered integer
 TIE = tl.constexpr(16)  # bits of a count of scores above the k-th; a count of ties stands above them
 HIGHER = tl.constexpr((1 << 16) - 1)  # those bits
 FILL = tl.constexpr(2048)  # places behind the winners that are filled together
@@ -55,8 +55,24 @@ def _load(scores, column, end, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _inside(values, column, end):
+    return tl.where(_below(column, end), values, float("-inf"))
+
+
+@triton.jit
 def _keys(values, column, end):
-    return tl.where(_below(column, end), ordered_key(values), LOWEST)
+    """int32 whose unsigned order is that of scores, 0 for what is never selected."""
+    values = _inside(values, column, end)
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
+    return tl.where(values > float("-inf"), bits ^ ((bits >> 31) | SIGN), 0)
+
+
+@triton.jit
+def _compared(values, key):
+    """(which scores are higher than the one of a signed ordered integer, which equal it)."""
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    score = tl.where(key <= MINUS_INF, float("-inf"), bits.to(tl.float32, bitcast=True))
+    return values > score, (values == score) & (score > float("-inf"))
 
 
 @triton.jit
@@ -70,9 +86,10 @@ def _descend(sums, state, row, stride_sums, stride_row, stride_value, DIGITS: tl
     quads = tl.sum(counts, 1)
     reached = tl.cumsum(quads, 0)[:, None] - tl.cumsum(counts, 1) + counts
     passed = (reached < need) & (place > 0)
-    above = tl.max(tl.max(tl.where(passed, reached.to(tl.int32), 0), 1), 0)
-    passed_digits = tl.sum(tl.sum(passed.to(tl.int32), 1), 0)
-    return prefix * DIGITS + (DIGITS - 1 - passed_digits), need - above
+    # Of the last digit passed, how many scores are reached and how many digits are passed, in one number.
+    last = tl.max(tl.max(tl.where(passed, (reached << 12) + (DIGITS - place), 0), 1), 0)
+    digit = DIGITS - 1 - (last & 4095).to(tl.int32)
+    return prefix * DIGITS + digit, need - (last >> 12).to(tl.int32)
 
 
 @triton.jit
@@ -133,7 +150,7 @@ def count_digits(
         for first in range(begin, end, step):
             key = _keys(values, first + column, end)
             values = _load(scores, first + step + column, end, ALIGNED)
-            histogram.count(smem, key ^ LOWEST, base, shift)
+            histogram.count(smem, key, base, shift)
         tl.debug_barrier()
         QUADS: tl.constexpr = min(DIGITS // 4, THREADS)
         for quad in tl.static_range(DIGITS // (4 * QUADS)):
@@ -150,8 +167,7 @@ def count_digits(
         for first in range(begin, end, step):
             key = _keys(values, first + column, end)
             values = _load(scores, first + step + column, end, ALIGNED)
-            bits = (key ^ LOWEST).to(tl.uint32, bitcast=True)
-            counted = key != LOWEST
+            bits, counted = key.to(tl.uint32, bitcast=True), key != 0
             if sums is not None:
                 counted &= ((bits >> SHIFT) // DIGITS).to(tl.int32) == prefix
             found += tl.histogram(((bits >> SHIFT) % DIGITS).to(tl.int32), DIGITS, mask=counted)
@@ -202,15 +218,15 @@ def count_ties(
     column = _columns(split * TOGETHER + some, start, end, BLOCK_SIZE, PADDED)
     values = _load(scores, column, end, ALIGNED)
     prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, UPPER)
-    threshold = prefix ^ LOWEST
+    threshold = prefix ^ SIGN
     if split == 0:
         tl.store(new_state + row * 2, threshold)
         tl.store(new_state + row * 2 + 1, need)
     for first in range(split * TOGETHER, blocks, step):
-        key = _keys(values, column, end)
+        higher, tied = _compared(_inside(values, column, end), threshold)
+        higher, tied = higher.to(tl.int32), tied.to(tl.int32)
         column = _columns(first + step + some, start, end, BLOCK_SIZE, PADDED)
         values = _load(scores, column, end, ALIGNED)
-        tied, higher = ((key == threshold) & (key != LOWEST)).to(tl.int32), (key > threshold).to(tl.int32)
         at = row.to(tl.int64) * blocks + first + some
         if PADDED <= HIGHER:
             both = tl.sum(higher + (tied << TIE), 1)
@@ -264,6 +280,7 @@ def take_winners(
     CHUNK: tl.constexpr,  # blocks looked through together
     SPLIT: tl.constexpr,  # whether a row has several CTAs
     ALIGNED: tl.constexpr,
+    SCATTER: tl.constexpr,  # whether PTX stores winners: Triton's store would move them between threads first
     PDL: tl.constexpr,
 ):
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
@@ -280,32 +297,38 @@ def take_winners(
     values = _load(scores, begin + column, stop, ALIGNED)
 
     seen, taken = 0, tl.zeros([CHUNK], tl.int32)  # ties of all ranks before a chunk; own ties that win
-    own_before, above_before = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    before_mine = tl.zeros([CHUNK], tl.int64)  # scores above the k-th, and above 32 bits own ties
     for first in range(0, blocks, CHUNK):
         block = first + tl.arange(0, CHUNK)
         own, lower, whole = _ties_of_ranks(
             ties, row, rank, block, blocks, stride_ties_rank, stride_ties_row, stride_ties_block, RANKS
         )
         if SPLIT:
-            own_before += tl.where(block < mine, own, 0)
-            above_before += tl.load(above + row.to(tl.int64) * blocks + block, block < mine, 0).to(tl.int32)
+            higher = tl.load(above + row.to(tl.int64) * blocks + block, block < mine, 0)
+            before_mine += (tl.where(block < mine, own, 0).to(tl.int64) << 32) + higher.to(tl.int64)
         before = seen + tl.cumsum(whole, 0) - whole + lower
         taken += tl.minimum(tl.maximum(need - before, 0), own)
-        seen += tl.sum(whole, 0)
-    limit = tl.sum(taken, 0)
-    tied_at, above_at = tl.sum(own_before, 0), tl.sum(above_before, 0)
+        if first + CHUNK < blocks:
+            seen += tl.sum(whole, 0)
+    limit, tied_at, above_at = tl.sum(taken, 0), 0, 0
+    if SPLIT:
+        begins = tl.sum(before_mine, 0)
+        tied_at, above_at = (begins >> 32).to(tl.int32), begins.to(tl.int32)
 
     out += row.to(tl.int64) * k
     for first in range(begin, stop, COLUMNS):
-        key = _keys(values, first + column, stop)
+        higher, tied = _compared(_inside(values, first + column, stop), threshold)
         values = _load(scores, first + COLUMNS + column, stop, ALIGNED)
-        tied, higher = (key == threshold) & (key != LOWEST), key > threshold
         both = higher.to(tl.int32) + (tied.to(tl.int32) << TIE)
         upto = tl.cumsum(both, 0) - both
         ties_before = tied_at + (upto >> TIE)
         wins = higher | (tied & (ties_before < limit))
         place = above_at + (upto & HIGHER) + tl.minimum(ties_before, limit)
-        tl.store(out + place, first + column - start, wins & _below(place, k))
+        chosen = tl.where(wins, place, -1)
+        if SCATTER:
+            ptx_io.scatter(out, place, first + column - start, chosen, k - 1)
+        else:
+            tl.store(out + place, first + column - start, _below(chosen, k))
         found = tl.sum(both, 0)
         tied_at += found >> TIE
         above_at += found & HIGHER

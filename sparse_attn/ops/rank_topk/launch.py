@@ -53,7 +53,7 @@ def count_ties(
     new_state = shapes.allocate_state(logits)
     if rows:
         target = target_of(logits.device)
-        plan, aligned = config.ties(rows, width, target), _aligned(logits, row_starts)
+        plan, aligned = config.blocks(rows, width, target), _aligned(logits, row_starts)
         together, padded = config.together(plan, block_size)
         kernels.count_ties[(rows * plan.splits,)](
             logits, row_starts, row_ends, sums, state, ties, above, new_state, width, ties.shape[1], plan.splits,
@@ -80,12 +80,13 @@ def take_winners(
     if rows == 0 or width == 0:
         return out.fill_(-1)
     target = target_of(logits.device)
-    plan, aligned = config.winners(rows, width, target), _aligned(logits, row_starts)
+    plan, aligned = config.blocks(rows, width, target), _aligned(logits, row_starts)
     kernels.take_winners[(rows * plan.splits,)](
         logits, row_starts, row_ends, ties, above.contiguous(), state, out, width, k, ties.shape[2], rank, plan.splits,
         _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state),
         _stride(state, 1), RANKS=ties.shape[0], BLOCK_SIZE=block_size, COLUMNS=plan.columns, CHUNK=config.CHUNK,
-        SPLIT=plan.splits > 1, ALIGNED=aligned, num_warps=plan.num_warps, **pdl.launched(target),
+        SPLIT=plan.splits > 1, ALIGNED=aligned, SCATTER=target.vendor == "nvidia" or target.interpreted,
+        num_warps=plan.num_warps, **config.registers(target), **pdl.launched(target),
     )  # fmt: skip
     return out
 

@@ -17,7 +17,9 @@ from sparse_attn.ops.attention.problem import Call, KvCache
 from sparse_attn.target import target_of
 
 COMBINED_ELEMENTS = 8192  # partial values that a CTA holds
-MERGED_ELEMENTS, MERGE_WARPS = 8192, 4  # the same of a merge
+MERGED_STATES = 8  # that a CTA of a merge looks at together
+MERGED_COLUMNS = 2048  # that it has at most
+MERGED_BYTES = 16  # of a state and a thread, while a warp or more has some
 
 
 class Arguments(NamedTuple):
@@ -155,15 +157,13 @@ def merge(
     tokens, heads, d_v = out.shape
     if tokens * heads == 0:
         return
-    block_s = triton.next_power_of_2(outs.shape[0])
-    block_d = min(max(64, MERGED_ELEMENTS // block_s), triton.next_power_of_2(d_v))
-    block_m = min(max(1, MERGED_ELEMENTS // (block_s * block_d)), triton.next_power_of_2(heads))
+    block_d = min(triton.next_power_of_2(d_v), MERGED_COLUMNS)
+    num_warps = min(max(block_d * outs.itemsize // (32 * MERGED_BYTES), 1), 16)
     grid.check("outs d_v", d_v, block_d)
-    for some in grid.spans(heads, block_m):
+    for some in grid.spans(heads):
         part, part_lse = out[:, some], lse[:, some]
-        merging.merge[(tokens, triton.cdiv(part.shape[1], block_m), triton.cdiv(d_v, block_d))](
+        merging.merge[(tokens, part.shape[1], triton.cdiv(d_v, block_d))](
             outs[:, :, some], lses[:, :, some], None if sink is None else sink[some], part, part_lse,
-            outs.shape[0], part.shape[1], d_v, *outs.stride()[:3], *lses.stride(), *out.stride()[:2], lse.stride(0),
-            BLOCK_S=block_s, BLOCK_M=block_m, BLOCK_D=block_d, num_warps=MERGE_WARPS,
-            **pdl.launched(target_of(out.device)),
+            outs.shape[0], d_v, *outs.stride()[:3], *lses.stride(), *out.stride()[:2], lse.stride(0),
+            STATES=MERGED_STATES, BLOCK_D=block_d, num_warps=num_warps, **pdl.launched(target_of(out.device)),
         )  # fmt: skip

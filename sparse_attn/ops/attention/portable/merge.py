@@ -1,9 +1,9 @@
-# pyright: reportOperatorIssue=false
-"""Attention over disjoint sets of keys, merged into attention over their union: a CTA has some heads of a token.
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+"""Attention over disjoint sets of keys, merged into attention over their union: a CTA has a head of a token.
 
-Floor, bytes: all states' outputs once, and the merged ones. The outputs of all states are under way at once, before it
-is known which of them count: what a load waits for there would cost as much as the load. Where a warp's threads have
-all states of their columns, sums cross no threads.
+Floor, bytes: all states' outputs once, and the merged ones. The outputs of STATES states are under way at once, before
+it is known how much each counts: what a load waits for there would cost as much as the load. A thread has all states of
+its columns, and every thread finds all weights, so nothing is exchanged between threads.
 """
 
 import triton
@@ -17,7 +17,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-@triton.jit(do_not_specialize=["states", "heads"])
+@triton.jit(do_not_specialize=["states"])
 def merge(
     outs,  # [states, tokens, heads, d_v]
     lses,  # fp32 [states, tokens, heads], natural log
@@ -25,7 +25,6 @@ def merge(
     out,  # [tokens, heads, d_v]
     lse,  # fp32 [tokens, heads], natural log
     states,
-    heads,
     d_v,
     stride_outs_state,
     stride_outs_token,
@@ -36,37 +35,45 @@ def merge(
     stride_out_token,
     stride_out_head,
     stride_lse_token,
-    BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    STATES: tl.constexpr,  # looked at together
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-    state = tl.arange(0, BLOCK_S)
-    known, inside = head < heads, column < d_v
-    valid = (state < states)[:, None] & known[None, :]
-    state = state.to(tl.int64)
-    at = outs + token * stride_outs_token + state[:, None] * stride_outs_state + head[None, :] * stride_outs_head
-    values = tl.load(at[:, :, None] + column[None, None, :], mask=valid[:, :, None] & inside[None, None, :], other=0.0)
-    lse_at = lses + token * stride_lses_token + state[:, None] * stride_lses_state + head[None, :] * stride_lses_head
-    found = tl.load(lse_at, mask=valid, other=float("-inf"))
-    found = tl.where(found * LOG2_E == float("-inf"), float("-inf"), found)
-    m = tl.max(found, 0)
-    # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states would
-    # not be 0.
-    weight = tl.exp2((found - tl.where(m == float("-inf"), 0.0, m)[None, :]) * LOG2_E)
+    inside = column < d_v
+    outs += token * stride_outs_token + head * stride_outs_head
+    lses += token * stride_lses_token + head * stride_lses_head
+    m, l = float("-inf"), 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, states, STATES):
+        values, found, m_new = (), (), m
+        for i in tl.static_range(STATES):
+            state = tl.full([], first + i, tl.int64)
+            values += (tl.load(outs + state * stride_outs_state + column, inside & (state < states), 0.0),)
+        tl.debug_barrier()  # or the compiler lets these loads wait for weights, to save registers
+        for i in tl.static_range(STATES):
+            state = tl.full([], first + i, tl.int64)
+            each = tl.load(lses + state * stride_lses_state, state < states, float("-inf"))
+            found += (tl.where(each * LOG2_E == float("-inf"), float("-inf"), each),)
+            m_new = tl.maximum(m_new, found[i])
+        # The difference first: behind a product that is not rounded (a fused operation) large ones of equal states
+        # would not be 0.
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        rescale = tl.exp2((m - base) * LOG2_E)
+        m, l, acc = m_new, l * rescale, acc * rescale
+        for i in tl.static_range(STATES):
+            weight = tl.exp2((found[i] - base) * LOG2_E)
+            l += weight
+            acc += weight * tl.where(weight > 0.0, values[i].to(tl.float32), 0.0)
     top = m * LOG2_E
-    l = tl.where(top == float("inf"), float("nan"), tl.sum(weight, 0))
+    l = tl.where(top == float("inf"), float("nan"), l)
     merged = log2_sum(top, l)
     factor = 1.0 / tl.where(l == 0.0, 1.0, l)
     if sink is not None:
-        factor = factor * sink_factor(tl.load(sink + head, mask=known, other=0.0), merged)
+        factor = factor * sink_factor(tl.load(sink + head), merged)
     if tl.program_id(2) == 0:
-        tl.store(lse + token * stride_lse_token + head, merged * LN_2, mask=known)
-    counted = tl.where((weight > 0.0)[:, :, None], values.to(tl.float32), 0.0)
-    total = cast(tl.sum(weight[:, :, None] * counted, 0) * factor[:, None], out.dtype.element_ty)
-    out_at = out + token * stride_out_token + head[:, None] * stride_out_head + column[None, :]
-    tl.store(out_at, total, mask=known[:, None] & inside[None, :])
+        tl.store(lse + token * stride_lse_token + head, merged * LN_2)
+    total = cast(acc * factor, out.dtype.element_ty)
+    tl.store(out + token * stride_out_token + head * stride_out_head + column, total, mask=inside)

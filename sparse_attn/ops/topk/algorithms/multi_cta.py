@@ -16,10 +16,10 @@ search of the offers.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import histogram, pdl
+from sparse_attn.device import histogram, pdl, ptx_io
 from sparse_attn.ops.topk.algorithms.single_cta import select_row
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, output, ptx_io, radix_select, smem_list, tile
+from sparse_attn.ops.topk.primitives import compact, output, radix_select, smem_list, tile
 
 SECTOR = tl.constexpr(8)  # columns that stay together: 32 bytes
 NOTHING = tl.constexpr(0)  # a key that no score has: nothing was offered

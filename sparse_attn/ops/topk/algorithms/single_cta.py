@@ -14,9 +14,9 @@ needs half the registers.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import histogram, pdl
+from sparse_attn.device import histogram, pdl, ptx_io
 from sparse_attn.ops.topk.algorithms import single_cta_bf16
-from sparse_attn.ops.topk.primitives import compact, output, ptx_io, radix_select, threshold_select, tile
+from sparse_attn.ops.topk.primitives import compact, output, radix_select, threshold_select, tile
 
 BRANCHED = tl.constexpr(16384)  # slots from which on a far shorter row has code of its own
 

@@ -9,9 +9,9 @@ each stand for GROUP neighbours; ``groups`` lists the groups, in shared memory.
 import triton
 import triton.language as tl
 
-from sparse_attn.device import histogram
+from sparse_attn.device import histogram, ptx_io
 from sparse_attn.device.triton_private import ASSEMBLY_HOLDS_LAYOUTS
-from sparse_attn.ops.topk.primitives import bf16_keys, compact, ptx_io, radix_select, set_bits, smem_list, tile
+from sparse_attn.ops.topk.primitives import bf16_keys, compact, radix_select, set_bits, smem_list, tile
 
 OPEN_BITS = tl.constexpr(17)  # of a score, that zero as bf16 leaves open; others leave 16
 TWO_MINUS_INF_SCORES = tl.constexpr(-0x7FFFFF00800000)

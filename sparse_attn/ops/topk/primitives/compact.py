@@ -7,8 +7,8 @@ A row's selection is marks in shared memory at first (see smem_list.py), then a 
 import triton
 import triton.language as tl
 
-from sparse_attn.device import histogram
-from sparse_attn.ops.topk.primitives import output, ptx_io, set_bits, smem_list
+from sparse_attn.device import histogram, ptx_io
+from sparse_attn.ops.topk.primitives import output, set_bits, smem_list
 
 FOURS_OF_WORD = tl.constexpr(8)
 

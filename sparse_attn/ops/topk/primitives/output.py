@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparse_attn.device import packing
-from sparse_attn.ops.topk.primitives import ptx_io, tile
+from sparse_attn.device import packing, ptx_io
+from sparse_attn.ops.topk.primitives import tile
 from sparse_attn.ops.topk.primitives.tile import WORD
 
 
