@@ -25,7 +25,7 @@ LONG = {
     "linears_few": 10, "prefill_v4": 10, "hf_layer": 9, "decode_v4": 9, "prefill_portable": 9, "rank_share": 8,
     "prefill_scores_mxfp4": 7, "experts_few": 6, "paged_scores": 6, "prefill_scores": 6, "layer_v4": 5,
     "prefill_v32": 5, "paged_scores_mxfp4": 5, "prefill_prompt": 4, "prefill_ragged": 4, "decode_bf16": 4,
-    "plan_cache": 3, "decode_v32": 3, "layer_v4_mxfp4": 3, "experts_many": 3,
+    "plan_cache": 3, "decode_v32": 3, "layer_v4_mxfp4": 3, "experts_many": 3, "experts_w4a8": 5,
 }  # fmt: skip
 
 

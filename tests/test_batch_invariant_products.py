@@ -21,6 +21,7 @@ from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.spec import preset
 from sparse_attn.target import TARGETS
 from sparse_attn.weight_layout import PackedWeight, WeightLayout
+from sparse_attn.workspace import Scratch
 
 FP8, MXFP4 = WeightLayout("e4m3", (128, 128), "fp32"), WeightLayout("e2m1", (1, 32), "e8m0")
 SMALL = WeightLayout("e4m3", (32, 32), "e8m0")
@@ -137,8 +138,8 @@ def test_neither_kernel_nor_tiles_nor_splits_follow_from_rows(name):
                 facts = dict(codes=codes, scale=scale, block=block, dtype=dtype, ends=groups > 1, batch_invariant=True)
                 problem = Problem(rows, groups, 4096, 7168, **facts)
                 choice = dispatch.choose(problem, target)
-                chosen.add((choice.kernel.name, dataclasses.replace(choice.plan, tiles=0)))
-                quantised.add(dataclasses.replace(fp8.plan(problem, target), tiles=0))
+                chosen.add((choice.kernel.name, dataclasses.replace(choice.plan, tiles=0, scratch=Scratch())))
+                quantised.add(dataclasses.replace(fp8.plan(problem, target), tiles=0, scratch=Scratch()))
             assert len(chosen) == len(quantised) == 1
     for rows in (1, 200, 5000):
         product = Problem(8 * rows, 256, 4096, 7168, BF16, True, "e4m3", "fp32", (128, 128), batch_invariant=True)

@@ -13,8 +13,9 @@ SUITES = (
     "select_prefill", "sustained", "topk_decode", "topk_prefill",
 )  # fmt: skip
 ALONE = (  # measured against something other than the peers
-    "arrivals", "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many", "hf_bridge",
-    "hf_layer", "linears_few", "linears_many", "load", "loop_invariant", "paged_scores_mxfp4", "plan_cache", "prefill_forms",
+    "arrivals", "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many",
+    "experts_w4a8", "hf_bridge", "hf_layer", "linears_few", "linears_many", "load", "loop_invariant",
+    "paged_scores_mxfp4", "plan_cache", "prefill_forms",
     "prefill_portable", "prefill_scores_mxfp4", "rank_parts", "rank_share", "rank_step", "real_share",
     "speculation", "step_share",
 )  # fmt: skip
@@ -247,10 +248,9 @@ def test_kernels_of_a_step_belong_to_its_parts():
 
     kernels = {
         "attention": ("attend", "combine", "paged_mqa_logits", "select_single_cta", "write_rows", "pool", "keep"),
-        "experts": ("gate_up", "down", "add_terms", "gate_rows", "add_rows"),
+        "experts": ("gate_up", "down", "add_terms", "order_rows", "gather_tokens", "gate_rows", "add_rows"),
         "linears": (
             "swap_ab",
-            "add_splits",
             "place_rows",
             "grouped_linear",
             "nvjet_tst_64x8_64x16",

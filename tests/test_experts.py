@@ -136,6 +136,57 @@ def test_kernel(layout, tokens, clamp, device):
 
 
 @pytest.mark.kernel
+@pytest.mark.few(1)
+@pytest.mark.parametrize("clamp", [None, 0.5])
+@pytest.mark.parametrize("tokens", [1, 7, 30])
+@pytest.mark.parametrize("layout", [MXFP4, V32, V4], ids=lambda layout: layout.name)
+def test_kernel_of_sorted_rows(layout, tokens, clamp, device):
+    """30 tokens: an expert of several tiles, and one without rows between others."""
+    pair, x = weights_of(layout, device), rows_of(tokens, HIDDEN, BF16, device)
+    got = packed_experts(x, *routes(tokens, device), *pair, clamp=clamp, impl="sorted")
+    check(got, x, *routes(tokens, device), *pair, clamp)
+
+
+@pytest.mark.kernel
+@pytest.mark.few(0)
+@pytest.mark.parametrize("impl", ["sorted", "grouped"])
+def test_kernel_of_ids_that_are_no_experts_alone(impl, device):
+    """Nothing is sorted, and no tile has rows; then the last expert alone has some."""
+    pair, x = weights_of(MXFP4, device), rows_of(4, HIDDEN, BF16, device)
+    weights = torch.ones(4, 2, device=device)
+    for ids in ([[-1, EXPERTS]] * 4, [[EXPERTS - 1, -7]] * 4):
+        ids = torch.tensor(ids, dtype=torch.int32, device=device)
+        check(packed_experts(x, weights, ids, *pair, impl=impl), x, weights, ids, *pair, None)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("rows, experts, block_m", [(1, 1, 16), (50, 7, 4), (333, 19, 8), (5000, 3, 16)])
+def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(-2, experts + 2, (rows,), generator=generator, dtype=torch.int32)
+    from sparse_attn.ops.experts.grouped.kernels import order_rows
+
+    tiles = experts + rows // block_m
+    order, place = (torch.full((rows,), -9, dtype=torch.int32, device=device) for _ in range(2))
+    spans = torch.full((tiles, 3), -9, dtype=torch.int32, device=device)
+    ends = torch.full((experts,), -9, dtype=torch.int32, device=device)
+    order_rows[(experts,)](
+        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, PDL=False
+    )
+    held = [[row for row in range(rows) if ids[row] == expert] for expert in range(experts)]
+    flat = sum(held, [])
+    assert order.tolist() == flat + [-9] * (rows - len(flat))
+    assert [place[row].item() for row in flat] == list(range(len(flat)))
+    want, first = [], 0
+    for expert, some in enumerate(held):
+        assert ends[expert] == first + len(some)
+        want += [[expert, first + at, first + len(some)] for at in range(0, len(some), block_m)]
+        first += len(some)
+    assert [span for span in spans.tolist() if span[0] >= 0] == want
+    assert all(span[0] == -1 for span in spans.tolist() if span not in want)
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("dtype", [BF16, FP32] if long() else [FP32], ids=str)
 def test_kernel_of_many_rows(dtype, device):
     pair, x = weights_of(SMALL, device, hidden=96, intermediate=64), rows_of(9, 96, dtype, device)
@@ -262,19 +313,25 @@ def problem(tokens, k=6, experts=256, **more):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_which_kernel_runs(name):
-    few = "grouped" if name.startswith("gfx") else "swap_ab"
-    assert [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64)] == [few] * 3
+    amd = name.startswith("gfx")
+    few, many = ("grouped", "grouped") if amd else ("swap_ab", "sorted")
+    chosen = [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
+    assert chosen == [few] * 3 + [many] * 2
+    fp8 = problem(4096)._replace(activations="fp8")
+    assert dispatch.choose(fp8, TARGETS[name]).kernel.name == "grouped"
 
 
 @pytest.mark.parametrize("change, reason", [
     (dict(tokens=171), "ids: got 1026, allowed: at most 1024"),
     (dict(tokens=64, experts=16), "ids: got 384, allowed: at most 16 an expert"),
     (dict(tokens=1, dtype=FP16), "gate_up: rows: got float16"),
+    (dict(tokens=512, dtype=FP16), "gate_up: rows: got float16"),
     (dict(tokens=1, aligned=False), "gate_up: codes: got any address"),
 ])  # fmt: skip
 def test_what_it_does_not_take(change, reason):
     choice = dispatch.choose(problem(change.pop("tokens"), **change), H200)
-    assert choice.kernel.name == "grouped" and choice.passed_over[0][1].startswith(reason)
+    assert choice.kernel.name == ("sorted" if reason.startswith("ids") else "grouped")
+    assert choice.passed_over[0][1].startswith(reason)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from conftest import long
@@ -13,6 +11,7 @@ from support.weights import random_weight
 
 from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, launch
 from sparse_attn.ops.grouped_linear.plan import Problem
+from sparse_attn.ops.grouped_linear.swap_ab import config
 from sparse_attn.target import H200, TARGETS, target_of
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 
@@ -54,9 +53,8 @@ def test_kernel_of_splits(layout, splits, rows, device):
     weight, rows = weight_of(layout, 1, 130, 1024, device), rows_of(rows, 1024, device)
     problem = Problem(rows.shape[0], 1, 130, 1024, torch.bfloat16, False, layout.codes, layout.scale, layout.block)
     choice = dispatch.choose(problem, target_of(device), "swap_ab")
-    steps = 1024 // choice.plan.block_k
-    splits = -(-steps // -(-steps // splits))
-    plan = dataclasses.replace(choice.plan, splits=splits)
+    old = choice.plan
+    plan = config.planned(problem, config.Tile(old.block_m, old.block_n, old.block_k, 4, 1), splits)
     codes = weight.codes.view(torch.uint8)
     got = launch.grouped_linear(rows, None, codes, weight.scales, layout.name, False, choice._replace(plan=plan))
     check(got, rows, None, weight)

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.mesh import planned_mesh
+from sparse_attn.models.memory import packed_weights
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
+from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import PRESETS, CompressedSpec, preset
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.launches import TARGETS
@@ -95,3 +98,37 @@ def test_workspace_of_batch_invariant_steps_grows_by_rows(spec):
 
     assert attention(32, True) > 1 << 20
     assert attention(320, True) == 10 * attention(32, True) > attention(320, False)
+
+
+PUBLISHED = [("deepseek_v32", "published"), ("deepseek_v4_flash", "published"), ("deepseek_v4_flash", "flash-base")]
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx942"])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("name, form", PUBLISHED)
+def test_products_of_no_row_count_take_more(name, form, invariant, target):
+    spec = preset(name)
+    weights = packed_weights(spec, form, predicted=1, mesh=planned_mesh(tensor=8, expert=8))
+    alone = dict(dtype=torch.bfloat16, batch_invariant=invariant)
+
+    def asked(most):
+        found = product_scratches(weights, spec.moe.experts_per_token, most, TARGETS[target], **alone)
+        return workspace.largest(map(workspace.size_of, found))
+
+    most = asked(3000)
+    for rows in (1, 63, 129, 170, 171, 255, 257, 300, 512, 513, 700, 1111, 1500, 2999):
+        size = asked(rows)
+        assert size.nbytes <= most.nbytes and size.counters <= most.counters
+    limits = Bounds(64, 2936, 4096, batch_invariant=invariant)
+    whole, without = (workspace_size(spec, limits, TARGETS[target], weights=given) for given in (weights, None))
+    assert whole == workspace.largest((without, most))
+
+
+def test_expert_scratch_is_what_a_step_holds_between_its_products():
+    spec = preset("deepseek_v4_flash")
+    weights = packed_weights(spec, "published")
+    tokens, k, hidden, inner = 4096, spec.moe.experts_per_token, spec.hidden_size, spec.moe.intermediate_size
+    found = product_scratches(weights, k, tokens, H200, dtype=torch.bfloat16, batch_invariant=False)
+    most = max(workspace.size_of(scratch).nbytes for scratch in found)
+    held = 2 * tokens * hidden + 2 * tokens * k * (inner + hidden)
+    assert held < most < 1.01 * held

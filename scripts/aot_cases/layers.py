@@ -89,7 +89,9 @@ def routed() -> Iterator[Case]:
     for name, tokens, top_k, count, hidden, intermediate, layout, more in (
         ("deepseek_v4_flash", 8, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
         ("deepseek_v4_flash, many tokens", 4096, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
+        ("deepseek_v4_flash, 512 tokens", 512, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
         ("deepseek_v32", 8, 8, 256, 7168, 2048, "e4m3/128x128/fp32", False),
+        ("deepseek_v32, many tokens", 4096, 8, 256, 7168, 2048, "e4m3/128x128/fp32", True),
         ("fp8 experts, e8m0 scales", 8, 8, 256, 7168, 2048, "e4m3/128x128/e8m0", True),
     ):
         gate_up = packed(layout, count, 2 * intermediate, hidden)

@@ -6,7 +6,8 @@ import re
 
 WAITS = "griddepcontrol.wait"
 HANDS_OUT = "barrier.sync 1;"  # at which warps that specialise are told what to run
-GLOBAL = re.compile(r"(?:ld|st|atom|red|cp|prefetch)\.\S*global")
+# What comes to the L2 alone gives the launch nothing, whenever it is asked for.
+GLOBAL = re.compile(r"(?!cp\.async\.bulk\.prefetch\.L2)(?:ld|st|atom|red|cp|prefetch)\.\S*global")
 INSTRUCTION = re.compile(r"(@\S+ )?(.*)")
 TARGET = re.compile(r"\$\w+")
 

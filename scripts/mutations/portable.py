@@ -320,8 +320,8 @@ KERNELS = [
     Mutation(
         "few-rows-nibbles-swapped", "of a word of e2m1, neighbouring columns are exchanged",
         "sparse_attn/device/packed_dot.py",
-        "return column - within + within % EACH * (BLOCK_K // EACH) + within // EACH",
-        "return column - within + (within ^ 1) % EACH * (BLOCK_K // EACH) + within // EACH",
+        "return word // 8 * (8 * EACH) + code * 8 + word % 8",
+        "return word // 8 * (8 * EACH) + (code ^ 1) * 8 + word % 8",
         ("tests/test_grouped_linear_swap_ab.py::test_kernel_of_every_e2m1_code_and_every_scale",),
     ),
     Mutation(
@@ -344,6 +344,20 @@ KERNELS = [
         "((own + first_row) // BLOCK_ROWS)",
         "(own // BLOCK_ROWS)",
         ("tests/test_grouped_linear_swap_ab.py::test_kernel",),
+    ),
+    Mutation(
+        "few-rows-added-early", "the last split but one adds them up",
+        OPS + "grouped_linear/swap_ab/kernels.py",
+        "== splits - 1:",
+        "== splits - 2:",
+        ("tests/test_grouped_linear_swap_ab.py::test_kernel_of_splits",),
+    ),
+    Mutation(
+        "experts-end-off-by-one", "an expert's last row is in no tile",
+        OPS + "experts/grouped/kernels.py",
+        "tl.store(spans + 3 * n + 2, to)",
+        "tl.store(spans + 3 * n + 2, to - 1)",
+        ("tests/test_experts.py::test_kernel_of_sorted_rows",),
     ),
     Mutation(
         "fp8-rows-scale-of-another-group", "128 columns of a row take the scale of its first ones",
@@ -404,7 +418,7 @@ KERNELS = [
     Mutation(
         "experts-sum-of-another-place", "a token's terms are taken in the order of experts",
         OPS + "experts/grouped/kernels.py",
-        "tl.load(terms + tl.load(place + row) * hidden + at",
+        "tl.load(terms + tl.load(place + row).to(tl.int64) * hidden + at",
         "tl.load(terms + row.to(tl.int64) * hidden + at",
         ("tests/test_experts.py::test_kernel_of_many_rows",),
     ),

@@ -2,8 +2,11 @@
 takes them, and read once.
 
 Codes come as words of 32 bits: eight of e2m1 or four of e4m3, neighbours in a row of the weight. Code j of every word
-of a step of BLOCK_K columns makes one operand, so no value changes its lane. The rows' values lie in that order already
-(``placed``): of each step first those of codes 0, then those of codes 1, and so on. Products are added up in fp32.
+of eight words makes eight columns of an operand, so no value changes its lane. The rows' values lie in that order
+already (``placed``): of every eight words first those of codes 0, then those of codes 1, and so on. Products are added
+up in fp32. A step of BLOCK_K columns is one product where the matrix unit runs by itself (wgmma), whose operands of
+e2m1 are decoded while it multiplies those before; with fewer than WIDE rows it is one for each code of a word, whose
+operand needs no shared memory then.
 
 Ways to decode:
 
@@ -23,6 +26,7 @@ from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 FAST, EXACT, PLAIN = tl.constexpr("fast"), tl.constexpr("exact"), tl.constexpr("plain")
 CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
 E8M0_NAN = tl.constexpr(255)
+WIDE = tl.constexpr(16)
 MOST_FAST_SCALE = tl.constexpr(128)  # the byte of 2
 BF16X4 = tl.constexpr((tl.bfloat16,) * 4)
 BF16X8 = tl.constexpr((tl.bfloat16,) * 8)
@@ -97,23 +101,31 @@ def _byte(words, J: tl.constexpr):
 
 
 @triton.jit
-def placed(column, EACH: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the value of a column lies in a row that packed_dot multiplies. EACH: codes of a word."""
-    within = column % BLOCK_K
-    return column - within + within % EACH * (BLOCK_K // EACH) + within // EACH
+def placed(column, EACH: tl.constexpr):
+    """Where the value of a column lies in a row that packed_dot multiplies. EACH: codes of a word.
+
+    Of every 16 columns that the matrix unit takes at once lane t gives 2t, 2t + 1, 2t + 8 and 2t + 9. Here these are
+    two codes of words 2t and 2t + 1 of eight, so codes stay in their lanes, and in pairs as they are decoded."""
+    code, word = column % EACH, column // EACH
+    return word // 8 * (8 * EACH) + code * 8 + word % 8
 
 
 @triton.jit
-def _dot(values, x, x_inside, J: tl.constexpr, WORDS: tl.constexpr, sums):
-    """sums + values [BLOCK_N, WORDS] times the transpose of those of the rows that belong to codes J."""
-    mine = tl.load(x + J * WORDS, mask=x_inside[:, None], other=0.0)
+def _dot(values, x, x_inside, J: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, sums):
+    """sums + values [BLOCK_N, WORDS], codes J, times the transpose of those of the rows at x [BLOCK_M, 1]."""
+    word = tl.arange(0, WORDS)
+    at = word // 8 * (8 * EACH) + J * 8 + word % 8
+    mine = tl.load(x + at[None, :], mask=x_inside[:, None], other=0.0)
     return cast.dot(values, tl.trans(mine), sums)
 
 
 @triton.jit
-def _dot_e2m1(sums, words, scales, x, x_inside, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAY: tl.constexpr):
+def _dot_e2m1(
+    sums, words, scales, x, x_inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    WAY: tl.constexpr,
+):  # fmt: skip
     """sums [BLOCK_N, BLOCK_M] + the product of words [BLOCK_N, BLOCK_K / 8], scales int32 [BLOCK_N, BLOCK_K / 32], and
-    rows at x [BLOCK_M, BLOCK_K / 8]."""
+    rows at x [BLOCK_M, 1]."""
     WORDS: tl.constexpr = BLOCK_K // 8
     if WAY == PLAIN:
         scales = decode_scale(scales, True)
@@ -128,14 +140,20 @@ def _dot_e2m1(sums, words, scales, x, x_inside, BLOCK_N: tl.constexpr, BLOCK_K: 
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [words, scale], dtype=BF16X8, is_pure=True, pack=2
         )
-    sums = _dot(w1, x, x_inside, 1, WORDS, _dot(w0, x, x_inside, 0, WORDS, sums))
-    sums = _dot(w3, x, x_inside, 3, WORDS, _dot(w2, x, x_inside, 2, WORDS, sums))
-    sums = _dot(w5, x, x_inside, 5, WORDS, _dot(w4, x, x_inside, 4, WORDS, sums))
-    return _dot(w7, x, x_inside, 7, WORDS, _dot(w6, x, x_inside, 6, WORDS, sums))
+    if BLOCK_M < WIDE:
+        sums = _dot(w1, x, x_inside, 1, 8, WORDS, _dot(w0, x, x_inside, 0, 8, WORDS, sums))
+        sums = _dot(w3, x, x_inside, 3, 8, WORDS, _dot(w2, x, x_inside, 2, 8, WORDS, sums))
+        sums = _dot(w5, x, x_inside, 5, 8, WORDS, _dot(w4, x, x_inside, 4, 8, WORDS, sums))
+        return _dot(w7, x, x_inside, 7, 8, WORDS, _dot(w6, x, x_inside, 6, 8, WORDS, sums))
+    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))  # [BLOCK_N, WORDS, code / 4, code / 2 % 2]
+    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
+    return _dot_at_once(tl.join(even, odd), x, x_inside, BLOCK_N, BLOCK_K, 8, sums)
 
 
 @triton.jit
-def _dot_e4m3(sums, words, x, x_inside, BLOCK_K: tl.constexpr, WAY: tl.constexpr):
+def _dot_e4m3(
+    sums, words, x, x_inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WAY: tl.constexpr
+):  # fmt: skip
     """As _dot_e2m1, of words [BLOCK_N, BLOCK_K / 4] and without scales."""
     WORDS: tl.constexpr = BLOCK_K // 4
     if WAY == PLAIN:
@@ -145,8 +163,19 @@ def _dot_e4m3(sums, words, x, x_inside, BLOCK_K: tl.constexpr, WAY: tl.constexpr
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r,r", [words], dtype=BF16X4, is_pure=True, pack=2
         )
-    sums = _dot(w1, x, x_inside, 1, WORDS, _dot(w0, x, x_inside, 0, WORDS, sums))
-    return _dot(w3, x, x_inside, 3, WORDS, _dot(w2, x, x_inside, 2, WORDS, sums))
+    if BLOCK_M < WIDE:
+        sums = _dot(w1, x, x_inside, 1, 4, WORDS, _dot(w0, x, x_inside, 0, 4, WORDS, sums))
+        return _dot(w3, x, x_inside, 3, 4, WORDS, _dot(w2, x, x_inside, 2, 4, WORDS, sums))
+    return _dot_at_once(tl.join(tl.join(w0, w2), tl.join(w1, w3)), x, x_inside, BLOCK_N, BLOCK_K, 4, sums)
+
+
+@triton.jit
+def _dot_at_once(values, x, x_inside, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EACH: tl.constexpr, sums):
+    """sums + values [BLOCK_N, BLOCK_K / EACH, ...], the codes of a word behind each other, times the transpose of the
+    rows at x [BLOCK_M, 1]."""
+    mine = tl.load(x + tl.arange(0, BLOCK_K)[None, :], mask=x_inside[:, None], other=0.0)
+    values = tl.permute(tl.reshape(values, [BLOCK_N, BLOCK_K // EACH // 8, 8, EACH]), [0, 1, 3, 2])
+    return cast.dot(tl.reshape(values, [BLOCK_N, BLOCK_K]), tl.trans(mine), sums)
 
 
 @triton.jit
@@ -170,7 +199,7 @@ def packed_dot(
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if CODES == "e2m1":
         at_word, at_scale = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
-        x_rows = x + x_row[:, None] + at_word[None, :]
+        x_rows = x + x_row[:, None]
         worst = tl.zeros([BLOCK_N, BLOCK_K // 32], tl.int32)
         for step in range(begin, end):
             k = step * BLOCK_K
@@ -178,11 +207,11 @@ def packed_dot(
             scale = tl.load(scales[:, None] + (k // 32 + at_scale)[None, :]).to(tl.int32)
             if WAY == FAST:
                 worst = tl.maximum(worst, scale)
-            sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_N, BLOCK_K, WAY)
+            sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY)
         wrong = tl.max(worst) > MOST_FAST_SCALE
     else:
         at_word = tl.arange(0, BLOCK_K // 4)
-        x_rows = x + x_row[:, None] + at_word[None, :]
+        x_rows = x + x_row[:, None]
         flags = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.int32)
         ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
         for step in range(begin, end):
@@ -193,7 +222,7 @@ def packed_dot(
             if WAY == FAST:
                 flags |= (word & 0x7F7F7F7F) + 0x01010101  # bit 7 of a byte: NaN
             product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_K, WAY) * scale[:, None]
+            sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY) * scale[:, None]
         wrong = tl.max(tl.where((flags & -2139062144) != 0, 1, 0)) > 0
     return sums, wrong
 
@@ -230,7 +259,7 @@ def place_rows(
     PDL: tl.constexpr,
 ):
     """Values of every row in the order in which packed_dot reads them: a CTA's, BLOCK_K columns of a row."""
-    pdl.wait(PDL)
+    pdl.wait_last(PDL)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     values = tl.load(x + row * stride_row + column.to(tl.int64) * stride_column)
-    tl.store(out + row * columns + placed(column, EACH, BLOCK_K), values)
+    tl.store(out + row * columns + placed(column, EACH), values)

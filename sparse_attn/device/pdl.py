@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 WAIT = tl.constexpr("griddepcontrol.wait; // for $0, which is nothing")
+PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 LAUNCH_DEPENDENTS = tl.constexpr("griddepcontrol.launch_dependents; // for $0, which is nothing")
 
 
@@ -27,6 +28,26 @@ def wait_only(PDL: tl.constexpr):
     they start when this one ends."""
     if PDL:
         tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def wait_last(PDL: tl.constexpr):
+    """``wait`` of a small launch before a large one, whose CTAs may come to the SMs at once and wait there: they wait
+    for this one, and so for all before it."""
+    if PDL:
+        tl.inline_asm_elementwise(LAUNCH_DEPENDENTS, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    wait_only(PDL)
+
+
+@triton.jit
+def prefetch(pointers, nbytes, PDL: tl.constexpr):
+    """Bring ``nbytes``, a multiple of 16, from each of ``pointers`` on to the L2, from addresses that are multiples of
+    16. It may stand before the wait, whoever writes there: it gives nothing to this launch. Nothing without PDL."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            PREFETCH, "=r,l,r", [pointers.to(tl.int64), tl.zeros_like(pointers.to(tl.int64)).to(tl.int32) + nbytes],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.constexpr_function

@@ -18,7 +18,7 @@ from sparse_attn.models.reading import Reading
 from sparse_attn.pipeline import Bounds, CacheLayouts
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
-from sparse_attn.weight_layout import packed_bytes
+from sparse_attn.weight_layout import CODE_DTYPE, CODES_PER_BYTE, SCALE_DTYPE, PackedWeight, packed_bytes
 
 FP32, INT32, INT64 = 4, 4, 8
 PLAN = 24 * INT32  # of a row's, at most
@@ -57,6 +57,24 @@ def weight_bytes(
             found[_kind(name)] += torch.Size(shape).numel() * param_dtype(kind, dtype, stored_dtype(kind)).itemsize
     tables = 2 if isinstance(spec, CompressedSpec) else 1
     found["other"] += tables * spec.max_positions * spec.rope_dim * FP32
+    return found
+
+
+def packed_weights(
+    spec: Spec | CompressedSpec, form: str, *, predicted: int = 0, mesh: Mesh = ONE_RANK
+) -> dict[str, PackedWeight]:
+    """Those that a device holds packed, of no memory: on the meta device. Arguments: see weight_bytes."""
+    made, found = form_of(spec, form), {}
+    for name, kind, shape, sources, each in parts_of(spec, made, predicted):
+        reading = Reading(name, shape, sources, each, layout_of(kind, made) if stays_packed(kind) else None, mesh)
+        if (held := reading.held) is None:
+            continue
+        *leading, rows, columns = reading.kept.shape
+        codes = torch.empty(
+            *leading, rows, columns // CODES_PER_BYTE[held.codes], dtype=CODE_DTYPE[held.codes], device="meta"
+        )
+        scales = torch.empty(*leading, *held.grid(rows, columns), dtype=SCALE_DTYPE[held.scale], device="meta")
+        found[name] = PackedWeight(codes, scales, held.name)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,10 @@ from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
 from sparse_attn.pipeline.context import own_bound, own_room
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
+from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
+from sparse_attn.weight_layout import Weight
 from sparse_attn.workspace import Scratch, WorkspaceSize
 
 
@@ -73,12 +75,19 @@ class Bounds:
 
 
 def workspace_size(
-    spec: Spec | CompressedSpec, bounds: Bounds, target: Target, layouts: CacheLayouts | None = None
+    spec: Spec | CompressedSpec,
+    bounds: Bounds,
+    target: Target,
+    layouts: CacheLayouts | None = None,
+    *,
+    weights: Mapping[str, Weight] | None = None,
 ) -> WorkspaceSize:
     """The scratch that any step within ``bounds`` takes on ``target``, exactly: the most that any op takes for any row
     count.
 
-    layouts: of the caches; None: fp8. A pure function: nothing is run or measured. The reference takes none.
+    layouts: of the caches; None: fp8. weights: of a rank, by name, on any device, the meta device too; products with
+    packed ones take scratch. None: none is packed. A pure function: nothing is run or measured. The reference takes
+    none.
     """
     if target.vendor == "cpu" and not target.interpreted:
         return WorkspaceSize(0, 0)
@@ -86,9 +95,13 @@ def workspace_size(
     check_rank_scores(spec, bounds)
     compressed = isinstance(spec, CompressedSpec)
     parts = _windowed(spec, bounds, layouts) if compressed else _latent(spec, bounds, layouts)
-    return workspace.largest(
-        workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)
-    )
+    sizes = [workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)]
+    rows = bounds.max_batch * bounds.next_n + bounds.max_batched_tokens
+    found = product_scratches(
+        weights or {}, spec.moe.experts_per_token, rows, target, dtype=bounds.dtype,
+        batch_invariant=bounds.batch_invariant,
+    )  # fmt: skip
+    return workspace.largest((*sizes, *map(workspace.size_of, found)))
 
 
 def fitting_rows(spec: Spec | CompressedSpec, bounds: Bounds) -> int:

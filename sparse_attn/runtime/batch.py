@@ -116,7 +116,7 @@ def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
     if model.predicts:
         specs.append(prediction_spec(model.spec))
     sizes = [
-        workspace_size(spec, replace(bounds, next_n=rows), target, model.layouts)
+        workspace_size(spec, replace(bounds, next_n=rows), target, model.layouts, weights=model.params)
         for spec in specs
         for rows in {1, bounds.next_n}
     ]

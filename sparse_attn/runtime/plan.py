@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_attn.mesh import Mesh, planned_mesh, show_mesh
 from sparse_attn.models.exchange import step_bytes
-from sparse_attn.models.memory import activation_bytes, file_bytes, gathered_bytes, weight_bytes
+from sparse_attn.models.memory import activation_bytes, file_bytes, gathered_bytes, packed_weights, weight_bytes
 from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses, workspace_size
 from sparse_attn.pipeline.bounds import fitting_rows
@@ -67,7 +67,8 @@ def _held(
 ) -> dict[str, Any]:
     """What a GPU holds, by bounds.mesh."""
     weights = weight_bytes(spec, bounds.dtype, form, predicted=predicted, mesh=bounds.mesh)
-    size = workspace_size(spec, bounds, target, layouts)
+    packed = packed_weights(spec, form, predicted=predicted, mesh=bounds.mesh)
+    size = workspace_size(spec, bounds, target, layouts, weights=packed)
     found = {
         "weight_bytes": sum(weights.values()),
         "cache_bytes": sum(use.nbytes for use in cache_uses(spec, layouts, bounds)),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn import workspace
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.experts import dispatch, shapes
 from sparse_attn.ops.experts.plan import Plan, Problem, problem_of
@@ -23,6 +24,8 @@ class Call(NamedTuple):
     clamp: float | None
     out: torch.Tensor
     problem: Problem
+    views: list[torch.Tensor]  # what the plan's scratch asks for, and its counters
+    counters: torch.Tensor
 
 
 def packed_experts(
@@ -49,5 +52,6 @@ def packed_experts(
     first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
     problem = problem_of(x, ids, *first, *second)._replace(activations=activations, batch_invariant=batch_invariant)
     choice = dispatch.choose(problem, target_of(x.device), kernel)
-    choice.kernel.launcher(Call(x, weights, ids, first, second, clamp, out, problem), choice.plan)
+    views, counters = workspace.take("packed_experts", choice.plan.scratch, x.device)
+    choice.kernel.launcher(Call(x, weights, ids, first, second, clamp, out, problem, views, counters), choice.plan)
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,10 +49,10 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """How swap_ab is launched; of "grouped", whose products choose for themselves, all is 0.
+    """How swap_ab or sorted is launched; of "grouped", whose products have plans of their own, sizes are 0.
 
     block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups.
-    block_k: columns at a time.
+    block_k: columns at a time. registers: of a thread at most; None: what it takes.
     """
 
     block_m: int = 0
@@ -63,4 +63,13 @@ class Plan:
     down_warps: int = 0
     down_block_k: int = 0
     num_stages: int = 0
-    scratch = Scratch()  # what lies between the products is allocated as an output is
+    registers: int | None = None
+    scratch: Scratch = Scratch()
+
+
+def product_format(problem: Product) -> dict[str, Any]:
+    """What kernels know of a weight when they are compiled."""
+    return dict(
+        CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
+        BLOCK_COLUMNS=problem.block[1],
+    )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from sparse_attn import dispatch
-from sparse_attn.dispatch import Choice, Kernel
+from sparse_attn.dispatch import YES, Choice, Kernel
+from sparse_attn.ops.grouped_linear.fp8 import config as fp8
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.ops.grouped_linear.portable import config as portable
 from sparse_attn.ops.grouped_linear.swap_ab import config as swap_ab
@@ -16,6 +17,14 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
     Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
     Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
 )
+
+
+FP8: Kernel[Problem, Plan] = Kernel("fp8", lambda problem, target: YES, fp8.plan, f"{HERE}.fp8.launch:multiply")
+
+
+def choose_fp8(problem: Problem, target: Target) -> Choice[Plan]:
+    """Of rows that are quantised to fp8 there is one kernel."""
+    return Choice(FP8, fp8.plan(problem, target))
 
 
 @functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks

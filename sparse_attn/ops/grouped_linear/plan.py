@@ -79,7 +79,8 @@ class Plan:
 
     tiles: of rows, launched; what no group needs ends at once. scaled_values: whether scales, powers of two, are
     multiplied into the values before a product; otherwise each product has one scale an output and is multiplied by it.
-    splits: CTAs that share the columns of a tile, whose partials are added up behind them.
+    splits: CTAs that share the columns of a tile, of which the last adds up their partials. prefetch: bytes of an
+    output's codes that a CTA asks for before the rows are there. registers: of a thread at most; None: what it takes.
     """
 
     tiles: int
@@ -90,7 +91,9 @@ class Plan:
     num_warps: int
     num_stages: int
     splits: int = 1
-    scratch = Scratch()  # partials are allocated as an output is
+    prefetch: int = 0
+    registers: int | None = None
+    scratch: Scratch = Scratch()
 
     def ctas(self, outputs: int) -> int:
         return self.tiles * -(-outputs // self.block_n) * self.splits

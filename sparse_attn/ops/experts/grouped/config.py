@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from sparse_attn.dispatch import YES, Support
+import torch
+
+from sparse_attn.dispatch import YES, Choice, Support
 from sparse_attn.ops.experts.plan import Plan, Problem
+from sparse_attn.ops.grouped_linear import dispatch
 from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
+
+COUNTED = 4096  # ids that a CTA of order_rows looks at together
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -12,4 +18,22 @@ def supports(problem: Problem, target: Target) -> Support:
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    return Plan()
+    rows, experts, dtype = problem.rows, problem.gate_up.groups, problem.gate_up.dtype
+    hidden, intermediate = problem.gate_up.columns, problem.down.columns
+    own = (
+        Buffer("order", (rows,), torch.int32), Buffer("place", (rows,), torch.int32),
+        Buffer("ends", (experts,), torch.int32), Buffer("rows", (rows, hidden), dtype),
+        Buffer("both", (rows, 2 * intermediate), dtype), Buffer("inner", (rows, intermediate), dtype),
+        Buffer("terms", (rows, hidden), dtype),
+    )  # fmt: skip
+    first, second = (one.plan.scratch for one in products(problem, target))
+    return Plan(scratch=Scratch(own + first.buffers + second.buffers, first.counters + second.counters))
+
+
+def products(problem: Problem, target: Target) -> tuple[Choice, Choice]:
+    """The kernels of gate and up, and of down."""
+    choose = dispatch.choose if problem.activations == "exact" else dispatch.choose_fp8
+    first, second = (
+        choose(one._replace(batch_invariant=problem.batch_invariant), target) for one in (problem.gate_up, problem.down)
+    )
+    return first, second

@@ -1,38 +1,59 @@
-"""Launch of rows sorted by expert: PyTorch's sort, two grouped products, and two kernels between and behind them."""
+"""Launch of rows sorted by expert: sort and gather, two grouped products, and two kernels between and behind them."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 
 from sparse_attn.device import pdl
+from sparse_attn.dispatch import Choice
 from sparse_attn.ops.experts.grouped import kernels
+from sparse_attn.ops.experts.grouped.config import COUNTED, products
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
-from sparse_attn.ops.experts.shapes import sorted_by_expert
-from sparse_attn.ops.grouped_linear.launch import grouped_linear, grouped_linear_fp8
+from sparse_attn.ops.grouped_linear.launch import Product
+from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.target import target_of
+from sparse_attn.weight_layout import parse_weight_layout
 
 BLOCK = 1024
 
 
 def multiply(call: Call, plan: Plan) -> None:
-    (tokens, hidden), k, device = call.x.shape, call.problem.k, call.x.device
-    experts, intermediate = call.problem.gate_up.groups, call.problem.down.columns
-    launched = pdl.launched(target_of(device))
-    order, place, ends = sorted_by_expert(call.ids, experts)
-    product = grouped_linear if call.problem.activations == "exact" else grouped_linear_fp8
-    product = functools.partial(product, batch_invariant=call.problem.batch_invariant)
-    both = product(call.x[order // k], ends, *call.gate_up)
-    inner = torch.empty(tokens * k, intermediate, dtype=call.x.dtype, device=device)
-    kernels.gate_rows[(tokens * k, -(-intermediate // BLOCK))](
+    problem, target = call.problem, target_of(call.x.device)
+    experts, hidden, intermediate = problem.gate_up.groups, problem.gate_up.columns, problem.down.columns
+    order, place, ends, rows, both, inner, terms, *views = call.views
+    launched = pdl.launched(target)
+    ids = call.ids.contiguous()
+    kernels.order_rows[(experts,)](
+        ids, order, None, place, ends, problem.rows, experts, 0, BLOCK=COUNTED, BLOCK_M=1, num_warps=8, **launched
+    )
+    kernels.gather_tokens[(problem.rows, -(-hidden // BLOCK))](
+        call.x, order, ends, rows, problem.k, experts, hidden, *call.x.stride(), BLOCK=BLOCK, num_warps=4, **launched
+    )
+    first, second = products(problem, target)
+    own, counted = len(first.plan.scratch.buffers), first.plan.scratch.counters
+    _multiply(first, problem.gate_up, rows, ends, call.gate_up, both, views[:own], call.counters[:counted])
+    kernels.gate_rows[(problem.rows, -(-intermediate // BLOCK))](
         both, inner, intermediate, 0.0 if call.clamp is None else call.clamp, CLAMPED=call.clamp is not None,
         BLOCK=BLOCK, num_warps=4, **launched,
     )  # fmt: skip
-    del both
-    terms = product(inner, ends, *call.down)
-    kernels.add_rows[(tokens, -(-hidden // BLOCK))](
-        terms, place, call.weights.contiguous(), call.ids.contiguous(), call.out, k, experts, hidden, BLOCK=BLOCK,
-        num_warps=4, **launched,
+    _multiply(second, problem.down, inner, ends, call.down, terms, views[own:], call.counters[counted:])
+    kernels.add_rows[(problem.tokens, -(-hidden // BLOCK))](
+        terms, place, call.weights.contiguous(), ids, call.out, problem.k, experts, hidden, BLOCK=BLOCK, num_warps=4,
+        **launched,
     )  # fmt: skip
+
+
+def _multiply(
+    choice: Choice,
+    problem: Problem,
+    rows: torch.Tensor,
+    ends: torch.Tensor,
+    weight: tuple[torch.Tensor, torch.Tensor, str],
+    out: torch.Tensor,
+    views: list[torch.Tensor],
+    counters: torch.Tensor,
+) -> None:
+    codes, scales, layout = weight
+    first_row = parse_weight_layout(layout).first_row
+    choice.kernel.launcher(Product(rows, ends, codes, scales, out, problem, first_row, views, counters), choice.plan)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from sparse_attn.dispatch import YES, Support, find, no, slower
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.ops.grouped_linear.dispatch import KERNELS
 from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
 
 PRODUCT = find(KERNELS, "swap_ab")
 BLOCK_M, BLOCK_N = 8, 64
@@ -30,4 +33,16 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> Plan:
     first, second = (PRODUCT.plan(one._replace(rows=1), target).block_k for one in (problem.gate_up, problem.down))
-    return Plan(BLOCK_M, BLOCK_N, 4, first, BLOCK_N, 4, second, 1 if target.interpreted else 3)
+    tokens, (hidden, intermediate) = tokens_at_once(problem), (problem.gate_up.columns, problem.down.columns)
+    scratch = Scratch((
+        Buffer("placed", (tokens, hidden), problem.gate_up.dtype),
+        Buffer("inner", (tokens * problem.k, intermediate), problem.gate_up.dtype),
+        Buffer("terms", (tokens * problem.k, hidden), torch.float32),
+    ))  # fmt: skip
+    num_stages = 1 if target.interpreted else 3
+    return Plan(BLOCK_M, BLOCK_N, 4, first, BLOCK_N, 4, second, num_stages, scratch=scratch)
+
+
+def tokens_at_once(problem: Problem) -> int:
+    """As many as a CTA looks through: fewer than all only where it has to be batch-invariant."""
+    return min(problem.tokens, max(1, MOST_ROWS // problem.k))

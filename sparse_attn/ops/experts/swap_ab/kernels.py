@@ -56,8 +56,7 @@ def gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # half of them gates, half ups
     BLOCK_K: tl.constexpr,
-    OUT_EACH: tl.constexpr,  # of down: codes of a word, and BLOCK_K
-    OUT_BLOCK_K: tl.constexpr,
+    OUT_EACH: tl.constexpr,  # of down: codes of a word
     CLAMPED: tl.constexpr,
     WAY: tl.constexpr,
     PDL: tl.constexpr,
@@ -80,7 +79,7 @@ def gate_up(
         gate, up = tl.split(sums)
         inner = tl.reshape(gated(gate, up, clamp, CLAMPED), [HALF, BLOCK_M])
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        to = row.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH, OUT_BLOCK_K)[:, None]
+        to = row.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH)[:, None]
         tl.store(out + to, cast.round_to_bf16(inner), mask=inside[None, :] & (output < intermediate)[:, None])
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.experts.launch import Call
-from sparse_attn.ops.experts.plan import Plan
+from sparse_attn.ops.experts.plan import Plan, product_format
 from sparse_attn.ops.experts.swap_ab import kernels
-from sparse_attn.ops.experts.swap_ab.config import MOST_ROWS
-from sparse_attn.ops.grouped_linear.plan import Problem as Product
+from sparse_attn.ops.experts.swap_ab.config import tokens_at_once
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
@@ -19,8 +16,7 @@ ADDED = 1024  # values that a CTA of add_terms adds up
 
 
 def multiply(call: Call, plan: Plan) -> None:
-    """As many tokens at a time as a CTA looks through: more than those only where it has to be batch-invariant."""
-    n, problem, most = call.problem.tokens, call.problem, MOST_ROWS // call.problem.k
+    n, problem, most = call.problem.tokens, call.problem, tokens_at_once(call.problem)
     for first in range(0, n, most):
         some = slice(first, min(first + most, n))
         part = problem._replace(tokens=some.stop - some.start)
@@ -42,15 +38,13 @@ def _multiply(call: Call, plan: Plan) -> None:
         clamp,
         out,
         problem,
-    ) = call
+    ) = call[:8]
     first, second = problem.gate_up, problem.down
-    experts, hidden, intermediate, device = first.groups, first.columns, second.columns, x.device
-    target = target_of(device)
+    experts, hidden, intermediate = first.groups, first.columns, second.columns
+    target = target_of(x.device)
     launched = pdl.launched(target)
     ids, weights = ids.contiguous(), weights.contiguous()
-    placed = torch.empty(x.shape, dtype=x.dtype, device=device)
-    inner = torch.empty(problem.rows, intermediate, dtype=x.dtype, device=device)
-    terms = torch.empty(problem.rows, hidden, dtype=torch.float32, device=device)
+    placed, inner, terms = call.views
     common = dict(
         ROWS_PADDED=max(16, 1 << (problem.rows - 1).bit_length()), BLOCK_M=plan.block_m,
         WAY="fast" if target.vendor == "nvidia" else "plain", num_stages=plan.num_stages, **launched,
@@ -75,11 +69,10 @@ def _multiply(call: Call, plan: Plan) -> None:
         0.0 if clamp is None else clamp,
         *words.stride()[:2],
         *gate_up_scales.stride()[:2],
-        **_format(first),
+        **product_format(first),
         BLOCK_K=plan.gate_up_block_k,
         BLOCK_N=plan.gate_up_block_n,
         OUT_EACH=packed_dot.CODES_PER_WORD[second.codes],
-        OUT_BLOCK_K=plan.down_block_k,
         CLAMPED=clamp is not None,
         num_warps=plan.gate_up_warps,
         **common,
@@ -99,7 +92,7 @@ def _multiply(call: Call, plan: Plan) -> None:
         parse_weight_layout(down_layout).first_row,
         *words.stride()[:2],
         *down_scales.stride()[:2],
-        **_format(second),
+        **product_format(second),
         BLOCK_K=plan.down_block_k,
         BLOCK_N=plan.down_block_n,
         num_warps=plan.down_warps,
@@ -108,10 +101,3 @@ def _multiply(call: Call, plan: Plan) -> None:
     kernels.add_terms[(problem.tokens, -(-hidden // ADDED))](
         terms, ids, out, problem.k, experts, hidden, BLOCK=ADDED, num_warps=4, **launched
     )
-
-
-def _format(problem: Product) -> dict[str, Any]:
-    return dict(
-        CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1],
-    )  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from sparse_attn.device import grid
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
 
 GROUP = 128  # columns under one scale of a row
 BLOCK = 32  # of whose multiples scale blocks have columns
@@ -26,4 +29,9 @@ def plan(problem: Problem, target: Target) -> Plan:
     grid.check("outputs", problem.outputs, BLOCK_N)
     num_stages = 1 if target.interpreted else 3
     block_k = GROUP if problem.block[1] % GROUP == 0 else BLOCK
-    return Plan(tiles, rows, BLOCK_N, block_k, False, WARPS[rows], num_stages)
+    row_groups = -(-problem.columns // GROUP)
+    scratch = Scratch((
+        Buffer("rows", (problem.rows, row_groups * GROUP), torch.uint8),
+        Buffer("row_scales", (problem.rows, row_groups), torch.float32),
+    ))  # fmt: skip
+    return Plan(tiles, rows, BLOCK_N, block_k, False, WARPS[rows], num_stages, scratch=scratch)

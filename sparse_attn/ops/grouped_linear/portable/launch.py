@@ -10,7 +10,7 @@ from sparse_attn.target import target_of
 
 
 def multiply(product: Product, plan: Plan) -> None:
-    rows, ends, codes, scales, out, problem, first_row = product
+    rows, ends, codes, scales, out, problem, first_row = product[:7]
     kernels.grouped_linear[(plan.tiles, -(-problem.outputs // plan.block_n))](
         rows,
         ends,

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from sparse_attn.device import grid
 from sparse_attn.dispatch import YES, Support, no, slower
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
+
+
+class Tile(NamedTuple):
+    """rows, outputs, columns: multiplied at a time. registers: of a thread at most."""
+
+    rows: int
+    outputs: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+
 
 CODES = {"e2m1": ("e8m0", (1, 32)), "e4m3": ("", (0, 128))}  # scale, and block: columns are a multiple of the latter
 BLOCK_N = 64  # what a warpgroup multiplies at once
@@ -16,7 +31,9 @@ INVARIANT_ROWS = 32  # of a tile, however many rows there are
 MOST_ROWS = 128  # in the mean of a group
 STAGES_BYTES = 72 << 10  # shared memory of a CTA's tiles in flight
 CTAS = 4  # that an SM holds, by their registers
-SPLIT_STEPS = 12  # of a split at least: the sum of splits is a launch of its own
+SPLIT_STEPS = 4  # of a split at least
+INVARIANT_MOST = 512  # rows whose batch-invariant partials are there at once
+PREFETCH = 512  # bytes of an output: of all CTAs, what the memory gives in a few microseconds
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -50,14 +67,44 @@ def plan(problem: Problem, target: Target) -> Plan:
     block_m = next((rows for rows in ROWS if problem.rows_each <= rows), ROWS[-1])
     if problem.batch_invariant:
         block_m = INVARIANT_ROWS
-    groups = problem.tiled_groups
-    tiles = groups + (problem.rows - groups) // block_m if problem.ends else -(-problem.rows // block_m)
     fp4 = problem.codes == "e2m1"
     block_k = 256 if fp4 and block_m < 64 else 128
-    steps = problem.columns // block_k
-    ctas = (problem.groups if problem.batch_invariant else tiles) * -(-problem.outputs // BLOCK_N)
-    wanted = max(1, min(steps // SPLIT_STEPS, CTAS * target.num_sms // max(1, ctas)))
-    splits = -(-steps // -(-steps // wanted)) if steps else 1  # none of them empty
     stage = 2 * block_m * block_k + BLOCK_N * (block_k // 2 if fp4 else block_k)
     num_stages = 1 if target.interpreted else min(4, STAGES_BYTES // stage)
-    return Plan(tiles, block_m, BLOCK_N, block_k, fp4, 4, num_stages, splits)
+    tile = Tile(block_m, BLOCK_N, block_k, 4, num_stages)
+    tiles = problem.groups if problem.batch_invariant else _tiles(problem, block_m)
+    ctas = tiles * -(-problem.outputs // BLOCK_N)
+    return planned(problem, tile, min(problem.columns // block_k // SPLIT_STEPS, CTAS * target.num_sms // max(1, ctas)))
+
+
+def planned(problem: Problem, tile: Tile, splits: int) -> Plan:
+    """With ``splits`` at most, so many that none is empty."""
+    steps = problem.columns // tile.columns
+    splits = -(-steps // -(-steps // max(1, splits))) if steps else 1
+    return Plan(
+        _tiles(problem, tile.rows), tile.rows, tile.outputs, tile.columns, problem.codes == "e2m1", tile.num_warps,
+        tile.num_stages, splits, 0 if problem.ends else PREFETCH, tile.registers, _scratch(problem, tile, splits),
+    )  # fmt: skip
+
+
+def _tiles(problem: Problem, rows: int) -> int:
+    """Of rows, at most."""
+    groups = problem.tiled_groups
+    return groups + (problem.rows - groups) // rows if problem.ends else -(-problem.rows // rows)
+
+
+def rows_at_once(problem: Problem, splits: int) -> int:
+    """Rows of a launch. Batch-invariant splits do not get fewer with more rows."""
+    parted = problem.batch_invariant and splits > 1 and not problem.ends
+    return min(problem.rows, INVARIANT_MOST) if parted else problem.rows
+
+
+def _scratch(problem: Problem, tile: Tile, splits: int) -> Scratch:
+    """Rows in the order of the codes; partials, and how many of a tile there are."""
+    rows = rows_at_once(problem, splits)
+    placed = Buffer("placed", (rows, problem.columns), problem.dtype)
+    if splits == 1:
+        return Scratch((placed,))
+    partials = Buffer("partials", (splits, rows, problem.outputs), torch.float32)
+    tiles = _tiles(problem._replace(rows=rows), tile.rows)
+    return Scratch((placed, partials), tiles * -(-problem.outputs // tile.outputs))

@@ -1,4 +1,4 @@
-"""Launch of the swap-AB product, and of the sum of its splits."""
+"""Launch of the swap-AB product."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import Plan
 from sparse_attn.ops.grouped_linear.swap_ab import kernels
+from sparse_attn.ops.grouped_linear.swap_ab.config import rows_at_once
 from sparse_attn.target import target_of
-
-INVARIANT_MOST = 512  # rows whose partials are there at once
-ADDED = 1024  # values that a CTA of add_splits adds up
 
 
 def multiply(product: Product, plan: Plan) -> None:
     """Batch-invariant splits do not get fewer with more rows: some rows at a time, so that partials stay few."""
     n, problem = product.problem.rows, product.problem
-    most = n
-    if problem.batch_invariant and plan.splits > 1 and product.ends is None:
-        most = INVARIANT_MOST
+    most = rows_at_once(problem, plan.splits)
     for first in range(0, n, most):
         some = slice(first, min(first + most, n))
         count = some.stop - some.start
@@ -33,30 +29,30 @@ def multiply(product: Product, plan: Plan) -> None:
 
 
 def _multiply(product: Product, plan: Plan) -> None:
-    rows, ends, codes, scales, out, problem, first_row = product
+    rows, ends, codes, scales, out, problem, first_row, (placed, *partials), arrivals = product
     assert scales is not None
-    target, words, to = target_of(rows.device), codes.view(torch.int32), out
+    target, words = target_of(rows.device), codes.view(torch.int32)
     launched = pdl.launched(target)
-    placed = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
     packed_dot.place_rows[(problem.rows, problem.columns // plan.block_k)](
         rows, placed, problem.rows, problem.columns, *rows.stride(), EACH=packed_dot.CODES_PER_WORD[problem.codes],
         BLOCK_K=plan.block_k, num_warps=1, **launched,
     )  # fmt: skip
-    if plan.splits > 1:
-        to = torch.empty(plan.splits, *out.shape, dtype=torch.float32, device=out.device)
     steps = problem.columns // plan.block_k
     kernels.swap_ab[(plan.tiles, -(-problem.outputs // plan.block_n), plan.splits)](
         placed,
         ends,
         words,
         scales,
-        to,
+        out,
+        *(partials or [out]),
+        arrivals,
         problem.rows,
         problem.groups,
         problem.outputs,
         problem.columns,
         first_row,
         -(-steps // plan.splits),
+        plan.splits,
         0 if ends is None else ends.stride(0),
         *words.stride()[:2],
         *scales.stride()[:2],
@@ -69,10 +65,9 @@ def _multiply(product: Product, plan: Plan) -> None:
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         WAY="fast" if target.vendor == "nvidia" else "plain",
+        SPLIT=plan.splits > 1,
+        PREFETCH=plan.prefetch,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **launched,
+        **launched | ({} if plan.registers is None else {"maxnreg": plan.registers}),
     )
-    if plan.splits > 1:
-        count = out.numel()
-        kernels.add_splits[(-(-count // ADDED),)](to, out, count, plan.splits, BLOCK=ADDED, num_warps=4, **launched)

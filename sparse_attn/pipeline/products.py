@@ -1,0 +1,66 @@
+"""Scratch of a step's products with packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.ops.experts import dispatch as experts
+from sparse_attn.ops.experts.plan import Problem as Routed
+from sparse_attn.ops.grouped_linear import dispatch as linears
+from sparse_attn.ops.grouped_linear.plan import Problem
+from sparse_attn.target import Target
+from sparse_attn.weight_layout import PackedWeight, Weight, parse_weight_layout, weight_shape
+from sparse_attn.workspace import Scratch
+
+GATE_UP, DOWN = "moe.gate_up", "moe.down"  # how names of routed experts end
+FEW = 256  # rows up to which each number of them may have tiles and splits of its own
+
+
+class _Shape(NamedTuple):
+    groups: int
+    outputs: int
+    columns: int
+    layout: str
+
+    def problem(self, rows: int, ends: bool, dtype: torch.dtype, batch_invariant: bool) -> Problem:
+        packed = parse_weight_layout(self.layout)
+        return Problem(
+            rows, self.groups, self.outputs, self.columns, dtype, ends, packed.codes, packed.scale, packed.block,
+            batch_invariant=batch_invariant,
+        )  # fmt: skip
+
+
+def product_scratches(
+    weights: Mapping[str, Weight],
+    experts_per_token: int,
+    most: int,
+    target: Target,
+    *,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+) -> Iterator[Scratch]:
+    """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most.
+
+    weights: a rank's, by the names of models.params; of a packed weight of rank 3 each group takes every token.
+    """
+    counts = sorted({*range(1, min(most, FEW) + 1), most} - {0})
+    packed = {name: value for name, value in weights.items() if isinstance(value, PackedWeight)}
+    routed = {(_shape(value), _shape(packed[name[: -len(GATE_UP)] + DOWN])) for name, value in packed.items()
+              if name.endswith(GATE_UP)}  # fmt: skip
+    alone = {_shape(value) for name, value in packed.items() if not name.endswith((GATE_UP, DOWN))}
+    for tokens in counts:
+        for shape in alone:
+            rows = tokens * shape.groups
+            yield linears.choose(shape.problem(rows, shape.groups > 1, dtype, batch_invariant), target).plan.scratch
+        for pair in routed:
+            first, second = (shape.problem(tokens * experts_per_token, True, dtype, batch_invariant) for shape in pair)
+            problem = Routed(tokens, experts_per_token, first, second, batch_invariant=batch_invariant)
+            yield experts.choose(problem, target).plan.scratch
+
+
+def _shape(weight: PackedWeight) -> _Shape:
+    *groups, outputs, columns = weight_shape(weight)
+    return _Shape(groups[0] if groups else 1, outputs, columns, weight.layout)
