@@ -8,8 +8,10 @@ from conftest import long
 from support.products import EPSILON, rows_of, tensor_of
 from support.weights import random_weight
 
-from sparse_attn.ops.grouped_linear import grouped_linear, linear
+from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, linear
+from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.grouped_linear.reference import quantised_rows
+from sparse_attn.target import target_of
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
 
@@ -146,3 +148,21 @@ def test_gpu_many_rows_and_captured(layout, shape, n):
         given.copy_(ends)
         graph.replay()
         check(out, rows, ends.tolist(), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 128, 1040])
+def test_gpu_product_of_torch(rows):
+    """Where torch multiplies it gives what our kernel gives, but for the order of fp32 sums."""
+    layout = WeightLayout("e4m3", (128, 128), "fp32")
+    codes, scales, name = random_weight(layout, 1, 384, 1024, moderate=True)
+    x, target = torch.randn(rows, 1024, device="cuda").bfloat16(), target_of(torch.device("cuda"))
+    arguments = x, None, codes.view(torch.uint8).cuda(), scales.cuda(), name
+    chosen = dispatch.choose_fp8(problem_of(*arguments), target)
+    ours = dispatch.choose_fp8(problem_of(*arguments), target, whole=False)
+    assert (chosen.kernel.name, ours.kernel.name) == ("torch" if target.is_hopper else "fp8", "fp8")
+    weight = PackedWeight(codes.cuda(), scales.cuda(), name)
+    got = grouped_linear(x, None, weight, activations="fp8")
+    same = grouped_linear(x, None, weight, activations="fp8", batch_invariant=True)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got.float(), same.float(), rtol=2**-7, atol=2**-9 * same.float().abs().max().item())

@@ -19,12 +19,15 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
 )
 
 
-FP8: Kernel[Problem, Plan] = Kernel("fp8", lambda problem, target: YES, fp8.plan, f"{HERE}.fp8.launch:multiply")
+FP8_KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("torch", fp8.torch_supports, fp8.torch_plan, f"{HERE}.fp8.launch:multiply_by_torch"),
+    Kernel("fp8", lambda problem, target: YES, fp8.plan, f"{HERE}.fp8.launch:multiply"),
+)
 
 
-def choose_fp8(problem: Problem, target: Target) -> Choice[Plan]:
-    """Of rows that are quantised to fp8 there is one kernel."""
-    return Choice(FP8, fp8.plan(problem, target))
+def choose_fp8(problem: Problem, target: Target, *, whole: bool = True) -> Choice[Plan]:
+    """Of rows that are quantised to fp8. whole: whether the weight's first scale block was not cut."""
+    return dispatch.choose(FP8_KERNELS[not whole :], problem, target)
 
 
 @functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks

@@ -66,8 +66,9 @@ def grouped_linear_fp8(
     if rows.shape[1] == 0:
         return out.zero_()
     problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
-    choice = dispatch.choose_fp8(problem, target_of(rows.device))
-    views, counters = workspace.take("grouped_linear_fp8", choice.plan.scratch, rows.device)
     first_row = parse_weight_layout(layout).first_row
-    choice.kernel.launcher(Product(rows, ends, codes, scales, out, problem, first_row, views, counters), choice.plan)
-    return out
+    choice = dispatch.choose_fp8(problem, target_of(rows.device), whole=first_row == 0)
+    views, counters = workspace.take("grouped_linear_fp8", choice.plan.scratch, rows.device)
+    product = Product(rows, ends, codes, scales, out, problem, first_row, views, counters)
+    given = choice.kernel.launcher(product, choice.plan)
+    return out if given is None else given

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from sparse_attn.device import grid
+from sparse_attn.dispatch import YES, Support, no, not_on
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
@@ -15,6 +17,34 @@ BLOCK_N = 64
 TILES = (128, 64, 16)  # rows
 INVARIANT_TILE = 64  # rows, however many there are
 WARPS = {128: 8, 64: 4, 16: 4}
+
+
+TORCH_ROWS, TORCH_COLUMNS = 16, 512  # of whose multiples torch's product is asked for: scales lie as it wants them
+
+
+def torch_supports(problem: Problem, target: Target) -> Support:
+    """torch.nn.functional.scaled_mm with blocks of 1 x 128 and 128 x 128."""
+    if not target.is_hopper or not hasattr(F, "scaled_mm"):
+        return not_on(target, "sm_90, with a torch that has scaled_mm")
+    if problem.batch_invariant:
+        return no("batch_invariant: got True, allowed: False, for it chooses by rows")
+    if problem.ends or problem.groups != 1:
+        return no(f"groups: got {problem.groups}, allowed: 1")
+    if (problem.codes, problem.scale, problem.block) != ("e4m3", "fp32", (GROUP, GROUP)):
+        return no(f"weight: got {problem.codes} of {problem.block} of {problem.scale}, allowed: e4m3, 128x128 of fp32")
+    if problem.dtype != torch.bfloat16 or not problem.aligned:
+        return no("rows, codes: got any dtype and strides, allowed: bfloat16, aligned")
+    if problem.columns % TORCH_COLUMNS or problem.outputs % GROUP or problem.rows % TORCH_ROWS:
+        return no("rows, outputs, columns: got others, allowed: multiples of 16, 128 and 512")
+    return YES
+
+
+def torch_plan(problem: Problem, target: Target) -> Plan:
+    """torch tiles as it likes."""
+    groups = problem.columns // GROUP
+    codes = Buffer("rows", (problem.rows, problem.columns), torch.uint8)
+    scratch = Scratch((codes, Buffer("row_scales", (groups, problem.rows), torch.float32)))
+    return Plan(0, 0, 1, 0, False, 0, 0, scratch=scratch)
 
 
 def plan(problem: Problem, target: Target) -> Plan:

@@ -24,27 +24,31 @@ def _as_e4m3(nibbles):
     return tl.where(magnitude < 2, magnitude * 0x30, 0x30 + 4 * magnitude) | ((nibbles & 8) << 4)
 
 
-@triton.jit(do_not_specialize=["stride_row", "stride_column"])
+@triton.jit(do_not_specialize=["groups", "stride_row", "stride_column", "stride_scale_row", "stride_scale_group"])
 def quantise(
     x,  # [rows, columns]
     codes,  # uint8 [rows, columns padded to GROUP], contiguous
-    scales,  # fp32 [rows, columns / GROUP], contiguous
+    scales,  # fp32 [rows, groups]
     columns,
+    groups,  # of columns
     stride_row,
     stride_column,
+    stride_scale_row,
+    stride_scale_group,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a CTA
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    groups = tl.cdiv(columns, GROUP)
-    at = group * GROUP + tl.arange(0, GROUP)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(x + row * stride_row + at.to(tl.int64) * stride_column, mask=at < columns, other=0.0)
     values, magnitudes = finite_or_nan(values.to(tl.float32))
-    scale = ceil_pow2(tl.maximum(tl.max(magnitudes, 0) / 448.0, LEAST))
-    values /= scale
-    tl.store(codes + row * groups * GROUP + at, encode_fp8(values, False))
-    tl.store(scales + row * groups + group, scale)
+    scale = ceil_pow2(tl.maximum(tl.max(magnitudes, 1) / 448.0, LEAST))
+    values /= scale[:, None]
+    tl.store(codes + row * groups * GROUP + at, encode_fp8(values, False), mask=(group < groups)[:, None])
+    to = scales + row * stride_scale_row + group.to(tl.int64) * stride_scale_group
+    tl.store(to, scale, mask=group < groups)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "first_row", "stride_ends"])

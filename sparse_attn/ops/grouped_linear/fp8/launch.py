@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
+
 from sparse_attn.device import pdl
 from sparse_attn.ops.grouped_linear.fp8 import kernels
 from sparse_attn.ops.grouped_linear.fp8.config import GROUP
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import Plan
-from sparse_attn.target import target_of
+from sparse_attn.target import Target, target_of
+
+TOGETHER = 16  # groups of columns that a CTA quantises
+
+
+def quantise(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target) -> None:
+    """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides."""
+    n, groups = scales.shape
+    together = min(TOGETHER, 1 << (groups - 1).bit_length())
+    kernels.quantise[(n, -(-groups // together))](
+        rows, codes, scales, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, GROUPS=together,
+        num_warps=4, **pdl.launched(target),
+    )  # fmt: skip
+
+
+def multiply_by_torch(product: Product, plan: Plan) -> torch.Tensor:
+    """As ``multiply``, by torch's scaled_mm, into a tensor of its own."""
+    rows, _, codes, scales, _, problem, _, (x, x_scales), _ = product
+    assert scales is not None
+    x_scales = x_scales.t()
+    quantise(rows, x, x_scales, target_of(rows.device))
+    by_row, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    return F.scaled_mm(
+        x.view(torch.float8_e4m3fn), codes[0].view(torch.float8_e4m3fn).t(), x_scales, by_row, scales[0].t(), by_block,
+        output_dtype=problem.dtype,
+    )  # fmt: skip
 
 
 def multiply(product: Product, plan: Plan) -> None:
@@ -15,9 +43,7 @@ def multiply(product: Product, plan: Plan) -> None:
     assert scales is not None
     target = target_of(rows.device)
     launched = pdl.launched(target)
-    kernels.quantise[tuple(x_scales.shape)](
-        rows, x, x_scales, problem.columns, *rows.stride(), GROUP=GROUP, num_warps=1, **launched
-    )  # fmt: skip
+    quantise(rows, x, x_scales, target)
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     kernels.multiply[(plan.tiles, -(-problem.outputs // plan.block_n))](
         x,
