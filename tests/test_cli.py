@@ -325,8 +325,9 @@ def test_plan_counts_every_byte(tmp_path, capsys):
         numbers["workspace"]["bytes"] == numbers["workspace"]["scratch_bytes"] + numbers["workspace"]["counter_bytes"]
     )
     assert numbers["weight_bytes"] == sum(numbers["weights"].values())
-    assert 1 < numbers["weight_bytes"] / numbers["file_bytes"] < 1.03
-    assert 1 < numbers["weight_bytes"] / 689e9 < 1.03  # what the files hold
+    assert numbers["weights"]["mtp"] == 0 < numbers["files"]["mtp"]
+    with_mtp = numbers["weight_bytes"] + numbers["files"]["mtp"]
+    assert 1 < with_mtp / numbers["file_bytes"] < 1.03 and 1 < with_mtp / 689e9 < 1.03  # what the files hold
     assert numbers["gathered_bytes"] == 163840 * 576 * 2 and numbers["activation_bytes"] > 8192 * 129280 * 6
     parts = [numbers[f"{part}_bytes"] for part in ("weight", "cache", "gathered", "activation")]
     assert numbers["bytes"] == sum(parts) + numbers["workspace"]["bytes"]
@@ -335,6 +336,34 @@ def test_plan_counts_every_byte(tmp_path, capsys):
                          ("expert weights", numbers["weights"]["expert"]), ("workspace", numbers["workspace"]["bytes"]),
                          ("gathered", parts[2]), ("activations", parts[3]), ("in all", numbers["bytes"])):  # fmt: skip
         assert re.search(rf"^{what} .* {nbytes:,}$", shown, re.MULTILINE), what
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    (("deepseek_v32", ("mtp kv", "mtp index")), ("deepseek_v4_flash", ("mtp window",)), ("tiny_v32", ("mtp kv",))),
+)
+def test_plan_counts_what_speculation_takes(name, kinds, tmp_path, capsys):
+    numbers = []
+    for drafts in (0, 2):
+        out = tmp_path / f"{drafts}.json"
+        given = ["plan", "--preset", name, "--max-model-len", "8192", "--max-batch", "3", "--json", str(out)]
+        assert main([*given, "--speculate", str(drafts)]) == 0
+        numbers.append(json.loads(out.read_text()))
+    alone, both = numbers
+    assert both["bounds"]["next_n"] == 3 and both["files"] == alone["files"]
+    assert both["weight_bytes"] - alone["weight_bytes"] == both["weights"]["mtp"] > 0
+    assert 0.9 < both["weights"]["mtp"] / both["files"]["mtp"] < 1.1
+    added = {kind for kind in both["caches"] if kind not in alone["caches"]}
+    assert added >= {*kinds} and all(both["caches"][kind]["layers"] == 1 for kind in added)
+    assert both["cache_bytes"] == sum(cache["bytes"] for cache in both["caches"].values()) > alone["cache_bytes"]
+    for part in ("activation_bytes", "bytes"):
+        assert both[part] > alone[part]
+    assert both["workspace"]["bytes"] >= alone["workspace"]["bytes"]
+    sent = [sum(one["gpus"][1]["collective_bytes_per_step"].values()) for one in numbers]
+    assert sent[1] > 3 * sent[0]
+    assert "mtp weights" in capsys.readouterr().out
+    assert main(["plan", "--preset", name, "--format", "fused", "--speculate", "1"]) == 2
+    assert "speculate: got 1, allowed: 0, fused files" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -400,7 +429,7 @@ def test_plan_errors(capsys):
 @pytest.mark.parametrize("more,least", [(["--format", "bf16"], 1.36e12), (["--format", "fp8-e8m0"], 6.85e11)])
 def test_plan_counts_weights_in_every_form(more, least, tmp_path):
     out = tmp_path / "plan.json"
-    assert main(["plan", "--preset", "deepseek_v32", *more, "--json", str(out)]) == 0
+    assert main(["plan", "--preset", "deepseek_v32", *more, "--speculate", "1", "--json", str(out)]) == 0
     numbers = json.loads(out.read_text())
     assert numbers["format"] == more[1] and least < numbers["weight_bytes"] < 1.03 * least
 

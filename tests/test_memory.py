@@ -10,9 +10,9 @@ import torch
 
 from sparse_attn import build_step_plan
 from sparse_attn.mesh import Mesh, Ranks, planned_mesh
-from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, windowed
+from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, mtp, windowed
 from sparse_attn.models.params import NARROW, param_dtype, random_params
-from sparse_attn.models.shapes import param_shapes
+from sparse_attn.models.shapes import param_shapes, prediction_shapes, prediction_spec
 from sparse_attn.models.sharding import rank_shapes
 from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size, ranks
 from sparse_attn.spec import CompressedSpec, preset
@@ -70,31 +70,31 @@ def few_layers(name, **changes):
     return replace(spec, **layers, **changes)
 
 
-def peak(spec, bounds, layouts):
-    """Of a step at the bounds, on meta tensors: an op's outputs count, its scratch does not."""
+def peak(spec, bounds, layouts, predicts=False):
+    """Of a step at the bounds, on meta tensors: an op's outputs count, its scratch does not. predicts: of the layer of
+    multi-token prediction behind it, too."""
     decodes, length = bounds.max_batch, bounds.max_model_len
     prefills = 1 if bounds.max_batched_tokens else 0
     tokens, requests = decodes * bounds.next_n + bounds.max_batched_tokens, decodes + prefills
     with torch.device("meta"), torch.no_grad():
         params = {
             name: torch.empty(shape, dtype=param_dtype(name, bounds.dtype))
-            for name, shape in rank_shapes(param_shapes(spec), bounds.mesh).items()
+            for name, shape in rank_shapes(param_shapes(spec) | prediction_shapes(spec, 1), bounds.mesh).items()
         }
         params |= {
             name: torch.empty(length, spec.rope_dim, dtype=torch.float32) for name in ("rope", "rope_compressed")
         }
         blocks = bounds.num_blocks + 1, bounds.block_size, "meta"
         rings = isinstance(spec, CompressedSpec)
-        if rings:
-            caches = deepseek_v4.allocate_caches(spec, layouts, *blocks, requests=requests, step_rows=tokens)
-        else:
-            caches = deepseek_v32.allocate_caches(spec, layouts, *blocks)
+        one, sizes = prediction_spec(spec), dict(requests=requests, step_rows=tokens) if rings else {}
+        allocate = (deepseek_v4 if rings else deepseek_v32).allocate_caches
+        caches, others = (allocate(each, layouts, *blocks, **sizes) for each in (spec, one))
         shapes = requests + 1, requests, (requests, 1)
         starts, lens, ring_table = (torch.empty(shape, dtype=torch.int32) for shape in shapes)
         blocks_of_all = bounds.block_size * bounds.mesh.context.size
         table = torch.empty(requests, -(-length // blocks_of_all), dtype=torch.int32)
         ids, slots = torch.empty(2, tokens, dtype=torch.int64)
-        inputs = leaves((params, *caches, starts, lens, ring_table, table, ids, slots))
+        inputs = leaves((params, *caches, *others, starts, lens, ring_table, table, ids, slots))
         inputs = [tensor for tensor in inputs if tensor is not None]
         with Held(inputs) as held:
             kv_rows = (length if bounds.kv_rows is None else bounds.kv_rows) * prefills
@@ -105,7 +105,12 @@ def peak(spec, bounds, layouts):
             run = dict(layouts=layouts, impl="triton", mesh=bounds.mesh)
             if rings:
                 plan, run = plan._replace(ring_table=ring_table), run | dict(prefill_in_place=bounds.prefill_in_place)
-            (deepseek_v4 if rings else deepseek_v32).forward(params, spec, ids, caches, plan, **run)
+            found = (deepseek_v4 if rings else deepseek_v32).forward(
+                params, spec, ids, caches, plan, keep_hidden=predicts, **run
+            )  # fmt: skip
+            if predicts:
+                run.pop("prefill_in_place", None)
+                mtp.predict(params, one, ids, found[1], others, plan, **run)
     return held.peak
 
 
@@ -143,6 +148,21 @@ def test_a_step_holds_no_more(name, step, dtype, as_on_a_gpu):
         layouts = cache_layouts(spec, "fp8" if dtype == torch.bfloat16 else "fp32")
         bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
         held = peak(spec, bounds, layouts)
+        assert held <= bound <= 2 * held, (held, bound)
+
+
+@pytest.mark.parametrize("step", ("prefill", "decode", "both"))
+@pytest.mark.parametrize("name", ("deepseek_v32", "glm5", "deepseek_v4_pro", "tiny_v32", "tiny_v4"))
+def test_a_step_that_predicts_holds_no_more(name, step, as_on_a_gpu):
+    few = dict(num_experts=17, experts_per_token=1, intermediate_size=16, num_groups=1, top_groups=1)
+    for changes in ({}, dict(vocab_size=64, moe=replace(preset(name).moe, **few))):
+        spec = few_layers(name, **changes)
+        as_on_a_gpu(torch.bfloat16, spec)
+        bounds = Bounds(max_model_len=8192, block_size=default_block_size(spec), **STEPS[step])
+        layouts = cache_layouts(spec, "fp8")
+        counted = (memory.activation_bytes, memory.prediction_bytes)
+        bound = max(count(spec, bounds, H200) for count in counted) + memory.gathered_bytes(spec, bounds, layouts)
+        held = peak(spec, bounds, layouts, predicts=True)
         assert held <= bound <= 2 * held, (held, bound)
 
 

@@ -9,12 +9,13 @@ from support.compilations import ALONE, TOGETHER, Graphs, counts_behind, prompts
 from support.processes import Grid, mesh_of_grid
 
 from sparse_attn.mesh import Mesh
-from sparse_attn.models.exchange import step_bytes
+from sparse_attn.models.exchange import drafting_bytes, step_bytes
 from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.generate import generate
+from sparse_attn.runtime.rows import EagerDecode
 from sparse_attn.runtime.steps import Model, Sampling, decode_step
 from sparse_attn.spec import preset
 from sparse_attn.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
@@ -76,6 +77,29 @@ def test_a_step_sends_what_is_counted(name, as_rank):
         model.spec, as_rank, len(lengths), torch.float32, max_context=max_context, block_size=block_size
     )
     assert sent.nbytes == sum(counted.values()), counted
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("drafts", (1, 3))
+@pytest.mark.parametrize("as_rank", GRIDS, indirect=True, ids=str)
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
+def test_a_step_that_drafts_sends_what_is_counted(name, as_rank, drafts):
+    params = shard_params(dict(random_params(preset(name), seed=1, mtp=True)), as_rank)
+    model = Model(preset(name), params, cache_layouts(preset(name), "fp8"), mesh=as_rank)
+    lengths, block_size = [300, 7, 150], 128 if name == "tiny_v4" else 16
+    _, caches, state, _, max_context, _ = prepare(
+        model, lengths, [length + 9 for length in lengths], block_size=block_size, prefill_tokens=64, next_n=drafts + 1
+    )
+    loop = EagerDecode(
+        model, caches, max_context=max_context, max_blocks=state.block_table.shape[1], buckets=(3,), speculate=drafts
+    )
+    loop.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
+    with Sent(as_rank) as sent:
+        loop.run(1)
+    sizes = dict(max_context=max_context, block_size=block_size)
+    counted = step_bytes(model.spec, as_rank, 3 * (drafts + 1), torch.float32, **sizes)
+    drafting = drafting_bytes(model.spec, as_rank, 3, drafts, torch.float32, **sizes)
+    assert sent.nbytes == sum(counted.values()) + sum(drafting.values()), (counted, drafting)
 
 
 @pytest.mark.few(0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.mesh import Mesh, Ranks
+from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline.context import own_bound
 from sparse_attn.pipeline.ranks import exchanged_bytes, merged_bytes
 from sparse_attn.spec import CompressedSpec, Spec
@@ -17,12 +18,31 @@ def step_bytes(
     """Of a step of ``rows`` decode rows, by dimension: "tensor": embedding, heads, dense MLPs and logits. "experts":
     the sums of routed and shared experts. "context": selections, and outputs to merge. max_context: tokens a request
     may hold. block_size: tokens a block of a rank's paged caches covers."""
+    return _step_bytes(spec, mesh, rows, rows, dtype, max_context, block_size)
+
+
+def drafting_bytes(
+    spec: Spec | CompressedSpec, mesh: Mesh, requests: int, drafts: int, dtype: torch.dtype, *, max_context: int,
+    block_size: int,
+) -> dict[str, int]:  # fmt: skip
+    """Beside step_bytes of ``requests`` * (drafts + 1) rows, where the layer of multi-token prediction drafts: it runs
+    over these rows, then over one of each request for every draft behind the first."""
+    one, each = prediction_spec(spec), [requests * (drafts + 1)] + [requests] * (drafts - 1)
+    parts = [_step_bytes(one, mesh, rows, requests, dtype, max_context, block_size) for rows in each]
+    return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def _step_bytes(
+    spec: Spec | CompressedSpec, mesh: Mesh, rows: int, drawn: int, dtype: torch.dtype, max_context: int,
+    block_size: int,
+) -> dict[str, int]:  # fmt: skip
+    """drawn: rows that logits are made of."""
     value, hidden = dtype.itemsize, rows * spec.hidden_size * dtype.itemsize
     tensor, moe_layers = mesh.tensor, spec.num_layers
     if not isinstance(spec, CompressedSpec):
         moe_layers = sum(spec.moe_layers)
     sums = 1 + spec.num_layers + (spec.num_layers - moe_layers)
-    logits = rows * -(-spec.vocab_size // tensor.size) * value
+    logits = drawn * -(-spec.vocab_size // tensor.size) * value
     return {
         "tensor": sums * _summed(hidden, tensor) + (tensor.size - 1) * logits,
         "experts": moe_layers * _summed(hidden, mesh.routed),

@@ -15,6 +15,7 @@ from sparse_attn.models.forms import Entry, form_of, layout_of, nbytes_of, parts
 from sparse_attn.models.moe import takes_grouped
 from sparse_attn.models.params import param_dtype, stays_packed
 from sparse_attn.models.reading import Reading
+from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
@@ -126,6 +127,15 @@ def activation_bytes(spec: Spec | CompressedSpec, bounds: Bounds, target: Target
     else:
         kept, stages = _latent_row(spec, bounds, target)
     return (decode + prefill) * (kept + max(stages)) + _rank_scores(spec, bounds)
+
+
+def prediction_bytes(spec: Spec | CompressedSpec, bounds: Bounds, target: Target) -> int:
+    """The same while the layer of multi-token prediction runs over a step's rows: beside what a layer holds, the
+    model's logits, its hidden states, and what the layer makes of them first."""
+    one, value = prediction_spec(spec), bounds.dtype.itemsize
+    width = spec.hidden_size * (spec.streams if isinstance(spec, CompressedSpec) else 1)
+    rows = bounds.max_batch * bounds.next_n + bounds.max_batched_tokens
+    return rows * (spec.vocab_size * FP32 + 4 * width * value) + activation_bytes(one, bounds, target)
 
 
 def _rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> int:

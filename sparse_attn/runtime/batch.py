@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,13 +10,15 @@ import torch
 
 from sparse_attn import checks, workspace
 from sparse_attn.models.shapes import prediction_spec
-from sparse_attn.pipeline import Bounds, check_block_size, default_block_size, workspace_size
+from sparse_attn.pipeline import Bounds, CacheLayouts, check_block_size, default_block_size, workspace_size
 from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks
 from sparse_attn.runtime.steps import AnyCaches, Decode, Model, least_capacity
-from sparse_attn.target import resolve_impl, target_of
+from sparse_attn.spec import CompressedSpec, Spec
+from sparse_attn.target import Target, resolve_impl, target_of
 from sparse_attn.torch_private import mark_static_address
+from sparse_attn.weight_layout import Weight
 
 UNTIMED: dict[str, Any] = {"deterministic": True}  # Inductor benchmarks nothing on the device
 
@@ -108,16 +110,28 @@ def compiled(model: torch.nn.Module, caches: AnyCaches) -> Any:
 
 
 def scratch_size(model: Model, bounds: Bounds) -> workspace.WorkspaceSize:
-    """The workspace that the model's steps take, computed. Where a request owns several rows, steps of one row too: a
-    layer of multi-token prediction takes them, and few rows are split more often."""
+    """The workspace that the model's steps take, computed."""
     if resolve_impl(model.impl, model.device) == "reference":
         return workspace.WorkspaceSize(0, 0)
-    target, specs = target_of(model.device), [model.spec]
-    if model.predicts:
-        specs.append(prediction_spec(model.spec))
+    return largest_scratch(
+        model.spec, bounds, target_of(model.device), model.layouts, predicts=model.predicts, weights=model.params
+    )  # fmt: skip
+
+
+def largest_scratch(
+    spec: Spec | CompressedSpec,
+    bounds: Bounds,
+    target: Target,
+    layouts: CacheLayouts,
+    *,
+    predicts: bool,
+    weights: Mapping[str, Weight],
+) -> workspace.WorkspaceSize:
+    """Of steps within ``bounds``. Where a request owns several rows, of steps of one row too: a layer of multi-token
+    prediction takes them, and few rows are split more often. predicts: count those of such a layer."""
     sizes = [
-        workspace_size(spec, replace(bounds, next_n=rows), target, model.layouts, weights=model.params)
-        for spec in specs
+        workspace_size(one, replace(bounds, next_n=rows), target, layouts, weights=weights)
+        for one in ([spec, prediction_spec(spec)] if predicts else [spec])
         for rows in {1, bounds.next_n}
     ]
     return workspace.WorkspaceSize(*map(max, zip(*sizes)))

@@ -189,7 +189,10 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-model-len", type=positive, metavar="N", help="tokens of a request (default: the model's)"
     )
-    parser.add_argument("--next-n", type=positive, default=1, metavar="N", help="rows a decode request owns")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--next-n", type=positive, default=1, metavar="N", help="rows a decode request owns")
+    rows.add_argument("--speculate", type=_fitting(int, 0), default=0, metavar="N",
+                      help="of generate: count N + 1 rows a request, and the layer that drafts")  # fmt: skip
     parser.add_argument("--kv-rows", type=positive, metavar="N",
                         help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
     parser.add_argument("--format", choices=FORMS, help="of the weights, as write-checkpoint has it; bf16: expanded "
@@ -335,7 +338,9 @@ def run_plan(options: argparse.Namespace) -> int:
     index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
     target = H200 if target == CPU else target
     meshes = processes.planned(options)
-    numbers = plan(spec, bounds, target, options.cache, index_cache, form, predicted, meshes)
+    numbers = plan(
+        spec, bounds, target, options.cache, index_cache, form, predicted, meshes, speculate=options.speculate
+    )  # fmt: skip
     plan_report.show(numbers)
     if options.json:
         write_json(options.json, numbers)

@@ -15,7 +15,8 @@ import torch
 from sparse_attn import workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK
-from sparse_attn.models.exchange import step_bytes
+from sparse_attn.models.exchange import drafting_bytes, step_bytes
+from sparse_attn.pipeline import Bounds
 from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scratch_size
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
@@ -248,11 +249,18 @@ def generate(
         None if scored is None else scored.result(),
         (batch * (max_new_tokens - 1) - sum(left)) / fed if speculate and fed else None,
         sum(cache.untyped_storage().nbytes() for layers in caches for cache in layers if cache is not None),
-        sum(step_bytes(
-            model.spec, model.mesh, batch * (speculate + 1), model.embed.dtype, max_context=max_context,
-            block_size=bounds.block_size,
-        ).values()),
-    )  # fmt: skip
+        _sent(model, bounds, speculate, predict is not None),
+    )
+
+
+def _sent(model: Model, bounds: Bounds, drafts: int, predicts: bool) -> int:
+    """Bytes that a decode step sends."""
+    sizes: dict[str, Any] = dict(max_context=bounds.max_model_len, block_size=bounds.block_size)
+    common, dtype = (model.spec, model.mesh), model.embed.dtype
+    found = [step_bytes(*common, bounds.max_batch * (drafts + 1), dtype, **sizes)]
+    if predicts:
+        found.append(drafting_bytes(*common, bounds.max_batch, drafts, dtype, **sizes))
+    return sum(sum(one.values()) for one in found)
 
 
 def _stepped(

@@ -7,11 +7,20 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sparse_attn.mesh import Mesh, planned_mesh, show_mesh
-from sparse_attn.models.exchange import step_bytes
-from sparse_attn.models.memory import activation_bytes, file_bytes, gathered_bytes, packed_weights, weight_bytes
+from sparse_attn.models.exchange import drafting_bytes, step_bytes
+from sparse_attn.models.memory import (
+    activation_bytes,
+    file_bytes,
+    gathered_bytes,
+    packed_weights,
+    prediction_bytes,
+    weight_bytes,
+)
+from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
-from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses, workspace_size
+from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses
 from sparse_attn.pipeline.bounds import fitting_rows
+from sparse_attn.runtime.batch import largest_scratch
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
 
@@ -31,20 +40,27 @@ def _cache(use: CacheUse) -> dict[str, object]:
 
 def plan(
     spec: Spec | CompressedSpec, bounds: Bounds, target: Target, kind: str, index_kind: str | None = None,
-    form: str = "bf16", predicted: int = 0, meshes: Sequence[Mesh] = (),
+    form: str = "bf16", predicted: int = 0, meshes: Sequence[Mesh] = (), speculate: int = 0,
 ) -> dict[str, object]:  # fmt: skip
     """Bytes of the weights by kind; of every kind of cache, for max_batch requests of max_model_len tokens; of the
     workspace; of the keys gathered for a step; and at most of a step's activations (models.memory says how they are
     counted). Not counted are the driver's own bytes for each CUDA context, and what the allocator rounds up.
 
-    form: of models.forms, that of the weights. predicted: layers of multi-token prediction. "gpus": the same for one
-    rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in a decode step, and the
-    cards that this fits. Bounds are those of a group of ranks that compute the same tokens.
+    form: of models.forms, that of the weights. predicted: layers of multi-token prediction that files hold. They are
+    read, and one has caches, where ``speculate`` drafts are made a step; requests then own speculate + 1 rows. "gpus":
+    the same for one rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in a decode
+    step, and the cards that this fits. Bounds are those of a group of ranks that compute the same tokens. ValueError
+    for drafts of files that hold no such layer.
     """
+    if speculate and not predicted:
+        raise ValueError(f"speculate: got {speculate}, allowed: 0, {form} files of {spec.name} hold no layer to draft")
+    if speculate:
+        bounds = replace(bounds, next_n=speculate + 1)
     layouts = cache_layouts(spec, kind, index_kind=index_kind)
-    uses = cache_uses(spec, layouts, bounds)
+    uses = _caches(spec, layouts, bounds, speculate)
     files = file_bytes(spec, form, predicted=predicted)
-    whole = _held(spec, bounds, target, layouts, form, predicted)
+    loaded = predicted if speculate else 0
+    whole = _held(spec, bounds, target, layouts, form, loaded)
     meshes = meshes or [planned_mesh(tensor=gpus, expert=gpus) for gpus in GPUS]
     return {
         "model": spec.name,
@@ -58,8 +74,18 @@ def plan(
         **whole,
         "cards": CARDS,
         "sharding": {"dealt": DEALT, "replicated": REPLICATED},
-        "gpus": [_rank(spec, mesh, bounds, target, layouts, form, predicted) for mesh in meshes],
+        "gpus": [_rank(spec, mesh, bounds, target, layouts, form, loaded) for mesh in meshes],
     }
+
+
+def _caches(
+    spec: Spec | CompressedSpec, layouts: CacheLayouts, bounds: Bounds, predicted: int
+) -> list[CacheUse]:  # fmt: skip
+    """By kind; those of a layer of multi-token prediction behind the others, where there is one."""
+    uses = cache_uses(spec, layouts, bounds)
+    if predicted:
+        uses += [use._replace(kind=f"mtp {use.kind}") for use in cache_uses(prediction_spec(spec), layouts, bounds)]
+    return uses
 
 
 def _held(
@@ -68,12 +94,16 @@ def _held(
     """What a GPU holds, by bounds.mesh."""
     weights = weight_bytes(spec, bounds.dtype, form, predicted=predicted, mesh=bounds.mesh)
     packed = packed_weights(spec, form, predicted=predicted, mesh=bounds.mesh)
-    size = workspace_size(spec, bounds, target, layouts, weights=packed)
+    gathered, activations = gathered_bytes(spec, bounds, layouts), activation_bytes(spec, bounds, target)
+    size = largest_scratch(spec, bounds, target, layouts, predicts=predicted, weights=packed)
+    if predicted:
+        gathered = max(gathered, gathered_bytes(prediction_spec(spec), bounds, layouts))
+        activations = max(activations, prediction_bytes(spec, bounds, target))
     found = {
         "weight_bytes": sum(weights.values()),
-        "cache_bytes": sum(use.nbytes for use in cache_uses(spec, layouts, bounds)),
-        "gathered_bytes": gathered_bytes(spec, bounds, layouts),
-        "activation_bytes": activation_bytes(spec, bounds, target),
+        "cache_bytes": sum(use.nbytes for use in _caches(spec, layouts, bounds, predicted)),
+        "gathered_bytes": gathered,
+        "activation_bytes": activations,
     }
     return {
         "weights": weights,
@@ -97,9 +127,10 @@ def _rank(
         held = _held(spec, bounds, target, layouts, form, predicted)
     except ValueError as error:
         return named | {"refused": str(error)}
-    sent = step_bytes(
-        spec, mesh, bounds.max_batch * bounds.next_n, bounds.dtype, max_context=bounds.max_model_len,
-        block_size=bounds.block_size,
-    )  # fmt: skip
+    sizes: dict[str, Any] = dict(max_context=bounds.max_model_len, block_size=bounds.block_size)
+    sent = step_bytes(spec, mesh, bounds.max_batch * bounds.next_n, bounds.dtype, **sizes)
+    if predicted:
+        drafting = drafting_bytes(spec, mesh, bounds.max_batch, bounds.next_n - 1, bounds.dtype, **sizes)
+        sent = {name: nbytes + drafting[name] for name, nbytes in sent.items()}
     fits = {card: held["bytes"] <= most for card, most in CARDS.items()}
     return named | held | {"collective_bytes_per_step": sent, "fits": fits}
