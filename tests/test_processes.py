@@ -70,6 +70,7 @@ def test_two_processes(tmp_path):
     cases = [
         Case("tiny_v32", Grid(tensor=2, expert=2), lengths=(5, 3)),
         Case("tiny_v32", Grid(context=2, expert=2), lengths=(5, 3), block_size=2),
+        Case("tiny_v4", Grid(tensor=2), lengths=(5, 3), speculate=2),
     ]
     write_alone(cases, tmp_path)
     run_processes(2, compare_and_disagree, tmp_path, cases, tmp_path)

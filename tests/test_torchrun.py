@@ -126,6 +126,31 @@ def test_prompts_of_a_file(grid, tmp_path):
 
 
 @pytest.mark.few(0)
+@pytest.mark.parametrize("name", ("reader-v32", "reader-v4"))
+@pytest.mark.parametrize("grid", (("--expert-parallel", "2"), ("--context-parallel", "2")))
+def test_drafts(name, grid, tmp_path):
+    """Of the model's layer of multi-token prediction, as many accepted as by one process, of a prompt and of a file."""
+    common = ["generate", "--model", name, "--device", "cpu", "--max-new-tokens", "16", "--cache", "fp32"]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"id": n, "prompt": "to be " * n}) + "\n" for n in range(1, 5)))
+    many = [*common, "--prompts", str(asked), "--rows", "3", "--blocks", "24"]
+    assert main([*common, "--json", str(tmp_path / "plain.json")]) == 0
+    assert main([*common, "--speculate", "2", "--json", str(tmp_path / "one.json")]) == 0
+    assert main([*many, "--out", str(tmp_path / "one.jsonl")]) == 0
+    for arguments in (
+        [*common, "--json", str(tmp_path / "all.json")], [*many, "--out", str(tmp_path / "all.jsonl")]
+    ):  # fmt: skip
+        running = torchrun(2, *arguments, *grid, "--speculate", "2")
+        _, err = running.communicate(timeout=240)
+        assert running.returncode == 0, err
+    plain, one, found = (json.loads((tmp_path / f"{file}.json").read_text()) for file in ("plain", "one", "all"))
+    assert found["tokens"] == one["tokens"] == plain["tokens"] and found["drafter"] == "mtp"
+    assert found["accepted_per_step"] == one["accepted_per_step"] > 1.5
+    answers = [sorted((tmp_path / f"{file}.jsonl").read_text().splitlines()) for file in ("one", "all")]
+    assert answers[0] == answers[1] and len(answers[0]) == 4
+
+
+@pytest.mark.few(0)
 def test_quality(tmp_path):
     common = [
         "quality",

@@ -105,7 +105,7 @@ class Batching:
         self._together = mesh.tensor.size * mesh.context.size > 1
         check_same(
             mesh, model.device, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots, share=share,
-            options=(block_size, penalties, stop_ids, logprobs, compile, graph),
+            options=(block_size, penalties, stop_ids, logprobs, compile, graph, speculate),
         )  # fmt: skip
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
         self.model, self.piece, self.ahead = model, piece, ahead
