@@ -8,14 +8,14 @@ PYTHON = [
         "position-advanced-by-all-rows", "a step begins behind all rows of the one before, accepted or not",
         "sparse_attn/runtime/speculation.py",
         "    lengths = state.seq_lens + count\n",
-        "    lengths = state.seq_lens + width * (count > 0)\n",
+        "    lengths = state.seq_lens + tokens.shape[1] * (count > 0)\n",
         ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
     ),
     Mutation(
         "rejected-key-left", "the key of the first rejected draft stays in the cache",
         "sparse_attn/runtime/speculation.py",
         "    lengths = state.seq_lens + count\n",
-        "    lengths = state.seq_lens + count + ((count > 0) & (count < width))\n",
+        "    lengths = state.seq_lens + count + ((count > 0) & (count < tokens.shape[1]))\n",
         ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
     ),
     Mutation(
@@ -84,8 +84,8 @@ PYTHON = [
     Mutation(
         "drafts-behind-a-rejected-one", "a draft behind a rejected one is accepted where it equals the draw",
         "sparse_attn/runtime/speculation.py",
-        "going = going & ~stopped & (drafts",
-        "going = (state.seq_lens > 0) & ~stopped & (drafts",
+        "right.to(torch.int32).cumprod(1).bool()",
+        "right",
         ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
     ),
     Mutation(

@@ -110,35 +110,62 @@ def verify(
 ) -> torch.Tensor:
     """Draw from every row's logits [B * (n + 1), vocab], accept drafts, and advance both states in place. A row that
     drew a stop id, or that would hold more than it may, is padding from now on. Returns the tokens drawn, int64 [B]."""
-    drafts, width = speculation.drafts, speculation.drafts.shape[1] + 1
     limits = speculation.ends.clamp_max(max_context)
-    by_row = torch.unflatten(logits, 0, (drafts.shape[0], width))
-    going, stopped = state.seq_lens > 0, torch.zeros_like(state.seq_lens, dtype=torch.bool)
-    count = torch.zeros_like(state.seq_lens)
-    counted = state.draws is not None and state.draws.counts is not None
-    seeds, drawn = seeds_of(state, sampling), None
-    if not counted:
-        draws = state.draws and state.draws.map(lambda value: value.repeat_interleave(width, 0))
-        places = torch.arange(-1, width - 1, dtype=torch.int32, device=logits.device)
-        positions = (state.seq_lens.unsqueeze(1) + places).flatten()
-        drawn = draw(logits, positions, sampling, seeds.repeat_interleave(width), draws).view(-1, width)
-    for place in range(width):
-        if drawn is None:  # penalties count what was drawn before
-            token = draw(by_row[:, place], state.seq_lens - 1 + place, sampling, seeds, state.draws)
-        else:
-            token = drawn[:, place]
-        count_drawn(state.draws, token, going)
-        speculation.drawn[:, place] = torch.where(going, token, -1)
-        if speculation.known is not None:
-            _learn(speculation.known, state.seq_lens + place, token, going)
-        state.tokens.copy_(torch.where(going, token, state.tokens))
-        count += going.to(torch.int32)
-        stopped = stopped | (going & stops(state, token))
-        if place + 1 < width:
-            going = going & ~stopped & (drafts[:, place] == token) & (state.seq_lens + place < limits)
+    if state.draws is not None and state.draws.counts is not None:
+        tokens, going = _drawn_in_turn(state, speculation, logits, sampling, limits)
+    else:
+        tokens = _drawn_at_once(state, speculation, logits, sampling)
+        going = _accepted(state, speculation, tokens, limits)
+    if speculation.known is not None:
+        for place, (token, on) in enumerate(zip(tokens.unbind(1), going.unbind(1))):
+            _learn(speculation.known, state.seq_lens + place, token, on)
+    speculation.drawn.copy_(torch.where(going, tokens, -1))
+    count = going.sum(1, dtype=torch.int32)
+    last = tokens.gather(1, (count - 1).clamp_min(0).long().unsqueeze(1)).squeeze(1)
+    state.tokens.copy_(torch.where(count > 0, last, state.tokens))
     lengths = state.seq_lens + count
+    stopped = (going & stops(state, tokens)).any(1)
     state.seq_lens.copy_(lengths.masked_fill(stopped | (lengths > limits), 0))
     return count
+
+
+def _drawn_at_once(
+    state: Decode, speculation: Speculation, logits: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:  # fmt: skip
+    """int64 [B, n + 1], drawn from every row's logits."""
+    width = speculation.drawn.shape[1]
+    draws = state.draws and state.draws.map(lambda value: value.repeat_interleave(width, 0))
+    places = torch.arange(-1, width - 1, dtype=torch.int32, device=logits.device)
+    positions = (state.seq_lens.unsqueeze(1) + places).flatten()
+    return draw(logits, positions, sampling, seeds_of(state, sampling).repeat_interleave(width), draws).view(-1, width)
+
+
+def _accepted(
+    state: Decode, speculation: Speculation, tokens: torch.Tensor, limits: torch.Tensor
+) -> torch.Tensor:  # fmt: skip
+    """Which of the tokens [B, n + 1] stand: bool. The first, and each behind a draft that equals the token before it,
+    where that one stands and does not end the row."""
+    before, drafts = tokens[:, :-1], speculation.drafts
+    held = state.seq_lens.unsqueeze(1) + torch.arange(drafts.shape[1], dtype=torch.int32, device=tokens.device)
+    right = (drafts == before) & (held < limits.unsqueeze(1)) & ~stops(state, before)
+    live = (state.seq_lens > 0).unsqueeze(1)
+    return torch.cat([live, live & right.to(torch.int32).cumprod(1).bool()], dim=1)
+
+
+def _drawn_in_turn(
+    state: Decode, speculation: Speculation, logits: torch.Tensor, sampling: Sampling, limits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens, and which of them stand, where penalties count what was drawn before."""
+    drafts, width, seeds = speculation.drafts, speculation.drawn.shape[1], seeds_of(state, sampling)
+    by_row, on, tokens, going = torch.unflatten(logits, 0, (-1, width)), state.seq_lens > 0, [], []
+    for place in range(width):
+        token = draw(by_row[:, place], state.seq_lens - 1 + place, sampling, seeds, state.draws)
+        count_drawn(state.draws, token, on)
+        tokens.append(token)
+        going.append(on)
+        if place + 1 < width:
+            on = on & ~stops(state, token) & (drafts[:, place] == token) & (state.seq_lens + place < limits)
+    return torch.stack(tokens, dim=1), torch.stack(going, dim=1)
 
 
 def _learn(known: torch.Tensor, at: torch.Tensor, tokens: torch.Tensor, going: torch.Tensor) -> None:

@@ -201,8 +201,10 @@ def stop(state: Decode) -> None:
 
 
 def stops(state: Decode, tokens: torch.Tensor) -> torch.Tensor:
-    """Whether each row's token, int64 [B], is one of its stop ids: bool [B]."""
-    stopped = (tokens.unsqueeze(1) == state.stop_ids).any(1)
+    """Whether each row's token, or each of its tokens, is one of its stop ids: int64 [B, ...] -> bool [B, ...]."""
+    stopped = (tokens.unsqueeze(-1) == state.stop_ids).any(-1)
     if state.draws is not None and state.draws.stop_ids is not None:
-        stopped = stopped | (tokens.unsqueeze(1) == state.draws.stop_ids).any(1)
+        own = state.draws.stop_ids
+        own = own.view(own.shape[0], *[1] * (tokens.dim() - 1), own.shape[1])
+        stopped = stopped | (tokens.unsqueeze(-1) == own).any(-1)
     return stopped
