@@ -80,11 +80,11 @@ def _reader(run: Run, name: str) -> Iterator[Record]:
     for batch in run.pick(REQUESTS, (1,)):
         prompts = [ids[37 * row : 37 * row + length] for row in range(batch)]
         options = dict(max_new_tokens=new, graph=not run.dry, prefill_tokens=4096)
-        for invariant in (False, True) if batch == 8 else (False,):
+        for invariant in (False, True) if batch > 1 else (False,):
             runs = [
                 [
                     generate(model, prompts, speculate=drafts, batch_invariant=invariant, **options)
-                    for _ in range(run.pick(3 if batch == 1 else 1, 1))
+                    for _ in range(run.pick(2 if batch == 1 else 1, 1))
                 ]
                 for drafts in (0, DRAFTS)
             ]
