@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import long
 from support.rank_threads import over_threads
-from support.speculation import SAMPLINGS, predicting_model
+from support.speculation import SAMPLINGS, last_ones, predicting_model
 from support.steps import small
 
 from sparse_attn.mesh import ONE_RANK, Mesh
@@ -206,12 +206,12 @@ def test_captured(name):
     for sampling in SAMPLINGS.values():
         options = dict(max_new_tokens=30, sampling=sampling, prefill_tokens=37, logprobs=0)
         expected = generate(model, prompts, graph=True, **options)
-        for drafts in (1, 3):
-            found = generate(model, prompts, graph=True, speculate=drafts, **options)
-            eager = generate(model, prompts, speculate=drafts, **options)
+        for drafts, drafter in ((1, None), (3, None), (2, last_ones)):
+            own = dict(speculate=drafts, drafter=drafter)
+            found, eager = (generate(model, prompts, graph=graph, **own, **options) for graph in (True, False))
             assert found.tokens == expected.tokens == eager.tokens
-            assert found.accepted_per_step == eager.accepted_per_step > 1
-            assert found.graph_replays < expected.graph_replays
+            assert found.accepted_per_step == eager.accepted_per_step >= 1
+            assert found.graph_replays <= expected.graph_replays  # a row may accept nothing
 
 
 def equal_share(one, other):
@@ -222,8 +222,8 @@ def equal_share(one, other):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("reader-v32", "reader-v4"))
 def test_captured_readers(name, record_property):
-    """In fp32 the tokens are those without drafts. In bf16 products of other row counts may round to other ones, of
-    which the share is recorded, with batch-invariant attention and without."""
+    """The tokens of a batch-invariant model are those without drafts. Otherwise other row counts may round to other
+    tokens, and the share of equal ones is recorded."""
     folder, ids = folder_of(name), list(held_out_text().encode())
     prompts = [ids[start : start + 160] for start in range(900, 30000, 29100 // 8)]
     for dtype, cache, invariant in (
@@ -239,7 +239,7 @@ def test_captured_readers(name, record_property):
             record_property(case, f"{100 * sum(equal) / len(equal):.1f}% equal, {found.accepted_per_step:.2f} a step")
             print(f"{name}: {case}: {sum(equal)} of {len(equal)} equal, {found.accepted_per_step:.2f} a step")
             assert found.accepted_per_step >= 1.8
-            assert dtype != torch.float32 or all(equal)
+            assert all(equal) or not invariant
 
 
 @pytest.mark.few(1)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from support.pretended_gpu import DEVICE, pretended_gpu
-from support.speculation import SAMPLINGS, predicting_model
+from support.speculation import SAMPLINGS, last_ones, predicting_model
 
 from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import Sampling, generate
@@ -20,11 +20,6 @@ BLOCK = 16
 def prompts_of(*lengths: int) -> list[list[int]]:
     draw = random.Random(3)
     return [[draw.randrange(7) for _ in range(length)] for length in lengths]
-
-
-def last_ones(known, seq_lens):
-    """Drafts the last two ids again."""
-    return known.gather(1, (seq_lens.long().unsqueeze(1) - torch.tensor([[2, 1]], device=known.device)).clamp_min(0))
 
 
 def test_the_pretence():
@@ -61,6 +56,7 @@ def test_generations(name, drafter, way):
         for graph in (False, True):
             found = generate(model, prompts, speculate=2, drafter=drafter, graph=graph, **options)
             assert found.tokens == expected.tokens and found.graph_captures == graph
+            assert found.drafter == ("function" if drafter else "mtp")
 
 
 @pytest.mark.few(2)

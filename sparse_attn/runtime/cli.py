@@ -275,8 +275,6 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
         "ranks": show_mesh(mesh),
         "rank_weight_bytes": sum(map(weight_bytes, params.values())),
     }
-    if options.speculate:
-        facts |= {"accepted_per_step": result.accepted_per_step, "drafter": "mtp"}
     if stops is not None:
         facts |= {"text": stops.text if stops.found else facts["text"], "stop": stops.found}
     if result.logprobs is not None:

@@ -48,7 +48,8 @@ class Generation(NamedTuple):
     for. prefill_s: until every prompt has its first token. setup_s: compiling or capturing the decode step. decode_s:
     the rest. logprobs: of the generated tokens per prompt, on the CPU, where asked for. accepted_per_step: with
     speculation, tokens a decode step gave a row that was not over, the model's own included. cache_bytes: of this
-    process's caches. step_bytes: that it sends in a decode step (models.exchange)."""
+    process's caches. step_bytes: that it sends in a decode step (models.exchange). drafter: with
+    speculation, who drafted, "mtp" or "function"."""
 
     tokens: list[list[int]]
     logits: list[torch.Tensor] | None
@@ -61,6 +62,7 @@ class Generation(NamedTuple):
     accepted_per_step: float | None = None
     cache_bytes: int = 0
     step_bytes: int = 0
+    drafter: str | None = None
 
 
 class Bar(Protocol):
@@ -250,6 +252,7 @@ def generate(
         (batch * (max_new_tokens - 1) - sum(left)) / fed if speculate and fed else None,
         sum(cache.untyped_storage().nbytes() for layers in caches for cache in layers if cache is not None),
         _sent(model, bounds, speculate, predict is not None),
+        None if not speculate else "mtp" if drafter is None else "function",
     )
 
 

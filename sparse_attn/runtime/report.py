@@ -47,6 +47,7 @@ def generation_report(
     result: Generation, prompt_tokens: int, device: torch.device, *, since: tuple[int, int], **facts: object
 ) -> dict[str, object]:
     """The JSON of one generated continuation. tokens_per_s counts the tokens after the first over the time they took.
+    accepted_per_step and drafter: where it speculated.
 
     since: dynamo_counts() before it.
     """
@@ -67,6 +68,7 @@ def generation_report(
         "graph_replays": result.graph_replays,
         "compilations": compilations,
         "graph_breaks": breaks,
+        **({"accepted_per_step": result.accepted_per_step, "drafter": result.drafter} if result.drafter else {}),
         "device": device_name(device),
         "versions": versions(),
         **facts,
