@@ -95,7 +95,7 @@ def _held(
     weights = weight_bytes(spec, bounds.dtype, form, predicted=predicted, mesh=bounds.mesh)
     packed = packed_weights(spec, form, predicted=predicted, mesh=bounds.mesh)
     gathered, activations = gathered_bytes(spec, bounds, layouts), activation_bytes(spec, bounds, target)
-    size = largest_scratch(spec, bounds, target, layouts, predicts=predicted, weights=packed)
+    size = largest_scratch(spec, bounds, target, layouts, predicts=predicted > 0, weights=packed)
     if predicted:
         gathered = max(gathered, gathered_bytes(prediction_spec(spec), bounds, layouts))
         activations = max(activations, prediction_bytes(spec, bounds, target))
