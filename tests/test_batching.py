@@ -15,9 +15,11 @@ from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 
 from sparse_attn.pipeline import latent
+from sparse_attn.runtime import batching as scheduling
 from sparse_attn.runtime import rows, token_stream
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Sampling
+from sparse_attn.torch_private import EagerDispatchMode
 
 
 @pytest.fixture(scope="module")
@@ -167,6 +169,47 @@ def test_nobody_overtakes_and_newcomers_do_not_stop_the_others():
     assert times[0][0] == 1 and times[1][0] == 4  # 60 tokens in steps of 16, after 4 of the other one
     assert [times[0].count(step) for step in range(1, 5)] == [3, 2, 2, 2]
     assert times[2][0] > times[1][-1] - 1 and times[3][0] >= times[2][0]
+
+
+FREE = {"lift_fresh", "empty", "select", "slice", "view", "unsqueeze", "squeeze", "split_with_sizes", "expand"}
+
+
+class Counted(EagerDispatchMode):
+    """Counts what would be launched or copied; views and allocations are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        self.found += [name] * (name not in FREE)
+        return out
+
+    def without(self, function):
+        """``function``, uncounted."""
+
+        def quiet(*arguments, **options):
+            kept, result = len(self.found), function(*arguments, **options)
+            del self.found[kept:]
+            return result
+
+        return quiet
+
+
+@pytest.mark.parametrize("model", ["tiny_v32", "tiny_v4"], indirect=True)
+def test_an_arrival_takes_few_launches_beside_its_prefill(model):
+    """From its arrival to its end, of any number of layers, stop ids and filters."""
+    batching, counted = batching_of(model, stop_ids=4, snapshots=4), Counted()
+    how = dict(max_new_tokens=3, sampling=Sampling(0.8, top_k=20, top_p=0.9, stop_ids=(255, 256)))
+    batching.submit(ids(16) + ids(5, 1), **how)
+    batching.drain()
+    batching.loop.run = counted.without(batching.loop.run)
+    with mock.patch.object(scheduling, "prefill_step", counted.without(scheduling.prefill_step)), counted:
+        batching.submit(ids(16) + ids(7, 2), **how)
+        batching.drain()
+    assert batching.occupancy().reused == 16 and len(counted.found) <= 24, counted.found
 
 
 def test_generate_asks_for_batch_invariant_attention():

@@ -206,17 +206,17 @@ class DecodeRows(ABC):
             raise ValueError(f"seq_lens: got {len(seq_lens)} rows, allowed: {len(rows)}, those of rows")
         checks.check_shape("block_table", block_table, (len(rows), None), "[rows, at most max_blocks]")
         self._check_speculation(len(rows), ends, known)
-        table = torch.full((len(rows), self.max_blocks), -1, dtype=torch.int32, device="cpu")
-        table[:, : block_table.shape[1]] = block_table
+        given = torch.full((len(rows), 2 + self.max_blocks), -1, dtype=torch.int32, device="cpu")  # sent as one
+        given[:, :2] = torch.tensor([rows, seq_lens], dtype=torch.int32, device="cpu").t()
+        given[:, 2 : 2 + block_table.shape[1]] = block_table
         with self._editing():
-            device, own = self._tokens.device, None if self._draws is None else self._draws.stop_ids
-            at = sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
-            lengths = sent(torch.tensor(seq_lens, dtype=torch.int32, device="cpu"), device)
+            held, own = sent(given, self._tokens.device), None if self._draws is None else self._draws.stop_ids
+            at, lengths = held[:, 0].long(), held[:, 1]
             tokens = self._tokens[at].unsqueeze(1)
             for ids in (self._stop_ids, None if own is None else own[at]):
                 if ids is not None and ids.numel():
                     lengths = lengths.masked_fill((tokens == ids).any(1), 0)
-            self._block_table.index_copy_(0, at, sent(table, device))
+            self._block_table.index_copy_(0, at, held[:, 2:])
             self._seq_lens.index_copy_(0, at, lengths)
             self._begin(rows, ends, known)
         self._live.update(rows)
