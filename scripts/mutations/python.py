@@ -229,6 +229,21 @@ PYTHON = [
         ("tests/test_rows.py::test_rows_come_and_go_and_the_others_draw_what_they_draw_alone",),
     ),
     Mutation(
+        "invariance-lost-on-the-way", "one product of a batch-invariant model is torch's, which rounds by rows",
+        "sparse_attn/models/mla.py",
+        'linear(values.flatten(1), params[attn + "o"], **options)',
+        'linear(values.flatten(1), params[attn + "o"], impl=impl)',
+        ("tests/test_signatures.py::test_batch_invariance_asked_of_a_model_reaches_every_product",),
+    ),
+    Mutation(
+        "a-row-set-with-anothers-settings", "a row is set with what was set of the row before it",
+        "sparse_attn/runtime/row_settings.py",
+        "self._rows[row] = [words[row] for words in self._words]",
+        "self._rows[row] = [words[max(row - 1, 0)] for words in self._words]",
+        ("tests/test_rows.py::test_a_prepared_row_starts_with_the_token_that_lies_there",
+         "tests/test_batching.py::test_requests_of_all_kinds_draw_what_they_draw_alone"),
+    ),
+    Mutation(
         "resumed-among-others-blocks", "a preempted request goes on over what its new blocks held before",
         "sparse_attn/runtime/parking.py",
         "    put_back(paged(caches), blocks, parked.blocks)\n",
