@@ -148,6 +148,14 @@ def test_lse_is_natural_by_token_and_minus_infinity_for_none(device, impl):
 @row("max_logits")
 def test_attention_returns_out_and_lse(device, impl):
     assert attend([0], [0, 1], device, impl)._fields == ("out", "lse")
+    q, kv = torch.full((1, 1, 16), 2.0, device=device), torch.tensor([[1.0], [3.0]], device=device).expand(2, 16)
+    out, lse, largest = (torch.empty(*shape, device=device) for shape in ((1, 1, 16), (1, 1), (1, 1)))
+    rows = sa.Ragged(ints(device, 0, 1), ints(device, 0, 2))
+    layout = sa.PlainLayout("fp32", 16)
+    sa.sparse_attn_into(
+        q, kv.contiguous(), rows, out, lse, scale=0.1, layout=layout, max_logits=largest, inf_lse=True, impl=impl
+    )
+    torch.testing.assert_close(largest.item(), 9.6, rtol=1e-5, atol=1e-5)
 
 
 @row("scale")
