@@ -372,8 +372,8 @@ PYTHON = [
     Mutation(
         "heads-not-summed", "a rank goes on with what its own heads give",
         "sparse_attn/models/mla.py",
-        'return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], impl=impl), mesh.tensor), selection',
-        'return linear(values.flatten(1), params[attn + "o"], impl=impl), selection',
+        'return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], **options), mesh.tensor), selection',
+        'return linear(values.flatten(1), params[attn + "o"], **options), selection',
         ("tests/test_processes.py::test_two_processes",),
     ),
     Mutation(
