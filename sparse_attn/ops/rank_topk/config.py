@@ -8,7 +8,7 @@ from sparse_attn.target import Target
 
 CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
 WHOLE = 32768  # columns up to which a row's digits have one CTA: several add to counts that a launch of its own zeroes
-REGISTERS = 80  # of a thread of take_winners: three CTAs of MANY share an SM, where left alone one takes half of it
+REGISTERS = 96  # of a thread of take_winners: two CTAs of MANY share an SM, where left alone one takes more than half
 CHUNK = 256  # blocks whose ties a CTA of take_winners counts together
 
 
