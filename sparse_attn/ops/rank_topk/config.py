@@ -8,6 +8,7 @@ from sparse_attn.target import Target
 
 CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
 WHOLE = 32768  # columns up to which a row's digits have one CTA: several add to counts that a launch of its own zeroes
+SAME_SMEM = True
 REGISTERS = 96  # of a thread of take_winners: two CTAs of MANY share an SM, where left alone one takes more than half
 CHUNK = 256  # blocks whose ties a CTA of take_winners counts together
 
@@ -51,6 +52,12 @@ def blocks(rows: int, width: int, target: Target) -> Plan:
 def registers(target: Target) -> dict[str, int]:
     """The launch argument that limits them."""
     return {"maxnreg": REGISTERS} if target.vendor == "nvidia" else {}
+
+
+def same_smem(target: Target) -> bool:
+    """Whether count_ties and take_winners claim as much shared memory as count_digits: an SM that divides its memory
+    anew between two passes runs neither for a while."""
+    return SAME_SMEM and target.vendor == "nvidia"
 
 
 def together(tile: Plan, block_size: int) -> tuple[int, int]:

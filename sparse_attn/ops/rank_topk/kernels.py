@@ -208,8 +208,11 @@ def count_ties(
     TOGETHER: tl.constexpr,  # blocks
     PADDED: tl.constexpr,  # BLOCK_SIZE rounded up to a power of two
     ALIGNED: tl.constexpr,
+    SAME_SMEM: tl.constexpr,  # whether as much shared memory is claimed as by count_digits; see config.py
     PDL: tl.constexpr,
 ):
+    if SAME_SMEM:
+        histogram.claim(None, 0)
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
@@ -280,9 +283,12 @@ def take_winners(
     CHUNK: tl.constexpr,  # blocks looked through together
     SPLIT: tl.constexpr,  # whether a row has several CTAs
     ALIGNED: tl.constexpr,
+    SAME_SMEM: tl.constexpr,  # whether as much shared memory is claimed as by count_digits; see config.py
     SCATTER: tl.constexpr,  # whether PTX stores winners: Triton's store would move them between threads first
     PDL: tl.constexpr,
 ):
+    if SAME_SMEM:
+        histogram.claim(None, 0)
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)

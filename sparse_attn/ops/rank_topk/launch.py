@@ -59,7 +59,7 @@ def count_ties(
             logits, row_starts, row_ends, sums, state, ties, above, new_state, width, ties.shape[1], plan.splits,
             _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
             _stride(state, 1), BLOCK_SIZE=block_size, UPPER=1 << BITS[LEVELS - 1], TOGETHER=together, PADDED=padded,
-            ALIGNED=aligned, num_warps=plan.num_warps, **pdl.launched(target),
+            ALIGNED=aligned, SAME_SMEM=config.same_smem(target), num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return ties, above, new_state
 
@@ -85,8 +85,9 @@ def take_winners(
         logits, row_starts, row_ends, ties, above.contiguous(), state, out, width, k, ties.shape[2], rank, plan.splits,
         _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state),
         _stride(state, 1), RANKS=ties.shape[0], BLOCK_SIZE=block_size, COLUMNS=plan.columns, CHUNK=config.CHUNK,
-        SPLIT=plan.splits > 1, ALIGNED=aligned, SCATTER=target.vendor == "nvidia" or target.interpreted,
-        num_warps=plan.num_warps, **config.registers(target), **pdl.launched(target),
+        SPLIT=plan.splits > 1, ALIGNED=aligned, SAME_SMEM=config.same_smem(target),
+        SCATTER=target.vendor == "nvidia" or target.interpreted, num_warps=plan.num_warps, **config.registers(target),
+        **pdl.launched(target),
     )  # fmt: skip
     return out
 
