@@ -16,7 +16,7 @@ import transformers  # noqa: E402
 import sparse_attn.integrations.transformers as bridge  # noqa: E402
 from sparse_attn.integrations.transformers import families, indexer, latent, windowed  # noqa: E402
 from sparse_attn.integrations.transformers.bounds import row_bounds  # noqa: E402
-from sparse_attn.torch_private import EagerDispatchMode  # noqa: E402
+from sparse_attn.torch_private import EagerDispatchMode, schema  # noqa: E402
 
 TOLERANCE = 2e-4
 
@@ -322,7 +322,7 @@ def forms_of(calls):
 
     found = set()
     for func, (*args, _) in calls:
-        name = func._schema.name.removeprefix("sparse_attn::")
+        name = schema(func).name.removeprefix("sparse_attn::")
         package = {"build_ragged_indices_from_dense": "ragged", "sparse_attn_decode": "attention",
                    "sparse_attn_prefill": "attention", "index_topk_prefill": "index_topk",
                    "index_topk_decode_slots": "index_topk"}[name]  # fmt: skip

@@ -14,6 +14,17 @@ from sparse_attn.workspace import Scratch
 ALIGNMENT = 16  # bytes
 
 
+class Tile(NamedTuple):
+    """rows, outputs, columns: multiplied at a time. registers: of a thread at most."""
+
+    rows: int
+    outputs: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+
+
 class Problem(NamedTuple):
     """What the choice of a kernel depends on.
 

@@ -9,7 +9,7 @@ from sparse_attn.dispatch import YES, Support, no, slower
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.ops.experts.swap_ab.config import PRODUCT
 from sparse_attn.ops.grouped_linear.plan import Problem as Product
-from sparse_attn.ops.grouped_linear.swap_ab.config import Tile
+from sparse_attn.ops.grouped_linear.plan import Tile
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from sparse_attn.device import grid
 from sparse_attn.dispatch import YES, Support, no, slower
-from sparse_attn.ops.grouped_linear.plan import Plan, Problem
+from sparse_attn.ops.grouped_linear.plan import Plan, Problem, Tile
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
-
-
-class Tile(NamedTuple):
-    """rows, outputs, columns: multiplied at a time. registers: of a thread at most."""
-
-    rows: int
-    outputs: int
-    columns: int
-    num_warps: int
-    num_stages: int
-    registers: int | None = None
-
 
 CODES = {"e2m1": ("e8m0", (1, 32)), "e4m3": ("", (0, 128))}  # scale, and block: columns are a multiple of the latter
 BLOCK_N = 64  # what a warpgroup multiplies at once
