@@ -42,8 +42,10 @@ def mask_of(kind: str, rows: int, keys: int, past: int, device: str) -> torch.Te
 
 
 def compiled(run: Run, layer: torch.nn.Module, rows: int) -> Callable[..., object]:
-    """``layer`` as a decode step on a static cache is run, one graph; prefill is not compiled."""
-    return layer if run.dry or rows > 1 else torch.compile(layer, fullgraph=True, dynamic=False)
+    """``layer`` as a decode step on a static cache is run, one graph; prefill is not compiled. Products of one row take
+    generated code, which mode="max-autotune" does, too."""
+    options: Any = {"coordinate_descent_tuning": True}
+    return layer if run.dry or rows > 1 else torch.compile(layer, fullgraph=True, dynamic=False, options=options)
 
 
 def latent_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], object]:
