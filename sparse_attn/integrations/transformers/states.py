@@ -51,7 +51,7 @@ def rotate(values: torch.Tensor, turn: Turn) -> torch.Tensor:
         rope.copy_(torch.view_as_real(pairs * turn.first).flatten(-2))
         return values
     rest = values.shape[-1] - turn.first.shape[-1]
-    cos, sin = (functional.pad(factor, (rest, 0)) for factor in (turn.first, turn.second))
+    cos, sin = functional.pad(turn.first, (rest, 0)), functional.pad(turn.second, (rest, 0))
     wide = values.float()
     turned = torch.addcmul(wide * cos, torch.unflatten(wide, -1, (-1, 2)).flip(-1).flatten(-2), sin)
     columns = torch.arange(values.shape[-1], device=values.device)
