@@ -24,29 +24,31 @@ DIRT = 7.25
 
 
 def test_where_they_apply():
-    """By their names, until a GPU has timed them."""
-
-    def paged(target=H200, kernel=NAME, **others):
+    def paged(target=H200, kernel=None, **others):
         return dispatch.choose_paged(paged_problem(flavour="mxfp4", **others), target, kernel)
 
-    def prefill(target=H200, kernel=PREFILL, **others):
+    def prefill(target=H200, kernel=None, **others):
         return dispatch.choose_prefill(prefill_problem(flavour="mxfp4", **others), target, kernel)
 
     rows = [paged(next_n=n, heads=heads).plan.block_q for n in (1, 2, 3, 9) for heads in (32, 64, 128)]
     assert rows == [1, 1, 1, 2, 2, 2, 4, 4, 2, 4, 4, 2]
-    assert [prefill(heads=heads).plan.block_q * heads for heads in (32, 64, 128)] == [512] * 3
-    for choose in (paged, prefill):
-        found = choose(kernel=None)
-        assert found.kernel.name == "portable" and "no GPU has timed it" in found.passed_over[-1][1]
+    assert [prefill(heads=heads).plan.block_q * heads for heads in (32, 64, 128)] == [256] * 3
+    for requests, next_n, stages in ((8, 1, 8), (9, 1, 16), (64, 2, 8)):
+        assert paged(requests=requests, next_n=next_n, max_context_len=1 << 16).plan.stages == stages
+    for choose, name in ((paged, NAME), (prefill, PREFILL)):
+        assert choose().kernel.name == name
         for target in (TARGETS["sm_100"], TARGETS["gfx950"]):
+            assert choose(target).kernel.name == "portable"
             with pytest.raises(ValueError, match="^target: got "):
-                choose(target)
+                choose(target, name)
         for other in (dict(heads=48), dict(dim=64)):
+            assert choose(**other).kernel.name == "portable"
             with pytest.raises(ValueError, match="^(heads|dim): got "):
-                choose(**other)
+                choose(kernel=name, **other)
     for other in (dict(block_size=32), dict(blocks=0)):
+        assert paged(**other).kernel.name == "portable"
         with pytest.raises(ValueError, match="^(block_size|cache blocks): got "):
-            paged(**other)
+            paged(kernel=NAME, **other)
 
 
 def behind_a_line(memory):

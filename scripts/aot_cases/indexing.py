@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import torch
+import functools
+from collections.abc import Iterator
 
 from aot_cases.form import BF16, FP32, I32, I64, U8, Case, cache_of, floats, integers, tensor
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
@@ -14,7 +13,6 @@ from sparse_attn.ops.index_query import launch as index_query
 from sparse_attn.ops.index_topk import launch as index_topk
 from sparse_attn.ops.rank_topk import launch as rank_topk
 from sparse_attn.ops.topk import launch as topk
-from sparse_attn.target import target_of
 
 FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
 BUDGET = 1 << 28  # bytes of logits
@@ -96,8 +94,8 @@ def _prefill_scores() -> Iterator[Case]:
                 tensor(keys, dim // 32, dtype=U8), floats(rows, heads), integers(rows), integers(rows), "mxfp4",
             )  # fmt: skip
             yield Case("mqa_logits", f"{name}, {rows} rows", index_logits.mqa_logits, arguments, more or rows == 128)
-            by_name = _named(index_logits.mqa_logits, "hopper.prefill_mxfp4")
-            yield Case("mqa_logits", f"{name} by name, {rows} rows", by_name, arguments, more or rows == 128)
+            portable = functools.partial(index_logits.mqa_logits, kernel="portable")
+            yield Case("mqa_logits", f"{name}, portable, {rows} rows", portable, arguments, more or rows == 128)
     arguments = (  # weights that no TMA copies
         tensor(2048, 64, 128, dtype=U8), tensor(32768, 128, dtype=U8), floats(32768), floats(2048, 66)[:, :64],
         integers(2048), integers(2048), "e4m3fn",
@@ -131,21 +129,22 @@ def _decode_scores() -> Iterator[Case]:
             integers(4, next_n), integers(4, 1024), 65536, layout.name,
         )  # fmt: skip
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, more)
-    for name, heads, next_n, block_size, more in (
-        ("deepseek_v4 mxfp4", 64, 1, 64, False),
-        ("deepseek_v4 mxfp4, 2 tokens", 64, 2, 64, True),
-        ("glm5 mxfp4, 4 tokens, blocks of 16", 32, 4, 16, True),
-        ("tiny_v4 mxfp4", 4, 1, 64, True),
+    for name, heads, next_n, block_size, context, more in (
+        ("deepseek_v4 mxfp4", 64, 1, 64, 65536, False),
+        ("deepseek_v4 mxfp4, many keys", 64, 1, 64, 1 << 18, True),
+        ("deepseek_v4 mxfp4, 2 tokens", 64, 2, 64, 65536, True),
+        ("glm5 mxfp4, 4 tokens, blocks of 16", 32, 4, 16, 65536, True),
+        ("tiny_v4 mxfp4", 4, 1, 64, 65536, True),
     ):
         layout = IndexMxfp4Layout(128 if heads > 4 else 32)
         arguments = (
             tensor(4, next_n, heads, layout.row, dtype=U8), cache_of(layout, block_size=block_size),
-            floats(4 * next_n, heads), integers(4, next_n), integers(4, 1024), 65536, layout.name,
+            floats(4 * next_n, heads), integers(4, next_n), integers(4, context // 64), context, layout.name,
         )  # fmt: skip
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, more)
         if block_size == 64 and heads > 4:
-            by_name = _named(index_logits.paged_mqa_logits, "hopper.paged_mxfp4")
-            yield Case("paged_mqa_logits", f"{name} by name", by_name, arguments, more)
+            portable = functools.partial(index_logits.paged_mqa_logits, kernel="portable")
+            yield Case("paged_mqa_logits", f"{name}, portable", portable, arguments, more)
     for next_n in (1, 2):
         arguments = (
             tensor(4, next_n, 64, 128, dtype=U8), cache_of(FN, block_size=32), floats(4 * next_n, 64),
@@ -153,16 +152,6 @@ def _decode_scores() -> Iterator[Case]:
         )  # fmt: skip
         name = f"deepseek_v32, blocks of 32, {next_n} tokens"
         yield Case("paged_mqa_logits", name, index_logits.paged_mqa_logits, arguments, next_n == 2)
-
-
-def _named(launcher: Callable, name: str) -> Callable:
-    """``launcher`` with one of Hopper's kernels that is taken by its name alone; elsewhere as it is."""
-
-    def launch(*arguments) -> None:
-        on_hopper = target_of(torch.device("meta")).is_hopper
-        launcher(*arguments, kernel=name if on_hopper else None)
-
-    return launch
 
 
 def _selection() -> Iterator[Case]:

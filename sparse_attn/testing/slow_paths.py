@@ -98,18 +98,30 @@ ATTENTION = {
 }
 
 PAGED, SCORES = Call("paged_scores", {}), Call("prefill_scores", {})
+MXFP4, MXFP4_ROWS = Call("paged_scores", {"layout": "mxfp4"}), Call("prefill_scores", {"layout": "mxfp4"})
 INDEX = {
     "another GPU": Case(PAGED, target="sm_89"),
     "heads": Case(PAGED, {"heads": 16}),
     "dim": Case(SCORES, {"layout": "index_fp8/64/e4m3fn/pow2"}),
     "plain keys": Case(PAGED, {"layout": "bf16"}),
     "flavour": Case(SCORES, {"layout": "index_fp8/128/e4m3fnuz/pow2"}),
-    "MXFP4 keys": Case(PAGED, {"layout": "mxfp4"}),
-    "MXFP4 keys, contiguous": Case(SCORES, {"layout": "mxfp4"}),
     "block size": Case(PAGED, {"block_size": 32}),
     "empty cache": Case(PAGED, {}, at(KEYS, lambda cache: cache[:0])),
     "cache address": Case(PAGED, {}, at(KEYS, lambda cache: shifted(cache, 4))),
     "block stride": Case(PAGED, {}, at(KEYS, lambda cache: blocks_apart(cache, 4))),
+    "MXFP4 block size": Case(MXFP4, {"block_size": 32}),
+    "MXFP4 empty cache": Case(MXFP4, {}, at(KEYS, lambda cache: cache[:0])),
+    "MXFP4 block stride": Case(MXFP4, {}, at(KEYS, lambda cache: blocks_apart(cache, 4))),
+    "MXFP4 query strides": Case(MXFP4, {}, at(Q, lambda q: strided(q, q.stride(0) + 8, *q.stride()[1:]))),
+    "MXFP4 query address": Case(MXFP4, {}, at(Q, lambda q: shifted(q, 4))),
+    "MXFP4 query stride, contiguous keys": Case(
+        MXFP4_ROWS, {}, at(Q, lambda q: strided(q, q.stride(0) + 8, *q.stride()[1:]))
+    ),
+    "MXFP4 query address, contiguous keys": Case(MXFP4_ROWS, {}, at(Q, lambda q: shifted(q, 4))),
+    "MXFP4 key stride": Case(MXFP4_ROWS, {}, at(KEYS, lambda k: apart(k, 8))),
+    "MXFP4 key address": Case(MXFP4_ROWS, {}, at(KEYS, lambda k: shifted(k, 8))),
+    "MXFP4 scale stride": Case(MXFP4_ROWS, {}, at(K_SCALE, lambda k_scale: apart(k_scale, 4))),
+    "MXFP4 scale address": Case(MXFP4_ROWS, {}, at(K_SCALE, lambda k_scale: shifted(k_scale, 4))),
     "query strides": Case(PAGED, {}, at(Q, lambda q: apart(q, 128))),
     "query strides, contiguous keys": Case(SCORES, {}, at(Q, lambda q: apart(q, 128))),
     "query address": Case(PAGED, {}, at(Q, lambda q: shifted(q, 1))),

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from sparse_attn import dispatch
-from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on, slower
+from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
 from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_logits.hopper import constants as hopper
@@ -31,15 +31,11 @@ from sparse_attn.ops.index_logits.plan import (
 )
 from sparse_attn.target import Target
 
+MANY_KEYS = 1 << 19  # in the contexts of all requests, from which more tiles in flight were measured to be faster
 # Of the portable kernels.
 WIDE = 64 * 128  # values of a row's heads in the published models; of more, fewer keys fit beside them
 MANY = 1 << 22  # scores, of which a CTA takes many rows
 PAGED_COLUMNS = 128  # of a paged product: what its accumulator holds in registers
-
-
-# Hopper's kernels of MXFP4 keys passed their tests on an H100. No GPU has timed them, for suites time what is chosen.
-# Until one has, they run where they are named: impl="hopper.paged_mxfp4", impl="hopper.prefill_mxfp4".
-UNTIMED = slower("impl: got auto, allowed: this kernel by its name, for no GPU has timed it")
 
 
 # --- the facts of a call
@@ -132,7 +128,7 @@ def _supports_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> S
         _at_a_line("q", problem.q)
         or _copied_by_rows("k", problem.k, 1, problem.dim // 2)
         or _at_a_line("k_scale", problem.k_scale)
-        or UNTIMED
+        or YES
     )
 
 
@@ -144,7 +140,7 @@ def _supports_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> Suppo
         return refused
     if any(stride % LINE for stride in problem.q.strides[:2]):
         return no(f"q strides: got {list(problem.q.strides)}, allowed: multiples of {LINE} of requests and rows")
-    return _at_a_line("q", problem.q) or _copied_by_blocks(problem) or UNTIMED
+    return _at_a_line("q", problem.q) or _copied_by_blocks(problem) or YES
 
 
 def _supports_hopper(problem: PrefillProblem | PagedProblem, target: Target, flavour: str = "e4m3fn") -> Support:
@@ -217,13 +213,14 @@ def _plan_hopper_paged(problem: PagedProblem, target: Target) -> HopperPlan:
 
 
 def _plan_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> HopperPlan:
-    """Twice the columns of fp8 keys, for a tile is decoded once for all of them."""
-    return HopperPlan(2 * hopper.PRODUCTS * hopper.COLUMNS // problem.heads, target.num_sms, stages=16)
+    return replace(_plan_hopper_prefill(problem, target), stages=16)
 
 
 def _plan_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> HopperPlan:
-    """As many bytes in flight as of fp8 keys."""
-    return replace(_plan_hopper_paged(problem, target), stages=16)
+    """As many bytes in flight as of fp8 keys, where bytes bind."""
+    plan = _plan_hopper_paged(problem, target)
+    many = problem.requests * problem.max_context_len > MANY_KEYS and plan.block_q * problem.heads <= 64
+    return replace(plan, stages=16) if many else plan
 
 
 def _plan_prefill(problem: PrefillProblem, target: Target) -> PrefillPlan:

@@ -1,7 +1,7 @@
 """Index scores over contiguous MXFP4 keys on Hopper: see mxfp4.py, prefill.py and README.md.
 
-Floor: operations, as of fp8 keys. Predicted bound: what is issued, 230 instructions a product of 128 columns as of fp8
-keys, and 110 more for each tile that is decoded. So a consumer multiplies a tile by all columns of a query block.
+Floor: operations, as of fp8 keys. Predicted bound: what is issued, 187 instructions a product of 128 columns as of fp8
+keys, and 90 more for each tile that is decoded. So a consumer multiplies a tile by all columns of a query block.
 """
 
 from triton.experimental import gluon
