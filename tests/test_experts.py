@@ -148,6 +148,42 @@ def test_kernel_of_sorted_rows(layout, tokens, clamp, device):
 
 
 @pytest.mark.kernel
+@pytest.mark.few(1)
+@pytest.mark.parametrize("tokens", [1, 7, 30])
+def test_kernel_of_sorted_rows_with_fp8_activations(tokens, device):
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    pair, x = weights_of(MXFP4, device), rows_of(tokens, HIDDEN, BF16, device)
+    more = dict(clamp=0.5, activations="fp8")
+    got = packed_experts(x, *routes(tokens, device), *pair, impl="sorted", **more)
+    check(got, x, *routes(tokens, device), *pair, **more)
+
+
+@pytest.mark.kernel
+def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(device):
+    """A token reads a column of down: codes are exact beside scales up to 2**11 apart, and 0 beyond."""
+    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    hidden = inner = 256
+    generator = torch.Generator().manual_seed(9)
+    codes = torch.randint(0, 256, (1, hidden, inner // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(120, 134, (1, hidden, inner // 32), generator=generator, dtype=torch.uint8)
+    down = PackedWeight(codes, scales, MXFP4.name)
+    four = scales[0].view(hidden, -1, 4)  # of 128 columns
+    near = (four.amax(2, keepdim=True) - four <= 11).flatten(1).repeat_interleave(32, 1)
+    ones = torch.zeros(1, 2 * inner, hidden // 2, dtype=torch.uint8)  # gate and up c: column c alone
+    for c in range(inner):
+        ones[0, [c, inner + c], c // 2] = 2 << 4 * (c % 2)
+    gate_up = PackedWeight(ones, torch.full((1, 2 * inner, hidden // 32), 127, dtype=torch.uint8), MXFP4.name)
+    x = torch.eye(inner, dtype=BF16) * 32  # silu(32) * 32 is 1024
+    pair = [PackedWeight(one.codes.to(device), one.scales.to(device), one.layout) for one in (gate_up, down)]
+    ids, weights = torch.zeros(inner, 1, dtype=torch.int32, device=device), torch.ones(inner, 1, device=device)
+    got = packed_experts(x.to(device), weights, ids, *pair, activations="fp8", impl="sorted")
+    want = 1024 * torch.where(near, dequantise(down)[0].double(), 0.0).t()
+    assert not near.all() and torch.equal(got.cpu().double(), want)
+
+
+@pytest.mark.kernel
 @pytest.mark.few(0)
 @pytest.mark.parametrize("impl", ["sorted", "grouped"])
 def test_kernel_of_ids_that_are_no_experts_alone(impl, device):

@@ -31,6 +31,7 @@ def packed_experts(
     rows first. down: [experts, hidden, intermediate]. clamp: gates are bounded from above by it, ups both ways, before
     silu(gate) * up; None: unbounded. activations: "fp8" quantises x, and what is between the products, as
     grouped_linear does (W8A8, W4A8): either is off by up to 2^-4 of itself.
+    Of MXFP4 weights, columns whose scale is below 2^-11 of the largest of their 128 may count as 0.
 
     Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
     rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing

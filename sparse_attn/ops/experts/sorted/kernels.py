@@ -11,6 +11,7 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.packed_dot import exact_packed_dot, placed
+from sparse_attn.device.packed_dot_fp8 import packed_dot_fp8
 from sparse_attn.ops.experts.grouped.kernels import gated
 
 
@@ -24,14 +25,39 @@ def _rows_of(spans, order, tile, BLOCK_M: tl.constexpr):
     return expert, at, row, inside
 
 
+@triton.jit(do_not_specialize=["rows", "k", "tokens", "groups"])
+def sort_scales(
+    scales,  # fp32 [tokens, groups], contiguous
+    order,
+    out,  # fp32 [groups, stride_out]
+    rows,
+    k,
+    tokens,
+    groups,
+    stride_out,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,  # padded
+    PDL: tl.constexpr,
+):
+    """Scales of sorted rows beside each other; those behind the last row of an expert are of any token."""
+    pdl.wait(PDL)
+    at, group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUPS)
+    row = tl.load(order + at, mask=at < rows, other=0)
+    token = tl.minimum(tl.maximum(row, 0) // k, tokens - 1).to(tl.int64)
+    mask = (at < rows)[:, None] & (group < groups)[None, :]
+    values = tl.load(scales + token[:, None] * groups + group[None, :], mask=mask, other=0.0)
+    tl.store(out + group.to(tl.int64)[None, :] * stride_out + at[:, None], values, mask=mask)
+
+
 @triton.jit(do_not_specialize=["k", "first_row", "clamp"])
 def gate_up(
-    x,  # bf16 [tokens, hidden], placed
+    x,  # bf16 [tokens, hidden], placed; or uint8 codes of e4m3
+    x_scales,  # of codes: fp32 [hidden / 128, stride_scale], a scale for each sorted row; else None
     order,
     spans,
     codes,  # int32 words of [experts, 2 * intermediate, hidden] codes, contiguous in a row
     scales,
-    out,  # bf16 [rows, intermediate], sorted, placed for down
+    out,  # bf16 [rows, intermediate], sorted, placed for down; not placed where x is codes
     k,  # rows of a token
     hidden,
     intermediate,
@@ -41,6 +67,7 @@ def gate_up(
     stride_codes_row,
     stride_scales_expert,
     stride_scales_row,
+    stride_scale,
     CODES: tl.constexpr,
     E8M0: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # of a scale block
@@ -63,21 +90,30 @@ def gate_up(
         words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
         scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
         scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
-        sums = exact_packed_dot(
-            x, (row // k).to(tl.int64) * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0,
-            BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
-        )  # fmt: skip
+        token = (row // k).to(tl.int64)
+        if x_scales is None:
+            sums = exact_packed_dot(
+                x, token * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M,
+                BLOCK_N, BLOCK_K, WAY,
+            )  # fmt: skip
+        else:
+            sums = packed_dot_fp8(
+                x, token * hidden, x_scales + at, stride_scale, inside, words, scale_rows, hidden // BLOCK_K, BLOCK_M,
+                BLOCK_N, WAY,
+            )  # fmt: skip
         sums = tl.permute(tl.reshape(sums, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
         gate, up = tl.split(sums)
         inner = tl.reshape(gated(gate, up, clamp, CLAMPED), [HALF, BLOCK_M])
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        to = at.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH)[:, None]
+        place = placed(output, OUT_EACH) if x_scales is None else output
+        to = at.to(tl.int64)[None, :] * intermediate + place[:, None]
         tl.store(out + to, cast.round_to_bf16(inner), mask=inside[None, :] & (output < intermediate)[:, None])
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def down(
-    x,  # bf16 [rows, intermediate], sorted, placed
+    x,  # bf16 [rows, intermediate], sorted, placed; or uint8 codes of e4m3
+    x_scales,  # of codes: fp32 [intermediate / 128, stride_scale]; else None
     weights,  # fp32 [rows]
     order,
     spans,
@@ -91,6 +127,7 @@ def down(
     stride_codes_row,
     stride_scales_expert,
     stride_scales_row,
+    stride_scale,
     CODES: tl.constexpr,
     E8M0: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -109,10 +146,17 @@ def down(
         words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
         scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
         scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
-        sums = exact_packed_dot(
-            x, at.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
-            BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
-        )  # fmt: skip
+        if x_scales is None:
+            sums = exact_packed_dot(
+                x, at.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
+                BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
+            )  # fmt: skip
+        else:
+            steps = intermediate // BLOCK_K
+            sums = packed_dot_fp8(
+                x, at.to(tl.int64) * intermediate, x_scales + at, stride_scale, inside, words, scale_rows, steps,
+                BLOCK_M, BLOCK_N, WAY,
+            )  # fmt: skip
         weight = tl.load(weights + row, mask=inside, other=0.0)
         to = row.to(tl.int64)[None, :] * hidden + output[:, None]
         mask = inside[None, :] & (output < hidden)[:, None]

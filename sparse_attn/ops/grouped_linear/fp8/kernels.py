@@ -12,6 +12,7 @@ import triton.language as tl
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import ceil_pow2, decode_fp8_bf16, encode_fp8, finite_or_nan
 from sparse_attn.device.packed_dot import decode_scale
+from sparse_attn.device.packed_dot_fp8 import placed_fp8
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
 LEAST = tl.constexpr(2.0**-126)
@@ -37,6 +38,7 @@ def quantise(
     stride_scale_group,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # of a CTA
+    PLACED: tl.constexpr,  # whether codes lie as packed_dot_fp8 reads them
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
@@ -46,7 +48,8 @@ def quantise(
     values, magnitudes = finite_or_nan(values.to(tl.float32))
     scale = ceil_pow2(tl.maximum(tl.max(magnitudes, 1) / 448.0, LEAST))
     values /= scale[:, None]
-    tl.store(codes + row * groups * GROUP + at, encode_fp8(values, False), mask=(group < groups)[:, None])
+    to = placed_fp8(at) if PLACED else at
+    tl.store(codes + row * groups * GROUP + to, encode_fp8(values, False), mask=(group < groups)[:, None])
     to = scales + row * stride_scale_row + group.to(tl.int64) * stride_scale_group
     tl.store(to, scale, mask=group < groups)
 

@@ -15,12 +15,16 @@ from sparse_attn.target import Target, target_of
 TOGETHER = 16  # groups of columns that a CTA quantises
 
 
-def quantise(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target) -> None:
-    """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides."""
+def quantise(
+    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target, *, placed: bool = False
+) -> None:
+    """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides.
+    placed: in the order of packed_dot_fp8."""
     n, groups = scales.shape
     together = min(TOGETHER, 1 << (groups - 1).bit_length())
     kernels.quantise[(n, -(-groups // together))](
         rows, codes, scales, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, GROUPS=together,
+        PLACED=placed,
         num_warps=4, **pdl.launched(target),
     )  # fmt: skip
 
