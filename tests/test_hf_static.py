@@ -18,7 +18,7 @@ import sparse_attn.integrations.transformers as bridge  # noqa: E402
 TOLERANCE = 2e-4
 V4 = "deepseek_v4"
 CUTS = ((0, 45), (0, 21, 22, 41, 45), (0, 1, 2, 3, 45), (0, 11, 12, 13, 24, 25, 30, 45))
-COMPILED = ("deepseek_v32", "mistral_large4", "glm_moe_dsa", "hy_v4", V4) if long() else ("deepseek_v32", V4)
+COMPILED = MODELS if long() else ("deepseek_v32", V4)
 
 
 @pytest.fixture(autouse=True)
