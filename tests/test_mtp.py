@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import long
 from support.rank_threads import over_threads
-from support.speculation import SAMPLINGS, last_ones, predicting_model
+from support.speculation import SAMPLINGS, last_ones, perfect, predicting_model
 from support.steps import small
 
 from sparse_attn.mesh import ONE_RANK, Mesh
@@ -116,6 +116,23 @@ def test_tokens_are_those_without_drafts(name, sampling, drafts):
     assert expected.accepted_per_step is None and 1 < found.accepted_per_step < drafts + 1
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_a_batch_invariant_model_are_those_without_drafts(name):
+    """In bf16, of fp8 caches, whose codes any difference would move."""
+    spec = replace(small(name, 3), vocab_size=7, eos_token_ids=())
+    params = random_params(spec, seed=1, dtype=torch.bfloat16, mtp=True)
+    model = Model(spec, params, cache_layouts(spec, "fp8"), batch_invariant=True)
+    prompts = [[token % 7 for token in prompt] for prompt in PROMPTS]
+    options = dict(max_new_tokens=12, keep_logits=True, sampling=Sampling(temperature=1.0, seed=3))
+    expected = generate(model, prompts, **options)
+    for drafter in (None, perfect(prompts, expected.tokens, 2)):
+        found = generate(model, prompts, speculate=2, drafter=drafter, **options)
+        assert found.tokens == expected.tokens
+        assert all(torch.equal(mine, own) for mine, own in zip(found.logits, expected.logits))
+    assert found.accepted_per_step > 2
+
+
 @pytest.mark.few(0)
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled(monkeypatch, name):
@@ -160,8 +177,9 @@ def test_scratch_is_enough_for_rows_of_one(monkeypatch):
     """3 requests of V3.2's dims: their 12 rows are split less than the 3 rows that a later draft takes."""
     spec = replace(deepseek_v32(), num_layers=1, moe_layers=(False,), index_layers=(True,))
     model = SimpleNamespace(
-        spec=spec, layouts=cache_layouts(spec, "fp8"), predicts=True, impl="triton", device=torch.device("cuda")
-    )
+        spec=spec, layouts=cache_layouts(spec, "fp8"), predicts=True, impl="triton", device=torch.device("cuda"),
+        params={},
+    )  # fmt: skip
     monkeypatch.setattr(batch_module, "resolve_impl", lambda impl, device: impl)
     monkeypatch.setattr(batch_module, "target_of", lambda device: H200)
     bounds = Bounds(max_batch=3, max_batched_tokens=0, max_model_len=4096, next_n=4, block_size=64, kv_rows=0)
@@ -232,12 +250,16 @@ def test_captured_readers(name, record_property):
         spec, params = load(folder, device="cuda", dtype=dtype, mtp=True)
         model = Model(spec, params, cache_layouts(spec, cache), batch_invariant=invariant)
         for temperature in (0.0, 1.0):
-            options = dict(max_new_tokens=33, sampling=Sampling(temperature=temperature, seed=4), graph=True)
+            sampling = Sampling(temperature=temperature, seed=4)
+            options = dict(max_new_tokens=33, sampling=sampling, graph=True, logprobs=0)
             expected, found = (generate(model, prompts, speculate=drafts, **options) for drafts in (0, 2))
             equal = equal_share(expected, found)
             case = f"{str(dtype).removeprefix('torch.')}, invariant {invariant}, temperature {temperature}"
-            record_property(case, f"{100 * sum(equal) / len(equal):.1f}% equal, {found.accepted_per_step:.2f} a step")
-            print(f"{name}: {case}: {sum(equal)} of {len(equal)} equal, {found.accepted_per_step:.2f} a step")
+            drawn = ([one.drawn for one in each.logprobs] for each in (expected, found))
+            moved = max(float((mine - own).abs().max()) for mine, own in zip(*drawn))
+            told = f"{sum(equal)} of {len(equal)} equal, {found.accepted_per_step:.2f} a step, moved {moved:.1e}"
+            record_property(case, told)
+            print(f"{name}: {case}: {told}")
             assert found.accepted_per_step >= 1.8
             assert all(equal) or not invariant
 
