@@ -115,7 +115,7 @@ def test_reference_of_experts(layout):
 @pytest.mark.parametrize("impl", ["swap_ab", "grouped"])
 def test_kernels_of_experts(impl, device, monkeypatch):
     """A few tokens at a time."""
-    monkeypatch.setattr("sparse_attn.ops.experts.swap_ab.launch.MOST_ROWS", 7)
+    monkeypatch.setattr("sparse_attn.ops.experts.swap_ab.config.MOST_ROWS", 7)
     check_experts(MXFP4, device, 5, (1, 3), impl)
 
 
