@@ -47,6 +47,20 @@ PYTHON = [
         ("tests/test_speculative_batching.py::test_a_request_takes_fewer_steps",),
     ),
     Mutation(
+        "first-tokens-left-on-the-device", "tokens of prefill stay on a GPU whose loop hands others to the host",
+        "sparse_attn/runtime/generate.py",
+        'state.tokens.to("cpu" if looped else device, copy=True)',
+        "state.tokens.clone()",
+        ("tests/test_pretended_gpu.py::test_generations",),
+    ),
+    Mutation(
+        "plan-without-the-caches-that-draft", "plan leaves out the caches of the layer of multi-token prediction",
+        "sparse_attn/runtime/plan.py",
+        "    if predicted:\n        uses +=",
+        "    if False:\n        uses +=",
+        ("tests/test_cli.py::test_plan_counts_what_speculation_takes",),
+    ),
+    Mutation(
         "drafts-from-a-rejected-row", "the next drafts come from the hidden state of the last row, accepted or not",
         "sparse_attn/runtime/speculator.py",
         "width + (count - 1).clamp_min(0)",
