@@ -79,8 +79,8 @@ def grouped_linear(
     small; infinities become NaN. For packed weights whose scale blocks have multiples of 32 columns. Products of a
     block, of 128 columns at most, are added up as the fp8 units do, which may lose 2^-13 of them. (W8A8, W4A8)
 
-    batch_invariant: a row's bits depend on its own values and its group's weight, on nothing else: tiles and splits
-    are the same for any n. It costs time where they do not suit n.
+    batch_invariant: a row's bits depend on its own values and its group's weight, on nothing else: a kernel
+    and its splits are the same for any n. It costs time where they do not suit n.
 
     TypeError or ValueError: wrong dtypes, shapes or devices; scale blocks whose columns are no multiple of 16. Layouts:
     sparse_attn.weight_layout. Source: the products of DeepSeek-V3 and V4 without quantised activations (W8A16, W4A16).

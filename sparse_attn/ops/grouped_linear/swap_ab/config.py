@@ -12,12 +12,14 @@ from sparse_attn.workspace import Buffer, Scratch
 
 CODES = {"e2m1": ("e8m0", (1, 32)), "e4m3": ("", (0, 128))}  # scale, and block: columns are a multiple of the latter
 BLOCK_N = 64  # what a warpgroup multiplies at once
-ROWS = (8, 16, 32, 64)  # of a tile
-INVARIANT_ROWS = 32  # of a tile, however many rows there are
+ROWS = (16, 32, 64)  # of a tile; a row's bits are the same in each of them and in a wide one
+FEW_ROWS = 8  # of a tile of e2m1: its matrix instruction is another, for which fewer registers are copied
+WIDE_ROWS, WIDE_STEPS = 128, 32  # a tile of more rows, where a CTA has steps enough
 MOST_ROWS = 128  # in the mean of a group
 STAGES_BYTES = 72 << 10  # shared memory of a CTA's tiles in flight
-CTAS = 4  # that an SM holds, by their registers
-SPLIT_STEPS = 4  # of a split at least
+CTAS = 2  # that an SM holds with all the registers that they take
+REGISTERS_FEW, REGISTERS = 128, 168  # with which it holds more; of 16 rows, and of more
+SPLIT_STEPS, SPLIT_STEPS_MANY = 8, 12  # of a split at least; with 64 rows and more
 INVARIANT_MOST = 512  # rows whose batch-invariant partials are there at once
 PREFETCH = 512  # bytes of an output: of all CTAs, what the memory gives in a few microseconds
 
@@ -48,19 +50,35 @@ def supports(problem: Problem, target: Target) -> Support:
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    """The smallest tile that holds a group's rows in the mean; columns are split where that fills the machine. With
-    batch_invariant neither follows from the number of rows."""
-    block_m = next((rows for rows in ROWS if problem.rows_each <= rows), ROWS[-1])
-    if problem.batch_invariant:
-        block_m = INVARIANT_ROWS
-    fp4 = problem.codes == "e2m1"
-    block_k = 256 if fp4 and block_m < 64 else 128
+    """The smallest tile that holds a group's rows in the mean; columns are split where CTAs stay in one wave. With
+    batch_invariant splits do not follow from the number of rows, and every tile gives a row the same bits."""
+    fp4, invariant = problem.codes == "e2m1", problem.batch_invariant
+    block_m = _block_m(problem, target)
+    block_k = 256 if fp4 and block_m < 64 and not invariant else 128
+    across = -(-problem.outputs // BLOCK_N)
+    least = SPLIT_STEPS if block_m < 64 or invariant else SPLIT_STEPS_MANY
+    ctas = (problem.groups if invariant else _tiles(problem, block_m)) * across
+    splits = min(problem.columns // 128 // least, CTAS * target.num_sms // max(1, ctas))
     stage = 2 * block_m * block_k + BLOCK_N * (block_k // 2 if fp4 else block_k)
-    num_stages = 1 if target.interpreted else min(4, STAGES_BYTES // stage)
-    tile = Tile(block_m, BLOCK_N, block_k, 4, num_stages)
-    tiles = problem.groups if problem.batch_invariant else _tiles(problem, block_m)
-    ctas = tiles * -(-problem.outputs // BLOCK_N)
-    return planned(problem, tile, min(problem.columns // block_k // SPLIT_STEPS, CTAS * target.num_sms // max(1, ctas)))
+    num_stages = 3 if block_m == WIDE_ROWS else min(4, STAGES_BYTES // stage)
+    registers = None
+    if (
+        target.is_hopper
+        and ROWS[0] <= block_m < WIDE_ROWS
+        and _tiles(problem, block_m) * across > CTAS * target.num_sms
+    ):
+        registers = REGISTERS_FEW if block_m == ROWS[0] else REGISTERS
+    tile = Tile(block_m, BLOCK_N, block_k, 4, 1 if target.interpreted else num_stages, registers)
+    return planned(problem, tile, splits)
+
+
+def _block_m(problem: Problem, target: Target) -> int:
+    each, fp4 = problem.rows_each, problem.codes == "e2m1"
+    if fp4 and each <= FEW_ROWS and not problem.batch_invariant:
+        return FEW_ROWS
+    if target.is_hopper and not fp4 and each > ROWS[-1] and problem.columns // 128 >= WIDE_STEPS:
+        return WIDE_ROWS
+    return next((rows for rows in ROWS if each <= rows), ROWS[-1])
 
 
 def planned(problem: Problem, tile: Tile, splits: int) -> Plan:
