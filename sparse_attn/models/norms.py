@@ -21,9 +21,22 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
 
-def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., d] over the root of its mean square, which is rounded to x's dtype first, as transformers rounds it."""
-    return x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps).to(x.dtype)
+def unit_rms(x: torch.Tensor, eps: float, *, batch_invariant: bool = False) -> torch.Tensor:
+    """x [..., d] over the root of its mean square, which is rounded to x's dtype first, as transformers rounds it.
+    batch_invariant: torch's sums of rows are split by how many rows there are; these are not."""
+    squares, width = x.float().pow(2), x.shape[-1]
+    mean = _sum_by_halves(squares) / width if batch_invariant else squares.mean(-1, keepdim=True)
+    return x * torch.rsqrt(mean + eps).to(x.dtype)
+
+
+def _sum_by_halves(x: torch.Tensor) -> torch.Tensor:
+    """The sum over the last dimension, [..., 1], by additions of single values."""
+    width = 1 << (x.shape[-1] - 1).bit_length()
+    x = F.pad(x, (0, width - x.shape[-1]))
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x
 
 
 @no_autocast

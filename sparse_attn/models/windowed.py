@@ -152,7 +152,8 @@ def attention(
 
     heads, groups = spec.num_heads // mesh.tensor.size, spec.o_groups // mesh.tensor.size
     q = torch.unflatten(linear(q_latent, params[attn + "q_b"], **options), -1, (heads, spec.head_dim))
-    q = apply_rope(unit_rms(q, spec.rms_eps), plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
+    q = unit_rms(q, spec.rms_eps, batch_invariant=batch_invariant)
+    q = apply_rope(q, plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
     if kind != "window":
         pooled = [params[f"{prefix}entry.{name}"] for name in ("kv_gate", "position_bias", "norm")]
