@@ -16,7 +16,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 UNTIMED = slower("activations: got fp8, allowed: exact, until it has been timed")
 ROWS = (16, 32, 64, 128)  # of a tile
-PORTABLE_ROWS = 64  # at most, where the matrix unit takes all operands out of registers
+PORTABLE_ROWS = 64  # at most, where the matrix unit takes all operands out of registers, and beside scaled products
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -48,7 +48,9 @@ def _supports_fp8(problem: Problem, target: Target) -> Support:
 def plan(problem: Problem, target: Target) -> Plan:
     """The smallest tile of rows that holds an expert's in the mean, and a quarter more."""
     each = problem.rows / problem.gate_up.groups
-    most = ROWS[0] if target.interpreted else ROWS[-1] if target.reads_shared_operands else PORTABLE_ROWS
+    fp8 = problem.activations == "fp8" or "e4m3" in (problem.gate_up.codes, problem.down.codes)
+    most = PORTABLE_ROWS if fp8 or not target.reads_shared_operands else ROWS[-1]
+    most = ROWS[0] if target.interpreted else most
     rows = next((rows for rows in ROWS if each * 1.25 <= rows or rows == most), most)
     return planned(
         problem, *(_tile(rows, one, target, problem.activations == "fp8") for one in (problem.gate_up, problem.down))
@@ -61,9 +63,9 @@ def _tile(rows: int, product: Product, target: Target, fp8: bool) -> Tile:
     if not target.reads_shared_operands and rows >= PORTABLE_ROWS:
         return Tile(rows, 64, 128, 4, 3)
     if fp8:
-        return Tile(64, 128, GROUP, 8, 3) if rows >= 64 else Tile(rows, 64, GROUP, 4, 4)
+        return Tile(rows, 128, GROUP, 8, 3) if rows >= 64 else Tile(rows, 64, GROUP, 4, 4)
     if product.codes == "e4m3":  # a scale block at a time
-        return Tile(rows, 128, 128, 8, 2 if rows == 128 else 3) if rows >= 64 else Tile(rows, 64, 128, 4, 4)
+        return Tile(rows, 64, 128, 4, 3) if rows >= 64 else Tile(rows, 64, 128, 4, 4)
     if rows >= 64:
         return Tile(rows, 128, 128, 8, 3, 128 if rows == 64 and target.is_hopper else None)
     return Tile(rows, 64, 256, 4, 3, (128 if rows == ROWS[0] else 168) if target.is_hopper else None)

@@ -62,11 +62,8 @@ def plan(problem: Problem, target: Target) -> Plan:
     stage = 2 * block_m * block_k + BLOCK_N * (block_k // 2 if fp4 else block_k)
     num_stages = 3 if block_m == WIDE_ROWS else min(4, STAGES_BYTES // stage)
     registers = None
-    if (
-        target.is_hopper
-        and ROWS[0] <= block_m < WIDE_ROWS
-        and _tiles(problem, block_m) * across > CTAS * target.num_sms
-    ):
+    more = not problem.ends and _tiles(problem, block_m) * across > CTAS * target.num_sms
+    if target.is_hopper and more and block_m in ROWS:
         registers = REGISTERS_FEW if block_m == ROWS[0] else REGISTERS
     tile = Tile(block_m, BLOCK_N, block_k, 4, 1 if target.interpreted else num_stages, registers)
     return planned(problem, tile, splits)
@@ -76,7 +73,8 @@ def _block_m(problem: Problem, target: Target) -> int:
     each, fp4 = problem.rows_each, problem.codes == "e2m1"
     if fp4 and each <= FEW_ROWS and not problem.batch_invariant:
         return FEW_ROWS
-    if target.is_hopper and not fp4 and each > ROWS[-1] and problem.columns // 128 >= WIDE_STEPS:
+    wide = each > ROWS[-1] and problem.columns // 128 >= WIDE_STEPS
+    if target.is_hopper and wide and not fp4 and not problem.ends:
         return WIDE_ROWS
     return next((rows for rows in ROWS if each <= rows), ROWS[-1])
 
