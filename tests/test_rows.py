@@ -86,7 +86,7 @@ def test_joining_and_leaving_do_not_wait():
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        occupy(200_000_000)
+        occupy(4_000_000_000)  # two seconds: whoever waits would be seen, however slow the host is
         stream = loop.run(2)
         loop.join([3], *rows[3])
         loop.prepare(2, seed=3, rings=[2])
