@@ -14,12 +14,15 @@ from sparse_attn import workspace
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.models.memory import packed_weights
 from sparse_attn.ops.attention import dispatch as attention
+from sparse_attn.ops.grouped_linear import dispatch as linears
+from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
 from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import PRESETS, CompressedSpec, preset
 from sparse_attn.target import H200, Target
 from sparse_attn.testing.launches import TARGETS
+from sparse_attn.weight_layout import PackedWeight, parse_weight_layout
 
 
 def attended(part, limits, rows, indices):
@@ -132,3 +135,17 @@ def test_expert_scratch_is_what_a_step_holds_between_its_products():
     most = max(workspace.size_of(scratch).nbytes for scratch in found)
     held = 2 * tokens * hidden + 2 * tokens * k * (inner + hidden)
     assert held < most < 1.01 * held
+
+
+def test_a_weight_of_one_group_is_multiplied_as_one_of_several():
+    """By ends, which take a tile more: a rank's only group of V4's output projection."""
+    layout = parse_weight_layout("e4m3/128x128/e8m0")
+    codes = torch.empty(1, 1024, 4096, dtype=torch.uint8, device="meta")
+    weight = PackedWeight(codes, torch.empty(1, 8, 32, dtype=torch.uint8, device="meta"), layout.name)
+    found = list(product_scratches({"o_a": weight}, 6, 64, H200, dtype=torch.bfloat16, batch_invariant=False))
+    facts = dict(codes=layout.codes, scale=layout.scale, block=layout.block)
+    by_ends, whole = (
+        [linears.choose(Problem(rows, 1, 1024, 4096, torch.bfloat16, ends, **facts), H200).plan.scratch
+         for rows in range(1, 65)] for ends in (True, False)
+    )  # fmt: skip
+    assert found == by_ends != whole

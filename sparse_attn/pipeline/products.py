@@ -20,16 +20,19 @@ FEW = 256  # rows up to which each number of them may have tiles and splits of i
 
 
 class _Shape(NamedTuple):
+    """grouped: of rank 3, whose product takes ends, be it of one group."""
+
     groups: int
     outputs: int
     columns: int
     layout: str
+    grouped: bool
 
-    def problem(self, rows: int, ends: bool, dtype: torch.dtype, batch_invariant: bool) -> Problem:
+    def problem(self, rows: int, dtype: torch.dtype, batch_invariant: bool) -> Problem:
         packed = parse_weight_layout(self.layout)
         return Problem(
-            rows, self.groups, self.outputs, self.columns, dtype, ends, packed.codes, packed.scale, packed.block,
-            batch_invariant=batch_invariant,
+            rows, self.groups, self.outputs, self.columns, dtype, self.grouped, packed.codes, packed.scale,
+            packed.block, batch_invariant=batch_invariant,
         )  # fmt: skip
 
 
@@ -53,14 +56,14 @@ def product_scratches(
     alone = {_shape(value) for name, value in packed.items() if not name.endswith((GATE_UP, DOWN))}
     for tokens in counts:
         for shape in alone:
-            rows = tokens * shape.groups
-            yield linears.choose(shape.problem(rows, shape.groups > 1, dtype, batch_invariant), target).plan.scratch
+            problem = shape.problem(tokens * shape.groups, dtype, batch_invariant)
+            yield linears.choose(problem, target).plan.scratch
         for pair in routed:
-            first, second = (shape.problem(tokens * experts_per_token, True, dtype, batch_invariant) for shape in pair)
-            problem = Routed(tokens, experts_per_token, first, second, batch_invariant=batch_invariant)
-            yield experts.choose(problem, target).plan.scratch
+            first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
+            routes = Routed(tokens, experts_per_token, first, second, batch_invariant=batch_invariant)
+            yield experts.choose(routes, target).plan.scratch
 
 
 def _shape(weight: PackedWeight) -> _Shape:
     *groups, outputs, columns = weight_shape(weight)
-    return _Shape(groups[0] if groups else 1, outputs, columns, weight.layout)
+    return _Shape(groups[0] if groups else 1, outputs, columns, weight.layout, bool(groups))

@@ -122,16 +122,18 @@ def fresh():
 
 
 def moved_codes(model, caches, others):
-    """fp8 values of two sets of caches that differ by more than fp32 rounding."""
-    moved = 0
+    """fp8 values of two sets of caches that differ by more than fp32 rounding: those of the first layer that has any,
+    and the share of all."""
+    moved, values = {}, 0
     for kind, layers in caches._asdict().items():
         layout = model.layouts.index if kind == "index" else model.layouts.kv
-        for mine, theirs in zip(layers, getattr(others, kind)):
+        for number, (mine, theirs) in enumerate(zip(layers, getattr(others, kind))):
             if mine is not None and mine.dtype == torch.uint8:
                 slots = torch.arange(mine.shape[0] * mine.shape[1], device=mine.device)
                 a, b = layout.decode(mine, slots), layout.decode(theirs, slots)
-                moved += int(((a - b).abs() > 1e-5 * b.abs()).sum())
-    return moved
+                moved[number] = moved.get(number, 0) + int(((a - b).abs() > 1e-5 * b.abs()).sum())
+                values += a.numel()
+    return moved[min(moved)] if moved else 0, sum(moved.values()) / max(1, values)
 
 
 @contextlib.contextmanager
@@ -147,14 +149,16 @@ def nothing_written():
 
 def check_step(model, compiled, tokens, plan, batch, exact):
     """Fused kernels round otherwise than eager ones, so that a key on the border between two fp8 codes may fall either
-    way. Where some did, eager attends to the codes of the compiled step: the logits agree to fp32 either way."""
+    way; one that did moves some in the layers behind it. Eager then attends to the codes of the compiled step: the
+    logits agree to fp32 either way."""
     eager_caches, caches = filled_caches(model, batch), filled_caches(model, batch)
     want, got = model(tokens, eager_caches, plan), compiled(tokens, caches, plan)
     if exact:
         for mine, theirs in zip(tensors_of(caches), tensors_of(eager_caches)):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-    elif moved := moved_codes(model, caches, eager_caches):
-        assert moved <= 100  # a code that moved in one layer moves a few in the layers behind it
+    else:
+        first, share = moved_codes(model, caches, eager_caches)
+        assert first <= 50 and share < 0.1
         with nothing_written():
             want = model(tokens, caches, plan)
     tolerance = 0 if exact else 1e-4
