@@ -48,8 +48,8 @@ def arrivals(run: Run) -> Iterator[Record]:
 
 def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> Iterator[Record]:
     length, common = run.pick((512, 256), (40, 16))
-    count = run.pick(30, 1)
     windowed = isinstance(model.spec, CompressedSpec)
+    count = run.pick(8 if windowed else 30, 1)  # a prompt through V4's layers takes half a second
     scheduler = Batching(
         model, rows=8, num_blocks=run.pick(256, 64), max_context=run.pick(1024, 96), snapshots=8,
         block_size=128 if windowed else run.pick(BLOCK, 8), prefill_tokens=length, piece=PIECE, graph=not run.dry,
