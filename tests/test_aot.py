@@ -188,7 +188,9 @@ def test_every_kernel_of_every_operator_package_is_among_the_cases():
                 name.asname or name.name: f"{node.module}.{name.name}" for node in imported for name in node.names
             }
             for match in re.finditer(r"^ +(?:(\w+)\.)?(\w+)\[(?:\(|grid\])", text, re.M):
-                module = modules[match[1]] if match[1] else own
+                module = (
+                    modules[match[1]] if match[1] else modules.get(match[2], f"{own}.{match[2]}").rpartition(".")[0]
+                )
                 launched.add(f"{module.removeprefix('sparse_attn.ops.').replace('.kernels', '')}.{match[2]}")
     work, _ = gather(["sm_90"], [""], False)
     from aot import kernel_name

@@ -69,11 +69,13 @@ def test_combining_many_heads_takes_several_launches(heads, launches, monkeypatc
 
     spy = Spy()
     monkeypatch.setattr(kernels, "combine", spy)
-    launch.combine(empty(2, 5, heads, 8), empty(2, 5, heads), empty(heads), empty(5, heads, 8), empty(5, heads), 1.0)
+    states = empty(2, 5, heads, 8), empty(2, 5, heads), empty(2, 5, heads)
+    launch.combine(*states, empty(heads), empty(5, heads, 8), empty(5, heads), empty(5, heads), 1.0)
     done = 0
-    for size, (outs, lses, sink, out, lse, *_), _ in spy.launches:
+    for size, (outs, lses, maxima, sink, out, lse, largest, *_), _ in spy.launches:
         assert outs.storage_offset() == out.storage_offset() == 8 * done
-        assert lses.storage_offset() == sink.storage_offset() == lse.storage_offset() == done
+        places = {value.storage_offset() for value in (lses, maxima, sink, lse, largest)}
+        assert places == {done}
         done += size[1]
     assert (len(spy.launches), done) == (launches, heads)
 
@@ -87,7 +89,7 @@ def test_what_no_launch_has_room_for_is_refused():
 
     d_v = 4096 * MOST + 1
     with pytest.raises(ValueError, match=f"^outs d_v: got {d_v}, allowed: at most {d_v - 1}, "):
-        launch.combine(empty(2, 1, 1, d_v), empty(2, 1, 1), None, empty(1, 1, d_v), empty(1, 1), 1.0)
+        launch.combine(empty(2, 1, 1, d_v), empty(2, 1, 1), None, None, empty(1, 1, d_v), empty(1, 1), None, 1.0)
     many, positions, table = 16 * MOST + 1, empty(1, dtype=torch.int32), empty(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=f"^q heads: got {many}, allowed: at most {many - 1}, "):
         layout = IndexFp8Layout(128).name

@@ -121,7 +121,7 @@ def as_on_a_gpu(monkeypatch):
     def choose(dtype, spec):
         way = memory.takes_grouped(spec.moe, spec.hidden_size, dtype, on_gpu=True)
         monkeypatch.setattr(moe, "takes_grouped", lambda *_, **__: way)
-        product = lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)  # noqa: E731
+        product = lambda x, weight, **_: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)  # noqa: E731
         monkeypatch.setattr(windowed, "linear_fp32", product)
 
     return choose

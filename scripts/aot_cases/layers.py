@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -12,6 +12,7 @@ from sparse_attn.ops.grouped_linear import launch as grouped_linear
 from sparse_attn.ops.hyper_connection import launch as hyper_connection
 from sparse_attn.ops.rope import launch as rope
 from sparse_attn.ops.router import launch as router
+from sparse_attn.target import target_of
 from sparse_attn.weight_layout import SCALE_DTYPE, parse_weight_layout
 
 TOKENS = 128
@@ -86,6 +87,7 @@ def products() -> Iterator[Case]:
 
 
 def routed() -> Iterator[Case]:
+    made = {}
     for name, tokens, top_k, count, hidden, intermediate, layout, more in (
         ("deepseek_v4_flash", 8, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
         ("deepseek_v4_flash, many tokens", 4096, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
@@ -97,8 +99,21 @@ def routed() -> Iterator[Case]:
         gate_up = packed(layout, count, 2 * intermediate, hidden)
         down = packed(layout, count, hidden, intermediate)
         routes = floats(tokens, top_k), integers(tokens, top_k)
-        arguments = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0, "exact", False
-        yield Case("packed_experts", name, packed_experts.packed_experts, arguments, more)
+        made[name] = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0
+        yield Case("packed_experts", name, packed_experts.packed_experts, (*made[name], "exact", False), more)
+    arguments = *made["deepseek_v4_flash, 512 tokens"], "fp8", False
+    by_name = _on_hopper(packed_experts.packed_experts, "sorted")
+    yield Case("packed_experts", "fp8 rows, 512 tokens", packed_experts.packed_experts, arguments)
+    yield Case("packed_experts", "fp8 rows, 512 tokens, by name", by_name, arguments)
+
+
+def _on_hopper(launcher: Callable, name: str) -> Callable:
+    """``launcher`` with one of Hopper's kernels that is taken by its name alone; elsewhere as it is."""
+
+    def launch(*arguments) -> None:
+        launcher(*arguments, kernel=name if target_of(torch.device("meta")).is_hopper else None)
+
+    return launch
 
 
 def packed(layout: str, groups: int, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, str]:

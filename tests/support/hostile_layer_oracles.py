@@ -238,7 +238,7 @@ def stream_mixes(streams, fn, norm_eps):
     return x / (x.pow(2).mean(1, keepdim=True) + norm_eps).sqrt() @ fn.double().T
 
 
-def hyper_mix(streams, fn, base, scale, iterations, eps, norm_eps):
+def hyper_mix(streams, fn, base, scale, iterations, eps, norm_eps, product):
     tokens, count, _ = streams.shape
     mixes, base, scale = stream_mixes(streams, fn, norm_eps), base.double(), scale.double()
     pre = torch.sigmoid(mixes[:, :count] * scale[0] + base[:count]) + eps
@@ -261,6 +261,6 @@ def hyper_merge(out, streams, post, comb):
     return merged
 
 
-def hyper_head(streams, fn, base, scale, eps, norm_eps):
+def hyper_head(streams, fn, base, scale, eps, norm_eps, product):
     pre = torch.sigmoid(stream_mixes(streams, fn, norm_eps) * scale.double() + base.double()) + eps
     return torch.einsum("tn,tnd->td", pre, streams.double())

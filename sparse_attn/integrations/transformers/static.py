@@ -49,7 +49,7 @@ class Pool:
     def __init__(self, shape: Shape, max_len: int):
         self.shape = shape
         self.room = -(-(max_len // shape.ratio + 2) // LINE) * LINE
-        self.kept = self.slots = self.entries = torch.empty(0)
+        self.kept = self.slots = self.entries = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def allocate(self, batch: int, keys: torch.Tensor) -> None:
         """Make the tensors, of the dtype and on the device of ``keys``."""
@@ -99,8 +99,8 @@ class WindowedLayer(CacheLayerMixin):
         super().__init__()
         self.max_len, self.window = max_len, window
         self.pools = {name: Pool(shape, max_len) for name, shape in pools.items()}
-        self.cumulative_length = torch.tensor(0, dtype=torch.int64)
-        self.slots = self.table = self.indptr = torch.empty(0)
+        self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
+        self.slots = self.table = self.indptr = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """key_states: [batch, 1, any, dim]. value_states: as key_states."""

@@ -59,6 +59,7 @@ def _pair_splits(ctas: int, pairs: int, num_sms: int) -> int:
     return -(-pairs // longest) if pairs - longest >= PAIRS_SPARED else 1
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def _tile_splits(ctas: int, tiles: int, num_sms: int) -> int:
     """As many as run in one wave, or in TILE_WAVES, or no split: whichever costs least."""
     if 2 * ctas > TILE_WAVES * num_sms:

@@ -108,7 +108,7 @@ def grouped_linear(
         checks.check_shape("ends", ends, (groups,), "[groups of the weight]")
     elif groups != 1:
         raise ValueError(f"ends: got None, allowed: int32 [{groups}], or a weight of one group (got {groups})")
-    checks.check_same_device(rows=rows, ends=ends, codes=codes, scales=scales)
+    checks.check_same_device(**{"rows": rows, "ends": ends, "weight": codes, "weight scales": scales})
     if activations == "fp8":
         if scales is None or parse_weight_layout(layout).block[1] % 32:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -306,13 +307,14 @@ def reserved(problem: Problem, target: Target) -> Iterator[Scratch]:
     """The most scratch that a kernel here needs for as many rows, each with as many keys or fewer. Fewer keys may be
     split more often."""
     if problem.tokens and supports_swap_ab(problem, target).ok:
-        yield _most(_swap_ab_units(problem, target), problem, scaled=False)
+        yield _most(_swap_ab_units(problem, target), problem.heads, problem.max_logits, scaled=False)
     elif problem.tokens and supports_decode_fp8(problem, target).ok:
-        yield _most(_decode_fp8_units(problem, target), problem, scaled=True)
+        yield _most(_decode_fp8_units(problem, target), problem.heads, problem.max_logits, scaled=True)
 
 
-def _most(asked: Units, problem: Problem, scaled: bool) -> Scratch:
+@functools.lru_cache(maxsize=1 << 14)  # plans for other numbers of GPUs ask for many of them again
+def _most(asked: Units, heads: int, max_logits: bool, scaled: bool) -> Scratch:
     model, rows, blocks, units, num_sms, split_as = asked
     steps = {waves_of(model, rows, blocks, fewer, num_sms, split_as) for fewer in range(1, units + 1)}
-    asked_for = (scratch(waves, problem.heads, D_V, scaled, problem.max_logits) for waves in steps)
+    asked_for = (scratch(waves, heads, D_V, scaled, max_logits) for waves in steps)
     return max(asked_for, key=lambda one: size_of(one).nbytes, default=Scratch())
