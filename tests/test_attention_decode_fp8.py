@@ -129,7 +129,8 @@ def test_compiles_for_hopper(form):
 
     launch, sink = plan(64, 128), form != "two caches"
     constants = FORMS[form] | dict(
-        PADDED_BLOCKS=True, HAS_SINK=sink, SPLIT=None, CONSUMER_REGISTERS=launch.consumer_registers,
+        PADDED_BLOCKS=True, HAS_SINK=sink, SPLIT=None, INF_LSE=False, lengths=None, extra_lengths=None,
+        CONSUMER_REGISTERS=launch.consumer_registers,
         PRODUCER_REGISTERS=launch.producer_registers,
     )  # fmt: skip
     pointers = dict(

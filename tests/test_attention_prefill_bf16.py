@@ -60,7 +60,7 @@ def test_compiles_for_hopper_without_spills(rest, sink):
     pointers |= dict(tile_counter="*i64")
     chosen = config.plan_prefill_bf16(packed_prefill(4096, 128, ROWS, 4096 * 2048), H200)
     constants = dict(
-        HAS_ROPE=rest, HAS_SINK=sink, CONSUMER_REGISTERS=chosen.consumer_registers,
+        HAS_ROPE=rest, HAS_SINK=sink, INF_LSE=False, lengths=None, max_logits=None, CONSUMER_REGISTERS=chosen.consumer_registers,
         PRODUCER_REGISTERS=chosen.producer_registers,
     )  # fmt: skip
     scalars = {name: "i32" for name in prefill_bf16.attend.arg_names if name not in pointers | constants}

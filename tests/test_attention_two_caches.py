@@ -329,6 +329,7 @@ def test_kernel_on_hopper():
     constants = dict(
         keys, D_V=512, D_ROPE=0, PAD_V=512, PAD_ROPE=16, SPLIT=chosen.splits > 1, BLOCK_M=chosen.block_m,
         BLOCK_N=chosen.block_n, STAGES=chosen.num_stages, HOIST=chosen.hoist,
+        INF_LSE=False, lengths=None, extra_lengths=None, max_logits=None,
     )  # fmt: skip
     constants |= {f"EXTRA_{name}": value for name, value in keys.items()}
     pointers = dict(
