@@ -16,6 +16,13 @@ def spans(count: int, each: int = 1) -> Iterator[slice]:
     return (slice(first, min(first + step, count)) for first in range(0, count, step))
 
 
+def block_of_heads(heads: int, dim: int) -> tuple[int, int]:
+    """(heads of a CTA, dim padded), powers of two: about 2048 elements a CTA. These are enough loads in flight, and
+    several CTAs a token at decode sizes."""
+    padded = 1 << (dim - 1).bit_length()
+    return min(1 << (heads - 1).bit_length(), max(1, 2048 // padded)), padded
+
+
 def check(name: str, size: int, each: int) -> None:
     """ValueError where CTAs along such a dimension, one for ``each`` of ``size``, would be too many."""
     if size > MOST * each:

@@ -90,7 +90,7 @@ def _nibble(words, J: tl.constexpr, scale):
 
 
 @triton.jit
-def _four_nibbles(words, J: tl.constexpr, scale):
+def four_nibbles(words, J: tl.constexpr, scale):
     low = _nibble(words, J, scale), _nibble(words, J + 1, scale)
     return low[0], low[1], _nibble(words, J + 2, scale), _nibble(words, J + 3, scale)
 
@@ -133,8 +133,8 @@ def _dot_e2m1(
         scales = tl.where(scales == E8M0_NAN, 0x7FC0, tl.maximum(scales << 7, 0x40)) * 0x10001
     scale = tl.reshape(tl.broadcast_to(scales[:, :, None], [BLOCK_N, WORDS // 4, 4]), [BLOCK_N, WORDS])
     if WAY == PLAIN:
-        w0, w1, w2, w3 = _four_nibbles(words, 0, scale)
-        w4, w5, w6, w7 = _four_nibbles(words, 4, scale)
+        w0, w1, w2, w3 = four_nibbles(words, 0, scale)
+        w4, w5, w6, w7 = four_nibbles(words, 4, scale)
     else:
         TEXT: tl.constexpr = FAST_E2M1 if WAY == FAST else EXACT_E2M1
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from sparse_attn.device import cast
 from sparse_attn.device.fp8 import decode_exponent, decode_fp8_bf16
-from sparse_attn.device.packed_dot import E8M0_NAN, PLAIN, e2m1
+from sparse_attn.device.packed_dot import E8M0_NAN, PLAIN, four_nibbles
 
 COLUMNS = tl.constexpr(128)  # of a step
 UP, DOWN = tl.constexpr(6), tl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact
@@ -49,17 +49,6 @@ def placed_fp8(column):
 
 
 @triton.jit
-def _plain(words, J: tl.constexpr, power):
-    return cast.round_to_bf16(e2m1((words >> (4 * J)) & 15) * power)
-
-
-@triton.jit
-def _four(words, J: tl.constexpr, power):
-    low = _plain(words, J, power), _plain(words, J + 1, power)
-    return low[0], low[1], _plain(words, J + 2, power), _plain(words, J + 3, power)
-
-
-@triton.jit
 def _spread(values, BLOCK_N: tl.constexpr):
     """[BLOCK_N, 4] -> [BLOCK_N, 16], each four times."""
     return tl.reshape(tl.broadcast_to(values[:, :, None], [BLOCK_N, 4, 4]), [BLOCK_N, 16])
@@ -71,8 +60,8 @@ def _values(words, up, BLOCK_N: tl.constexpr, WAY: tl.constexpr):
     there = up >= DOWN
     if WAY == PLAIN:
         power = _spread(tl.where(there, decode_exponent(tl.maximum(up, DOWN) + 127), 0.0), BLOCK_N)
-        w0, w1, w2, w3 = _four(words, 0, power)
-        w4, w5, w6, w7 = _four(words, 4, power)
+        w0, w1, w2, w3 = four_nibbles(words, 0, power)
+        w4, w5, w6, w7 = four_nibbles(words, 4, power)
     else:
         low = _spread(tl.where(there, 0x3C383000 + up * 0x08080800, 0), BLOCK_N)
         high = _spread(tl.where(there, 0x4C484440 + up * 0x08080808, 0), BLOCK_N)

@@ -25,6 +25,22 @@ def pair_of(column, START: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.co
 
 
 @triton.jit
+def look_up(
+    cos_sin,  # fp32 [rows, WIDTH]
+    position,
+    turns,  # columns that a live position rotates
+    frequency,
+    stride_row,
+    stride_column,
+    WIDTH: tl.constexpr,
+):
+    """(cos, sin) of each column; 0 where nothing turns, which reads nothing."""
+    table = cos_sin + position * stride_row + frequency * stride_column
+    cos = tl.load(table, mask=turns, other=0.0)
+    return cos, tl.load(table + WIDTH // 2 * stride_column, mask=turns, other=0.0)
+
+
+@triton.jit
 def swap_neighbours(values, ROWS: tl.constexpr, DIM: tl.constexpr):
     """[ROWS, DIM] with columns 2i and 2i + 1 exchanged: the partners where an interleaved slice starts evenly."""
     a, b = tl.split(tl.reshape(values, [ROWS, DIM // 2, 2]))

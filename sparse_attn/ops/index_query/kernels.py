@@ -11,7 +11,7 @@ from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
 from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 from sparse_attn.device.mxfp4 import quantise_mxfp4
-from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
+from sparse_attn.device.rope import hadamard, look_up, pair_of, rotate, swap_neighbours
 
 
 @triton.jit(do_not_specialize=["table_rows"])
@@ -58,9 +58,8 @@ def indexer_q_rope_quant(
 
     rotated, partner, frequency, is_first = pair_of(column, START, WIDTH, INTERLEAVED)
     turns = rotated & live
-    table = cos_sin + tl.where(live, position, 0) * stride_table_row + frequency * stride_table_column
-    cos = tl.load(table, mask=turns, other=0.0)
-    sin = tl.load(table + WIDTH // 2 * stride_table_column, mask=turns, other=0.0)
+    position = tl.where(live, position, 0)
+    cos, sin = look_up(cos_sin, position, turns, frequency, stride_table_row, stride_table_column, WIDTH)
 
     source = q + token * stride_q_token + head[:, None].to(tl.int64) * stride_q_head
     inside = (head < HEADS)[:, None] & live

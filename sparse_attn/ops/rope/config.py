@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparse_attn.device import grid
 from sparse_attn.target import Target
 from sparse_attn.workspace import Scratch
 
@@ -18,9 +19,7 @@ class RopeConfig:
 
 
 def config(heads: int, dim: int, target: Target) -> RopeConfig:
-    """About 2048 elements a CTA: enough loads in flight, and several CTAs a token at decode sizes."""
-    padded = 1 << (dim - 1).bit_length()
-    block = min(1 << (heads - 1).bit_length(), max(1, 2048 // padded))
+    block, padded = grid.block_of_heads(heads, dim)
     return RopeConfig(block, padded, min(4, max(1, block * padded // 512)))
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from sparse_attn.device import pdl
 from sparse_attn.device.cast import cast
-from sparse_attn.device.rope import pair_of, rotate
+from sparse_attn.device.rope import look_up, pair_of, rotate
 
 
 @triton.jit(do_not_specialize=["table_rows"])
@@ -44,9 +44,8 @@ def apply_rope(
 
     rotated, partner, frequency, is_first = pair_of(column, START, WIDTH, INTERLEAVED)
     turns = rotated & live
-    table = cos_sin + tl.where(live, position, 0) * stride_table_row + frequency * stride_table_column
-    cos = tl.load(table, mask=turns, other=0.0)
-    sin = tl.load(table + WIDTH // 2 * stride_table_column, mask=turns, other=0.0)
+    position = tl.where(live, position, 0)
+    cos, sin = look_up(cos_sin, position, turns, frequency, stride_table_row, stride_table_column, WIDTH)
     if INVERSE:
         sin = -1.0 * sin
 

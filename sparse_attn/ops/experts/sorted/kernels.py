@@ -12,7 +12,7 @@ import triton.language as tl
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.packed_dot import exact_packed_dot, placed
 from sparse_attn.device.packed_dot_fp8 import packed_dot_fp8
-from sparse_attn.ops.experts.grouped.kernels import gated
+from sparse_attn.ops.experts.swap_ab.kernels import gates_and_ups, inner_values, weight_rows
 
 
 @triton.jit
@@ -84,12 +84,11 @@ def gate_up(
     expert, at, row, inside = _rows_of(spans, order, tl.program_id(1), BLOCK_M)
     if expert >= 0:
         HALF: tl.constexpr = BLOCK_N // 2
-        n = tl.arange(0, BLOCK_N)  # eight gates, eight ups, and so on: a thread has both of an output
-        column = tl.program_id(0) * HALF + n // 16 * 8 + n % 8
-        own = (tl.minimum(column, intermediate - 1) + n % 16 // 8 * intermediate).to(tl.int64)
-        words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
-        scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
-        scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        own = gates_and_ups(tl.program_id(0), intermediate, BLOCK_N)
+        words, scale_rows = weight_rows(
+            codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
+            stride_scales_row, BLOCK_ROWS,
+        )  # fmt: skip
         token = (row // k).to(tl.int64)
         if x_scales is None:
             sums = exact_packed_dot(
@@ -101,9 +100,7 @@ def gate_up(
                 x, token * hidden, x_scales + at, stride_scale, inside, words, scale_rows, hidden // BLOCK_K, BLOCK_M,
                 BLOCK_N, WAY,
             )  # fmt: skip
-        sums = tl.permute(tl.reshape(sums, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
-        gate, up = tl.split(sums)
-        inner = tl.reshape(gated(gate, up, clamp, CLAMPED), [HALF, BLOCK_M])
+        inner = inner_values(sums, clamp, CLAMPED, BLOCK_M, BLOCK_N)
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
         place = placed(output, OUT_EACH) if x_scales is None else output
         to = at.to(tl.int64)[None, :] * intermediate + place[:, None]
@@ -143,9 +140,10 @@ def down(
     if expert >= 0:
         output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         own = tl.minimum(output, hidden - 1).to(tl.int64)
-        words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
-        scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
-        scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        words, scale_rows = weight_rows(
+            codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
+            stride_scales_row, BLOCK_ROWS,
+        )  # fmt: skip
         if x_scales is None:
             sums = exact_packed_dot(
                 x, at.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,

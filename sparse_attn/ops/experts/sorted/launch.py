@@ -12,13 +12,12 @@ from sparse_attn.ops.experts.grouped.kernels import order_rows
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan, product_format
 from sparse_attn.ops.experts.sorted import kernels
-from sparse_attn.ops.experts.swap_ab.kernels import add_terms
+from sparse_attn.ops.experts.swap_ab.launch import add_terms
 from sparse_attn.ops.grouped_linear.fp8.launch import quantise
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
 SORTED = 64  # rows whose scales a CTA sorts
-ADDED = 1024  # values that a CTA of add_terms adds up
 
 
 def multiply(call: Call, plan: Plan) -> None:
@@ -101,6 +100,4 @@ def multiply(call: Call, plan: Plan) -> None:
         num_warps=plan.down_warps,
         **common,
     )
-    add_terms[(problem.tokens, -(-hidden // ADDED))](
-        terms, ids, call.out, problem.k, experts, hidden, BLOCK=ADDED, num_warps=4, **launched
-    )
+    add_terms(terms, ids, call.out, experts)

@@ -30,6 +30,34 @@ def _rows_of(ids, leader, rows, experts, ROWS_PADDED: tl.constexpr, BLOCK_M: tl.
     return expert, row, (tl.sum(chosen.to(tl.int32), 1) > 0) & first, first
 
 
+@triton.jit
+def weight_rows(
+    codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
+    stride_scales_row, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Pointers to rows ``own``, int64, of an expert's weight, and to their scales."""
+    words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
+    scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
+    scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+    return words, scale_rows
+
+
+@triton.jit
+def gates_and_ups(tile, intermediate, BLOCK_N: tl.constexpr):
+    """Rows of the weight, int64 [BLOCK_N]: eight gates, eight ups, and so on. So a thread has both of an output."""
+    at = tl.arange(0, BLOCK_N)
+    column = tile * (BLOCK_N // 2) + at // 16 * 8 + at % 8
+    return (tl.minimum(column, intermediate - 1) + at % 16 // 8 * intermediate).to(tl.int64)
+
+
+@triton.jit
+def inner_values(sums, clamp, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """fp32 [BLOCK_N / 2, BLOCK_M] of the products of ``gates_and_ups``."""
+    sums = tl.permute(tl.reshape(sums, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
+    gate, up = tl.split(sums)
+    return tl.reshape(gated(gate, up, clamp, CLAMPED), [BLOCK_N // 2, BLOCK_M])
+
+
 @triton.jit(do_not_specialize=["rows", "k", "experts", "first_row", "clamp"])
 def gate_up(
     x,  # bf16 [tokens, hidden], placed
@@ -65,19 +93,16 @@ def gate_up(
     expert, row, inside, first = _rows_of(ids, tl.program_id(1), rows, experts, ROWS_PADDED, BLOCK_M)
     if first:
         HALF: tl.constexpr = BLOCK_N // 2
-        at = tl.arange(0, BLOCK_N)  # eight gates, eight ups, and so on: a thread has both of an output
-        column = tl.program_id(0) * HALF + at // 16 * 8 + at % 8
-        own = (tl.minimum(column, intermediate - 1) + at % 16 // 8 * intermediate).to(tl.int64)
-        words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
-        scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
-        scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        own = gates_and_ups(tl.program_id(0), intermediate, BLOCK_N)
+        words, scale_rows = weight_rows(
+            codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
+            stride_scales_row, BLOCK_ROWS,
+        )  # fmt: skip
         sums = exact_packed_dot(
             x, (row // k).to(tl.int64) * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0,
             BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
         )  # fmt: skip
-        sums = tl.permute(tl.reshape(sums, [BLOCK_N // 16, 2, 8, BLOCK_M]), [0, 2, 3, 1])
-        gate, up = tl.split(sums)
-        inner = tl.reshape(gated(gate, up, clamp, CLAMPED), [HALF, BLOCK_M])
+        inner = inner_values(sums, clamp, CLAMPED, BLOCK_M, BLOCK_N)
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
         to = row.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH)[:, None]
         tl.store(out + to, cast.round_to_bf16(inner), mask=inside[None, :] & (output < intermediate)[:, None])
@@ -116,9 +141,10 @@ def down(
     if first:
         output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         own = tl.minimum(output, hidden - 1).to(tl.int64)
-        words = codes + expert.to(tl.int64) * stride_codes_expert + own * stride_codes_row
-        scale_rows = scales + expert.to(tl.int64) * stride_scales_expert
-        scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        words, scale_rows = weight_rows(
+            codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
+            stride_scales_row, BLOCK_ROWS,
+        )  # fmt: skip
         sums = exact_packed_dot(
             x, row.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
             BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,

@@ -98,6 +98,12 @@ def _multiply(call: Call, plan: Plan) -> None:
         num_warps=plan.down_warps,
         **common,
     )
-    kernels.add_terms[(problem.tokens, -(-hidden // ADDED))](
-        terms, ids, out, problem.k, experts, hidden, BLOCK=ADDED, num_warps=4, **launched
+    add_terms(terms, ids, out, experts)
+
+
+def add_terms(terms: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, experts: int) -> None:
+    """Add up what a token's ``ids`` [tokens, k], contiguous, contributed to ``out`` [tokens, hidden]."""
+    tokens, hidden = out.shape
+    kernels.add_terms[(tokens, -(-hidden // ADDED))](
+        terms, ids, out, ids.shape[1], experts, hidden, BLOCK=ADDED, num_warps=4, **pdl.launched(target_of(out.device))
     )
