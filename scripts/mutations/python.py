@@ -245,8 +245,8 @@ PYTHON = [
     Mutation(
         "invariance-lost-on-the-way", "one product of a batch-invariant model is torch's, which rounds by rows",
         "sparse_attn/models/mla.py",
-        'linear(values.flatten(1), params[attn + "o"], **options)',
-        'linear(values.flatten(1), params[attn + "o"], impl=impl)',
+        'linear(values, params[attn + "o"], **options)',
+        'linear(values, params[attn + "o"], impl=impl)',
         ("tests/test_signatures.py::test_batch_invariance_asked_of_a_model_reaches_every_product",),
     ),
     Mutation(
@@ -386,8 +386,8 @@ PYTHON = [
     Mutation(
         "heads-not-summed", "a rank goes on with what its own heads give",
         "sparse_attn/models/mla.py",
-        'return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], **options), mesh.tensor), selection',
-        'return linear(values.flatten(1), params[attn + "o"], **options), selection',
+        'return sum_over_ranks(linear(values, params[attn + "o"], **options), mesh.tensor), selection',
+        'return linear(values, params[attn + "o"], **options), selection',
         ("tests/test_processes.py::test_two_processes",),
     ),
     Mutation(

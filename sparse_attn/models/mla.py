@@ -113,15 +113,13 @@ def attention(
     q = torch.unflatten(linear(q_latent, params[attn + "q_b"], **options), -1, (heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
-    absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), **options).transpose(
-        0, 1
-    )  # [T, H, kv_lora]
+    absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), **options)  # [H, T, kv_lora]
+    query = torch.cat([absorbed.transpose(0, 1), q_rope], dim=-1)
     out = pipeline.attend(
-        gradients.end(torch.cat([absorbed, q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope),
+        gradients.end(query, "sparse_attn::write_kv_cache", latent, key_rope),
         kv_cache, plan, selection,
         layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, ranks=mesh.context, **options,
     ).out  # fmt: skip
-    values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), **options).transpose(
-        0, 1
-    )  # [T, H, v_dim]
-    return sum_over_ranks(linear(values.flatten(1), params[attn + "o"], **options), mesh.tensor), selection
+    values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), **options)  # [H, T, v_dim]
+    values = values.transpose(0, 1).flatten(1)
+    return sum_over_ranks(linear(values, params[attn + "o"], **options), mesh.tensor), selection

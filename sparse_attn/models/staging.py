@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 
 PIECE = 32 << 20  # bytes of each of two buffers
-READERS = 4  # threads: one copies out of the page cache at a fifth of what a GPU takes
+READERS = 4  # threads: one copies out of the page cache more slowly than a GPU takes what it copied
 LEAST = 1 << 20  # bytes of a piece worth a thread
 _WIDEST = 8  # bytes of a value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -65,11 +65,3 @@ class Plan:
     num_stages: int = 0
     registers: int | None = None
     scratch: Scratch = Scratch()
-
-
-def product_format(problem: Product) -> dict[str, Any]:
-    """What kernels know of a weight when they are compiled."""
-    return dict(
-        CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1],
-    )  # fmt: skip

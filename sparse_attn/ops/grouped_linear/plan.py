@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,6 +82,14 @@ def _aligned(tensor: torch.Tensor) -> bool:
     first = tensor.storage_offset() * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
     *leading, last = tensor.stride()
     return last == 1 and not any(at % ALIGNMENT for at in (first, *(step * tensor.itemsize for step in leading)))
+
+
+def product_format(problem: Problem) -> dict[str, Any]:
+    """What kernels know of a weight when they are compiled."""
+    return dict(
+        CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
+        BLOCK_COLUMNS=problem.block[1],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.experts.grouped.config import COUNTED
 from sparse_attn.ops.experts.grouped.kernels import order_rows
 from sparse_attn.ops.experts.launch import Call
-from sparse_attn.ops.experts.plan import Plan, product_format
+from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.sorted import kernels
 from sparse_attn.ops.experts.swap_ab.launch import add_terms
 from sparse_attn.ops.grouped_linear.fp8.launch import quantise
+from sparse_attn.ops.grouped_linear.plan import product_format
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 

@@ -6,9 +6,10 @@ import torch
 
 from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.experts.launch import Call
-from sparse_attn.ops.experts.plan import Plan, product_format
+from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.swap_ab import kernels
 from sparse_attn.ops.experts.swap_ab.config import tokens_at_once
+from sparse_attn.ops.grouped_linear.plan import product_format
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 

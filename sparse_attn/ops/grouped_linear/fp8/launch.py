@@ -9,7 +9,7 @@ from sparse_attn.device import pdl
 from sparse_attn.ops.grouped_linear.fp8 import kernels
 from sparse_attn.ops.grouped_linear.fp8.config import GROUP
 from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import Plan
+from sparse_attn.ops.grouped_linear.plan import Plan, product_format
 from sparse_attn.target import Target, target_of
 
 TOGETHER = 16  # groups of columns that a CTA quantises
@@ -24,8 +24,7 @@ def quantise(
     together = min(TOGETHER, 1 << (groups - 1).bit_length())
     kernels.quantise[(n, -(-groups // together))](
         rows, codes, scales, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, GROUPS=together,
-        PLACED=placed,
-        num_warps=4, **pdl.launched(target),
+        PLACED=placed, num_warps=4, **pdl.launched(target),
     )  # fmt: skip
 
 
@@ -65,10 +64,7 @@ def multiply(product: Product, plan: Plan) -> None:
         *codes.stride()[:2],
         *scales.stride(),
         GROUPS_PADDED=1 << problem.groups.bit_length(),
-        CODES=problem.codes,
-        E8M0=problem.scale == "e8m0",
-        BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1],
+        **product_format(problem),
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,

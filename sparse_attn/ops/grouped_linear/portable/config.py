@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from sparse_attn.device import grid
 from sparse_attn.dispatch import YES, Support, no
-from sparse_attn.ops.grouped_linear.plan import Plan, Problem
+from sparse_attn.ops.grouped_linear.plan import Plan, Problem, Tile
 from sparse_attn.ops.grouped_linear.shapes import PLAIN
 from sparse_attn.target import Target
 
-
-class Tile(NamedTuple):
-    """rows, outputs; columns: multiplied at a time at most. above: rows of a group from which on it is taken."""
-
-    rows: int
-    outputs: int
-    columns: int
-    num_warps: int
-    num_stages: int
-    above: int
-
-
+# Tiles, of as many columns at most, by the rows of a group above which they are taken.
 # Up to 16 rows the weight's bytes bound a product: many CTAs read it, some tiles ahead.
-TILES = (
-    Tile(128, 64, 64, 8, 2, above=256), Tile(64, 128, 64, 8, 2, above=64), Tile(32, 64, 128, 4, 2, above=16),
-    Tile(16, 32, 128, 4, 3, above=0),
-)  # fmt: skip
+TILES = {
+    256: Tile(128, 64, 64, 8, 2), 64: Tile(64, 128, 64, 8, 2), 16: Tile(32, 64, 128, 4, 2), 0: Tile(16, 32, 128, 4, 3),
+}  # fmt: skip
 # fp32 is multiplied without a matrix unit: few products in a thread, for its operands are many.
-FP32_TILES = Tile(32, 32, 32, 4, 2, above=16), Tile(16, 32, 32, 4, 2, above=0)
+FP32_TILES = {16: Tile(32, 32, 32, 4, 2), 0: Tile(16, 32, 32, 4, 2)}
 INVARIANT_ROWS = 32  # of the tile that is taken, however many rows there are
-INTERPRETED_TILES = (Tile(16, 64, 128, 4, 1, above=0),)
+INTERPRETED_TILES = {0: Tile(16, 64, 128, 4, 1)}
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -46,13 +32,13 @@ def supports(problem: Problem, target: Target) -> Support:
 def plan(problem: Problem, target: Target) -> Plan:
     """The largest tile that the groups' rows fill, or a smaller one that gives every multiprocessor work."""
     tiles = FP32_TILES if problem.dtype == torch.float32 else TILES
-    for tile in INTERPRETED_TILES if target.interpreted else tiles:
+    for above, tile in (INTERPRETED_TILES if target.interpreted else tiles).items():
         count = _tiles(problem, tile)
         if problem.batch_invariant and tile.rows == INVARIANT_ROWS:
             break
         if (
             not problem.batch_invariant
-            and problem.rows_each > tile.above
+            and problem.rows_each > above
             and count * -(-problem.outputs // tile.outputs) >= target.num_sms
         ):
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparse_attn.device import pdl
 from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import Plan
+from sparse_attn.ops.grouped_linear.plan import Plan, product_format
 from sparse_attn.ops.grouped_linear.portable import kernels
 from sparse_attn.target import target_of
 
@@ -27,11 +27,8 @@ def multiply(product: Product, plan: Plan) -> None:
         *codes.stride(),
         *((0, 0, 0) if scales is None else scales.stride()),
         GROUPS_PADDED=1 << problem.groups.bit_length(),
-        CODES=problem.codes,
-        E8M0=problem.scale == "e8m0",
+        **product_format(problem),
         SCALED_VALUES=plan.scaled_values,
-        BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1],
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,

@@ -8,7 +8,7 @@ import torch
 
 from sparse_attn.device import packed_dot, pdl
 from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import Plan
+from sparse_attn.ops.grouped_linear.plan import Plan, product_format
 from sparse_attn.ops.grouped_linear.swap_ab import kernels
 from sparse_attn.ops.grouped_linear.swap_ab.config import rows_at_once
 from sparse_attn.target import target_of
@@ -57,10 +57,7 @@ def _multiply(product: Product, plan: Plan) -> None:
         *words.stride()[:2],
         *scales.stride()[:2],
         GROUPS_PADDED=1 << problem.groups.bit_length(),
-        CODES=problem.codes,
-        E8M0=problem.scale == "e8m0",
-        BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1],
+        **product_format(problem),
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
