@@ -135,7 +135,7 @@ def sparse_attn_into(
     q, cache, ragged, scale, layout, extra_*, sink, batch_invariant: as sparse_attn_decode takes them. cache may also be
     rows [rows, layout.dim] of a PlainLayout, as sparse_attn_prefill takes kv. lengths, extra_lengths: int32 [tokens] or
     None, so many indices of a row count, the first ones. Indices outside of a cache are no mistake: debug mode does not
-    refuse them.
+    refuse them. impl names no kernel here, and ``explain`` does not know this operator.
 
     Written, contiguous: out [tokens, heads, layout.value_dim] of q's dtype, lse fp32 [tokens, heads], and max_logits
     fp32 [tokens, heads] unless it is None: the largest of a row's scores (those that are NaN left out), -inf for a row
