@@ -114,9 +114,10 @@ def attention(
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
     absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), **options)  # [H, T, kv_lora]
-    query = torch.cat([absorbed.transpose(0, 1), q_rope], dim=-1)
     out = pipeline.attend(
-        gradients.end(query, "sparse_attn::write_kv_cache", latent, key_rope),
+        gradients.end(
+            torch.cat([absorbed.transpose(0, 1), q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope
+        ),
         kv_cache, plan, selection,
         layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, ranks=mesh.context, **options,
     ).out  # fmt: skip
