@@ -168,14 +168,14 @@ def hf_layer(run: Run) -> Iterator[Record]:
 @torch.no_grad()
 def _transformers(kind: str, hidden: torch.Tensor, context: int) -> tuple[float, float]:
     """Microseconds of transformers' layer for the whole ``hidden``, and for one token at ``context``, as a user runs
-    it."""
+    it. transformers from 5.24, whose cache holds latents."""
     from transformers import DynamicCache
     from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
     from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention, DeepseekV32RotaryEmbedding
 
     config = DeepseekV32Config(num_hidden_layers=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     config._attn_implementation = kind
-    with torch.device("cuda"):
+    with hidden.device:
         layer = DeepseekV32Attention(config, 0).to(torch.bfloat16).eval()
         rotary = DeepseekV32RotaryEmbedding(config=config)
         for weight in layer.parameters():
@@ -185,19 +185,19 @@ def _transformers(kind: str, hidden: torch.Tensor, context: int) -> tuple[float,
         mask = torch.full((rows, rows), float("-inf"), dtype=torch.bfloat16, device=hidden.device).triu(1)[None, None]
         x = hidden.unsqueeze(0)
         angles = rotary(x, torch.arange(rows, device=hidden.device)[None])
-        prefill = wall_us(lambda: layer(x, angles, mask, past_key_values=None), 1)
+        prefill = wall_us(lambda: layer(x, angles, mask, cache=None), 1)
 
         cache, past = DynamicCache(config=config), context - 1
-        heads, qk, v = config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        shapes, drawn = ((1, heads, past, qk), (1, heads, past, v)), dict(dtype=torch.bfloat16, device=hidden.device)
-        cache.update(*(torch.randn(shape, **drawn) for shape in shapes), 0)
+        drawn = dict(dtype=torch.bfloat16, device=hidden.device)
+        latents = (torch.randn(1, 1, past, dim, **drawn) for dim in (config.kv_lora_rank, config.qk_rope_head_dim))
+        cache.update(*latents, 0)
         cache.update_indexer(torch.randn(1, past, config.index_head_dim, **drawn), 0)
         one = x[:, :1].contiguous()
         angles = rotary(one, torch.full((1, 1), past, dtype=torch.int64, device=hidden.device))
         open_mask = torch.zeros(1, 1, 1, context, **drawn)
 
         def decode():
-            layer(one, angles, open_mask, past_key_values=cache)
+            layer(one, angles, open_mask, cache=cache)
             cache.crop(-1)
 
         return prefill, wall_us(decode, 1, repeats=20)
