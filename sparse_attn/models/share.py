@@ -15,11 +15,11 @@ from sparse_attn import checks
 from sparse_attn.spec import CompressedSpec, Spec
 
 
-def share_of(spec: Spec | CompressedSpec, ranks: int, *, busiest: bool = False) -> Spec | CompressedSpec:
+def share_of(spec: Spec | CompressedSpec, ranks: int) -> Spec | CompressedSpec:
     """The spec of what one of ``ranks`` GPUs holds. Its forward runs, without the sums over ranks.
 
-    A token takes as many of these experts as a rank computes for it on average, rounded up; busiest: as many as it can
-    take here at most. The vocabulary is rounded up. ValueError where anything else cannot be dealt out evenly.
+    A token takes as many of these experts as a rank computes for it on average, rounded up. The vocabulary is rounded
+    up. ValueError where anything else cannot be dealt out evenly.
     """
     checks.check_at_least("ranks", ranks, 1)
     if ranks == 1:
@@ -39,7 +39,7 @@ def share_of(spec: Spec | CompressedSpec, ranks: int, *, busiest: bool = False) 
             "two or more experts each"
         )
     reachable = experts if compressed else experts // groups * moe.top_groups
-    taken = min(moe.experts_per_token if busiest else -(-moe.experts_per_token // ranks), reachable)
+    taken = min(-(-moe.experts_per_token // ranks), reachable)
     common: dict[str, Any] = dict(
         vocab_size=-(-spec.vocab_size // ranks), num_heads=spec.num_heads // ranks,
         moe=replace(moe, num_experts=experts, experts_per_token=taken),
