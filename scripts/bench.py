@@ -63,7 +63,7 @@ def measure(names: list[str], run: Run, written: Path | None = None) -> tuple[li
         try:
             for record in known[name](run):
                 records.append(record.as_dict(name))
-                print(_row(records[-1]), flush=True)
+                print(shown(records[-1]), flush=True)
         except Exception:
             failed.append(name)
             traceback.print_exc()
@@ -75,7 +75,7 @@ def measure(names: list[str], run: Run, written: Path | None = None) -> tuple[li
     return records, failed
 
 
-def _row(record: dict) -> str:
+def shown(record: dict) -> str:
     floor, peer_us = record["floor_us"], record["peer_us"]
     return (
         f"{record['suite']:<20} {record['case']:<52} {record['us']:>10.1f} "

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ from sparse_attn.spec import preset
 ROOT = Path(__file__).parent.parent
 
 
-def torchrun(ranks: int, *arguments: str) -> subprocess.Popen:
+def torchrun(ranks: int, *arguments: str, program: Sequence[str] = ("-m", "sparse_attn")) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m",
-         "sparse_attn", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program,
+         *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
@@ -174,6 +175,15 @@ def test_quality(tmp_path):
         assert found[way]["right"] == one[way]["right"]
         assert abs(found[way]["bits_per_byte"] - one[way]["bits_per_byte"]) < 1e-3
     assert out.count("decoded") == 1
+
+
+@pytest.mark.few(0)
+def test_suites_over_processes_run_dry():
+    running = torchrun(2, "--dry", program=["scripts/distributed.py"])
+    out, err = running.communicate(timeout=240)
+    assert running.returncode == 0, err
+    suites = ("collectives", "soak", "step", "exact", "prefill")
+    assert all(f"distributed_{suite}: " in err and f"distributed_{suite} " in out for suite in suites)
 
 
 @pytest.mark.gpu

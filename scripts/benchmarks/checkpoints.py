@@ -17,6 +17,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn.layout import Layout
+from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.forms import first_layers
 from sparse_attn.models.loading import load, open_checkpoint, readings_of
 from sparse_attn.models.memory import weight_bytes
@@ -138,10 +139,11 @@ def real_share(run: Run) -> Iterator[Record]:
             torch.cuda.empty_cache()
 
 
-def step_bounds(spec: Spec | CompressedSpec, batch: int, context: int) -> Bounds:
+def step_bounds(spec: Spec | CompressedSpec, batch: int, context: int, mesh: Mesh = ONE_RANK) -> Bounds:
     return Bounds(
-        max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(spec), kv_rows=0
-    )
+        max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(spec), kv_rows=0,
+        mesh=mesh,
+    )  # fmt: skip
 
 
 def fitting_share(run: Run, name: str, ranks: int, bounds: Bounds) -> tuple[Spec | CompressedSpec, int]:
@@ -163,7 +165,7 @@ def captured_step(
 
     held: of how many requests there are blocks, which the others share; they write over each other's newest token.
     """
-    bounds = step_bounds(model.spec, batch, context)
+    bounds = step_bounds(model.spec, batch, context, model.mesh)
     width = bounds.num_blocks // batch
     blocks = width * (held or batch)
     caches = model.allocate_caches(blocks, bounds.block_size, requests=batch, step_rows=1)
@@ -188,6 +190,18 @@ def captured_step(
     return graph
 
 
+def step_us(graph: DecodeGraph, steps: int, rounds: int = 3) -> float:
+    """Microseconds of a step, of the fastest of ``rounds``."""
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        graph.run(steps)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6 / steps)
+    assert graph.logits is not None and bool(graph.logits.isfinite().all()), "logits that are no numbers"
+    return min(times)
+
+
 def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Record:
     spec, bounds, steps = model.spec, step_bounds(model.spec, batch, context), run.pick(50, 2)
     if not run.dry:
@@ -195,13 +209,7 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     graph = captured_step(run, model, batch, context, context // 2)
     if graph is None:
         return Record(case, 0.0)
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        graph.run(steps)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e6 / steps)
-    assert graph.logits is not None and bool(graph.logits.isfinite().all()), "logits that are no numbers"
+    us = step_us(graph, steps)
     weights = weight_bytes(spec, torch.bfloat16, "published")
     held = sum(map(bytes_of, model.params.values()))
     assert sum(weights.values()) == held, (weights, held)
@@ -209,7 +217,7 @@ def _decoded(run: Run, model: Model, case: str, batch: int, context: int) -> Rec
     peak = torch.cuda.max_memory_allocated()
     kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in weights.items() if nbytes)
     case += f" (GB: {kinds}; caches {cached / 1e9:.2f}, steps {(peak - held - cached) / 1e9:.2f}, all {peak / 1e9:.2f})"
-    return Record(case, min(times), floor_us=run.floor(Work(weights_read(model, weights, batch))))
+    return Record(case, us, floor_us=run.floor(Work(weights_read(model, weights, batch))))
 
 
 def weights_read(model: Model, weights: dict[str, int], batch: int) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.checkpoints import fill
+from benchmarks.checkpoints import captured_step, step_us
 from benchmarks.ranks import copies
 from benchmarks.record import Record
 from benchmarks.registry import suite
@@ -17,11 +17,8 @@ from sparse_attn.mesh import Mesh, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.forms import first_layers
 from sparse_attn.models.random_packed import random_packed_params
-from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size
-from sparse_attn.runtime.batch import scratch_size
-from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.pipeline import cache_layouts, default_block_size
 from sparse_attn.runtime.model import Model
-from sparse_attn.runtime.steps import Decode, Sampling, decode_step
 from sparse_attn.spec import preset
 
 GRIDS = {
@@ -57,55 +54,12 @@ def _steps(run: Run, name: str, layers: int, mesh: Mesh, cases: list[tuple[int, 
 
 
 def _step(run: Run, model: Model, mesh: Mesh, context: int, batch: int) -> tuple[float, int]:
-    bounds = Bounds(
-        max_batch=batch, max_batched_tokens=0, max_model_len=context, block_size=default_block_size(model.spec),
-        kv_rows=0, logits_bytes=2**31, mesh=mesh,
-    )  # fmt: skip
-    model.logits_bytes = bounds.logits_bytes
-    width = bounds.num_blocks // batch
-    caches = model.allocate_caches(bounds.num_blocks, bounds.block_size, requests=batch, step_rows=1)
-    fill(caches, model)
-    sent = step_bytes(
-        model.spec, mesh, batch, torch.bfloat16, max_context=context, block_size=bounds.block_size
-    )  # fmt: skip
-    device = run.device
-    state = Decode(
-        torch.arange(batch, device=device),
-        torch.full((batch,), context - STEPS * 8, dtype=torch.int32, device=device),
-        torch.arange(batch * width, dtype=torch.int32, device=device).view(batch, width),
-        torch.arange(batch + 1, dtype=torch.int32, device=device),
-        torch.zeros(0, dtype=torch.int64, device=device),
-        torch.arange(batch, dtype=torch.int32, device=device).unsqueeze(1) if model.has_rings else None,
-    )
     with copies(mesh):
-        us = _dry(model, caches, state, context) if run.dry else _timed(model, caches, state, bounds, width)
-    del caches, state
+        graph = captured_step(run, model, batch, context, context - STEPS * 8)
+        us = 0.0 if graph is None else step_us(graph, STEPS)
+    del graph
     gc.collect()
     if not run.dry:
         torch.cuda.empty_cache()
-    return us, sum(sent.values())
-
-
-def _dry(model: Model, caches, state: Decode, context: int) -> float:
-    assert decode_step(model, caches, state, Sampling(), context).isfinite().all()
-    return 0.0
-
-
-def _timed(model: Model, caches, state: Decode, bounds: Bounds, width: int) -> float:
-    batch = bounds.max_batch
-    graph = DecodeGraph(
-        model, caches, max_context=bounds.max_model_len, max_blocks=width, buckets=(batch,), keep_logits=True,
-        workspace_size=scratch_size(model, bounds),
-    )  # fmt: skip
-    graph.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
-    times = []
-    for _ in range(3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.stream.wait_stream(torch.cuda.current_stream(model.device))
-        begin.record(graph.stream)
-        graph.run(STEPS)
-        end.record(graph.stream)
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / STEPS)
-    assert graph.logits is not None and bool(graph.logits.isfinite().all()), "logits that are no numbers"
-    return min(times)
+    sizes = dict(max_context=context, block_size=default_block_size(model.spec))
+    return us, sum(step_bytes(model.spec, mesh, batch, torch.bfloat16, **sizes).values())

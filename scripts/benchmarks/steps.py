@@ -7,13 +7,12 @@ import gc
 import importlib
 import pkgutil
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.checkpoints import SHARES, captured_step, fitting_share, step_bounds, weights_read
+from benchmarks.checkpoints import SHARES, captured_step, fitting_share, step_bounds, step_us, weights_read
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
@@ -45,7 +44,10 @@ def _packages() -> dict[str, set[str]]:
 
 
 def part_of(kernel: str) -> str:
-    """The part of a step that a kernel belongs to, by its name. What places rows for a product is among linears."""
+    """The part of a step that a kernel belongs to, by its name. What places rows for a product is among linears; NCCL's
+    kernels, and RCCL's, are collectives."""
+    if "nccl" in kernel.lower():
+        return "collectives"
     if kernel == "place_rows" or TORCH_PRODUCTS.search(kernel):
         return "linears"
     packages = _packages().get(kernel, set())
@@ -61,7 +63,8 @@ def by_part(work: Callable[[], object]) -> dict[str, float]:
     sums = dict.fromkeys(("attention", "experts", "linears", "rest"), 0.0)
     for event in profile.key_averages():
         if event.self_device_time_total:
-            sums[part_of(event.key)] += event.self_device_time_total
+            part = part_of(event.key)
+            sums[part] = sums.get(part, 0.0) + event.self_device_time_total
     return sums
 
 
@@ -103,13 +106,7 @@ def _parts(run: Run, model: Model, case: str, batch: int, context: int) -> Itera
     floors = {"attention": cached, "experts": experts, "linears": weights_read(model, weights, batch) - experts}
     us, parts = 0.0, dict.fromkeys((*floors, "rest"), 0.0)
     if graph is not None:
-        times = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            graph.run(STEPS)
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - begin) * 1e6 / STEPS)
-        us, parts = min(times), by_part(lambda: graph.run(1))
+        us, parts = step_us(graph, STEPS), by_part(lambda: graph.run(1))
     yield Record(f"{case}, step", us, floor_us=run.floor(Work(sum(floors.values()))))
     for part, took in parts.items():
         floor = run.floor(Work(floors[part])) if part in floors else None

@@ -1,0 +1,247 @@
+"""Models over the GPUs of one host, for scripts/distributed.py: every process runs a suite, the first one records it.
+
+Requests beyond HELD share blocks, so that few of a card's bytes are caches; what a step reads is as if they did not.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.checkpoints import FREE, captured_step, step_bounds, step_us, weights_read
+from benchmarks.record import Record
+from benchmarks.run import Run
+from benchmarks.steps import HELD, by_part, cached_bytes
+from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
+from sparse_attn.models.exchange import step_bytes
+from sparse_attn.models.forms import first_layers
+from sparse_attn.models.loading import load
+from sparse_attn.models.memory import weight_bytes
+from sparse_attn.models.random_packed import random_packed_params
+from sparse_attn.ops.rank_topk.shapes import BITS
+from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.pipeline import cache_layouts, choose, default_block_size
+from sparse_attn.pipeline.ranks import RowScores, join_over_ranks, merge_over_ranks, sum_over_ranks, top_k_over_ranks
+from sparse_attn.roofline import Work
+from sparse_attn.runtime.generate import generate
+from sparse_attn.runtime.model import Model
+from sparse_attn.runtime.plan import plan
+from sparse_attn.runtime.processes import make_mesh
+from sparse_attn.runtime.shipped import shipped_models
+from sparse_attn.spec import CompressedSpec, Spec, preset
+from sparse_attn.target import target_of
+from sparse_attn.types import AttentionOutput
+from sparse_attn.weight_layout import weight_bytes as bytes_of
+
+Suite = Callable[[Run], Iterator[Record]]
+MODELS = ("deepseek_v4_flash", "deepseek_v32")
+STEPS, CALLS = 30, 20
+PER_RANK = "per-rank k, which is not exact"
+
+
+def grids(size: int) -> dict[str, Mesh]:
+    """The meshes of ``size`` processes that are measured, by name."""
+    sizes = {f"T{size} E{size}": dict(tensor=size, expert=size), f"C{size} E{size}": dict(context=size, expert=size)}
+    if size >= 4:
+        sizes[f"T{size // 2} C2 E{size}"] = dict(tensor=size // 2, context=2, expert=size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {name: make_mesh(**one, device=device) for name, one in sizes.items()}
+
+
+def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int) -> Spec | CompressedSpec:
+    """The most of a model's first layers that a rank holds with the caches of ``batch`` requests."""
+    whole = preset(name)
+    if run.dry:
+        return whole
+    room, target = FREE * torch.cuda.mem_get_info()[0], target_of(torch.device(run.device))
+    for layers in range(whole.num_layers, 0, -1):
+        spec = whole if layers == whole.num_layers else first_layers(whole, layers)
+        needed = plan(spec, step_bounds(spec, batch, context, mesh), target, "fp8", form="published")["bytes"]
+        assert isinstance(needed, int)
+        if needed <= room:
+            return spec
+    raise ValueError(f"{name}: no layer of it fits {room / 1e9:.1f} GB")
+
+
+def slowest(us: float) -> float:
+    """Of all processes' microseconds the most."""
+    value = torch.tensor([us], dtype=torch.float64, device="cpu")
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+def made(run: Run, spec: Spec | CompressedSpec, mesh: Mesh) -> Model:
+    return Model(spec, random_packed_params(spec, 0, run.device, mesh=mesh), cache_layouts(spec, "fp8"), mesh=mesh)
+
+
+def freed(run: Run) -> None:
+    gc.collect()  # a model's forward refers to the model
+    if not run.dry:
+        torch.cuda.empty_cache()
+
+
+def distributed_step(run: Run) -> Iterator[Record]:
+    "A captured decode step by part, beside its floor: real layers, as many as fit, packed random weights."
+    contexts, batches = run.pick((4096, 32768, 131072), (64,)), run.pick((1, 8, 64, 128), (2,))
+    for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
+        for grid, mesh in grids(dist.get_world_size()).items():
+            spec = fitting(run, name, mesh, min(HELD, batches[-1]), contexts[-1])
+            model = made(run, spec, mesh)
+            held = sum(map(bytes_of, model.params.values())) / 1e9
+            for context in contexts:
+                for batch in batches:
+                    about = f"{name}, {spec.num_layers} layers of {held:.1f} GB, {grid}"
+                    yield from _step(run, model, f"{about}, requests {batch}, context {context}", batch, context)
+            del model
+            freed(run)
+
+
+def _step(run: Run, model: Model, case: str, batch: int, context: int) -> Iterator[Record]:
+    length = context - run.pick(8 * STEPS, 8)
+    dist.barrier()
+    graph = captured_step(run, model, batch, context, length, min(batch, HELD))
+    us, parts = 0.0, {}
+    if graph is not None:
+        dist.barrier()
+        us, parts = slowest(step_us(graph, STEPS)), by_part(functools.partial(graph.run, 1))
+    block = default_block_size(model.spec)
+    sent = step_bytes(model.spec, model.mesh, batch, torch.bfloat16, max_context=context, block_size=block)
+    said = ", ".join(f"{part} {took:.0f}" for part, took in parts.items())
+    weights = weight_bytes(model.spec, torch.bfloat16, "published", mesh=model.mesh)
+    read = weights_read(model, weights, batch) + batch * cached_bytes(model, length) / model.mesh.context.size
+    del graph
+    freed(run)
+    yield Record(f"{case} (us: {said}; sent {sum(sent.values())} bytes)", us, floor_us=run.floor(Work(read)))
+
+
+def distributed_exact(run: Run) -> Iterator[Record]:
+    "A captured step over context ranks with the exact selection, beside a share of k for each rank."
+    context, batches = run.pick(131072, 64), run.pick((1, 8, 64), (2,))
+    length = context - run.pick(8 * STEPS, 8)
+    size = dist.get_world_size()
+    mesh = make_mesh(context=size, expert=size, device=run.device)
+    for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
+        model = made(run, fitting(run, name, mesh, HELD, context), mesh)
+        for batch in batches:
+            took = []
+            for select in (top_k_over_ranks, shared_k):
+                dist.barrier()
+                with mock.patch.object(choose, "top_k_over_ranks", select):
+                    graph = captured_step(run, model, batch, context, length, min(batch, HELD))
+                dist.barrier()
+                took.append(0.0 if graph is None else slowest(step_us(graph, STEPS)))
+                del graph
+                freed(run)
+            case = f"{name}, C{size} E{size}, requests {batch}, context {context}"
+            yield Record(case, took[0], PER_RANK, None if run.dry else took[1])
+        del model
+        freed(run)
+
+
+def shared_k(
+    parts: list[RowScores], k: int, ranks: Ranks, *, block_size: int, impl: str = "auto"
+) -> list[torch.Tensor]:
+    """As top_k_over_ranks, but each rank takes its k / size highest, without a collective."""
+    own = -(-k // ranks.size)
+    found = [top_k_per_row(part.logits, own, part.starts, part.ends, impl=impl) for part in parts]
+    return [torch.nn.functional.pad(one, (0, k - own), value=-1) for one in found]
+
+
+def distributed_prefill(run: Run) -> Iterator[Record]:
+    "A prompt's prefill and its first token, eager, by wall clock; layers as in distributed_step."
+    for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
+        for grid, mesh in grids(dist.get_world_size()).items():
+            spec = fitting(run, name, mesh, HELD, 131072)
+            model = made(run, spec, mesh)
+            for tokens in run.pick((8192, 32768), (40,)):
+                prompt = torch.randint(0, 1000 % spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+                us = []
+                for _ in range(run.pick(3, 1)):
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    generate(model, [prompt.tolist()], max_new_tokens=1, graph=False, prefill_tokens=run.pick(8192, 16))
+                    us.append(1e6 * (time.perf_counter() - begin))
+                case = f"{name}, {spec.num_layers} layers, {grid}, {tokens} tokens"
+                yield Record(case, 0.0 if run.dry else slowest(min(us)))
+            del model
+            freed(run)
+
+
+def distributed_soak(run: Run) -> Iterator[Record]:
+    "5,000 captured steps of the readers: the tokens of one GPU, and no more bytes afterwards; us: a step."
+    count = run.pick(5000, 4)
+    for name, folder in shipped_models().items():
+        alone: list[list[int]] | None = None
+        for grid, mesh in {"one rank": ONE_RANK, **grids(dist.get_world_size())}.items():
+            spec, params = load(folder, device=run.device, dtype=torch.float32, expand=True, mesh=mesh)
+            model = Model(spec, params, cache_layouts(spec, "fp32"), mesh=mesh)
+            took, held = [], []
+            for _ in range(2):
+                dist.barrier()
+                begin = time.perf_counter()
+                tokens = generate(model, [[72, 101, 108], [10]], max_new_tokens=count, graph=not run.dry).tokens
+                took.append(1e6 * (time.perf_counter() - begin) / count)
+                alone = alone or tokens
+                assert tokens == alone, f"{name}, {grid}: tokens differ from one rank's"
+                freed(run)
+                held.append(0 if run.dry else torch.cuda.memory_allocated())
+            assert held[0] == held[1], f"{name}, {grid}: {held} bytes"
+            yield Record(f"{name}, {grid}, {count} tokens of 2 requests", 0.0 if run.dry else slowest(min(took)))
+            del model, params
+
+
+def distributed_collectives(run: Run) -> Iterator[Record]:
+    "Each collective of a decode step alone, captured, with V3.2's sizes; floor: none."
+    size = dist.get_world_size()
+    ranks = make_mesh(context=size, device=run.device).context
+    hidden, heads, width, vocab = run.pick((7168, 128, 512, 129280), (16, 4, 8, 32))
+    for rows in run.pick((1, 8, 64), (2,)):
+        drawn: dict[str, Any] = dict(device=run.device, dtype=torch.bfloat16)
+        hiddens, logits = torch.randn(rows, hidden, **drawn), torch.randn(rows, vocab // size, **drawn)
+        counts = torch.ones(rows, 1 << BITS[0], dtype=torch.int32, device=run.device)
+        outs = AttentionOutput(torch.randn(rows, heads, width, **drawn), torch.zeros(rows, heads, device=run.device))
+        for name, nbytes, call in (
+            ("sum of hidden states", hiddens.nbytes, lambda: sum_over_ranks(hiddens, ranks)),
+            ("gather of logits", logits.nbytes, lambda: join_over_ranks(logits, ranks)),
+            ("sum of a digit's counts", counts.nbytes, lambda: sum_over_ranks(counts, ranks)),
+            ("merge of outputs", outs.out.nbytes, lambda: merge_over_ranks(outs, ranks)),
+        ):
+            yield Record(f"{name}, {rows} rows, {nbytes} bytes a rank, {size} ranks", slowest(_captured_us(run, call)))
+
+
+def _captured_us(run: Run, call: Callable[[], object]) -> float:
+    """Microseconds of a call, of CALLS in a graph. All processes replay as often, so none waits for another's."""
+    call()
+    if run.dry:
+        return 0.0
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return min(times[1:])
+
+
+SUITES: dict[str, Suite] = {
+    suite.__name__: suite
+    for suite in (distributed_collectives, distributed_soak, distributed_step, distributed_exact, distributed_prefill)
+}
