@@ -222,7 +222,7 @@ def _captured_us(run: Run, call: Callable[[], object]) -> float:
     if run.dry:
         return 0.0
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(torch.cuda.current_stream(torch.cuda.current_device()))
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()
