@@ -86,14 +86,15 @@ def step_share(run: Run) -> Iterator[Record]:
     "A captured decode step of a rank's share (V3.2 1/8, V4-Flash 1/2; less if it must) at 32768 tokens, by part."
     context, batches = run.pick(32768, 64), run.pick((1, 8, 64), (2,))
     for name, ranks in run.pick(SHARES, (("tiny_glm5", 2), ("tiny_v4", 2))):
+        spec, held = fitting_share(run, name, ranks, step_bounds(preset(name), min(batches[-1], HELD), context))
+        model = Model(spec, random_packed_params(spec, 0, run.device), cache_layouts(spec, "fp8"))
         for batch in batches:
-            spec, held = fitting_share(run, name, ranks, step_bounds(preset(name), min(batch, HELD), context))
-            model = Model(spec, random_packed_params(spec, 0, run.device), cache_layouts(spec, "fp8"))
             yield from _parts(run, model, f"{name} 1/{held}, requests {batch}", batch, context)
-            del model
-            gc.collect()  # a model's forward refers to the model
+            gc.collect()  # what a graph of fewer requests held
             if not run.dry:
                 torch.cuda.empty_cache()
+        del model
+        gc.collect()  # a model's forward refers to the model
 
 
 def _parts(run: Run, model: Model, case: str, batch: int, context: int) -> Iterator[Record]:
