@@ -8,7 +8,9 @@ from conftest import long
 from support.products import EPSILON, rows_of, tensor_of
 from support.weights import random_weight
 
+from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, linear
+from sparse_attn.ops.grouped_linear.fp8.launch import quantise
 from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.grouped_linear.reference import quantised_rows
 from sparse_attn.target import target_of
@@ -67,6 +69,30 @@ def test_rows_are_quantised_a_group_at_a_time():
     assert (held[0, 128:] - 0.013).abs().max().item() <= 0.013 / 16
     assert quantised_rows(torch.full((1, 5), float("inf"))).isnan().all()
     assert not quantised_rows(torch.zeros(1, 5)).any()
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_kernel_quantises_as_the_reference_does(dtype, device):
+    """Bit by bit, of rows at any stride, scales in either order: largest magnitudes of 448 times a power of two and
+    beside it, zeros of both signs, small values, NaN and infinities; columns that fill no group."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(11, 1300, generator=generator) * torch.exp2(torch.randn(11, 1, generator=generator) * 20)
+    rows[0, :6] = torch.tensor([448.0, -447.0, -0.0, 1.0, 2.0**-9, 2.0**-10])
+    rows[1, :3], rows[2, 128:140], rows[3, 7], rows[4, 1299] = 3.5, 1e-38, float("nan"), float("-inf")
+    rows[5], rows[6, 256:384], rows[7, :128] = 0.0, torch.linspace(-449, 449, 128), 7.0 * 2.0**-12
+    rows = rows.to(dtype).to(device)
+    for part in (rows, rows[1:, :1280], rows.t().contiguous().t(), rows[:, 3:400]):
+        n, columns = part.shape
+        groups = -(-columns // 128)
+        blocks = torch.nn.functional.pad(part.float().cpu(), (0, -columns % 128)).view(n, groups, 128)
+        want, want_scales = fp8_quantise(blocks, "e4m3fn", "pow2", 448 * 2.0**-126)
+        codes = torch.empty(n, groups * 128, dtype=torch.uint8, device=device)
+        for scales in (torch.empty(n, groups, device=device), torch.empty(groups, n, device=device).t()):
+            quantise(part, codes, scales, target_of(codes.device))
+            assert torch.equal(codes.cpu(), want.flatten(1)) and torch.equal(scales.cpu(), want_scales)
+        quantise(part, codes, scales, target_of(codes.device), placed=True)
+        assert torch.equal(codes.cpu().view(n, groups, 8, 16).mT.reshape(n, groups, 128), want)
 
 
 @pytest.mark.kernel

@@ -6,7 +6,7 @@ left for 128 columns. Columns whose scale is below 2^-11 of the largest of their
 
 Codes come as words of eight. A table of eight bytes, with the scale in it, makes magnitudes of four codes with one
 PRMT. Four words are transposed, so that code j of sixteen words makes sixteen columns of an operand and no value
-changes its lane. ``placed_fp8`` is the order of the rows' values.
+changes its lane. ``placed_codes`` brings the rows' values into that order.
 """
 
 import triton
@@ -43,9 +43,10 @@ CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 12))
 
 
 @triton.jit
-def placed_fp8(column):
-    """Where the value of a column lies in a row that packed_dot_fp8 multiplies."""
-    return column // COLUMNS * COLUMNS + column % 8 * 16 + column % COLUMNS // 8
+def placed_codes(codes, ROWS: tl.constexpr):
+    """Codes [ROWS, COLUMNS] in the order in which packed_dot_fp8 reads them: column c at c % 8 * 16 + c // 8."""
+    codes = tl.permute(tl.reshape(codes, [ROWS, COLUMNS // 8, 8]), [0, 2, 1])
+    return tl.reshape(codes, [ROWS, COLUMNS])
 
 
 @triton.jit
@@ -56,7 +57,7 @@ def _spread(values, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _values(words, up, BLOCK_N: tl.constexpr, WAY: tl.constexpr):
-    """words [BLOCK_N, 16], exponents int32 [BLOCK_N, 4] -> [BLOCK_N, COLUMNS], in the order of ``placed_fp8``."""
+    """words [BLOCK_N, 16], exponents int32 [BLOCK_N, 4] -> [BLOCK_N, COLUMNS], in the order of ``placed_codes``."""
     there = up >= DOWN
     if WAY == PLAIN:
         power = _spread(tl.where(there, decode_exponent(tl.maximum(up, DOWN) + 127), 0.0), BLOCK_N)
@@ -88,22 +89,30 @@ def packed_dot_fp8(
     BLOCK_N: tl.constexpr,
     WAY: tl.constexpr,
 ):
-    """Sums fp32 [BLOCK_N, BLOCK_M]."""
+    """Sums fp32 [BLOCK_N, BLOCK_M]. Scales are read a step ahead. A load of fewer values than threads would be made by
+    every thread for itself, up to 32 of the rows' scales a step: they are read in copies, one for some outputs each."""
+    COPIES: tl.constexpr = 2 * BLOCK_N // BLOCK_M
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     at_word, at_scale, column = tl.arange(0, 16), tl.arange(0, 4), tl.arange(0, COLUMNS)
+    if WAY != PLAIN:  # of that type from the start, or tiles go through registers on their way to the matrix unit
+        x = x.to(tl.pointer_type(tl.float8e4nv))
     x_rows = x + x_row[:, None]
+    x_scales = x_scales[None, None, :] + tl.zeros([COPIES, 1, 1], tl.int32)
+    next_scale, next_row_scale = tl.load(scales[:, None] + at_scale[None, :]), tl.load(x_scales)
     for step in range(steps):
         word = tl.load(words[:, None] + (step * 16 + at_word)[None, :])
-        scale = tl.load(scales[:, None] + (step * 4 + at_scale)[None, :]).to(tl.int32)
-        mine = tl.load(x_rows + (column + step * COLUMNS)[None, :], mask=x_inside[:, None], other=0)
+        mine = tl.load(x_rows + (column + step * COLUMNS)[None, :], mask=x_inside[:, None], other=0.0)
+        scale = next_scale.to(tl.int32)
+        ahead = tl.minimum(step + 1, steps - 1)
+        next_scale = tl.load(scales[:, None] + (ahead * 4 + at_scale)[None, :])
         top = tl.max(scale, 1)
         values = _values(word, scale - top[:, None] + UP, BLOCK_N, WAY)
         if WAY == PLAIN:
             product = cast.dot(values, tl.trans(decode_fp8_bf16(mine, False)), tl.zeros([BLOCK_N, BLOCK_M], tl.float32))
         else:
-            values, mine = values.to(tl.float8e4nv, bitcast=True), mine.to(tl.float8e4nv, bitcast=True)
-            product = tl.dot(values, tl.trans(mine), out_dtype=tl.float32)
-        row_scale = tl.load(x_scales + step * stride_scales)
+            product = tl.dot(values.to(tl.float8e4nv, bitcast=True), tl.trans(mine), out_dtype=tl.float32)
+        row_scale = tl.broadcast_to(next_row_scale, [COPIES, BLOCK_N // COPIES, BLOCK_M])
+        next_row_scale = tl.load(x_scales + ahead * stride_scales)
         left = tl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
-        sums += product * left[:, None] * row_scale[None, :]
+        sums += product * left[:, None] * tl.reshape(row_scale, [BLOCK_N, BLOCK_M])
     return sums

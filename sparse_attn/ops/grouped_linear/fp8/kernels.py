@@ -10,12 +10,10 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import cast, pdl
-from sparse_attn.device.fp8 import ceil_pow2, decode_fp8_bf16, encode_fp8, finite_or_nan
+from sparse_attn.device.fp8 import decode_fp8_bf16, encode_fp8, finite_or_nan
 from sparse_attn.device.packed_dot import decode_scale
-from sparse_attn.device.packed_dot_fp8 import placed_fp8
+from sparse_attn.device.packed_dot_fp8 import placed_codes
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
-
-LEAST = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -25,33 +23,47 @@ def _as_e4m3(nibbles):
     return tl.where(magnitude < 2, magnitude * 0x30, 0x30 + 4 * magnitude) | ((nibbles & 8) << 4)
 
 
-@triton.jit(do_not_specialize=["groups", "stride_row", "stride_column", "stride_scale_row", "stride_scale_group"])
+@triton.jit(do_not_specialize=["rows", "groups", "stride_scale_row", "stride_scale_group"])
 def quantise(
     x,  # [rows, columns]
     codes,  # uint8 [rows, columns padded to GROUP], contiguous
     scales,  # fp32 [rows, groups]
+    rows,
     columns,
     groups,  # of columns
-    stride_row,
+    stride_row,  # this and the next are specialised: 16 bytes are read at once where they allow it
     stride_column,
     stride_scale_row,
     stride_scale_group,
     GROUP: tl.constexpr,
+    ROWS: tl.constexpr,  # of a CTA
     GROUPS: tl.constexpr,  # of a CTA
     PLACED: tl.constexpr,  # whether codes lie as packed_dot_fp8 reads them
+    FP8_CAST: tl.constexpr,  # whether the GPU rounds to e4m3 as encode_fp8 does
     PDL: tl.constexpr,
 ):
+    """Neighbours are rows of one group of columns: scales that torch takes lie group by group."""
     pdl.wait(PDL)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.load(x + row * stride_row + at.to(tl.int64) * stride_column, mask=at < columns, other=0.0)
+    one, column = tl.arange(0, ROWS * GROUPS), tl.arange(0, GROUP)
+    row = tl.program_id(0).to(tl.int64) * ROWS + one % ROWS
+    group = tl.program_id(1) * GROUPS + one // ROWS
+    inside = (row < rows) & (group < groups)
+    at = group[:, None] * GROUP + column[None, :]
+    source = x + (row * stride_row)[:, None] + at.to(tl.int64) * stride_column
+    values = tl.load(source, mask=inside[:, None] & (at < columns), other=0.0)
     values, magnitudes = finite_or_nan(values.to(tl.float32))
-    scale = ceil_pow2(tl.maximum(tl.max(magnitudes, 1) / 448.0, LEAST))
-    values /= scale[:, None]
-    to = placed_fp8(at) if PLACED else at
-    tl.store(codes + row * groups * GROUP + to, encode_fp8(values, False), mask=(group < groups)[:, None])
-    to = scales + row * stride_scale_row + group.to(tl.int64) * stride_scale_group
-    tl.store(to, scale, mask=group < groups)
+    largest = tl.max(magnitudes, 1).to(tl.int32, bitcast=True)
+    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2^8
+    values *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    if FP8_CAST:
+        found = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        found = encode_fp8(values, False)
+    if PLACED:
+        found = placed_codes(found, ROWS * GROUPS)
+    tl.store(codes + (row * groups)[:, None] * GROUP + at, found, mask=inside[:, None])
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(scales + row * stride_scale_row + group.to(tl.int64) * stride_scale_group, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "first_row", "stride_ends"])

@@ -12,7 +12,7 @@ from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import Plan, product_format
 from sparse_attn.target import Target, target_of
 
-TOGETHER = 16  # groups of columns that a CTA quantises
+QUANTISED = 8, 4  # rows, groups of columns, of a CTA
 
 
 def quantise(
@@ -21,10 +21,12 @@ def quantise(
     """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides.
     placed: in the order of packed_dot_fp8."""
     n, groups = scales.shape
-    together = min(TOGETHER, 1 << (groups - 1).bit_length())
-    kernels.quantise[(n, -(-groups // together))](
-        rows, codes, scales, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, GROUPS=together,
-        PLACED=placed, num_warps=4, **pdl.launched(target),
+    count, most = QUANTISED
+    together = min(most, 1 << (groups - 1).bit_length())
+    kernels.quantise[(-(-n // count), -(-groups // together))](
+        rows, codes, scales, n, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, ROWS=count,
+        GROUPS=together, PLACED=placed, FP8_CAST=target.fp8_dot and target.vendor == "nvidia", num_warps=4,
+        **pdl.launched(target),
     )  # fmt: skip
 
 
