@@ -21,6 +21,7 @@ TINY = dict(
 TINY_V32 = TINY | dict(num_key_value_heads=4, kv_lora_rank=32, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
 TINY_V4 = TINY | dict(head_dim=32, sliding_window=8, o_groups=2, o_lora_rank=16, partial_rotary_factor=0.25)
 V4_LAYER = dict(num_hidden_layers=1, layer_types=["compressed_sparse_attention"], mlp_layer_types=["moe"])
+WIDE = ("norm", "sinks", "position_bias")  # of V4 transformers loads these in fp32, whatever the others' dtype
 
 
 def made(layer: torch.nn.Module, run: Run) -> torch.nn.Module:
@@ -95,7 +96,11 @@ def v4(run: Run, kind: str) -> V4:
 
     config = modeling.DeepseekV4Config(**V4_LAYER, **run.pick({}, TINY_V4), attn_implementation=kind)
     rotary = modeling.DeepseekV4RotaryEmbedding(config).to(run.device)
-    return V4(config, made(modeling.DeepseekV4Attention(config, 0), run), rotary)
+    layer = made(modeling.DeepseekV4Attention(config, 0), run)
+    for name, weight in layer.named_parameters():
+        if any(part in name for part in WIDE):
+            weight.data = weight.float()
+    return V4(config, layer, rotary)
 
 
 def growing_call(run: Run, kind: str, context: int, rows: int) -> Callable[[], object]:
