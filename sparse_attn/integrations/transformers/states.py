@@ -58,6 +58,12 @@ def rotate(values: torch.Tensor, turn: Turn) -> torch.Tensor:
     return torch.where(columns < rest, values, turned.to(values.dtype))
 
 
+def written(values: torch.Tensor) -> torch.Tensor:
+    """``values``, which compiled code writes to memory. A product of one row, which is generated code, else computes
+    them anew for each of its outputs."""
+    return values.as_strided(values.shape, values.stride()) if torch.compiler.is_compiling() else values
+
+
 def normed(norm: Any, values: torch.Tensor) -> torch.Tensor:
     """transformers' norm of ``values``, by one kernel where it is its own."""
     if type(norm).__name__ != "DeepseekV4RMSNorm":
@@ -136,22 +142,24 @@ class Fixed:
     def entries(self, module: Any, hidden: torch.Tensor, name: str) -> torch.Tensor:
         """Room for all entries, [batch, room, dim]. Behind those that are complete lies anything."""
         pool, rows, start = self.layer.pools[name], hidden.shape[1], self.layer.cumulative_length
-        projected = torch.cat([module.kv_proj(hidden), module.gate_proj(hidden)], -1)
+        values, gates = module.kv_proj(hidden), module.gate_proj(hidden)
         if rows == 1:
-            values, gates = self._one_window(module, pool, projected, start)
+            pool.extend_by_one(values, gates, start)
+            values, gates = self._one_window(module, pool, start)
             windows = (start // module.compress_rate).unsqueeze(0)
         else:
             step = pool.step(start, rows)
-            values, gates = self._windows(module, pool, projected, step)
+            values, gates = self._windows(module, pool, pool.extend(values, gates, step), step)
             windows = step.windows
         made = pooled(module, values, gates, windows * module.compress_rate)
         pool.entries.index_copy_(1, windows, made)
         return pool.entries
 
-    def _windows(self, module: Any, pool: Any, projected: torch.Tensor, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _windows(
+        self, module: Any, pool: Any, projected: tuple[torch.Tensor, torch.Tensor], step: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Values and gates [batch, windows, tokens, dim] of the windows that the step touches."""
-        both = torch.unflatten(pool.extend(projected, step), 1, (-1, module.compress_rate))
-        values, gates = both.chunk(2, -1)
+        values, gates = (torch.unflatten(part, 1, (-1, module.compress_rate)) for part in projected)
         gates, dim = gates + module.position_bias, module.head_dim
         if pool.shape.overlap:
             nothing = torch.unflatten(step.places < 0, 0, (-1, module.compress_rate))[:-1].unsqueeze(-1)
@@ -160,13 +168,10 @@ class Fixed:
             gates = torch.cat([gates[:, :-1, :, :dim].masked_fill(nothing, -torch.inf), gates[:, 1:, :, dim:]], 2)
         return values, gates
 
-    def _one_window(
-        self, module: Any, pool: Any, projected: torch.Tensor, start: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _one_window(self, module: Any, pool: Any, start: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As _windows of a single row, tokens in the order of the ring, which a softmax does not ask for."""
-        ratio, dim = module.compress_rate, module.head_dim
-        values, gates = pool.extend_by_one(projected, start).chunk(2, -1)
-        gates = (torch.unflatten(gates, 1, (-1, ratio)) + module.position_bias).flatten(1, 2)
+        ratio, dim, values = module.compress_rate, module.head_dim, pool.values
+        gates = (torch.unflatten(pool.gates, 1, (-1, ratio)) + module.position_bias).flatten(1, 2)
         if pool.shape.overlap:
             own = pool.slots // ratio == (start // ratio) % 2
             nothing = ~own & (start < ratio)

@@ -42,19 +42,19 @@ class Step(NamedTuple):
 class Pool:
     """What a compressor holds.
 
-    kept: [batch, ring, 2 * width], values and then gates of the last tokens, that of place p in row p % ring. slots:
-    int64 [ring, 1], the rows' numbers. entries: [batch, room, dim]; those that are not complete yet hold anything.
+    values, gates: [batch, ring, width] of the last tokens, those of place p in row p % ring. slots: int64 [ring, 1],
+    the rows' numbers. entries: [batch, room, dim]; those that are not complete yet hold anything.
     """
 
     def __init__(self, shape: Shape, max_len: int):
         self.shape = shape
         self.room = -(-(max_len // shape.ratio + 2) // LINE) * LINE
-        self.kept = self.slots = self.entries = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.values = self.gates = self.slots = self.entries = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def allocate(self, batch: int, keys: torch.Tensor) -> None:
         """Make the tensors, of the dtype and on the device of ``keys``."""
         width = self.shape.dim * (1 + self.shape.overlap)
-        self.kept = keys.new_zeros(batch, self.shape.ring, 2 * width)
+        self.values, self.gates = (keys.new_zeros(batch, self.shape.ring, width) for _ in range(2))
         self.slots = torch.arange(self.shape.ring, device=keys.device).unsqueeze(1)
         self.entries = keys.new_zeros(batch, self.room, self.shape.dim)
 
@@ -66,23 +66,27 @@ class Pool:
         places = (first - before) * ratio + torch.arange((count + before) * ratio, device=start.device)
         return Step(start, windows, places)
 
-    def extend(self, projected: torch.Tensor, step: Step) -> torch.Tensor:
-        """Keep rows [batch, rows, 2 * width]; returns those of ``step.places``, [batch, places, 2 * width]."""
+    def extend(self, values: torch.Tensor, gates: torch.Tensor, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep rows [batch, rows, width]; returns those of ``step.places``, [batch, places, width]."""
+        return self._extended(self.values, values, step), self._extended(self.gates, gates, step)
+
+    def _extended(self, held: torch.Tensor, projected: torch.Tensor, step: Step) -> torch.Tensor:
         rows, ring = projected.shape[1], self.shape.ring
         new, old = (step.places - step.start).clamp(0, rows - 1), step.places % ring
-        both = torch.where((step.places >= step.start).unsqueeze(-1), projected[:, new], self.kept[:, old])
+        both = torch.where((step.places >= step.start).unsqueeze(-1), projected[:, new], held[:, old])
         kept = min(rows, ring)
         slots = (step.start + torch.arange(rows - kept, rows, device=projected.device)) % ring
-        self.kept.index_copy_(1, slots, projected[:, rows - kept :])
+        held.index_copy_(1, slots, projected[:, rows - kept :])
         return both
 
-    def extend_by_one(self, projected: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Keep one row [batch, 1, 2 * width] of place ``start``; returns ``kept``."""
-        self.kept.copy_(torch.where(self.slots == start % self.shape.ring, projected, self.kept))
-        return self.kept
+    def extend_by_one(self, values: torch.Tensor, gates: torch.Tensor, start: torch.Tensor) -> None:
+        """Keep one row [batch, 1, width] of place ``start``. Compiled products write it themselves."""
+        slot = (start % self.shape.ring).unsqueeze(0)
+        self.values.index_copy_(1, slot, values)
+        self.gates.index_copy_(1, slot, gates)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.kept, self.entries
+        return self.values, self.gates, self.entries
 
 
 class WindowedLayer(CacheLayerMixin):
@@ -100,7 +104,7 @@ class WindowedLayer(CacheLayerMixin):
         self.max_len, self.window = max_len, window
         self.pools = {name: Pool(shape, max_len) for name, shape in pools.items()}
         self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
-        self.slots = self.table = self.indptr = torch.empty(0, dtype=torch.float32, device="cpu")
+        self.table = self.indptr = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """key_states: [batch, 1, any, dim]. value_states: as key_states."""
@@ -108,13 +112,12 @@ class WindowedLayer(CacheLayerMixin):
         self.batch_size, self.device = batch, key_states.device
         self.keys = key_states.new_zeros(batch, self.window, dim)
         self.values = self.keys
-        self.slots = torch.arange(self.window, device=self.device).unsqueeze(1)
         self.table = torch.arange(batch, dtype=torch.int32, device=self.device).unsqueeze(1)
         self.indptr = torch.arange(0, (batch + 1) * self.window, self.window, dtype=torch.int32, device=self.device)
         for pool in self.pools.values():
             pool.allocate(batch, key_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        constants = self.slots, self.table, self.indptr, *(pool.slots for pool in self.pools.values())
+        constants = self.table, self.indptr, *(pool.slots for pool in self.pools.values())
         for tensor in (*self._tensors(), self.cumulative_length, *constants):
             mark_static_address(tensor)
         self.is_initialized = True
@@ -136,7 +139,7 @@ class WindowedLayer(CacheLayerMixin):
         rows, kept = keys.shape[2], min(keys.shape[2], self.window)
         keys = keys.squeeze(1)
         if rows == 1:
-            self.keys.copy_(torch.where(self.slots == start % self.window, keys, self.keys))
+            self.keys.index_copy_(1, (start % self.window).unsqueeze(0), keys)
             return self.keys
         both = torch.cat([self.keys, keys], 1)
         slots = (start + torch.arange(rows - kept, rows, device=keys.device)) % self.window

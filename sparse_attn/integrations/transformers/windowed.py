@@ -22,6 +22,7 @@ from sparse_attn.integrations.transformers.states import (
     normed,
     rotate,
     turn_of,
+    written,
 )
 from sparse_attn.layout import PLAIN_DTYPE, PlainLayout
 from sparse_attn.ops.attention import sparse_attn_decode
@@ -88,7 +89,7 @@ def attention(
         index_turn = turn_of(*positions[POOLED_ROPE])
     window = rotate(normed(module.kv_norm, module.kv_proj(hidden)), turn).unsqueeze(1)
     seen = _seen(module, hidden, window, at.expand(batch, -1), bounds, state)
-    q_latent = normed(module.q_a_norm, module.q_a_proj(hidden))
+    q_latent = written(normed(module.q_a_norm, module.q_a_proj(hidden)))
     rows = Rows(hidden, q_latent, turn.over_heads(), index_turn.over_heads())
     step = count if torch.compiler.is_compiling() else max(1, ROWS // batch)
     if count <= step:
@@ -126,7 +127,7 @@ def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
         query.flatten(0, 1), seen.keys, _windows(seen),
         scale=module.scaling, layout=layout, sink=module.sinks.float(), **extra,
     ).out  # fmt: skip
-    out = rotate(torch.unflatten(out, 0, query.shape[:2]), rows.turn.back())  # a value is a rotated key
+    out = written(rotate(torch.unflatten(out, 0, query.shape[:2]), rows.turn.back()))  # a value is a rotated key
     groups = torch.unflatten(out.flatten(2), -1, (module.config.o_groups, -1))
     return module.o_b_proj(module.o_a_proj(groups).flatten(2))
 
