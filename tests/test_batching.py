@@ -200,16 +200,17 @@ class Counted(EagerDispatchMode):
 
 @pytest.mark.parametrize("model", ["tiny_v32", "tiny_v4"], indirect=True)
 def test_an_arrival_takes_few_launches_beside_its_prefill(model):
-    """From its arrival to its end, of any number of layers, stop ids and filters."""
+    """From its arrival to its end, of any number of layers, stop ids and filters, what its start writes included."""
     batching, counted = batching_of(model, stop_ids=4, snapshots=4), Counted()
     how = dict(max_new_tokens=3, sampling=Sampling(0.8, top_k=20, top_p=0.9, stop_ids=(255, 256)))
     batching.submit(ids(16) + ids(5, 1), **how)
     batching.drain()
-    batching.loop.run = counted.without(batching.loop.run)
+    run, settle = counted.without(batching.loop.run), batching.loop._settle
+    batching.loop.run = lambda steps: (settle(), run(steps))[1]
     with mock.patch.object(scheduling, "prefill_step", counted.without(scheduling.prefill_step)), counted:
         batching.submit(ids(16) + ids(7, 2), **how)
         batching.drain()
-    assert batching.occupancy().reused == 16 and len(counted.found) <= 24, counted.found
+    assert batching.occupancy().reused == 16 and len(counted.found) <= 8, counted.found
 
 
 def test_generate_asks_for_batch_invariant_attention():

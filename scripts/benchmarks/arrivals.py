@@ -58,8 +58,13 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
     spent: Counter[str] = Counter()
     methods = {name: getattr(scheduler.seats, name) for name in ("admit", "keep", "start", "free")}
     methods |= {name: getattr(scheduler, "_" + name) for name in ("begin", "deliver")}
-    with mock.patch.object(scheduling, "prefill_step", _timed(spent, "prefill", scheduling.prefill_step)):
-        scheduler.loop.run = _timed(spent, "run", scheduler.loop.run)
+    # the log-probability of what a step draws is the step's own, as its draw is
+    launches = {
+        name: _timed(spent, "prefill", getattr(scheduling, name)) for name in ("prefill_step", "token_logprobs")
+    }
+    with mock.patch.multiple(scheduling, **launches):
+        loop: Any = scheduler.loop
+        loop.run, loop._settle = _launches_of(spent, loop.run), _timed(spent, "settle", loop._settle)
         for name, method in methods.items():
             own = hasattr(scheduler.seats, name)
             setattr(scheduler.seats if own else scheduler, name if own else "_" + name, _timed(spent, name, method))
@@ -72,7 +77,7 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
             host = _one(run, scheduler, prompt, spent)
             found.append({"own": host - spent["prefill"] - spent["run"], **spent})
         parts = {name: 1e6 * statistics.median(one.get(name, 0.0) for one in found[-count:]) for name in found[-1]}
-        said = ", ".join(f"{name} {parts[name]:.0f}" for name in ("submit", *methods, "prefill"))
+        said = ", ".join(f"{name} {parts[name]:.0f}" for name in ("submit", *methods, "settle", "prefill"))
         own, launches = _without_arrivals(run, scheduler, spent, run.pick(60, 1))
         if run.dry:
             yield Record(title, 0.0)
@@ -125,6 +130,19 @@ def _unwaiting(run: Run, work: Callable[[], object]) -> float:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     return took
+
+
+def _launches_of(spent: Counter[str], run: Callable[[int], Any]) -> Callable[[int], Any]:
+    """``run`` timed without what it settles first, which is of arrivals."""
+    timed = _timed(spent, "run", run)
+
+    def launches(steps: int) -> Any:
+        before = spent["settle"]
+        stream = timed(steps)
+        spent["run"] -= spent["settle"] - before
+        return stream
+
+    return launches
 
 
 def _timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:

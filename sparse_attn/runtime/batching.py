@@ -36,7 +36,7 @@ from sparse_attn.runtime.rows import DecodeRows, EagerDecode
 from sparse_attn.runtime.seats import Seats
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import check_speculate
-from sparse_attn.runtime.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step, sent
+from sparse_attn.runtime.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step
 from sparse_attn.runtime.token_stream import TokenStream, on_the_way
 
 IDLE_S = 100e-6  # between two looks of ``drain`` while nothing has arrived
@@ -253,21 +253,18 @@ class Batching:
 
     def _deliver(self) -> None:
         while self._flying:
-            stream, columns, seen, decoded = self._flying.popleft()
+            stream, columns, seen, decoded = self._flying[0]
             if self._together:
                 stream.wait()
             arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
-            for number in range(seen, arrived):
-                tokens, logprobs = stream.step(number)
-                rows = tokens.view(len(tokens), -1).tolist()
-                scores = rows if logprobs is None else logprobs.view(len(tokens), -1).tolist()
-                for at, request in columns:
-                    own = [(token, score) for token, score in zip(rows[at], scores[at]) if token >= 0]
-                    self._arrived.extend((request, token, score) for token, score in own)
-                    request.flying, request.pending = request.flying - decoded, request.pending + len(own)
+            if arrived > seen:
+                self._take_in(*stream.lists(seen), columns)
+                for _, request in columns:
+                    request.flying -= decoded * (arrived - seen)
+                self._flying[0] = stream, columns, arrived, decoded
             if arrived < len(stream):
-                self._flying.appendleft((stream, columns, arrived, decoded))
                 break
+            self._flying.popleft()
             self._steps_ahead -= len(stream)
         while self._arrived:
             request, token, logprob = self._arrived.popleft()
@@ -283,6 +280,20 @@ class Batching:
                 request.reason = "length"
             if request.on_token is not None and request.on_token(request.number, token) is True:
                 request.reason = request.reason or "ended"
+
+    def _take_in(self, steps: list[Any], scores: list[Any] | None, columns: list[tuple[int, Request]]) -> None:
+        """Queue the tokens of some steps for delivery, in the order in which they were drawn."""
+        add = self._arrived.append
+        for number, rows in enumerate(steps):
+            logprobs = rows if scores is None else scores[number]
+            for at, request in columns:
+                own, known = rows[at], logprobs[at]
+                if not self._drafts or type(own) is int:
+                    own, known = (own,), (known,)
+                for token, score in zip(own, known):
+                    if token >= 0:
+                        add((request, token, score))
+                        request.pending += 1
 
     def _sweep(self) -> list[Finished]:
         """Take out whoever is over."""
@@ -330,13 +341,11 @@ class Batching:
 
     def _begin(self, logits: torch.Tensor, ends: list[tuple[int, Request]]) -> None:
         """The first tokens of those whose prompts are computed go to the host, and their rows live."""
-        device = self.model.device
-        rows = [request.row for _, request in ends if request.row is not None]
-        tokens = self.loop.state.tokens[sent(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)]
+        drawn = self.loop.state.tokens
+        tokens = _picked(drawn, [request.row for _, request in ends if request.row is not None])
         found = [tokens]
         if self._keep_logprobs:
-            at = sent(torch.tensor([end for end, _ in ends], dtype=torch.int64, device="cpu"), device)
-            found.append(token_logprobs(logits[at], tokens, best=0).drawn)
+            found.append(token_logprobs(_picked(logits, [end for end, _ in ends]), tokens, best=0).drawn)
         stream = on_the_way(found)
         self._fly(stream, [(column, request) for column, (_, request) in enumerate(ends)], decoded=False)
         requests = [request for _, request in ends]
@@ -375,3 +384,9 @@ class Batching:
         return row_draws(
             sampling, self.model.spec.vocab_size, prompt=prompt, penalties=self._penalties, stop_ids=self._stop_ids
         )
+
+
+def _picked(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """Rows that the host names, without sending it their numbers."""
+    parts = [values[row : row + 1] for row in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -10,6 +10,8 @@ from sparse_attn.runtime.steps import AnyCaches, sent
 from sparse_attn.torch_private import copy_all
 from sparse_attn.types import Caches
 
+WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
+
 
 def paged(caches: AnyCaches) -> list[torch.Tensor]:
     """The caches whose first dimension is blocks of tokens, or of entries."""
@@ -25,10 +27,14 @@ def ringed(caches: AnyCaches) -> list[torch.Tensor]:
 
 
 class Rows:
-    """Rows of ``tensors``, which live as long as this, copied by a few launches for all tensors."""
+    """Rows of ``tensors``, which live as long as this, copied by a few launches for all tensors.
+
+    Copies of one call have one dtype, or torch launches one for each: the widest words that every tensor consists of.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._tensors = tensors
+        words = next((dtype for dtype in WORDS if all(_consists_of(tensor, dtype) for tensor in tensors)), None)
+        self._tensors = [tensor if words is None else tensor.view(words) for tensor in tensors]
         self._rows: dict[int, list[torch.Tensor]] = {}
 
     def copy(self, source: int, target: int) -> None:
@@ -37,6 +43,14 @@ class Rows:
                 self._rows[row] = [tensor[row] for tensor in self._tensors]
         if self._tensors:
             copy_all(self._rows[target], self._rows[source])
+
+
+def _consists_of(tensor: torch.Tensor, words: torch.dtype) -> bool:
+    """Whether ``tensor``, as it lies in memory, can be seen as ``words``."""
+    size = tensor.element_size()
+    counts = [tensor.storage_offset(), tensor.shape[-1], *tensor.stride()[:-1]]
+    aligned = tensor.data_ptr() % words.itemsize == 0
+    return tensor.stride(-1) == 1 and aligned and all(count * size % words.itemsize == 0 for count in counts)
 
 
 def take_out(tensors: Sequence[torch.Tensor], rows: Sequence[int]) -> list[torch.Tensor]:

@@ -145,6 +145,7 @@ class DecodeGraph(DecodeRows):
         for number in range(steps):
             place = self._taken % HISTORY
             with torch.cuda.stream(self.stream):
+                self._settle()
                 graph.replay()
                 done = self.stream.record_event()
             with torch.cuda.stream(self._copies):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -77,7 +78,9 @@ class BlockTables:
     def __init__(self, pool: BlockPool, max_requests: int, max_blocks: int, block_size: int):
         self.pool = pool
         self.block_size = block_size
-        self.table = torch.full((max_requests, max_blocks), -1, dtype=torch.int32, device="cpu")
+        self._none = array("i", [-1]) * max_blocks
+        self._words = self._none * max_requests  # what ``table`` shows, written without torch
+        self.table = torch.frombuffer(self._words, dtype=torch.int32).view(max_requests, max_blocks)
         self._owned: list[list[int]] = [[] for _ in range(max_requests)]
 
     def blocks(self, request: int) -> list[int]:
@@ -111,12 +114,13 @@ class BlockTables:
         """Return everything ``request`` holds."""
         self.pool.give_back(self._owned[request])
         self._owned[request] = []
-        self.table[request] = -1
+        start, width = request * len(self._none), len(self._none)
+        self._words[start : start + width] = self._none
 
     def _append(self, request: int, blocks: Sequence[int]) -> None:
         owned = self._owned[request]
-        ids = torch.tensor(blocks, dtype=torch.int32, device="cpu")
-        self.table[request, len(owned) : len(owned) + len(blocks)] = ids
+        start = request * len(self._none) + len(owned)
+        self._words[start : start + len(blocks)] = array("i", blocks)
         owned.extend(blocks)
 
 

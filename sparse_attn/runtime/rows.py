@@ -7,6 +7,7 @@ captured; runtime.graph.DecodeGraph replays.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,10 +18,10 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted
 from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.runtime.row_settings import RowSettings
+from sparse_attn.runtime.row_settings import RowEdits, RowSettings, rows_of
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import Speculator, check_speculate
-from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, advance, decode_plan, sent, slot_block
+from sparse_attn.runtime.steps import AnyCaches, Decode, Predict, Step, advance, decode_plan, slot_block
 from sparse_attn.runtime.token_stream import TokenStream, on_host_like, passed
 from sparse_attn.types import WindowCaches
 
@@ -84,7 +85,11 @@ class DecodeRows(ABC):
         self._draws = None
         if draws is not None:
             self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
-        self._settings = RowSettings(self.sampling, self._seeds, self._ring_table, self._draws)
+        self._edits = RowEdits(device)  # of rows, to be written before the state is read
+        self._settings = RowSettings(self._edits, self.sampling, self._seeds, self._ring_table, self._draws)
+        self._length_rows, self._table_rows = rows_of(self._seq_lens), rows_of(self._block_table)
+        self._starting: list[int] = []  # rows whose inputs may be stop ids
+        self._states: dict[int, Decode] = {}
         self._speculator = None
         if self.speculate:
             self._speculator = Speculator(
@@ -136,6 +141,7 @@ class DecodeRows(ABC):
         self._check(rows, seq_lens, block_table, ring_table, seeds, draws)
         self._check_speculation(rows, ends, known)
         with self._editing():
+            self._settle()
             self._seq_lens.zero_()
             self._block_table.fill_(-1)
             if self._ring_table is not None:
@@ -165,6 +171,7 @@ class DecodeRows(ABC):
         self._check(len(rows), seq_lens, block_table, ring_table, seeds, draws)
         self._check_speculation(len(rows), ends, known)
         with self._editing():
+            self._settle()
             self._join(rows, tokens, seq_lens, block_table, ring_table, seeds, draws)
             self._begin(rows, ends, known)
         self._live.update(rows)
@@ -177,67 +184,73 @@ class DecodeRows(ABC):
         rings: Sequence[int] | None = None,
         sampling: Sampling | None = None,
         prompt: Sequence[int] = (),
+        blocks: Sequence[int] | None = None,
     ) -> None:
         """Set what prefill_step reads of ``row``, which is not live, in ``state``; ``start`` makes it live. seed: None:
         as ``load`` takes it. rings: the row's own, where the caches have rings. sampling: where the loop was made with
-        draws, which decide what it may ask for; None: the loop's. prompt: the row's ids, of use with penalties."""
+        draws, which decide what it may ask for; None: the loop's. prompt: the row's ids, of use with penalties.
+        blocks: its block table, at most max_blocks; None: ``start`` brings one."""
         self._check_rows([row], live=False)
         if (rings is None) != (self._ring_table is None):
             raise ValueError(f"rings: got {rings}, allowed: the row's where the caches have rings, else None")
         if seed is not None:
             checks.check_seed("seed", seed)
-        with self._editing():
-            self._settings.set(row, seed, rings, sampling, prompt)
+        table = None if blocks is None else self._table_of("blocks", blocks)
+        self._settings.set(row, seed, rings, sampling, prompt)
+        if table is not None:
+            self._edits.note("block_table", row, self._table_rows[row], table)
 
     def start(
         self,
         rows: Sequence[int],
         seq_lens: Sequence[int],
-        block_table: torch.Tensor,
+        block_table: torch.Tensor | None = None,
         *,
         ends: torch.Tensor | None = None,
         known: torch.Tensor | None = None,
     ) -> None:
         """Make prepared rows live. seq_lens: tokens of each including the next input, which lies in ``state``.
-        block_table: int32 [n, at most max_blocks] on the host. ends, known: as ``load`` takes them. A row whose input
-        is one of its stop ids is padding."""
+        block_table: int32 [n, at most max_blocks] on the host; None: those that prepare was given. ends, known: as
+        ``load`` takes them. A row whose input is one of its stop ids is padding."""
         self._check_rows(rows, live=False)
         if len(seq_lens) != len(rows):
             raise ValueError(f"seq_lens: got {len(seq_lens)} rows, allowed: {len(rows)}, those of rows")
-        checks.check_shape("block_table", block_table, (len(rows), None), "[rows, at most max_blocks]")
+        if block_table is not None:
+            checks.check_shape("block_table", block_table, (len(rows), None), "[rows, at most max_blocks]")
+            tables = [self._table_of("block_table", blocks) for blocks in block_table.tolist()]
+            for row, table in zip(rows, tables):
+                self._edits.note("block_table", row, self._table_rows[row], table)
         self._check_speculation(len(rows), ends, known)
-        given = torch.full((len(rows), 2 + self.max_blocks), -1, dtype=torch.int32, device="cpu")  # sent as one
-        given[:, :2] = torch.tensor([rows, seq_lens], dtype=torch.int32, device="cpu").t()
-        given[:, 2 : 2 + block_table.shape[1]] = block_table
-        with self._editing():
-            held, own = sent(given, self._tokens.device), None if self._draws is None else self._draws.stop_ids
-            at, lengths = held[:, 0].long(), held[:, 1]
-            tokens = self._tokens[at].unsqueeze(1)
-            for ids in (self._stop_ids, None if own is None else own[at]):
-                if ids is not None and ids.numel():
-                    lengths = lengths.masked_fill((tokens == ids).any(1), 0)
-            self._block_table.index_copy_(0, at, held[:, 2:])
-            self._seq_lens.index_copy_(0, at, lengths)
-            self._begin(rows, ends, known)
+        for row, length in zip(rows, seq_lens):
+            self._note_length(row, length)
+            if row in self._settings.stopping or self.sampling.stop_ids:
+                self._starting.append(row)
+        if self._speculator is not None:
+            with self._editing():
+                self._settle()
+                self._begin(rows, ends, known)
         self._live.update(rows)
 
-    def set_blocks(self, row: int, block_table: torch.Tensor) -> None:
-        """Give ``row`` another block table, int32 [at most max_blocks], that begins as the one before."""
-        with self._editing():
-            self._block_table[row, : block_table.shape[0]].copy_(block_table, non_blocking=True)
+    def set_blocks(self, row: int, block_table: Sequence[int] | torch.Tensor) -> None:
+        """Give ``row`` another block table, at most max_blocks ids, that begins as the one before. A tensor of them is
+        int32 [n] on the host."""
+        blocks = block_table.tolist() if isinstance(block_table, torch.Tensor) else block_table
+        table = self._table_of("block_table", blocks)
+        self._edits.note("block_table", row, self._table_rows[row], table)
 
     def leave(self, rows: Sequence[int]) -> None:
         """Take live ``rows`` out. Steps already asked for still run with them."""
         self._check_rows(rows, live=True)
-        with self._editing():
-            for row in rows:
-                self._seq_lens[row : row + 1].zero_()
-                self._block_table[row].fill_(-1)
+        for row in rows:
+            self._note_length(row, 0)
         self._live.difference_update(rows)
 
     @property
     def state(self) -> Decode:
         """What the steps read and advance, of all rows; ordered by the current stream between two runs."""
+        if self._edits or self._starting:
+            with self._editing():
+                self._settle()
         return self._state(self.buckets[-1])
 
     @property
@@ -255,6 +268,27 @@ class DecodeRows(ABC):
         if not self._live:
             raise RuntimeError("run: nothing is loaded; call load or join first")
         return max(self._live) + 1
+
+    def _table_of(self, name: str, blocks: Sequence[int]) -> bytes:
+        if len(blocks) > self.max_blocks:
+            raise ValueError(f"{name}: got {len(blocks)} blocks, allowed: at most {self.max_blocks}")
+        return array("i", blocks).tobytes() + b"\xff" * (4 * (self.max_blocks - len(blocks)))  # of which each is -1
+
+    def _note_length(self, row: int, length: int) -> None:
+        self._edits.note("seq_lens", row, self._length_rows[row], array("i", (length,)).tobytes())
+
+    def _settle(self) -> None:
+        """Write what was noted of rows, in the order of the current stream."""
+        if self._edits:
+            self._edits.write()
+            self._settings.write_counts()
+        for row in self._starting:
+            own = None if self._draws is None else self._draws.stop_ids
+            for ids in (self._stop_ids, None if own is None else own[row]):
+                if ids is not None and ids.numel():
+                    stopped = (self._tokens[row : row + 1] == ids).any()
+                    self._seq_lens[row : row + 1].masked_fill_(stopped, 0)
+        self._starting.clear()
 
     def _bucket(self, rows: int) -> int:
         return next(bucket for bucket in self.buckets if bucket >= rows)
@@ -302,6 +336,11 @@ class DecodeRows(ABC):
         return tokens, None if self._logprobs is None else torch.empty(shape, dtype=torch.float32, **on_host)
 
     def _state(self, rows: int) -> Decode:
+        if rows not in self._states:
+            self._states[rows] = self._views(rows)
+        return self._states[rows]
+
+    def _views(self, rows: int) -> Decode:
         return Decode(
             self._tokens[:rows],
             self._seq_lens[:rows],
@@ -399,6 +438,7 @@ class EagerDecode(DecodeRows):
         width = self._width
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
+        self._settle()
         tokens, logprobs = self._on_host(steps, width)
         arrived = []
         for number in range(steps):

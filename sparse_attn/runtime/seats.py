@@ -112,7 +112,7 @@ class Seats:
                 return False
         if self.tables.missing(row, tokens):
             self.tables.reserve(row, tokens)
-            self.loop.set_blocks(row, self.tables.table[row])
+            self.loop.set_blocks(row, self.tables.blocks(row))
         return True
 
     def keep(self, request: Request) -> None:
@@ -138,7 +138,7 @@ class Seats:
             longest = max(len(one.prompt) for one in requests)
             ids = [one.prompt + [0] * (longest - len(one.prompt)) for one in requests]
             options["known"] = torch.tensor(ids, dtype=torch.int64, device="cpu")
-        self.loop.start(rows, [request.length for request in requests], self.tables.table[rows], **options)
+        self.loop.start(rows, [request.length for request in requests], **options)
 
     def _fits(self, blocks: int) -> bool:
         """Whether so many blocks can be had, and one more for each that runs, so that it is not preempted at once."""
@@ -159,7 +159,7 @@ class Seats:
         self.reused += request.computed
         self.loop.prepare(
             row, seed=request.seed, rings=None if self.rings is None else [row], sampling=request.sampling,
-            prompt=request.prompt,
+            prompt=request.prompt, blocks=self.tables.blocks(row),
         )  # fmt: skip
         return True
 

@@ -37,7 +37,10 @@ class TokenStream:
 
     def arrived(self) -> int:
         """Steps that arrived, without waiting for any."""
-        while self._seen < len(self) and ((event := self._arrived[self._seen]) is None or event.query()):
+        events = self._arrived
+        if self._seen < len(events) and ((last := events[-1]) is None or last.query()):
+            self._seen = len(events)
+        while self._seen < len(events) and ((event := events[self._seen]) is None or event.query()):
             self._seen += 1
         return self._seen
 
@@ -46,6 +49,15 @@ class TokenStream:
         if number >= self._seen:
             raise ValueError(f"number: got {number}, allowed: below {self._seen}, the steps seen to have arrived")
         return self._tokens[number], None if self._logprobs is None else self._logprobs[number]
+
+    def lists(self, start: int) -> tuple[list[Any], list[Any] | None]:
+        """What ``step`` gives of the steps from ``start`` to the last one seen to have arrived, as lists of the host:
+        all at once, because a scheduler looks at each of them."""
+        found = []
+        for values in (self._tokens, self._logprobs):
+            whole = start == 0 and self._seen == len(self._arrived)
+            found.append(None if values is None else (values if whole else values[start : self._seen]).tolist())
+        return found[0], found[1]
 
     def wait(self) -> torch.Tensor:
         """All tokens, int64 [steps, rows, ...]; blocks until the last one arrived."""
