@@ -46,10 +46,10 @@ def test_record_and_registry():
 
 
 def test_bench_row_fits_missing_numbers():
-    from bench import _row
+    from bench import shown
     from benchmarks.record import Record
 
-    assert "case" in _row(Record("case", 1.0).as_dict("s"))
+    assert "case" in shown(Record("case", 1.0).as_dict("s"))
 
 
 def test_mutations_fit_the_source():
