@@ -35,13 +35,10 @@ class Rows:
     def __init__(self, tensors: Sequence[torch.Tensor]):
         words = next((dtype for dtype in WORDS if all(_consists_of(tensor, dtype) for tensor in tensors)), None)
         self._tensors = [tensor if words is None else tensor.view(words) for tensor in tensors]
-        self._rows: dict[int, list[torch.Tensor]] = {}
+        self._rows = list(zip(*(tensor.unbind(0) for tensor in self._tensors)))
 
     def copy(self, source: int, target: int) -> None:
-        for row in (source, target):
-            if row not in self._rows:
-                self._rows[row] = [tensor[row] for tensor in self._tensors]
-        if self._tensors:
+        if self._rows:
             copy_all(self._rows[target], self._rows[source])
 
 

@@ -112,6 +112,7 @@ class DecodeGraph(DecodeRows):
             raise ValueError(f"caches: got device {device}, allowed: a CUDA or HIP device, graphs need one")
         self.replays = 0
         self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._passed = torch.cuda.Event()  # recorded anew by whoever waits for a stream next
         super().__init__(
             step, caches, max_context=max_context, max_blocks=max_blocks, ring_blocks=ring_blocks, buckets=buckets,
             sampling=sampling, impl=impl, keep_logits=keep_logits, keep_logprobs=keep_logprobs, draws=draws,
@@ -165,10 +166,11 @@ class DecodeGraph(DecodeRows):
     def _editing(self) -> Iterator[None]:
         """On the graph's stream, whose order decides when what is allocated here may be used again. The current stream
         waits, because the caller may write to the tensors it gave, or let go of them."""
-        self.stream.wait_stream(self._current_stream())
+        current = self._current_stream()
+        self.stream.wait_event(current.record_event(self._passed))
         with torch.cuda.stream(self.stream):
             yield
-        self._current_stream().wait_stream(self.stream)
+        current.wait_event(self.stream.record_event(self._passed))
 
     def _current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.stream.device)

@@ -7,9 +7,9 @@ goes to the device in one copy, and from there into the tensors in one launch.
 from __future__ import annotations
 
 import ctypes
+import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -27,24 +27,29 @@ class RowEdits:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._noted: dict[tuple[str, int], tuple[torch.Tensor, bytes]] = {}
+        self._noted: dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._noted)
 
-    def note(self, name: str, row: int, target: torch.Tensor, data: bytes) -> None:
-        """``target``: the row ``row`` of the tensor ``name``, as int32 of one dimension. data: what it is to hold."""
-        self._noted[name, row] = target, data
+    def note(self, name: str, row: int, targets: Sequence[torch.Tensor], words: Sequence[int], data: bytes) -> None:
+        """Of ``name``, whatever that stands for, ``row`` is to hold ``data``, little-endian. targets: where, as int32
+        of one dimension. words: how many of the data each takes."""
+        self._noted[name, row] = targets, words, data
 
     def write(self) -> None:
         """Write what was noted, in the order of the current stream. The host does not wait."""
-        targets, data = zip(*self._noted.values())
+        targets: list[torch.Tensor] = []
+        words: list[int] = []
+        data = b"".join([part for _, _, part in self._noted.values()])
+        for where, counts, _ in self._noted.values():
+            targets += where
+            words += counts
         self._noted.clear()
-        if len(data) == 1 and len(data[0]) == 4:
-            targets[0].fill_(int.from_bytes(data[0], "little", signed=True))
-            return
-        staged = sent_bytes(b"".join(data), self._device)
-        copy_all(targets, staged.split([len(part) // 4 for part in data]))
+        if len(data) == 4:
+            targets[0].fill_(int.from_bytes(data, "little", signed=True))
+        else:
+            copy_all(targets, sent_bytes(data, self._device).split(words))
 
 
 def sent_bytes(data: bytes, device: torch.device) -> torch.Tensor:
@@ -69,9 +74,12 @@ class RowSettings:
         if draws is not None:
             held |= {name: getattr(draws, name) for name in (*DTYPES, "stop_ids")}
         self._tensors = {name: value for name, value in held.items() if value is not None}
-        self._codes = {name: CODES[value.dtype] for name, value in self._tensors.items()}
         self._widths = {name: value.shape[1] for name, value in self._tensors.items() if value.dim() > 1}
-        self._rows = {name: list(rows_of(value)) for name, value in self._tensors.items()}
+        codes = [f"{self._widths.get(name, 1)}{CODES[value.dtype]}" for name, value in self._tensors.items()]
+        self._packed = struct.Struct("<" + "".join(codes))
+        self._numbers = [name for name in DTYPES if name in self._tensors]
+        self._rows = list(zip(*(rows_of(value) for value in self._tensors.values())))
+        self._words = [row.shape[0] for row in self._rows[0]]
         self.stopping: set[int] = set()  # the rows set with stop ids
         self._penalised: dict[int, Sequence[int]] = {}
 
@@ -81,14 +89,16 @@ class RowSettings:
         """Note what a row is to hold. ValueError or TypeError, before anything is, for what the tensors have no place
         for."""
         own = self._checked(sampling)
-        if "rings" in self._tensors and len(rings or ()) != (wanted := self._widths["rings"]):
+        if len(rings or ()) != (wanted := self._widths.get("rings", 0)):
             raise ValueError(f"rings: got {len(rings or ())}, allowed: {wanted}, those of a row")
-        given: dict[str, Any] = {"seed": (self._seeds[row] if seed is None else seed,), "rings": rings}
-        for name, rows in self._rows.items():
-            values = given[name] if name in given else self._values(own, name)
-            self._edits.note(name, row, rows[row], array(self._codes[name], values).tobytes())
+        stop_ids = () if sampling is None else own.stop_ids  # those of the loop are beside these
+        data = self._packed.pack(
+            self._seeds[row] if seed is None else seed, *(rings or ()), *[getattr(own, name) for name in self._numbers],
+            *stop_ids, *[-1] * (self._widths.get("stop_ids", 0) - len(stop_ids)),
+        )  # fmt: skip
+        self._edits.note("settings", row, self._rows[row], self._words, data)
         self.stopping.discard(row)
-        if own.stop_ids and "stop_ids" in self._tensors:
+        if stop_ids:
             self.stopping.add(row)
         self._penalised.pop(row, None)
         if own.penalises and self._draws is not None and self._draws.counts is not None:
@@ -106,11 +116,6 @@ class RowSettings:
                 ids = sent_bytes(array("q", prompt).tobytes(), self._draws.counts.device).view(torch.int64)
                 self._draws.prompted[row].index_fill_(0, ids, True)
         self._penalised.clear()
-
-    def _values(self, sampling: Sampling, name: str) -> Sequence[Any]:
-        if name != "stop_ids":
-            return (getattr(sampling, name),)
-        return [*sampling.stop_ids] + [-1] * (self._widths[name] - len(sampling.stop_ids))
 
     def _checked(self, sampling: Sampling | None) -> Sampling:
         if sampling is None:

@@ -87,7 +87,9 @@ class DecodeRows(ABC):
             self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
         self._edits = RowEdits(device)  # of rows, to be written before the state is read
         self._settings = RowSettings(self._edits, self.sampling, self._seeds, self._ring_table, self._draws)
-        self._length_rows, self._table_rows = rows_of(self._seq_lens), rows_of(self._block_table)
+        self._length_rows, self._table_rows = (
+            [(row,) for row in rows_of(value)] for value in (self._seq_lens, self._block_table)
+        )
         self._starting: list[int] = []  # rows whose inputs may be stop ids
         self._states: dict[int, Decode] = {}
         self._speculator = None
@@ -198,7 +200,7 @@ class DecodeRows(ABC):
         table = None if blocks is None else self._table_of("blocks", blocks)
         self._settings.set(row, seed, rings, sampling, prompt)
         if table is not None:
-            self._edits.note("block_table", row, self._table_rows[row], table)
+            self._note_table(row, table)
 
     def start(
         self,
@@ -219,7 +221,7 @@ class DecodeRows(ABC):
             checks.check_shape("block_table", block_table, (len(rows), None), "[rows, at most max_blocks]")
             tables = [self._table_of("block_table", blocks) for blocks in block_table.tolist()]
             for row, table in zip(rows, tables):
-                self._edits.note("block_table", row, self._table_rows[row], table)
+                self._note_table(row, table)
         self._check_speculation(len(rows), ends, known)
         for row, length in zip(rows, seq_lens):
             self._note_length(row, length)
@@ -235,8 +237,7 @@ class DecodeRows(ABC):
         """Give ``row`` another block table, at most max_blocks ids, that begins as the one before. A tensor of them is
         int32 [n] on the host."""
         blocks = block_table.tolist() if isinstance(block_table, torch.Tensor) else block_table
-        table = self._table_of("block_table", blocks)
-        self._edits.note("block_table", row, self._table_rows[row], table)
+        self._note_table(row, self._table_of("block_table", blocks))
 
     def leave(self, rows: Sequence[int]) -> None:
         """Take live ``rows`` out. Steps already asked for still run with them."""
@@ -275,7 +276,10 @@ class DecodeRows(ABC):
         return array("i", blocks).tobytes() + b"\xff" * (4 * (self.max_blocks - len(blocks)))  # of which each is -1
 
     def _note_length(self, row: int, length: int) -> None:
-        self._edits.note("seq_lens", row, self._length_rows[row], array("i", (length,)).tobytes())
+        self._edits.note("length", row, self._length_rows[row], (1,), length.to_bytes(4, "little"))
+
+    def _note_table(self, row: int, table: bytes) -> None:
+        self._edits.note("table", row, self._table_rows[row], (self.max_blocks,), table)
 
     def _settle(self) -> None:
         """Write what was noted of rows, in the order of the current stream."""
