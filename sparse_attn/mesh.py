@@ -39,12 +39,16 @@ class Ranks:
 ALONE = Ranks()
 
 
-def check_expert(expert: int, tensor: int, context: int) -> None:
+def check_expert(expert: int, tensor: int, context: int, data: int = 1) -> None:
     """ValueError where so many expert ranks do not suit the grid."""
     if max(tensor, expert) % min(tensor, expert):
         raise ValueError(f"expert: got {expert} ranks, allowed: a divisor or a multiple of the {tensor} tensor ranks")
-    if (within := tensor * context) % expert:
-        raise ValueError(f"expert: got {expert} ranks, allowed: a divisor of the {within} that compute the same tokens")
+    alike, world = tensor * context, tensor * context * data
+    if alike % expert and (expert % alike or world % expert):
+        more = f", or a multiple of them that divides all {world}" if data > 1 else ""
+        raise ValueError(
+            f"expert: got {expert} ranks, allowed: a divisor of the {alike} that compute the same tokens{more}"
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class Mesh:
 
     tensor: each holds its heads, its part of the inner width of MLPs, and its rows of the vocabulary. context: each
     holds its blocks of the paged caches. data: each serves requests of its own. expert: each holds its own routed
-    experts. Tensor and context ranks compute the same tokens.
+    experts. Tensor and context ranks compute the same tokens. Where there are more expert ranks than those, data ranks
+    share experts: they run every step together, with as many rows (pipeline.dispatch).
 
     routed: the ranks that sum what routed and shared experts give, and cut shared experts among them: those of tensor
     or of expert, whichever are more. Where there are fewer expert ranks than tensor ranks, the rest of the tensor ranks
@@ -69,10 +74,10 @@ class Mesh:
 
     def __post_init__(self):
         tensor, expert = self.tensor, self.expert
-        check_expert(expert.size, tensor.size, self.context.size)
+        check_expert(expert.size, tensor.size, self.context.size, self.data.size)
         more = max(tensor.size, expert.size)
         routed, cut = (tensor if tensor.size >= expert.size else expert), more // expert.size
-        place = (self.context.rank * tensor.size + tensor.rank) % more
+        place = (self.data.rank * self.alike + self.context.rank * tensor.size + tensor.rank) % more
         if expert.rank != place // cut:
             raise ValueError(f"expert: got rank {expert.rank}, allowed: {place // cut} in this grid")
         object.__setattr__(self, "routed", routed)
@@ -81,7 +86,17 @@ class Mesh:
     @property
     def size(self) -> int:
         """Processes in all."""
-        return self.tensor.size * self.context.size * self.data.size
+        return self.alike * self.data.size
+
+    @property
+    def alike(self) -> int:
+        """Processes that compute the same tokens."""
+        return self.tensor.size * self.context.size
+
+    @property
+    def sharing(self) -> int:
+        """Groups of such processes, each with tokens of its own, that share routed experts; 1: none does."""
+        return max(1, self.expert.size // self.alike)
 
 
 ONE_RANK = Mesh()
@@ -121,7 +136,7 @@ def show_mesh(mesh: Mesh) -> dict[str, int]:
 def planned_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, expert: int = 1, place: int = 0) -> Mesh:
     """The mesh of the process at ``place`` of a grid that does not run: its groups have names and no processes. What
     is computed from shapes takes it; no collective does."""
-    check_expert(expert, tensor, context)
+    check_expert(expert, tensor, context, data)
     more = max(tensor, expert)
 
     def ranks(name: str, size: int, rank: int) -> Ranks:

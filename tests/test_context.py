@@ -29,6 +29,7 @@ from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout
 from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import random_params
+from sparse_attn.models.sharding import shard_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
@@ -400,13 +401,17 @@ def copies(monkeypatch):
 
 
 @pytest.mark.few(0)
+@pytest.mark.parametrize("mesh", (
+    Mesh(context=Ranks(2, 0, "copies")), Mesh(data=Ranks(2, 0, "copies"), expert=Ranks(2, 0, "copies")),
+    Mesh(context=Ranks(2, 0, "copies"), data=Ranks(2, 0, "copies"), expert=Ranks(4, 0, "copies")),
+), ids=("context", "data", "both"))  # fmt: skip
 @pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
-def test_one_graph_of_a_rank_serves_every_batch_and_length(name, copies):
+def test_one_graph_of_a_rank_serves_every_batch_and_length(name, mesh, copies):
     """As of one process: a compilation, and another for batches of one."""
     fresh()
     spec = small(name, 3)
-    mesh = Mesh(context=Ranks(2, 0, "copies"))
-    model = Model(spec, random_params(spec, seed=0), cache_layouts(spec, "fp8"), mesh=mesh)
+    params = shard_params(dict(random_params(spec, seed=0)), mesh)
+    model = Model(spec, params, cache_layouts(spec, "fp8"), mesh=mesh)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
 
     def check(tokens, plan, batch):

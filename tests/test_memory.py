@@ -185,10 +185,12 @@ def test_a_step_of_a_context_rank_holds_no_more(name, step, as_on_a_gpu, monkeyp
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("expert", (1, 4))
+@pytest.mark.parametrize("sizes", (
+    dict(tensor=4), dict(tensor=4, expert=4), dict(data=4, expert=4), dict(tensor=2, data=2, expert=4),
+), ids=str)  # fmt: skip
 @pytest.mark.parametrize("step", ("prefill", "decode"))
 @pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4_pro"))
-def test_a_step_of_a_tensor_rank_holds_no_more(name, step, expert, as_on_a_gpu, monkeypatch):
+def test_a_step_of_a_tensor_or_expert_rank_holds_no_more(name, step, sizes, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(ranks, "all_reduce", lambda value, group: torch.empty_like(value))
     monkeypatch.setattr(ranks, "all_gather", lambda value, size, group: value.repeat(size, *[1] * (value.dim() - 1)))
     monkeypatch.setattr(ranks, "all_to_all", lambda value, size, group: value.contiguous().clone())
@@ -196,7 +198,7 @@ def test_a_step_of_a_tensor_rank_holds_no_more(name, step, expert, as_on_a_gpu, 
     for changes in ({}, dict(vocab_size=64, moe=replace(preset(name).moe, **few))):
         spec = few_layers(name, **changes)
         as_on_a_gpu(torch.bfloat16, spec)
-        mesh = planned_mesh(tensor=4, expert=expert, place=1)
+        mesh = planned_mesh(**sizes, place=1)
         bounds = Bounds(max_model_len=8192, block_size=default_block_size(spec), mesh=mesh, **STEPS[step])
         layouts = cache_layouts(spec, "fp8")
         bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)

@@ -43,6 +43,21 @@ def test_context_ranks(size, tmp_path):
 
 
 @pytest.mark.few(0)
+@pytest.mark.parametrize(("size", "grids"), (
+    (2, (Grid(data=2, expert=2),)), (3, (Grid(data=3, expert=3),)),
+    (4, (Grid(data=4, expert=4), Grid(data=4, expert=2), Grid(data=2, tensor=2, expert=4),
+         Grid(data=2, context=2, expert=4), Grid(data=2, tensor=2, expert=2))),
+))  # fmt: skip
+def test_data_ranks_that_share_experts(size, grids, tmp_path):
+    """Three prompts, of which ranks have one or two, or none."""
+    cases = [Case(name, grid, speculate=drafts, block_size=128 if name == "tiny_v4" else 16)
+             for name in MODELS for grid in grids for drafts in (0, 1)
+             if preset(name).moe.num_experts % size == 0]  # fmt: skip
+    write_alone(cases, tmp_path)
+    run_processes(size, compare_with_one, tmp_path, cases, tmp_path)
+
+
+@pytest.mark.few(0)
 def test_drafts_and_compiled_steps(tmp_path):
     """Two rows a request in a decode step, of drafts that are verified; and steps that Dynamo traced."""
     grids = (Grid(tensor=2, expert=2), Grid(context=2))
@@ -71,6 +86,7 @@ def test_two_processes(tmp_path):
         Case("tiny_v32", Grid(tensor=2, expert=2), lengths=(5, 3)),
         Case("tiny_v32", Grid(context=2, expert=2), lengths=(5, 3), block_size=2),
         Case("tiny_v4", Grid(tensor=2), lengths=(5, 3), speculate=2),
+        Case("tiny_v32", Grid(data=2, expert=2), lengths=(5, 3)),
     ]
     write_alone(cases, tmp_path)
     run_processes(2, compare_and_disagree, tmp_path, cases, tmp_path)

@@ -21,6 +21,7 @@ from sparse_attn.spec import preset
 from sparse_attn.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
 
 GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=2, context=2, expert=4))
+SHARING = (Grid(data=2, expert=2), Grid(tensor=2, data=2, expert=4))  # data ranks share experts
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_collectives_give_back_what_is_sent(as_rank):
     assert torch.equal(all_gather(sent, 2, group), sent.repeat(2, 1))
 
 
-@pytest.mark.parametrize("as_rank", GRIDS, indirect=True, ids=str)
+@pytest.mark.parametrize("as_rank", GRIDS + SHARING, indirect=True, ids=str)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
 def test_a_step_sends_what_is_counted(name, as_rank):
     model, lengths = model_of(preset(name), as_rank), [300, 7, 150]
@@ -81,7 +82,7 @@ def test_a_step_sends_what_is_counted(name, as_rank):
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("drafts", (1, 3))
-@pytest.mark.parametrize("as_rank", GRIDS, indirect=True, ids=str)
+@pytest.mark.parametrize("as_rank", GRIDS + SHARING, indirect=True, ids=str)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))
 def test_a_step_that_drafts_sends_what_is_counted(name, as_rank, drafts):
     params = shard_params(dict(random_params(preset(name), seed=1, mtp=True)), as_rank)

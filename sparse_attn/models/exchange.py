@@ -8,6 +8,7 @@ import torch
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline.context import own_bound
+from sparse_attn.pipeline.dispatch import dispatch_bytes
 from sparse_attn.pipeline.ranks import exchanged_bytes, merged_bytes
 from sparse_attn.spec import CompressedSpec, Spec
 
@@ -16,8 +17,9 @@ def step_bytes(
     spec: Spec | CompressedSpec, mesh: Mesh, rows: int, dtype: torch.dtype, *, max_context: int, block_size: int
 ) -> dict[str, int]:
     """Of a step of ``rows`` decode rows, by dimension: "tensor": embedding, heads, dense MLPs and logits. "experts":
-    the sums of routed and shared experts. "context": selections, and outputs to merge. max_context: tokens a request
-    may hold. block_size: tokens a block of a rank's paged caches covers."""
+    the sums of routed and shared experts, and the rows that data ranks send each other. "context": selections, and
+    outputs to merge. max_context: tokens a request may hold. block_size: tokens a block of a rank's paged caches
+    covers."""
     return _step_bytes(spec, mesh, rows, rows, dtype, max_context, block_size)
 
 
@@ -45,9 +47,15 @@ def _step_bytes(
     logits = drawn * -(-spec.vocab_size // tensor.size) * value
     return {
         "tensor": sums * _summed(hidden, tensor) + (tensor.size - 1) * logits,
-        "experts": moe_layers * _summed(hidden, mesh.routed),
+        "experts": moe_layers * _routed(spec, mesh, rows, value),
         "context": _context(spec, mesh, rows, value, max_context, block_size),
     }
+
+
+def _routed(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, value: int) -> int:
+    if mesh.sharing > 1:
+        return dispatch_bytes(rows, spec.hidden_size, spec.moe.experts_per_token, value, mesh)
+    return _summed(rows * spec.hidden_size * value, mesh.routed)
 
 
 def _summed(nbytes: int, ranks: Ranks) -> int:

@@ -17,6 +17,7 @@ from sparse_attn.models.params import param_dtype, stays_packed
 from sparse_attn.models.reading import Reading
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts
+from sparse_attn.pipeline.dispatch import dispatched_rows
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
 from sparse_attn.weight_layout import CODE_DTYPE, CODES_PER_BYTE, SCALE_DTYPE, PackedWeight, packed_bytes
@@ -249,9 +250,23 @@ def _moe(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[
     """Of all experts that a token takes: a rank holds rows for those of other ranks, too, which it computes nothing
     of."""
     mesh, value, top_k = bounds.mesh, bounds.dtype.itemsize, moe.experts_per_token
+    yield hidden * FP32 + moe.num_experts * 2 * FP32
+    if mesh.sharing == 1:
+        yield from _experts(moe, hidden, bounds, target)
+        return
+    rows = max(1, bounds.max_batch * bounds.next_n + bounds.max_batched_tokens)
+    each = -(-dispatched_rows(rows, mesh) // rows)  # rows at the experts for one of a step
+    sent = hidden * value + 2 * top_k * FP32
+    yield hidden * value + (1 + 2 * each) * sent
+    yield from (hidden * value + each * stage for stage in _experts(moe, hidden, bounds, target))
+    yield hidden * value + each * hidden * (2 * value + FP32)
+
+
+def _experts(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[int]:
+    """Behind the router, of one row that a rank runs its experts for."""
+    mesh, value, top_k = bounds.mesh, bounds.dtype.itemsize, moe.experts_per_token
     inner, experts = moe.intermediate_size // mesh.inner.size, moe.num_experts // mesh.expert.size
     routed = top_k * (FP32 + INT32)
-    yield hidden * FP32 + moe.num_experts * 2 * FP32
     copies = 3 if mesh.expert.size == 1 else 4  # of what experts give; one without that of other ranks' experts
     if mesh.routed.size > 1:
         routed += top_k * (INT32 + 1) + 2 * hidden * value

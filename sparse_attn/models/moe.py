@@ -28,6 +28,7 @@ from sparse_attn.models.norms import linear_fp32
 from sparse_attn.ops.experts import packed_experts
 from sparse_attn.ops.grouped_linear import grouped_linear, linear
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
+from sparse_attn.pipeline.dispatch import combine, dispatch
 from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import MoeSpec
 from sparse_attn.target import Target
@@ -185,11 +186,15 @@ def moe(
     """Routed plus shared experts: x [T, D] -> [T, D]. tokens: int [T] in a layer routed by token id.
 
     Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
-    experts up. batch_invariant: of every product, see ops.grouped_linear.grouped_linear; a token's bits on a rank then
-    depend on no other token.
+    experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the rows of
+    all (pipeline.dispatch). batch_invariant: of every product, see ops.grouped_linear.grouped_linear; a token's bits on
+    a rank then depend on no other token.
     """
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     weights, ids = route(x, params, prefix, spec, tokens, **options)
+    rows = x.shape[0]
+    if mesh.sharing > 1:
+        x, weights, ids = dispatch(x, weights, ids, mesh)
     gate_up, down = params[prefix + "gate_up"], params[prefix + "down"]
     packed = isinstance(gate_up, PackedWeight)
     ranks = mesh.expert
@@ -203,4 +208,4 @@ def moe(
     if spec.num_shared:
         shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
         out = out + gated_mlp(x, *shared, spec.clamp, **options)
-    return sum_over_ranks(out, mesh.routed)
+    return sum_over_ranks(out, mesh.routed) if mesh.sharing == 1 else combine(out, rows, mesh)

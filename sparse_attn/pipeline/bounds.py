@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
 from sparse_attn.pipeline.context import own_bound, own_room
+from sparse_attn.pipeline.dispatch import dispatched_rows
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
 from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import CompressedSpec, Spec
@@ -97,11 +99,13 @@ def workspace_size(
     parts = _windowed(spec, bounds, layouts) if compressed else _latent(spec, bounds, layouts)
     sizes = [workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)]
     rows = bounds.max_batch * bounds.next_n + bounds.max_batched_tokens
-    found = product_scratches(
-        weights or {}, spec.moe.experts_per_token, rows, target, dtype=bounds.dtype,
-        batch_invariant=bounds.batch_invariant,
-    )  # fmt: skip
-    return workspace.largest((*sizes, *map(workspace.size_of, found)))
+    options: dict[str, Any] = dict(dtype=bounds.dtype, batch_invariant=bounds.batch_invariant)
+    of_experts = {name: weight for name, weight in (weights or {}).items() if ".moe." in name}  # shared ones, too
+    others = {name: weight for name, weight in (weights or {}).items() if name not in of_experts}
+    for held, most in ((of_experts, dispatched_rows(rows, bounds.mesh)), (others, rows)):
+        found = product_scratches(held, spec.moe.experts_per_token, most, target, **options)
+        sizes += map(workspace.size_of, found)
+    return workspace.largest(sizes)
 
 
 def fitting_rows(spec: Spec | CompressedSpec, bounds: Bounds) -> int:

@@ -31,8 +31,19 @@ def join_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """All ranks' [rows, columns] one beside the other, [rows, size * columns]; ``local`` itself where there is one."""
     if ranks.group is None:
         return local
-    parts = torch.unflatten(all_gather(local, ranks.size, ranks.group), 0, (ranks.size, local.shape[0]))
-    return parts.transpose(0, 1).flatten(1)
+    return stack_over_ranks(local, ranks).transpose(0, 1).flatten(1)
+
+
+def stack_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """All ranks' tensors, of one shape, one behind the other: [size, *shape]."""
+    if ranks.group is None:
+        return local.unsqueeze(0)
+    return torch.unflatten(all_gather(local, ranks.size, ranks.group), 0, (ranks.size, local.shape[0]))
+
+
+def swap_over_ranks(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Of parts [size, ...], the n-th goes to rank n; of the result, the n-th came from there."""
+    return parts if ranks.group is None else all_to_all(parts, ranks.size, ranks.group)
 
 
 def local_limits(limits: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:

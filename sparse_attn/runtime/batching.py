@@ -10,6 +10,8 @@ delivers the tokens that have arrived. It never waits for the device. What is wh
   what it needs, and no request is taken that could not run alone, so something always finishes.
 - Ranks that compute the same tokens are called alike and decide alike: there, a step waits for the tokens on their way,
   because when they arrive must not decide what runs. Each request is compared over ranks as it comes.
+- Data ranks that share experts have requests of their own, and call ``step`` equally often. They run as many rows each,
+  padding where one has fewer: before a prefill step and before decode steps the host learns the most that any asks for.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from sparse_attn import checks, workspace
 from sparse_attn.autocast import no_autocast
+from sparse_attn.mesh import ALONE
 from sparse_attn.ops.sampling import token_logprobs
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size
 from sparse_attn.runtime.batch import compiled, locked_workspace, scratch_size
@@ -30,7 +33,7 @@ from sparse_attn.runtime.draws import Draws, row_draws
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
 from sparse_attn.runtime.paging import BlockPool, Span, blocks_for
-from sparse_attn.runtime.processes import check_same
+from sparse_attn.runtime.processes import check_same, most_of_all
 from sparse_attn.runtime.requests import Finished, Occupancy, Request
 from sparse_attn.runtime.rows import DecodeRows, EagerDecode
 from sparse_attn.runtime.seats import Seats
@@ -102,10 +105,12 @@ class Batching:
         if batch_invariant and not model.batch_invariant:
             model = model.invariant()
         mesh = model.mesh
-        self._together = mesh.tensor.size * mesh.context.size > 1
+        self._sharing = mesh.expert if mesh.sharing > 1 else ALONE
+        self._together = mesh.alike * self._sharing.size > 1
+        self._others = self._sharing.size > 1  # whether requests of any rank that shares experts may be unfinished
         check_same(
-            mesh, model.device, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots, share=share,
-            options=(block_size, penalties, stop_ids, logprobs, compile, graph, speculate),
+            mesh, model.device, sharing=True, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots,
+            share=share, options=(block_size, penalties, stop_ids, logprobs, compile, graph, speculate),
         )  # fmt: skip
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
         self.model, self.piece, self.ahead = model, piece, ahead
@@ -219,21 +224,22 @@ class Batching:
         An exception of on_token passes through. Its token counts as delivered, and the next call goes on."""
         self._deliver()
         done = self._sweep()
+        unfinished = len(self._unfinished)
         with workspace.use(self._workspace):
             self.seats.admit()
-            self._prefill()
+            self._prefill(unfinished)
             self._decode()
         self._deliver()
         return done + self._sweep()
 
     @property
     def idle(self) -> bool:
-        """Whether every request is finished and reported."""
-        return not self._unfinished
+        """Whether every request is finished and reported; of all data ranks that share experts, as of the last step."""
+        return not self._unfinished and not self._others
 
     def drain(self) -> list[Finished]:
         """Step until idle. Sleeps for a moment where nothing has arrived."""
-        done = []
+        done, self._others = [], self._sharing.size > 1
         while not self.idle:
             before = self._tokens
             found = self.step()
@@ -306,8 +312,9 @@ class Batching:
 
     # what runs
 
-    def _prefill(self) -> None:
-        """One step of those whose prompts are not computed, the oldest first."""
+    def _prefill(self, unfinished: int) -> None:
+        """One step of those whose prompts are not computed, the oldest first; or of padding, while others run theirs.
+        unfinished: requests, before this step."""
         spans, tokens, keys = [], self.prefill_tokens, self._max_context
         for request in self.seats.running():
             if request.begun or not tokens:
@@ -320,12 +327,18 @@ class Batching:
             assert request.row is not None
             spans.append(Span(request.row, request.computed, stop))
             tokens, keys = tokens - (stop - request.computed), keys - stop
-        if not spans:
+        most, others = most_of_all(self._sharing, self.model.device, self.prefill_tokens - tokens, unfinished)
+        self._others = self._sharing.size > 1 and others > 0
+        if not most:
             return
+        size = self._size
+        if self._sharing.size > 1 and size is None:
+            room = max(sum(span.stop for span in spans), least_capacity(self.model, self.block_size))
+            size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.seats.sitting))), room)
         state, prompts = self.loop.state, [[] if one is None else one.prompt for one in self.seats.sitting]
         logits = prefill_step(
             self._run, prompts, spans, self.seats.tables, self.caches, state, Sampling(), self._max_context,
-            rings=self.seats.rings, pad_to=self._size, predict=self._predict,
+            rings=self.seats.rings, pad_to=size, predict=self._predict,
         )  # fmt: skip
         ends, end = [], 0
         for span in spans:
@@ -360,17 +373,22 @@ class Batching:
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
         decoding = [request for request in self.seats.running() if request.decoding]
-        if not decoding or self._steps_ahead >= self.piece * self.ahead:
+        sharing, runs = self._sharing.size > 1, bool(decoding)
+        if not sharing:
+            runs = runs and self._steps_ahead < self.piece * self.ahead
+        fewer = self.piece - min([self.piece, *(request.max_new_tokens - request.drawn for request in decoding)])
+        runs, fewer, rows = most_of_all(self._sharing, self.model.device, runs, fewer, self.loop.width)
+        if not runs:
             return
-        steps = min(self.piece, *(request.max_new_tokens - request.drawn for request in decoding))
+        steps = self.piece - fewer
         for request in decoding:
             if request.row is not None:  # nobody older took its blocks
                 self.seats.room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
         decoding = [request for request in decoding if request.row is not None]
-        if not decoding:
+        if not decoding and not sharing:
             return
         columns = [(request.row, request) for request in decoding if request.row is not None]
-        self._fly(self.loop.run(steps), columns, decoded=True)
+        self._fly(self.loop.run(steps, least=rows) if sharing else self.loop.run(steps), columns, decoded=True)
         for request in decoding:
             request.flying += steps
             if not request.decoding:

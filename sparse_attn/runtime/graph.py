@@ -133,9 +133,9 @@ class DecodeGraph(DecodeRows):
     def captures(self) -> int:
         return len(self._graphs)
 
-    def run(self, steps: int) -> TokenStream:
+    def run(self, steps: int, *, least: int = 0) -> TokenStream:
         """Replay ``steps`` decode steps; returns at once. A stopped row keeps drawing tokens that mean nothing."""
-        width = self._width
+        width = self._columns_of(least)
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
         graph = self._graphs[self._bucket(width)]

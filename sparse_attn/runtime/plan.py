@@ -20,6 +20,7 @@ from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses
 from sparse_attn.pipeline.bounds import fitting_rows
+from sparse_attn.pipeline.dispatch import dispatch_bytes, way_of
 from sparse_attn.runtime.batch import largest_scratch
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
@@ -133,4 +134,15 @@ def _rank(
         drafting = drafting_bytes(spec, mesh, bounds.max_batch, bounds.next_n - 1, bounds.dtype, **sizes)
         sent = {name: nbytes + drafting[name] for name, nbytes in sent.items()}
     fits = {card: held["bytes"] <= most for card, most in CARDS.items()}
-    return named | held | {"collective_bytes_per_step": sent, "fits": fits}
+    experts = _experts(spec, mesh, bounds)
+    return named | held | {"collective_bytes_per_step": sent, "experts": experts, "fits": fits}
+
+
+def _experts(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[str, object]:
+    """How rows of a decode step come to their experts, and what a rank sends for them in a layer, each way."""
+    rows = bounds.max_batch * bounds.next_n
+    found: dict[str, object] = {"way": way_of(rows, mesh)}
+    if mesh.sharing > 1:
+        sizes = rows, spec.hidden_size, spec.moe.experts_per_token, bounds.dtype.itemsize, mesh
+        found["bytes_per_layer"] = {way: dispatch_bytes(*sizes, way) for way in ("exchange", "sum")}
+    return found

@@ -69,4 +69,6 @@ def _dealt(rank: dict) -> str:
     few = "" if rows is None else f", {rows} tokens a step"  # than asked for, whose scores would not fit
     if sizes["tensor"] == sizes["expert"] == rank["gpus"]:
         return few
-    return "  " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) + few
+    way = rank["experts"]["way"]
+    shared = "" if way == "replicated" else f", experts by {way}"
+    return "  " + ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) + shared + few

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, check_expert, mesh_of, planned_mesh
+from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, Ranks, check_expert, mesh_of, planned_mesh
 from sparse_attn.runtime.arguments import positive
 from sparse_attn.torch_private import all_gather
 
@@ -23,7 +23,7 @@ OPTIONS = {
     "tensor": "ranks that share heads, MLPs and the vocabulary (default: what the others leave)",
     "context": "ranks that share the paged caches (default: 1)",
     "data": "groups of ranks that serve prompts of their own (default: 1)",
-    "expert": "ranks that share routed experts (default: 1; then tensor ranks cut every expert)",
+    "expert": "ranks that share routed experts; over data ranks, too, if more than T x C (default: 1, T cuts each)",
 }
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective outside of a graph; a rank may compile before it
 REPLAY_S = 60.0  # of a captured step, which compiles nothing
@@ -116,7 +116,7 @@ def make_mesh(
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     context, data, expert = context or 1, data or 1, expert or 1
     tensor = checked_tensor(tensor, context, data, world)
-    check_expert(expert, tensor, context)
+    check_expert(expert, tensor, context, data)
     if world == 1:
         return ONE_RANK
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -150,14 +150,25 @@ def barrier() -> None:
         dist.barrier()
 
 
-def check_same(mesh: Mesh, device: torch.device, **values: object) -> None:
-    """ValueError that names a value which other ranks of the same tokens have otherwise. Hashes of what values print as
-    are gathered, for which the host waits; nothing is done where there is one rank. Every rank calls it."""
-    if mesh.tensor.size * mesh.context.size == 1:
+def most_of_all(ranks: Ranks, device: torch.device, *values: int) -> list[int]:
+    """The largest of each of ``values`` on any of ``ranks``, for which the host waits. Every rank calls it."""
+    if ranks.group is None:
+        return list(values)
+    own = torch.tensor(values, dtype=torch.int64, device=device)
+    return all_gather(own, ranks.size, ranks.group).view(ranks.size, -1).amax(0).tolist()
+
+
+def check_same(mesh: Mesh, device: torch.device, *, sharing: bool = False, **values: object) -> None:
+    """ValueError that names a value which other ranks of the same tokens have otherwise; sharing: or which others of
+    those that share experts have otherwise. Hashes of what values print as are gathered, for which the host waits;
+    nothing is done where there is one rank. Every rank calls it."""
+    dimensions = ("tensor", "context", "expert") if sharing and mesh.sharing > 1 else ("tensor", "context")
+    if all(getattr(mesh, dimension).size == 1 for dimension in dimensions):
         return
+    who = {"expert": "share experts"}
     hashes = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in values.values()]
     own = torch.tensor(hashes, dtype=torch.int64, device=device)
-    for dimension in ("tensor", "context"):
+    for dimension in dimensions:
         ranks = getattr(mesh, dimension)
         if ranks.group is None:
             continue
@@ -166,7 +177,7 @@ def check_same(mesh: Mesh, device: torch.device, **values: object) -> None:
                 if here != there:
                     raise ValueError(
                         f"{name}: got another value on {dimension} rank {other} than on {ranks.rank}, allowed: the "
-                        "same on all ranks that compute the same tokens"
+                        f"same on all ranks that {who.get(dimension, 'compute the same tokens')}"
                     )
 
 

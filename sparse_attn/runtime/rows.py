@@ -111,9 +111,9 @@ class DecodeRows(ABC):
         return frozenset(self._live)
 
     @abstractmethod
-    def run(self, steps: int) -> TokenStream:
+    def run(self, steps: int, *, least: int = 0) -> TokenStream:
         """Take ``steps`` decode steps of the live rows, columns of the tokens. A stopped row keeps drawing tokens that
-        mean nothing."""
+        mean nothing. least: columns at least, of padding where no more rows are live."""
 
     def load(
         self,
@@ -264,11 +264,14 @@ class DecodeRows(ABC):
         return nullcontext()
 
     @property
-    def _width(self) -> int:
+    def width(self) -> int:
         """Rows up to the last live one."""
-        if not self._live:
+        return max(self._live, default=-1) + 1
+
+    def _columns_of(self, least: int) -> int:
+        if not (width := max(self.width, least)):
             raise RuntimeError("run: nothing is loaded; call load or join first")
-        return max(self._live) + 1
+        return width
 
     def _table_of(self, name: str, blocks: Sequence[int]) -> bytes:
         if len(blocks) > self.max_blocks:
@@ -438,8 +441,8 @@ class DecodeRows(ABC):
 class EagerDecode(DecodeRows):
     """The same loop without a capture, on any device: a step runs when it is asked for."""
 
-    def run(self, steps: int) -> TokenStream:
-        width = self._width
+    def run(self, steps: int, *, least: int = 0) -> TokenStream:
+        width = self._columns_of(least)
         if not 0 <= steps <= HISTORY:
             raise ValueError(f"steps: got {steps}, allowed: 0 to {HISTORY}")
         self._settle()

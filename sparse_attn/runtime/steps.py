@@ -82,8 +82,8 @@ def prefill_step(
     vocab].
 
     rings: ``state.ring_table`` on the host; None: copied from there, for which the host waits. pad_to: the size of
-    every step, whatever is in it; None: what the spans need. predict: the layer of multi-token prediction, whose keys
-    are written, too.
+    every step, whatever is in it, be it no span; None: what the spans need. predict: the layer of multi-token
+    prediction, whose keys are written, too.
     """
     check_counted(sampling, state.draws)
     device, pad = model.device, torch.nn.functional.pad
@@ -91,7 +91,8 @@ def prefill_step(
     counts = torch.tensor([span.stop - span.start for span in spans], **on_host)
     requests = torch.tensor([span.request for span in spans], **on_host)
     ids = [token for span in spans for token in prompts[span.request][span.start : span.stop]]
-    positions = torch.cat([torch.arange(span.start, span.stop, **on_host) for span in spans])
+    own = (torch.arange(span.start, span.stop, **on_host) for span in spans)
+    positions = torch.cat([torch.arange(0, **on_host), *own])
     if rings is None and state.ring_table is not None:
         rings = state.ring_table.cpu()
     written = tables.table if rings is None else rings

@@ -17,6 +17,7 @@ from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts
+from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import Generation, Model, generate
 from sparse_attn.runtime.processes import check_same, make_mesh
 from sparse_attn.runtime.shipped import shipped_models
@@ -115,6 +116,17 @@ def generated(case: Case, mesh: Mesh = ONE_RANK) -> Generation:
     )  # fmt: skip
 
 
+def served(case: Case, mesh: Mesh) -> list[tuple[int, list[int], list[float] | None]]:
+    """(number, tokens, their log-probabilities) of every prompt of this process's data rank, by a scheduler."""
+    own = list(enumerate(prompts(case.lengths)))[mesh.data.rank :: mesh.data.size]
+    batching = Batching(
+        model_of(case, mesh), rows=2, num_blocks=64, max_context=max(case.lengths) + NEW_TOKENS, prefill_tokens=32,
+        block_size=case.block_size, speculate=case.speculate, logprobs=not case.speculate,
+    )  # fmt: skip
+    numbers = {batching.submit(prompt, max_new_tokens=NEW_TOKENS): number for number, prompt in own}
+    return [(numbers[one.request], one.tokens, one.logprobs) for one in batching.drain()]
+
+
 def write_alone(cases: list[Case], folder: Path) -> None:
     """What one process generates in every case."""
     for case in cases:
@@ -130,6 +142,14 @@ def compare_with_one(rank: int, cases: list[Case], folder: Path) -> None:
     for case in cases:
         mesh = mesh_of_grid(case.grid)
         tokens, logits = torch.load(case.file(folder))
+        if mesh.data.size > 1:
+            for number, own, scores in served(case, mesh):
+                assert own == tokens[number], f"{case} rank {rank}: got {own}, one process {tokens[number]}"
+                if scores is not None and case.cache == "fp32":
+                    at = torch.tensor(own).unsqueeze(1)
+                    alone = logits[number][-len(own) :].log_softmax(1).gather(1, at)[:, 0]
+                    torch.testing.assert_close(torch.tensor(scores), alone, rtol=0, atol=1e-4)
+            continue
         found = generated(case, mesh)
         assert found.tokens == tokens, f"{case} rank {rank}: got {found.tokens}, one process {tokens}"
         assert found.logits is not None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 
-from sparse_attn.mesh import ALONE, Ranks
+from sparse_attn.mesh import ALONE, Mesh, Ranks, planned_mesh
 from sparse_attn.pipeline import ranks as pipeline_ranks
 from sparse_attn.runtime import processes
 
@@ -88,3 +89,62 @@ def over_threads(size: int, work: Callable[[Ranks], Result], group: Group | None
     if errors:
         raise errors[0]
     return results
+
+
+class _Grid(Group):
+    """Ranks of a grid, whose groups each have collectives of their own. A group's name ends with the places of its
+    members."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self._lock, self._groups = threading.Lock(), dict[str, Group]()
+
+    def _values_of(self, kind: str, value: torch.Tensor, name: str) -> tuple[list[torch.Tensor], int]:
+        members = [int(place) for place in name.split()[1:]]
+        with self._lock:
+            group = self._groups.setdefault(name, Group(len(members)))
+        group.here.rank = members.index(self.here.rank)
+        return group.exchange(kind, value), group.here.rank
+
+    def all_reduce(self, value: torch.Tensor, group: str) -> torch.Tensor:
+        return torch.stack(self._values_of("all_reduce", value, group)[0]).sum(0, dtype=value.dtype)
+
+    def all_gather(self, value: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        return torch.cat(self._values_of("all_gather", value, group)[0])
+
+    def all_to_all(self, value: torch.Tensor, size: int, group: str) -> torch.Tensor:
+        assert size == value.shape[0]
+        values, own = self._values_of("all_to_all", value, group)
+        return torch.stack([other[own] for other in values])
+
+    def abort(self) -> None:
+        with self._lock:
+            for group in self._groups.values():
+                group.abort()
+
+
+def over_mesh(work: Callable[[Mesh], Result], **sizes: int) -> list[Result]:
+    """What ``work`` returns on each rank of a grid of such sizes (planned_mesh takes them)."""
+    size = planned_mesh(**sizes).size
+    places = [planned_mesh(**sizes, place=place) for place in range(size)]
+    held = [
+        {name: getattr(one, name).rank for name in ("tensor", "context", "data", "expert")} | {"inner": one.inner.rank}
+        for one in places
+    ]
+    run = max(places[0].tensor.size, places[0].expert.size)
+
+    def named(place: int, name: str) -> Ranks:
+        ranks = getattr(places[place], name)
+        if ranks.size == 1:
+            return ranks
+        others = {"expert": ("inner",)}.get(name, tuple({"tensor", "context", "data"} - {name}))
+        members = [
+            other for other in range(size)
+            if all(held[other][one] == held[place][one] for one in others)
+            and (name != "expert" or other // run == place // run)
+        ]  # fmt: skip
+        return replace(ranks, group=" ".join(map(str, (name, *members))))
+
+    meshes = [Mesh(**{name: named(place, name) for name in ("tensor", "context", "data", "expert")})
+              for place in range(size)]  # fmt: skip
+    return over_threads(size, lambda ranks: work(meshes[ranks.rank]), _Grid(size))
