@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional
 
 POOLED_ROPE = "compress"
-SELECTING = "compressed_sparse_attention"  # layers with an indexer
 
 
 class Turn(NamedTuple):
