@@ -6,7 +6,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -55,14 +55,14 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
         block_size=128 if windowed else run.pick(BLOCK, 8), prefill_tokens=length, piece=PIECE, graph=not run.dry,
         **options,
     )  # fmt: skip
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
     methods = {name: getattr(scheduler.seats, name) for name in ("admit", "keep", "start", "free")}
     methods |= {name: getattr(scheduler, "_" + name) for name in ("begin", "deliver")}
     # the log-probability of what a step draws is the step's own, as its draw is
-    launches = {
-        name: _timed(spent, "prefill", getattr(scheduling, name)) for name in ("prefill_step", "token_logprobs")
-    }
-    with mock.patch.multiple(scheduling, **launches):
+    with (
+        mock.patch.object(scheduling, "prefill_step", _timed(spent, "prefill", scheduling.prefill_step)),
+        mock.patch.object(scheduling, "token_logprobs", _timed(spent, "prefill", scheduling.token_logprobs)),
+    ):
         loop: Any = scheduler.loop
         loop.run, loop._settle = _launches_of(spent, loop.run), _timed(spent, "settle", loop._settle)
         for name, method in methods.items():
@@ -86,7 +86,7 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
         yield Record(f"{title}: a replay, 8 rows", own + launches, "of it launches", launches)
 
 
-def _one(run: Run, scheduler: Batching, prompt: list[int], spent: Counter[str]) -> float:
+def _one(run: Run, scheduler: Batching, prompt: list[int], spent: defaultdict[str, float]) -> float:
     """Host seconds of a request that takes one prefill step and one piece of decode steps; the device is idle
     between, and an operation that waits for it is an error."""
     sampling, begin = Sampling(temperature=0.8, top_k=20), time.perf_counter()
@@ -97,7 +97,9 @@ def _one(run: Run, scheduler: Batching, prompt: list[int], spent: Counter[str]) 
     return host
 
 
-def _without_arrivals(run: Run, scheduler: Batching, spent: Counter[str], pieces: int) -> tuple[float, float]:
+def _without_arrivals(
+    run: Run, scheduler: Batching, spent: defaultdict[str, float], pieces: int
+) -> tuple[float, float]:
     """Microseconds a replay of the scheduler's own work, and of its launches, while 8 rows decode."""
     for row in range(run.pick(8, 1)):
         scheduler.submit([row + 1, 2], max_new_tokens=run.pick(900, 8), sampling=Sampling(temperature=0.8))
@@ -132,7 +134,7 @@ def _unwaiting(run: Run, work: Callable[[], object]) -> float:
     return took
 
 
-def _launches_of(spent: Counter[str], run: Callable[[int], Any]) -> Callable[[int], Any]:
+def _launches_of(spent: defaultdict[str, float], run: Callable[[int], Any]) -> Callable[[int], Any]:
     """``run`` timed without what it settles first, which is of arrivals."""
     timed = _timed(spent, "run", run)
 
@@ -145,7 +147,7 @@ def _launches_of(spent: Counter[str], run: Callable[[int], Any]) -> Callable[[in
     return launches
 
 
-def _timed(spent: Counter[str], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(spent: defaultdict[str, float], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def timed(*arguments: Any, **options: Any) -> Any:
         begin = time.perf_counter()
         try:

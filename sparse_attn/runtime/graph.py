@@ -143,19 +143,15 @@ class DecodeGraph(DecodeRows):
         arrived = []
         self.stream.wait_stream(self._current_stream())
         self.stream.wait_stream(self._copies)  # the history may not overrun what is still being copied
-        for number in range(steps):
-            place = self._taken % HISTORY
-            with torch.cuda.stream(self.stream):
-                self._settle()
+        with torch.cuda.stream(self.stream):  # which puts back what was current, whatever is within
+            self._settle()
+            for number in range(steps):
                 graph.replay()
-                done = self.stream.record_event()
-            with torch.cuda.stream(self._copies):
-                self._copies.wait_event(done)
-                tokens[number].copy_(self._history[place, :width], non_blocking=True)
-                if logprobs is not None and self._logprobs is not None:
-                    logprobs[number].copy_(self._logprobs[place, :width], non_blocking=True)
+                self._copies.wait_event(self.stream.record_event(self._passed))
+                torch.cuda.set_stream(self._copies)
+                self._copy_drawn(number, width, tokens, logprobs)
                 arrived.append(self._copies.record_event())
-            self._taken += 1
+                torch.cuda.set_stream(self.stream)
         self.replays += steps
         self._current_stream().wait_stream(self.stream)
         if self.logits is not None:

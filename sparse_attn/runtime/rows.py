@@ -342,6 +342,14 @@ class DecodeRows(ABC):
         tokens = torch.empty(shape, dtype=torch.int64, **on_host)
         return tokens, None if self._logprobs is None else torch.empty(shape, dtype=torch.float32, **on_host)
 
+    def _copy_drawn(self, number: int, width: int, tokens: torch.Tensor, logprobs: torch.Tensor | None) -> None:
+        """What the last step drew, to place ``number`` of what _on_host gave."""
+        place = self._taken % HISTORY
+        self._taken += 1
+        tokens[number].copy_(self._history[place, :width], non_blocking=True)
+        if logprobs is not None and self._logprobs is not None:
+            logprobs[number].copy_(self._logprobs[place, :width], non_blocking=True)
+
     def _state(self, rows: int) -> Decode:
         if rows not in self._states:
             self._states[rows] = self._views(rows)
@@ -450,12 +458,8 @@ class EagerDecode(DecodeRows):
         arrived = []
         for number in range(steps):
             self._decode(self._bucket(width))
-            place = self._taken % HISTORY
-            tokens[number].copy_(self._history[place, :width], non_blocking=True)
-            if logprobs is not None and self._logprobs is not None:
-                logprobs[number].copy_(self._logprobs[place, :width], non_blocking=True)
+            self._copy_drawn(number, width, tokens, logprobs)
             arrived.append(passed(self._tokens.device))
-            self._taken += 1
         return TokenStream(tokens, arrived, logprobs)
 
 

@@ -121,7 +121,7 @@ def pretended_gpu() -> Iterator[Gpu]:
     cuda = dict(
         Stream=Nobody, Event=Nobody, CUDAGraph=Graph, current_stream=lambda *_: Nobody(), graph=_captured,
         synchronize=lambda *_: None, stream=lambda *_: nothing(), device=lambda *_: nothing(),
-        current_device=lambda: 0, is_current_stream_capturing=lambda: False,
+        current_device=lambda: 0, set_stream=lambda *_: None, is_current_stream_capturing=lambda: False,
     )  # fmt: skip
 
     def step(loop: DecodeRows, rows: int) -> None:
