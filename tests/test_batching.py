@@ -210,7 +210,7 @@ def test_an_arrival_takes_few_launches_beside_its_prefill(model):
     with mock.patch.object(scheduling, "prefill_step", counted.without(scheduling.prefill_step)), counted:
         batching.submit(ids(16) + ids(7, 2), **how)
         batching.drain()
-    assert batching.occupancy().reused == 16 and len(counted.found) <= 8, counted.found
+    assert batching.occupancy().reused == 16 and len(counted.found) <= 9, counted.found
 
 
 def test_generate_asks_for_batch_invariant_attention():

@@ -19,6 +19,7 @@ from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.torch_private import copy_all
 
 CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: "i"}
+MAX_STAGED = 16  # forms of what is written at once whose memory on the device is kept
 
 
 class RowEdits:
@@ -28,6 +29,7 @@ class RowEdits:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._noted: dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]] = {}
+        self._staged: dict[tuple[int, ...], tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # and its parts
 
     def __bool__(self) -> bool:
         return bool(self._noted)
@@ -48,17 +50,28 @@ class RowEdits:
         self._noted.clear()
         if len(data) == 4:
             targets[0].fill_(int.from_bytes(data, "little", signed=True))
-        else:
-            copy_all(targets, sent_bytes(data, self._device).split(words))
+            return
+        staged, parts = self._staging(tuple(words))
+        staged.copy_(on_host(data, pin=staged.is_cuda), non_blocking=True)
+        copy_all(targets, parts)
+
+    def _staging(self, words: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Where so many words each arrive; that of one row's settings stays."""
+        if (found := self._staged.get(words)) is None:
+            staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
+            found = staged, staged.split(words)
+            if len(self._staged) < MAX_STAGED:
+                self._staged[words] = found
+        return found
 
 
-def sent_bytes(data: bytes, device: torch.device) -> torch.Tensor:
-    """``data``, whole words, as int32 on ``device``, without waiting for the copy."""
-    if device.type != "cuda":
-        return torch.frombuffer(bytearray(data), dtype=torch.int32).to(device)
+def on_host(data: bytes, *, pin: bool) -> torch.Tensor:
+    """``data``, whole words, as int32. pin: in memory that a copy to a GPU is not waited for."""
+    if not pin:
+        return torch.frombuffer(bytearray(data), dtype=torch.int32)
     pinned = torch.empty(len(data) // 4, dtype=torch.int32, device="cpu", pin_memory=True)
     ctypes.memmove(pinned.data_ptr(), data, len(data))
-    return pinned.to(device, non_blocking=True)
+    return pinned
 
 
 class RowSettings:
@@ -113,8 +126,9 @@ class RowSettings:
                 continue
             self._draws.prompted[row].zero_()
             if prompt:
-                ids = sent_bytes(array("q", prompt).tobytes(), self._draws.counts.device).view(torch.int64)
-                self._draws.prompted[row].index_fill_(0, ids, True)
+                device = self._draws.counts.device
+                ids = on_host(array("q", prompt).tobytes(), pin=device.type == "cuda").view(torch.int64)
+                self._draws.prompted[row].index_fill_(0, ids.to(device, non_blocking=True), True)
         self._penalised.clear()
 
     def _checked(self, sampling: Sampling | None) -> Sampling:
