@@ -34,7 +34,7 @@ GPUS = (
     Gpu("NVIDIA A40", "sm_86", 0.696e12, 149.7e12, 149.7e12, "NVIDIA A40 datasheet"),
     Gpu("NVIDIA L40S", "sm_89", 0.864e12, 362e12, 733e12, "NVIDIA L40S datasheet"),
     Gpu("NVIDIA H200", "sm_90", 4.26e12, 805e12, 1531e12, MEASURED),
-    Gpu("NVIDIA H100 80GB HBM3", "sm_90", 3.35e12, 989e12, 1979e12, "NVIDIA H100 SXM datasheet"),
+    Gpu("NVIDIA H100 80GB HBM3", "sm_90", 2.98e12, 784e12, 1487e12, MEASURED),
     Gpu("NVIDIA B200", "sm_100", 7.7e12, 2250e12, 4500e12, "NVIDIA HGX B200 datasheet"),
     Gpu("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "sm_120", 1.792e12, 503.8e12, 1007.6e12,
         "NVIDIA RTX Blackwell PRO architecture paper"),
