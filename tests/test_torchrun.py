@@ -182,7 +182,7 @@ def test_suites_over_processes_run_dry():
     running = torchrun(2, "--dry", program=["scripts/distributed.py"])
     out, err = running.communicate(timeout=240)
     assert running.returncode == 0, err
-    suites = ("collectives", "soak", "step", "exact", "prefill")
+    suites = ("collectives", "soak", "step", "exact", "experts", "prefill")
     assert all(f"distributed_{suite}: " in err and f"distributed_{suite} " in out for suite in suites)
 
 

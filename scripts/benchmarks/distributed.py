@@ -19,7 +19,7 @@ from benchmarks.checkpoints import FREE, captured_step, step_bounds, step_us, we
 from benchmarks.record import Record
 from benchmarks.run import Run
 from benchmarks.steps import HELD, by_part, cached_bytes
-from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
+from sparse_attn.mesh import ONE_RANK, Mesh, Ranks, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.forms import first_layers
 from sparse_attn.models.loading import load
@@ -145,6 +145,32 @@ def distributed_exact(run: Run) -> Iterator[Record]:
         freed(run)
 
 
+def distributed_experts(run: Run) -> Iterator[Record]:
+    "A captured step whose experts get rows by a gather and all_to_all_single (data ranks), beside replicated tokens."
+    context, batches, size = run.pick(32768, 64), run.pick((8, 64, 512), (4,)), dist.get_world_size()
+    length = context - run.pick(8 * STEPS, 8)
+    ways = dict(tensor=size, expert=size), dict(data=size, expert=size)
+    for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
+        took: dict[int, list[float]] = {batch: [] for batch in batches}
+        for sizes in ways:
+            mesh = make_mesh(**sizes, device=run.device)
+            model = made(run, fitting(run, name, planned_mesh(**ways[1]), HELD, context), mesh)
+            for batch in batches:
+                own = -(-batch // mesh.data.size)
+                dist.barrier()
+                graph = captured_step(run, model, own, context, length, min(own, HELD))
+                dist.barrier()
+                took[batch].append(0.0 if graph is None else slowest(step_us(graph, STEPS)))
+                del graph
+                freed(run)
+            layers = model.spec.num_layers
+            del model
+            freed(run)
+        for batch, (replicated, sent) in took.items():
+            case = f"{name}, {layers} layers, D{size} E{size}, requests {batch} in all, context {context}"
+            yield Record(case, sent, f"T{size} E{size}", None if run.dry else replicated)
+
+
 def shared_k(
     parts: list[RowScores], k: int, ranks: Ranks, *, block_size: int, impl: str = "auto"
 ) -> list[torch.Tensor]:
@@ -243,5 +269,12 @@ def _captured_us(run: Run, call: Callable[[], object]) -> float:
 
 SUITES: dict[str, Suite] = {
     suite.__name__: suite
-    for suite in (distributed_collectives, distributed_soak, distributed_step, distributed_exact, distributed_prefill)
+    for suite in (
+        distributed_collectives,
+        distributed_soak,
+        distributed_step,
+        distributed_exact,
+        distributed_experts,
+        distributed_prefill,
+    )
 }
