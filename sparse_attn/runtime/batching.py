@@ -294,7 +294,7 @@ class Batching:
             logprobs = rows if scores is None else scores[number]
             for at, request in columns:
                 own, known = rows[at], logprobs[at]
-                if not self._drafts or type(own) is int:
+                if type(own) is int:  # of a step that draws one
                     own, known = (own,), (known,)
                 for token, score in zip(own, known):
                     if token >= 0:

@@ -115,7 +115,7 @@ def integers(name: str, values: Any) -> list[int]:
         return values.tolist()
     if not _is_sequence(values):
         raise TypeError(f"{name}: got {_shown(values)}, allowed: a sequence of integers")
-    if set(map(type, values)) == {int}:
+    if list(map(type, values)).count(int) == len(values) > 0:
         return list(values)
     for place, value in enumerate(values):
         if type(value) is not int:

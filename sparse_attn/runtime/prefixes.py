@@ -130,7 +130,7 @@ class Prefixes:
             self._kept.move_to_end(key)
 
     def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        key, ids, size = b"", array("q", tokens).tobytes(), 8 * self.block_size
+        key, ids, size = b"", array("I", tokens).tobytes(), 4 * self.block_size
         for end in range(size, len(ids) + 1, size):
             key = hashlib.blake2b(key + ids[end - size : end], digest_size=32).digest()
             yield key

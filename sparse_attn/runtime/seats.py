@@ -105,14 +105,15 @@ class Seats:
         itself."""
         row = request.row
         assert row is not None
-        while not self.prefixes.make_room(self.tables.missing(row, tokens)):
+        if not (missing := self.tables.missing(row, tokens)):
+            return True
+        while not self.prefixes.make_room(missing):
             youngest = self.running()[-1]
             self.preempt(youngest)
             if youngest is request:
                 return False
-        if self.tables.missing(row, tokens):
-            self.tables.reserve(row, tokens)
-            self.loop.set_blocks(row, self.tables.blocks(row))
+        self.tables.reserve(row, tokens)
+        self.loop.set_blocks(row, self.tables.blocks(row))
         return True
 
     def keep(self, request: Request) -> None:
