@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support.steps import BLOCK, MAX_CONTEXT, WIDTH, filled_caches, model_of
 
+from sparse_attn.runtime import row_settings
 from sparse_attn.runtime.draws import Draws
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.rows import EagerDecode
@@ -88,8 +91,9 @@ def test_joining_and_leaving_do_not_wait():
         loop.join([3], *rows[3])
         loop.prepare(2, seed=3, rings=[2])
         loop.start([2], [4], torch.tensor([[2, 3]], dtype=torch.int32))
-        loop.set_blocks(2, torch.tensor([2, 3, 4], dtype=torch.int32))
+        loop.set_blocks(2, [2, 3, 4])
         loop.leave([0])
+        assert loop.state.tokens.shape == (ROWS,)  # before a look at which all this is written
 
     change()  # a kernel's first launch loads it, and loading waits for what runs
     loop.leave([2, 3])
@@ -118,6 +122,25 @@ def test_a_prepared_row_starts_with_the_token_that_lies_there():
     joined.join([2], tokens, lens, table, None, seeds)
     assert torch.equal(loop.run(4).wait()[:, 2], joined.run(4).wait()[:, 2])
     assert loop.state.seq_lens.tolist() == [0, 0, 9, 0]  # the other one began with its stop id
+
+
+def test_what_is_set_between_steps_is_written_once_and_last():
+    model = model_of("tiny_v32", "fp32")
+    loop = rows_of(EagerDecode, model, filled_caches(model, ROWS))
+    loop.join([0, 3], *(torch.cat(parts) for parts in zip(given(model, 0, 5)[:3], given(model, 3, 6)[:3])))
+    loop.leave([3])
+    loop.prepare(3, seed=4, blocks=[7, 8])
+    loop.prepare(1, seed=5, blocks=[1])
+    loop.leave([0])
+    loop.prepare(3, seed=6, blocks=[9])
+    loop.start([3], [2])
+    with mock.patch.object(row_settings, "copy_all", side_effect=row_settings.copy_all) as copies:
+        state = loop.state
+        assert loop.state is state and copies.call_count == 1
+    assert state.seq_lens.tolist() == [0, 0, 0, 2] and state.seeds[1].item() == 5 and state.seeds[3].item() == 6
+    assert state.block_table[[1, 3], :2].tolist() == [[1, -1], [9, -1]] and loop.live == {3}
+    with pytest.raises(ValueError, match=f"^blocks: got {WIDTH + 1} blocks, allowed: at most {WIDTH}"):
+        loop.prepare(2, blocks=range(WIDTH + 1))
 
 
 def test_a_row_that_grows_writes_into_its_new_block():
