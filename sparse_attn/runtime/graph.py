@@ -113,6 +113,7 @@ class DecodeGraph(DecodeRows):
         self.replays = 0
         self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._passed = torch.cuda.Event()  # recorded anew by whoever waits for a stream next
+        self._behind: torch.cuda.Stream | None = None  # has waited for everything on the graph's stream
         super().__init__(
             step, caches, max_context=max_context, max_blocks=max_blocks, ring_blocks=ring_blocks, buckets=buckets,
             sampling=sampling, impl=impl, keep_logits=keep_logits, keep_logprobs=keep_logprobs, draws=draws,
@@ -153,7 +154,7 @@ class DecodeGraph(DecodeRows):
                 arrived.append(self._copies.record_event())
                 torch.cuda.set_stream(self.stream)
         self.replays += steps
-        self._current_stream().wait_stream(self.stream)
+        self._let_follow(self._current_stream())
         if self.logits is not None:
             self.logits.record_stream(self._current_stream())
         return TokenStream(tokens, arrived, logprobs, REPLAY_S if self.mesh.size > 1 else None)
@@ -166,7 +167,22 @@ class DecodeGraph(DecodeRows):
         self.stream.wait_event(current.record_event(self._passed))
         with torch.cuda.stream(self.stream):
             yield
+        self._let_follow(current)
+
+    def _allocating(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def _settle_here(self) -> None:
+        """On the current stream, which spares the host a change of streams."""
+        current = self._current_stream()
+        if current != self._behind:
+            self._let_follow(current)
+        self._settle()
+        self.stream.wait_event(current.record_event(self._passed))
+
+    def _let_follow(self, current: torch.cuda.Stream) -> None:
         current.wait_event(self.stream.record_event(self._passed))
+        self._behind = current
 
     def _current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.stream.device)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -24,10 +25,10 @@ MAX_STAGED = 16  # forms of what is written at once whose memory on the device i
 
 class RowEdits:
     """What is still to be written into rows of tensors on ``device``, which live as long as this. A row that is set
-    twice holds what was set last."""
+    twice holds what was set last. allocating: where memory for it is allocated."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, allocating: Callable[[], AbstractContextManager[object]]) -> None:
+        self._device, self._allocating = device, allocating
         self._noted: dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]] = {}
         self._staged: dict[tuple[int, ...], tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # and its parts
 
@@ -58,7 +59,8 @@ class RowEdits:
     def _staging(self, words: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Where so many words each arrive; that of one row's settings stays."""
         if (found := self._staged.get(words)) is None:
-            staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
+            with self._allocating():
+                staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
             found = staged, staged.split(words)
             if len(self._staged) < MAX_STAGED:
                 self._staged[words] = found

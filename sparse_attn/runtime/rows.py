@@ -85,7 +85,7 @@ class DecodeRows(ABC):
         self._draws = None
         if draws is not None:
             self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
-        self._edits = RowEdits(device)  # of rows, to be written before the state is read
+        self._edits = RowEdits(device, self._allocating)  # of rows, to be written before the state is read
         self._settings = RowSettings(self._edits, self.sampling, self._seeds, self._ring_table, self._draws)
         self._length_rows, self._table_rows = (
             [(row,) for row in rows_of(value)] for value in (self._seq_lens, self._block_table)
@@ -250,8 +250,7 @@ class DecodeRows(ABC):
     def state(self) -> Decode:
         """What the steps read and advance, of all rows; ordered by the current stream between two runs."""
         if self._edits or self._starting:
-            with self._editing():
-                self._settle()
+            self._settle_here()
         return self._state(self.buckets[-1])
 
     @property
@@ -262,6 +261,14 @@ class DecodeRows(ABC):
     def _editing(self) -> AbstractContextManager[object]:
         """Where the state is written between steps."""
         return nullcontext()
+
+    def _allocating(self) -> AbstractContextManager[object]:
+        """Where memory of the loop is allocated."""
+        return nullcontext()
+
+    def _settle_here(self) -> None:
+        """Write what was noted of rows, for steps to come and for what the current stream does next."""
+        self._settle()
 
     @property
     def width(self) -> int:
