@@ -372,27 +372,28 @@ class Batching:
 
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
-        decoding = [request for request in self.seats.running() if request.decoding]
+        left = [(request, request.max_new_tokens - request.drawn) for request in self.seats.running() if request.begun]
+        decoding = [(request, steps) for request, steps in left if steps]
         sharing, runs = self._sharing.size > 1, bool(decoding)
         if not sharing:
             runs = runs and self._steps_ahead < self.piece * self.ahead
-        fewer = self.piece - min([self.piece, *(request.max_new_tokens - request.drawn for request in decoding)])
+        fewer = self.piece - min([self.piece, *(steps for _, steps in decoding)])
         runs, fewer, rows = most_of_all(self._sharing, self.model.device, runs, fewer, self.loop.width)
         if not runs:
             return
         steps = self.piece - fewer
-        for request in decoding:
+        for request, _ in decoding:
             if request.row is not None:  # nobody older took its blocks
                 self.seats.room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
-        decoding = [request for request in decoding if request.row is not None]
-        if not decoding and not sharing:
+        columns = [(request.row, request) for request, _ in decoding if request.row is not None]
+        if not columns and not sharing:
             return
-        columns = [(request.row, request) for request in decoding if request.row is not None]
         self._fly(self.loop.run(steps, least=rows) if sharing else self.loop.run(steps), columns, decoded=True)
-        for request in decoding:
-            request.flying += steps
-            if not request.decoding:
-                self.seats.free(request)
+        for request, most in decoding:
+            if request.row is not None:
+                request.flying += steps
+                if most <= steps:
+                    self.seats.free(request)
 
     def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
         self._flying.append((stream, columns, 0, decoded))
