@@ -32,7 +32,7 @@ from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
+from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, deal, default_block_size
 from sparse_attn.pipeline import ranks as pipeline_ranks
 from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
@@ -404,10 +404,12 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("mesh", (
     Mesh(context=Ranks(2, 0, "copies")), Mesh(data=Ranks(2, 0, "copies"), expert=Ranks(2, 0, "copies")),
     Mesh(context=Ranks(2, 0, "copies"), data=Ranks(2, 0, "copies"), expert=Ranks(4, 0, "copies")),
-), ids=("context", "data", "both"))  # fmt: skip
+    Mesh(tensor=Ranks(2, 0, "copies")),
+), ids=("context", "data", "both", "tensor"))  # fmt: skip
 @pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
-def test_one_graph_of_a_rank_serves_every_batch_and_length(name, mesh, copies):
+def test_one_graph_of_a_rank_serves_every_batch_and_length(name, mesh, copies, monkeypatch):
     """As of one process: a compilation, and another for batches of one."""
+    monkeypatch.setattr(deal, "DEALT_KEYS", 1)
     fresh()
     spec = small(name, 3)
     params = shard_params(dict(random_params(spec, seed=0)), mesh)

@@ -12,7 +12,7 @@ from sparse_attn.mesh import Mesh
 from sparse_attn.models.exchange import drafting_bytes, step_bytes
 from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
-from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline import cache_layouts, deal
 from sparse_attn.runtime.batch import prepare
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.rows import EagerDecode
@@ -78,6 +78,14 @@ def test_a_step_sends_what_is_counted(name, as_rank):
         model.spec, as_rank, len(lengths), torch.float32, max_context=max_context, block_size=block_size
     )
     assert sent.nbytes == sum(counted.values()), counted
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("as_rank", (GRIDS[0], GRIDS[3]), indirect=True, ids=str)
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+def test_a_step_whose_rows_are_dealt_sends_what_is_counted(name, as_rank, monkeypatch):
+    monkeypatch.setattr(deal, "DEALT_KEYS", 1)
+    test_a_step_sends_what_is_counted(name, as_rank)
 
 
 @pytest.mark.few(3)

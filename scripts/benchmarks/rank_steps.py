@@ -22,7 +22,7 @@ from sparse_attn.runtime.model import Model
 from sparse_attn.spec import preset
 
 GRIDS = {
-    "T8 E8": dict(tensor=8, expert=8),  # with the indexer on every rank, as vLLM has it
+    "T8 E8": dict(tensor=8, expert=8),  # shares the indexer's rows where there are many keys; vLLM scores all on each
     "C8 E8": dict(context=8, expert=8),
 }
 LAYERS = {"deepseek_v32": (3, 5), "deepseek_v4_flash": (2, 6)}  # fewer, more: the difference is of layers with experts

@@ -7,6 +7,7 @@ import torch
 
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.shapes import prediction_spec
+from sparse_attn.pipeline import deal
 from sparse_attn.pipeline.context import own_bound
 from sparse_attn.pipeline.dispatch import dispatch_bytes
 from sparse_attn.pipeline.ranks import exchanged_bytes, merged_bytes
@@ -16,10 +17,10 @@ from sparse_attn.spec import CompressedSpec, Spec
 def step_bytes(
     spec: Spec | CompressedSpec, mesh: Mesh, rows: int, dtype: torch.dtype, *, max_context: int, block_size: int
 ) -> dict[str, int]:
-    """Of a step of ``rows`` decode rows, by dimension: "tensor": embedding, heads, dense MLPs and logits. "experts":
-    the sums of routed and shared experts, and the rows that data ranks send each other. "context": selections, and
-    outputs to merge. max_context: tokens a request may hold. block_size: tokens a block of a rank's paged caches
-    covers."""
+    """Of a step of ``rows`` decode rows, by dimension: "tensor": embedding, heads, dense MLPs and logits, and what is
+    selected where tensor ranks share the indexer's rows (taken for one a request). "experts": the sums of routed and
+    shared experts, and the rows that data ranks send each other. "context": selections, and outputs to merge.
+    max_context: tokens a request may hold. block_size: tokens a block of a rank's paged caches covers."""
     return _step_bytes(spec, mesh, rows, rows, dtype, max_context, block_size)
 
 
@@ -46,10 +47,29 @@ def _step_bytes(
     sums = 1 + spec.num_layers + (spec.num_layers - moe_layers)
     logits = drawn * -(-spec.vocab_size // tensor.size) * value
     return {
-        "tensor": sums * _summed(hidden, tensor) + (tensor.size - 1) * logits,
+        "tensor": sums * _summed(hidden, tensor)
+        + (tensor.size - 1) * logits
+        + _selected(spec, mesh, rows, max_context, block_size),
         "experts": moe_layers * _routed(spec, mesh, rows, value),
         "context": _context(spec, mesh, rows, value, max_context, block_size),
     }
+
+
+def _selected(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context: int, block_size: int) -> int:
+    """What tensor ranks that share the indexer's rows gather."""
+    indexed, keys = _indexed(spec, mesh, max_context, block_size)
+    if keys < deal.DEALT_KEYS:
+        return 0
+    return indexed * deal.dealt_bytes(rows, spec.index.top_k, mesh.tensor)
+
+
+def _indexed(spec: Spec | CompressedSpec, mesh: Mesh, max_context: int, block_size: int) -> tuple[int, int]:
+    """Layers with an indexer, and the most of its keys that a rank holds of a request."""
+    if isinstance(spec, CompressedSpec):
+        indexed, ratio = spec.layer_kinds.count("indexed"), spec.indexed_ratio
+    else:
+        indexed, ratio = spec.num_index_layers, 1
+    return indexed, own_bound(max_context // ratio, mesh.context, block_size=block_size // ratio)
 
 
 def _routed(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, value: int) -> int:
@@ -70,10 +90,12 @@ def _context(
         return 0
     heads = spec.num_heads // mesh.tensor.size
     if isinstance(spec, CompressedSpec):
-        ratio, width = spec.indexed_ratio, spec.head_dim
-        indexed, merged = spec.layer_kinds.count("indexed"), sum(kind != "window" for kind in spec.layer_kinds)
+        ratio, width, merged = spec.indexed_ratio, spec.head_dim, sum(kind != "window" for kind in spec.layer_kinds)
     else:
-        ratio, width, indexed, merged = 1, spec.kv_lora, spec.num_index_layers, spec.num_layers
-    keys = own_bound(max_context // ratio, ranks, block_size=block_size // ratio)
-    chosen = exchanged_bytes(rows, keys, ranks.size, block_size=block_size // ratio)
+        ratio, width, merged = 1, spec.kv_lora, spec.num_layers
+    indexed, keys = _indexed(spec, mesh, max_context, block_size)
+    scored = rows
+    if mesh.tensor.size > 1 < rows and keys >= deal.DEALT_KEYS:
+        scored = deal.dealt_units(rows, mesh.tensor)
+    chosen = exchanged_bytes(scored, keys, ranks.size, block_size=block_size // ratio)
     return indexed * chosen + merged * merged_bytes(rows, heads, width, value, ranks.size)

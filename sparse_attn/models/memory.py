@@ -17,6 +17,7 @@ from sparse_attn.models.params import param_dtype, stays_packed
 from sparse_attn.models.reading import Reading
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts
+from sparse_attn.pipeline.deal import DEALT_KEYS
 from sparse_attn.pipeline.dispatch import dispatched_rows
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
@@ -162,7 +163,7 @@ def _latent_row(spec: Spec, bounds: Bounds, target: Target) -> tuple[int, list[i
     query = heads * spec.qk_dim * value
     stages = [
         _norm(hidden, value),
-        spec.q_lora * value + _select(index, hidden, value) + index.top_k * INT32,
+        spec.q_lora * value + _select(index, hidden, value) + _chosen(index, bounds),
         latents + query + heads * _rotation(spec.rope_dim),
         latents + query + heads * (
             (spec.rope_dim + 2 * spec.kv_lora + spec.rope_dim + parts * spec.kv_lora) * value + parts * FP32
@@ -190,7 +191,7 @@ def _windowed_row(spec: CompressedSpec, bounds: Bounds, target: Target) -> tuple
     latents = (spec.q_lora + 2 * dim) * value
     pooled = hidden * FP32 + 4 * dim * FP32  # as many as an overlapping compressor takes
     query = heads * dim * value
-    chosen = (2 * index.top_k + spec.window) * INT32 if "indexed" in kinds else 0
+    chosen = (index.top_k + spec.window) * INT32 + _chosen(index, bounds) if "indexed" in kinds else 0
     stages = [
         _norm(hidden, value),
         (streams + 2) * hidden * value,
@@ -229,6 +230,12 @@ def _rotation(width: int) -> int:
 def _select(index: IndexSpec, hidden: int, value: int) -> int:
     heads = index.num_heads
     return hidden * FP32 + 2 * heads * (index.head_dim * value + FP32) + 8 * index.head_dim * FP32
+
+
+def _chosen(index: IndexSpec, bounds: Bounds) -> int:
+    """Positions, and those that tensor ranks gather and put in order where they share rows."""
+    dealt = bounds.mesh.tensor.size > 1 and bounds.max_model_len >= DEALT_KEYS
+    return (4 if dealt else 1) * index.top_k * INT32
 
 
 def _logits(spec: Spec | CompressedSpec, value: int, ranks: int) -> int:

@@ -65,8 +65,9 @@ def select(
         impl=impl,
     )
     return pipeline.index_select(
-        query, cache, plan, layouts=layouts, top_k=index.top_k, logits_bytes=logits_bytes, ranks=mesh.context, impl=impl
-    )
+        query, cache, plan, layouts=layouts, top_k=index.top_k, logits_bytes=logits_bytes, ranks=mesh.context,
+        alike=mesh.tensor, impl=impl,
+    )  # fmt: skip
 
 
 @no_autocast
@@ -88,9 +89,9 @@ def attention(
 ) -> tuple[torch.Tensor, Selection]:
     """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
 
-    ``index_cache`` None: the layer has no indexer and attends by ``selection``. The indexer is whole on every rank;
-    tensor ranks have heads of their own, whose outputs they sum. Context ranks have keys of their own; ``plan`` and the
-    selection are of this one's (pipeline.context.own_plan).
+    ``index_cache`` None: the layer has no indexer and attends by ``selection``. Tensor ranks have heads of their own,
+    whose outputs they sum. The indexer is whole on each of them; they may share its rows (pipeline.deal). Context ranks
+    have keys of their own; ``plan`` and the selection are of this one's (pipeline.context.own_plan).
     """
     attn, rope = prefix + "attn.", params["rope"]
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)

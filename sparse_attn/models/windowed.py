@@ -103,7 +103,7 @@ def select(
     )
     return windowed.select_entries(
         query, cache, plan, step, ratio=spec.indexed_ratio, window=spec.window, layouts=layouts, top_k=index.top_k,
-        logits_bytes=logits_bytes, ranks=mesh.context, impl=impl,
+        logits_bytes=logits_bytes, ranks=mesh.context, alike=mesh.tensor, impl=impl,
     )  # fmt: skip
 
 
@@ -127,8 +127,8 @@ def attention(
 ) -> torch.Tensor:
     """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind.
 
-    Compressors and the indexer are whole on every rank; tensor ranks have groups of heads of their own, whose outputs
-    they sum. Context ranks have entries of their own.
+    Compressors and the indexer are whole on every rank; tensor ranks may share its rows (pipeline.deal). They have
+    groups of heads of their own, whose outputs they sum. Context ranks have entries of their own.
     """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]

@@ -17,6 +17,7 @@ from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
 from sparse_attn.pipeline.choose import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
+from sparse_attn.pipeline.deal import choose_dealt, deals_rows
 from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.pipeline.ranks import merge_over_ranks
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
@@ -62,29 +63,33 @@ def index_select(
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     ranks: Ranks = ALONE,
+    alike: Ranks = ALONE,
     impl: str = "auto",
 ) -> Selection:
     """Score every row's visible index keys, keep the ``top_k`` best, and say where they lie.
 
     query: the step's index queries [tokens, heads, dim] and weights [tokens, heads]. cache: the layer's index cache,
     into which this step's keys have been written. logits_bytes: bound on the scores held at a time. ranks: those that
-    hold a part of the keys each; ``plan`` is this rank's, of pipeline.context, and so is the selection.
+    hold a part of the keys each; ``plan`` is this rank's, of pipeline.context, and so is the selection. alike: those
+    that hold the same keys; they may share the rows (pipeline.deal), and all get the same selection.
     """
     inputs = (query, cache, plan.block_table, plan)
     options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     rows = num_decode_rows(plan)
-    decode = prefill = chosen = None
-    if ranks.size > 1:
+    decode = prefill = chosen = positions = None
+    if deals_rows(plan, alike):
+        positions, chosen = choose_dealt(*inputs, ranks, alike, **options)
+    elif ranks.size > 1:
         positions, chosen = choose_over_ranks(*inputs, ranks, **options)
-        if positions is not None:
-            decode = compute_global_topk_ragged_indices_and_indptr(
-                positions, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl
-            )
     else:
         if rows:
             decode = choose_decode_slots(*inputs, **options)
         if plan.kv_start.shape[0]:
             chosen = choose_prefill(*inputs, **options)
+    if positions is not None:
+        decode = compute_global_topk_ragged_indices_and_indptr(
+            positions, plan.request_ids[:rows], plan.block_table, cache.shape[1], impl=impl
+        )
     if chosen is not None:
         prefill = build_ragged_indices_from_dense(
             chosen, num_rows=plan.kv_capacity, row_offsets=plan.kv_start, impl=impl

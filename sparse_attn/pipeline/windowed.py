@@ -31,6 +31,7 @@ from sparse_attn.pipeline.choose import (
     num_decode_rows,
 )
 from sparse_attn.pipeline.context import counts_window, own_entries
+from sparse_attn.pipeline.deal import choose_dealt, deals_rows
 from sparse_attn.pipeline.latent import join
 from sparse_attn.pipeline.layouts import CacheLayouts
 from sparse_attn.pipeline.ranks import merge_over_ranks
@@ -144,16 +145,19 @@ def select_entries(
     top_k: int,
     logits_bytes: int = LOGITS_BYTES,
     ranks: Ranks = ALONE,
+    alike: Ranks = ALONE,
     impl: str = "auto",
 ) -> Entries:
     """The ``top_k`` best entries of ``ratio`` of every row, by the index keys in ``cache``; of ``ranks``, this one's
-    own among them."""
+    own among them. alike: see pipeline.latent.index_select."""
     entries = step.compressed[ratio]
     inputs = (query, cache, plan.block_table, entries)
     options: dict[str, Any] = dict(layout=layouts.index, top_k=top_k, logits_bytes=logits_bytes, impl=impl)
     rows = num_decode_rows(plan)
     prefill = in_place = chosen = None
-    if ranks.size > 1:
+    if deals_rows(entries, alike):
+        chosen, prefill = choose_dealt(*inputs, ranks, alike, **options)
+    elif ranks.size > 1:
         chosen, prefill = choose_over_ranks(*inputs, ranks, **options)
     elif entries.kv_start.shape[0]:
         prefill = choose_prefill(*inputs, **options)

@@ -20,6 +20,8 @@ from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses
 from sparse_attn.pipeline.bounds import fitting_rows
+from sparse_attn.pipeline.choose import FP32_BYTES
+from sparse_attn.pipeline.deal import DEALT_KEYS, dealt_bytes
 from sparse_attn.pipeline.dispatch import dispatch_bytes, way_of
 from sparse_attn.runtime.batch import largest_scratch
 from sparse_attn.spec import CompressedSpec, Spec
@@ -134,8 +136,19 @@ def _rank(
         drafting = drafting_bytes(spec, mesh, bounds.max_batch, bounds.next_n - 1, bounds.dtype, **sizes)
         sent = {name: nbytes + drafting[name] for name, nbytes in sent.items()}
     fits = {card: held["bytes"] <= most for card, most in CARDS.items()}
-    experts = _experts(spec, mesh, bounds)
-    return named | held | {"collective_bytes_per_step": sent, "experts": experts, "fits": fits}
+    ways = {"experts": _experts(spec, mesh, bounds), "indexer": _indexer(spec, mesh, bounds)}
+    return named | held | {"collective_bytes_per_step": sent, **ways, "fits": fits}
+
+
+def _indexer(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[str, object]:
+    """Whether tensor ranks share a decode step's rows of the indexer or each score them all, and what a rank sends in a
+    layer: for what is selected of shared rows, and what the scores of shared heads would take."""
+    keys, _ = bounds.own_keys(spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1)
+    rows, ranks = bounds.max_batch * bounds.next_n, mesh.tensor
+    shared = ranks.size > 1 < bounds.max_batch and keys >= DEALT_KEYS
+    summed = 2 * (ranks.size - 1) * rows * keys * FP32_BYTES // ranks.size
+    sent = {"rows": dealt_bytes(rows, spec.index.top_k, ranks), "heads": summed}
+    return {"way": "rows" if shared else "replicated", "bytes_per_layer": sent}
 
 
 def _experts(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[str, object]:

@@ -1,0 +1,78 @@
+"""Rows of the indexer that ranks with the same keys share: the same selection as of one process, to the bit.
+
+Ranks are threads here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.rank_threads import over_mesh
+from support.steps import decode_state, filled_caches, plan_of, prefill_plan, small
+
+from sparse_attn.mesh import ALONE, Mesh, planned_mesh
+from sparse_attn.models.exchange import step_bytes
+from sparse_attn.models.params import random_params
+from sparse_attn.models.sharding import shard_params
+from sparse_attn.pipeline import cache_layouts, deal
+from sparse_attn.pipeline.deal import deals_rows, dealt_bytes, dealt_units
+from sparse_attn.runtime.generate import Model
+from sparse_attn.spec import preset
+
+STEPS = ((2, 40), (7, 90), (1, 9))  # requests, most tokens of one
+PREFILLS = (([30, 7], [0, 3], 60), ([2], [60], 64))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("cache", ("fp32", "fp8"))
+@pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
+@pytest.mark.parametrize("sizes", (dict(tensor=2), dict(tensor=2, context=2)), ids=str)
+def test_ranks_that_share_rows_select_what_each_would_alone(sizes, name, cache, monkeypatch):
+    spec = small(name, 2 if name == "tiny_v4" else 3)
+    params, asked = dict(random_params(spec, seed=0)), []
+
+    def run(mesh: Mesh):
+        model = Model(spec, shard_params(params, mesh), cache_layouts(spec, cache), "reference", mesh=mesh)
+        found = []
+        for batch, length in STEPS:
+            state = decode_state(batch, length, "cpu", batch, model.has_rings)
+            found.append(model(state.tokens, filled_caches(model, batch), plan_of(model, state)))
+        for counts, starts, capacity in PREFILLS:
+            plan = prefill_plan(model, counts, starts, capacity)
+            found.append(model(torch.arange(sum(counts)) % 251, filled_caches(model, len(counts)), plan))
+        return found
+
+    with torch.no_grad():
+        want = over_mesh(run, **sizes)
+        whole = deal.choose_dealt
+        monkeypatch.setattr(deal, "DEALT_KEYS", 1)
+        for module in ("latent", "windowed"):
+            monkeypatch.setattr(
+                f"sparse_attn.pipeline.{module}.choose_dealt", lambda *args, **kw: asked.append(1) or whole(*args, **kw)
+            )
+        got = over_mesh(run, **sizes)
+    assert len(asked) >= 2 * (len(STEPS) - 1 + len(PREFILLS))
+    for own, alone in zip(got, want, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(own, alone, strict=True))
+
+
+def test_when_rows_are_dealt(monkeypatch):
+    two, eight = planned_mesh(tensor=2).tensor, planned_mesh(tensor=8).tensor
+    model = Model(
+        preset("tiny_v32"), dict(random_params(preset("tiny_v32"), 0)), cache_layouts(preset("tiny_v32"), "fp8")
+    )
+    lone, some = (plan_of(model, decode_state(batch, 9)) for batch in (1, 3))
+    prefill = prefill_plan(model, [4, 5], [0, 0], 60)
+    assert not any(deals_rows(plan, two) for plan in (lone, some, prefill))
+    monkeypatch.setattr(deal, "DEALT_KEYS", 1)
+    assert [deals_rows(plan, two) for plan in (lone, some, prefill)] == [False, True, True]
+    assert not deals_rows(some, ALONE)
+    assert [dealt_units(units, eight) for units in (2, 3, 16, 17, 64)] == [2, 2, 2, 3, 8]
+    assert dealt_bytes(64, 2048, eight) == 7 * 8 * 2048 * 4 and dealt_bytes(1, 2048, eight) == 0
+    monkeypatch.undo()
+    long, short = (
+        step_bytes(
+            preset("deepseek_v32"), planned_mesh(tensor=8), 64, torch.bfloat16, max_context=tokens, block_size=64
+        )
+        for tokens in (131072, 8192)
+    )
+    assert long["tensor"] - short["tensor"] == 61 * dealt_bytes(64, 2048, eight)
