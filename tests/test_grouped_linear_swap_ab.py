@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from conftest import long
 from support import products
 from support.products import check, tensor_of
 from support.weights import random_weight
 
+from sparse_attn.device.packed_dot import NAN_FLAGS, _nan_flags
 from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, launch
 from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.ops.grouped_linear.swap_ab import config
@@ -102,6 +105,47 @@ def test_kernel_gives_nan_where_a_scale_a_code_or_a_row_is_one_and_nowhere_else(
     want = torch.zeros(3, 140, dtype=torch.bool)
     want[1], want[:, 3], want[:, 128:] = True, True, True
     assert torch.equal(bad.isnan().cpu(), want)
+
+
+@triton.jit
+def flag_words(words, out, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    row, four = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
+    word = tl.load(words + row * WORDS + tl.arange(0, WORDS)[None, :])
+    tl.store(out + row * 4 + four, _nan_flags(word, ROWS, WORDS))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("words", [8, 16, 32, 64])
+def test_nan_in_any_code_is_flagged_and_no_other_code_is(words, device):
+    """A row of words for each code; then the codes beside NaN and that of no sign, everywhere."""
+    columns = 4 * words
+    for nan in (0x7F, 0xFF):
+        codes = torch.full((columns, columns), 0x7E, dtype=torch.uint8, device=device)
+        codes[:, ::3], codes[:, 1::3] = 0xFE, 0x80
+        out = torch.zeros(2, columns, 4, dtype=torch.int32, device=device)
+        flag_words[(1,)](codes.view(torch.int32), out[0], columns, words)
+        flag_words[(1,)](codes.fill_diagonal_(nan).view(torch.int32), out[1], columns, words)
+        flagged = (out & NAN_FLAGS.value).ne(0)
+        column = torch.arange(columns, device=device)
+        want = torch.zeros_like(flagged[1]).index_put_(
+            (column, column // 4 % 8 // 2), column.new_ones((), dtype=torch.bool)
+        )
+        assert not flagged[0].any() and torch.equal(flagged[1], want)
+
+
+@pytest.mark.kernel
+@pytest.mark.few(1)
+@pytest.mark.parametrize("rows", [1, 40, 128])
+def test_kernel_of_nan_in_one_code_of_a_tile(rows, device):
+    """Tile c of 64 outputs has one, in column c."""
+    codes, scales, name = random_weight(V32, 1, 64 * 128, 128, moderate=True)
+    at = torch.arange(128)
+    codes.view(torch.uint8)[0, 64 * at + at % 64, at] = torch.where(at % 2 == 0, 0x7F, 0xFF).to(torch.uint8)
+    weight = PackedWeight(codes.to(device), scales.to(device), name)
+    bad = grouped_linear(rows_of(rows, 128, device), None, weight, impl="swap_ab").isnan().cpu()
+    want = torch.zeros(rows, 64 * 128, dtype=torch.bool)
+    want[:, 64 * at + at % 64] = True
+    assert torch.equal(bad, want)
 
 
 def problem(rows, groups, **more):

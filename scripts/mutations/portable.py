@@ -332,6 +332,13 @@ KERNELS = [
         ("tests/test_grouped_linear_swap_ab.py::test_kernel_of_splits",),
     ),
     Mutation(
+        "few-rows-nan-unseen", "NaN is looked for in half of the words",
+        "sparse_attn/device/packed_dot.py",
+        "            flags = one | other",
+        "            flags = one",
+        ("tests/test_grouped_linear_swap_ab.py::test_nan_in_any_code_is_flagged_and_no_other_code_is",),
+    ),
+    Mutation(
         "few-rows-stale-split", "every split multiplies the first one's columns",
         OPS + "grouped_linear/swap_ab/kernels.py",
         "begin = split * split_steps",

@@ -27,6 +27,8 @@ FAST, EXACT, PLAIN = tl.constexpr("fast"), tl.constexpr("exact"), tl.constexpr("
 CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
 E8M0_NAN = tl.constexpr(255)
 WIDE = tl.constexpr(16)
+MOST_HALVINGS = tl.constexpr(3)  # of 64 words to 8
+NAN_FLAGS = tl.constexpr(-0x7F7F7F80)  # 0x80808080 as int32
 MOST_FAST_SCALE = tl.constexpr(128)  # the byte of 2
 BF16X4 = tl.constexpr((tl.bfloat16,) * 4)
 BF16X8 = tl.constexpr((tl.bfloat16,) * 8)
@@ -179,6 +181,21 @@ def _dot_at_once(values, x, x_inside, BLOCK_N: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
+def _nan_flags(words, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """int32 [BLOCK_N, 4] of words of e4m3 [BLOCK_N, WORDS]: a byte's bit 7 is set where one of its words has NaN there.
+
+    Word w goes to w % 8 // 2, of whose words one lane has all (see placed): it keeps a register, not one for each."""
+    each = tl.reshape((words & 0x7F7F7F7F) + 0x01010101, [BLOCK_N, WORDS // 8, 4, 2])
+    one, other = tl.split(each)
+    flags = tl.permute(one | other, [0, 2, 1])
+    for halving in tl.static_range(1, MOST_HALVINGS + 1):
+        if WORDS // 8 >> halving > 0:
+            one, other = tl.split(tl.reshape(flags, [BLOCK_N, 4, WORDS // 8 >> halving, 2]))
+            flags = one | other
+    return tl.reshape(flags, [BLOCK_N, 4])
+
+
+@triton.jit
 def packed_dot(
     x,  # bf16, rows whose values are placed
     x_row,  # [BLOCK_M]: offsets of the rows
@@ -212,7 +229,7 @@ def packed_dot(
     else:
         at_word = tl.arange(0, BLOCK_K // 4)
         x_rows = x + x_row[:, None]
-        flags = tl.zeros([BLOCK_N, BLOCK_K // 4], tl.int32)
+        flags = tl.zeros([BLOCK_N, 4], tl.int32)
         ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
         for step in range(begin, end):
             k = step * BLOCK_K
@@ -220,10 +237,10 @@ def packed_dot(
             scale = decode_scale(ahead, E8M0)
             ahead = tl.load(scales + tl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS)
             if WAY == FAST:
-                flags |= (word & 0x7F7F7F7F) + 0x01010101  # bit 7 of a byte: NaN
+                flags |= _nan_flags(word, BLOCK_N, BLOCK_K // 4)
             product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY) * scale[:, None]
-        wrong = tl.max(tl.where((flags & -2139062144) != 0, 1, 0)) > 0
+        wrong = tl.max(tl.where((flags & NAN_FLAGS) != 0, 1, 0)) > 0
     return sums, wrong
 
 
