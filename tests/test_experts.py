@@ -354,8 +354,20 @@ def test_which_kernel_runs(name):
     few, many = ("grouped", "grouped") if amd else ("swap_ab", "sorted")
     chosen = [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
     assert chosen == [few] * 3 + [many] * 2
-    fp8 = problem(4096)._replace(activations="fp8")
-    assert dispatch.choose(fp8, TARGETS[name]).kernel.name == "grouped"
+    for tokens in (1, 512, 4096):
+        fp8 = problem(tokens)._replace(activations="fp8")
+        chosen = dispatch.choose(fp8, TARGETS[name]).kernel.name
+        assert chosen == ("sorted" if TARGETS[name].is_hopper else "grouped")
+        assert dispatch.choose(fp8._replace(batch_invariant=True), TARGETS[name]).kernel.name == "grouped"
+
+
+@pytest.mark.parametrize("tokens, tile", [
+    (1, (32, 64, 4, 4, None)), (512, (32, 64, 4, 4, None)), (2048, (64, 64, 4, 4, 168)), (4096, (128, 64, 4, 3, None)),
+])  # fmt: skip
+def test_tiles_of_fp8_activations(tokens, tile):
+    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200).plan
+    assert (plan.block_m, plan.gate_up_block_n, plan.gate_up_warps, plan.num_stages, plan.registers) == tile
+    assert (plan.down_block_n, plan.down_warps) == tile[1:3]
 
 
 @pytest.mark.parametrize("change, reason", [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -12,7 +12,6 @@ from sparse_attn.ops.grouped_linear import launch as grouped_linear
 from sparse_attn.ops.hyper_connection import launch as hyper_connection
 from sparse_attn.ops.rope import launch as rope
 from sparse_attn.ops.router import launch as router
-from sparse_attn.target import target_of
 from sparse_attn.weight_layout import SCALE_DTYPE, parse_weight_layout
 
 TOKENS = 128
@@ -104,19 +103,15 @@ def routed() -> Iterator[Case]:
         routes = floats(tokens, top_k), integers(tokens, top_k)
         made[name] = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0
         yield Case("packed_experts", name, packed_experts.packed_experts, (*made[name], "exact", False), more)
-    arguments = *made["deepseek_v4_flash, 512 tokens"], "fp8", False
-    by_name = _on_hopper(packed_experts.packed_experts, "sorted")
-    yield Case("packed_experts", "fp8 rows, 512 tokens", packed_experts.packed_experts, arguments)
-    yield Case("packed_experts", "fp8 rows, 512 tokens, by name", by_name, arguments)
-
-
-def _on_hopper(launcher: Callable, name: str) -> Callable:
-    """``launcher`` with one of Hopper's kernels that is taken by its name alone; elsewhere as it is."""
-
-    def launch(*arguments) -> None:
-        launcher(*arguments, kernel=name if target_of(torch.device("meta")).is_hopper else None)
-
-    return launch
+    for name, source, tokens, batch_invariant, more in (
+        ("512 tokens", "deepseek_v4_flash, 512 tokens", 512, False, False),
+        ("512 tokens, batch-invariant", "deepseek_v4_flash, 512 tokens", 512, True, False),
+        ("2048 tokens", "deepseek_v4_flash, many tokens", 2048, False, True),
+        ("many tokens", "deepseek_v4_flash, many tokens", 4096, False, False),
+    ):
+        x, *routes = (part[:tokens] for part in made[source][:3])
+        arguments = x, *routes, *made[source][3:], "fp8", batch_invariant
+        yield Case("packed_experts", f"fp8 rows, {name}", packed_experts.packed_experts, arguments, more)
 
 
 def packed(layout: str, groups: int, outputs: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, str]:
