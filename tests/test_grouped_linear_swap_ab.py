@@ -11,7 +11,7 @@ from support import products
 from support.products import check, tensor_of
 from support.weights import random_weight
 
-from sparse_attn.device.packed_dot import NAN_FLAGS, _nan_flags
+from sparse_attn.device.packed_dot import _gathered
 from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, launch
 from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.ops.grouped_linear.swap_ab import config
@@ -108,29 +108,23 @@ def test_kernel_gives_nan_where_a_scale_a_code_or_a_row_is_one_and_nowhere_else(
 
 
 @triton.jit
-def flag_words(words, out, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    row, four = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :]
-    word = tl.load(words + row * WORDS + tl.arange(0, WORDS)[None, :])
-    tl.store(out + row * 4 + four, _nan_flags(word, ROWS, WORDS))
+def gather(flags, out, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    row, four = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None], tl.arange(0, 4)[None, :]
+    each = tl.load(flags + row * WORDS + tl.arange(0, WORDS)[None, :])
+    tl.store(out + row * 4 + four, _gathered(each, ROWS, WORDS))
 
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("words", [8, 16, 32, 64])
-def test_nan_in_any_code_is_flagged_and_no_other_code_is(words, device):
-    """A row of words for each code; then the codes beside NaN and that of no sign, everywhere."""
-    columns = 4 * words
-    for nan in (0x7F, 0xFF):
-        codes = torch.full((columns, columns), 0x7E, dtype=torch.uint8, device=device)
-        codes[:, ::3], codes[:, 1::3] = 0xFE, 0x80
-        out = torch.zeros(2, columns, 4, dtype=torch.int32, device=device)
-        flag_words[(1,)](codes.view(torch.int32), out[0], columns, words)
-        flag_words[(1,)](codes.fill_diagonal_(nan).view(torch.int32), out[1], columns, words)
-        flagged = (out & NAN_FLAGS.value).ne(0)
-        column = torch.arange(columns, device=device)
-        want = torch.zeros_like(flagged[1]).index_put_(
-            (column, column // 4 % 8 // 2), column.new_ones((), dtype=torch.bool)
-        )
-        assert not flagged[0].any() and torch.equal(flagged[1], want)
+def test_flags_of_every_word_are_gathered(words, device):
+    """A row for each bit of each word, which has nothing else."""
+    bit = torch.arange(32 * words, device=device)
+    flags = torch.zeros(32 * words, words, dtype=torch.int32, device=device)
+    want, out = flags[:, :4].clone(), flags[:, :4].clone()
+    value = (1 << bit % 32).int()
+    flags[bit, bit // 32] = want[bit, bit // 32 % 8 // 2] = value
+    gather[(words // 2,)](flags, out, 64, words)
+    assert torch.equal(out, want)
 
 
 @pytest.mark.kernel

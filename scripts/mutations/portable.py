@@ -336,7 +336,7 @@ KERNELS = [
         "sparse_attn/device/packed_dot.py",
         "            flags = one | other",
         "            flags = one",
-        ("tests/test_grouped_linear_swap_ab.py::test_nan_in_any_code_is_flagged_and_no_other_code_is",),
+        ("tests/test_grouped_linear_swap_ab.py::test_flags_of_every_word_are_gathered",),
     ),
     Mutation(
         "few-rows-stale-split", "every split multiplies the first one's columns",

@@ -26,7 +26,7 @@ from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 FAST, EXACT, PLAIN = tl.constexpr("fast"), tl.constexpr("exact"), tl.constexpr("plain")
 CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
 E8M0_NAN = tl.constexpr(255)
-WIDE = tl.constexpr(16)
+WIDE, MANY = tl.constexpr(16), tl.constexpr(64)
 MOST_HALVINGS = tl.constexpr(3)  # of 64 words to 8
 NAN_FLAGS = tl.constexpr(-0x7F7F7F80)  # 0x80808080 as int32
 MOST_FAST_SCALE = tl.constexpr(128)  # the byte of 2
@@ -181,12 +181,11 @@ def _dot_at_once(values, x, x_inside, BLOCK_N: tl.constexpr, BLOCK_K: tl.constex
 
 
 @triton.jit
-def _nan_flags(words, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
-    """int32 [BLOCK_N, 4] of words of e4m3 [BLOCK_N, WORDS]: a byte's bit 7 is set where one of its words has NaN there.
+def _gathered(flags, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """int32 [BLOCK_N, 4]: the bits of flags [BLOCK_N, WORDS], of word w in w % 8 // 2.
 
-    Word w goes to w % 8 // 2, of whose words one lane has all (see placed): it keeps a register, not one for each."""
-    each = tl.reshape((words & 0x7F7F7F7F) + 0x01010101, [BLOCK_N, WORDS // 8, 4, 2])
-    one, other = tl.split(each)
+    One lane has all of these words (see placed), and keeps a register for them, not one for each."""
+    one, other = tl.split(tl.reshape(flags, [BLOCK_N, WORDS // 8, 4, 2]))
     flags = tl.permute(one | other, [0, 2, 1])
     for halving in tl.static_range(1, MOST_HALVINGS + 1):
         if WORDS // 8 >> halving > 0:
@@ -229,7 +228,8 @@ def packed_dot(
     else:
         at_word = tl.arange(0, BLOCK_K // 4)
         x_rows = x + x_row[:, None]
-        flags = tl.zeros([BLOCK_N, 4], tl.int32)
+        GATHERED: tl.constexpr = BLOCK_M >= MANY  # fewer rows leave registers for a tile of flags
+        flags = tl.zeros([BLOCK_N, 4 if GATHERED else BLOCK_K // 4], tl.int32)
         ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
         for step in range(begin, end):
             k = step * BLOCK_K
@@ -237,7 +237,8 @@ def packed_dot(
             scale = decode_scale(ahead, E8M0)
             ahead = tl.load(scales + tl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS)
             if WAY == FAST:
-                flags |= _nan_flags(word, BLOCK_N, BLOCK_K // 4)
+                each = (word & 0x7F7F7F7F) + 0x01010101  # bit 7 of a byte: NaN
+                flags |= _gathered(each, BLOCK_N, BLOCK_K // 4) if GATHERED else each
             product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY) * scale[:, None]
         wrong = tl.max(tl.where((flags & NAN_FLAGS) != 0, 1, 0)) > 0
