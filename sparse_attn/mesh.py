@@ -63,6 +63,9 @@ class Mesh:
     routed: the ranks that sum what routed and shared experts give, and cut shared experts among them: those of tensor
     or of expert, whichever are more. Where there are fewer expert ranks than tensor ranks, the rest of the tensor ranks
     cut the experts' inner width: inner, whose collectives go over routed.
+
+    dealt: where there are context ranks, the mesh of a step whose rows are dealt out to them: to experts, they are data
+    ranks. None: there are none.
     """
 
     tensor: Ranks = ALONE
@@ -71,6 +74,7 @@ class Mesh:
     expert: Ranks = ALONE
     routed: Ranks = field(init=False)
     inner: Ranks = field(init=False)
+    dealt: Mesh | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         tensor, expert = self.tensor, self.expert
@@ -82,6 +86,11 @@ class Mesh:
             raise ValueError(f"expert: got rank {expert.rank}, allowed: {place // cut} in this grid")
         object.__setattr__(self, "routed", routed)
         object.__setattr__(self, "inner", Ranks(cut, place % cut, routed.group if cut > 1 else None))
+        context, data, dealt = self.context, self.data, None
+        if context.size > 1:
+            both = Ranks(context.size * data.size, data.rank * context.size + context.rank, context.group)
+            dealt = Mesh(tensor=tensor, data=both, expert=expert)
+        object.__setattr__(self, "dealt", dealt)
 
     @property
     def size(self) -> int:

@@ -1,4 +1,5 @@
-"""Rows of the indexer that ranks with the same keys share: the same selection as of one process, to the bit.
+"""Rows of the indexer that ranks with the same keys share: the same selection as of one process, to the bit. Prefill
+rows that context ranks share.
 
 Ranks are threads here."""
 
@@ -14,9 +15,11 @@ from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts, deal
-from sparse_attn.pipeline.deal import deals_rows, dealt_bytes, dealt_units
+from sparse_attn.pipeline.deal import deals_rows, dealt_bytes
+from sparse_attn.pipeline.ranks import dealt_rows, merge_over_ranks, merge_own_rows, own_rows, whole_rows
 from sparse_attn.runtime.generate import Model
 from sparse_attn.spec import preset
+from sparse_attn.types import AttentionOutput
 
 STEPS = ((2, 40), (7, 90), (1, 9))  # requests, most tokens of one
 PREFILLS = (([30, 7], [0, 3], 60), ([2], [60], 64))
@@ -66,7 +69,7 @@ def test_when_rows_are_dealt(monkeypatch):
     monkeypatch.setattr(deal, "DEALT_KEYS", 1)
     assert [deals_rows(plan, two) for plan in (lone, some, prefill)] == [False, True, True]
     assert not deals_rows(some, ALONE)
-    assert [dealt_units(units, eight) for units in (2, 3, 16, 17, 64)] == [2, 2, 2, 3, 8]
+    assert [dealt_rows(units, eight) for units in (2, 3, 16, 17, 64)] == [2, 2, 2, 3, 8]
     assert dealt_bytes(64, 2048, eight) == 7 * 8 * 2048 * 4 and dealt_bytes(1, 2048, eight) == 0
     monkeypatch.undo()
     long, short = (
@@ -76,3 +79,51 @@ def test_when_rows_are_dealt(monkeypatch):
         for tokens in (131072, 8192)
     )
     assert long["tensor"] - short["tensor"] == 61 * dealt_bytes(64, 2048, eight)
+
+
+@pytest.mark.parametrize("rows", (2, 7, 12))
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_rows_that_are_dealt_and_merged(size, rows):
+    """A rank's own rows are those of the whole; what it merges is what all merge, to the bit."""
+
+    def run(mesh: Mesh):
+        ranks, generator = mesh.context, torch.Generator().manual_seed(mesh.context.rank)
+        local = AttentionOutput(
+            torch.randn(rows, 4, 8, generator=generator), torch.randn(rows, 4, generator=generator)
+        )  # fmt: skip
+        local.lse[:, ranks.rank] = -torch.inf
+        sink = torch.arange(4.0)
+        own, whole = (merge(local, ranks, sink=sink) for merge in (merge_own_rows, merge_over_ranks))
+        assert all(torch.equal(mine, own_rows(of_all, ranks)) for mine, of_all in zip(own, whole))
+        return torch.equal(whole_rows(own.out, rows, ranks), whole.out)
+
+    assert all(over_mesh(run, context=size))
+
+
+@pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
+@pytest.mark.parametrize("sizes", (dict(context=3), dict(context=2, tensor=2, expert=4)), ids=str)
+def test_prefill_rows_that_are_dealt_give_the_same_logits(sizes, name, monkeypatch):
+    """And so do decode rows behind them: the same keys were written."""
+    spec = small(name, 2)
+    if spec.moe.num_experts % sizes.get("expert", 1):
+        pytest.skip("experts that cannot be dealt out")
+    params = dict(random_params(spec, seed=0))
+
+    def run(mesh: Mesh):
+        model = Model(spec, shard_params(params, mesh), cache_layouts(spec, "fp32"), "reference", mesh=mesh)
+        caches, found = filled_caches(model, 2), []
+        for counts, starts in (([30, 7], [0, 3]), ([5, 0], [30, 10])):
+            plan = prefill_plan(model, counts, starts, 60)
+            found.append(model(torch.arange(sum(counts)) % 251, caches, plan))
+        state = decode_state(2, 30, "cpu", 0, model.has_rings)
+        return [*found, model(state.tokens, caches, plan_of(model, state))]
+
+    with torch.no_grad():
+        got = over_mesh(run, **sizes)
+        for module in ("deepseek_v32", "deepseek_v4"):
+            monkeypatch.setattr(f"sparse_attn.models.{module}.deals_prefill", lambda *_: False)
+        want = over_mesh(run, **sizes)
+    for own, alone in zip(got, want, strict=True):
+        for one, other in zip(own, alone, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+    assert all(torch.equal(one, got[0][0]) for one, *_ in got)

@@ -187,6 +187,7 @@ def test_a_step_of_a_context_rank_holds_no_more(name, step, as_on_a_gpu, monkeyp
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", (
     dict(tensor=4), dict(tensor=4, expert=4), dict(data=4, expert=4), dict(tensor=2, data=2, expert=4),
+    dict(context=4, expert=4), dict(tensor=2, context=2, expert=4),
 ), ids=str)  # fmt: skip
 @pytest.mark.parametrize("step", ("prefill", "decode"))
 @pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4_pro"))
@@ -203,7 +204,7 @@ def test_a_step_of_a_tensor_or_expert_rank_holds_no_more(name, step, sizes, as_o
         layouts = cache_layouts(spec, "fp8")
         bound = memory.activation_bytes(spec, bounds, H200) + memory.gathered_bytes(spec, bounds, layouts)
         held = peak(spec, bounds, layouts)
-        assert held <= bound <= 2 * held, (held, bound)
+        assert held <= bound <= (2.5 if mesh.dealt else 2) * held, (held, bound)
 
 
 def test_prefill_in_place_gathers_no_values(as_on_a_gpu):

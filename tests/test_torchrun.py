@@ -96,7 +96,13 @@ def test_a_rank_that_dies_ends_all(tmp_path):
 
 @pytest.mark.few(0)
 @pytest.mark.parametrize(
-    "grid", (("--data-parallel", "2"), ("--tensor-parallel", "2"), ("--tensor-parallel", "2", "--data-parallel", "2"))
+    "grid",
+    (
+        ("--data-parallel", "2"),
+        ("--tensor-parallel", "2"),
+        ("--tensor-parallel", "2", "--data-parallel", "2"),
+        ("--data-parallel", "2", "--expert-parallel", "2"),
+    ),
 )
 def test_prompts_of_a_file(grid, tmp_path):
     """Data ranks take turns at prompts; answers are one process's. A line that was cut short is answered again."""
@@ -118,7 +124,7 @@ def test_prompts_of_a_file(grid, tmp_path):
     assert main([*common, "--out", str(one)]) == 0
     first, second, *_ = one.read_text().splitlines()
     all_of_them.write_text(first + "\n" + second[:20])
-    ranks = 2 ** (len(grid) // 2)
+    ranks = 2 ** sum(option in ("--data-parallel", "--tensor-parallel") for option in grid)
     running = torchrun(ranks, *common, *grid, "--out", str(all_of_them))
     _, err = running.communicate(timeout=240)
     assert running.returncode == 0, err

@@ -21,8 +21,8 @@ from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, Selection, check_block_size
-from sparse_attn.pipeline.context import own_plan
-from sparse_attn.pipeline.ranks import sum_over_ranks
+from sparse_attn.pipeline.context import deals_prefill, own_plan
+from sparse_attn.pipeline.ranks import own_rows, sum_over_ranks, whole_rows
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
 
@@ -56,14 +56,18 @@ def forward(
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
     check_caches("caches.index", caches.index, spec.index_layers)
     plan = own_plan(plan, mesh.context, block_size=caches.kv[0].shape[1])
-    hidden = embedding(tokens, params["embed"], mesh=mesh)
+    rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
+    hidden = embedding(own_rows(tokens, mesh.context) if dealt else tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):
         hidden, selection = decoder_layer(
             hidden, params, f"layers.{layer}.", spec, layer, caches, plan, selection,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, dealt=dealt,
+            impl=impl,
         )  # fmt: skip
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
+    if dealt:
+        hidden = whole_rows(hidden, rows, mesh.context)
     head = params["embed" if spec.tie_embeddings else "lm_head"]
     logits = token_logits(hidden, head, spec.vocab_size, batch_invariant=batch_invariant, mesh=mesh, impl=impl)
     return (logits, hidden) if keep_hidden else logits
@@ -83,19 +87,24 @@ def decoder_layer(
     logits_bytes: int,
     batch_invariant: bool,
     mesh: Mesh,
+    dealt: bool = False,
     impl: str,
 ) -> tuple[torch.Tensor, Selection]:
-    """One layer: hidden [T, D] -> [T, D], and the selection it attended by. plan: this context rank's own."""
+    """One layer: hidden [T, D] -> [T, D], and the selection it attended by. plan: this context rank's own. dealt:
+    hidden holds this context rank's rows alone, of those of ``plan``; all see all rows in attention."""
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
+    if dealt:
+        normed = whole_rows(normed, plan.positions.shape[0], mesh.context)
     out, selection = attention(
         normed, params, prefix, spec, caches.kv[layer], caches.index[layer], plan, selection,
-        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
+        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, dealt=dealt, **options,
     )  # fmt: skip
     hidden = hidden + out
     normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
     if spec.moe_layers[layer]:
-        return hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh, **options), selection
+        of_rows = mesh.dealt if dealt and mesh.dealt else mesh
+        return hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=of_rows, **options), selection
     dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
     return hidden + sum_over_ranks(gated_mlp(normed, *dense, **options), mesh.tensor), selection
 

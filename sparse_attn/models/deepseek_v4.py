@@ -22,7 +22,9 @@ from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.models.windowed import attention
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
+from sparse_attn.pipeline.context import deals_prefill
 from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
+from sparse_attn.pipeline.ranks import own_rows, whole_rows
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import HyperMix, StepPlan, WindowCaches
@@ -57,12 +59,17 @@ def forward(
     """
     _check(spec, tokens, caches, plan)
     step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
+    rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
+    tokens = own_rows(tokens, mesh.context) if dealt else tokens
     streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
     for layer in range(spec.num_layers):
         streams = decoder_layer(
             streams, tokens, params, f"layers.{layer}.", spec, layer, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, dealt=dealt,
+            impl=impl,
         )  # fmt: skip
+    if dealt:
+        streams = whole_rows(streams, rows, mesh.context)
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, mesh=mesh, impl=impl)
     logits = streams_logits(streams, params, "", spec, **options)
     return (logits, streams) if keep_hidden else logits
@@ -96,21 +103,26 @@ def decoder_layer(
     logits_bytes: int,
     batch_invariant: bool,
     mesh: Mesh,
+    dealt: bool = False,
     impl: str,
 ) -> torch.Tensor:
-    """One layer: streams [T, streams, D] -> the same shape. tokens [T]: for a layer whose experts go by them."""
+    """One layer: streams [T, streams, D] -> the same shape. tokens [T]: for a layer whose experts go by them. dealt:
+    streams and tokens are of this context rank's rows alone; all see all rows in attention."""
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     mix = _mix(streams, params, prefix + "attn_hyper.", spec, **options)
     normed = rms_norm(mix.collapsed, params[prefix + "input_norm"], spec.rms_eps)
+    if dealt:
+        normed = whole_rows(normed, plan.positions.shape[0], mesh.context)
     out = attention(
         normed, params, prefix, spec, layer, caches, plan, step, shared,
-        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
+        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, dealt=dealt, **options,
     )  # fmt: skip
     streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
     mix = _mix(streams, params, prefix + "moe_hyper.", spec, **options)
     normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
     by_table = tokens if spec.hash_layers[layer] else None
-    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh, **options)
+    of_rows = mesh.dealt if dealt and mesh.dealt else mesh
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=of_rows, **options)
     return hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
 
 

@@ -10,7 +10,7 @@ from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import deal
 from sparse_attn.pipeline.context import own_bound
 from sparse_attn.pipeline.dispatch import dispatch_bytes
-from sparse_attn.pipeline.ranks import exchanged_bytes, merged_bytes
+from sparse_attn.pipeline.ranks import dealt_rows, exchanged_bytes, merged_bytes
 from sparse_attn.spec import CompressedSpec, Spec
 
 
@@ -96,6 +96,6 @@ def _context(
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
     scored = rows
     if mesh.tensor.size > 1 < rows and keys >= deal.DEALT_KEYS:
-        scored = deal.dealt_units(rows, mesh.tensor)
+        scored = dealt_rows(rows, mesh.tensor)
     chosen = exchanged_bytes(scored, keys, ranks.size, block_size=block_size // ratio)
     return indexed * chosen + merged * merged_bytes(rows, heads, width, value, ranks.size)

@@ -18,7 +18,7 @@ from sparse_attn.models.reading import Reading
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts
 from sparse_attn.pipeline.deal import DEALT_KEYS
-from sparse_attn.pipeline.dispatch import dispatched_rows
+from sparse_attn.pipeline.dispatch import most_dispatched
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
 from sparse_attn.weight_layout import CODE_DTYPE, CODES_PER_BYTE, SCALE_DTYPE, PackedWeight, packed_bytes
@@ -151,7 +151,7 @@ def _rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> int:
     outputs = sum(rows) * spec.num_heads // bounds.mesh.tensor.size * (value * bounds.dtype.itemsize + FP32)
     scores = FP32 * (rows[0] * keys + rows[1] * gathered) + sum(rows) * COUNTS * INT32
     blocks = rows[0] * -(-keys // bounds.block_size) + rows[1] * -(-gathered // bounds.block_size)
-    return max(scores + (size + 3) * blocks * INT32, (size + 1) * outputs)
+    return max(scores + (size + 3) * blocks * INT32, max(size + 1, 4) * outputs)
 
 
 def _latent_row(spec: Spec, bounds: Bounds, target: Target) -> tuple[int, list[int]]:
@@ -258,11 +258,12 @@ def _moe(moe: MoeSpec, hidden: int, bounds: Bounds, target: Target) -> Iterator[
     of."""
     mesh, value, top_k = bounds.mesh, bounds.dtype.itemsize, moe.experts_per_token
     yield hidden * FP32 + moe.num_experts * 2 * FP32
-    if mesh.sharing == 1:
+    if mesh.sharing == 1 and (mesh.dealt is None or mesh.dealt.sharing == 1):
         yield from _experts(moe, hidden, bounds, target)
         return
-    rows = max(1, bounds.max_batch * bounds.next_n + bounds.max_batched_tokens)
-    each = -(-dispatched_rows(rows, mesh) // rows)  # rows at the experts for one of a step
+    decode, prefill = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
+    rows = max(1, decode + prefill)
+    each = -(-most_dispatched(decode, prefill, mesh) // rows)  # rows at the experts for one of a step
     sent = hidden * value + 2 * top_k * FP32
     yield hidden * value + (1 + 2 * each) * sent
     yield from (hidden * value + each * stage for stage in _experts(moe, hidden, bounds, target))

@@ -85,13 +85,15 @@ def attention(
     logits_bytes: int,
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
+    dealt: bool = False,
     impl: str,
 ) -> tuple[torch.Tensor, Selection]:
     """One layer's attention: hidden [T, D] -> [T, D], and the selection it attended by.
 
     ``index_cache`` None: the layer has no indexer and attends by ``selection``. Tensor ranks have heads of their own,
     whose outputs they sum. The indexer is whole on each of them; they may share its rows (pipeline.deal). Context ranks
-    have keys of their own; ``plan`` and the selection are of this one's (pipeline.context.own_plan).
+    have keys of their own; ``plan`` and the selection are of this one's (pipeline.context.own_plan). dealt: return this
+    context rank's rows alone (pipeline.ranks.own_rows).
     """
     attn, rope = prefix + "attn.", params["rope"]
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
@@ -120,7 +122,8 @@ def attention(
             torch.cat([absorbed.transpose(0, 1), q_rope], dim=-1), "sparse_attn::write_kv_cache", latent, key_rope
         ),
         kv_cache, plan, selection,
-        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, ranks=mesh.context, **options,
+        layouts=layouts, scale=spec.softmax_scale, d_v=spec.kv_lora, ranks=mesh.context, dealt=dealt,
+        **options,
     ).out  # fmt: skip
     values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), **options)  # [H, T, v_dim]
     values = values.transpose(0, 1).flatten(1)

@@ -20,7 +20,7 @@ from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, windowed
-from sparse_attn.pipeline.ranks import sum_over_ranks
+from sparse_attn.pipeline.ranks import own_rows, sum_over_ranks
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import StepPlan, WindowCaches
@@ -123,12 +123,14 @@ def attention(
     logits_bytes: int,
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
+    dealt: bool = False,
     impl: str,
 ) -> torch.Tensor:
     """One layer's attention: hidden [T, D] -> [T, D]. shared: entries that all layers of a kind attend to, by kind.
 
     Compressors and the indexer are whole on every rank; tensor ranks may share its rows (pipeline.deal). They have
-    groups of heads of their own, whose outputs they sum. Context ranks have entries of their own.
+    groups of heads of their own, whose outputs they sum. Context ranks have entries of their own. dealt: return this
+    context rank's rows alone (pipeline.ranks.own_rows).
     """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]
@@ -161,9 +163,10 @@ def attention(
     out = windowed.attend(
         q, caches.kv[layer], caches.compressed[layer], plan, step, entries,
         ratio=spec.ratio(layer), layouts=layouts, scale=spec.softmax_scale, sink=params[attn + "sink"],
-        ranks=mesh.context, **options,
+        ranks=mesh.context, dealt=dealt, **options,
     ).out  # fmt: skip
-    out = apply_rope(out, plan.positions, rope, start=spec.nope_dim, interleaved=True, inverse=True, impl=impl)
+    positions = own_rows(plan.positions, mesh.context) if dealt else plan.positions
+    out = apply_rope(out, positions, rope, start=spec.nope_dim, interleaved=True, inverse=True, impl=impl)
     grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
     mixed = by_groups(grouped, params[attn + "o_a"], **options).transpose(0, 1)  # [T, groups, o_lora]
     return sum_over_ranks(linear(mixed.flatten(1), params[attn + "o_b"], **options), mesh.tensor)

@@ -20,7 +20,7 @@ from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
 from sparse_attn.pipeline.context import own_bound, own_room
 from sparse_attn.pipeline.deal import DEALT_KEYS
-from sparse_attn.pipeline.dispatch import dispatched_rows
+from sparse_attn.pipeline.dispatch import most_dispatched
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
 from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import CompressedSpec, Spec
@@ -103,7 +103,8 @@ def workspace_size(
     options: dict[str, Any] = dict(dtype=bounds.dtype, batch_invariant=bounds.batch_invariant)
     of_experts = {name: weight for name, weight in (weights or {}).items() if ".moe." in name}  # shared ones, too
     others = {name: weight for name, weight in (weights or {}).items() if name not in of_experts}
-    for held, most in ((of_experts, dispatched_rows(rows, bounds.mesh)), (others, rows)):
+    routed = most_dispatched(bounds.max_batch * bounds.next_n, bounds.max_batched_tokens, bounds.mesh)
+    for held, most in ((of_experts, routed), (others, rows)):
         found = product_scratches(held, spec.moe.experts_per_token, most, target, **options)
         sizes += map(workspace.size_of, found)
     return workspace.largest(sizes)

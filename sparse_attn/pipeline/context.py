@@ -3,7 +3,8 @@
 Blocks of ``ranks.size * block_size`` positions are what a request owns, in the block table and in every plan that is
 not of a rank; they have the same ids on all ranks. Of each such block a rank's caches hold ``block_size`` positions,
 under the same id: those behind the first ``rank * block_size``. So one rank's part of a plan is arithmetic over it, and
-nothing is exchanged to find it. Every rank computes every row.
+nothing is exchanged to find it. Every rank computes every decode row. Prefill rows are dealt out where a step has no
+others: a rank computes what concerns a row alone for its own, and all rows' queries and keys.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def own_entries(entries: CompressedPlan, plan: StepPlan, ranks: Ranks, *, block_
         kv_capacity=own_room(entries.kv_capacity, entries.kv_indptr.shape[0] - 1, ranks, block_size=block_size),
         max_context=own_bound(entries.max_context, ranks, block_size=block_size),
     )
+
+
+def deals_prefill(plan: StepPlan, ranks: Ranks) -> bool:
+    """Whether a step's rows are dealt out to ranks: several prefill rows, and no others."""
+    return ranks.size > 1 and plan.context_lens.shape[0] == 0 and plan.positions.shape[0] > 1
 
 
 def counts_window(plan: StepPlan, ranks: Ranks) -> torch.Tensor:

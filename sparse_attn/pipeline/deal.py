@@ -13,7 +13,7 @@ import torch
 
 from sparse_attn.mesh import Ranks
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
-from sparse_attn.pipeline.ranks import stack_over_ranks
+from sparse_attn.pipeline.ranks import dealt_rows, first_row, whole_rows
 from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
 
 DEALT_KEYS = 32768  # that a row may have: with fewer, a collective takes longer than the rows of the other ranks
@@ -25,13 +25,6 @@ def deals_rows(plan: StepPlan | CompressedPlan, ranks: Ranks) -> bool:
     if ranks.size == 1 or plan.max_context < DEALT_KEYS or (requests > 0) == (rows > 0):
         return False
     return (requests or rows) > 1
-
-
-def dealt_units(units: int, ranks: Ranks) -> int:
-    """How many of ``units`` > 1 a rank has: two at least, since Dynamo takes a size of 1 for a constant. Shares of the
-    last ranks may overlap."""
-    most: Any = torch.sym_max(2, (units + ranks.size - 1) // ranks.size)
-    return most
 
 
 def choose_dealt(
@@ -47,8 +40,7 @@ def choose_dealt(
     same keys, and share the rows. One collective over those. options: as choose_over_ranks takes them."""
     requests, next_n = plan.context_lens.shape
     units, width = (requests, next_n) if requests else (plan.kv_start.shape[0], 1)
-    each = dealt_units(units, ranks)
-    first: Any = torch.sym_min(ranks.rank * each, units - each)
+    each, first = dealt_rows(units, ranks), first_row(units, ranks)
     own = QuantisedQuery(*(value.narrow(0, first * width, each * width) for value in query))
     if requests:
         block_table = block_table[:requests].narrow(0, first, each)
@@ -60,18 +52,10 @@ def choose_dealt(
     else:
         chosen = (choose_decode if requests else choose_prefill)(own, cache, block_table, plan, **options)
     assert chosen is not None
-    whole = _whole(torch.unflatten(chosen, 0, (each, width)), units, ranks).flatten(0, 1)
+    whole = whole_rows(torch.unflatten(chosen, 0, (each, width)), units, ranks).flatten(0, 1)
     return (whole, None) if requests else (None, whole)
-
-
-def _whole(share: torch.Tensor, units: int, ranks: Ranks) -> torch.Tensor:
-    """All ranks' shares [each, ...] as [units, ...], without what overlaps."""
-    each, found = share.shape[0], stack_over_ranks(share, ranks).flatten(0, 1)
-    places = torch.arange(units, device=share.device)
-    start = places // each * each
-    return found[places + (start - (units - each)).clamp_min(0)]
 
 
 def dealt_bytes(units: int, top_k: int, ranks: Ranks) -> int:
     """Bytes that a rank sends, counted as pipeline.ranks.exchanged_bytes counts."""
-    return (ranks.size - 1) * dealt_units(units, ranks) * top_k * 4 if ranks.size > 1 < units else 0
+    return (ranks.size - 1) * dealt_rows(units, ranks) * top_k * 4 if ranks.size > 1 < units else 0

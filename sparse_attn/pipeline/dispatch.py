@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.mesh import Mesh
-from sparse_attn.pipeline.ranks import stack_over_ranks, sum_over_ranks, swap_over_ranks
+from sparse_attn.pipeline.ranks import dealt_rows, stack_over_ranks, sum_over_ranks, swap_over_ranks
 
 FP32 = 4  # bytes; of an id, too
 NOBODY = -1  # the expert of a row of padding
@@ -33,6 +33,14 @@ def own_rows(rows: int, mesh: Mesh) -> int:
 def dispatched_rows(rows: int, mesh: Mesh) -> int:
     """Rows that every rank computes its experts for, of a step of ``rows`` on each data rank; padding among them."""
     return rows if mesh.sharing == 1 else mesh.expert.size * own_rows(rows, mesh)
+
+
+def most_dispatched(decode: int, prefill: int, mesh: Mesh) -> int:
+    """dispatched_rows of the step that has most, of up to ``decode`` and ``prefill`` rows."""
+    found = dispatched_rows(decode + prefill, mesh)
+    if mesh.dealt is None or prefill < 2:
+        return found
+    return max(found, dispatched_rows(dealt_rows(prefill, mesh.context), mesh.dealt))
 
 
 def way_of(rows: int, mesh: Mesh) -> str:

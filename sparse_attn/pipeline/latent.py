@@ -19,7 +19,7 @@ from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_glob
 from sparse_attn.pipeline.choose import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
 from sparse_attn.pipeline.deal import choose_dealt, deals_rows
 from sparse_attn.pipeline.layouts import CacheLayouts
-from sparse_attn.pipeline.ranks import merge_over_ranks
+from sparse_attn.pipeline.ranks import merge_over_ranks, merge_own_rows
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
 
@@ -109,6 +109,7 @@ def attend(
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     ranks: Ranks = ALONE,
+    dealt: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from absorbed queries [tokens, heads, kv_lora + rope_dim] to the selected rows of a layer's KV cache.
@@ -120,7 +121,8 @@ def attend(
     is a decode or a prefill row. The other functions of this module need no such option: their rows never depend on
     each other.
 
-    ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output.
+    ranks: as index_select takes them. Each attends to its own of the selected keys; all get the merged output, or each
+    that of its own rows (pipeline.ranks.own_rows) where they are ``dealt``.
     """
     rows, requests = num_decode_rows(plan), plan.context_lens.shape[0]
     parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once
@@ -148,7 +150,9 @@ def attend(
             )
         )
     out = join(parts, q, d_v)
-    return out if ranks.size == 1 or not parts else merge_over_ranks(out, ranks, sink=sink, impl=impl)
+    if ranks.size == 1 or not parts:
+        return out
+    return (merge_own_rows if dealt else merge_over_ranks)(out, ranks, sink=sink, impl=impl)
 
 
 def join(parts: list[AttentionOutput], q: torch.Tensor, d_v: int) -> AttentionOutput:

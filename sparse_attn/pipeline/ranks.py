@@ -8,7 +8,7 @@ tensors of the same shapes and get to the same collectives in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +44,34 @@ def stack_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 def swap_over_ranks(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Of parts [size, ...], the n-th goes to rank n; of the result, the n-th came from there."""
     return parts if ranks.group is None else all_to_all(parts, ranks.size, ranks.group)
+
+
+def dealt_rows(rows: int, ranks: Ranks) -> int:
+    """How many of ``rows`` > 1 a rank has where they are dealt out in order: two at least, since Dynamo takes a size of
+    1 for a constant."""
+    most: Any = torch.sym_max(2, (rows + ranks.size - 1) // ranks.size)
+    return most
+
+
+def first_row(rows: int, ranks: Ranks, rank: int | None = None) -> int:
+    """The first of a rank's dealt_rows; ``rank`` None: of this one's. Those of the last ranks may overlap, so that
+    none is padded."""
+    each = dealt_rows(rows, ranks)
+    first: Any = torch.sym_min((ranks.rank if rank is None else rank) * each, rows - each)
+    return first
+
+
+def own_rows(whole: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """This rank's dealt_rows of ``whole`` [rows, ...]."""
+    return whole.narrow(0, first_row(whole.shape[0], ranks), dealt_rows(whole.shape[0], ranks))
+
+
+def whole_rows(share: torch.Tensor, rows: int, ranks: Ranks) -> torch.Tensor:
+    """All ranks' shares [dealt_rows, ...] as [rows, ...], the same on each; of rows that overlap, those of the first
+    rank. One collective."""
+    each, found = share.shape[0], stack_over_ranks(share, ranks).flatten(0, 1)
+    places = torch.arange(rows, device=share.device)
+    return found[places + (places // each * each - (rows - each)).clamp_min(0)]
 
 
 def local_limits(limits: torch.Tensor, ranks: Ranks, *, block_size: int) -> torch.Tensor:
@@ -177,6 +205,19 @@ def merge_over_ranks(
     whole = torch.unflatten(all_gather(merged.out, size, group), 0, (size, tokens))
     lse = merge_attn_states(lses.unsqueeze(-1), lses, impl=impl).lse
     return AttentionOutput(whole.transpose(0, 1).flatten(1, 2), lse)
+
+
+def merge_own_rows(
+    local: AttentionOutput, ranks: Ranks, *, sink: torch.Tensor | None = None, impl: str = "auto"
+) -> AttentionOutput:
+    """As merge_over_ranks, of this rank's own_rows alone: out [dealt_rows, heads, d_v], lse [dealt_rows, heads]. Two
+    collectives, which exchange outputs by rows; no merged one is gathered."""
+    rows = local.lse.shape[0]
+    each, firsts = dealt_rows(rows, ranks), [first_row(rows, ranks, rank) for rank in range(ranks.size)]
+    outs, lses = (
+        swap_over_ranks(torch.stack([value.narrow(0, first, each) for first in firsts]), ranks) for value in local
+    )
+    return merge_attn_states(outs, lses, sink=sink, impl=impl)
 
 
 def merged_bytes(rows: int, heads: int, width: int, itemsize: int, size: int) -> int:

@@ -34,7 +34,7 @@ from sparse_attn.pipeline.context import counts_window, own_entries
 from sparse_attn.pipeline.deal import choose_dealt, deals_rows
 from sparse_attn.pipeline.latent import join
 from sparse_attn.pipeline.layouts import CacheLayouts
-from sparse_attn.pipeline.ranks import merge_over_ranks
+from sparse_attn.pipeline.ranks import merge_over_ranks, merge_own_rows, own_rows
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged, StepPlan, WindowPlan
 
 
@@ -189,13 +189,14 @@ def attend(
     sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     ranks: Ranks = ALONE,
+    dealt: bool = False,
     impl: str = "auto",
 ) -> AttentionOutput:
     """Attend from queries [tokens, heads, dim] to each row's window in ``cache`` and its ``entries`` in ``compressed``.
 
     ratio: that of ``compressed``; ignored where that is None. batch_invariant: see pipeline.latent.attend. ranks: each
     attends to its own entries, one of them to a row's window; all get the merged output. Without entries each attends
-    for itself. Returns out [tokens, heads, dim] and lse fp32 [tokens, heads].
+    for itself. dealt: see pipeline.latent.attend. Returns out [tokens, heads, dim] and lse fp32 [tokens, heads].
     """
     rows, parts, layout = step.in_place, [], layouts.kv
     window, merged, whole_sink = step.window, ranks.size > 1 and compressed is not None, sink
@@ -219,7 +220,9 @@ def attend(
             )
         )  # fmt: skip
     out = join(parts, q, layout.value_dim)
-    return merge_over_ranks(out, ranks, sink=whole_sink, impl=impl) if merged and parts else out
+    if merged and parts:
+        return (merge_own_rows if dealt else merge_over_ranks)(out, ranks, sink=whole_sink, impl=impl)
+    return AttentionOutput(*(own_rows(value, ranks) for value in out)) if dealt else out
 
 
 def _gathered(
