@@ -187,7 +187,8 @@ def distributed_prefill(run: Run) -> Iterator[Record]:
             spec = fitting(run, name, mesh, HELD, 131072)
             model = made(run, spec, mesh)
             for tokens in run.pick((8192, 32768), (40,)):
-                prompt = torch.randint(0, 1000 % spec.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
+                generator = torch.Generator().manual_seed(0)
+                prompt = torch.randint(0, spec.vocab_size, (tokens,), generator=generator, device="cpu")
                 us = []
                 for _ in range(run.pick(3, 1)):
                     dist.barrier()
@@ -232,7 +233,9 @@ def distributed_collectives(run: Run) -> Iterator[Record]:
         drawn: dict[str, Any] = dict(device=run.device, dtype=torch.bfloat16)
         hiddens, logits = torch.randn(rows, hidden, **drawn), torch.randn(rows, vocab // size, **drawn)
         counts = torch.ones(rows, 1 << BITS[0], dtype=torch.int32, device=run.device)
-        outs = AttentionOutput(torch.randn(rows, heads, width, **drawn), torch.zeros(rows, heads, device=run.device))
+        outs = AttentionOutput(
+            torch.randn(rows, heads, width, **drawn), torch.zeros(rows, heads, dtype=torch.float32, device=run.device)
+        )
         for name, nbytes, call in (
             ("sum of hidden states", hiddens.nbytes, lambda: sum_over_ranks(hiddens, ranks)),
             ("gather of logits", logits.nbytes, lambda: join_over_ranks(logits, ranks)),

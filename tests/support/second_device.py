@@ -46,6 +46,9 @@ class Recorder:
     def stream_of(self, device=None):
         return Stream(self, torch.device("cuda", self.index) if device is None else torch.device(device))
 
+    def set_stream(self, stream):
+        self.index = stream.device.index
+
     @contextlib.contextmanager
     def device(self, device):
         before, self.index = self.index, torch.device(device).index
@@ -77,7 +80,8 @@ class Stream:
     def __getattr__(self, name):
         def asked(*others):
             for who in (self, *others):
-                self._recorder.log.append((name, who.device))
+                if isinstance(who, Stream):  # no event that is to be recorded
+                    self._recorder.log.append((name, who.device))
             return self  # an event, as far as anyone asks
 
         return asked
@@ -89,7 +93,7 @@ def second_device() -> Iterator[Recorder]:
     graph = mock.Mock(replay=recorder.replay)
     fakes = dict(
         current_device=lambda: recorder.index, current_stream=recorder.stream_of, Stream=recorder.stream_of,
-        device=recorder.device, stream=lambda stream: recorder.device(stream.device), graph=recorder.graph,
+        set_stream=recorder.set_stream, device=recorder.device, stream=lambda stream: recorder.device(stream.device), graph=recorder.graph,
         CUDAGraph=lambda: graph, is_current_stream_capturing=recorder.is_current_stream_capturing,
     )  # fmt: skip
     with mock.patch.multiple(torch.cuda, **fakes), Lying(recorder.log):

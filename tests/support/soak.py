@@ -100,9 +100,9 @@ class Soak:
         self.compared += steps
         return stream
 
-    def _timed_prefill(self) -> None:
+    def _timed_prefill(self, unfinished: int) -> None:
         with self._timed("prefill"):
-            self._prefill()
+            self._prefill(unfinished)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
