@@ -53,7 +53,15 @@ def test_rows_go_to_all_and_come_back_as_sums(sizes, rows, dtype):
         assert all(torch.equal(one[2], first[2]) for one in others) and torch.equal(first[2][:, :6], torch.cat(groups))
 
 
-def test_the_way_of_follows_from_the_mesh_and_a_lone_row():
+def test_rows_of_padding_have_no_expert():
+    def ids_of(mesh: Mesh):
+        x, ids = rows_of(mesh, 3, 4), torch.full((3, 2), 5, dtype=torch.int32)
+        return dispatch(x, torch.ones(3, 2), ids, mesh)[2].sort(0).values.tolist()
+
+    assert over_mesh(ids_of, tensor=2, data=2, expert=4) == [[[-1, -1]] * 2 + [[5, 5]] * 6] * 4
+
+
+def test_the_way_follows_from_the_mesh_and_a_lone_row():
     alone, wide = planned_mesh(data=8, expert=8), planned_mesh(tensor=4, data=2, expert=8)
     assert [way_of(rows, alone) for rows in (1, 2, 64)] == ["exchange"] * 3
     assert [way_of(rows, wide) for rows in (1, 2, 64)] == ["sum", "exchange", "exchange"]

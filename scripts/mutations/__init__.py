@@ -5,10 +5,12 @@ from mutations.mutation import ROOT as ROOT
 from mutations.mutation import Mutation as Mutation
 from mutations.portable import KERNELS
 from mutations.python import PYTHON
+from mutations.ranks import RANKS
 
 MUTATIONS = [
     *(mutation._replace(interpreted=True) for mutation in KERNELS),
     *PYTHON,
+    *RANKS,
     *EXECUTED,
     *(mutation._replace(gpu=True) for mutation in HOPPER),
 ]

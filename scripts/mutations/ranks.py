@@ -1,0 +1,126 @@
+"""Bugs of ranks that share a model, which show where no kernel runs."""
+
+from mutations.mutation import OPS, Mutation
+
+# fmt: off
+RANKS = [
+    Mutation(
+        "shard-of-the-next-rank", "a rank reads heads and inner values of the rank behind it",
+        "sparse_attn/models/sharding.py",
+        "run * whole + ranks.rank * each for run",
+        "run * whole + (ranks.rank + 1) % ranks.size * each for run",
+        ("tests/test_sharded_loading.py::test_nothing_of_other_ranks_is_read",),
+    ),
+    Mutation(
+        "shard-of-the-first-columns", "every rank reads the first rank's columns",
+        "sparse_attn/models/filling.py",
+        "            found = weight_part(found, [piece.rows], kept.columns)\n",
+        "            found = weight_part(found, [piece.rows], range(len(kept.columns)))\n",
+        ("tests/test_sharded_loading.py::test_parts_of_every_form[tiny_v32-bf16]",),
+    ),
+    Mutation(
+        "heads-not-summed", "a rank goes on with what its own heads give",
+        "sparse_attn/models/mla.py",
+        'return sum_over_ranks(linear(values, params[attn + "o"], **options), mesh.tensor), selection',
+        'return linear(values, params[attn + "o"], **options), selection',
+        ("tests/test_processes.py::test_two_processes",),
+    ),
+    Mutation(
+        "rows-of-other-ranks-experts", "what a product left in rows of other ranks' experts is added",
+        "sparse_attn/models/moe.py",
+        "picked = torch.where(held.unsqueeze(-1), picked, 0)",
+        "picked = picked * held.unsqueeze(-1)",
+        ("tests/test_moe_paths.py::test_parts_of_all_ranks_add_up",),
+    ),
+    Mutation(
+        "embedding-not-summed", "a rank goes on without the rows of the vocabulary that others hold",
+        "sparse_attn/models/vocabulary.py",
+        "return sum_over_ranks(torch.where(held.unsqueeze(-1), found, 0), ranks)",
+        "return torch.where(held.unsqueeze(-1), found, 0)",
+        ("tests/test_processes.py::test_two_processes",),
+    ),
+    Mutation(
+        "experts-not-summed", "a rank goes on with what its own experts give",
+        "sparse_attn/models/moe.py",
+        "return sum_over_ranks(out, mesh.routed)",
+        "return out",
+        ("tests/test_processes.py::test_two_processes",),
+    ),
+    Mutation(
+        "dispatch-rows-of-the-first-group", "each data rank goes on with what experts give for the first one's rows",
+        "sparse_attn/pipeline/dispatch.py",
+        "    parts = swap_over_ranks(torch.unflatten(out, 0, (ranks.size, own)), ranks)\n",
+        "    parts = torch.unflatten(out, 0, (ranks.size, own))\n",
+        ("tests/test_expert_dispatch.py::test_rows_go_to_all_and_come_back_as_sums",),
+    ),
+    Mutation(
+        "dispatch-padding-to-expert-0", "rows of padding are sent to an expert",
+        "sparse_attn/pipeline/dispatch.py",
+        "NOBODY = -1",
+        "NOBODY = 0",
+        ("tests/test_expert_dispatch.py::test_rows_of_padding_have_no_expert",),
+    ),
+    Mutation(
+        "dealt-rows-overlap-unseen", "rows that two ranks have are taken for those behind them",
+        "sparse_attn/pipeline/ranks.py",
+        "return found[places + (places // each * each - (rows - each)).clamp_min(0)]",
+        "return found[places]",
+        ("tests/test_dealt_rows.py::test_rows_that_are_dealt_and_merged",),
+    ),
+    Mutation(
+        "dealt-rows-rotated-as-all", "the rotation is taken out of a rank's own rows at the positions of the first ones",
+        "sparse_attn/models/windowed.py",
+        "positions = own_rows(plan.positions, mesh.context) if dealt else plan.positions",
+        "positions = plan.positions[: out.shape[0]]",
+        ("tests/test_dealt_rows.py::test_prefill_rows_that_are_dealt_give_the_same_logits",),
+    ),
+    Mutation(
+        "dealt-requests-of-the-first-rank", "each rank reads the block tables of the first one's requests",
+        "sparse_attn/pipeline/deal.py",
+        "block_table = block_table[:requests].narrow(0, first, each)",
+        "block_table = block_table[:each]",
+        ("tests/test_dealt_rows.py::test_ranks_that_share_rows_select_what_each_would_alone",),
+    ),
+    Mutation(
+        "ranks-histogram-not-summed", "a rank descends by its own counts",
+        "sparse_attn/pipeline/ranks.py",
+        "_apart(all_reduce(_joined([counts for counts, _ in found]), ranks.group), [c for c, _ in found])",
+        "[c for c, _ in found]",
+        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
+    ),
+    Mutation(
+        "ranks-tie-to-the-lower-rank", "ties go by rank, and not by position",
+        OPS + "rank_topk/reference.py",
+        "    before = (dealt.cumsum(1) - dealt)[:, rank :: ties.shape[0]]",
+        "    own = ties[rank].long()\n    before = ties[:rank].long().sum((0, 2)).unsqueeze(1) + own.cumsum(1) - own",
+        ("tests/test_rank_topk.py::test_the_reference_of_all_ranks_selects_what_one_selects",),
+    ),
+    Mutation(
+        "ranks-lse-ignored", "every rank's output weighs the same",
+        "sparse_attn/pipeline/ranks.py",
+        "lses = torch.unflatten(all_gather(local.lse.contiguous(), size, group), 0, (size, tokens))",
+        "lses = torch.unflatten(all_gather(torch.zeros_like(local.lse), size, group), 0, (size, tokens))",
+        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
+    ),
+    Mutation(
+        "ranks-key-of-another-rank", "every rank writes every key",
+        "sparse_attn/pipeline/context.py",
+        "own = (slots >= 0) & (inside // block_size == ranks.rank)",
+        "own = slots >= 0",
+        ("tests/test_context.py::test_slots_of_a_rank",),
+    ),
+    Mutation(
+        "ranks-window-of-every-rank", "every rank counts a row's window",
+        "sparse_attn/pipeline/context.py",
+        "return plan.request_ids % ranks.size == ranks.rank",
+        "return plan.request_ids >= 0",
+        ("tests/test_context.py::test_a_model_over_ranks_generates_what_one_does[tiny_v4]",),
+    ),
+    Mutation(
+        "ranks-sink-of-every-rank", "every rank counts the sink",
+        "sparse_attn/pipeline/latent.py",
+        "parts, own_sink = [], sink if ranks.size == 1 else None  # which counts once",
+        "parts, own_sink = [], sink",
+        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
+    ),
+]
