@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -31,6 +33,34 @@ def given(model, row, seq_len, token=7):
     rings = torch.tensor([[row]], dtype=torch.int32, device=device) if model.has_rings else None
     lens = torch.tensor([seq_len], dtype=torch.int32, device=device)
     return torch.tensor([token + row], device=device), lens, table, rings, torch.tensor([40 + row], device=device)
+
+
+def check_freed_at_once(kind, name, device):
+    """A loop, and the caches that only it holds, go with their last name: no cycle waits for the garbage collector."""
+    model = model_of(name, "fp8", device)
+    caches = filled_caches(model, ROWS)
+    loop = rows_of(kind, model, caches, sampling=Sampling(stop_ids=(3,)))
+    loop.prepare(1, seed=2, rings=[1] if model.has_rings else None, blocks=[4])
+    loop.start([1], [1])
+    loop.run(2).wait()
+    gone = weakref.ref(loop), weakref.ref(caches.kv[0])
+    gc.disable()
+    try:
+        del loop, caches
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_a_loop_is_freed_at_once(name):
+    check_freed_at_once(EagerDecode, name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
+def test_a_captured_loop_is_freed_at_once(name):
+    check_freed_at_once(DecodeGraph, name, "cuda")
 
 
 def check_comings_and_goings(kind, name, device):

@@ -8,7 +8,8 @@ on a value is baked in.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -169,8 +170,8 @@ class DecodeGraph(DecodeRows):
             yield
         self._let_follow(current)
 
-    def _allocating(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self.stream)
+    def _allocator(self) -> Callable[[], contextlib.AbstractContextManager[object]]:
+        return functools.partial(torch.cuda.stream, self.stream)
 
     def _settle_here(self) -> None:
         """On the current stream, which spares the host a change of streams."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -85,7 +85,7 @@ class DecodeRows(ABC):
         self._draws = None
         if draws is not None:
             self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
-        self._edits = RowEdits(device, self._allocating)  # of rows, to be written before the state is read
+        self._edits = RowEdits(device, self._allocator())  # of rows, to be written before the state is read
         self._settings = RowSettings(self._edits, self.sampling, self._seeds, self._ring_table, self._draws)
         self._length_rows, self._table_rows = (
             [(row,) for row in rows_of(value)] for value in (self._seq_lens, self._block_table)
@@ -262,9 +262,9 @@ class DecodeRows(ABC):
         """Where the state is written between steps."""
         return nullcontext()
 
-    def _allocating(self) -> AbstractContextManager[object]:
-        """Where memory of the loop is allocated."""
-        return nullcontext()
+    def _allocator(self) -> Callable[[], AbstractContextManager[object]]:
+        """Where memory of the loop is allocated. It does not refer to the loop, which is freed with its last name."""
+        return nullcontext
 
     def _settle_here(self) -> None:
         """Write what was noted of rows, for steps to come and for what the current stream does next."""
