@@ -90,11 +90,10 @@ def step_share(run: Run) -> Iterator[Record]:
         model = Model(spec, random_packed_params(spec, 0, run.device), cache_layouts(spec, "fp8"))
         for batch in batches:
             yield from _parts(run, model, f"{name} 1/{held}, requests {batch}", batch, context)
-            gc.collect()  # what a graph of fewer requests held
-            if not run.dry:
-                torch.cuda.empty_cache()
         del model
         gc.collect()  # a model's forward refers to the model
+        if not run.dry:
+            torch.cuda.empty_cache()  # which the next share's size is chosen by
 
 
 def _parts(run: Run, model: Model, case: str, batch: int, context: int) -> Iterator[Record]:
