@@ -11,9 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from support.rank_threads import Group, over_threads
-from support.steps import (
-    small,
-)
+from support.steps import small
 
 from sparse_attn import merge_attn_states, pipeline
 from sparse_attn.cache import allocate_cache

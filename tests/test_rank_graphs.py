@@ -75,7 +75,6 @@ def test_one_graph_of_a_rank_serves_every_batch_and_length(name, mesh, copies, m
     assert not counters()["graph_break"]
 
 
-@pytest.mark.few(0)
 def test_op_sequence_of_a_rank_s_decode_layers(copies):
     """A layer that selects, and one that attends by its selection."""
     fresh()
@@ -95,6 +94,7 @@ def test_op_sequence_of_a_rank_s_decode_layers(copies):
     assert_expected_inline(
         "\n".join(name.removeprefix("sparse_attn::") for name in sequence),
         """\
+apply_rope
 indexer_k_quant_and_cache
 indexer_q_rope_quant
 paged_mqa_logits
@@ -104,10 +104,16 @@ count_digits
 count_ties
 take_winners
 compute_global_topk_ragged_indices_and_indptr
+apply_rope
 write_kv_cache
+apply_rope
 sparse_attn_decode
 merge_attn_states
+merge_attn_states
+apply_rope
 write_kv_cache
+apply_rope
 sparse_attn_decode
+merge_attn_states
 merge_attn_states""",
     )
