@@ -107,6 +107,10 @@ class Mesh:
         """Groups of such processes, each with tokens of its own, that share routed experts; 1: none does."""
         return max(1, self.expert.size // self.alike)
 
+    def of_rows(self, dealt: bool) -> Mesh:
+        """The mesh that experts see: that of dealt rows where a step's rows are dealt out to context ranks."""
+        return self.dealt if dealt and self.dealt is not None else self
+
 
 ONE_RANK = Mesh()
 

@@ -103,8 +103,8 @@ def decoder_layer(
     hidden = hidden + out
     normed = rms_norm(hidden, params[prefix + "post_norm"], spec.rms_eps)
     if spec.moe_layers[layer]:
-        of_rows = mesh.dealt if dealt and mesh.dealt else mesh
-        return hidden + moe(normed, params, prefix + "moe.", spec.moe, mesh=of_rows, **options), selection
+        out = moe(normed, params, prefix + "moe.", spec.moe, mesh=mesh.of_rows(dealt), **options)
+        return hidden + out, selection
     dense = params[prefix + "mlp.gate_up"], params[prefix + "mlp.down"]
     return hidden + sum_over_ranks(gated_mlp(normed, *dense, **options), mesh.tensor), selection
 

@@ -121,8 +121,7 @@ def decoder_layer(
     mix = _mix(streams, params, prefix + "moe_hyper.", spec, **options)
     normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
     by_table = tokens if spec.hash_layers[layer] else None
-    of_rows = mesh.dealt if dealt and mesh.dealt else mesh
-    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=of_rows, **options)
+    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.of_rows(dealt), **options)
     return hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
 
 
