@@ -7,8 +7,8 @@ import torch
 
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.shapes import prediction_spec
-from sparse_attn.pipeline import deal
 from sparse_attn.pipeline.context import own_bound
+from sparse_attn.pipeline.deal import dealt_bytes, shares_rows
 from sparse_attn.pipeline.dispatch import dispatch_bytes
 from sparse_attn.pipeline.ranks import dealt_rows, exchanged_bytes, merged_bytes
 from sparse_attn.spec import CompressedSpec, Spec
@@ -58,9 +58,7 @@ def _step_bytes(
 def _selected(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context: int, block_size: int) -> int:
     """What tensor ranks that share the indexer's rows gather."""
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
-    if keys < deal.DEALT_KEYS:
-        return 0
-    return indexed * deal.dealt_bytes(rows, spec.index.top_k, mesh.tensor)
+    return indexed * dealt_bytes(rows, spec.index.top_k, mesh.tensor) if shares_rows(keys, mesh.tensor) else 0
 
 
 def _indexed(spec: Spec | CompressedSpec, mesh: Mesh, max_context: int, block_size: int) -> tuple[int, int]:
@@ -94,8 +92,6 @@ def _context(
     else:
         ratio, width, merged = 1, spec.kv_lora, spec.num_layers
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
-    scored = rows
-    if mesh.tensor.size > 1 < rows and keys >= deal.DEALT_KEYS:
-        scored = dealt_rows(rows, mesh.tensor)
+    scored = dealt_rows(rows, mesh.tensor) if rows > 1 and shares_rows(keys, mesh.tensor) else rows
     chosen = exchanged_bytes(scored, keys, ranks.size, block_size=block_size // ratio)
     return indexed * chosen + merged * merged_bytes(rows, heads, width, value, ranks.size)

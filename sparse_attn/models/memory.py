@@ -17,7 +17,7 @@ from sparse_attn.models.params import param_dtype, stays_packed
 from sparse_attn.models.reading import Reading
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts
-from sparse_attn.pipeline.deal import DEALT_KEYS
+from sparse_attn.pipeline.deal import shares_rows
 from sparse_attn.pipeline.dispatch import most_dispatched
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec
 from sparse_attn.target import Target
@@ -234,8 +234,7 @@ def _select(index: IndexSpec, hidden: int, value: int) -> int:
 
 def _chosen(index: IndexSpec, bounds: Bounds) -> int:
     """Positions, and those that tensor ranks gather and put in order where they share rows."""
-    dealt = bounds.mesh.tensor.size > 1 and bounds.max_model_len >= DEALT_KEYS
-    return (4 if dealt else 1) * index.top_k * INT32
+    return (4 if shares_rows(bounds.max_model_len, bounds.mesh.tensor) else 1) * index.top_k * INT32
 
 
 def _logits(spec: Spec | CompressedSpec, value: int, ranks: int) -> int:

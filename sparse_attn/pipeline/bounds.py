@@ -19,7 +19,7 @@ from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
 from sparse_attn.ops.ragged import config as ragged_config
 from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
 from sparse_attn.pipeline.context import own_bound, own_room
-from sparse_attn.pipeline.deal import DEALT_KEYS
+from sparse_attn.pipeline.deal import shares_rows
 from sparse_attn.pipeline.dispatch import most_dispatched
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
 from sparse_attn.pipeline.products import product_scratches
@@ -164,7 +164,7 @@ def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part
         yield _Part(_no_scratch, bounds.max_batched_tokens, 1, 0, *shape, *prefill)
         return
     yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
-    if bounds.mesh.tensor.size > 1 and bounds.max_model_len >= DEALT_KEYS:
+    if shares_rows(bounds.max_model_len, bounds.mesh.tensor):
         yield _Part(index_topk_config.scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
     yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, *prefill)
 
@@ -190,7 +190,7 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
     if not whole:
         slots = positions = _no_scratch
     yield _Part(slots, decode_rows, next_n, decode_keys, *shape, *decode)
-    if bounds.mesh.tensor.size > 1 and decode_keys >= DEALT_KEYS:
+    if shares_rows(decode_keys, bounds.mesh.tensor):
         yield _Part(positions, decode_rows, next_n, decode_keys, *shape, *decode)
     yield _Part(positions, prefill_rows, 1, prefill_keys, *shape, *prefill)
     if bounds.prefill_in_place:

@@ -19,10 +19,15 @@ from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
 DEALT_KEYS = 32768  # that a row may have: with fewer, a collective takes longer than the rows of the other ranks
 
 
+def shares_rows(keys: int, ranks: Ranks) -> bool:
+    """Whether ``ranks``, which hold the same index keys, share the rows of steps in which a row may have ``keys``."""
+    return ranks.size > 1 and keys >= DEALT_KEYS
+
+
 def deals_rows(plan: StepPlan | CompressedPlan, ranks: Ranks) -> bool:
     """Whether rows are dealt: several, with many keys, all of them of decode requests or all of prefills."""
     requests, rows = plan.context_lens.shape[0], plan.kv_start.shape[0]
-    if ranks.size == 1 or plan.max_context < DEALT_KEYS or (requests > 0) == (rows > 0):
+    if not shares_rows(plan.max_context, ranks) or (requests > 0) == (rows > 0):
         return False
     return (requests or rows) > 1
 

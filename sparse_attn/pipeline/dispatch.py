@@ -9,30 +9,24 @@ each.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
 from sparse_attn.mesh import Mesh
-from sparse_attn.pipeline.ranks import dealt_rows, stack_over_ranks, sum_over_ranks, swap_over_ranks
+from sparse_attn.pipeline.ranks import dealt_rows, rows_each, stack_over_ranks, sum_over_ranks, swap_over_ranks
 
 FP32 = 4  # bytes; of an id, too
 NOBODY = -1  # the expert of a row of padding
 
 
-def own_rows(rows: int, mesh: Mesh) -> int:
-    """Rows that one rank sends, of those of its step: two where there are several, since Dynamo takes a size of 1 for a
-    constant."""
-    if mesh.alike == 1 or rows == 1:
-        return rows
-    most: Any = torch.sym_max(2, (rows + mesh.alike - 1) // mesh.alike)
-    return most
+def sent_rows(rows: int, mesh: Mesh) -> int:
+    """Rows that one rank sends, of those of its step."""
+    return rows if mesh.alike == 1 or rows == 1 else rows_each(rows, mesh.alike)
 
 
 def dispatched_rows(rows: int, mesh: Mesh) -> int:
     """Rows that every rank computes its experts for, of a step of ``rows`` on each data rank; padding among them."""
-    return rows if mesh.sharing == 1 else mesh.expert.size * own_rows(rows, mesh)
+    return rows if mesh.sharing == 1 else mesh.expert.size * sent_rows(rows, mesh)
 
 
 def most_dispatched(decode: int, prefill: int, mesh: Mesh) -> int:
@@ -64,7 +58,8 @@ def dispatch(
     dispatched_rows, in the order of ranks. One collective. Rows of padding are zeros, of no expert."""
     dtype, top_k, alike = x.dtype, ids.shape[1], mesh.alike
     if alike > 1:
-        own, more = own_rows(x.shape[0], mesh), own_rows(x.shape[0], mesh) * alike - x.shape[0]
+        own = sent_rows(x.shape[0], mesh)
+        more = own * alike - x.shape[0]
         place = mesh.context.rank * mesh.tensor.size + mesh.tensor.rank
         x, weights, ids = (
             torch.unflatten(F.pad(value, (0, 0, 0, more), value=fill), 0, (alike, own))[place]
@@ -79,7 +74,7 @@ def dispatch(
 def combine(out: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
     """The sums of what all ranks' experts give: out [dispatched_rows, D] -> [rows, D], this step's own. Partial sums
     are added up in fp32 in the order of ranks where they are exchanged. One to three collectives, see way_of."""
-    ranks, own = mesh.expert, own_rows(rows, mesh)
+    ranks, own = mesh.expert, sent_rows(rows, mesh)
     if way_of(rows, mesh) == "sum":
         groups = torch.unflatten(sum_over_ranks(out, ranks), 0, (mesh.sharing, mesh.alike * own))
         return groups[ranks.rank // mesh.alike].narrow(0, 0, rows)
@@ -97,7 +92,7 @@ def dispatch_bytes(rows: int, hidden: int, top_k: int, itemsize: int, mesh: Mesh
     way = way_of(rows, mesh) if way is None else way
     if way == "replicated":
         return 0
-    own, size = own_rows(rows, mesh), mesh.expert.size
+    own, size = sent_rows(rows, mesh), mesh.expert.size
     there, back = (size - 1) * own * (hidden * itemsize + 2 * top_k * FP32), own * hidden * itemsize
     if way == "sum":
         return there + 2 * (size - 1) * back

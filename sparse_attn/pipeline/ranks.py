@@ -47,9 +47,13 @@ def swap_over_ranks(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def dealt_rows(rows: int, ranks: Ranks) -> int:
-    """How many of ``rows`` > 1 a rank has where they are dealt out in order: two at least, since Dynamo takes a size of
-    1 for a constant."""
-    most: Any = torch.sym_max(2, (rows + ranks.size - 1) // ranks.size)
+    """How many of ``rows`` > 1 a rank has where they are dealt out in order."""
+    return rows_each(rows, ranks.size)
+
+
+def rows_each(rows: int, count: int) -> int:
+    """Rows of each of ``count`` parts of ``rows`` > 1: two at least, since Dynamo takes a size of 1 for a constant."""
+    most: Any = torch.sym_max(2, (rows + count - 1) // count)
     return most
 
 

@@ -21,7 +21,7 @@ from sparse_attn.models.sharding import DEALT, REPLICATED, check_mesh
 from sparse_attn.pipeline import Bounds, CacheLayouts, CacheUse, cache_layouts, cache_uses
 from sparse_attn.pipeline.bounds import fitting_rows
 from sparse_attn.pipeline.choose import FP32_BYTES
-from sparse_attn.pipeline.deal import DEALT_KEYS, dealt_bytes
+from sparse_attn.pipeline.deal import dealt_bytes, shares_rows
 from sparse_attn.pipeline.dispatch import dispatch_bytes, way_of
 from sparse_attn.runtime.batch import largest_scratch
 from sparse_attn.spec import CompressedSpec, Spec
@@ -145,7 +145,7 @@ def _indexer(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[st
     layer: for what is selected of shared rows, and what the scores of shared heads would take."""
     keys, _ = bounds.own_keys(spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1)
     rows, ranks = bounds.max_batch * bounds.next_n, mesh.tensor
-    shared = ranks.size > 1 < bounds.max_batch and keys >= DEALT_KEYS
+    shared = bounds.max_batch > 1 and shares_rows(keys, ranks)
     summed = 2 * (ranks.size - 1) * rows * keys * FP32_BYTES // ranks.size
     sent = {"rows": dealt_bytes(rows, spec.index.top_k, ranks), "heads": summed}
     return {"way": "rows" if shared else "replicated", "bytes_per_layer": sent}
