@@ -88,6 +88,7 @@ class Mesh:
         object.__setattr__(self, "inner", Ranks(cut, place % cut, routed.group if cut > 1 else None))
         context, data, dealt = self.context, self.data, None
         if context.size > 1:
+            # No collective goes over data ranks, so the group, which is not that of all of these, is never asked for.
             both = Ranks(context.size * data.size, data.rank * context.size + context.rank, context.group)
             dealt = Mesh(tensor=tensor, data=both, expert=expert)
         object.__setattr__(self, "dealt", dealt)
