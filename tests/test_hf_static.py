@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from conftest import long
+from support import bridged as bridged_support
 from support.bridged import MODELS, generating, models, padded_batch, stable
 
 pytest.importorskip("transformers", minversion="5.24")
@@ -14,6 +15,7 @@ import transformers  # noqa: E402
 from transformers.cache_utils import Cache, StaticSlidingWindowLayer  # noqa: E402
 
 import sparse_attn.integrations.transformers as bridge  # noqa: E402
+from sparse_attn.integrations.transformers import static  # noqa: E402
 
 TOLERANCE = 2e-4
 V4 = "deepseek_v4"
@@ -53,6 +55,16 @@ def in_chunks(model, cuts, cache=None, step=None, width=None):
 @pytest.mark.parametrize("cuts", CUTS)
 def test_chunks_on_a_static_cache_are_what_eager_makes_of_them(cuts):
     eager, bridged = models(V4)
+    with stable():
+        got = in_chunks(bridged, cuts, bridge.static_cache(bridged, 45))
+        torch.testing.assert_close(got, in_chunks(eager, cuts), atol=TOLERANCE, rtol=0)
+
+
+def test_heads_that_attend_apart_give_what_eager_makes_of_them(monkeypatch):
+    monkeypatch.setattr(static, "SWAP_AB_HEADS", 2)
+    monkeypatch.setattr(static, "heads_at_once", lambda batch, keys: 2)
+    eager, bridged = models(V4)
+    cuts = (0, 3, 4, 5, 30, *range(31, 46))
     with stable():
         got = in_chunks(bridged, cuts, bridge.static_cache(bridged, 45))
         torch.testing.assert_close(got, in_chunks(eager, cuts), atol=TOLERANCE, rtol=0)
@@ -108,10 +120,14 @@ def test_a_static_cache_of_v4_holds_a_window_and_entries():
     with torch.no_grad():
         bridged(torch.randint(2, 61, (2, 9)), cache=cache)
     window, selecting, pooling, _ = cache.layers
-    assert window.keys.shape == (2, 12, 32) and not window.pools
+    assert window.keys.shape == (2, 32, 32) and not window.pools  # a window of 12, in lines of 32
     entries = {name: tuple(pool.entries.shape) for name, pool in selecting.pools.items()}
-    assert entries == {"compressor": (2, 288, 32), "indexer": (2, 288, 16)}  # 1024 / 4, two to spare, in lines of 32
-    assert pooling.pools["compressor"].entries.shape == (2, 96, 32)
+    assert entries == {
+        "compressor": (2, 320, 32),
+        "indexer": (2, 320, 16),
+    }  # 1024 / 4, two to spare, in lines of 32, and a window
+    assert pooling.pools["compressor"].entries.shape == (2, 128, 32)
+    assert all(layer.keys is layer.pools["compressor"].entries for layer in (selecting, pooling))
     assert cache.get_seq_length().item() == 9 and cache.get_max_length() == 1024 and cache.is_compileable
     assert not cache.is_croppable
 
@@ -179,6 +195,31 @@ def test_a_captured_step_of_v4_serves_every_length():
                 ids[:, at, None], attention_mask=mask[:, : at + 1], position_ids=positions[:, at, None], cache=growing
             ).logits
             torch.testing.assert_close(got, want, atol=1e-3, rtol=0)
+
+
+@pytest.mark.gpu
+def test_heads_of_bf16_rows_attend_apart_as_together():
+    """On Hopper 64 heads are two rows of 32 to another kernel."""
+    sizes = dict(num_attention_heads=64, head_dim=512, partial_rotary_factor=0.125, index_head_dim=64)
+    torch.manual_seed(0)
+    config = transformers.DeepseekV4Config(**bridged_support.V4 | sizes, initializer_range=0.1)
+    model = transformers.DeepseekV4ForCausalLM(config).eval().requires_grad_(False).bfloat16().cuda()
+    model.set_attn_implementation("sparse_attn")
+    model.set_experts_implementation("batched_mm")
+    ids, mask, positions = (value.cuda() for value in padded_batch())
+    cache, results = bridge.static_cache(model, 64), []
+    seen = torch.zeros(3, 64, dtype=torch.long, device="cuda")
+    seen[:, :31] = mask[:, :31]
+    with torch.no_grad():
+        model(ids[:, :30], attention_mask=mask[:, :30], position_ids=positions[:, :30], cache=cache)
+        for most in (32, None):
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(30)
+                layer.most_heads = most
+            results.append(
+                model(ids[:, 30:31], attention_mask=seen, position_ids=positions[:, 30:31], cache=cache).logits.float()
+            )
+    torch.testing.assert_close(*results, atol=0.03 * results[0].abs().max().item(), rtol=0)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 POOLED_ROPE = "compress"
+SELECTING = "compressed_sparse_attention"  # layers with an indexer
 
 
 class Turn(NamedTuple):

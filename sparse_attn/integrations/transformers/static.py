@@ -13,9 +13,13 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
 from sparse_attn.integrations.transformers.refusals import refuse
+from sparse_attn.integrations.transformers.states import SELECTING
+from sparse_attn.ops.attention.hopper.constants import D_V, SWAP_AB_HEADS
+from sparse_attn.target import target_of
 from sparse_attn.torch_private import assert_on_device, mark_static_address
 
-LINE = 32  # entries of a sequence are a multiple of so many, so that a selection packs its slots itself
+FEW_ROWS = 44  # from which Hopper's kernels take all heads of a row
+LINE = 32  # of whose multiples are the rows of a block, those for entries and those for the window
 
 
 class Shape(NamedTuple):
@@ -43,7 +47,8 @@ class Pool:
     """What a compressor holds.
 
     values, gates: [batch, ring, width] of the last tokens, those of place p in row p % ring. slots: int64 [ring, 1],
-    the rows' numbers. entries: [batch, room, dim]; those that are not complete yet hold anything.
+    the rows' numbers. entries: [batch, room + others, dim]; those that are not complete yet hold anything, and so do
+    the ``others`` behind them.
     """
 
     def __init__(self, shape: Shape, max_len: int):
@@ -51,12 +56,12 @@ class Pool:
         self.room = -(-(max_len // shape.ratio + 2) // LINE) * LINE
         self.values = self.gates = self.slots = self.entries = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def allocate(self, batch: int, keys: torch.Tensor) -> None:
+    def allocate(self, batch: int, others: int, keys: torch.Tensor) -> None:
         """Make the tensors, of the dtype and on the device of ``keys``."""
         width = self.shape.dim * (1 + self.shape.overlap)
         self.values, self.gates = (keys.new_zeros(batch, self.shape.ring, width) for _ in range(2))
         self.slots = torch.arange(self.shape.ring, device=keys.device).unsqueeze(1)
-        self.entries = keys.new_zeros(batch, self.room, self.shape.dim)
+        self.entries = keys.new_zeros(batch, self.room + others, self.shape.dim)
 
     def step(self, start: torch.Tensor, rows: int) -> Step:
         """The windows of ``rows`` rows from place ``start``, as many as there may be of them."""
@@ -90,19 +95,26 @@ class Pool:
 
 
 class WindowedLayer(CacheLayerMixin):
-    """keys: [batch, window, dim], the key of place p in row p % window. pools: by a compressor's name. table: int32
-    [batch, 1], the block of each sequence. indptr: int32 [batch + 1], where lists of ``window`` columns begin.
+    """keys: [batch, block, dim], ``room`` rows of entries and then a ring of raw keys: that of place p is in row room +
+    p % window. So a single row attends to one cache. pools: by a compressor's name; the index keys' blocks are as long.
+    table: int32 [batch, 1], the block of each sequence. most_heads: see heads_at_once. listed: how many keys a row may
+    attend to. indptr: int32 [batch * parts + 1], where lists of so many begin.
 
-    max_len: tokens that it holds at most. Tensors are made by the first step, which is not compiled.
+    max_len: tokens that it holds at most. selected: entries that a row attends to beside its window; None: all. parts:
+    into how many rows the heads of one are taken apart at most. Tensors are made by the first step, which is not
+    compiled.
     """
 
     is_compileable = True
     is_sliding = True
 
-    def __init__(self, max_len: int, window: int, pools: dict[str, Shape]):
+    def __init__(self, max_len: int, window: int, pools: dict[str, Shape], selected: int | None, parts: int):
         super().__init__()
         self.max_len, self.window = max_len, window
         self.pools = {name: Pool(shape, max_len) for name, shape in pools.items()}
+        self.room = self.pools["compressor"].room if self.pools else 0
+        self.listed, self.parts = window + (self.room if selected is None else selected), parts
+        self.most_heads: int | None = None
         self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
         self.table = self.indptr = torch.empty(0, dtype=torch.float32, device="cpu")
 
@@ -110,12 +122,15 @@ class WindowedLayer(CacheLayerMixin):
         """key_states: [batch, 1, any, dim]. value_states: as key_states."""
         batch, _, _, dim = key_states.shape
         self.batch_size, self.device = batch, key_states.device
-        self.keys = key_states.new_zeros(batch, self.window, dim)
+        others = -(-self.window // LINE) * LINE
+        for pool in self.pools.values():
+            pool.allocate(batch, others, key_states)
+        self.keys = self.pools["compressor"].entries if self.pools else key_states.new_zeros(batch, others, dim)
         self.values = self.keys
         self.table = torch.arange(batch, dtype=torch.int32, device=self.device).unsqueeze(1)
-        self.indptr = torch.arange(0, (batch + 1) * self.window, self.window, dtype=torch.int32, device=self.device)
-        for pool in self.pools.values():
-            pool.allocate(batch, key_states)
+        bounds = (batch * self.parts + 1) * self.listed
+        self.indptr = torch.arange(0, bounds, self.listed, dtype=torch.int32, device=self.device)
+        self.most_heads = heads_at_once(batch, key_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
         constants = self.table, self.indptr, *(pool.slots for pool in self.pools.values())
         for tensor in (*self._tensors(), self.cumulative_length, *constants):
@@ -133,23 +148,23 @@ class WindowedLayer(CacheLayerMixin):
         return self.cumulative_length
 
     def extend(self, keys: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Keep the step's keys [batch, 1, rows, dim]. Returns keys to attend to: the ring alone after a single row;
-        else [batch, window + rows, dim], the ring as it was and then the step's keys."""
+        """Keep the step's keys [batch, 1, rows, dim]. Returns keys to attend to: after a single row ``keys``, where
+        they lie; else [batch, window + rows, dim], the ring as it was and then the step's keys."""
         assert self.keys is not None
         rows, kept = keys.shape[2], min(keys.shape[2], self.window)
         keys = keys.squeeze(1)
         if rows == 1:
-            self.keys.index_copy_(1, (start % self.window).unsqueeze(0), keys)
+            self.keys.index_copy_(1, (start % self.window + self.room).unsqueeze(0), keys)
             return self.keys
-        both = torch.cat([self.keys, keys], 1)
-        slots = (start + torch.arange(rows - kept, rows, device=keys.device)) % self.window
+        both = torch.cat([self.keys[:, self.room : self.room + self.window], keys], 1)
+        slots = (start + torch.arange(rows - kept, rows, device=keys.device)) % self.window + self.room
         self.keys.index_copy_(1, slots, keys[:, rows - kept :])
         return both
 
     def rows_of(self, places: torch.Tensor, start: torch.Tensor, rows: int) -> torch.Tensor:
         """Rows, in what ``extend`` returned, of int32 places >= 0 that a row of the step sees."""
         ring = places % self.window
-        return ring if rows == 1 else torch.where(places < start, ring, places - start + self.window)
+        return ring + self.room if rows == 1 else torch.where(places < start, ring, places - start + self.window)
 
     def advance(self, rows: int, first: bool) -> None:
         """Count the rows of a step. first: of all layers, which sees to it that no more are cached than fit."""
@@ -189,7 +204,17 @@ class WindowedLayer(CacheLayerMixin):
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         if self.keys is None or not self.is_initialized and self.keys.numel() == 0:
             return ()
-        return (self.keys, *(part for pool in self.pools.values() for part in pool.tensors()))
+        parts = [part for pool in self.pools.values() for part in pool.tensors()]
+        return tuple(parts) if self.pools else (self.keys,)
+
+
+def heads_at_once(batch: int, keys: torch.Tensor) -> int | None:
+    """How many heads of a sequence's single row attend together, as a row of their own, to keys [..., dim]; None: all.
+
+    On Hopper swap-AB takes a few heads, and is faster over bf16 rows than the portable kernel, as long as rows are few.
+    """
+    few = batch < FEW_ROWS and keys.dtype == torch.bfloat16 and keys.shape[-1] == D_V
+    return SWAP_AB_HEADS if few and target_of(keys.device).is_hopper else None
 
 
 def static_cache(model: Any, max_len: int) -> Cache:
@@ -202,9 +227,11 @@ def static_cache(model: Any, max_len: int) -> Cache:
     check_family(config)
     if config.model_type != WINDOWED:
         return StaticCache(config=config, max_cache_len=max_len)
-    return Cache(
-        layers=[WindowedLayer(max_len, config.sliding_window, shapes(config, kind)) for kind in config.layer_types]
-    )
+    parts, selected = -(-config.num_attention_heads // SWAP_AB_HEADS), {SELECTING: config.index_topk}
+    return Cache(layers=[
+        WindowedLayer(max_len, config.sliding_window, shapes(config, kind), selected.get(kind), parts)
+        for kind in config.layer_types
+    ])  # fmt: skip
 
 
 def shapes(config: Any, layer_type: str) -> dict[str, Shape]:

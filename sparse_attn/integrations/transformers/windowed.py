@@ -15,6 +15,7 @@ from sparse_attn.integrations.transformers.indexer import select
 from sparse_attn.integrations.transformers.refusals import refuse
 from sparse_attn.integrations.transformers.states import (
     POOLED_ROPE,
+    SELECTING,
     Fixed,
     Growing,
     State,
@@ -26,12 +27,11 @@ from sparse_attn.integrations.transformers.states import (
 )
 from sparse_attn.layout import PLAIN_DTYPE, PlainLayout
 from sparse_attn.ops.attention import sparse_attn_decode
-from sparse_attn.ops.index_topk import index_topk_decode_slots
+from sparse_attn.ops.index_topk import index_topk_decode
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.types import Ragged
 
 ROWS = 1024  # whose queries are held at once: 67 MB of V4 Flash's, and twice as many in fp32 in their norm
-SELECTING = "compressed_sparse_attention"
 DTYPE_NAME = {dtype: name for name, dtype in PLAIN_DTYPE.items()}
 
 
@@ -41,7 +41,8 @@ class Seen(NamedTuple):
     keys: [batch, n, dim]. columns: int32 [batch, rows, window], of keys, -1 for none. entries: [batch, m, dim], or None
     where there are none. index_keys: [batch, m, index dim], or None where all entries are seen. limits: int32 [batch,
     rows], entries that a row sees or selects among. layer: that of a static cache, or None. There ``m`` is the same in
-    every step. It is a constant of the kernel that packs slots, which would be compiled anew for each other one.
+    every step. It is a constant of the kernel that packs slots, which would be compiled anew for each other one. A
+    single row there has ``keys`` and ``entries`` in one cache, whose rows ``columns`` name.
     """
 
     keys: torch.Tensor
@@ -120,16 +121,36 @@ def _attend(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
     query = torch.unflatten(module.q_b_proj(rows.q_latent), -1, (-1, module.head_dim))
     query = rotate(module.q_b_norm(query), rows.turn)  # [batch, rows, heads, dim]
     layout = PlainLayout(DTYPE_NAME[seen.keys.dtype], module.head_dim)
-    extra: dict[str, Any] = {}
-    if seen.entries is not None:
-        extra = dict(extra_cache=seen.entries, extra_ragged=_entries(module, rows, seen), extra_layout=layout)
-    out = sparse_attn_decode(
-        query.flatten(0, 1), seen.keys, _windows(seen),
-        scale=module.scaling, layout=layout, sink=module.sinks.float(), **extra,
-    ).out  # fmt: skip
-    out = written(rotate(torch.unflatten(out, 0, query.shape[:2]), rows.turn.back()))  # a value is a rotated key
+    if seen.layer is not None and query.shape[1] == 1:
+        out = _attend_to_one_cache(module, query.squeeze(1), rows, seen, layout)
+    else:
+        extra: dict[str, Any] = {}
+        if seen.entries is not None:
+            extra = dict(extra_cache=seen.entries, extra_ragged=_entries(module, rows, seen), extra_layout=layout)
+        out = sparse_attn_decode(
+            query.flatten(0, 1), seen.keys, _ragged(seen.columns, seen.keys.shape[1]),
+            scale=module.scaling, layout=layout, sink=module.sinks.float(), **extra,
+        ).out  # fmt: skip
+    out = rotate(torch.unflatten(out, 0, query.shape[:2]), rows.turn.back())  # a value is a rotated key
+    out = written(out.to(query.dtype))
     groups = torch.unflatten(out.flatten(2), -1, (module.config.o_groups, -1))
     return module.o_b_proj(module.o_a_proj(groups).flatten(2))
+
+
+def _attend_to_one_cache(module: Any, query: torch.Tensor, rows: Rows, seen: Seen, layout: PlainLayout) -> torch.Tensor:
+    """[batch, heads, dim] of single rows [batch, heads, dim], whose window and entries lie in one static cache."""
+    chosen = [seen.columns] if seen.entries is None else [seen.columns, _chosen(module, rows, seen)]
+    first = seen.layer.table.unsqueeze(1) * seen.keys.shape[1]
+    listed = torch.cat([torch.where(part < 0, -1, part + first) for part in chosen], -1)
+    (batch, heads, dim), sink, most = query.shape, module.sinks.float(), seen.layer.most_heads
+    parts = heads // most if most and heads % most == 0 else 1
+    ragged = Ragged(listed.expand(-1, parts, -1).flatten(), seen.layer.indptr[: batch * parts + 1])
+    if parts == 1:
+        return sparse_attn_decode(query, seen.keys, ragged, scale=module.scaling, layout=layout, sink=sink).out
+    query = query.reshape(batch * parts, -1, dim)
+    out, lse = sparse_attn_decode(query, seen.keys, ragged, scale=module.scaling, layout=layout)
+    counted = torch.sigmoid(lse.reshape(batch, heads, 1) - sink.unsqueeze(-1))  # what a head's sink leaves of its sum
+    return out.reshape(batch, heads, dim).float() * counted
 
 
 def _state(module: Any, cache: Any) -> State:
@@ -147,36 +168,33 @@ def _state(module: Any, cache: Any) -> State:
 
 def _entries(module: Any, rows: Rows, seen: Seen) -> Ragged:
     """Slots of the entries that each row attends to."""
+    assert seen.entries is not None
+    return _ragged(_chosen(module, rows, seen), seen.entries.shape[1])
+
+
+def _chosen(module: Any, rows: Rows, seen: Seen) -> torch.Tensor:
+    """The entries that each row attends to, int32 [batch, rows, n], -1 for none."""
     assert seen.entries is not None and seen.limits is not None
-    count, room = rows.hidden.shape[1], seen.entries.shape[1]
+    room = seen.entries.shape[1] if seen.layer is None else seen.layer.room
     if seen.index_keys is None:
         entries = torch.arange(room, dtype=torch.int32, device=rows.hidden.device)
-        return _ragged(torch.where(entries < seen.limits.unsqueeze(-1), entries, -1), room)
+        return torch.where(entries < seen.limits.unsqueeze(-1), entries, -1)
     index, keys = module.compressor.indexer, seen.index_keys
     query = torch.unflatten(index.q_b_proj(rows.q_latent), -1, (-1, index.head_dim))
     query, scorer = rotate(query, rows.index_turn), index.scorer
     weights = scorer.weights_proj(rows.hidden).float() * (scorer.weights_scaling * scorer.softmax_scale)
-    if count == 1 and seen.layer is not None:
+    if query.shape[1] == 1 and seen.layer is not None:
         layout = PlainLayout(DTYPE_NAME[keys.dtype], index.head_dim)
-        return index_topk_decode_slots(
-            query, weights.flatten(0, 1), keys, seen.limits, seen.layer.table, index.index_topk, room, layout
-        )
+        inputs = query, weights.flatten(0, 1), keys, seen.limits, seen.layer.table
+        return index_topk_decode(*inputs, index.index_topk, room, layout).unsqueeze(1)
     ranges = torch.stack([torch.zeros_like(seen.limits), seen.limits], -1)
-    return _ragged(select(query, weights, keys, ranges, index.index_topk), room)
+    return select(query, weights, keys, ranges, index.index_topk)
 
 
 def _window(bounds: torch.Tensor, window: int) -> torch.Tensor:
     """The keys of each row's range, int32 [batch, rows, window], -1 for none."""
     columns = bounds[..., :1] + torch.arange(window, dtype=torch.int32, device=bounds.device)
     return torch.where(columns < bounds[..., 1:], columns, -1)
-
-
-def _windows(seen: Seen) -> Ragged:
-    """Slots of the window keys of each row."""
-    if seen.layer is None or seen.columns.shape[1] > 1:
-        return _ragged(seen.columns, seen.keys.shape[1])
-    slots = seen.columns.squeeze(1) + seen.layer.table * seen.keys.shape[1]
-    return Ragged(torch.where(seen.columns.squeeze(1) < 0, -1, slots).flatten(), seen.layer.indptr)
 
 
 def _ragged(chosen: torch.Tensor, keys: int) -> Ragged:
