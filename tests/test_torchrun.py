@@ -76,10 +76,21 @@ def test_one_error_of_all():
     assert err.count(": error: ") == 1
 
 
-@pytest.mark.few(0)
-def test_a_rank_that_dies_ends_all(tmp_path):
-    running = torchrun(2, "generate", "--preset", "tiny_v32", "--max-new-tokens", "8000", "--ignore-eos", "--prompt-ids",
-                       "1,2,3", "--progress")  # fmt: skip
+DYING = {
+    "gloo": ("--preset", "tiny_v32", "--max-new-tokens", "8000", "--prompt-ids", "1,2,3"),
+    "nccl": ("--model", "reader-v32", "--max-new-tokens", "8000", "--graph", "--prompt", "to be"),
+}
+
+
+@pytest.mark.parametrize(
+    "backend",
+    (
+        pytest.param("gloo", marks=pytest.mark.few(0)),
+        pytest.param("nccl", marks=(pytest.mark.gpu, pytest.mark.gpus(2))),
+    ),
+)
+def test_a_rank_that_dies_ends_all(backend):
+    running = torchrun(2, "generate", *DYING[backend], "--ignore-eos", "--progress")
     try:
         assert running.stderr is not None
         while "decode" not in (line := running.stderr.read(80)):

@@ -9,6 +9,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +43,10 @@ from sparse_attn.weight_layout import weight_bytes as bytes_of
 
 Suite = Callable[[Run], Iterator[Record]]
 MODELS = ("deepseek_v4_flash", "deepseek_v32")
+SIZES = {  # of decode steps: contexts, requests
+    "deepseek_v4_flash": ((4096, 32768, 131072), (1, 8, 64, 128)),
+    "deepseek_v32": ((32768, 131072), (1, 8, 64)),
+}
 STEPS, CALLS = 30, 20
 PER_RANK = "per-rank k, which is not exact"
 
@@ -55,15 +60,17 @@ def grids(size: int) -> dict[str, Mesh]:
     return {name: make_mesh(**one, device=device) for name, one in sizes.items()}
 
 
-def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int) -> Spec | CompressedSpec:
-    """The most of a model's first layers that a rank holds with the caches of ``batch`` requests."""
+def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int, rows: int = 0) -> Spec | CompressedSpec:
+    """The most of a model's first layers that a rank holds with the caches of ``batch`` requests, of which one prefills
+    ``rows`` tokens at a time."""
     whole = preset(name)
     if run.dry:
         return whole
     room, target = FREE * torch.cuda.mem_get_info()[0], target_of(torch.device(run.device))
     for layers in range(whole.num_layers, 0, -1):
         spec = whole if layers == whole.num_layers else first_layers(whole, layers)
-        needed = plan(spec, step_bounds(spec, batch, context, mesh), target, "fp8", form="published")["bytes"]
+        bounds = replace(step_bounds(spec, batch, context, mesh), max_batched_tokens=rows, kv_rows=context * (rows > 0))
+        needed = plan(spec, bounds, target, "fp8", form="published")["bytes"]
         assert isinstance(needed, int)
         if needed <= room:
             return spec
@@ -89,8 +96,8 @@ def freed(run: Run) -> None:
 
 def distributed_step(run: Run) -> Iterator[Record]:
     "A captured decode step by part, beside its floor: real layers, as many as fit, packed random weights."
-    contexts, batches = run.pick((4096, 32768, 131072), (64,)), run.pick((1, 8, 64, 128), (2,))
     for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
+        contexts, batches = run.pick(SIZES.get(name, ()), ((64,), (2,)))
         for grid, mesh in grids(dist.get_world_size()).items():
             spec = fitting(run, name, mesh, min(HELD, batches[-1]), contexts[-1])
             model = made(run, spec, mesh)
@@ -181,24 +188,34 @@ def shared_k(
 
 
 def distributed_prefill(run: Run) -> Iterator[Record]:
-    "A prompt's prefill and its first token, eager, by wall clock; layers as in distributed_step."
+    "A prompt's prefill and first token, eager, by wall clock; one from before weights are drawn, a GPU's most bytes."
     for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
         for grid, mesh in grids(dist.get_world_size()).items():
-            spec = fitting(run, name, mesh, HELD, 131072)
+            prompts, rows = run.pick((8192, 32768), (40,)), run.pick(8192, 16)
+            spec = fitting(run, name, mesh, 1, prompts[-1] + 1, rows)
+            about = f"{name}, {spec.num_layers} layers, {grid}"
+            dist.barrier()
+            begin = time.perf_counter()
             model = made(run, spec, mesh)
-            for tokens in run.pick((8192, 32768), (40,)):
-                generator = torch.Generator().manual_seed(0)
-                prompt = torch.randint(0, spec.vocab_size, (tokens,), generator=generator, device="cpu")
-                us = []
-                for _ in range(run.pick(3, 1)):
-                    dist.barrier()
-                    begin = time.perf_counter()
-                    generate(model, [prompt.tolist()], max_new_tokens=1, graph=False, prefill_tokens=run.pick(8192, 16))
-                    us.append(1e6 * (time.perf_counter() - begin))
-                case = f"{name}, {spec.num_layers} layers, {grid}, {tokens} tokens"
-                yield Record(case, 0.0 if run.dry else slowest(min(us)))
+            _first_token_us(model, prompts[0], rows)
+            us = slowest(1e6 * (time.perf_counter() - begin))
+            peak = slowest(0 if run.dry else torch.cuda.max_memory_allocated()) / 1e9
+            case = f"{about}, no weights at first, {prompts[0]} tokens (at most {peak:.1f} GB a GPU)"
+            yield Record(case, 0.0 if run.dry else us)
+            for tokens in prompts:
+                us = slowest(min(_first_token_us(model, tokens, rows) for _ in range(run.pick(2, 1))))
+                yield Record(f"{about}, {tokens} tokens", 0.0 if run.dry else us)
             del model
             freed(run)
+
+
+def _first_token_us(model: Model, tokens: int, rows: int) -> float:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, model.spec.vocab_size, (tokens,), generator=generator, device="cpu").tolist()
+    dist.barrier()
+    begin = time.perf_counter()
+    generate(model, [prompt], max_new_tokens=1, graph=False, prefill_tokens=rows)
+    return 1e6 * (time.perf_counter() - begin)
 
 
 def distributed_soak(run: Run) -> Iterator[Record]:
