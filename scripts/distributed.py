@@ -4,8 +4,8 @@
     torchrun --nproc-per-node N scripts/distributed.py [SUITE...]         # none: every one
     torchrun --nproc-per-node N scripts/distributed.py --dry              # tiny, gloo on a CPU, nothing timed
 
-A case's time is the slowest process's. After each suite the records so far are written, those of other suites in the
-file stay where the commit is the same.
+A case's time is the slowest process's. Records are written as they come, those of other suites in the file stay where
+the commit is the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -47,9 +48,10 @@ def main() -> int:
     with joined(options):
         records = [] if options.dry else earlier(about, path_of(about, options.out), names)
         for name in names:
-            records += measure(name, Run(options.device, dry=options.dry))
-            if not (options.dry or rank()):
-                path_of(about, options.out).write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
+            for record in measured(name, Run(options.device, dry=options.dry)):
+                records.append(record)
+                if not (options.dry or rank()):
+                    path_of(about, options.out).write_text(json.dumps({**about, "records": records}, indent=1) + "\n")
     return 0
 
 
@@ -66,18 +68,18 @@ def earlier(about: dict, path: Path, names: list[str]) -> list[dict]:
     return [record for record in records if record["suite"] not in names] if found == about else []
 
 
-def measure(name: str, run: Run) -> list[dict]:
+def measured(name: str, run: Run) -> Iterator[dict]:
     """A suite's records, which the first process prints as they come."""
-    began, records = time.perf_counter(), []
+    began = time.perf_counter()
     torch.manual_seed(0)
     for record in SUITES[name](run):
-        records.append(record.as_dict(name))
+        found = record.as_dict(name)
         if not rank():
-            print(shown(records[-1]), flush=True)
+            print(shown(found), flush=True)
+        yield found
     dist.barrier()
     if not rank():
         print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
-    return records
 
 
 if __name__ == "__main__":

@@ -226,19 +226,20 @@ def distributed_soak(run: Run) -> Iterator[Record]:
         for grid, mesh in {"one rank": ONE_RANK, **grids(dist.get_world_size())}.items():
             spec, params = load(folder, device=run.device, dtype=torch.float32, expand=True, mesh=mesh)
             model = Model(spec, params, cache_layouts(spec, "fp32"), mesh=mesh)
-            took, held = [], []
-            for _ in range(2):
-                dist.barrier()
-                begin = time.perf_counter()
-                tokens = generate(model, [[72, 101, 108], [10]], max_new_tokens=count, graph=not run.dry).tokens
-                took.append(1e6 * (time.perf_counter() - begin) / count)
-                alone = alone or tokens
-                assert tokens == alone, f"{name}, {grid}: tokens differ from one rank's"
-                freed(run)
+            held: list[int] = []
+
+            def seen(place: int, token: int, held: list[int] = held) -> None:
                 held.append(0 if run.dry else torch.cuda.memory_allocated())
-            assert held[0] == held[1], f"{name}, {grid}: {held} bytes"
-            yield Record(f"{name}, {grid}, {count} tokens of 2 requests", 0.0 if run.dry else slowest(min(took)))
+
+            dist.barrier()
+            found = generate(model, [[72, 101, 108], [10]], max_new_tokens=count, graph=not run.dry, on_token=seen)
+            alone = alone or found.tokens
+            assert found.tokens == alone, f"{name}, {grid}: tokens differ from one rank's"
+            assert max(held[count:]) <= max(held[:count]), f"{name}, {grid}: bytes grow, {held[:: count // 4]}"
+            us = 1e6 * found.decode_s / count
+            yield Record(f"{name}, {grid}, {count} tokens of 2 requests", 0.0 if run.dry else slowest(us))
             del model, params
+            freed(run)
 
 
 def distributed_collectives(run: Run) -> Iterator[Record]:
