@@ -44,8 +44,8 @@ def mask_of(kind: str, rows: int, keys: int, past: int, device: str) -> torch.Te
 
 def compiled(run: Run, layer: torch.nn.Module, rows: int) -> Callable[..., object]:
     """``layer`` as a decode step on a static cache is run, one graph; prefill is not compiled. Products of one row take
-    generated code, which mode="max-autotune" does, too."""
-    options: Any = {"coordinate_descent_tuning": True}
+    generated code, which mode="max-autotune" does, too; independent small kernels share a launch."""
+    options: Any = {"coordinate_descent_tuning": True, "combo_kernels": True}
     return layer if run.dry or rows > 1 else torch.compile(layer, fullgraph=True, dynamic=False, options=options)
 
 
