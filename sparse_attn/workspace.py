@@ -21,7 +21,7 @@ import contextlib
 import contextvars
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -145,16 +145,6 @@ class Workspace:
 Key = tuple[torch.device, int]
 
 
-class _Use:
-    """A ``use`` that has not ended. When it ends it drops its workspace, whoever still refers to it."""
-
-    __slots__ = ("key", "workspace")
-
-    def __init__(self, key: Key, workspace: Workspace):
-        self.key = key
-        self.workspace: Workspace | None = workspace
-
-
 class _Running(threading.local):
     """The ops that this thread is in the middle of, innermost last."""
 
@@ -164,7 +154,7 @@ class _Running(threading.local):
 
 _reserved: dict[Key, Workspace] = {}
 _reserving = threading.Lock()
-_used: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar("sparse_attn_workspaces", default=())
+_used: contextvars.ContextVar[tuple[use, ...]] = contextvars.ContextVar("sparse_attn_workspaces", default=())
 _running = _Running()
 
 
@@ -181,8 +171,8 @@ def _owner(device: torch.device) -> Workspace | None:
     if not uses and not _reserved:
         return None
     key = _key(device)
-    for use in reversed(uses):
-        if use.key == key and (workspace := use.workspace) is not None:
+    for one in reversed(uses):
+        if one.key == key and (workspace := one.workspace) is not None:
             return workspace
     return _reserved.get(key)
 
@@ -208,17 +198,27 @@ def current(device: torch.device | str) -> Workspace | None:
     return _owner(torch.device(device))
 
 
-@contextlib.contextmanager
-def use(workspace: Workspace) -> Iterator[Workspace]:
-    """Let ``workspace`` serve this thread on the current stream of its device inside the block; a captured graph keeps
-    its own this way. Blocks may end in any order (in generators), and in another thread than they began in."""
-    mine = _Use(_key(workspace.device), workspace)
-    _used.set((*_used.get(), mine))
-    try:
-        yield workspace
-    finally:
-        mine.workspace = None
-        _used.set(tuple(use for use in _used.get() if use.workspace is not None))
+class use:
+    """The block in which ``workspace`` serves this thread on the current stream of its device; a captured graph keeps
+    its own this way. Blocks may end in any order (in generators), and in another thread than they began in. One that
+    ends drops its workspace, whoever still refers to it."""
+
+    __slots__ = ("key", "workspace")
+    key: Key
+
+    def __init__(self, workspace: Workspace):
+        self.workspace: Workspace | None = workspace
+
+    def __enter__(self) -> Workspace:
+        workspace = self.workspace
+        assert workspace is not None
+        self.key = _key(workspace.device)
+        _used.set((*_used.get(), self))
+        return workspace
+
+    def __exit__(self, *_: object) -> None:
+        self.workspace = None
+        _used.set(tuple(one for one in _used.get() if one.workspace is not None))
 
 
 class launching:

@@ -17,26 +17,25 @@ delivers the tokens that have arrived. It never waits for the device. What is wh
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sparse_attn import checks, workspace
-from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ALONE
 from sparse_attn.ops.sampling import token_logprobs
 from sparse_attn.pipeline import Bounds, check_block_size, default_block_size
 from sparse_attn.runtime.batch import compiled, locked_workspace, scratch_size
 from sparse_attn.runtime.draws import Draws, row_draws
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
-from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
+from sparse_attn.runtime.inputs import checked_prompt, checked_sampling
 from sparse_attn.runtime.paging import BlockPool, Span, blocks_for
 from sparse_attn.runtime.processes import check_same, most_of_all
 from sparse_attn.runtime.requests import Finished, Occupancy, Request
 from sparse_attn.runtime.rows import DecodeRows, EagerDecode
-from sparse_attn.runtime.seats import Seats
+from sparse_attn.runtime.seats import AGE, Seats
 from sparse_attn.runtime.speculation import Drafter
 from sparse_attn.runtime.speculator import check_speculate
 from sparse_attn.runtime.steps import Model, PrefillSize, Sampling, least_capacity, prefill_step
@@ -114,6 +113,7 @@ class Batching:
         )  # fmt: skip
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
         self.model, self.piece, self.ahead = model, piece, ahead
+        self._device = model.device
         self.block_size = int(block_size) * model.mesh.context.size  # of all context ranks
         self.prefill_tokens, self.max_waiting = max(2, prefill_tokens), max_waiting
         self._penalties, self._stop_ids, self._keep_logprobs = penalties, stop_ids, logprobs
@@ -157,7 +157,9 @@ class Batching:
         if self.batch_invariant:
             self._size = PrefillSize(self.prefill_tokens, rows, self._max_context)
         self._unfinished: dict[int, Request] = {}
+        self._over: list[Request] = []  # of the unfinished, to be reported
         self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
+        self._landed: defaultdict[int, list[TokenStream]] = defaultdict(list)  # of so many first tokens, to be reused
         self._arrived: deque[tuple[Request, int, float]] = deque()
         self._steps_ahead = self._next = self._tokens = 0
 
@@ -179,7 +181,7 @@ class Batching:
         outside of the vocabulary, more stop ids or other penalties than the scheduler was made for. RuntimeError where
         max_waiting are queued.
         """
-        ids = checked_prompts([prompt], self.model.spec, max_new_tokens)[0]
+        ids = checked_prompt("prompt", prompt, self.model.spec, max_new_tokens)
         sampling = checked_sampling(sampling, self.model.spec.vocab_size)
         if seed is not None:
             checks.check_seed("seed", seed)
@@ -192,15 +194,15 @@ class Batching:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {most}")
         if len(self.seats.waiting) >= self.max_waiting:
             raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
-        check_same(
-            self.model.mesh, self.model.device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
-            seed=seed,
-        )  # fmt: skip
+        if self.model.mesh.size > 1:
+            check_same(
+                self.model.mesh, self._device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
+                seed=seed,
+            )  # fmt: skip
         request = Request(
             self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token,
-            drafts=self._drafts,
+            self.seats.keys(ids), self._drafts,
         )  # fmt: skip
-        request.keys = self.seats.keys(ids)
         self._next += 1
         self.seats.waiting.append(request)
         self._unfinished[request.number] = request
@@ -212,11 +214,9 @@ class Batching:
         request = self._unfinished.get(number)
         if request is None or request.reason is not None:
             return False
-        request.reason = "cancelled"
+        self._end(request, "cancelled")
         return True
 
-    @no_autocast
-    @torch.no_grad()
     def step(self) -> list[Finished]:
         """Deliver what has arrived, launch what fits, and report what finished. Never waits for the device: with work
         on its way and nothing to launch it returns at once.
@@ -224,13 +224,15 @@ class Batching:
         An exception of on_token passes through. Its token counts as delivered, and the next call goes on."""
         self._deliver()
         done = self._sweep()
-        unfinished = len(self._unfinished)
-        with workspace.use(self._workspace):
-            self.seats.admit()
-            self._prefill(unfinished)
-            self._decode()
-        self._deliver()
-        return done + self._sweep()
+        if self._unfinished or self._sharing.size > 1:
+            with workspace.use(self._workspace):
+                unfinished = len(self._unfinished)
+                self.seats.admit()
+                self._prefill(unfinished)
+                self._decode()
+            self._deliver()
+            done += self._sweep()
+        return done
 
     @property
     def idle(self) -> bool:
@@ -272,6 +274,8 @@ class Batching:
                 break
             self._flying.popleft()
             self._steps_ahead -= len(stream)
+            if not decoded:
+                self._landed[len(columns)].append(stream)
         while self._arrived:
             request, token, logprob = self._arrived.popleft()
             request.pending -= 1
@@ -281,17 +285,16 @@ class Batching:
             request.tokens.append(token)
             request.logprobs.append(logprob)
             if token in request.sampling.stop_ids:
-                request.reason = "stop"
+                self._end(request, "stop")
             elif len(request.tokens) == request.max_new_tokens:
-                request.reason = "length"
+                self._end(request, "length")
             if request.on_token is not None and request.on_token(request.number, token) is True:
-                request.reason = request.reason or "ended"
+                self._end(request, "ended")
 
     def _take_in(self, steps: list[Any], scores: list[Any] | None, columns: list[tuple[int, Request]]) -> None:
         """Queue the tokens of some steps for delivery, in the order in which they were drawn."""
         add = self._arrived.append
-        for number, rows in enumerate(steps):
-            logprobs = rows if scores is None else scores[number]
+        for rows, logprobs in zip(steps, scores or steps):
             for at, request in columns:
                 own, known = rows[at], logprobs[at]
                 if type(own) is int:  # of a step that draws one
@@ -301,14 +304,21 @@ class Batching:
                         add((request, token, score))
                         request.pending += 1
 
+    def _end(self, request: Request, reason: str) -> None:
+        if request.reason is None:
+            request.reason = reason
+            self._over.append(request)
+
     def _sweep(self) -> list[Finished]:
         """Take out whoever is over."""
-        done = [request for request in self._unfinished.values() if request.reason is not None]
-        for request in done:
+        if not self._over:
+            return []
+        over, self._over = sorted(self._over, key=AGE), []
+        for request in over:
             del self._unfinished[request.number]
             self.seats.withdraw(request)
         logprobs = self._keep_logprobs
-        return [Finished(one.number, one.tokens, str(one.reason), one.logprobs if logprobs else None) for one in done]
+        return [Finished(one.number, one.tokens, str(one.reason), one.logprobs if logprobs else None) for one in over]
 
     # what runs
 
@@ -327,7 +337,7 @@ class Batching:
             assert request.row is not None
             spans.append(Span(request.row, request.computed, stop))
             tokens, keys = tokens - (stop - request.computed), keys - stop
-        most, others = most_of_all(self._sharing, self.model.device, self.prefill_tokens - tokens, unfinished)
+        most, others = self._most_of_all(self.prefill_tokens - tokens, unfinished)
         self._others = self._sharing.size > 1 and others > 0
         if not most:
             return
@@ -359,16 +369,18 @@ class Batching:
         found = [tokens]
         if self._keep_logprobs:
             found.append(token_logprobs(_picked(logits, [end for end, _ in ends]), tokens, best=0).drawn)
-        stream = on_the_way(found)
+        landed = self._landed[len(ends)]
+        stream = on_the_way(found, landed.pop() if landed else None)
         self._fly(stream, [(column, request) for column, (_, request) in enumerate(ends)], decoded=False)
-        requests = [request for _, request in ends]
-        for request in requests:
+        starting = []
+        for _, request in ends:
             request.begun = True
-        if starting := [request for request in requests if request.decoding and request.row is not None]:
-            self.seats.start(starting)
-        for request in requests:
-            if not request.decoding:
+            if request.max_new_tokens > 1:
+                starting.append(request)
+            else:
                 self.seats.free(request)
+        if starting:
+            self.seats.start(starting)
 
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
@@ -378,7 +390,7 @@ class Batching:
         if not sharing:
             runs = runs and self._steps_ahead < self.piece * self.ahead
         fewer = self.piece - min([self.piece, *(steps for _, steps in decoding)])
-        runs, fewer, rows = most_of_all(self._sharing, self.model.device, runs, fewer, self.loop.width)
+        runs, fewer, rows = self._most_of_all(runs, fewer, self.loop.width)
         if not runs:
             return
         steps = self.piece - fewer
@@ -394,6 +406,9 @@ class Batching:
                 request.flying += steps
                 if most <= steps:
                     self.seats.free(request)
+
+    def _most_of_all(self, *values: int) -> Sequence[int]:
+        return most_of_all(self._sharing, self._device, *values) if self._sharing.size > 1 else values
 
     def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
         self._flying.append((stream, columns, 0, decoded))

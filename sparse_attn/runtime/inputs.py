@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.draws import Sampling
 from sparse_attn.spec import CompressedSpec, Spec
 
+PLAIN = float, int, tuple, int, float, float, float, float, float  # the fields of a Sampling
+OFF = [1.0, 0.0, 0.0]  # its penalties where it asks for none
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -22,20 +25,29 @@ def checked_prompts(
     checks.check_at_least("max_new_tokens", max_new_tokens, 1)
     if not _is_sequence(prompts):
         raise TypeError(f"prompts: got {_shown(prompts)}, allowed: a sequence of prompts")
-    found = [integers(f"prompts[{number}]", prompt) for number, prompt in enumerate(prompts)]
+    found = [
+        checked_prompt(f"prompts[{number}]", prompt, spec, max_new_tokens) for number, prompt in enumerate(prompts)
+    ]
     if not found:
         raise ValueError("prompts: got none, allowed: at least one")
-    for number, prompt in enumerate(found):
-        name = f"prompts[{number}]"
-        if not prompt:
-            raise ValueError(f"{name}: got no token, allowed: at least one")
-        _check_ids(name, prompt, spec.vocab_size)
-        if len(prompt) + max_new_tokens - 1 > spec.max_positions:
-            raise ValueError(
-                f"{name}: got {len(prompt)} tokens to be followed by {max_new_tokens}, allowed: "
-                f"{spec.max_positions + 1} in all, the model knows {spec.max_positions} positions"
-            )
     return found
+
+
+def checked_prompt(
+    name: str, prompt: Sequence[int] | torch.Tensor, spec: Spec | CompressedSpec, max_new_tokens: int
+) -> list[int]:
+    """The ids of one prompt, ``name`` in errors; as ``checked_prompts``."""
+    checks.check_at_least("max_new_tokens", max_new_tokens, 1)
+    ids = integers(name, prompt)
+    if not ids:
+        raise ValueError(f"{name}: got no token, allowed: at least one")
+    _check_ids(name, ids, spec.vocab_size)
+    if len(ids) + max_new_tokens - 1 > spec.max_positions:
+        raise ValueError(
+            f"{name}: got {len(ids)} tokens to be followed by {max_new_tokens}, allowed: "
+            f"{spec.max_positions + 1} in all, the model knows {spec.max_positions} positions"
+        )
+    return ids
 
 
 def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampling:
@@ -43,6 +55,8 @@ def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampl
     unknown."""
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling: got {_shown(sampling)}, allowed: a Sampling")
+    if _is_ordinary(sampling):
+        return sampling
     checks.check_temperature(sampling.temperature)
     checks.check_seed("seed", sampling.seed)
     stop_ids = integers("stop_ids", sampling.stop_ids)
@@ -56,6 +70,22 @@ def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampl
         float(sampling.temperature), int(sampling.seed), tuple(stop_ids), min(int(sampling.top_k), 2**63 - 1),
         *(float(getattr(sampling, name)) for name in ("top_p", "min_p", "repetition", "presence", "frequency")),
     )  # fmt: skip
+
+
+def _is_ordinary(sampling: Sampling) -> bool:
+    """Whether ``sampling`` is in plain numbers, within limits and asks for no penalties or stop ids: seen at a glance,
+    because a scheduler looks at each request's."""
+    temperature, seed, stop_ids, top_k, top_p, min_p, *penalties = sampling
+    return (
+        tuple(map(type, sampling)) == PLAIN
+        and 0 <= temperature < math.inf
+        and -(2**63) <= seed < 2**63
+        and not stop_ids
+        and 0 <= top_k < 2**63
+        and 0 <= top_p <= 1
+        and 0 <= min_p <= 1
+        and penalties == OFF
+    )
 
 
 def checked_samplings(
@@ -113,10 +143,10 @@ def integers(name: str, values: Any) -> list[int]:
         if values.dim() != 1 or values.dtype not in INTEGERS:
             raise TypeError(f"{name}: got {_shown(values)}, allowed: one dimension of integers")
         return values.tolist()
+    if type(values) is list and list(map(type, values)).count(int) == len(values):
+        return values.copy()
     if not _is_sequence(values):
         raise TypeError(f"{name}: got {_shown(values)}, allowed: a sequence of integers")
-    if list(map(type, values)).count(int) == len(values) > 0:
-        return list(values)
     for place, value in enumerate(values):
         if type(value) is not int:
             checks.check_integer(f"{name}[{place}]", value)

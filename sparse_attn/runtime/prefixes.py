@@ -1,7 +1,7 @@
 """Prefixes of prompts that requests may begin from: blocks, found by a hash of the tokens up to their end.
 
-A block's key is a hash of the key before it and of the block's tokens, so it stands for all tokens from the first one
-on. Where a model has rings, its blocks alone do not suffice: a request begins at a border whose rings were kept, too.
+A block's key is a hash of all tokens from the first one to its end. Where a model has rings, its blocks alone do not
+suffice: a request begins at a border whose rings were kept, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -54,7 +54,11 @@ class Prefixes:
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """The keys of the whole blocks of ``tokens``. A caller who keeps them spares the hashing of later calls."""
-        return list(self._keys(tokens))
+        ids, size, passed, keys = array("I", tokens).tobytes(), 4 * self.block_size, hashlib.blake2b(digest_size=32), []
+        for start in range(0, len(ids) - size + 1, size):
+            passed.update(ids[start : start + size])
+            keys.append(passed.digest())
+        return keys
 
     def begin(self, tokens: Sequence[int], *, keys: Sequence[bytes] | None = None) -> tuple[list[int], int | None, int]:
         """(blocks, ring, known) of the longest usable prefix of ``tokens``. The caller gets a hold of each block.
@@ -63,7 +67,7 @@ class Prefixes:
         how many blocks of ``tokens`` are kept, usable or not. At least one token is left to compute.
         """
         found, usable = [], 0
-        for key in islice(self._keys(tokens) if keys is None else keys, (len(tokens) - 1) // self.block_size):
+        for key in islice(self.keys(tokens) if keys is None else keys, (len(tokens) - 1) // self.block_size):
             if key not in self._kept:
                 break
             found.append(key)
@@ -128,9 +132,3 @@ class Prefixes:
     def _touch(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):  # the first block last, so that it outlives those that continue it
             self._kept.move_to_end(key)
-
-    def _keys(self, tokens: Sequence[int]) -> Iterator[bytes]:
-        key, ids, size = b"", array("I", tokens).tobytes(), 4 * self.block_size
-        for end in range(size, len(ids) + 1, size):
-            key = hashlib.blake2b(key + ids[end - size : end], digest_size=32).digest()
-            yield key

@@ -51,7 +51,7 @@ class Parked(NamedTuple):
     known: torch.Tensor | None
 
 
-@dataclass(order=True)
+@dataclass(eq=False, slots=True)
 class Request:
     """number: in order of arrival. computed: tokens of the prompt that steps were launched for. begun: whether the step
     that draws the first token was. flying: decode steps launched that have not arrived, each of 1 to drafts + 1 tokens.
@@ -59,23 +59,23 @@ class Request:
     prompt's blocks, see Prefixes. reason: why it is over."""
 
     number: int
-    prompt: list[int] = field(compare=False)
-    max_new_tokens: int = field(compare=False)
-    sampling: Sampling = field(compare=False)
-    seed: int = field(compare=False)
-    on_token: Callable[[int, int], object] | None = field(compare=False)
-    row: int | None = field(default=None, compare=False)
-    computed: int = field(default=0, compare=False)
-    drafts: int = field(default=0, compare=False)
-    begun: bool = field(default=False, compare=False)
-    flying: int = field(default=0, compare=False)
-    pending: int = field(default=0, compare=False)
-    border: int = field(default=0, compare=False)
-    keys: list[bytes] = field(default_factory=list, compare=False)
-    tokens: list[int] = field(default_factory=list, compare=False)
-    logprobs: list[float] = field(default_factory=list, compare=False)
-    parked: Parked | None = field(default=None, compare=False)
-    reason: str | None = field(default=None, compare=False)
+    prompt: list[int]
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    on_token: Callable[[int, int], object] | None
+    keys: list[bytes]
+    drafts: int
+    row: int | None = None
+    computed: int = 0
+    begun: bool = False
+    flying: int = 0
+    pending: int = 0
+    border: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    parked: Parked | None = None
+    reason: str | None = None
 
     @property
     def most(self) -> int:

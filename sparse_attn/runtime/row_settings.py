@@ -20,6 +20,7 @@ from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.torch_private import copy_all
 
 CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: "i"}
+OFF = Sampling()
 MAX_STAGED = 16  # forms of what is written at once whose memory on the device is kept
 
 
@@ -93,6 +94,7 @@ class RowSettings:
         codes = [f"{self._widths.get(name, 1)}{CODES[value.dtype]}" for name, value in self._tensors.items()]
         self._packed = struct.Struct("<" + "".join(codes))
         self._numbers = [name for name in DTYPES if name in self._tensors]
+        self._unread = [name for name in (*DTYPES, "stop_ids") if name not in self._tensors]
         self._rows = list(zip(*(rows_of(value) for value in self._tensors.values())))
         self._words = [row.shape[0] for row in self._rows[0]]
         self.stopping: set[int] = set()  # the rows set with stop ids
@@ -136,11 +138,11 @@ class RowSettings:
     def _checked(self, sampling: Sampling | None) -> Sampling:
         if sampling is None:
             return self._sampling
-        sampling, off = checked_sampling(sampling), Sampling()
+        sampling = checked_sampling(sampling)
         if self._draws is None:
             raise ValueError("sampling: got one of a row, allowed: None, the loop has no draws")
-        for name in (*DTYPES, "stop_ids"):
-            if name not in self._tensors and getattr(sampling, name) != getattr(off, name):
+        for name in self._unread:
+            if getattr(sampling, name) != getattr(OFF, name):
                 raise ValueError(f"sampling: got {name}, allowed: what the loop has draws for")
         most = self._widths.get("stop_ids", 0)
         if len(sampling.stop_ids) > most:

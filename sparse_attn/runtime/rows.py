@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from sparse_attn import checks
+from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted
@@ -374,6 +375,7 @@ class DecodeRows(ABC):
             None if self._draws is None else self._draws.rows(slice(rows)),
         )
 
+    @no_autocast
     @torch.no_grad()
     def _decode(self, rows: int) -> None:
         """One step of the first ``rows`` rows."""
@@ -410,13 +412,14 @@ class DecodeRows(ABC):
 
     def _check_rows(self, rows: Sequence[int], live: bool) -> None:
         for place, row in enumerate(rows):
-            checks.check_integer(f"rows[{place}]", row)
+            if type(row) is not int:
+                checks.check_integer(f"rows[{place}]", row)
             if not 0 <= row < self.buckets[-1]:
                 raise ValueError(f"rows[{place}]: got {row}, allowed: 0 to {self.buckets[-1] - 1}")
             if (row in self._live) != live:
                 got, allowed = ("a live row", "others") if not live else ("no live row", "live ones")
                 raise ValueError(f"rows[{place}]: got {row}, {got}, allowed: {allowed}")
-        if len(set(rows)) != len(rows):
+        if len(rows) > 1 and len(set(rows)) != len(rows):
             raise ValueError(f"rows: got {list(rows)}, allowed: each once")
 
     def _check(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from sparse_attn.runtime.prefixes import Prefixes
 from sparse_attn.runtime.requests import Request
 from sparse_attn.runtime.rows import DecodeRows
 from sparse_attn.runtime.steps import AnyCaches
+
+AGE = attrgetter("number")  # of a request, the oldest first
 
 
 class Seats:
@@ -55,7 +58,7 @@ class Seats:
 
     def running(self) -> list[Request]:
         """Those that have a row, in order of arrival."""
-        return sorted(request for request in self.sitting if request is not None)
+        return sorted([request for request in self.sitting if request is not None], key=AGE)
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         return self.prefixes.keys(prompt) if self.share else []
@@ -98,7 +101,7 @@ class Seats:
         self.free(request)
         self.preempted += 1
         request.computed = 0
-        insort(self.waiting, request)
+        insort(self.waiting, request, key=AGE)
 
     def room_for(self, request: Request, tokens: int) -> bool:
         """Let a running request hold ``tokens`` tokens, at the cost of younger ones; False where it had to give way
@@ -131,7 +134,6 @@ class Seats:
 
     def start(self, requests: Sequence[Request]) -> None:
         """Let rows decode, whose prompts are computed and whose first tokens are drawn."""
-        rows = [request.row for request in requests if request.row is not None]
         options: dict[str, Any] = {}
         if self.loop.speculate:
             options["ends"] = torch.tensor([one.most for one in requests], dtype=torch.int32, device="cpu")
@@ -139,12 +141,12 @@ class Seats:
             longest = max(len(one.prompt) for one in requests)
             ids = [one.prompt + [0] * (longest - len(one.prompt)) for one in requests]
             options["known"] = torch.tensor(ids, dtype=torch.int64, device="cpu")
+        rows = [request.row for request in requests if request.row is not None]
         self.loop.start(rows, [request.length for request in requests], **options)
 
     def _fits(self, blocks: int) -> bool:
         """Whether so many blocks can be had, and one more for each that runs, so that it is not preempted at once."""
-        running = sum(request is not None for request in self.sitting)
-        return self.prefixes.make_room(blocks + running)
+        return self.prefixes.make_room(blocks + len(self.sitting) - self.sitting.count(None))
 
     def _seat(self, request: Request, row: int) -> bool:
         shared, ring, known = self.prefixes.begin(request.prompt, keys=request.keys) if self.share else ([], None, 0)

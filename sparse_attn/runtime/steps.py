@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import Mesh
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.ops.step_plan import build_step_plan
@@ -64,6 +65,8 @@ def sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)
 
 
+@no_autocast
+@torch.no_grad()
 def prefill_step(
     model: Model,
     prompts: Sequence[Sequence[int]],

@@ -59,6 +59,15 @@ class TokenStream:
             found.append(None if values is None else (values if whole else values[start : self._seen]).tolist())
         return found[0], found[1]
 
+    def bring(self, values: Sequence[torch.Tensor]) -> None:
+        """Bring what ``on_the_way`` took, instead of values of the same sizes that have been read."""
+        for held, value in zip((self._tokens, self._logprobs), values):
+            assert held is not None
+            held.copy_(value, non_blocking=True)
+        if (event := self._arrived[0]) is not None:
+            event.record(torch.cuda.current_stream(values[0].device))
+        self._seen = 0
+
     def wait(self) -> torch.Tensor:
         """All tokens, int64 [steps, rows, ...]; blocks until the last one arrived."""
         if self._arrived and (last := self._arrived[-1]) is not None:
@@ -70,13 +79,15 @@ def on_host_like(value: torch.Tensor) -> dict[str, Any]:
     return dict(device="cpu", pin_memory=value.is_cuda)
 
 
-def on_the_way(values: Sequence[torch.Tensor]) -> TokenStream:
-    """A stream of one step: tokens int64 [rows], and behind them their log-probabilities fp32 [rows] or nothing."""
-    on_host = [
-        torch.empty(1, *value.shape, dtype=value.dtype, **on_host_like(value)).copy_(value, non_blocking=True)
-        for value in values
-    ]
-    return TokenStream(on_host[0], [passed(values[0].device)], on_host[1] if len(on_host) > 1 else None)
+def on_the_way(values: Sequence[torch.Tensor], again: TokenStream | None = None) -> TokenStream:
+    """A stream of one step: tokens int64 [rows], and behind them their log-probabilities fp32 [rows] or nothing. again:
+    one of so many rows, all of which was read, to be used once more; its memory on the host takes long to get."""
+    if (stream := again) is None:
+        tokens, *scores = [torch.empty(1, *one.shape, dtype=one.dtype, **on_host_like(one)) for one in values]
+        event = torch.cuda.Event() if values[0].is_cuda else None
+        stream = TokenStream(tokens, [event], scores[0] if scores else None)
+    stream.bring(values)
+    return stream
 
 
 def passed(device: torch.device) -> torch.cuda.Event | None:
