@@ -43,6 +43,22 @@ GPUS = (
 )  # fmt: skip
 
 
+class Link(NamedTuple):
+    """What GPUs of a host send through. call_us: of a captured collective of few bytes. rate: bytes/s that a rank
+    sends in one of many."""
+
+    name: str
+    call_us: float
+    rate: float
+
+    def us(self, calls: int, nbytes: float) -> float:
+        """Microseconds of ``calls`` collectives, in which a rank sends ``nbytes``, where no rank waits for another."""
+        return calls * self.call_us + 1e6 * nbytes / self.rate
+
+
+LINK = Link("NVLink between two H200, measured: suite distributed_collectives", 11.5, 120e9)
+
+
 def gpu_named(name: str) -> Gpu | None:
     """The GPU that torch calls ``name``."""
     return next((gpu for gpu in GPUS if gpu.name == name), None)

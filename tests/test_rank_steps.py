@@ -3,13 +3,15 @@ rank sends, so its tokens mean nothing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.compilations import ALONE, TOGETHER, Graphs, counts_behind, prompts_of, small
 from support.processes import Grid, mesh_of_grid
 
 from sparse_attn.mesh import Mesh
-from sparse_attn.models.exchange import drafting_bytes, step_bytes
+from sparse_attn.models.exchange import drafting_bytes, drafting_calls, step_bytes, step_calls
 from sparse_attn.models.params import random_params
 from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts, deal
@@ -32,11 +34,11 @@ def as_rank(request):
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank sends in collectives, taken for rings."""
+    """Counts the collectives of this rank, and the bytes that it sends in them, taken for rings."""
 
     def __init__(self, mesh: Mesh):
         super().__init__()
-        self.nbytes = 0
+        self.nbytes = self.calls = 0
         self.sizes = {ranks.group: ranks.size for ranks in (mesh.tensor, mesh.context, mesh.routed)}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -46,6 +48,7 @@ class Sent(TorchDispatchMode):
             own = args[0].numel() * args[0].itemsize
             if "all_to_all" in func.name():
                 own //= size
+            self.calls += 1
             self.nbytes += 2 * (size - 1) * own // size if "all_reduce" in func.name() else (size - 1) * own
         return out
 
@@ -74,10 +77,10 @@ def test_a_step_sends_what_is_counted(name, as_rank):
     )
     with Sent(as_rank) as sent:
         decode_step(model, caches, state, Sampling(), max_context)
-    counted = step_bytes(
-        model.spec, as_rank, len(lengths), torch.float32, max_context=max_context, block_size=block_size
-    )
+    sizes: dict[str, Any] = dict(max_context=max_context, block_size=block_size)
+    counted = step_bytes(model.spec, as_rank, len(lengths), torch.float32, **sizes)
     assert sent.nbytes == sum(counted.values()), counted
+    assert sent.calls == step_calls(model.spec, as_rank, len(lengths), **sizes)
 
 
 @pytest.mark.few(2)
@@ -105,10 +108,12 @@ def test_a_step_that_drafts_sends_what_is_counted(name, as_rank, drafts):
     loop.load(state.tokens, state.seq_lens, state.block_table, state.ring_table)
     with Sent(as_rank) as sent:
         loop.run(1)
-    sizes = dict(max_context=max_context, block_size=block_size)
+    sizes: dict[str, Any] = dict(max_context=max_context, block_size=block_size)
     counted = step_bytes(model.spec, as_rank, 3 * (drafts + 1), torch.float32, **sizes)
     drafting = drafting_bytes(model.spec, as_rank, 3, drafts, torch.float32, **sizes)
     assert sent.nbytes == sum(counted.values()) + sum(drafting.values()), (counted, drafting)
+    calls = step_calls(model.spec, as_rank, 3 * (drafts + 1), **sizes)
+    assert sent.calls == calls + drafting_calls(model.spec, as_rank, 3, drafts, **sizes)
 
 
 @pytest.mark.few(0)

@@ -1,5 +1,5 @@
-"""Bytes that a rank sends in a decode step, by shapes. Collectives are taken for rings: 2 (size - 1) / size of what is
-summed, and size - 1 times what is gathered."""
+"""Collectives of a decode step and the bytes that a rank sends in them, by shapes. They are taken for rings: 2 (size -
+1) / size of what is summed, and size - 1 times what is gathered."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline.context import own_bound
 from sparse_attn.pipeline.deal import dealt_bytes, shares_rows
-from sparse_attn.pipeline.dispatch import dispatch_bytes
-from sparse_attn.pipeline.ranks import dealt_rows, exchanged_bytes, merged_bytes
+from sparse_attn.pipeline.dispatch import dispatch_bytes, dispatch_calls
+from sparse_attn.pipeline.ranks import SELECTION_CALLS, dealt_rows, exchanged_bytes, merged_bytes, merged_calls
 from sparse_attn.spec import CompressedSpec, Spec
 
 
@@ -30,9 +30,24 @@ def drafting_bytes(
 ) -> dict[str, int]:  # fmt: skip
     """Beside step_bytes of ``requests`` * (drafts + 1) rows, where the layer of multi-token prediction drafts: it runs
     over these rows, then over one of each request for every draft behind the first."""
-    one, each = prediction_spec(spec), [requests * (drafts + 1)] + [requests] * (drafts - 1)
-    parts = [_step_bytes(one, mesh, rows, requests, dtype, max_context, block_size) for rows in each]
+    one = prediction_spec(spec)
+    parts = [
+        _step_bytes(one, mesh, rows, requests, dtype, max_context, block_size) for rows in _drafting(requests, drafts)
+    ]
     return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+
+def drafting_calls(
+    spec: Spec | CompressedSpec, mesh: Mesh, requests: int, drafts: int, *, max_context: int, block_size: int
+) -> int:
+    """Collectives of what drafting_bytes counts the bytes of."""
+    one, sizes = prediction_spec(spec), (max_context, block_size)
+    return sum(_step_calls(one, mesh, rows, *sizes) for rows in _drafting(requests, drafts))
+
+
+def _drafting(requests: int, drafts: int) -> list[int]:
+    """Rows of each run of the layer."""
+    return [requests * (drafts + 1)] + [requests] * (drafts - 1)
 
 
 def _step_bytes(
@@ -41,10 +56,7 @@ def _step_bytes(
 ) -> dict[str, int]:  # fmt: skip
     """drawn: rows that logits are made of."""
     value, hidden = dtype.itemsize, rows * spec.hidden_size * dtype.itemsize
-    tensor, moe_layers = mesh.tensor, spec.num_layers
-    if not isinstance(spec, CompressedSpec):
-        moe_layers = sum(spec.moe_layers)
-    sums = 1 + spec.num_layers + (spec.num_layers - moe_layers)
+    tensor, (sums, moe_layers) = mesh.tensor, _sums(spec)
     logits = drawn * -(-spec.vocab_size // tensor.size) * value
     return {
         "tensor": sums * _summed(hidden, tensor)
@@ -53,6 +65,38 @@ def _step_bytes(
         "experts": moe_layers * _routed(spec, mesh, rows, value),
         "context": _context(spec, mesh, rows, value, max_context, block_size),
     }
+
+
+def step_calls(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, *, max_context: int, block_size: int) -> int:
+    """Collectives of what step_bytes counts the bytes of. Each takes some microseconds however few its bytes are
+    (roofline.LINK)."""
+    return _step_calls(spec, mesh, rows, max_context, block_size)
+
+
+def _step_calls(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context: int, block_size: int) -> int:
+    calls, (sums, moe_layers) = 0, _sums(spec)
+    indexed, keys = _indexed(spec, mesh, max_context, block_size)
+    if mesh.tensor.size > 1:
+        calls += sums + 1 + (indexed if rows > 1 and shares_rows(keys, mesh.tensor) else 0)
+    calls += moe_layers * (dispatch_calls(rows, mesh) if mesh.sharing > 1 else int(mesh.routed.size > 1))
+    if mesh.context.size > 1:
+        heads, _, merged = _outputs(spec, mesh)
+        calls += indexed * SELECTION_CALLS + merged * merged_calls(rows, heads, mesh.context.size)
+    return calls
+
+
+def _sums(spec: Spec | CompressedSpec) -> tuple[int, int]:
+    """(sums over tensor ranks: of the embedding, each layer's attention and dense MLPs; layers with routed experts)."""
+    moe_layers = spec.num_layers if isinstance(spec, CompressedSpec) else sum(spec.moe_layers)
+    return 1 + 2 * spec.num_layers - moe_layers, moe_layers
+
+
+def _outputs(spec: Spec | CompressedSpec, mesh: Mesh) -> tuple[int, int, int]:
+    """(heads of a rank, values of a head's output, layers whose outputs context ranks merge)."""
+    heads = spec.num_heads // mesh.tensor.size
+    if isinstance(spec, CompressedSpec):
+        return heads, spec.head_dim, sum(kind != "window" for kind in spec.layer_kinds)
+    return heads, spec.kv_lora, spec.num_layers
 
 
 def _selected(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context: int, block_size: int) -> int:
@@ -86,11 +130,8 @@ def _context(
     ranks = mesh.context
     if ranks.size == 1:
         return 0
-    heads = spec.num_heads // mesh.tensor.size
-    if isinstance(spec, CompressedSpec):
-        ratio, width, merged = spec.indexed_ratio, spec.head_dim, sum(kind != "window" for kind in spec.layer_kinds)
-    else:
-        ratio, width, merged = 1, spec.kv_lora, spec.num_layers
+    heads, width, merged = _outputs(spec, mesh)
+    ratio = spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
     scored = dealt_rows(rows, mesh.tensor) if rows > 1 and shares_rows(keys, mesh.tensor) else rows
     chosen = exchanged_bytes(scored, keys, ranks.size, block_size=block_size // ratio)

@@ -97,3 +97,10 @@ def dispatch_bytes(rows: int, hidden: int, top_k: int, itemsize: int, mesh: Mesh
     if way == "sum":
         return there + 2 * (size - 1) * back
     return there + (size - 1) * back + (mesh.alike - 1) * back
+
+
+def dispatch_calls(rows: int, mesh: Mesh) -> int:
+    """Collectives of a layer's rows there and back."""
+    if way_of(rows, mesh) == "replicated":
+        return 0
+    return 2 if way_of(rows, mesh) == "sum" else 2 + sum(shared.size > 1 for shared in (mesh.tensor, mesh.context))

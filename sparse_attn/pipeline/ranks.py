@@ -21,6 +21,8 @@ from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.torch_private import all_gather, all_reduce, all_to_all
 from sparse_attn.types import AttentionOutput
 
+SELECTION_CALLS = LEVELS + 1  # collectives of top_k_over_ranks: sums of digits, a gather of ties
+
 
 def sum_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """The sum of all ranks' tensors, of the same bits on each; ``local`` itself where there is one."""
@@ -224,11 +226,16 @@ def merge_own_rows(
     return merge_attn_states(outs, lses, sink=sink, impl=impl)
 
 
+def merged_calls(rows: int, heads: int, size: int) -> int:
+    """Collectives of merge_over_ranks."""
+    return 2 if rows == 1 or heads % size else 3
+
+
 def merged_bytes(rows: int, heads: int, width: int, itemsize: int, size: int) -> int:
     """Bytes that each of ``size`` ranks sends in merge_over_ranks, counted as exchanged_bytes counts. width, itemsize:
     of a head's output."""
     own, lses = rows * heads * width * itemsize, (size - 1) * rows * heads * 4
-    if rows == 1 or heads % size:
+    if merged_calls(rows, heads, size) == 2:
         return (size - 1) * own + lses
     return 2 * (size - 1) * own // size + lses
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from sparse_attn.mesh import Mesh, planned_mesh, show_mesh
-from sparse_attn.models.exchange import drafting_bytes, step_bytes
+from sparse_attn.models.exchange import drafting_bytes, drafting_calls, step_bytes, step_calls
 from sparse_attn.models.memory import (
     activation_bytes,
     file_bytes,
@@ -23,6 +23,7 @@ from sparse_attn.pipeline.bounds import fitting_rows
 from sparse_attn.pipeline.choose import FP32_BYTES
 from sparse_attn.pipeline.deal import dealt_bytes, shares_rows
 from sparse_attn.pipeline.dispatch import dispatch_bytes, way_of
+from sparse_attn.roofline import LINK
 from sparse_attn.runtime.batch import largest_scratch
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
@@ -132,12 +133,15 @@ def _rank(
         return named | {"refused": str(error)}
     sizes: dict[str, Any] = dict(max_context=bounds.max_model_len, block_size=bounds.block_size)
     sent = step_bytes(spec, mesh, bounds.max_batch * bounds.next_n, bounds.dtype, **sizes)
+    calls = step_calls(spec, mesh, bounds.max_batch * bounds.next_n, **sizes)
     if predicted:
         drafting = drafting_bytes(spec, mesh, bounds.max_batch, bounds.next_n - 1, bounds.dtype, **sizes)
         sent = {name: nbytes + drafting[name] for name, nbytes in sent.items()}
+        calls += drafting_calls(spec, mesh, bounds.max_batch, bounds.next_n - 1, **sizes)
+    wire = {"collectives_per_step": calls, "collective_us_per_step": round(LINK.us(calls, sum(sent.values())), 1)}
     fits = {card: held["bytes"] <= most for card, most in CARDS.items()}
     ways = {"experts": _experts(spec, mesh, bounds), "indexer": _indexer(spec, mesh, bounds)}
-    return named | held | {"collective_bytes_per_step": sent, **ways, "fits": fits}
+    return named | held | {"collective_bytes_per_step": sent, **wire, **ways, "fits": fits}
 
 
 def _indexer(spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sparse_attn.roofline import LINK
+
 
 def show(numbers: dict) -> None:
     """Print what runtime.plan found."""
@@ -44,7 +46,7 @@ def _show_gpus(numbers: dict) -> None:
     """A line for every number of GPUs: the bytes of one of them, and the cards that they fit."""
     cards = "".join(f" {card:>7}" for card in numbers["cards"])
     print(f"\n{'GPUs':<4} {'weights GB':>10} {'caches':>8} {'workspace':>9} {'gathered':>8} {'activations':>11} "
-          f"{'each':>8} {'sent MB/step':>12}{cards}")  # fmt: skip
+          f"{'each':>8} {'sent MB/step':>12} {'ms':>6}{cards}")  # fmt: skip
     for rank in numbers["gpus"]:
         if "refused" in rank:
             print(f"{rank['gpus']:<4} {rank['refused']}")
@@ -55,12 +57,14 @@ def _show_gpus(numbers: dict) -> None:
         columns = " ".join(f"{nbytes / 1e9:>{wide}.2f}" for nbytes, wide in zip(sizes, widths))
         fits = "".join(f" {'fits' if fits else '-':>7}" for fits in rank["fits"].values())
         sent = sum(rank["collective_bytes_per_step"].values()) / 1e6
-        print(f"{rank['gpus']:<4} {columns} {sent:>12.2f}{fits}{_dealt(rank)}")
+        wire = rank["collective_us_per_step"] / 1e3
+        print(f"{rank['gpus']:<4} {columns} {sent:>12.2f} {wire:>6.2f}{fits}{_dealt(rank)}")
     sharding = numbers["sharding"]
     print(f"dealt out {sharding['dealt']}")
     print(f"on every GPU: {sharding['replicated']}")
     sizes = ", ".join(f"{card} {size / 1e9:.0f} GB" for card, size in numbers["cards"].items())
     print(f"cards: {sizes}; without what the driver and the allocator take")
+    print(f"ms: of a step's collectives where no rank waits for another; {LINK.name}")
 
 
 def _dealt(rank: dict) -> str:
