@@ -10,7 +10,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 SUITES = (
     "decode_bf16", "decode_few_heads", "decode_v32", "decode_v4", "layer_v32", "layer_v4", "layer_v4_mxfp4", "paged_scores", "prefill_chain",
     "prefill_few_heads", "prefill_prompt", "prefill_ragged", "prefill_scores", "prefill_v32", "prefill_v4", "select_decode",
-    "select_prefill", "sustained", "topk_decode", "topk_prefill",
+    "select_few", "select_prefill", "sustained", "topk_decode", "topk_prefill",
 )  # fmt: skip
 ALONE = (  # measured against something other than the peers
     "arrivals", "compat", "decode_growth", "decode_invariant", "decode_loop", "experts_few", "experts_many",

@@ -16,6 +16,7 @@ from sparse_attn import roofline
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
 
 PEER = "DeepGEMM+vLLM"
+RATIO = 4  # tokens of an entry of V4
 
 
 @suite("select_decode")
@@ -28,9 +29,32 @@ def select_decode(run: Run) -> Iterator[Record]:
         yield _decode(run, cache, requests, context)
 
 
-def _decode(run: Run, cache: torch.Tensor, requests: int, context: int) -> Record:
-    heads, _, top_k = run.pick(FULL, TINY)
-    sets = run.sets(requests * context * (INDEX_LAYOUT.row + 4), most=8)
+@suite("select_few")
+def select_few(run: Run) -> Iterator[Record]:
+    "index_topk_decode of 1 to 8 requests, 64 heads of 128, L2-cold: V3.2's keys, top-k 2048; V4's entries, top-k 512."
+    requests = (1, 2, 4, 8)
+    cache = filled_cache(INDEX_LAYOUT, run.pick(max(requests) * 131072 // BLOCK, 32), run.device)
+    models = ("V3.2", 1, 2048), ("V4", RATIO, 512)
+    for model, ratio, top_k in run.pick(models, (("V3.2", 1, TINY.top_k), ("V4", RATIO, 32))):
+        for context in run.pick((4096, 16384, 32768, 131072), (256,)):
+            for number in run.pick(requests, (3,)):
+                name = f"{model}, requests {number}, context {context}"
+                yield _decode(run, cache, number, context // ratio, top_k, name, most=64)
+
+
+def _decode(
+    run: Run,
+    cache: torch.Tensor,
+    requests: int,
+    context: int,
+    top_k: int | None = None,
+    name: str | None = None,
+    most: int = 8,
+) -> Record:
+    """context: in keys. most: input sets."""
+    heads, _, usual = run.pick(FULL, TINY)
+    top_k = usual if top_k is None else top_k
+    sets = run.sets(requests * context * (INDEX_LAYOUT.row + 4), most=most)
     inputs = decode_index(sets, requests, 1, context, cache.shape[0], heads, run.device)
 
     def select(index, some=slice(None), impl="auto"):
@@ -49,7 +73,7 @@ def _decode(run: Run, cache: torch.Tensor, requests: int, context: int) -> Recor
     pairs = requests * context
     floor = run.floor(roofline.selected_scores(inputs.q[0].shape, pairs, pairs * INDEX_LAYOUT.row, requests * top_k))
     return run.compare(
-        f"requests {requests}, context {context}",
+        f"requests {requests}, context {context}" if name is None else name,
         [lambda at=at: select(at) for at in range(sets)],
         PEER,
         theirs and [lambda at=at: theirs(at) for at in range(sets)],
