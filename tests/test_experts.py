@@ -373,7 +373,7 @@ def test_tiles_of_fp8_activations(tokens, tile):
 @pytest.mark.parametrize("change, reason", [
     (dict(tokens=171), "ids: got 1026, allowed: at most 1024"),
     (dict(tokens=22), "ids: got 132, allowed: at most 0.5 an expert"),
-    (dict(tokens=64, experts=16, codes="e4m3", scale="fp32", block=(128, 128)), "ids: got 384, allowed: at most 16 an"),
+    (dict(tokens=11, codes="e4m3", scale="fp32", block=(128, 128)), "ids: got 66, allowed: at most 0.25 an expert"),
     (dict(tokens=1, dtype=FP16), "gate_up: rows: got float16"),
     (dict(tokens=512, dtype=FP16), "gate_up: rows: got float16"),
     (dict(tokens=1, aligned=False), "gate_up: codes: got any address"),
