@@ -274,8 +274,8 @@ PYTHON = [
     Mutation(
         "prefix-key-of-the-block-alone", "the same tokens after other ones are taken for the same prefix",
         "sparse_attn/runtime/prefixes.py",
-        "hashlib.blake2b(key + ids[end - size : end]",
-        "hashlib.blake2b(ids[end - size : end]",
+        "passed.update(ids[start : start + size])",
+        "passed = hashlib.blake2b(ids[start : start + size], digest_size=32)",
         ("tests/test_prefixes.py::test_a_prompt_begins_with_the_longest_prefix_and_computes_at_least_one_token",),
     ),
     Mutation(
