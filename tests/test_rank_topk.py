@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
+import triton
+import triton.language as tl
 from conftest import big, long
 from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, whole_rows
 
 from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
+from sparse_attn.device import pdl
 from sparse_attn.mesh import ALONE, Ranks
 from sparse_attn.ops.rank_topk import config
 from sparse_attn.pipeline.ranks import RowScores, exchanged_bytes, global_positions, local_limits, top_k_over_ranks
+from sparse_attn.target import target_of
 from sparse_attn.testing.ops import opcheck
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("form", ("whole rows", "split rows", "rows in fours", "split rows in fours"))
+@pytest.mark.parametrize("form", ("whole rows", "split rows", "rows in fours", "split rows in fours", "many tiles"))
 def test_winners_of_all_ranks_are_those_of_one(form, device, monkeypatch):
     """Kernels of all ranks' steps in one process, summed and stacked by hand."""
     if "split" in form:
@@ -25,11 +29,65 @@ def test_winners_of_all_ranks_are_those_of_one(form, device, monkeypatch):
             CTAS_AN_SM=64, WHOLE=8, CHUNK=32, DIGITS=config.Tile(256, 8), FEW=small, MANY=small
         ).items():
             monkeypatch.setattr(config, name, value)
+    if form == "many tiles":
+        few, more, small = config.Tile(256, 8), config.Tile(512, 8), config.Tile(64, 1)
+        for name, value in dict(CTAS_AN_SM=1, CHUNK=8, DIGITS=few, WHOLE_DIGITS=more, FEW=small, MANY=small).items():
+            monkeypatch.setattr(config, name, value)
     for case in CASES if big(device) else CASES[:1]:
         logits, limits = whole_rows(case)
         want = top_k_per_row(logits, case.k, None, limits, impl="reference")
         found = over_ranks(case, logits, limits, device, "triton", in_fours="fours" in form)
         assert torch.equal(combined(found, case), want), case
+
+
+@triton.jit
+def _write_late(source, limits, logits, ends, size, rows, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Scores and row ends, written after the next launch may start."""
+    pdl.wait(PDL)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(logits + at, tl.load(source + at, at < size), at < size)
+    tl.store(ends + at, tl.load(limits + at, at < rows), at < rows)
+
+
+@pytest.mark.kernel
+def test_scores_written_while_the_first_step_starts(device):
+    """One chain after the other on a stream, all in the same memory."""
+    rows, width, k = (64, 16384, 2048) if big(device) else (3, 100, 9)
+    generator = torch.Generator(device).manual_seed(0)
+    sources = torch.randn(4, rows, width, device=device, generator=generator)
+    limits = torch.randint(width + 1, (4, rows), device=device, generator=generator, dtype=torch.int32)
+    want = [top_k_per_row(*given, impl="reference") for given in zip(sources, [k] * 4, [None] * 4, limits)]
+    logits, ends, launched = torch.empty_like(sources[0]), torch.empty_like(limits[0]), pdl.launched(target_of(device))
+    found = []
+    for n in range(40 if big(device) else 2):
+        grid = (triton.cdiv(logits.numel(), 4096),)
+        _write_late[grid](sources[n % 4], limits[n % 4], logits, ends, logits.numel(), rows, BLOCK=4096, **launched)
+        sums = state = None
+        for level in range(3):
+            sums, state = count_digits(logits, k, level, sums, state, None, ends, impl="triton")
+        ties, above, state = count_ties(logits, sums, state, None, ends, block_size=64, impl="triton")
+        options = dict(block_size=64, rank=0, impl="triton")
+        found.append(take_winners(logits, k, ties.unsqueeze(0), above, state, None, ends, **options))
+    assert all(torch.equal(own, want[n % 4]) for n, own in enumerate(found))
+
+
+@pytest.mark.kernel
+def test_digits_of_sums_of_many_scores(device):
+    """Sums of all sizes, and as many still to be taken as 32 bits hold."""
+    generator = torch.Generator().manual_seed(0)
+    for digits, level in ((2048, 1), (2048, 2), (1024, 3)):
+        few = torch.randint(-3, 9, (8, digits), dtype=torch.int32, generator=generator)
+        sums = torch.where(few > 7, torch.randint(2**31 - 1, few.shape, dtype=torch.int32, generator=generator), few)
+        sums[4:6] = few[4:6]
+        need = torch.tensor([1, 2**19 - 1, 2**29, 2**31 - 1, 700, 1 << 30, 0, 2**19], dtype=torch.int32)
+        state = torch.stack([torch.zeros_like(need), need], 1)
+        rows = torch.randn(8, 20, generator=generator)
+        call = count_ties if level == 3 else count_digits
+        options = dict(block_size=4) if level == 3 else dict(k=5, level=level)
+        given = dict(sums=sums.to(device), state=state.to(device))
+        got = call(rows.to(device), **options, **given, impl="triton")
+        want = call(rows, **options, sums=sums, state=state, impl="reference")
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want)), level
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from aot_cases.waits import WAITS, reaches_memory_early
+from aot_cases.waits import WAITS, arguments, reaches_memory_early
 from sparse_attn.device.triton_private import VERSION
 from sparse_attn.target import Target
 from sparse_attn.testing.aot import Compiled
@@ -73,6 +73,11 @@ SPILLS_OF_LATER = {
     },
 }
 
+# What a launch may read before it waits: what another waited for, before it let this one or any in between start. That
+# one gave it ``state``. See device/pdl.py.
+SCORES = {"logits", "row_starts", "row_ends"}
+EARLY = {"rank_topk.count_digits": SCORES, "rank_topk.count_ties": SCORES, "rank_topk.take_winners": SCORES}
+
 
 def allowed_spills(name: str, kernel: str, target: Target) -> int:
     """Bytes of a thread's stack that ``kernel`` may take on the target called ``name``, with this Triton."""
@@ -102,10 +107,16 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
     stage, pattern = FP8_INSTRUCTIONS[target.vendor]
     if not target.fp8_dot and (found := re.search(pattern, compiled.assembly[stage])):
         wrong.append(f"an fp8 instruction, {found[0]}, where there is no e4m3fn hardware")
-    if target.has_pdl and (found := reaches_memory_early(compiled.assembly["ptx"])):
+    if target.has_pdl and (found := reaches_memory_early(compiled.assembly["ptx"], early_reads(kernel, compiled))):
         wrong.append(f"{found} before {WAITS}, which lets launches start early")
     wrong += [f"{access} in the memory of an mbarrier" for access in _in_barriers(compiled.assembly.get("ptx", ""))]
     return wrong
+
+
+def early_reads(kernel: str, compiled: Compiled) -> list[int]:
+    """The arguments whose memory ``kernel`` may read before it waits."""
+    names = arguments(compiled.assembly["ttir"]) if kernel in EARLY else []
+    return [at for at, name in enumerate(names) if name in EARLY[kernel]] if "state" in names else []
 
 
 def _in_barriers(ptx: str) -> list[str]:

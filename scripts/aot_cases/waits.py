@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 WAITS = "griddepcontrol.wait"
 HANDS_OUT = "barrier.sync 1;"  # at which warps that specialise are told what to run
@@ -10,15 +11,26 @@ HANDS_OUT = "barrier.sync 1;"  # at which warps that specialise are told what to
 GLOBAL = re.compile(r"(?!cp\.async\.bulk\.prefetch\.L2)(?:ld|st|atom|red|cp|prefetch)\.\S*global")
 INSTRUCTION = re.compile(r"(@\S+ )?(.*)")
 TARGET = re.compile(r"\$\w+")
+REGISTER = re.compile(r"%\w+")
+POINTER = re.compile(r"\.param \.u64 \.ptr \.global .*_param_(\d+),?$")
+ARGUMENT = re.compile(r"ld\.param\S+ (%\w+), \[\w+_param_(\d+)\];")
+ENTRY = re.compile(r"tt\.func public @\w+\((.*)\) attributes")
 
 
-def reaches_memory_early(ptx: str) -> str:
+def reaches_memory_early(ptx: str, early: Collection[int] = ()) -> str:
     """An instruction that reaches global memory on a path without a wait; empty where there is none. Of warps that
-    specialise each has to wait, unless those that tell them what to run have done so before."""
+    specialise each has to wait, unless those that tell them what to run have done so before. early: arguments from
+    whose memory loads need not wait."""
     program = _Program(ptx)
     begun = program.reached({WAITS, HANDS_OUT})
     stops = {WAITS, HANDS_OUT} if any(WAITS in line for line in begun) else {WAITS}
-    return next((line for line in program.reached(stops) if GLOBAL.match(INSTRUCTION.match(line)[2])), "")
+    reaching = (line for line in program.reached(stops) if GLOBAL.match(INSTRUCTION.match(line)[2]))
+    return next((line for line in reaching if not program.loads_from(line, early)), "")
+
+
+def arguments(ttir: str) -> list[str]:
+    """The kernel's, without constants, as its PTX counts them."""
+    return re.findall(r"%(\w+): ", ENTRY.search(ttir)[1])
 
 
 class _Program:
@@ -40,6 +52,25 @@ class _Program:
             if not any(stop in self.lines[at] for stop in stops):
                 ahead += self._next(at)
         return [self.lines[at] for at in sorted(seen)]
+
+    def loads_from(self, line: str, allowed: Collection[int]) -> bool:
+        """Whether ``line`` is a load whose address comes of ``allowed`` pointers among the arguments, and no others."""
+        instruction = INSTRUCTION.match(line)[2]
+        if not allowed or not instruction.startswith("ld.global"):
+            return False
+        pointers = {int(found[1]) for line in self.lines if (found := POINTER.match(line))}
+        given = {found[1]: int(found[2]) for line in self.lines if (found := ARGUMENT.match(line))}
+        made: dict[str, set[str]] = {}
+        for other in self.lines:
+            registers = REGISTER.findall(INSTRUCTION.match(other)[2])
+            if registers and not other.startswith(("st.", "ld.param")) and "ld.global" not in other:
+                made.setdefault(registers[0], set()).update(registers[1:])
+        seen, ahead = set(), set(REGISTER.findall(instruction.split("[")[1]))
+        while ahead:
+            seen |= ahead
+            ahead = {source for register in ahead for source in made.get(register, ())} - seen
+        found = {given[register] for register in seen if register in given} & pointers
+        return bool(found) and found <= set(allowed)
 
     def _next(self, at: int) -> list[int]:
         condition, instruction = INSTRUCTION.match(self.lines[at]).groups()

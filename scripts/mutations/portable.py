@@ -418,9 +418,30 @@ KERNELS = [
     Mutation(
         "ranks-winners-of-a-block-before", "winners are stored as if earlier blocks had none above the threshold",
         OPS + "rank_topk/kernels.py",
-        "tied_at, above_at = (begins >> 32).to(tl.int32), begins.to(tl.int32)",
-        "tied_at, above_at = (begins >> 32).to(tl.int32), 0",
+        "tl.where(block < mine, higher, 0), whole",
+        "tl.zeros_like(higher), whole",
         ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
+    ),
+    Mutation(
+        "ranks-ties-beyond-their-room", "every tie of four columns wins",
+        "sparse_attn/device/ptx_io.py",
+        "((tied != 0) & (room > 0))",
+        "(tied != 0)",
+        ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
+    ),
+    Mutation(
+        "ranks-scores-behind-the-end", "the last four columns of a row are counted, whether they are the row's or not",
+        OPS + "rank_topk/kernels.py",
+        "if end - first < COLUMNS:",
+        "if end - first < 0:",
+        ("tests/test_rank_topk.py::test_winners_of_all_ranks_are_those_of_one",),
+    ),
+    Mutation(
+        "ranks-sums-of-32-bits", "sums of digits overflow where many scores are still to be taken",
+        OPS + "rank_topk/kernels.py",
+        "NARROW = tl.constexpr(1 << 19)",
+        "NARROW = tl.constexpr(1 << 30)",
+        ("tests/test_rank_topk.py::test_digits_of_sums_of_many_scores",),
     ),
     Mutation(
         "experts-sum-of-another-place", "a token's terms are taken in the order of experts",

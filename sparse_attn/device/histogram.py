@@ -1,7 +1,7 @@
 """A CTA's shared memory, and the histogram of radix digits at its start. Triton cannot name shared memory. So this is
 PTX on NVIDIA, and global memory in the interpreter.
 
-Words, in order: BINS bins; one bin for what is not to be counted; the length of the smem list; a zero; an unused word;
+Words, in order: BINS bins; one bin for what is not to be counted; the length of the smem list; a zero; a highest value;
 a note of four words, through which one thread tells all others a result. ``smem`` is the address, or a pointer in the
 interpreter. Triton may replicate a tensor of fewer elements than threads. That matters where every copy would be
 counted.
@@ -14,6 +14,7 @@ DIGIT_BITS = tl.constexpr(11)
 BINS = tl.constexpr(2048)
 LENGTH = tl.constexpr(2048 + 1)  # word of the smem list's length
 ZERO = tl.constexpr(2048 + 2)  # word that is 0
+HIGHEST = tl.constexpr(2048 + 3)
 NOTE = tl.constexpr(2048 + 4)  # first word of the note
 WORDS = tl.constexpr(2048 + 8)  # of all this; what comes behind is smem_list.py's
 
@@ -30,6 +31,11 @@ COUNT = tl.constexpr(
 )
 LOAD_ONE = tl.constexpr("ld.shared.b32 $0, [$1];")
 STORE_ONE = tl.constexpr("st.shared.b32 [$1], $2; mov.u32 $0, 0;")
+NOTE_HIGHEST = tl.constexpr(
+    """{ .reg .pred p; .reg .b32 best, lane;
+    redux.sync.max.s32 best, $1, 0xffffffff;  mov.u32 lane, %laneid;  setp.eq.u32 p, lane, 0;
+    @p red.shared.max.s32 [$2], best;  mov.u32 $0, 0; }"""
+)
 COUNT_LEADING = tl.constexpr(
     "{ .reg .b32 bin; shr.u32 bin, $1, 21; mad.lo.u32 bin, bin, 4, $2; red.shared.add.u32 [bin], 1; mov.u32 $0, 0; }"
 )
@@ -150,3 +156,15 @@ def count_leading(smem, keys):
         tl.atomic_add(smem + (keys.to(tl.uint32, bitcast=True) >> 21).to(tl.int32), 1)
     else:
         tl.inline_asm_elementwise(COUNT_LEADING, "=r,r,r", [keys, smem], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def highest(smem, values):
+    """The highest of ``values`` [n] (int32, none below 0), behind one barrier. Word HIGHEST was 0 behind another."""
+    if smem.dtype.is_ptr():
+        return tl.max(values, 0)
+    else:
+        operands = [values, smem + HIGHEST * 4]
+        tl.inline_asm_elementwise(NOTE_HIGHEST, "=r,r,r", operands, dtype=tl.int32, is_pure=False, pack=1)
+        tl.debug_barrier()
+        return load_one(smem, HIGHEST)

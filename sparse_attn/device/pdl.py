@@ -3,6 +3,10 @@
 A CTA that starts early has its scalars, shared memory and barriers ready when its data is. Before it waits it touches
 no memory that another launch writes. Every kernel launched with PDL waits (``griddepcontrol.wait``), so completion is
 transitive: after the wait, all launches before it are done.
+
+What is older than that it may read. A launch that waits before it lets the next one start (``wait``) has all memory
+before it written when any later launch starts. So behind such a launch, with any others in between, what that one read
+can be read before the wait: ops/rank_topk does so.
 """
 
 import triton

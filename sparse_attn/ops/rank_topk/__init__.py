@@ -4,6 +4,9 @@ A rank's row holds the scores of its own keys. Positions are dealt by blocks: lo
 n * ranks + r of the row. Between these steps ranks add up what count_digits returns, and gather what count_ties
 returns (pipeline.ranks.top_k_over_ranks). The sum after three digits is the k-th highest score of all; the ties say
 how many of it each block holds. A block has one owner, so no rank needs another's candidates.
+
+All steps of a selection are given the same scores and row ranges, unchanged since the first one was launched. The later
+ones read them while what is launched in front of them still runs.
 """
 
 from __future__ import annotations

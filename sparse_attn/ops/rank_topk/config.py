@@ -9,7 +9,7 @@ from sparse_attn.target import Target
 CTAS_AN_SM = 2  # that rows are split for, of count_ties and take_winners
 WHOLE = 32768  # columns up to which a row's digits have one CTA: several add to counts that a launch of its own zeroes
 SAME_SMEM = True
-REGISTERS = 96  # of a thread of take_winners: two CTAs of MANY share an SM, where left alone one takes more than half
+REGISTERS = 96  # of a thread of take_winners, of which rows of several chunks take 113 where left alone
 CHUNK = 256  # blocks whose ties a CTA of take_winners counts together
 
 
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-DIGITS = Tile(8192, 16)
+DIGITS, WHOLE_DIGITS = Tile(8192, 16), Tile(16384, 16)  # the latter where it holds all that a CTA loads early
 FEW, MANY = Tile(1024, 4), Tile(4096, 8)  # of count_ties and take_winners: where CTAs have a tile each, and where not
 PORTABLE_DIGITS = Tile(2048, 8)  # counted by tl.histogram
 
@@ -34,11 +34,13 @@ class Plan(NamedTuple):
     threads: int = 0
 
 
-def digits(rows: int, width: int, target: Target) -> Plan:
+def digits(rows: int, width: int, level: int, target: Target) -> Plan:
     """Of count_digits: long rows are split while there are SMs for them."""
     splits = _power_below(min(-(-width // WHOLE), CTAS_AN_SM * target.num_sms // max(rows, 1)))
     if target.vendor == "nvidia" or target.interpreted:
-        return Plan(*DIGITS, splits, 32 * DIGITS.num_warps)
+        early = level > 0 and DIGITS.columns * splits < width <= WHOLE_DIGITS.columns * splits
+        tile = WHOLE_DIGITS if early else DIGITS
+        return Plan(*tile, splits, 32 * tile.num_warps)
     return Plan(*PORTABLE_DIGITS, splits)
 
 

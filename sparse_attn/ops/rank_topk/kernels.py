@@ -1,9 +1,10 @@
 """A rank's steps of a selection over ranks, on every GPU.
 
 Floors: bytes, rows * width * 4 a step. Five steps read the scores; a rank's scores of one layer stay in the L2 between
-them where they fit. So every step is bound by latency, and its loads are under way together: the first tile of scores
-while the digit above is found, the ties of all ranks beside it. A CTA has a part of a row, or all of it. Digits are
-counted in shared memory, where equal digits of a warp meet in one addition; on other GPUs than NVIDIA's by
+them where they fit. So every step is bound by latency and by instructions. All but the first load their first tile of
+scores before they wait for the launch in front of them: the first one waits before it lets others start, so the scores
+are there (see device/pdl.py). What else a step needs is loaded together. A CTA has a part of a row, or all of it.
+Digits are counted in shared memory, where equal digits of a warp meet in one addition; on other GPUs than NVIDIA's by
 tl.histogram. Integer sums do not depend on their order.
 
 A rank's ties that win are its first ones, because positions of a rank ascend as those of all ranks do. So one number a
@@ -20,7 +21,10 @@ SIGN = tl.constexpr(-2147483648)
 MINUS_INF = tl.constexpr(-2139095041)  # as a signed ordered integer
 TIE = tl.constexpr(16)  # bits of a count of scores above the k-th; a count of ties stands above them
 HIGHER = tl.constexpr((1 << 16) - 1)  # those bits
-FILL = tl.constexpr(2048)  # places behind the winners that are filled together
+PLACE_BITS = tl.constexpr(12)  # of a digit's place
+PLACES = tl.constexpr((1 << 12) - 1)
+NARROW = tl.constexpr(1 << 19)  # scores still to be taken: of fewer, sums and a place behind them fit in 31 bits
+FILL = tl.constexpr(512)  # places behind the winners that are filled together
 
 
 @triton.jit
@@ -60,9 +64,10 @@ def _inside(values, column, end):
 
 
 @triton.jit
-def _keys(values, column, end):
-    """int32 whose unsigned order is that of scores, 0 for what is never selected."""
-    values = _inside(values, column, end)
+def _keys(values, first, column, end, COLUMNS: tl.constexpr):
+    """int32 whose unsigned order is that of scores, 0 for what is never selected. Of COLUMNS from ``first`` on."""
+    if end - first < COLUMNS:
+        values = _inside(values, first + column, end)
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     return tl.where(values > float("-inf"), bits ^ ((bits >> 31) | SIGN), 0)
 
@@ -76,20 +81,34 @@ def _compared(values, key):
 
 
 @triton.jit
-def _descend(sums, state, row, stride_sums, stride_row, stride_value, DIGITS: tl.constexpr):
-    """(digits above with one more, still to be taken); see the reference."""
+def _descend(sums, state, row, stride_sums, stride_row, stride_value, smem, DIGITS: tl.constexpr, SHARED: tl.constexpr):
+    """(digits above with one more, still to be taken); see the reference. SHARED: whether ``smem`` is the CTA's, whose
+    word HIGHEST is 0."""
     QUADS: tl.constexpr = DIGITS // 4  # from the highest digits down; each is one load
     place = (QUADS - 1 - tl.arange(0, QUADS))[:, None] * 4 + tl.arange(0, 4)[None, :]
-    counts = tl.maximum(tl.load(sums + row.to(tl.int64) * stride_sums + place), 0).to(tl.int64)
+    counts = tl.maximum(tl.load(sums + row.to(tl.int64) * stride_sums + place), 0)
     prefix = tl.load(state + row * stride_row)
     need = tl.load(state + row * stride_row + stride_value)
+    if need < NARROW:  # more scores of a digit than are needed are as good as so many
+        passed = _passed(tl.minimum(counts, tl.maximum(need, 0)), need, place, DIGITS)
+        if SHARED:
+            last = histogram.highest(smem, passed).to(tl.int64)
+        else:
+            last = tl.max(passed, 0).to(tl.int64)
+    else:
+        last = tl.max(_passed(counts.to(tl.int64), need, place, DIGITS), 0)
+    digit = DIGITS - 1 - (last & PLACES).to(tl.int32)
+    return prefix * DIGITS + digit, need - (last >> PLACE_BITS).to(tl.int32)
+
+
+@triton.jit
+def _passed(counts, need, place, DIGITS: tl.constexpr):
+    """From the highest digit down, while ``need`` is not reached: (scores passed << PLACE_BITS) + digits passed, of the
+    last one in each quad."""
     quads = tl.sum(counts, 1)
     reached = tl.cumsum(quads, 0)[:, None] - tl.cumsum(counts, 1) + counts
     passed = (reached < need) & (place > 0)
-    # Of the last digit passed, how many scores are reached and how many digits are passed, in one number.
-    last = tl.max(tl.max(tl.where(passed, (reached << 12) + (DIGITS - place), 0), 1), 0)
-    digit = DIGITS - 1 - (last & 4095).to(tl.int32)
-    return prefix * DIGITS + digit, need - (last >> 12).to(tl.int32)
+    return tl.max(tl.where(passed, (reached << PLACE_BITS) + (DIGITS - place), 0), 1)
 
 
 @triton.jit
@@ -99,6 +118,14 @@ def _add(counts, place, found, ATOMIC: tl.constexpr):
         tl.atomic_add(counts + place, found, mask=found > 0, sem="relaxed")
     else:
         tl.store(counts + place, found)
+
+
+@triton.jit
+def _count(smem, key, base, shift, LEADING: tl.constexpr):
+    if LEADING:
+        histogram.count_leading(smem, key)
+    else:
+        histogram.count(smem, key, base, shift)
 
 
 @triton.jit(do_not_specialize=["width", "k", "splits", "stride_logits"])
@@ -126,18 +153,27 @@ def count_digits(
     COLUMNS: tl.constexpr,  # at least THREADS
     ATOMIC: tl.constexpr,  # whether a row has several CTAs
     ALIGNED: tl.constexpr,  # see _load; row_starts is None
+    ONE: tl.constexpr,  # whether a CTA has a tile at most
     THREADS: tl.constexpr,  # of a CTA that counts in shared memory, else 0
     PDL: tl.constexpr,
 ):
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
     smem = histogram.claim_cleared(emulated_smem, 0, THREADS)
-    pdl.wait(PDL)
+    if sums is None:
+        pdl.wait(PDL)  # before others start, which read the scores early
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
     scores, column, step = _row(logits, row, stride_logits, ALIGNED), tl.arange(0, COLUMNS), splits * COLUMNS
     begin = start + split * COLUMNS
-    values = _load(scores, begin + column, end, ALIGNED)
+    values, key = tl.full([COLUMNS], float("-inf"), tl.float32), tl.zeros([COLUMNS], tl.int32)
+    if not ONE:
+        values = _load(scores, begin + column, end, ALIGNED)
+    elif begin < end:  # a branch, or the compiler looks at scores behind the wait
+        key = _keys(_load(scores, begin + column, end, ALIGNED), begin, column, end, COLUMNS)
     if sums is not None:
-        prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, UPPER)
+        pdl.wait_last(PDL)
+        prefix, need = _descend(
+            sums, state, row, stride_sums, stride_state, stride_state_value, smem, UPPER, THREADS > 0
+        )
     else:
         prefix, need = tl.full([], 0, tl.int32), k
     if split == 0:
@@ -147,10 +183,13 @@ def count_digits(
     if THREADS > 0:
         shift = tl.full([], SHIFT, tl.int32)
         base = (prefix * DIGITS << SHIFT).to(tl.int32)
-        for first in range(begin, end, step):
-            key = _keys(values, first + column, end)
-            values = _load(scores, first + step + column, end, ALIGNED)
-            histogram.count(smem, key, base, shift)
+        if ONE:
+            _count(smem, key, base, shift, sums is None)
+        else:
+            for first in range(begin, end, step):
+                key = _keys(values, first, column, end, COLUMNS)
+                values = _load(scores, first + step + column, end, ALIGNED)
+                _count(smem, key, base, shift, sums is None)
         tl.debug_barrier()
         QUADS: tl.constexpr = min(DIGITS // 4, THREADS)
         for quad in tl.static_range(DIGITS // (4 * QUADS)):
@@ -165,7 +204,7 @@ def count_digits(
     else:
         found = tl.zeros([DIGITS], tl.int32)
         for first in range(begin, end, step):
-            key = _keys(values, first + column, end)
+            key = _keys(values, first, column, end, COLUMNS)
             values = _load(scores, first + step + column, end, ALIGNED)
             bits, counted = key.to(tl.uint32, bitcast=True), key != 0
             if sums is not None:
@@ -208,36 +247,51 @@ def count_ties(
     TOGETHER: tl.constexpr,  # blocks
     PADDED: tl.constexpr,  # BLOCK_SIZE rounded up to a power of two
     ALIGNED: tl.constexpr,
+    ONE: tl.constexpr,
     SAME_SMEM: tl.constexpr,  # whether as much shared memory is claimed as by count_digits; see config.py
     PDL: tl.constexpr,
 ):
+    smem = tl.full([], 0, tl.int32)
     if SAME_SMEM:
-        histogram.claim(None, 0)
+        smem = histogram.claim(None, 0)
+        histogram.store_one(smem, histogram.HIGHEST, 0)
+        tl.debug_barrier()
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
     scores, step = _row(logits, row, stride_logits, ALIGNED), splits * TOGETHER
     some = tl.arange(0, TOGETHER)
     column = _columns(split * TOGETHER + some, start, end, BLOCK_SIZE, PADDED)
-    values = _load(scores, column, end, ALIGNED)
-    prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, UPPER)
+    values = tl.full([TOGETHER, PADDED], float("-inf"), tl.float32)
+    if start < end:  # a branch, or the compiler looks at scores behind the wait
+        values = _inside(_load(scores, column, end, ALIGNED), column, end)
+    pdl.wait_last(PDL)
+    prefix, need = _descend(sums, state, row, stride_sums, stride_state, stride_state_value, smem, UPPER, SAME_SMEM)
     threshold = prefix ^ SIGN
     if split == 0:
         tl.store(new_state + row * 2, threshold)
         tl.store(new_state + row * 2 + 1, need)
-    for first in range(split * TOGETHER, blocks, step):
-        higher, tied = _compared(_inside(values, column, end), threshold)
-        higher, tied = higher.to(tl.int32), tied.to(tl.int32)
-        column = _columns(first + step + some, start, end, BLOCK_SIZE, PADDED)
-        values = _load(scores, column, end, ALIGNED)
-        at = row.to(tl.int64) * blocks + first + some
-        if PADDED <= HIGHER:
-            both = tl.sum(higher + (tied << TIE), 1)
-            num_tied, num_higher = both >> TIE, both & HIGHER
-        else:
-            num_tied, num_higher = tl.sum(tied, 1), tl.sum(higher, 1)
-        tl.store(ties + at, num_tied.to(ties.dtype.element_ty), first + some < blocks)
-        tl.store(above + at, num_higher.to(above.dtype.element_ty), first + some < blocks)
+    if ONE:
+        _store_counts(values, threshold, ties, above, row, split * TOGETHER + some, blocks, PADDED)
+    else:
+        for first in range(split * TOGETHER, blocks, step):
+            column = _columns(first + step + some, start, end, BLOCK_SIZE, PADDED)
+            later = _load(scores, column, end, ALIGNED)
+            _store_counts(values, threshold, ties, above, row, first + some, blocks, PADDED)
+            values = _inside(later, column, end)
+
+
+@triton.jit
+def _store_counts(values, threshold, ties, above, row, block, blocks, PADDED: tl.constexpr):
+    higher, tied = _compared(values, threshold)
+    higher, tied = higher.to(tl.int32), tied.to(tl.int32)
+    if PADDED <= HIGHER:
+        both = tl.sum(higher + (tied << TIE), 1)
+        num_tied, num_higher = both >> TIE, both & HIGHER
+    else:
+        num_tied, num_higher = tl.sum(tied, 1), tl.sum(higher, 1)
+    at = row.to(tl.int64) * blocks + block
+    tl.store(ties + at, num_tied.to(ties.dtype.element_ty), block < blocks)
+    tl.store(above + at, num_higher.to(above.dtype.element_ty), block < blocks)
 
 
 @triton.jit
@@ -246,13 +300,53 @@ def _ties_of_ranks(
 ):  # fmt: skip
     """Of each block: (this rank's ties, those of the ranks before it, those of all)."""
     at = ties + row.to(tl.int64) * stride_row + block.to(tl.int64) * stride_block
-    own, lower, whole = tl.zeros_like(block), tl.zeros_like(block), tl.zeros_like(block)
+    own = tl.load(at + rank * stride_rank.to(tl.int64), block < blocks, 0).to(tl.int32)
+    lower, whole = tl.zeros_like(block), tl.zeros_like(block)
     for other in tl.static_range(RANKS):
         tied = tl.load(at + other * stride_rank.to(tl.int64), block < blocks, 0).to(tl.int32)
-        own += tl.where(other == rank, tied, 0)
         lower += tl.where(other < rank, tied, 0)
         whole += tied
     return own, lower, whole
+
+
+@triton.jit
+def _counted(
+    ties, above, need, seen, row, rank, mine, first, blocks, stride_rank, stride_row, stride_block, RANKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Of CHUNK blocks from ``first`` on, before which all ranks have ``seen`` ties: (own ties that win; scores
+    above the k-th; both before block ``mine``, whether ties win or not; ties of all ranks)."""
+    block = first + tl.arange(0, CHUNK)
+    higher = tl.load(above + row.to(tl.int64) * blocks + block, block < blocks, 0).to(tl.int32)
+    own, lower, whole = _ties_of_ranks(ties, row, rank, block, blocks, stride_rank, stride_row, stride_block, RANKS)
+    before = seen + tl.cumsum(whole, 0) - whole + lower
+    taken = tl.minimum(tl.maximum(need - before, 0), own)
+    return taken, higher, tl.where(block < mine, own, 0), tl.where(block < mine, higher, 0), whole
+
+
+@triton.jit
+def _add_two(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add_four(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _place(out, values, threshold, first, limit, tied_at, above_at, k, QUADS: tl.constexpr, PTX: tl.constexpr):
+    """Store the winners of a tile, whose first column is ``first``. Behind ``tied_at`` ties and ``above_at`` scores
+    above the k-th of this rank. Returns how many of both the tile has, one above TIE bits of the other."""
+    higher, tied = _compared(values, threshold)
+    bit = 8 >> tl.arange(0, 4)[None, :]  # the first column has the highest one
+    found = tl.sum(tl.where(higher, bit + (1 << 8), 0) + tl.where(tied, (bit << 4) + (1 << 12), 0), 1)
+    both = (found >> 8 & 15) + (found >> 12 << TIE)
+    upto = tl.cumsum(both, 0) - both
+    ties_before = tied_at + (upto >> TIE)
+    place = above_at + (upto & HIGHER) + tl.minimum(ties_before, limit)
+    ptx_io.scatter_bits(out, place, first + 4 * tl.arange(0, QUADS), found, limit - ties_before, k, PTX)
+    return both
 
 
 @triton.jit(do_not_specialize=["width", "k", "blocks", "rank", "splits", "stride_logits", "stride_ties_rank"])
@@ -281,64 +375,68 @@ def take_winners(
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,  # at most half of HIGHER
     CHUNK: tl.constexpr,  # blocks looked through together
+    CHUNKS: tl.constexpr,  # whether there are several such
     SPLIT: tl.constexpr,  # whether a row has several CTAs
     ALIGNED: tl.constexpr,
+    ONE: tl.constexpr,
     SAME_SMEM: tl.constexpr,  # whether as much shared memory is claimed as by count_digits; see config.py
-    SCATTER: tl.constexpr,  # whether PTX stores winners: Triton's store would move them between threads first
+    PTX: tl.constexpr,  # whether it stores winners: Triton's store would take an instruction of every column
     PDL: tl.constexpr,
 ):
     if SAME_SMEM:
         histogram.claim(None, 0)
     row, split = tl.program_id(0) // splits, tl.program_id(0) % splits
-    pdl.wait(PDL)
     start, end = _range(row, row_starts, row_ends, stride_starts, stride_ends, width)
-    threshold = tl.load(state + row * stride_state)
-    need = tl.maximum(tl.load(state + row * stride_state + stride_state_value), 0)
     share = tl.cdiv(blocks, splits)
     mine, last = tl.minimum(split * share, blocks), tl.minimum((split + 1) * share, blocks)
-    scores, column = _row(logits, row, stride_logits, ALIGNED), tl.arange(0, COLUMNS)
+    scores = _row(logits, row, stride_logits, ALIGNED)
+    QUADS: tl.constexpr = COLUMNS // 4
+    column = tl.arange(0, QUADS)[:, None] * 4 + tl.arange(0, 4)[None, :]
     begin, stop = start + mine * BLOCK_SIZE, end
     if SPLIT:
         stop = tl.minimum(end, start + last * BLOCK_SIZE)
-    values = _load(scores, begin + column, stop, ALIGNED)
+    values = tl.full([QUADS, 4], float("-inf"), tl.float32)
+    if begin < stop:  # a branch, or the compiler looks at scores behind the wait
+        values = _inside(_load(scores, begin + column, stop, ALIGNED), begin + column, stop)
+    pdl.wait_last(PDL)
 
-    seen, taken = 0, tl.zeros([CHUNK], tl.int32)  # ties of all ranks before a chunk; own ties that win
-    before_mine = tl.zeros([CHUNK], tl.int64)  # scores above the k-th, and above 32 bits own ties
-    for first in range(0, blocks, CHUNK):
-        block = first + tl.arange(0, CHUNK)
-        own, lower, whole = _ties_of_ranks(
-            ties, row, rank, block, blocks, stride_ties_rank, stride_ties_row, stride_ties_block, RANKS
-        )
-        if SPLIT:
-            higher = tl.load(above + row.to(tl.int64) * blocks + block, block < mine, 0)
-            before_mine += (tl.where(block < mine, own, 0).to(tl.int64) << 32) + higher.to(tl.int64)
-        before = seen + tl.cumsum(whole, 0) - whole + lower
-        taken += tl.minimum(tl.maximum(need - before, 0), own)
-        if first + CHUNK < blocks:
+    threshold = tl.load(state + row * stride_state)
+    need = tl.maximum(tl.load(state + row * stride_state + stride_state_value), 0)
+    taken, higher, tied_before, higher_before, whole = _counted(
+        ties, above, need, 0, row, rank, mine, 0, blocks, stride_ties_rank, stride_ties_row, stride_ties_block,
+        RANKS, CHUNK,
+    )  # fmt: skip
+    if CHUNKS:
+        seen = 0
+        for first in range(CHUNK, blocks, CHUNK):
             seen += tl.sum(whole, 0)
-    limit, tied_at, above_at = tl.sum(taken, 0), 0, 0
-    if SPLIT:
-        begins = tl.sum(before_mine, 0)
-        tied_at, above_at = (begins >> 32).to(tl.int32), begins.to(tl.int32)
+            more_taken, more, more_tied, more_higher, whole = _counted(
+                ties, above, need, seen, row, rank, mine, first, blocks, stride_ties_rank, stride_ties_row,
+                stride_ties_block, RANKS, CHUNK,
+            )  # fmt: skip
+            taken, higher = taken + more_taken, higher + more
+            tied_before, higher_before = tied_before + more_tied, higher_before + more_higher
+    if CHUNKS or ties.dtype.element_ty != tl.uint8:
+        limit, highers, tied_at, above_at = tl.reduce((taken, higher, tied_before, higher_before), 0, _add_four)
+        winners = tl.maximum(highers + limit, 0)
+    else:  # sums of CHUNK counts of 8 bits have 16
+        tl.static_assert(CHUNK * 255 <= HIGHER)
+        every, before = tl.reduce((taken + (higher << TIE), tied_before + (higher_before << TIE)), 0, _add_two)
+        limit, tied_at, above_at = every & HIGHER, before & HIGHER, before >> TIE & HIGHER
+        winners = (every >> TIE & HIGHER) + limit
 
     out += row.to(tl.int64) * k
-    for first in range(begin, stop, COLUMNS):
-        higher, tied = _compared(_inside(values, first + column, stop), threshold)
-        values = _load(scores, first + COLUMNS + column, stop, ALIGNED)
-        both = higher.to(tl.int32) + (tied.to(tl.int32) << TIE)
-        upto = tl.cumsum(both, 0) - both
-        ties_before = tied_at + (upto >> TIE)
-        wins = higher | (tied & (ties_before < limit))
-        place = above_at + (upto & HIGHER) + tl.minimum(ties_before, limit)
-        chosen = tl.where(wins, place, -1)
-        if SCATTER:
-            ptx_io.scatter(out, place, first + column - start, chosen, k - 1)
-        else:
-            tl.store(out + place, first + column - start, _below(chosen, k))
-        found = tl.sum(both, 0)
-        tied_at += found >> TIE
-        above_at += found & HIGHER
-    if last == blocks and (mine < blocks or split == 0):
-        for first in range(tl.maximum(above_at + tl.minimum(tied_at, limit), 0), k, FILL):
-            place = first + tl.arange(0, FILL)
-            tl.store(out + place, -1, _below(place, k))
+    for first in range(winners + split * FILL, k, splits * FILL):
+        place = first + tl.arange(0, FILL)
+        tl.store(out + place, -1, _below(place, k))
+    if ONE:
+        _place(out, values, threshold, begin - start, limit, tied_at, above_at, k, QUADS, PTX)
+    else:
+        for first in range(begin, stop, COLUMNS):
+            next_column = first + COLUMNS + column
+            later = _load(scores, next_column, stop, ALIGNED)
+            both = _place(out, values, threshold, first - start, limit, tied_at, above_at, k, QUADS, PTX)
+            found = tl.sum(both, 0)
+            tied_at += found >> TIE
+            above_at += found & HIGHER
+            values = _inside(later, next_column, stop)

@@ -24,7 +24,7 @@ def count_digits(
     counts, new_state = shapes.allocate_counts(logits, level), shapes.allocate_state(logits)
     if rows:
         target = target_of(logits.device)
-        plan, aligned = config.digits(rows, width, target), _aligned(logits, row_starts)
+        plan, aligned = config.digits(rows, width, level, target), _aligned(logits, row_starts)
         ctas, smem = rows * plan.splits, None
         if plan.splits > 1:
             counts.zero_()
@@ -34,7 +34,8 @@ def count_digits(
             logits, row_starts, row_ends, sums, state, counts, new_state, smem, width, k, plan.splits,
             _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
             _stride(state, 1), SHIFT=SHIFTS[level], DIGITS=1 << BITS[level], UPPER=1 << BITS[max(level - 1, 0)],
-            COLUMNS=plan.columns, ATOMIC=plan.splits > 1, ALIGNED=aligned, THREADS=plan.threads,
+            COLUMNS=plan.columns, ATOMIC=plan.splits > 1, ALIGNED=aligned,
+            ONE=plan.threads > 0 and plan.splits * plan.columns >= width, THREADS=plan.threads,
             num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return counts, new_state
@@ -59,7 +60,8 @@ def count_ties(
             logits, row_starts, row_ends, sums, state, ties, above, new_state, width, ties.shape[1], plan.splits,
             _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), _stride(sums), _stride(state),
             _stride(state, 1), BLOCK_SIZE=block_size, UPPER=1 << BITS[LEVELS - 1], TOGETHER=together, PADDED=padded,
-            ALIGNED=aligned, SAME_SMEM=config.same_smem(target), num_warps=plan.num_warps, **pdl.launched(target),
+            ALIGNED=aligned, ONE=plan.splits * together >= ties.shape[1], SAME_SMEM=config.same_smem(target),
+            num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return ties, above, new_state
 
@@ -81,13 +83,14 @@ def take_winners(
         return out.fill_(-1)
     target = target_of(logits.device)
     plan, aligned = config.blocks(rows, width, target), _aligned(logits, row_starts)
+    share = -(-ties.shape[2] // plan.splits) * block_size  # columns of a CTA
     kernels.take_winners[(rows * plan.splits,)](
         logits, row_starts, row_ends, ties, above.contiguous(), state, out, width, k, ties.shape[2], rank, plan.splits,
         _row_stride(logits, aligned), _stride(row_starts), _stride(row_ends), *ties.stride(), _stride(state),
         _stride(state, 1), RANKS=ties.shape[0], BLOCK_SIZE=block_size, COLUMNS=plan.columns, CHUNK=config.CHUNK,
-        SPLIT=plan.splits > 1, ALIGNED=aligned, SAME_SMEM=config.same_smem(target),
-        SCATTER=target.vendor == "nvidia" or target.interpreted, num_warps=plan.num_warps, **config.registers(target),
-        **pdl.launched(target),
+        CHUNKS=ties.shape[2] > config.CHUNK, SPLIT=plan.splits > 1, ALIGNED=aligned, ONE=share <= plan.columns,
+        SAME_SMEM=config.same_smem(target), PTX=target.vendor == "nvidia", num_warps=plan.num_warps,
+        **config.registers(target), **pdl.launched(target),
     )  # fmt: skip
     return out
 
