@@ -318,6 +318,7 @@ def _index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour
     scores = _mqa_logits(q, k, k_scale, weights, kv_start, kv_end, flavour)
     if scores.problem is None:
         return scores._replace(kernels=selection.KERNELS)
+    of_scores = scores.problem._replace(rows=step)
     return Question(
         selection.KERNELS,
         selection.choose,
@@ -329,9 +330,11 @@ def _index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour
             rows * top_k,
             _value_bytes(q, scores.problem),
         ),
-        scratch=lambda plan, target: fused.scratch_of(step, width, plan),
+        scratch=lambda plan, target: fused.scratch_of(
+            step, width, plan, scoring.choose_prefill(of_scores, target).plan.scratch
+        ),
         facts=lambda plan: {"ctas": plan.ctas(step), "rows_at_once": step},
-        scores=scores._replace(problem=scores.problem._replace(rows=step)),
+        scores=scores._replace(problem=of_scores),
     )
 
 

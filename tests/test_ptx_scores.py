@@ -18,11 +18,13 @@ from sparse_attn.fp8 import fp8_encode
 from sparse_attn.mxfp4 import GROUP, mxfp4_quantise
 from sparse_attn.ops.index_logits import dispatch, reference
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
+from sparse_attn.ops.index_logits.plan import HopperDecodedPlan
 from sparse_attn.target import H200
 
 pytestmark = pytest.mark.aot
 FP8, MXFP4 = IndexFp8Layout(128), IndexMxfp4Layout(128)
 DIRT = 7.25
+NOTHING = 50000  # instructions of two CTAs that have nothing to do
 
 
 def magnitudes(q, k, k_scale, weights, inside):
@@ -112,7 +114,18 @@ def test_more_requests_than_are_counted_at_a_time():
 @pytest.mark.few(0)
 @pytest.mark.parametrize(("heads", "far"), [(64, 0.0), (64, 0.02), (32, 0.02), (128, 0.0)])
 def test_rows_mxfp4(heads, far):
-    from sparse_attn.ops.index_logits.hopper import launch, prefill_mxfp4
+    rows_case(heads, far, False)
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize(("heads", "far"), [(64, 0.0), (64, 0.02), (32, 0.02), (128, 0.0)])
+def test_rows_mxfp4_decoded(heads, far):
+    """Keys decoded by a launch of their own; another scores what has groups far apart, and has nothing to do otherwise."""
+    rows_case(heads, far, True)
+
+
+def rows_case(heads, far, decoded):
+    from sparse_attn.ops.index_logits.hopper import decode_mxfp4, launch, prefill_decoded, prefill_mxfp4
 
     torch.manual_seed(heads)
     rows, keys = 19, 200
@@ -124,7 +137,12 @@ def test_rows_mxfp4(heads, far):
     inputs = mxfp4_query(q), *mxfp4_quantise(k), torch.randn(rows, heads), start, end
     call = Prefill(*inputs, "mxfp4", memory[:-1, :keys], False)
     plan = dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, "hopper.prefill_mxfp4").plan
-    execute(prefill_mxfp4, "mqa_logits", lambda: launch.score_prefill_mxfp4(call, replace(plan, ctas=2)))
+    plan = HopperDecodedPlan(plan.block_q, 2, keys=keys) if decoded else replace(plan, ctas=2)
+    call = call._replace(scratch=[torch.full(b.shape, 77, dtype=b.dtype) for b in plan.scratch.buffers])
+    kernels = ((decode_mxfp4, "decode_keys"), (prefill_decoded, "mqa_logits"), (prefill_mxfp4, "mqa_logits"))
+    for module, name in kernels if decoded else kernels[2:]:
+        issued = execute(module, name, lambda: launch.score_prefill_mxfp4(call, plan))
+    assert not decoded or (call.scratch[2].any() == (issued > NOTHING) == (far > 0))
     assert (memory[-1] == DIRT).all() and (memory[:, keys:] == DIRT).all()
     column = torch.arange(keys)
     inside = (column >= start[:, None]) & (column < end[:, None])

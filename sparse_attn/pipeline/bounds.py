@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sparse_attn import checks, workspace
-from sparse_attn.layout import PLAIN_NAME, LatentFp8Layout, PlainLayout
+from sparse_attn.layout import PLAIN_NAME, IndexLayout, LatentFp8Layout, PlainLayout
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention.problem import KvLayout, Problem, packed_decode, packed_prefill
+from sparse_attn.ops.index_logits import dispatch as scoring
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
@@ -130,8 +132,15 @@ def check_rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> None:
 
 
 def _no_scratch(*_: object) -> Scratch:
-    """Of scores over context ranks: ranks count in outputs, and hold scores in one."""
+    """Of decode rows' scores over context ranks: ranks count in outputs, and hold scores in one."""
     return Scratch()
+
+
+def _rank_scratch(
+    rows: int, keys: int, top_k: int, logits_bytes: int, target: Target, group: int, *, heads: int, layout: IndexLayout
+) -> Scratch:
+    """The same of prefill rows, whose scores may take scratch."""
+    return scoring.prefill_scratch(rows, keys, heads, layout, target)
 
 
 @dataclass(frozen=True)
@@ -159,14 +168,17 @@ def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part
     cached = layouts.kv if isinstance(layouts.kv, LatentFp8Layout) else plain
     decode_rows, next_n, attended = bounds.max_batch * bounds.next_n, bounds.next_n, (spec.index.top_k,)
     decode, prefill = (attended, cached, packed_decode), (attended, plain, packed_prefill)
+    scored: dict[str, Any] = dict(heads=spec.index.num_heads, layout=layouts.index)
     if bounds.mesh.context.size > 1:
         yield _Part(_no_scratch, decode_rows, next_n, 0, *shape, *decode)
-        yield _Part(_no_scratch, bounds.max_batched_tokens, 1, 0, *shape, *prefill)
+        _, gathered = bounds.own_keys()
+        yield _Part(partial(_rank_scratch, **scored), bounds.max_batched_tokens, 1, gathered, *shape, *prefill)
         return
     yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
     if shares_rows(bounds.max_model_len, bounds.mesh.tensor):
         yield _Part(index_topk_config.scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
-    yield _Part(index_topk_config.scratch, bounds.max_batched_tokens, 1, kv_rows, *shape, *prefill)
+    choosing = partial(index_topk_config.prefill_scratch, **scored)
+    yield _Part(choosing, bounds.max_batched_tokens, 1, kv_rows, *shape, *prefill)
 
 
 def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part]:
@@ -187,12 +199,16 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
     prefill_rows, gathering = bounds.max_batched_tokens, () if bounds.prefill_in_place else attended
     decode, prefill = (attended, cached, packed_decode), (gathering, plain, packed_prefill)
     slots, positions = index_topk_config.slots_scratch, index_topk_config.scratch
+    scored: dict[str, Any] = dict(heads=spec.index.num_heads, layout=layouts.index)
+    choosing = partial(index_topk_config.prefill_scratch, **scored)
     if not whole:
         slots = positions = _no_scratch
+        choosing = partial(_rank_scratch, **scored)
+        _, prefill_keys = bounds.own_keys(spec.indexed_ratio) if "indexed" in spec.layer_kinds else (0, 0)
     yield _Part(slots, decode_rows, next_n, decode_keys, *shape, *decode)
     if shares_rows(decode_keys, bounds.mesh.tensor):
         yield _Part(positions, decode_rows, next_n, decode_keys, *shape, *decode)
-    yield _Part(positions, prefill_rows, 1, prefill_keys, *shape, *prefill)
+    yield _Part(choosing, prefill_rows, 1, prefill_keys, *shape, *prefill)
     if bounds.prefill_in_place:
         yield _Part(positions, decode_rows + prefill_rows, 1, 0, *shape, *decode)
 

@@ -2,8 +2,8 @@
 
 ``PREFILL_KERNELS`` score contiguous keys, ``PAGED_KERNELS`` a paged cache.
 
-How many rows or requests there are chooses no kernel: one row's score of one key has the same bits whatever else is in
-the call.
+How many rows or requests there are chooses no kernel, nor does it change a bit where it chooses how one is launched:
+one row's score of one key has the same bits whatever else is in the call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on
-from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, parse_layout
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, parse_layout
 from sparse_attn.mxfp4 import MXFP4
 from sparse_attn.ops.index_logits.hopper import constants as hopper
 from sparse_attn.ops.index_logits.plan import (
     LINE,
+    HopperDecodedPlan,
     HopperPlan,
     Memory,
     PagedPlan,
@@ -30,8 +31,12 @@ from sparse_attn.ops.index_logits.plan import (
     memory_of,
 )
 from sparse_attn.target import Target
+from sparse_attn.workspace import Scratch
 
 MANY_KEYS = 1 << 19  # in the contexts of all requests, from which more tiles in flight were measured to be faster
+# Rows, and scores of all keys, from which MXFP4 keys are decoded to scratch once. That and two more launches take 5 us,
+# and 80 us a million keys; a row and key takes 4 ps less.
+DECODED_ROWS, DECODED_SCORES = 256, 1 << 22
 # Of the portable kernels.
 WIDE = 64 * 128  # values of a row's heads in the published models; of more, fewer keys fit beside them
 MANY = 1 << 22  # scores, of which a CTA takes many rows
@@ -213,7 +218,10 @@ def _plan_hopper_paged(problem: PagedProblem, target: Target) -> HopperPlan:
 
 
 def _plan_hopper_prefill_mxfp4(problem: PrefillProblem, target: Target) -> HopperPlan:
-    return replace(_plan_hopper_prefill(problem, target), stages=16)
+    plan = _plan_hopper_prefill(problem, target)
+    if problem.rows >= DECODED_ROWS and problem.rows * problem.keys >= DECODED_SCORES:
+        return HopperDecodedPlan(plan.block_q, plan.ctas, keys=problem.keys)
+    return replace(plan, stages=16)
 
 
 def _plan_hopper_paged_mxfp4(problem: PagedProblem, target: Target) -> HopperPlan:
@@ -298,6 +306,18 @@ PAGED_KERNELS: tuple[Kernel[PagedProblem, Plan], ...] = (
 def choose_prefill(problem: PrefillProblem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
     """The kernel that scores contiguous keys, and its plan. kernel: see dispatch.choose."""
     return dispatch.choose(PREFILL_KERNELS, problem, target, kernel)
+
+
+def prefill_scratch(rows: int, keys: int, heads: int, layout: IndexLayout, target: Target) -> Scratch:
+    """Of scoring ``rows`` against ``keys`` that were gathered from a cache of ``layout``."""
+    if not isinstance(layout, IndexMxfp4Layout) or rows == 0 or keys == 0:
+        return Scratch()
+    row, codes, scales = layout.row, layout.dim // 2, layout.dim // 32
+    problem = PrefillProblem(
+        rows, keys, heads, layout.dim, MXFP4, 1, Memory(0, (heads * row, row, 1), True), Memory(0, (codes, 1), True),
+        Memory(0, (scales, 1), True), Memory(0, (heads, 1), True),
+    )  # fmt: skip
+    return choose_prefill(problem, target).plan.scratch
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from sparse_attn import workspace
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.index_logits import dispatch, shapes
 from sparse_attn.ops.index_logits.plan import Plan
@@ -15,7 +17,7 @@ from sparse_attn.target import target_of
 class Prefill(NamedTuple):
     """Scores over contiguous keys: of a row and a key at least, into fp32 ``out`` [rows, keys] of any row stride.
 
-    clear: write -inf outside the rows' ranges, which are left as they are otherwise.
+    clear: write -inf outside the rows' ranges, which are left as they are otherwise. scratch: as the plan lists it.
     """
 
     q: torch.Tensor
@@ -27,6 +29,7 @@ class Prefill(NamedTuple):
     flavour: str
     out: torch.Tensor
     clear: bool = True
+    scratch: Sequence[torch.Tensor] = ()
 
 
 class Paged(NamedTuple):
@@ -69,7 +72,9 @@ def mqa_logits(
         return out
     arguments = (q, k, k_scale, weights, kv_start, kv_end, flavour)
     choice = dispatch.choose_prefill(dispatch.prefill_problem(*arguments), target_of(q.device), kernel)
-    choice.kernel.launcher(Prefill(*arguments, out), choice.plan)
+    scratch = choice.plan.scratch
+    views = workspace.take("mqa_logits", scratch, q.device)[0] if scratch.buffers else ()
+    choice.kernel.launcher(Prefill(*arguments, out, scratch=views), choice.plan)
     return out
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.workspace import Scratch
+from sparse_attn.ops.index_logits.hopper.constants import BLOCK_KV, DIM
+from sparse_attn.workspace import Buffer, Scratch
 
 LINE = 16  # bytes: what TMA copies starts and is spaced at multiples of them
 
@@ -64,7 +65,7 @@ class PagedProblem(NamedTuple):
 
 
 class Plan:
-    """Every kernel of index scores writes its output alone."""
+    """Every kernel of index scores writes its output alone, but that of HopperDecodedPlan."""
 
     scratch = Scratch()
 
@@ -82,6 +83,30 @@ class HopperPlan(Plan):
     stages: int = 8
     consumer_registers: int = 112
     producer_registers: int = 32
+
+
+@dataclass(frozen=True)
+class HopperDecodedPlan(HopperPlan):
+    """MXFP4 keys are decoded to e5m2 once, in a launch of its own, and scored as fp8 keys are. Another launch, with
+    ``far_stages`` tiles in flight, scores again what has groups too far apart for e5m2. keys: of the call."""
+
+    keys: int = 0
+    far_stages: int = 16
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.keys // BLOCK_KV)
+
+    @property
+    def scratch(self) -> Scratch:
+        """far: a flag for each tile of keys and each CTA."""
+        return Scratch(
+            (
+                Buffer("operands", (self.keys, DIM), torch.uint8),
+                Buffer("factors", (self.keys,), torch.float32),
+                Buffer("far", (self.tiles + self.ctas,), torch.int32),
+            )
+        )
 
 
 @dataclass(frozen=True)

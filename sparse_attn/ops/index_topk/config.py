@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.dispatch import Choice
+from sparse_attn.layout import IndexLayout
+from sparse_attn.ops.index_logits import dispatch as scoring
 from sparse_attn.ops.index_topk.shapes import padded, rows_at_once
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged.reference import MOST_ROWS
@@ -51,6 +53,18 @@ def scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target
     return scratch_of(some, width, choose_prefill(some, width, top_k, target).plan)
 
 
+def prefill_scratch(
+    rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1, *, heads: int,
+    layout: IndexLayout,
+) -> Scratch:  # fmt: skip
+    """Scratch of index_topk_prefill, of keys gathered from a cache of ``layout``."""
+    if rows == 0 or width == 0:
+        return Scratch()
+    some = rows_at_once(rows, width, logits_bytes, group)
+    scores = scoring.prefill_scratch(some, width, heads, layout, target)
+    return scratch_of(some, width, choose_prefill(some, width, top_k, target).plan, scores)
+
+
 def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> int:
     """The row count, up to ``rows``, beyond which one more row never takes less scratch."""
     if rows == 0 or width == 0:
@@ -59,10 +73,10 @@ def last_change(rows: int, width: int, top_k: int, logits_bytes: int, target: Ta
     return selection.last_change(Problem(some, width, top_k, scratch_bytes=CANDIDATE_BYTES), target)
 
 
-def scratch_of(rows: int, width: int, plan: Plan) -> Scratch:
-    """As scratch, for ``rows`` that are held at once."""
-    chosen = plan.scratch
-    return Scratch((Buffer("logits", (rows, padded(width)), torch.float32), *chosen.buffers), chosen.counters)
+def scratch_of(rows: int, width: int, plan: Plan, scores: Scratch | None = None) -> Scratch:
+    """As scratch, for ``rows`` that are held at once. scores: what scoring takes, which comes last."""
+    chosen, logits = plan.scratch, Buffer("logits", (rows, padded(width)), torch.float32)
+    return Scratch((logits, *chosen.buffers, *(scores.buffers if scores else ())), chosen.counters)
 
 
 def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: Target, group: int = 1) -> Scratch:

@@ -41,15 +41,16 @@ def index_topk_prefill(
     problem = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour, rows=step)
     scores = scoring.choose_prefill(problem, target)
     choice = config.choose_prefill(step, keys, top_k, target, kernel)
-    (buffer, *views), counters = workspace.take(
-        "index_topk_prefill", config.scratch_of(step, keys, choice.plan), q.device
-    )
+    scratch = config.scratch_of(step, keys, choice.plan, scores.plan.scratch)
+    (buffer, *views), counters = workspace.take("index_topk_prefill", scratch, q.device)
+    selecting = len(choice.plan.scratch.buffers)
+    views, scoring_views = views[:selecting], views[selecting:]
     for first in range(0, rows, step):
         some = slice(first, min(first + step, rows))
         logits = buffer[: some.stop - first, :keys]
         ranges = kv_start[some], kv_end[some]
         scores.kernel.launcher(
-            Prefill(q[some], k, k_scale, weights[some], *ranges, flavour, logits, clear=False), scores.plan
+            Prefill(q[some], k, k_scale, weights[some], *ranges, flavour, logits, False, scoring_views), scores.plan
         )
         selection = Selection(logits, *ranges, out[some], views, counters)
         choice.kernel.launcher(selection, choice.plan)

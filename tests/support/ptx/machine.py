@@ -304,6 +304,8 @@ class Cta:
         """cp.async.bulk.tensor: a box from global to shared memory, zeros for what is outside of the tensor."""
         if not active.any():
             return
+        if "bulk" not in instruction.operation:
+            return self._copy_lanes(warp, instruction, active)
         lane = int(np.flatnonzero(active)[0])
         assert active.sum() == 1, instruction.text
         source = re.fullmatch(r"\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]", instruction.operands[1])
@@ -322,6 +324,17 @@ class Cta:
             to = _swizzled(to)
         self.shared[to] = data
         self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
+
+    def _copy_lanes(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """cp.async: some bytes of each lane; of groups of them nothing is left to wait for."""
+        if instruction.operation[2] in ("commit_group", "wait_group"):
+            return
+        to, source, nbytes, *reads = (self._address(warp, operand)[active] for operand in instruction.operands)
+        assert not reads or (reads[0] == nbytes).all(), f"bytes left out: {instruction.text}"
+        for lane, size in enumerate(nbytes):
+            first = source[lane] - GLOBAL_AT
+            assert to[lane] % size == source[lane] % size == 0 < first and first + size <= self.memory.size
+            self.shared[to[lane] : to[lane] + size] = self.memory[first : first + size]
 
     def _wgmma(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """16 rows of a product of fp8 operands, 32 deep, both K-major; those of one warp of the four."""

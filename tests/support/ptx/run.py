@@ -52,6 +52,13 @@ class _Memory:
             raw[:] = self.bytes[place : place + raw.size]
 
 
+def _bits(value: float) -> int:
+    """Of an int32 or an fp32."""
+    if isinstance(value, float):
+        return int(np.float32(value).view(np.uint32))
+    return int(value) & 0xFFFFFFFF
+
+
 def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int = 0) -> int:
     """``launch()`` launches kernel ``name`` of ``module`` once, with CPU tensors, which then hold what it writes.
     Returns the number of instructions that its warps issued."""
@@ -79,7 +86,7 @@ def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int
             )  # fmt: skip
             known |= {next(parameters)[0]: int(number) for number in (*value.shape, *value.strides)}
         else:
-            known[parameter] = memory.address(value) if isinstance(value, torch.Tensor) else int(value) & 0xFFFFFFFF
+            known[parameter] = memory.address(value) if isinstance(value, torch.Tensor) else _bits(value)
     known |= {parameter: 0 for parameter, _ in parameters}  # Triton's own scratch
     issued = 0
     for place in range(grid[0]):

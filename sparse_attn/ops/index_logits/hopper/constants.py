@@ -11,3 +11,6 @@ CONSUMERS = 4  # warpgroups that multiply
 PRODUCTS = 2  # of a tile at most, each by other consumers
 BLOCK_Q = 4  # rows of a paged query block at most
 Q_STAGES = 2  # query blocks in shared memory
+# Of e5m2 operands that MXFP4 values are decoded to.
+WINDOW = 26  # powers of two that fit beside the three of a code: 0.5 * 2^-13 to 6 * 2^13
+TOP = 13  # the power of two of a record's highest group

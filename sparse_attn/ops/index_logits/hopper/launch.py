@@ -7,14 +7,16 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from sparse_attn.device import pdl
 from sparse_attn.mxfp4 import GROUP
+from sparse_attn.ops.index_logits.hopper import decode_mxfp4, paged_mxfp4, prefill_decoded, prefill_mxfp4
 from sparse_attn.ops.index_logits.hopper import paged as paged_kernels
-from sparse_attn.ops.index_logits.hopper import paged_mxfp4, prefill_mxfp4
 from sparse_attn.ops.index_logits.hopper import prefill as prefill_kernels
-from sparse_attn.ops.index_logits.hopper.constants import BLOCK_KV
+from sparse_attn.ops.index_logits.hopper.constants import BLOCK_KV, DIM
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
-from sparse_attn.ops.index_logits.plan import HopperPlan
+from sparse_attn.ops.index_logits.plan import HopperDecodedPlan, HopperPlan
 from sparse_attn.ops.index_logits.portable.launch import clear_outside
+from sparse_attn.target import target_of
 
 FP8 = torch.float8_e4m3fn
 SHORT = 64  # tiles a CTA, up to which a launch is short: the next one may start while it runs
@@ -41,25 +43,63 @@ def prefill(call: Prefill, plan: HopperPlan) -> None:
 
 def score_prefill_mxfp4(call: Prefill, plan: HopperPlan) -> None:
     """As prefill."""
+    if isinstance(plan, HopperDecodedPlan):
+        _decode_and_score(call, plan)
+        far, stages = call.scratch[2], plan.far_stages
+    else:
+        far, stages = None, plan.stages
+    _score_packed(call, plan, stages, far)
+    if call.clear:
+        clear_outside(call)
+
+
+def _decode_and_score(call: Prefill, plan: HopperDecodedPlan) -> None:
+    """Decode keys to scratch and score those, whatever the powers of two of their groups."""
+    operands, factors, far = call.scratch
+    assert call.k_scale is not None, "MXFP4 keys have scales"
+    codes, scales = call.k.view(torch.int32), call.k_scale.view(torch.int32)
+    queries, heads = _packed(call.q)
+    kv_start, kv_end, out = call.kv_start, call.kv_end, call.out
+    rows, keys = out.shape
+    decode_mxfp4.decode_keys[(plan.tiles,)](
+        codes, scales, operands.view(torch.int32), factors, far, keys, codes.stride(0), BLOCK_KV=BLOCK_KV,
+        num_warps=4, maxnreg=32, **pdl.launched(target_of(out.device)),
+    )  # fmt: skip
+    prefill_decoded.mqa_logits[(plan.ctas,)](
+        queries,
+        TensorDescriptor.from_tensor(operands.view(torch.float8_e5m2), [BLOCK_KV, DIM], _codes(DIM, 2)),
+        TensorDescriptor(factors, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], _values()),
+        call.weights, kv_start, kv_end, out, far[plan.tiles :], 1.0, rows, keys, queries.stride(0),
+        *call.weights.stride(), kv_start.stride(0), kv_end.stride(0), out.stride(0),
+        HEADS=heads, BLOCK_Q=plan.block_q, STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=plan.producer_registers, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _packed(q: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(rows of MXFP4 queries in words, heads)."""
+    rows, heads, row = q.shape
+    return torch.as_strided(q, (rows, heads * row), (q.stride(0), 1)).view(torch.int32), heads
+
+
+def _score_packed(call: Prefill, plan: HopperPlan, stages: int, far: torch.Tensor | None) -> None:
+    """far: see the kernel."""
     q, k, k_scale, weights, kv_start, kv_end, out = (
         call.q, call.k, call.k_scale, call.weights, call.kv_start, call.kv_end, call.out
     )  # fmt: skip
     assert k_scale is not None, "MXFP4 keys have scales"
-    rows, heads, row = q.shape
-    keys = k.shape[0]
-    queries = torch.as_strided(q, (rows, heads * row), (q.stride(0), 1)).view(torch.int32)
+    queries, heads = _packed(q)
+    rows, keys = out.shape
     codes, scales = k.view(torch.int32), k_scale.view(torch.int32).view(1, keys)
     prefill_mxfp4.mqa_logits[(plan.ctas,)](
         queries,
         TensorDescriptor.from_tensor(codes, [BLOCK_KV, codes.shape[1]], _values()),
         TensorDescriptor(scales, [1, keys], [triton.cdiv(keys, 4) * 4, 1], [1, BLOCK_KV], _values()),
         weights, kv_start, kv_end, out, rows, keys, queries.stride(0), *weights.stride(), kv_start.stride(0),
-        kv_end.stride(0), out.stride(0),
-        HEADS=heads, BLOCK_Q=plan.block_q, STAGES=plan.stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        kv_end.stride(0), out.stride(0), far, None if far is None else far.shape[0],
+        HEADS=heads, BLOCK_Q=plan.block_q, STAGES=stages, CONSUMER_REGISTERS=plan.consumer_registers,
         PRODUCER_REGISTERS=plan.producer_registers, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    if call.clear:
-        clear_outside(call)
 
 
 def paged(call: Paged, plan: HopperPlan) -> None:

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from sparse_attn.device.hopper import signal
 from sparse_attn.device.triton_private import aggregate, reinterpret
+from sparse_attn.ops.index_logits.hopper import constants
 from sparse_attn.ops.index_logits.hopper.common import (
     BLOCK_KV,
     CONSUMERS,
@@ -28,8 +29,8 @@ from sparse_attn.ops.index_logits.hopper.common import (
     weighed_sums,
 )
 
-WINDOW = gl.constexpr(26)  # powers of two that fit beside the three of a code: 0.5 * 2^-13 to 6 * 2^13
-TOP = gl.constexpr(13)  # the power of two of a record's highest group, in its operand
+WINDOW = gl.constexpr(constants.WINDOW)
+TOP = gl.constexpr(constants.TOP)
 RANGE = gl.constexpr(60)  # a head's highest scale is 2^-60 to 2^60, for its product with a weight to be normal
 LOW_CODES = gl.constexpr(0x72706C00)  # e5m2 of 1.5, 1, 0.5 and 0 times 2^TOP
 HIGH_CODES = gl.constexpr(0x7A787674)  # of 6, 4, 3 and 2
@@ -137,14 +138,15 @@ class QueryBlock:
 
 
 @gluon.constexpr_function
-def words_layout(rows, replicated=False):
+def words_layout(rows, replicated=False, two_warps=False):
     """Of packed records [rows, 4 groups, 4 words]: a lane has a group of a row, four lanes a row; the rows of a thread
     are those that it has of an operand in registers."""
     high = [[8, 0, 0], [16, 0, 0], [32, 0, 0], [64, 0, 0]]
     lanes = [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
     more = [base for base in high if base[0] < rows]
     if replicated:  # warps take rows, further ones go to registers; of fewer rows warps have the same
-        warps, registers = (more + [[0, 0, 0]] * 2)[:2], more[2:]
+        bits = 1 if two_warps else 2
+        warps, registers = (more + [[0, 0, 0]] * bits)[:bits], more[bits:]
     else:
         warps, registers = [[16, 0, 0], [32, 0, 0]], [[8, 0, 0]]
     return gl.DistributedLinearLayout([[0, 0, 1], [0, 0, 2]] + registers, lanes, warps, [], [rows, 4, 4])
@@ -207,7 +209,7 @@ def _tables(steps):
 
 
 @gluon.jit
-def _decode(words, low, high):
+def decode(words, low, high):
     """int32 words of an operand [ROWS, 32], in the order of the product's steps, from packed [ROWS, 4, 4] and tables
     [ROWS, 4]."""
     first, last = gl.inline_asm_elementwise(
@@ -223,7 +225,7 @@ def _multiply(words, low, high, q):
     N: gl.constexpr = q.shape[0]
     RESULT: gl.constexpr = product_layout(N)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
-    decoded = _decode(words, low, high)
+    decoded = decode(words, low, high)
     twice = gl.join(decoded, decoded)
     four = gl.reshape(gl.join(twice, twice), [BLOCK_KV, 128])  # a word for each of its bytes: no instruction
     four = gl.convert_layout(four, OPERAND)
@@ -295,6 +297,22 @@ def weights_of(memory, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
+def query_tables(scales, group):
+    """Of columns' scales: (low, high) for ``decode``, the highest for ``weight_factor``, whether they fit."""
+    highest, lowest = exponents(scales)
+    folded = fits(highest, lowest)
+    steps = gl.where(folded, highest * 0x01010101 - scales, 0)
+    low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
+    return low, high, highest, folded
+
+
+@gluon.jit
+def weight_factor(highest):
+    """Of the weights of columns: their highest scale, and what both operands of the product are too large."""
+    return power(highest) * 2.0 ** (-2 * TOP)
+
+
+@gluon.jit
 def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexpr, IN_ORDER: gl.constexpr):
     """Write a consumer's part of a query block to shared memory: the operand of ``PART`` columns, with steps where they
     fit and without where they do not, half their weights times their highest scale, and whether all fit. IN_ORDER:
@@ -315,14 +333,11 @@ def prepare(block, queries, weights, fit, PART: gl.constexpr, which: gl.constexp
     words = gl.load(at, mask=gl.expand_dims(gl.expand_dims(there, 1), 2), other=0)
     scales = column_scales(block, FIRST, PART, COLUMN)
     half_weights = half_weights_of(block, FIRST, PART, COLUMN)
-    highest, lowest = exponents(scales)
-    folded = fits(highest, lowest)
-    steps = gl.where(folded, highest * 0x01010101 - scales, 0)
-    low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
+    low, high, highest, folded = query_tables(scales, group)
     COLUMNS: gl.constexpr = queries.shape[0]
     operand = reinterpret(queries, gl.int32, [COLUMNS, 32], WORDS)
-    operand.slice(FIRST, PART, dim=0).store(_decode(words, low, high))
-    half_weights = half_weights * (power(highest) * 2.0 ** (-2 * TOP))
+    operand.slice(FIRST, PART, dim=0).store(decode(words, low, high))
+    half_weights = half_weights * weight_factor(highest)
     if not IN_ORDER:
         half_weights = _for_lanes(half_weights)
     weights.slice(FIRST, PART, dim=0).store(half_weights)

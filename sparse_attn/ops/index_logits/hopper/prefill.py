@@ -109,8 +109,11 @@ def find_run(ranges, query_block, query_blocks, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def _producer(shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q: gl.constexpr):
-    """Load a query block and its weights, then its tiles; zeros behind the last key and the last row."""
+def producer(
+    shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q: gl.constexpr, PREPARED: gl.constexpr = False,
+):  # fmt: skip
+    """Load a query block and its weights, then its tiles; zeros behind the last key and the last row. PREPARED: other
+    warps bring query blocks."""
     STAGES: gl.constexpr = shared.keys.shape[0]
     MMA_COLUMNS: gl.constexpr = shared.queries.shape[1]
     done, blocks_done = 0, 0
@@ -119,14 +122,16 @@ def _producer(shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q: gl.con
         begin, tiles = tiles_of(ranges, query_block, BLOCK_Q)
         own = gl.maximum(gl.minimum(tiles - skip, run.count - done), 0)
         if own > 0:
-            q_stage, phase = ring(blocks_done, Q_STAGES)
-            mbarrier.wait(bars.q_empty.index(q_stage), phase ^ 1)
-            q_full = bars.q_full.index(q_stage)
-            mbarrier.expect(
-                q_full, MMA_COLUMNS * shared.queries.shape[2] + shared.weights.shape[1] * shared.weights.shape[2] * 4
-            )
-            tma_load(q, [query_block * MMA_COLUMNS, 0], q_full, shared.queries.index(q_stage))
-            tma_load(weights, [query_block * BLOCK_Q, 0], q_full, shared.weights.index(q_stage))
+            if not PREPARED:
+                q_stage, phase = ring(blocks_done, Q_STAGES)
+                mbarrier.wait(bars.q_empty.index(q_stage), phase ^ 1)
+                q_full = bars.q_full.index(q_stage)
+                mbarrier.expect(
+                    q_full,
+                    MMA_COLUMNS * shared.queries.shape[2] + shared.weights.shape[1] * shared.weights.shape[2] * 4,
+                )
+                tma_load(q, [query_block * MMA_COLUMNS, 0], q_full, shared.queries.index(q_stage))
+                tma_load(weights, [query_block * BLOCK_Q, 0], q_full, shared.weights.index(q_stage))
             for i in range(own):
                 stage, phase = ring(done + i, STAGES)
                 key = (begin + skip + i) * BLOCK_KV
@@ -141,8 +146,11 @@ def _producer(shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q: gl.con
 
 
 @gluon.jit
-def _consumer(shared, bars, ranges, out, stride_out, run, which: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Score every tile of the CTA's run whose turn it is, and COLUMNS of a query block's columns."""
+def consumer(
+    shared, bars, ranges, out, stride_out, run, which: gl.constexpr, BLOCK_Q: gl.constexpr, half=0.5
+):  # fmt: skip
+    """Score every tile of the CTA's run whose turn it is, and COLUMNS of a query block's columns. half: makes
+    ``half_weights`` of the weights in shared memory."""
     STAGES: gl.constexpr = shared.keys.shape[0]
     PRODUCTS: gl.constexpr = products(shared.queries.shape[1])
     PRODUCT: gl.constexpr = which % PRODUCTS  # its own, of a tile
@@ -168,7 +176,7 @@ def _consumer(shared, bars, ranges, out, stride_out, run, which: gl.constexpr, B
             q_stage, phase = ring(blocks_done, Q_STAGES)
             mbarrier.wait(bars.q_full.index(q_stage), phase)
             weights = shared.weights.index(q_stage).reshape([PRODUCTS * COLUMNS])
-            half_weights = 0.5 * weights.slice(PRODUCT * COLUMNS, COLUMNS).load(COLUMN)
+            half_weights = half * weights.slice(PRODUCT * COLUMNS, COLUMNS).load(COLUMN)
             for i in range(own_tile(TURN, done, TURNS), own, TURNS):
                 stage, phase = ring(done + i, STAGES)
                 mbarrier.wait(bars.full.index(stage), phase)
@@ -223,11 +231,11 @@ def mqa_logits(
     barrier()
     gl.warp_specialize(
         [
-            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 0, BLOCK_Q)),
-            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 1, BLOCK_Q)),
-            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 2, BLOCK_Q)),
-            (_consumer, (shared, bars, ranges, out, stride_out_row, run, 3, BLOCK_Q)),
-            (_producer, (shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q)),
+            (consumer, (shared, bars, ranges, out, stride_out_row, run, 0, BLOCK_Q)),
+            (consumer, (shared, bars, ranges, out, stride_out_row, run, 1, BLOCK_Q)),
+            (consumer, (shared, bars, ranges, out, stride_out_row, run, 2, BLOCK_Q)),
+            (consumer, (shared, bars, ranges, out, stride_out_row, run, 3, BLOCK_Q)),
+            (producer, (shared, bars, k, k_scale, q, weights, ranges, run, BLOCK_Q)),
         ],
         [4, 4, 4, 1],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

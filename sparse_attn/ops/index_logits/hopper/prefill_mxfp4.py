@@ -35,7 +35,7 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     weights_of,
     words_of,
 )
-from sparse_attn.ops.index_logits.hopper.prefill import Ranges, count_blocks, find_run, range_of, tiles_of
+from sparse_attn.ops.index_logits.hopper.prefill import CHUNK, Ranges, count_blocks, find_run, range_of, tiles_of
 
 
 @gluon.jit
@@ -100,9 +100,10 @@ def _store(scores, place, tile):
 @gluon.jit
 def _consumer(
     shared, bars, q, weights, strides, ranges, out, stride_out, run, which: gl.constexpr, HEADS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    BLOCK_Q: gl.constexpr, FAR: gl.constexpr,
 ):  # fmt: skip
-    """Score every tile of the CTA's run whose turn it is: decode it once, and multiply COLUMNS columns at a time."""
+    """Score every tile of the CTA's run whose turn it is: decode it once, and multiply COLUMNS columns at a time.
+    FAR: leave out tiles whose groups are near."""
     STAGES: gl.constexpr = shared.codes.shape[0]
     PRODUCTS: gl.constexpr = products(BLOCK_Q * HEADS)
     ROWS: gl.constexpr = BLOCK_Q // PRODUCTS
@@ -144,7 +145,7 @@ def _consumer(
                 apart = gl.sum(shared.apart.index(stage).load(ANY), 0)
                 if (apart == 0) & (all_fit != 0):
                     signal(bars.empty.index(stage))
-                    for p in gl.static_range(PRODUCTS):
+                    for p in gl.static_range(0 if FAR else PRODUCTS):
                         some = queries.slice(p * N, N, dim=0)
                         product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
                         half_weights = weights_of(half.slice(p * N, N), False)
@@ -172,8 +173,18 @@ def _consumer(
         skip = 0
 
 
+@gluon.jit
+def _any(words, count):
+    """Whether some of ``count`` words in global memory is not zero."""
+    place = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    found = gl.load(words + place, mask=place < count, other=0)
+    for chunk in range(CHUNK, count, CHUNK):
+        found |= gl.load(words + (chunk + place), mask=chunk + place < count, other=0)
+    return gl.max(found, 0) != 0
+
+
 @gluon.jit(
-    do_not_specialize=["rows", "keys", "stride_out_row"],
+    do_not_specialize=["rows", "keys", "stride_out_row", "far_count"],
     do_not_specialize_on_alignment=["kv_start", "kv_end", "weights", "out"],
 )
 def mqa_logits(
@@ -192,6 +203,8 @@ def mqa_logits(
     stride_start_row,
     stride_end_row,
     stride_out_row,
+    far,  # None, or int32 [far_count]: where all are 0 nothing is scored; otherwise tiles whose groups are far apart
+    far_count,
     HEADS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     STAGES: gl.constexpr,  # tiles in flight
@@ -202,15 +215,19 @@ def mqa_logits(
     ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     fence_async_shared()
     wait()
+    if far is not None:
+        rows = gl.where(_any(far, far_count), rows, 0)
+        ranges = Ranges(kv_start, kv_end, rows, keys, stride_start_row, stride_end_row)
     run = find_run(ranges, *count_blocks(rows, BLOCK_Q), BLOCK_Q)
     barrier()
+    FAR: gl.constexpr = far is not None
     strides = stride_q_row, stride_weights_row, stride_weights_head
     gl.warp_specialize(
         [
-            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 0, HEADS, BLOCK_Q)),
-            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 1, HEADS, BLOCK_Q)),
-            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 2, HEADS, BLOCK_Q)),
-            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 3, HEADS, BLOCK_Q)),
+            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 0, HEADS, BLOCK_Q, FAR)),
+            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 1, HEADS, BLOCK_Q, FAR)),
+            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 2, HEADS, BLOCK_Q, FAR)),
+            (_consumer, (shared, bars, q, weights, strides, ranges, out, stride_out_row, run, 3, HEADS, BLOCK_Q, FAR)),
             (_producer, (shared, bars, k, k_scale, ranges, run, BLOCK_Q)),
             (_scaler, (shared, bars, ranges, run, BLOCK_Q)),
         ],

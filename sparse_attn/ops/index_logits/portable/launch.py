@@ -24,7 +24,7 @@ def prefill(call: Prefill, plan: PrefillPlan) -> None:
 
 
 def _prefill(call: Prefill, plan: PrefillPlan) -> None:
-    q, k, k_scale, weights, kv_start, kv_end, flavour, out, clear = call
+    q, k, k_scale, weights, kv_start, kv_end, flavour, out, clear, _ = call
     rows, heads, dim = q.shape
     keys = k.shape[0]
     if flavour == MXFP4:
