@@ -120,8 +120,9 @@ def test_rows_mxfp4(heads, far):
 @pytest.mark.few(0)
 @pytest.mark.parametrize(("heads", "far"), [(64, 0.0), (64, 0.02), (32, 0.02), (128, 0.0)])
 def test_rows_mxfp4_decoded(heads, far):
-    """Keys decoded by a launch of their own; another scores what has groups far apart, and has nothing to do otherwise."""
-    rows_case(heads, far, True)
+    """Keys decoded by a launch of their own; another scores what has groups far apart, and has nothing to do otherwise.
+    The bits are those of the kernel that decodes them in registers."""
+    assert torch.equal(rows_case(heads, far, True).view(torch.int32), rows_case(heads, far, False).view(torch.int32))
 
 
 def rows_case(heads, far, decoded):
@@ -147,3 +148,4 @@ def rows_case(heads, far, decoded):
     column = torch.arange(keys)
     inside = (column >= start[:, None]) & (column < end[:, None])
     check(call.out, lambda: reference.mqa_logits(*inputs, "mxfp4"), inside, 2.0**-18)
+    return call.out

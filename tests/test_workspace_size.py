@@ -149,3 +149,16 @@ def test_a_weight_of_one_group_is_multiplied_as_one_of_several():
          for rows in range(1, 65)] for ends in (True, False)
     )  # fmt: skip
     assert found == by_ends != whole
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("rows", [200, 700])
+def test_keys_that_are_decoded_once(rows, ranks):
+    """Scratch of prefill scores over an MXFP4 index cache, where so many rows and keys take it."""
+    spec, target = preset("deepseek_v4_flash"), H200
+    mesh = planned_mesh(context=ranks)
+    limits = Bounds(7, rows, 160_000, block_size=256, kv_rows=400_000, logits_bytes=1 << 28, mesh=mesh)
+    fp8, mxfp4 = (cache_layouts(spec, "fp8", index_kind=kind) for kind in ("fp8", "mxfp4"))
+    size = workspace_size(spec, limits, target, mxfp4)
+    assert size == by_enumeration(spec, limits, target, mxfp4)
+    assert (size != workspace_size(spec, limits, target, fp8)) == (rows == 700 and ranks == 1)

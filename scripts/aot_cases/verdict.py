@@ -54,6 +54,7 @@ SPILLS_OF_LATER = {
     (3, 8): {
         "grouped_linear.fp8.multiply": {"sm_100": 8},
         "index_logits.hopper.prefill.mqa_logits": {"sm_90": 96},
+        "index_logits.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
         "index_logits.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},
         "ragged.pack_rows": {"nvidia": 24},
     },

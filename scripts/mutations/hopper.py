@@ -202,8 +202,8 @@ EXECUTED = [
     Mutation(
         "hopper-mxfp4-signs-of-queries", "every fourth code of a query has the other sign",
         SCORES + "hopper/mxfp4.py",
-        "store(_decode(words, low, high))",
-        "store(_decode(words, low, high) ^ 0x80)",
+        "store(decode(words, low, high))",
+        "store(decode(words, low, high) ^ 0x80)",
         ("tests/test_ptx_scores.py::test_paged_mxfp4",),
     ),
     Mutation(
@@ -254,6 +254,13 @@ EXECUTED = [
         "kv_valid = (block >= 0) & (block < num_blocks)",
         "kv_valid = block >= 0",
         ("tests/test_ptx_scores.py::test_paged_mxfp4_of_many_forms[1-64-0.0]",),
+    ),
+    Mutation(
+        "hopper-mxfp4-decoded-far-left", "what decoded keys cannot be scored from is not scored again",
+        SCORES + "hopper/prefill_mxfp4.py",
+        "rows = gl.where(_any(far, far_count), rows, 0)",
+        "rows = gl.where(_any(far, far_count), 0, rows)",
+        ("tests/test_ptx_scores.py::test_rows_mxfp4_decoded[64-0.02]",),
     ),
     Mutation(
         "hopper-mxfp4-one-key-too-many", "a row of contiguous keys is scored behind its last one",

@@ -33,6 +33,27 @@ KERNELS = [
         ("tests/test_mxfp4.py::test_nan_kernel",),
     ),
     Mutation(
+        "mxfp4-decoded-nan-infinite", "the factor of a decoded key of NaN is infinite",
+        OPS + "index_logits/hopper/decode_mxfp4.py",
+        "odd = (highest == 0) | (highest == 255)",
+        "odd = highest == 0",
+        ("tests/test_index_logits_decoded.py::test_decoded_keys",),
+    ),
+    Mutation(
+        "mxfp4-decoded-far-unseen", "decoded groups one power of two too far apart are not scored again",
+        OPS + "index_logits/hopper/decode_mxfp4.py",
+        "(highest - lowest > WINDOW)",
+        "(highest - lowest > WINDOW + 1)",
+        ("tests/test_index_logits_decoded.py::test_decoded_keys",),
+    ),
+    Mutation(
+        "mxfp4-decoded-halves", "the first four codes of a word are decoded twice, the last four not",
+        OPS + "index_logits/hopper/decode_mxfp4.py",
+        "_operand(codes >> 16, base)",
+        "_operand(codes, base)",
+        ("tests/test_index_logits_decoded.py::test_decoded_keys",),
+    ),
+    Mutation(
         "index-scales-behind-padded-keys", "index scales are read from behind keys of a power-of-two width",
         OPS + "index_cache/kernels.py",
         "scale_at = (base + block_size.to(tl.int64) * D).to(tl.pointer_type(tl.float32)) + within\n        tl.store(scales",
