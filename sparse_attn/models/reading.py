@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -46,22 +47,11 @@ class Reading(NamedTuple):
     @property
     def pieces(self) -> list[Piece]:
         """What is read, in the order of the target's rows; a source's pieces follow each other."""
-        kept, one = self.kept, len(self.shape) == 1
-        whole, own = (self.shape[0], kept.shape[0]) if one else (self.shape[-2], kept.shape[-2])
         fused = len(self.each) == 3
-        rows = whole if fused else self.each[0]  # of a source, or of one of its matrices
-        found = []
-        for place, entry in enumerate(kept.entries):
-            at = place * own
-            for run in kept.rows:
-                start, stop = entry * whole + run.start, entry * whole + run.stop
-                while start < stop:
-                    number, first = divmod(start, rows)
-                    count = min(stop - start, rows - first)
-                    source = self.sources[0 if fused else number]
-                    found.append(Piece(source, number if fused else None, range(first, first + count), at))
-                    start, at = start + count, at + count
-        return found
+        return [
+            Piece(self.sources[0 if fused else number], number if fused else None, rows, at)
+            for number, rows, at in _cuts(self.shape, self.each, self.kept)
+        ]
 
     @property
     def held(self) -> WeightLayout | None:
@@ -69,10 +59,7 @@ class Reading(NamedTuple):
         pieces were cut."""
         if self.layout is None:
             return None
-        kept, (high, wide) = self.kept, self.layout.block
-        starts = [at for piece in self.pieces for at in (piece.rows.start, piece.at % kept.shape[-2])]
-        ends = kept.columns.stop if kept.columns.stop < self.shape[-1] else 0
-        block = math.gcd(high, *starts), math.gcd(wide, kept.columns.start, ends)
+        block = _uncut(self.layout.block, self.shape, self.each, self.kept)
         return WeightLayout(self.layout.codes, block, self.layout.scale)
 
     def nbytes(self, checkpoint: Checkpoint) -> dict[str, int]:
@@ -115,3 +102,31 @@ def reading_of(
 
 def _said(layout: WeightLayout | None) -> str:
     return "plain values" if layout is None else layout.name
+
+
+@functools.lru_cache(maxsize=1024)  # layers are alike
+def _cuts(shape: tuple[int, ...], each: tuple[int, ...], kept: Kept) -> tuple[tuple[int, range, int], ...]:
+    """(number of a source, or of its matrix; its rows; where they go) of what is kept of a weight of ``shape``."""
+    one = len(shape) == 1
+    whole, own = (shape[0], kept.shape[0]) if one else (shape[-2], kept.shape[-2])
+    rows = whole if len(each) == 3 else each[0]  # of a source, or of one of its matrices
+    found = []
+    for place, entry in enumerate(kept.entries):
+        at = place * own
+        for run in kept.rows:
+            start, stop = entry * whole + run.start, entry * whole + run.stop
+            while start < stop:
+                number, first = divmod(start, rows)
+                count = min(stop - start, rows - first)
+                found.append((number, range(first, first + count), at))
+                start, at = start + count, at + count
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _uncut(block: tuple[int, int], shape: tuple[int, ...], each: tuple[int, ...], kept: Kept) -> tuple[int, int]:
+    """The largest block that divides ``block`` and that no cut goes through."""
+    high, wide = block
+    starts = [start for _, rows, at in _cuts(shape, each, kept) for start in (rows.start, at % kept.shape[-2])]
+    ends = kept.columns.stop if kept.columns.stop < shape[-1] else 0
+    return math.gcd(high, *starts), math.gcd(wide, kept.columns.start, ends)
