@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ class Batching:
         self._over: list[Request] = []  # of the unfinished, to be reported
         self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
         self._landed: defaultdict[int, list[TokenStream]] = defaultdict(list)  # of so many first tokens, to be reused
-        self._arrived: deque[tuple[Request, int, float]] = deque()
+        self._arrived: Iterator[tuple[Request, int, float]] | None = None  # that an exception of on_token left
         self._steps_ahead = self._next = self._tokens = 0
 
     def submit(
@@ -260,49 +260,43 @@ class Batching:
     # what has arrived
 
     def _deliver(self) -> None:
+        if self._arrived is not None:
+            self._hand_out(self._arrived)
         while self._flying:
             stream, columns, seen, decoded = self._flying[0]
             if self._together:
                 stream.wait()
             arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
             if arrived > seen:
-                self._take_in(*stream.lists(seen), columns)
-                for _, request in columns:
-                    request.flying -= decoded * (arrived - seen)
+                if decoded:
+                    for _, request in columns:
+                        request.flying -= arrived - seen
                 self._flying[0] = stream, columns, arrived, decoded
+                self._hand_out(_in_order(*stream.lists(seen), columns))
             if arrived < len(stream):
                 break
             self._flying.popleft()
             self._steps_ahead -= len(stream)
             if not decoded:
                 self._landed[len(columns)].append(stream)
-        while self._arrived:
-            request, token, logprob = self._arrived.popleft()
-            request.pending -= 1
+
+    def _hand_out(self, arrived: Iterator[tuple[Request, int, float]]) -> None:
+        """Deliver what ``arrived`` gives. Where on_token raises, the rest is delivered next time."""
+        self._arrived = arrived
+        for request, token, logprob in arrived:
             if request.reason is not None:
                 continue
-            self._tokens += 1
-            request.tokens.append(token)
+            tokens = request.tokens
+            tokens.append(token)
             request.logprobs.append(logprob)
+            self._tokens += 1
             if token in request.sampling.stop_ids:
                 self._end(request, "stop")
-            elif len(request.tokens) == request.max_new_tokens:
+            elif len(tokens) == request.max_new_tokens:
                 self._end(request, "length")
             if request.on_token is not None and request.on_token(request.number, token) is True:
                 self._end(request, "ended")
-
-    def _take_in(self, steps: list[Any], scores: list[Any] | None, columns: list[tuple[int, Request]]) -> None:
-        """Queue the tokens of some steps for delivery, in the order in which they were drawn."""
-        add = self._arrived.append
-        for rows, logprobs in zip(steps, scores or steps):
-            for at, request in columns:
-                own, known = rows[at], logprobs[at]
-                if type(own) is int:  # of a step that draws one
-                    own, known = (own,), (known,)
-                for token, score in zip(own, known):
-                    if token >= 0:
-                        add((request, token, score))
-                        request.pending += 1
+        self._arrived = None
 
     def _end(self, request: Request, reason: str) -> None:
         if request.reason is None:
@@ -424,3 +418,18 @@ def _picked(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """Rows that the host names, without sending it their numbers."""
     parts = [values[row : row + 1] for row in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _in_order(
+    steps: list[Any], scores: list[Any] | None, columns: list[tuple[int, Request]]
+) -> Iterator[tuple[Request, int, float]]:
+    """(request, token, log-probability) of some steps, in the order in which they were drawn."""
+    for rows, logprobs in zip(steps, scores or steps):
+        for at, request in columns:
+            own, known = rows[at], logprobs[at]
+            if type(own) is int:  # of a step that draws one
+                yield request, own, known
+                continue
+            for token, score in zip(own, known):
+                if token >= 0:
+                    yield request, token, score

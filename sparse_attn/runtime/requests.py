@@ -55,8 +55,8 @@ class Parked(NamedTuple):
 class Request:
     """number: in order of arrival. computed: tokens of the prompt that steps were launched for. begun: whether the step
     that draws the first token was. flying: decode steps launched that have not arrived, each of 1 to drafts + 1 tokens.
-    pending: tokens that arrived and are not delivered. border: where its prompt leaves what was kept. keys: of its
-    prompt's blocks, see Prefixes. reason: why it is over."""
+    border: where its prompt leaves what was kept. keys: of its prompt's blocks, see Prefixes. reason: why it is over.
+    """
 
     number: int
     prompt: list[int]
@@ -70,7 +70,6 @@ class Request:
     computed: int = 0
     begun: bool = False
     flying: int = 0
-    pending: int = 0
     border: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,12 +84,13 @@ class Request:
     @property
     def drawn(self) -> int:
         """Tokens that launched steps draw at least; the first is prefill's."""
-        return self._drawn(1)
+        return min(self.max_new_tokens, (len(self.tokens) or 1) + self.flying) if self.begun else 0
 
     @property
     def length(self) -> int:
         """Tokens including the next input, at most."""
-        return len(self.prompt) + self._drawn(self.drafts + 1)
+        drawn = (len(self.tokens) or 1) + (self.drafts + 1) * self.flying if self.begun else 0
+        return len(self.prompt) + min(self.max_new_tokens, drawn)
 
     @property
     def decoding(self) -> bool:
@@ -104,8 +104,3 @@ class Request:
         if stop < length and stop // size * size > start:
             stop = stop // size * size
         return min([border for border in (self.border, last) if start < border <= stop] or [stop])
-
-    def _drawn(self, each: int) -> int:
-        if not self.begun:
-            return 0
-        return min(self.max_new_tokens, max(len(self.tokens) + self.pending, 1) + each * self.flying)
