@@ -253,7 +253,7 @@ class Batching:
     def occupancy(self) -> Occupancy:
         seats = self.seats
         return Occupancy(
-            len(seats.sitting), len(seats.running()), len(seats.waiting), self.pool.num_blocks, seats.prefixes.room(),
+            len(seats.sitting), len(seats.running), len(seats.waiting), self.pool.num_blocks, seats.prefixes.room(),
             self._tokens, seats.reused, seats.preempted,
         )  # fmt: skip
 
@@ -320,7 +320,7 @@ class Batching:
         """One step of those whose prompts are not computed, the oldest first; or of padding, while others run theirs.
         unfinished: requests, before this step."""
         spans, tokens, keys = [], self.prefill_tokens, self._max_context
-        for request in self.seats.running():
+        for request in self.seats.running:
             if request.begun or not tokens:
                 continue
             stop = min(len(request.prompt), request.computed + tokens)
@@ -378,7 +378,7 @@ class Batching:
 
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
-        left = [(request, request.max_new_tokens - request.drawn) for request in self.seats.running() if request.begun]
+        left = [(request, request.max_new_tokens - request.drawn) for request in self.seats.running if request.begun]
         decoding = [(request, steps) for request, steps in left if steps]
         sharing, runs = self._sharing.size > 1, bool(decoding)
         if not sharing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,31 +45,36 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """``count`` blocks with one holder each; RuntimeError where fewer are free, in which case none is taken."""
-        if count > len(self._free):
-            raise RuntimeError(f"block pool: {count} blocks wanted, {len(self._free)} of {self.num_blocks} are free")
-        blocks = [self._free.pop() for _ in range(count)]
+        free = self._free
+        if count > len(free):
+            raise RuntimeError(f"block pool: {count} blocks wanted, {len(free)} of {self.num_blocks} are free")
+        blocks = free[: -count - 1 : -1]
+        del free[len(free) - count :]
         self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
-    def share(self, blocks: Sequence[int]) -> None:
+    def share(self, blocks: Collection[int]) -> None:
         """Add a holder to each of ``blocks``; ValueError for a free one, in which case nobody holds more."""
+        holders = self._holders
+        if not all(map(holders.__contains__, blocks)):
+            raise self._unheld(next(block for block in blocks if block not in holders))
         for block in blocks:
-            self._check(block)
-        for block in blocks:
-            self._holders[block] += 1
+            holders[block] += 1
 
     def give_back(self, blocks: Sequence[int]) -> None:
         """Take a holder from each of ``blocks``, which is free once nobody holds it; ValueError for a free one."""
+        holders = self._holders
         for block in blocks:
-            self._check(block)
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
+            if (held := holders.get(block)) is None:
+                raise self._unheld(block)
+            if held > 1:
+                holders[block] = held - 1
+            else:
+                del holders[block]
                 self._free.append(block)
 
-    def _check(self, block: int) -> None:
-        if block not in self._holders:
-            raise ValueError(f"blocks: got {block}, allowed: blocks taken from this pool and not yet returned")
+    def _unheld(self, block: int) -> ValueError:
+        return ValueError(f"blocks: got {block}, allowed: blocks taken from this pool and not yet returned")
 
 
 class BlockTables:
@@ -86,6 +91,11 @@ class BlockTables:
     def blocks(self, request: int) -> list[int]:
         """The blocks that ``request`` holds, in the order of its tokens."""
         return list(self._owned[request])
+
+    def row(self, request: int) -> array[int]:
+        """The row of ``request``: its blocks, and -1 behind them."""
+        width = len(self._none)
+        return self._words[request * width : (request + 1) * width]
 
     def missing(self, request: int, tokens: int) -> int:
         """Blocks that ``request`` lacks to hold ``tokens`` tokens."""

@@ -10,16 +10,9 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from sparse_attn.runtime.paging import BlockPool
-
-
-@dataclass
-class _Kept:
-    block: int
-    ring: int | None = None
 
 
 class Prefixes:
@@ -32,7 +25,8 @@ class Prefixes:
 
     def __init__(self, pool: BlockPool, block_size: int, rings: Sequence[int] | None = None):
         self.pool, self.block_size = pool, block_size
-        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # what was not used for longest comes first
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # blocks; what was not used for longest comes first
+        self._borders: dict[bytes, int] = {}  # rings, by the key of the block that ends there
         self._rings = None if rings is None else list(rings)  # free ones
 
     def __len__(self) -> int:
@@ -41,16 +35,16 @@ class Prefixes:
     @property
     def blocks(self) -> list[int]:
         """The kept blocks, least recently used first."""
-        return [kept.block for kept in self._kept.values()]
+        return list(self._kept.values())
 
     @property
     def rings(self) -> list[int]:
         """The rings in use."""
-        return [kept.ring for kept in self._kept.values() if kept.ring is not None]
+        return list(self._borders.values())
 
     def room(self) -> int:
         """Blocks that are free, or would be if everything that nobody else holds were let go of."""
-        return len(self.pool) + sum(self.pool.holders(kept.block) == 1 for kept in self._kept.values())
+        return len(self.pool) + sum(self.pool.holders(block) == 1 for block in self._kept.values())
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """The keys of the whole blocks of ``tokens``. A caller who keeps them spares the hashing of later calls."""
@@ -71,46 +65,50 @@ class Prefixes:
             if key not in self._kept:
                 break
             found.append(key)
-            if self._rings is None or self._kept[key].ring is not None:
+            if self._rings is None or key in self._borders:
                 usable = len(found)
         self._touch(found)
-        used = [self._kept[key] for key in found[:usable]]
-        blocks = [kept.block for kept in used]
+        blocks = [self._kept[key] for key in found[:usable]]
         self.pool.share(blocks)
-        return blocks, used[-1].ring if used else None, len(found)
+        return blocks, self._borders.get(found[usable - 1]) if usable else None, len(found)
 
-    def keep(self, tokens: Sequence[int], blocks: Sequence[int], *, keys: Sequence[bytes] | None = None) -> None:
+    def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Keep the whole blocks of ``tokens``, whose keys were written. blocks: those of the request, of which others
         with the same tokens may be kept already."""
-        keys = (self.keys(tokens) if keys is None else keys)[: len(tokens) // self.block_size]
-        for key, block in zip(keys, blocks):
-            if key not in self._kept:
-                self.pool.share([block])
-                self._kept[key] = _Kept(block)
+        self.keep_keys(self.keys(tokens), blocks)
+
+    def keep_keys(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """As ``keep``, of tokens whose whole blocks have ``keys``."""
+        kept = self._kept
+        new = {key: block for key, block in zip(keys, blocks) if key not in kept}
+        self.pool.share(new.values())
+        kept.update(new)
         self._touch(keys)
 
-    def ring_for(self, tokens: Sequence[int], *, keys: Sequence[bytes] | None = None) -> int | None:
+    def ring_for(self, tokens: Sequence[int]) -> int | None:
         """The ring to copy a request's own into, that has computed ``tokens``, whole blocks that are kept; None where
         it was kept before, or where there are no rings. The ring not used for longest is taken from its border."""
-        keys = (self.keys(tokens) if keys is None else keys)[: len(tokens) // self.block_size]
-        key = keys[-1] if keys else None
-        if self._rings is None or key is None or key not in self._kept or self._kept[key].ring is not None:
+        keys = self.keys(tokens)
+        return self.ring_at(keys[-1]) if keys else None
+
+    def ring_at(self, key: bytes) -> int | None:
+        """As ``ring_for``, of tokens whose last block has ``key``."""
+        if self._rings is None or key not in self._kept or key in self._borders:
             return None
         if not self._rings:
-            victim = next((kept for kept in self._kept.values() if kept.ring is not None), None)
-            if victim is None or victim.ring is None:
+            victim = next((key for key in self._kept if key in self._borders), None)
+            if victim is None:
                 return None
-            self._rings.append(victim.ring)
-            victim.ring = None
-        self._kept[key].ring = self._rings.pop()
-        return self._kept[key].ring
+            self._rings.append(self._borders.pop(victim))
+        ring = self._borders[key] = self._rings.pop()
+        return ring
 
     def make_room(self, count: int) -> bool:
         """Let go of blocks that nobody else holds until ``count`` are free; False where there are too few, in which
         case all stay."""
         if count <= len(self.pool):
             return True
-        alone = (key for key, kept in self._kept.items() if self.pool.holders(kept.block) == 1)
+        alone = (key for key, block in self._kept.items() if self.pool.holders(block) == 1)
         wanted = count - len(self.pool)
         if len(chosen := list(islice(alone, wanted))) < wanted:
             return False
@@ -124,11 +122,11 @@ class Prefixes:
             self._let_go(key)
 
     def _let_go(self, key: bytes) -> None:
-        kept = self._kept.pop(key)
-        self.pool.give_back([kept.block])
-        if kept.ring is not None and self._rings is not None:
-            self._rings.append(kept.ring)
+        self.pool.give_back([self._kept.pop(key)])
+        if self._rings is not None and key in self._borders:
+            self._rings.append(self._borders.pop(key))
 
     def _touch(self, keys: Sequence[bytes]) -> None:
+        touch = self._kept.move_to_end
         for key in reversed(keys):  # the first block last, so that it outlives those that continue it
-            self._kept.move_to_end(key)
+            touch(key)

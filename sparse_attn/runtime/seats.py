@@ -51,14 +51,11 @@ class Seats:
         if has_rings:
             self.rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
         self.sitting: list[Request | None] = [None] * rows
+        self.running: list[Request] = []  # those that sit, in order of arrival
         self.waiting: list[Request] = []
         self.reused = self.preempted = 0
         self._caches, self._ringed, self._draws = caches, Rows(ringed(caches)), draws
         self._full = False  # the first of those waiting did not fit, and nothing was freed since
-
-    def running(self) -> list[Request]:
-        """Those that have a row, in order of arrival."""
-        return sorted([request for request in self.sitting if request is not None], key=AGE)
 
     def keys(self, prompt: Sequence[int]) -> list[bytes]:
         return self.prefixes.keys(prompt) if self.share else []
@@ -72,6 +69,7 @@ class Seats:
                 return
             self.waiting.pop(0)
             self.sitting[row], request.row = request, row
+            insort(self.running, request, key=AGE)
 
     def withdraw(self, request: Request) -> None:
         """Take out a request, that waits or runs."""
@@ -89,6 +87,7 @@ class Seats:
             self.loop.leave([row])
         self.tables.release(row)
         self.sitting[row] = request.row = None
+        self.running.remove(request)
         self._full = False
 
     def preempt(self, request: Request) -> None:
@@ -111,7 +110,7 @@ class Seats:
         if not (missing := self.tables.missing(row, tokens)):
             return True
         while not self.prefixes.make_room(missing):
-            youngest = self.running()[-1]
+            youngest = self.running[-1]
             self.preempt(youngest)
             if youngest is request:
                 return False
@@ -124,13 +123,11 @@ class Seats:
         row = request.row
         if not self.share or row is None:
             return
-        whole = request.computed // self.block_size
-        computed, keys = request.prompt[: request.computed], request.keys
-        self.prefixes.keep(computed, self.tables.blocks(row)[:whole], keys=keys)
-        if self.rings is not None and request.computed == whole * self.block_size:
-            ring = self.prefixes.ring_for(computed, keys=keys)
-            if ring is not None:
-                self._ringed.copy(row, ring)
+        whole, more = divmod(request.computed, self.block_size)
+        keys = request.keys[:whole]
+        self.prefixes.keep_keys(keys, self.tables.blocks(row))
+        if self.rings is not None and keys and not more and (ring := self.prefixes.ring_at(keys[-1])) is not None:
+            self._ringed.copy(row, ring)
 
     def start(self, requests: Sequence[Request]) -> None:
         """Let rows decode, whose prompts are computed and whose first tokens are drawn."""
@@ -146,7 +143,7 @@ class Seats:
 
     def _fits(self, blocks: int) -> bool:
         """Whether so many blocks can be had, and one more for each that runs, so that it is not preempted at once."""
-        return self.prefixes.make_room(blocks + len(self.sitting) - self.sitting.count(None))
+        return self.prefixes.make_room(blocks + len(self.running))
 
     def _seat(self, request: Request, row: int) -> bool:
         shared, ring, known = self.prefixes.begin(request.prompt, keys=request.keys) if self.share else ([], None, 0)
