@@ -252,8 +252,8 @@ PYTHON = [
     Mutation(
         "a-row-set-with-anothers-settings", "a row is set with what was set of the row before it",
         "sparse_attn/runtime/row_settings.py",
-        'self._edits.note("settings", row, self._rows[row], ',
-        'self._edits.note("settings", row, self._rows[max(row - 1, 0)], ',
+        'self._edits["settings", row] = self._rows[row], ',
+        'self._edits["settings", row] = self._rows[max(row - 1, 0)], ',
         ("tests/test_rows.py::test_a_prepared_row_starts_with_the_token_that_lies_there",
          "tests/test_batching.py::test_requests_of_all_kinds_draw_what_they_draw_alone"),
     ),

@@ -24,32 +24,26 @@ OFF = Sampling()
 MAX_STAGED = 16  # forms of what is written at once whose memory on the device is kept
 
 
-class RowEdits:
-    """What is still to be written into rows of tensors on ``device``, which live as long as this. A row that is set
-    twice holds what was set last. allocating: where memory for it is allocated."""
+class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]]):
+    """What is still to be written into rows of tensors on ``device``, which live as long as this: by (what it is, row)
+    the tensors, as int32 of one dimension; how many of the words each takes; and the words, little-endian. A row that
+    is set twice holds what was set last. allocating: where memory for it is allocated."""
 
     def __init__(self, device: torch.device, allocating: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()
         self._device, self._allocating = device, allocating
-        self._noted: dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]] = {}
         self._staged: dict[tuple[int, ...], tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # and its parts
-
-    def __bool__(self) -> bool:
-        return bool(self._noted)
-
-    def note(self, name: str, row: int, targets: Sequence[torch.Tensor], words: Sequence[int], data: bytes) -> None:
-        """Of ``name``, whatever that stands for, ``row`` is to hold ``data``, little-endian. targets: where, as int32
-        of one dimension. words: how many of the data each takes."""
-        self._noted[name, row] = targets, words, data
 
     def write(self) -> None:
         """Write what was noted, in the order of the current stream. The host does not wait."""
         targets: list[torch.Tensor] = []
         words: list[int] = []
-        data = b"".join([part for _, _, part in self._noted.values()])
-        for where, counts, _ in self._noted.values():
+        data = b""
+        for where, counts, part in self.values():
             targets += where
             words += counts
-        self._noted.clear()
+            data += part
+        self.clear()
         if len(data) == 4:
             targets[0].fill_(int.from_bytes(data, "little", signed=True))
             return
@@ -93,37 +87,35 @@ class RowSettings:
         self._widths = {name: value.shape[1] for name, value in self._tensors.items() if value.dim() > 1}
         codes = [f"{self._widths.get(name, 1)}{CODES[value.dtype]}" for name, value in self._tensors.items()]
         self._packed = struct.Struct("<" + "".join(codes))
+        self._counts = draws is not None and draws.counts is not None
         self._numbers = [name for name in DTYPES if name in self._tensors]
         self._unread = [name for name in (*DTYPES, "stop_ids") if name not in self._tensors]
         self._rows = list(zip(*(rows_of(value) for value in self._tensors.values())))
         self._words = [row.shape[0] for row in self._rows[0]]
         self.stopping: set[int] = set()  # the rows set with stop ids
-        self._penalised: dict[int, Sequence[int]] = {}
+        self.penalised: dict[int, Sequence[int]] = {}  # the prompts of rows set with penalties, to be counted
 
     def set(
-        self, row: int, seed: int | None, rings: Sequence[int] | None, sampling: Sampling | None, prompt: Sequence[int]
+        self, row: int, seed: int | None, rings: Sequence[int], sampling: Sampling | None, prompt: Sequence[int]
     ) -> None:
-        """Note what a row is to hold. ValueError or TypeError, before anything is, for what the tensors have no place
-        for."""
-        own = self._checked(sampling)
-        if len(rings or ()) != (wanted := self._widths.get("rings", 0)):
-            raise ValueError(f"rings: got {len(rings or ())}, allowed: {wanted}, those of a row")
-        stop_ids = () if sampling is None else own.stop_ids  # those of the loop are beside these
+        """Note what a row is to hold, which was checked."""
+        own, stop_ids = (self._sampling, ()) if sampling is None else (sampling, sampling.stop_ids)  # beside the loop's
         data = self._packed.pack(
-            self._seeds[row] if seed is None else seed, *(rings or ()), *[getattr(own, name) for name in self._numbers],
+            self._seeds[row] if seed is None else seed, *rings, *[getattr(own, name) for name in self._numbers],
             *stop_ids, *[-1] * (self._widths.get("stop_ids", 0) - len(stop_ids)),
         )  # fmt: skip
-        self._edits.note("settings", row, self._rows[row], self._words, data)
+        self._edits["settings", row] = self._rows[row], self._words, data
         self.stopping.discard(row)
         if stop_ids:
             self.stopping.add(row)
-        self._penalised.pop(row, None)
-        if own.penalises and self._draws is not None and self._draws.counts is not None:
-            self._penalised[row] = prompt
+        if self._counts:
+            self.penalised.pop(row, None)
+            if own.penalises:
+                self.penalised[row] = prompt
 
     def write_counts(self) -> None:
         """Start the counts of the rows that were set and have penalties. Of other rows nobody reads them."""
-        for row, prompt in self._penalised.items():
+        for row, prompt in self.penalised.items():
             assert self._draws is not None and self._draws.counts is not None
             self._draws.counts[row].zero_()
             if self._draws.prompted is None:
@@ -133,11 +125,14 @@ class RowSettings:
                 device = self._draws.counts.device
                 ids = on_host(array("q", prompt).tobytes(), pin=device.type == "cuda").view(torch.int64)
                 self._draws.prompted[row].index_fill_(0, ids.to(device, non_blocking=True), True)
-        self._penalised.clear()
+        self.penalised.clear()
 
-    def _checked(self, sampling: Sampling | None) -> Sampling:
+    def checked(self, rings: Sequence[int] | None, sampling: Sampling | None) -> Sampling | None:
+        """``sampling`` in plain numbers. ValueError or TypeError for what the tensors have no place for."""
+        if len(rings or ()) != (wanted := self._widths.get("rings", 0)):
+            raise ValueError(f"rings: got {len(rings or ())}, allowed: {wanted}, those of a row")
         if sampling is None:
-            return self._sampling
+            return None
         sampling = checked_sampling(sampling)
         if self._draws is None:
             raise ValueError("sampling: got one of a row, allowed: None, the loop has no draws")

@@ -65,7 +65,7 @@ class DecodeRows(ABC):
         self.logits: torch.Tensor | None = None
         self.speculate, self._drafter, self._predict = speculate, drafter, predict
         self._step, self._caches, self._impl = step, caches, impl
-        self._live: set[int] = set()
+        self.live: set[int] = set()  # the rows in use, which ``load``, ``join``, ``start`` and ``leave`` change
         self._taken = 0  # steps taken, the host's count of what _place counts on the device
         with self._editing():
             self._allocate(self.buckets[-1], max_blocks, ring_blocks, draws, caches.kv[0].device)
@@ -89,7 +89,7 @@ class DecodeRows(ABC):
         self._edits = RowEdits(device, self._allocator())  # of rows, to be written before the state is read
         self._settings = RowSettings(self._edits, self.sampling, self._seeds, self._ring_table, self._draws)
         self._length_rows, self._table_rows = (
-            [(row,) for row in rows_of(value)] for value in (self._seq_lens, self._block_table)
+            [((row,), (row.shape[0],)) for row in rows_of(value)] for value in (self._seq_lens, self._block_table)
         )
         self._starting: list[int] = []  # rows whose inputs may be stop ids
         self._states: dict[int, Decode] = {}
@@ -105,11 +105,7 @@ class DecodeRows(ABC):
         if self.keep_logprobs:
             self._logprobs = torch.zeros(HISTORY, rows, *self._columns, dtype=torch.float32, device=device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
-
-    @property
-    def live(self) -> frozenset[int]:
-        """The rows in use."""
-        return frozenset(self._live)
+        self._whole = self._state(rows)
 
     @abstractmethod
     def run(self, steps: int, *, least: int = 0) -> TokenStream:
@@ -151,7 +147,7 @@ class DecodeRows(ABC):
                 self._ring_table.fill_(-1)
             self._join(range(rows), tokens, seq_lens, block_table, ring_table, seeds, draws)
             self._begin(range(rows), ends, known)
-        self._live = set(range(rows))
+        self.live = set(range(rows))
 
     def join(
         self,
@@ -177,7 +173,7 @@ class DecodeRows(ABC):
             self._settle()
             self._join(rows, tokens, seq_lens, block_table, ring_table, seeds, draws)
             self._begin(rows, ends, known)
-        self._live.update(rows)
+        self.live.update(rows)
 
     def prepare(
         self,
@@ -198,7 +194,15 @@ class DecodeRows(ABC):
             raise ValueError(f"rings: got {rings}, allowed: the row's where the caches have rings, else None")
         if seed is not None:
             checks.check_seed("seed", seed)
+        sampling = self._settings.checked(rings, sampling)
         table = None if blocks is None else self._table_of("blocks", blocks)
+        self.prepare_checked(row, seed, rings or (), sampling, prompt, table)
+
+    def prepare_checked(
+        self, row: int, seed: int | None, rings: Sequence[int], sampling: Sampling | None, prompt: Sequence[int],
+        table: bytes | None,
+    ) -> None:  # fmt: skip
+        """As ``prepare``, of what was checked when a request came. table: its block table, max_blocks ids of int32."""
         self._settings.set(row, seed, rings, sampling, prompt)
         if table is not None:
             self._note_table(row, table)
@@ -223,7 +227,8 @@ class DecodeRows(ABC):
             tables = [self._table_of("block_table", blocks) for blocks in block_table.tolist()]
             for row, table in zip(rows, tables):
                 self._note_table(row, table)
-        self._check_speculation(len(rows), ends, known)
+        if self._speculator is not None or ends is not None or known is not None:
+            self._check_speculation(len(rows), ends, known)
         for row, length in zip(rows, seq_lens):
             self._note_length(row, length)
             if row in self._settings.stopping or self.sampling.stop_ids:
@@ -232,7 +237,7 @@ class DecodeRows(ABC):
             with self._editing():
                 self._settle()
                 self._begin(rows, ends, known)
-        self._live.update(rows)
+        self.live.update(rows)
 
     def set_blocks(self, row: int, block_table: Sequence[int] | torch.Tensor) -> None:
         """Give ``row`` another block table, at most max_blocks ids, that begins as the one before. A tensor of them is
@@ -245,14 +250,14 @@ class DecodeRows(ABC):
         self._check_rows(rows, live=True)
         for row in rows:
             self._note_length(row, 0)
-        self._live.difference_update(rows)
+        self.live.difference_update(rows)
 
     @property
     def state(self) -> Decode:
         """What the steps read and advance, of all rows; ordered by the current stream between two runs."""
         if self._edits or self._starting:
             self._settle_here()
-        return self._state(self.buckets[-1])
+        return self._whole
 
     @property
     def known(self) -> torch.Tensor | None:
@@ -274,7 +279,7 @@ class DecodeRows(ABC):
     @property
     def width(self) -> int:
         """Rows up to the last live one."""
-        return max(self._live, default=-1) + 1
+        return max(self.live, default=-1) + 1
 
     def _columns_of(self, least: int) -> int:
         if not (width := max(self.width, least)):
@@ -287,16 +292,17 @@ class DecodeRows(ABC):
         return array("i", blocks).tobytes() + b"\xff" * (4 * (self.max_blocks - len(blocks)))  # of which each is -1
 
     def _note_length(self, row: int, length: int) -> None:
-        self._edits.note("length", row, self._length_rows[row], (1,), length.to_bytes(4, "little"))
+        self._edits["length", row] = *self._length_rows[row], length.to_bytes(4, "little")
 
     def _note_table(self, row: int, table: bytes) -> None:
-        self._edits.note("table", row, self._table_rows[row], (self.max_blocks,), table)
+        self._edits["table", row] = *self._table_rows[row], table
 
     def _settle(self) -> None:
         """Write what was noted of rows, in the order of the current stream."""
         if self._edits:
             self._edits.write()
-            self._settings.write_counts()
+            if self._settings.penalised:
+                self._settings.write_counts()
         for row in self._starting:
             own = None if self._draws is None else self._draws.stop_ids
             for ids in (self._stop_ids, None if own is None else own[row]):
@@ -416,7 +422,7 @@ class DecodeRows(ABC):
                 checks.check_integer(f"rows[{place}]", row)
             if not 0 <= row < self.buckets[-1]:
                 raise ValueError(f"rows[{place}]: got {row}, allowed: 0 to {self.buckets[-1] - 1}")
-            if (row in self._live) != live:
+            if (row in self.live) != live:
                 got, allowed = ("a live row", "others") if not live else ("no live row", "live ones")
                 raise ValueError(f"rows[{place}]: got {row}, {got}, allowed: {allowed}")
         if len(rows) > 1 and len(set(rows)) != len(rows):

@@ -157,9 +157,9 @@ class Seats:
             self._ringed.copy(ring, row)
         request.computed, request.border = len(shared) * self.block_size, known * self.block_size
         self.reused += request.computed
-        self.loop.prepare(
-            row, seed=request.seed, rings=None if self.rings is None else [row], sampling=request.sampling,
-            prompt=request.prompt, blocks=self.tables.blocks(row),
+        self.loop.prepare_checked(
+            row, request.seed, () if self.rings is None else (row,), request.sampling, request.prompt,
+            self.tables.row(row).tobytes(),
         )  # fmt: skip
         return True
 
