@@ -15,14 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
-    "assert_on_device", "copy_all", "counters", "dynamo_counts", "exported", "fake_mode", "fake_processes", "is_view",
-    "leaves", "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function", "occupy", "operators",
-    "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
+    "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "fake_mode",
+    "fake_processes", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function",
+    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
+    "stream_handle",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
 no_torch_function = torch._C._disabled_torch_function_impl  # __torch_function__ of a subclass whose results are tensors
 Named = TypeVar("Named", bound=tuple)
+_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}  # by device and handle
 
 
 class EagerDispatchMode(TorchDispatchMode):
@@ -61,6 +63,19 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     GPU in a few launches for all."""
     functions: Any = torch
     functions._foreach_copy_(list(targets), list(sources))
+
+
+def stream_handle(device: torch.device) -> int:
+    """The handle of the current stream of a tensor's device."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """torch.cuda.current_stream of a tensor's device, the same object for the same stream; four calls less."""
+    place = device.index, stream_handle(device)
+    if (stream := _streams.get(place)) is None:
+        stream = _streams[place] = torch.cuda.current_stream(device)
+    return stream
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

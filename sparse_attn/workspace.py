@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn import streams
+from sparse_attn import streams, torch_private
 
 ALIGNMENT = 256
 
@@ -163,7 +163,7 @@ def _key(device: torch.device) -> Key:
         return device, 0
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return device, torch.cuda.current_stream(device).cuda_stream
+    return device, torch_private.stream_handle(device)
 
 
 def _owner(device: torch.device) -> Workspace | None:
@@ -218,7 +218,10 @@ class use:
 
     def __exit__(self, *_: object) -> None:
         self.workspace = None
-        _used.set(tuple(one for one in _used.get() if one.workspace is not None))
+        if (uses := _used.get()) != (self,):
+            _used.set(tuple(one for one in uses if one.workspace is not None))
+        else:
+            _used.set(())
 
 
 class launching:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sparse_attn import workspace
+from sparse_attn import torch_private, workspace
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.runtime.draws import Draws
@@ -111,7 +111,7 @@ class DecodeGraph(DecodeRows):
         checked_sampling(sampling)
         if device.type != "cuda":
             raise ValueError(f"caches: got device {device}, allowed: a CUDA or HIP device, graphs need one")
-        self.replays = 0
+        self.replays, self._device = 0, device
         self.stream, self._copies = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._passed = torch.cuda.Event()  # recorded anew by whoever waits for a stream next
         self._behind: torch.cuda.Stream | None = None  # has waited for everything on the graph's stream
@@ -176,7 +176,7 @@ class DecodeGraph(DecodeRows):
     def _settle_here(self) -> None:
         """On the current stream, which spares the host a change of streams."""
         current = self._current_stream()
-        if current != self._behind:
+        if current is not self._behind:
             self._let_follow(current)
         self._settle()
         self.stream.wait_event(current.record_event(self._passed))
@@ -186,7 +186,7 @@ class DecodeGraph(DecodeRows):
         self._behind = current
 
     def _current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.stream.device)
+        return torch_private.current_stream(self._device)
 
     def _capture(self) -> dict[int, torch.cuda.CUDAGraph]:
         """Capture every bucket, the largest first so that the others find its memory; rows are padding throughout."""

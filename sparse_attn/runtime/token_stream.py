@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparse_attn import torch_private
 from sparse_attn.runtime.processes import wait_for
 
 
@@ -65,7 +66,7 @@ class TokenStream:
             assert held is not None
             held.copy_(value, non_blocking=True)
         if (event := self._arrived[0]) is not None:
-            event.record(torch.cuda.current_stream(values[0].device))
+            event.record(torch_private.current_stream(values[0].device))
         self._seen = 0
 
     def wait(self) -> torch.Tensor:
@@ -95,5 +96,5 @@ def passed(device: torch.device) -> torch.cuda.Event | None:
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
+    event.record(torch_private.current_stream(device))
     return event

@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sparse_attn import torch_private
 from sparse_attn.runtime import batch, graph
 from sparse_attn.runtime.rows import DecodeRows
 from sparse_attn.target import H200
@@ -133,6 +134,7 @@ def pretended_gpu() -> Iterator[Gpu]:
 
     with (
         mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.multiple(torch_private, current_stream=lambda _: Nobody(), stream_handle=lambda _: 0),
         mock.patch.multiple(torch.Tensor, record_stream=lambda *_: None, pin_memory=lambda self: self.clone()),
         mock.patch.object(DecodeRows, "_decode", step),
         mock.patch.object(batch, "target_of", lambda _: H200),

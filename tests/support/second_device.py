@@ -12,6 +12,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sparse_attn import torch_private
+
 SECOND = torch.device("cuda", 1)
 
 
@@ -96,5 +98,6 @@ def second_device() -> Iterator[Recorder]:
         set_stream=recorder.set_stream, device=recorder.device, stream=lambda stream: recorder.device(stream.device), graph=recorder.graph,
         CUDAGraph=lambda: graph, is_current_stream_capturing=recorder.is_current_stream_capturing,
     )  # fmt: skip
-    with mock.patch.multiple(torch.cuda, **fakes), Lying(recorder.log):
+    own = dict(current_stream=recorder.stream_of, stream_handle=lambda device: Stream.cuda_stream)
+    with mock.patch.multiple(torch.cuda, **fakes), mock.patch.multiple(torch_private, **own), Lying(recorder.log):
         yield recorder
