@@ -106,7 +106,8 @@ class Batching:
         mesh = model.mesh
         self._sharing = mesh.expert if mesh.sharing > 1 else ALONE
         self._together = mesh.alike * self._sharing.size > 1
-        self._others = self._sharing.size > 1  # whether requests of any rank that shares experts may be unfinished
+        self._several, self._shares = mesh.size > 1, self._sharing.size > 1
+        self._others = self._shares  # whether requests of any rank that shares experts may be unfinished
         check_same(
             mesh, model.device, sharing=True, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots,
             share=share, options=(block_size, penalties, stop_ids, logprobs, compile, graph, speculate),
@@ -118,9 +119,10 @@ class Batching:
         self.prefill_tokens, self.max_waiting = max(2, prefill_tokens), max_waiting
         self._penalties, self._stop_ids, self._keep_logprobs = penalties, stop_ids, logprobs
         self._max_context = max(max_context, least_capacity(model, self.block_size))
-        self._longest, snapshots = max_context, snapshots if model.has_rings else 0
+        snapshots = snapshots if model.has_rings else 0
         width = max(2, blocks_for(self._max_context, self.block_size))
         self.pool = BlockPool(max(2, num_blocks))
+        self._longest = min(max_context, self.pool.num_blocks * self.block_size)  # tokens of a request
         self.caches = model.allocate_caches(
             self.pool.num_blocks, int(block_size), requests=rows + snapshots,
             step_rows=max(self.prefill_tokens, speculate + 1), next_n=speculate + 1,
@@ -153,12 +155,15 @@ class Batching:
             has_rings=model.has_rings, snapshots=snapshots, share=share,
             draws=lambda request: self._draws_of(request.sampling, request.prompt),
         )  # fmt: skip
+        self._cuts = self.seats.share and model.has_rings
+        self._drawn = self.loop.state.tokens.split(1)  # the first token of each row, once its prompt is computed
         self._size = None
         if self.batch_invariant:
             self._size = PrefillSize(self.prefill_tokens, rows, self._max_context)
         self._unfinished: dict[int, Request] = {}
         self._over: list[Request] = []  # of the unfinished, to be reported
-        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
+        # streams, the columns of requests in them, their steps, how many were seen to arrive, whether decode steps
+        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, int, bool]] = deque()
         self._landed: defaultdict[int, list[TokenStream]] = defaultdict(list)  # of so many first tokens, to be reused
         self._arrived: Iterator[tuple[Request, int, float]] | None = None  # that an exception of on_token left
         self._steps_ahead = self._next = self._tokens = 0
@@ -189,12 +194,11 @@ class Batching:
             raise ValueError("sampling: got penalties, allowed: none, the scheduler was made without")
         if len(sampling.stop_ids) > self._stop_ids:
             raise ValueError(f"stop_ids: got {len(sampling.stop_ids)}, allowed: at most {self._stop_ids}")
-        most = min(self._longest, self.pool.num_blocks * self.block_size)
-        if (tokens := len(ids) + int(max_new_tokens) - 1) > most:
-            raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {most}")
+        if (tokens := len(ids) + int(max_new_tokens) - 1) > self._longest:
+            raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {self._longest}")
         if len(self.seats.waiting) >= self.max_waiting:
             raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
-        if self.model.mesh.size > 1:
+        if self._several:
             check_same(
                 self.model.mesh, self._device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
                 seed=seed,
@@ -223,15 +227,16 @@ class Batching:
 
         An exception of on_token passes through. Its token counts as delivered, and the next call goes on."""
         self._deliver()
-        done = self._sweep()
-        if self._unfinished or self._sharing.size > 1:
+        done = self._sweep() if self._over else []
+        if self._unfinished or self._shares:
             with workspace.use(self._workspace):
                 unfinished = len(self._unfinished)
                 self.seats.admit()
                 self._prefill(unfinished)
                 self._decode()
             self._deliver()
-            done += self._sweep()
+            if self._over:
+                done += self._sweep()
         return done
 
     @property
@@ -241,7 +246,7 @@ class Batching:
 
     def drain(self) -> list[Finished]:
         """Step until idle. Sleeps for a moment where nothing has arrived."""
-        done, self._others = [], self._sharing.size > 1
+        done, self._others = [], self._shares
         while not self.idle:
             before = self._tokens
             found = self.step()
@@ -263,7 +268,7 @@ class Batching:
         if self._arrived is not None:
             self._hand_out(self._arrived)
         while self._flying:
-            stream, columns, seen, decoded = self._flying[0]
+            stream, columns, steps, seen, decoded = self._flying[0]
             if self._together:
                 stream.wait()
             arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
@@ -271,12 +276,12 @@ class Batching:
                 if decoded:
                     for _, request in columns:
                         request.flying -= arrived - seen
-                self._flying[0] = stream, columns, arrived, decoded
+                self._flying[0] = stream, columns, steps, arrived, decoded
                 self._hand_out(_in_order(*stream.lists(seen), columns))
-            if arrived < len(stream):
+            if arrived < steps:
                 break
             self._flying.popleft()
-            self._steps_ahead -= len(stream)
+            self._steps_ahead -= steps
             if not decoded:
                 self._landed[len(columns)].append(stream)
 
@@ -305,8 +310,6 @@ class Batching:
 
     def _sweep(self) -> list[Finished]:
         """Take out whoever is over."""
-        if not self._over:
-            return []
         over, self._over = sorted(self._over, key=AGE), []
         for request in over:
             del self._unfinished[request.number]
@@ -319,54 +322,53 @@ class Batching:
     def _prefill(self, unfinished: int) -> None:
         """One step of those whose prompts are not computed, the oldest first; or of padding, while others run theirs.
         unfinished: requests, before this step."""
-        spans, tokens, keys = [], self.prefill_tokens, self._max_context
+        spans, served, tokens, keys = [], [], self.prefill_tokens, self._max_context
         for request in self.seats.running:
             if request.begun or not tokens:
                 continue
-            stop = min(len(request.prompt), request.computed + tokens)
-            if self.seats.share and self.model.has_rings:
+            start = request.computed
+            stop = min(len(request.prompt), start + tokens)
+            if self._cuts:
                 stop = request.cut(stop, self.block_size)
             if spans and stop > keys:
                 break
             assert request.row is not None
-            spans.append(Span(request.row, request.computed, stop))
-            tokens, keys = tokens - (stop - request.computed), keys - stop
-        most, others = self._most_of_all(self.prefill_tokens - tokens, unfinished)
-        self._others = self._sharing.size > 1 and others > 0
+            spans.append(Span(request.row, start, stop))
+            served.append(request)
+            tokens, keys = tokens - (stop - start), keys - stop
+        most, size = self.prefill_tokens - tokens, self._size
+        if self._shares:
+            most, unfinished = most_of_all(self._sharing, self._device, most, unfinished)
+            self._others = unfinished > 0
+            if size is None:
+                room = max(sum(span.stop for span in spans), least_capacity(self.model, self.block_size))
+                size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.seats.sitting))), room)
         if not most:
             return
-        size = self._size
-        if self._sharing.size > 1 and size is None:
-            room = max(sum(span.stop for span in spans), least_capacity(self.model, self.block_size))
-            size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.seats.sitting))), room)
-        state, prompts = self.loop.state, [[] if one is None else one.prompt for one in self.seats.sitting]
         logits = prefill_step(
-            self._run, prompts, spans, self.seats.tables, self.caches, state, Sampling(), self._max_context,
-            rings=self.seats.rings, pad_to=size, predict=self._predict,
+            self._run, self.seats.prompts, spans, self.seats.tables, self.caches, self.loop.state, Sampling(),
+            self._max_context, rings=self.seats.rings, pad_to=size, predict=self._predict,
         )  # fmt: skip
         ends, end = [], 0
-        for span in spans:
+        for span, request in zip(spans, served):
             end += span.stop - span.start
-            request = self.seats.sitting[span.request]
-            assert request is not None
             request.computed = span.stop
             self.seats.keep(request)
             if span.stop == len(request.prompt):
-                ends.append((end - 1, request))
+                ends.append((end, request))
         if ends:
             self._begin(logits, ends)
 
     def _begin(self, logits: torch.Tensor, ends: list[tuple[int, Request]]) -> None:
-        """The first tokens of those whose prompts are computed go to the host, and their rows live."""
-        drawn = self.loop.state.tokens
-        tokens = _picked(drawn, [request.row for _, request in ends if request.row is not None])
+        """The first tokens of those whose prompts are computed go to the host, and their rows live. ends: behind the
+        rows of the logits that these were drawn from."""
+        columns, starting = list(enumerate(request for _, request in ends)), []
+        tokens = _joined([self._drawn[request.row] for _, request in columns if request.row is not None])
         found = [tokens]
         if self._keep_logprobs:
-            found.append(token_logprobs(_picked(logits, [end for end, _ in ends]), tokens, best=0).drawn)
+            found.append(token_logprobs(_joined([logits[end - 1 : end] for end, _ in ends]), tokens, best=0).drawn)
         landed = self._landed[len(ends)]
-        stream = on_the_way(found, landed.pop() if landed else None)
-        self._fly(stream, [(column, request) for column, (_, request) in enumerate(ends)], decoded=False)
-        starting = []
+        self._fly(on_the_way(found, landed.pop() if landed else None), columns, 1, decoded=False)
         for _, request in ends:
             request.begun = True
             if request.max_new_tokens > 1:
@@ -378,35 +380,36 @@ class Batching:
 
     def _decode(self) -> None:
         """A piece of steps of those whose prompts are computed."""
-        left = [(request, request.max_new_tokens - request.drawn) for request in self.seats.running if request.begun]
-        decoding = [(request, steps) for request, steps in left if steps]
-        sharing, runs = self._sharing.size > 1, bool(decoding)
-        if not sharing:
-            runs = runs and self._steps_ahead < self.piece * self.ahead
-        fewer = self.piece - min([self.piece, *(steps for _, steps in decoding)])
-        runs, fewer, rows = self._most_of_all(runs, fewer, self.loop.width)
+        decoding, steps = [], self.piece
+        for request in self.seats.running:
+            if request.begun and (left := request.max_new_tokens - request.drawn):
+                decoding.append((request, left))
+                steps = min(steps, left)
+        if self._shares:
+            runs, fewer, rows = most_of_all(
+                self._sharing, self._device, bool(decoding), self.piece - steps, self.loop.width
+            )  # fmt: skip
+            steps, options = self.piece - fewer, dict(least=rows)
+        else:
+            runs, options = decoding and self._steps_ahead < self.piece * self.ahead, {}
         if not runs:
             return
-        steps = self.piece - fewer
         for request, _ in decoding:
             if request.row is not None:  # nobody older took its blocks
                 self.seats.room_for(request, min(request.most, request.length + steps * (self._drafts + 1) - 1))
         columns = [(request.row, request) for request, _ in decoding if request.row is not None]
-        if not columns and not sharing:
+        if not columns and not self._shares:
             return
-        self._fly(self.loop.run(steps, least=rows) if sharing else self.loop.run(steps), columns, decoded=True)
-        for request, most in decoding:
+        self._fly(self.loop.run(steps, **options), columns, steps, decoded=True)
+        for request, left in decoding:
             if request.row is not None:
                 request.flying += steps
-                if most <= steps:
+                if left <= steps:
                     self.seats.free(request)
 
-    def _most_of_all(self, *values: int) -> Sequence[int]:
-        return most_of_all(self._sharing, self._device, *values) if self._sharing.size > 1 else values
-
-    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
-        self._flying.append((stream, columns, 0, decoded))
-        self._steps_ahead += len(stream)
+    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], steps: int, decoded: bool) -> None:
+        self._flying.append((stream, columns, steps, 0, decoded))
+        self._steps_ahead += steps
 
     def _draws_of(self, sampling: Sampling, prompt: Sequence[int]) -> Draws:
         return row_draws(
@@ -414,9 +417,8 @@ class Batching:
         )
 
 
-def _picked(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Rows that the host names, without sending it their numbers."""
-    parts = [values[row : row + 1] for row in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
 
 import torch
 
@@ -52,6 +51,7 @@ class Seats:
             self.rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
         self.sitting: list[Request | None] = [None] * rows
         self.running: list[Request] = []  # those that sit, in order of arrival
+        self.prompts: list[list[int]] = [[] for _ in range(rows)]  # of those that sit
         self.waiting: list[Request] = []
         self.reused = self.preempted = 0
         self._caches, self._ringed, self._draws = caches, Rows(ringed(caches)), draws
@@ -68,7 +68,7 @@ class Seats:
                 self._full = True
                 return
             self.waiting.pop(0)
-            self.sitting[row], request.row = request, row
+            self.sitting[row], self.prompts[row], request.row = request, request.prompt, row
             insort(self.running, request, key=AGE)
 
     def withdraw(self, request: Request) -> None:
@@ -86,7 +86,7 @@ class Seats:
         if row in self.loop.live:
             self.loop.leave([row])
         self.tables.release(row)
-        self.sitting[row] = request.row = None
+        self.sitting[row], self.prompts[row], request.row = None, [], None
         self.running.remove(request)
         self._full = False
 
@@ -131,15 +131,19 @@ class Seats:
 
     def start(self, requests: Sequence[Request]) -> None:
         """Let rows decode, whose prompts are computed and whose first tokens are drawn."""
-        options: dict[str, Any] = {}
-        if self.loop.speculate:
-            options["ends"] = torch.tensor([one.most for one in requests], dtype=torch.int32, device="cpu")
-        if self.loop.known is not None:
-            longest = max(len(one.prompt) for one in requests)
-            ids = [one.prompt + [0] * (longest - len(one.prompt)) for one in requests]
-            options["known"] = torch.tensor(ids, dtype=torch.int64, device="cpu")
         rows = [request.row for request in requests if request.row is not None]
-        self.loop.start(rows, [request.length for request in requests], **options)
+        self.loop.start(rows, [request.length for request in requests], **self._speculation(requests))
+
+    def _speculation(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
+        """What a loop that speculates wants to know of rows that start."""
+        if not self.loop.speculate:
+            return {}
+        ends = torch.tensor([one.most for one in requests], dtype=torch.int32, device="cpu")
+        if self.loop.known is None:
+            return dict(ends=ends)
+        longest = max(len(one.prompt) for one in requests)
+        ids = [one.prompt + [0] * (longest - len(one.prompt)) for one in requests]
+        return dict(ends=ends, known=torch.tensor(ids, dtype=torch.int64, device="cpu"))
 
     def _fits(self, blocks: int) -> bool:
         """Whether so many blocks can be had, and one more for each that runs, so that it is not preempted at once."""

@@ -54,11 +54,10 @@ class TokenStream:
     def lists(self, start: int) -> tuple[list[Any], list[Any] | None]:
         """What ``step`` gives of the steps from ``start`` to the last one seen to have arrived, as lists of the host:
         all at once, because a scheduler looks at each of them."""
-        found = []
-        for values in (self._tokens, self._logprobs):
-            whole = start == 0 and self._seen == len(self._arrived)
-            found.append(None if values is None else (values if whole else values[start : self._seen]).tolist())
-        return found[0], found[1]
+        tokens, logprobs = self._tokens, self._logprobs
+        if start or self._seen < len(self._arrived):
+            tokens, logprobs = tokens[start : self._seen], None if logprobs is None else logprobs[start : self._seen]
+        return tokens.tolist(), None if logprobs is None else logprobs.tolist()
 
     def bring(self, values: Sequence[torch.Tensor]) -> None:
         """Bring what ``on_the_way`` took, instead of values of the same sizes that have been read."""
