@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn import checks
 from sparse_attn.ops.sampling import penalise_logits, sample
 from sparse_attn.torch_private import exported
 
@@ -118,6 +119,20 @@ def check_counted(sampling: Sampling, draws: Draws | None) -> None:
     """ValueError where ``sampling`` asks for penalties and nothing counts the tokens."""
     if draws is None and sampling.penalises:
         raise ValueError("sampling: got penalties, allowed: with draws, which count the tokens")
+
+
+def check_draws(draws: Draws | None, mine: Draws | None, rows: int) -> None:
+    """ValueError unless ``draws`` holds for ``rows`` rows what the loop reads."""
+    if (draws is None) != (mine is None):
+        allowed = "None, the loop has none" if mine is None else "a Draws, the loop has one"
+        raise ValueError(f"draws: got {'None' if draws is None else 'a Draws'}, allowed: {allowed}")
+    for name, given, buffer in zip(Draws._fields, draws or (), mine or ()):
+        if given is not None and buffer is not None:
+            checks.check_dtype(f"draws.{name}", given, (buffer.dtype,))
+            checks.check_shape(f"draws.{name}", given, (rows, *buffer.shape[1:]), "[rows, as in the loop]")
+        elif given is not buffer:
+            got, allowed = ("None" if value is None else "a tensor" for value in (given, buffer))
+            raise ValueError(f"draws.{name}: got {got}, allowed: {allowed}")
 
 
 def draw(

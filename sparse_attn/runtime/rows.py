@@ -17,7 +17,7 @@ from sparse_attn import checks
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.sampling import row_seeds, token_logprobs
-from sparse_attn.runtime.draws import Draws, Sampling, check_counted
+from sparse_attn.runtime.draws import Draws, Sampling, check_counted, check_draws
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.row_settings import RowEdits, RowSettings, rows_of
 from sparse_attn.runtime.speculation import Drafter
@@ -453,7 +453,7 @@ class DecodeRows(ABC):
         if seeds is not None:
             checks.check_dtype("seeds", seeds, (torch.int64,))
             checks.check_shape("seeds", seeds, (rows,), "[rows]")
-        _check_draws(draws, self._draws, rows)
+        check_draws(draws, self._draws, rows)
 
     def _check_speculation(self, rows: int, ends: torch.Tensor | None, known: torch.Tensor | None) -> None:
         if self._speculator is not None:
@@ -486,17 +486,3 @@ def _put(mine: torch.Tensor, rows: Sequence[int], given: torch.Tensor) -> None:
         return
     for number, row in enumerate(rows):
         mine[row : row + 1].copy_(given[number : number + 1], non_blocking=True)
-
-
-def _check_draws(draws: Draws | None, mine: Draws | None, rows: int) -> None:
-    """ValueError unless ``draws`` holds for ``rows`` rows what the loop reads."""
-    if (draws is None) != (mine is None):
-        allowed = "None, the loop has none" if mine is None else "a Draws, the loop has one"
-        raise ValueError(f"draws: got {'None' if draws is None else 'a Draws'}, allowed: {allowed}")
-    for name, given, buffer in zip(Draws._fields, draws or (), mine or ()):
-        if given is not None and buffer is not None:
-            checks.check_dtype(f"draws.{name}", given, (buffer.dtype,))
-            checks.check_shape(f"draws.{name}", given, (rows, *buffer.shape[1:]), "[rows, as in the loop]")
-        elif given is not buffer:
-            got, allowed = ("None" if value is None else "a tensor" for value in (given, buffer))
-            raise ValueError(f"draws.{name}: got {got}, allowed: {allowed}")
