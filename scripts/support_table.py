@@ -78,7 +78,7 @@ def paged_scores() -> Iterator[Question]:
 
 def selection() -> Iterator[Question]:
     for rows, width, k in itertools.product(
-        (1, 8, 64, 512, 4096), (2048, 8192, 32768, 65536, 262144, 1 << 20), (512, 2048, 4096, 8192)
+        (1, 8, 64, 512, 4096), (2048, 8192, 32768, 49152, 65536, 262144, 1 << 20), (512, 2048, 4096, 8192)
     ):
         yield _question(Call("topk", {"tokens": rows, "width": width, "top_k": k}))
         yield _question(Call("index_topk_decode", {"tokens": rows, "context": width, "top_k": k}))

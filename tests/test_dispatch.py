@@ -93,7 +93,7 @@ def test_why_other_selections_are_passed_over():
 sm_90, 64 x 8192, k 2048: single_cta
   group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
   single_cta_bf16: k: got 2048, faster up to 1024 (at most 132 rows of at most 8192 columns)
-sm_90, 64 x 131072, k 2048: sampled
+sm_90, 64 x 131072, k 2048: appended
   group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
   single_cta_bf16: width: got 131072, allowed: 4097 to 32768
   single_cta: width: got 131072, allowed: at most 32768
@@ -106,12 +106,14 @@ sm_90, 64 x 131072, k 4097, group maxima: sampled
   single_cta: width: got 131072, allowed: at most 32768
   multi_cta: k: got 4097, allowed: at most 4096
   multi_pass: rows: got 64, faster from 265
+  appended: k: got 4097, allowed: at most 4096
 sm_90, 1 x 1048576, k 7000, group maxima: streaming
   group_maxima: width: got 1048576, allowed: at most 262144
   single_cta_bf16: width: got 1048576, allowed: 4097 to 32768
   single_cta: width: got 1048576, allowed: at most 32768
   multi_cta: width: got 1048576, allowed: 32769 to 262144
   multi_pass: k: got 7000, allowed: at most 6553
+  appended: width: got 1048576, allowed: 32769 to 262144
   sampled: k: got 7000, allowed: at most 6553
 sm_100, 4096 x 131072, k 512, group maxima: multi_pass
   group_maxima: target: got sm_100, allowed: sm_90
@@ -124,6 +126,7 @@ gfx942, 4096 x 131072, k 7000: thresholds.streaming
   single_cta: target: got gfx942, allowed: NVIDIA
   multi_cta: target: got gfx942, allowed: NVIDIA
   multi_pass: target: got gfx942, allowed: NVIDIA
+  appended: target: got gfx942, allowed: sm_90
   sampled: target: got gfx942, allowed: NVIDIA
   streaming: target: got gfx942, allowed: NVIDIA
   thresholds.single_cta: width: got 131072, allowed: at most 8192

@@ -44,8 +44,8 @@ def test_a_selection_is_explained():
     assert_expected_inline(
         str(explain("top_k_per_row", logits(64, 131072), 2048, target="sm_90")),
         """\
-top_k_per_row on sm_90: sampled
-  plan: slots 8192, num_warps 16, ctas_per_row 2, rows_in_flight 64, chunk 16384, span 65536, bound (candidates 4096, samples 4096, run 4), reserved_ctas 264, search radix, ctas 128, aligned true, waves 0.97
+top_k_per_row on sm_90: appended
+  plan: slots 8192, num_warps 16, ctas_per_row 2, rows 64, width 131072, tile 8192, chunk 4096, bound (candidates 4096, samples 4096, run 8), reserved_ctas 264, ctas 128, aligned true, waves 0.97
   scratch: 8,652,032 bytes, 64 counters
     candidates int32 [264, 8192]
     counts int32 [264]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sparse_attn.ops.topk import dispatch, reference, top_k_per_row
 from sparse_attn.ops.topk.plan import (
     RADIX,
     THRESHOLDS,
+    Appended,
     MultiCta,
     MultiPass,
     Problem,
@@ -142,6 +144,10 @@ def test_plans_stay_within_their_means(target):
             case Sampled():
                 assert plan.span % plan.chunk == 0 and plan.span <= (1 << 16 if search == RADIX else plan.chunk)
                 assert plan.rows_in_flight <= rows and (plan.ctas_per_row == 1 or plan.rows_in_flight == rows)
+            case Appended():
+                assert 8192 < width <= 32 * plan.words and plan.rows == rows and 2 * k <= 8192
+                assert plan.tile % (16 * threads) == 0
+                assert rows * plan.ctas_per_row <= target.num_sms and bound.candidates > k
             case Streaming():
                 assert plan.rows_in_flight <= rows
         size = sum(buffer.nbytes for buffer in plan.scratch.buffers)
@@ -208,6 +214,7 @@ CASES = [
     for form in (
         "thresholds.single_cta", "thresholds.sampled shared", "single_cta", "single_cta coalesced",
         "single_cta windowed", "streaming", "multi_cta", "multi_pass", "single_cta_bf16", "single_cta_bf16 spread",
+        "appended shared",
     )
     for kind in KINDS
 ] + [("sampled shared", kind) for kind in ("normal", "equal", "zeros", "special", "few")]  # slowly interpreted
@@ -266,6 +273,28 @@ def test_kernel_wrong_bound(kind, device, dirty_workspace):
             kernel, plan, _ = planned(form, 1)
             plan = dataclasses.replace(plan, bound=plan.bound._replace(candidates=candidates))
             assert torch.equal(run(x, None, None, 50, Choice(kernel, plan), device), want)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("form", ["appended", "appended shared"])
+def test_kernel_sample_of_other_scores(form, device, dirty_workspace):
+    """The sample sees none of the highest scores, or little else, or its bound is far off: lists overflow, or hold too
+    few."""
+    (kernel, plan, _), width = planned(form, 1), PLANS[form][2]
+    x = scores("normal", 1, width)
+    stratum, sectors = torch.arange(plan.bound.samples // 8), width // 8
+    first, last = (number * sectors // len(stratum) for number in (stratum, stratum + 1))
+    jitter = ((stratum * 1103515245 + 12345) >> 16) & 0x7FFF
+    seen = ((first + jitter % (last - first)) * 8)[:, None] + torch.arange(8)
+    for value in (-9.0, 9.0, math.nan):
+        some = x.clone()
+        some[:, seen.flatten()] = value
+        want = reference.top_k_per_row(some, None, None, 70)
+        assert torch.equal(run(some, None, None, 70, planned(form, 1), device), want), value
+    want = reference.top_k_per_row(x, None, None, 70)
+    for candidates in (1, 100, 500, width // 2):
+        wrong = dataclasses.replace(plan, rows=1, bound=plan.bound._replace(candidates=candidates))
+        assert torch.equal(run(x, None, None, 70, Choice(kernel, wrong), device), want), candidates
 
 
 @pytest.mark.kernel

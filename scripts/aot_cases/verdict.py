@@ -24,6 +24,7 @@ ALLOWED_SPILLS = {
     "topk.algorithms.single_cta.select_single_cta": {"sm_90": 56, "nvidia": 600},
     "topk.algorithms.sampled.select_sampled": {"sm_90": 416, "nvidia": 384},
     "topk.algorithms.multi_cta.select_multi_cta": {"sm_90": 56, "nvidia": 64},
+    "topk.algorithms.appended.select_appended": {"sm_90": 32},
     "topk.algorithms.multi_pass.select_candidates": {"sm_90": 64, "nvidia": 16},
     # An address, in one of two forms; which, ptxas and every line decide. Measured with it.
     "topk.algorithms.group_maxima.select_group_maxima": {"sm_90": 8},

@@ -6,9 +6,10 @@ from mutations.mutation import Mutation as Mutation
 from mutations.portable import KERNELS
 from mutations.python import PYTHON
 from mutations.ranks import RANKS
+from mutations.selection import SELECTION
 
 MUTATIONS = [
-    *(mutation._replace(interpreted=True) for mutation in KERNELS),
+    *(mutation._replace(interpreted=True) for mutation in (*KERNELS, *SELECTION)),
     *PYTHON,
     *RANKS,
     *EXECUTED,

@@ -12,6 +12,7 @@ from sparse_attn.dispatch import Choice, find
 from sparse_attn.ops.topk import dispatch
 from sparse_attn.ops.topk.plan import (
     THRESHOLDS,
+    Appended,
     Bound,
     GroupMaxima,
     MultiCta,
@@ -98,6 +99,7 @@ BOUND = Bound(40, 32, 4)
 SINGLE_CTA, SINGLE_CTA_BF16 = SingleCta(256, 2), SingleCtaBf16(2048, 2, 512)
 SAMPLED, STREAMING = Sampled(64, 2, 1, 2, chunk=64, span=64, bound=BOUND), Streaming(64, 2, 2, 64)
 SHARED = replace(SAMPLED, ctas_per_row=4, slots=128)
+APPENDED = Appended(256, 2, 1, 2, 2400, tile=1024, chunk=64, bound=Bound(80, 64, 8))
 EXACT = GroupMaxima(2048, 2, 2, maxima=2048, tile=2048, chunk=512)  # holds 256 groups
 ROOMY = replace(EXACT, slots=2560)  # and 64 more, in a tile of 4096
 PLANS: dict[str, tuple[str, Plan, int]] = {  # a form of an algorithm: its kernel, its plan, columns
@@ -115,6 +117,8 @@ PLANS: dict[str, tuple[str, Plan, int]] = {  # a form of an algorithm: its kerne
     "sampled": ("sampled", SAMPLED, 150),
     "sampled shared": ("sampled", SHARED, 260),
     "sampled spans": ("sampled", replace(SAMPLED, span=128), 420),
+    "appended": ("appended", APPENDED, 1400),
+    "appended shared": ("appended", replace(APPENDED, ctas_per_row=4, tile=1024), 2400),
     "multi_pass": ("multi_pass", MultiPass(128, 2, 4, 2, 8, chunk=64, span=128, bound=Bound(60, 64, 4)), 420),
     "streaming": ("streaming", STREAMING, 110),
 }
@@ -133,7 +137,7 @@ def planned(form: str, rows: int) -> Choice[Plan]:
 
 def for_rows(plan: Plan, rows: int) -> Plan:
     """Of algorithms whose CTAs share a row, all rows are in flight."""
-    if isinstance(plan, (MultiCta, GroupMaxima)):
+    if isinstance(plan, (Appended, MultiCta, GroupMaxima)):
         return replace(plan, rows=rows)
     if isinstance(plan, Sampled) and plan.ctas_per_row > 1:
         return replace(plan, rows_in_flight=rows)

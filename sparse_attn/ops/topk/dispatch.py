@@ -16,6 +16,7 @@ from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel, Support, no, not_on, slower
 from sparse_attn.ops.topk.plan import (
     THRESHOLDS,
+    Appended,
     Bound,
     GroupMaxima,
     MultiCta,
@@ -45,12 +46,14 @@ LEAST_CTAS = 4  # to hold a row together
 CTA_RESIDENT = 16384  # most that each of them holds of it
 BITMASK_COLUMNS = 262144  # columns whose bits lie behind a histogram
 TIE_SLOTS = 1024  # beside those of k groups
+APPENDED_ROWS, APPENDED_COLUMNS = 32, 65536  # from which appending was measured to be faster
 MULTI_PASS = 2  # rows an SM beyond which each pass over long ones is a launch
 BOUNDED_ROWS = 8192  # rows whose bounds are found at a time
 CANDIDATE_BYTES = 65 << 20  # for the candidates of 1024 of them, or more
 PART, MOST_PARTS = 8192, 16  # columns of which a CTA collects the candidates, at least; parts of a row, at most
 SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
 WIDE_ROW = 1 << 18
+SAMPLES_ABOVE = 128  # a bound that is to land between k and four times as many, of samples that come by eights
 LEAST_EVEN, MOST_EVEN = 2048, 3  # slots and CTAs of an SM for which CTAs claim registers to spread evenly
 WARPS_EVEN = 8  # of these
 REGISTERS = 65536  # of an SM
@@ -148,6 +151,22 @@ def _supports_multi_pass(problem: Problem, target: Target) -> Support:
     return sampled
 
 
+def _supports_appended(problem: Problem, target: Target) -> Support:
+    machine = _hopper(target)
+    if not machine.able:
+        return machine
+    if not RESIDENT < problem.width <= BITMASK_COLUMNS:
+        return no(f"width: got {problem.width}, allowed: {RESIDENT + 1} to {BITMASK_COLUMNS}")
+    if problem.k > CANDIDATES // 2:
+        return _at_most("k", problem.k, CANDIDATES // 2)
+    if problem.rows > target.num_sms:
+        return _at_most("rows", problem.rows, target.num_sms)
+    for name, got, least in (("width", problem.width, APPENDED_COLUMNS), ("rows", problem.rows, APPENDED_ROWS)):
+        if got < least:
+            return slower(f"{name}: got {got}, faster from {least}")
+    return machine
+
+
 def _supports_sampled(problem: Problem, target: Target) -> Support:
     machine = _radix(target)
     return _at_most("k", problem.k, LARGEST_K) if machine.able and problem.k > LARGEST_K else machine
@@ -238,6 +257,17 @@ def _plan_multi_pass(problem: Problem, target: Target) -> MultiPass:
         bound=Bound(_between(problem.k, slots), SAMPLES if width <= WIDE_ROW else 2 * SAMPLES, 4),
         max_registers=_fitting_registers(64 if slots < CANDIDATES else 80, target),
         collect_registers=_fitting_registers(32, target),
+    )  # fmt: skip
+
+
+def _plan_appended(problem: Problem, target: Target) -> Appended:
+    slots = _slots(problem, CANDIDATES)
+    candidates = _between(problem.k, slots)
+    few = 4 * problem.k <= slots and SAMPLES * candidates >= SAMPLES_ABOVE * problem.width  # are enough
+    return Appended(
+        slots, 16, _ctas_per_row(problem, target), problem.rows, problem.width, tile=8192, chunk=4096,
+        bound=Bound(candidates, SAMPLES if few else 2 * SAMPLES, 8),
+        reserved_ctas=_reserved_ctas(problem, slots, target),
     )  # fmt: skip
 
 
@@ -334,6 +364,7 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
     Kernel("single_cta", _supports_single_cta, _plan_single_cta, f"{LAUNCH}:single_cta"),
     Kernel("multi_cta", _supports_multi_cta, _plan_multi_cta, f"{LAUNCH}:multi_cta"),
     Kernel("multi_pass", _supports_multi_pass, _plan_multi_pass, f"{LAUNCH}:multi_pass"),
+    Kernel("appended", _supports_appended, _plan_appended, f"{LAUNCH}:appended"),
     Kernel("sampled", _supports_sampled, _plan_sampled, f"{LAUNCH}:sampled"),
     Kernel("streaming", _supports_streaming, _plan_streaming, f"{LAUNCH}:streaming"),
     Kernel("thresholds.single_cta", _supports_threshold_single_cta, _plan_threshold_single_cta, f"{LAUNCH}:single_cta"),

@@ -12,6 +12,7 @@ from sparse_attn.device import histogram, pdl
 from sparse_attn.device.rows import is_aligned
 from sparse_attn.dispatch import Choice
 from sparse_attn.ops.topk import dispatch, shapes
+from sparse_attn.ops.topk.algorithms import appended as appended_kernels
 from sparse_attn.ops.topk.algorithms import group_maxima as group_maxima_kernels
 from sparse_attn.ops.topk.algorithms import multi_cta as multi_cta_kernels
 from sparse_attn.ops.topk.algorithms import multi_pass as multi_pass_kernels
@@ -19,6 +20,7 @@ from sparse_attn.ops.topk.algorithms import sampled as sampled_kernels
 from sparse_attn.ops.topk.algorithms import single_cta as single_cta_kernels
 from sparse_attn.ops.topk.plan import (
     RADIX,
+    Appended,
     GroupMaxima,
     MultiCta,
     MultiPass,
@@ -172,6 +174,22 @@ def sampled(selection: Selection, plan: Sampled) -> None:
     _long_rows(
         selection, plan, candidates, counts, plan.ctas_per_row, bound.candidates, plan.capacity(width),
         SPAN=plan.span, SAMPLED=True, SAMPLES=bound.samples, RUN=bound.run,
+    )  # fmt: skip
+
+
+def appended(selection: Selection, plan: Appended) -> None:
+    """All CTAs of all rows at once. The last CTA of a row to arrive selects."""
+    logits, aligned = selection.logits, selection.aligned
+    candidates, counts = selection.views
+    ctas, threads = plan.ctas(logits.shape[0]), 32 * plan.num_warps
+    appended_kernels.select_appended[(ctas,)](
+        logits, selection.row_starts, selection.row_ends, selection.out, candidates.view(torch.int64), counts,
+        selection.counters, _emulated_smem(logits, ctas, plan, threads), logits.shape[1], selection.k,
+        plan.bound.candidates, plan.slots, *selection.strides(aligned),
+        SLOTS=plan.slots, WORDS=plan.words, TILE=plan.tile, CHUNK=plan.chunk, CTAS=plan.ctas_per_row,
+        SAMPLES=plan.bound.samples, WINDOW_SHIFT=dispatch.WINDOW_SHIFT,
+        SMEM_WORDS=plan.smem_words, ALIGNED=aligned, THREADS=threads,
+        **_options(plan.num_warps, None, logits.device),
     )  # fmt: skip
 
 

@@ -215,6 +215,42 @@ class Sampled(Plan):
 
 
 @dataclass(frozen=True)
+class Appended(Plan):
+    """Sampled, whose CTAs collect candidates in any order. All rows are in flight.
+
+    slots: candidates that are searched at most, and that a CTA may hold. width: of the rows. tile: columns read at
+    once. chunk: columns read at once where the row has to be streamed.
+    """
+
+    slots: int
+    num_warps: int
+    ctas_per_row: int
+    rows: int
+    width: int
+    tile: int
+    chunk: int
+    bound: Bound
+    reserved_ctas: int = 0
+
+    def ctas(self, rows: int) -> int:
+        return rows * self.ctas_per_row
+
+    @property
+    def words(self) -> int:
+        """Of a bitmask of a row."""
+        return power_of_two(-(-self.width // WORD))
+
+    @property
+    def smem_words(self) -> int:
+        return max(self.slots // 4, self.words)
+
+    @property
+    def scratch(self) -> Scratch:
+        """A candidate takes twice as much as Sampled's."""
+        return _candidate_scratch(max(2 * self.ctas(self.rows), self.reserved_ctas), self.slots, self.rows)
+
+
+@dataclass(frozen=True)
 class MultiPass(Plan):
     """Sampled for many rows, as launches one after the other. One bounds ``bounded_rows``. Then, for ``rows_in_flight``
     rows at a time, one collects with ``ctas_per_row`` CTAs a row, and one selects.

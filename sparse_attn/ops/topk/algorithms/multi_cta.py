@@ -19,7 +19,7 @@ import triton.language as tl
 from sparse_attn.device import histogram, pdl, ptx_io
 from sparse_attn.ops.topk.algorithms.single_cta import select_row
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, output, radix_select, smem_list, tile
+from sparse_attn.ops.topk.primitives import compact, output, radix_select, tile
 
 SECTOR = tl.constexpr(8)  # columns that stay together: 32 bytes
 NOTHING = tl.constexpr(0)  # a key that no score has: nothing was offered
@@ -79,22 +79,7 @@ def _select_offered(
     enough = cutoff.to(tl.uint32, bitcast=True) <= bound
     if enough:
         output.announce(output_map, tl.minimum(at_cutoff, k))
-        tl.debug_barrier()
-        histogram.store_one(smem, histogram.WORDS + word, word * 0)
-        tl.debug_barrier()
-        if at_cutoff > k:  # of the scores that equal the last one, those that come first
-            smem_list.set_bits(smem, columns, keys ^ cutoff, tl.full([], 0, tl.int32))
-            tl.debug_barrier()
-            equal = histogram.load_one(smem, histogram.WORDS + word).to(tl.uint32, bitcast=True)
-            equal = compact.first_set_bits(equal, k - below)
-            tl.debug_barrier()
-            histogram.store_one(smem, histogram.WORDS + word, equal.to(tl.int32, bitcast=True))
-            tl.debug_barrier()
-            cutoff -= 1
-        smem_list.set_bits(smem, columns, keys, cutoff)
-        tl.debug_barrier()
-        bitmask = histogram.load_one(smem, histogram.WORDS + word).to(tl.uint32, bitcast=True)
-        compact.store_bitmask(out, bitmask, word_base, tl.minimum(at_cutoff, k), output_map)
+        compact.store_unordered(out, smem, columns, keys, cutoff, at_cutoff, below, k, word_base, output_map)
     return enough
 
 

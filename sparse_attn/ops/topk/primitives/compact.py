@@ -226,3 +226,27 @@ def store_bitmask(out, bitmask, word_base, count, output_map):
     begin = output.begin(output_map)
     set_bits.store(out + begin, bitmask, position, word_base)
     output.finish(out, output_map, begin, count)
+
+
+@triton.jit
+def store_unordered(out, smem, columns, keys, cutoff, at_cutoff, below, k, word_base, output_map):
+    """Store those of ``columns``, which come in any order, whose keys are at or below ``cutoff``: ``at_cutoff`` keys.
+    Where they are more than k, ``below`` keys lie below it, and of those equal to it the first are stored, k in all. A
+    bit a column puts them in order. word_base: what is stored for the first bit of each word."""
+    word = tl.arange(0, word_base.shape[0])
+    tl.debug_barrier()
+    histogram.store_one(smem, histogram.WORDS + word, word * 0)
+    tl.debug_barrier()
+    if at_cutoff > k:
+        smem_list.set_bits(smem, columns, keys ^ cutoff, tl.full([], 0, tl.int32))
+        tl.debug_barrier()
+        equal = histogram.load_one(smem, histogram.WORDS + word).to(tl.uint32, bitcast=True)
+        equal = first_set_bits(equal, k - below)
+        tl.debug_barrier()
+        histogram.store_one(smem, histogram.WORDS + word, equal.to(tl.int32, bitcast=True))
+        tl.debug_barrier()
+        cutoff -= 1
+    smem_list.set_bits(smem, columns, keys, cutoff)
+    tl.debug_barrier()
+    bitmask = histogram.load_one(smem, histogram.WORDS + word).to(tl.uint32, bitcast=True)
+    store_bitmask(out, bitmask, word_base, tl.minimum(at_cutoff, k), output_map)

@@ -178,6 +178,18 @@ def search(smem, keys, k, enough, THREADS: tl.constexpr):
 
 
 @triton.jit
+def bound(smem, keys, samples, wanted, length, THREADS: tl.constexpr):
+    """A score that about ``wanted`` of a row's ``length`` scores exceed. keys: of ``samples`` scores of the row.
+
+    Returns (the score, whether the sample holds too few scores: then it is -inf)."""
+    share = (samples * wanted.to(tl.int64) // length).to(tl.int32)
+    share = tl.maximum(share, 4)
+    cutoff, at_cutoff, below = search(smem, keys, share, share + share // 4, THREADS)
+    limit = score_of(cutoff + (at_cutoff <= share + share // 4).to(tl.int32))
+    return tl.where(cutoff == LAST_KEY, float("-inf"), limit), cutoff == LAST_KEY
+
+
+@triton.jit
 def search_windowed(smem, keys, k, enough, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr):
     """search, by windows first: see _narrow."""
     base, shift, below, in_bin = _narrow(smem, keys, k, enough, 0, WINDOW_SHIFT, THREADS)

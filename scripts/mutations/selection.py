@@ -1,0 +1,120 @@
+"""Bugs of the selection's kernels that Triton's interpreter runs."""
+
+from mutations.mutation import OPS, Mutation
+
+# fmt: off
+SELECTION = [
+    Mutation(
+        "topk-end-inclusive", "the score at a row's end can be selected",
+        OPS + "topk/primitives/tile.py",
+        "inside = (columns - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32)",
+        "inside = (columns - start).to(tl.uint32, bitcast=True) <= (end - start).to(tl.uint32)",
+        ("tests/test_topk.py::test_kernel_ranges_and_strides[thresholds.single_cta]",),
+    ),
+    Mutation(
+        "topk-words-rounded-down", "the last word of a CTA's candidates is the next one's first",
+        OPS + "topk/algorithms/sampled.py",
+        'tl.atomic_add(taken, tl.cdiv(total, WORD), sem="relaxed")',
+        'tl.atomic_add(taken, total // WORD, sem="relaxed")',
+        ("tests/test_topk.py::test_kernel[multi_pass-normal]",),
+    ),
+    Mutation(
+        "topk-too-few-candidates", "a bound that fewer than k scores of a row exceed is believed",
+        OPS + "topk/algorithms/multi_pass.py",
+        'fits = (taken <= SLOTS) & ((tl.sum(number, 0) >= k) | (tl.load(bounds + row) == float("-inf")))',
+        "fits = taken <= SLOTS",
+        ("tests/test_topk.py::test_kernel_wrong_bound[normal]",),
+    ),
+    Mutation(
+        "topk-staged-once", "columns beyond what is staged at once are staged where the first were",
+        OPS + "topk/primitives/compact.py",
+        "set_bits.stage(smem, bitmask, position - first, word_base, here)",
+        "set_bits.stage(smem, bitmask, position, word_base, here)",
+        ("tests/test_topk.py::test_kernel_more_columns_than_are_staged_at_once",),
+    ),
+    Mutation(
+        "topk-bf16-any-tie", "of equal scores that share the k-th's bf16, any are selected",
+        OPS + "topk/primitives/bf16_select.py",
+        "keys = tl.where(valid, (distance << 15) | slot, -1)",
+        "keys = tl.where(valid, (distance << 15) | (slot ^ 0x7FFF), -1)",
+        ("tests/test_topk.py::test_kernel[single_cta_bf16-grid]",
+         "tests/test_topk.py::test_kernel_scores_that_share_a_bf16[3-single_cta_bf16]"),
+    ),
+    Mutation(
+        "topk-bf16-tiny-below-zero", "tiny scores below zero, which share its bf16, are not looked at again",
+        OPS + "topk/primitives/bf16_select.py",
+        "span = tl.where(bf16 == 0, OF_ZERO, OF_OTHERS)",
+        "span = tl.where(bf16 == 0, OF_OTHERS, OF_OTHERS)",
+        ("tests/test_topk.py::test_kernel_scores_that_share_a_bf16[700-single_cta_bf16]",),
+    ),
+    Mutation(
+        "topk-bf16-nothing-counted", "beside the lowest scores, what is not to be selected is counted",
+        OPS + "topk/primitives/bf16_select.py",
+        "least = tl.minimum(least, bf16_keys.MINUS_INF - (histogram.BINS - 1))",
+        "least = tl.minimum(least, bf16_keys.MINUS_INF)",
+        ("tests/test_topk.py::test_kernel_scores_that_share_a_bf16[700-single_cta_bf16]",),
+    ),
+    Mutation(
+        "topk-bf16-bound-believed",
+        "scores below the lowest of the threads' maxima are not counted even where they are needed",
+        OPS + "topk/primitives/bf16_select.py", "going = (digit == last) & (last < histogram.BINS - 1)",
+        "going = digit < 0",
+        ("tests/test_topk.py::test_kernel_a_score_above_all_others_in_every_thread[200]",),
+    ),
+    Mutation(
+        "topk-grouped-any-of-equals", "of more groups that share the k-th's bf16 than fit, the first are searched",
+        OPS + "topk/algorithms/group_maxima.py",
+        "need = tl.where(below + in_bin <= CAPACITY, in_bin, k - below)",
+        "need = in_bin",
+        ("tests/test_topk_grouped.py::test_kernel_groups_that_share_a_bf16[700]",),
+    ),
+    Mutation(
+        "topk-grouped-one-not-held", "a row of one group more than is held loses it",
+        OPS + "topk/algorithms/group_maxima.py",
+        "whole = end <= HELD",
+        "whole = end <= HELD + 8",
+        ("tests/test_topk_grouped.py::test_kernel[equal]", "tests/test_topk_grouped.py::test_kernel[ascending]"),
+    ),
+    Mutation(
+        "topk-offers-unchecked", "what one CTA did not offer is not looked for",
+        OPS + "topk/algorithms/multi_cta.py",
+        "enough = cutoff.to(tl.uint32, bitcast=True) <= bound",
+        "enough = bound == bound",
+        ("tests/test_topk.py::test_kernel_highest_scores_in_one_cta[1]",),
+    ),
+    Mutation(
+        "topk-appended-too-few", "of fewer than k appended candidates all are selected, and nothing else",
+        OPS + "topk/algorithms/appended.py",
+        "((found >= k) | everything)",
+        "(found >= 0)",
+        ("tests/test_topk.py::test_kernel_sample_of_other_scores[appended]",),
+    ),
+    Mutation(
+        "topk-appended-too-many", "of more appended candidates than are searched the first are",
+        OPS + "topk/algorithms/appended.py",
+        "if fits & (found <= SLOTS) & (",
+        "if fits & (",
+        ("tests/test_topk.py::test_kernel_sample_of_other_scores[appended shared]",),
+    ),
+    Mutation(
+        "topk-appended-list-of-the-one-before", "what a CTA appended is looked for in the list of the one before it",
+        OPS + "topk/primitives/candidates.py",
+        "slot - total + (cta + 1) * capacity",
+        "slot - total + cta * capacity",
+        ("tests/test_topk.py::test_kernel[appended shared-normal]",),
+    ),
+    Mutation(
+        "topk-appended-before-the-start", "scores before a row's start are appended",
+        OPS + "topk/algorithms/appended.py",
+        "(columns >= start) & (columns < last)",
+        "columns < last",
+        ("tests/test_topk.py::test_kernel[appended shared-normal]",),
+    ),
+    Mutation(
+        "topk-unordered-any-tie", "of equal candidates too many are selected",
+        OPS + "topk/primitives/compact.py",
+        "equal = first_set_bits(equal, k - below)",
+        "equal = first_set_bits(equal, k)",
+        ("tests/test_topk.py::test_kernel[appended shared-grid]",),
+    ),
+]
