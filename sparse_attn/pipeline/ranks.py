@@ -200,7 +200,7 @@ def merge_over_ranks(
         return merge_attn_states(local.out.unsqueeze(0), local.lse.unsqueeze(0), sink=sink, impl=impl)
     (tokens, heads), size, group = local.lse.shape, ranks.size, ranks.group
     lses = torch.unflatten(all_gather(local.lse.contiguous(), size, group), 0, (size, tokens))
-    if tokens == 1 or heads % size:
+    if not _by_heads(tokens, heads, size):
         outs = torch.unflatten(all_gather(local.out.contiguous(), size, group), 0, (size, tokens))
         return merge_attn_states(outs, lses, sink=sink, impl=impl)
     own = heads // size
@@ -228,14 +228,19 @@ def merge_own_rows(
 
 def merged_calls(rows: int, heads: int, size: int) -> int:
     """Collectives of merge_over_ranks."""
-    return 2 if rows == 1 or heads % size else 3
+    return 3 if _by_heads(rows, heads, size) else 2
+
+
+def _by_heads(rows: int, heads: int, size: int) -> bool:
+    """Whether each rank merges its own heads."""
+    return rows != 1 and heads % size == 0
 
 
 def merged_bytes(rows: int, heads: int, width: int, itemsize: int, size: int) -> int:
     """Bytes that each of ``size`` ranks sends in merge_over_ranks, counted as exchanged_bytes counts. width, itemsize:
     of a head's output."""
     own, lses = rows * heads * width * itemsize, (size - 1) * rows * heads * 4
-    if merged_calls(rows, heads, size) == 2:
+    if not _by_heads(rows, heads, size):
         return (size - 1) * own + lses
     return 2 * (size - 1) * own // size + lses
 

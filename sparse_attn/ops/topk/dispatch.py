@@ -128,14 +128,19 @@ def _supports_single_cta(problem: Problem, target: Target) -> Support:
     return _at_most("width", problem.width, RESIDENT) if machine.able and problem.width > RESIDENT else machine
 
 
-def _supports_multi_cta(problem: Problem, target: Target) -> Support:
-    machine = _radix(target)
+def _orders_by_bits(problem: Problem, machine: Support) -> Support:
+    """Of kernels on ``machine`` that hold candidates in any order, and a bit for each column of a row."""
     if not machine.able:
         return machine
     if not RESIDENT < problem.width <= BITMASK_COLUMNS:
         return no(f"width: got {problem.width}, allowed: {RESIDENT + 1} to {BITMASK_COLUMNS}")
-    if problem.k > CANDIDATES // 2:
-        return _at_most("k", problem.k, CANDIDATES // 2)
+    return _at_most("k", problem.k, CANDIDATES // 2) if problem.k > CANDIDATES // 2 else machine
+
+
+def _supports_multi_cta(problem: Problem, target: Target) -> Support:
+    machine = _orders_by_bits(problem, _radix(target))
+    if not machine.able:
+        return machine
     needed = max(LEAST_CTAS, power_of_two(-(-problem.width // CTA_RESIDENT)))
     if problem.rows * needed > target.num_sms:
         most = target.num_sms // needed
@@ -152,13 +157,9 @@ def _supports_multi_pass(problem: Problem, target: Target) -> Support:
 
 
 def _supports_appended(problem: Problem, target: Target) -> Support:
-    machine = _hopper(target)
+    machine = _orders_by_bits(problem, _hopper(target))
     if not machine.able:
         return machine
-    if not RESIDENT < problem.width <= BITMASK_COLUMNS:
-        return no(f"width: got {problem.width}, allowed: {RESIDENT + 1} to {BITMASK_COLUMNS}")
-    if problem.k > CANDIDATES // 2:
-        return _at_most("k", problem.k, CANDIDATES // 2)
     if problem.rows > target.num_sms:
         return _at_most("rows", problem.rows, target.num_sms)
     for name, got, least in (("width", problem.width, APPENDED_COLUMNS), ("rows", problem.rows, APPENDED_ROWS)):
