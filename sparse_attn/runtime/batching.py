@@ -106,7 +106,7 @@ class Batching:
         mesh = model.mesh
         self._sharing = mesh.expert if mesh.sharing > 1 else ALONE
         self._together = mesh.alike * self._sharing.size > 1
-        self._several, self._shares = mesh.size > 1, self._sharing.size > 1
+        self._shares = self._sharing.size > 1
         self._others = self._shares  # whether requests of any rank that shares experts may be unfinished
         check_same(
             mesh, model.device, sharing=True, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots,
@@ -162,8 +162,8 @@ class Batching:
             self._size = PrefillSize(self.prefill_tokens, rows, self._max_context)
         self._unfinished: dict[int, Request] = {}
         self._over: list[Request] = []  # of the unfinished, to be reported
-        # streams, the columns of requests in them, their steps, how many were seen to arrive, whether decode steps
-        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, int, bool]] = deque()
+        # streams, the columns of requests in them, how many steps were seen to arrive, whether decode steps
+        self._flying: deque[tuple[TokenStream, list[tuple[int, Request]], int, bool]] = deque()
         self._landed: defaultdict[int, list[TokenStream]] = defaultdict(list)  # of so many first tokens, to be reused
         self._arrived: Iterator[tuple[Request, int, float]] | None = None  # that an exception of on_token left
         self._steps_ahead = self._next = self._tokens = 0
@@ -198,7 +198,7 @@ class Batching:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {self._longest}")
         if len(self.seats.waiting) >= self.max_waiting:
             raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
-        if self._several:
+        if self.model.mesh.size > 1:
             check_same(
                 self.model.mesh, self._device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
                 seed=seed,
@@ -227,7 +227,7 @@ class Batching:
 
         An exception of on_token passes through. Its token counts as delivered, and the next call goes on."""
         self._deliver()
-        done = self._sweep() if self._over else []
+        done = self._sweep()
         if self._unfinished or self._shares:
             with workspace.use(self._workspace):
                 unfinished = len(self._unfinished)
@@ -235,8 +235,7 @@ class Batching:
                 self._prefill(unfinished)
                 self._decode()
             self._deliver()
-            if self._over:
-                done += self._sweep()
+            done += self._sweep()
         return done
 
     @property
@@ -268,7 +267,7 @@ class Batching:
         if self._arrived is not None:
             self._hand_out(self._arrived)
         while self._flying:
-            stream, columns, steps, seen, decoded = self._flying[0]
+            stream, columns, seen, decoded = self._flying[0]
             if self._together:
                 stream.wait()
             arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
@@ -276,12 +275,12 @@ class Batching:
                 if decoded:
                     for _, request in columns:
                         request.flying -= arrived - seen
-                self._flying[0] = stream, columns, steps, arrived, decoded
+                self._flying[0] = stream, columns, arrived, decoded
                 self._hand_out(_in_order(*stream.lists(seen), columns))
-            if arrived < steps:
+            if arrived < len(stream):
                 break
             self._flying.popleft()
-            self._steps_ahead -= steps
+            self._steps_ahead -= len(stream)
             if not decoded:
                 self._landed[len(columns)].append(stream)
 
@@ -310,6 +309,8 @@ class Batching:
 
     def _sweep(self) -> list[Finished]:
         """Take out whoever is over."""
+        if not self._over:
+            return []
         over, self._over = sorted(self._over, key=AGE), []
         for request in over:
             del self._unfinished[request.number]
@@ -345,8 +346,9 @@ class Batching:
                 size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.seats.sitting))), room)
         if not most:
             return
+        prompts = [[] if one is None else one.prompt for one in self.seats.sitting]
         logits = prefill_step(
-            self._run, self.seats.prompts, spans, self.seats.tables, self.caches, self.loop.state, Sampling(),
+            self._run, prompts, spans, self.seats.tables, self.caches, self.loop.state, Sampling(),
             self._max_context, rings=self.seats.rings, pad_to=size, predict=self._predict,
         )  # fmt: skip
         ends, end = [], 0
@@ -368,7 +370,7 @@ class Batching:
         if self._keep_logprobs:
             found.append(token_logprobs(_joined([logits[end - 1 : end] for end, _ in ends]), tokens, best=0).drawn)
         landed = self._landed[len(ends)]
-        self._fly(on_the_way(found, landed.pop() if landed else None), columns, 1, decoded=False)
+        self._fly(on_the_way(found, landed.pop() if landed else None), columns, decoded=False)
         for _, request in ends:
             request.begun = True
             if request.max_new_tokens > 1:
@@ -400,16 +402,16 @@ class Batching:
         columns = [(request.row, request) for request, _ in decoding if request.row is not None]
         if not columns and not self._shares:
             return
-        self._fly(self.loop.run(steps, **options), columns, steps, decoded=True)
+        self._fly(self.loop.run(steps, **options), columns, decoded=True)
         for request, left in decoding:
             if request.row is not None:
                 request.flying += steps
                 if left <= steps:
                     self.seats.free(request)
 
-    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], steps: int, decoded: bool) -> None:
-        self._flying.append((stream, columns, steps, 0, decoded))
-        self._steps_ahead += steps
+    def _fly(self, stream: TokenStream, columns: list[tuple[int, Request]], decoded: bool) -> None:
+        self._flying.append((stream, columns, 0, decoded))
+        self._steps_ahead += len(stream)
 
     def _draws_of(self, sampling: Sampling, prompt: Sequence[int]) -> Draws:
         return row_draws(

@@ -51,7 +51,6 @@ class Seats:
             self.rings = torch.arange(rows, dtype=torch.int32, device="cpu").unsqueeze(1)
         self.sitting: list[Request | None] = [None] * rows
         self.running: list[Request] = []  # those that sit, in order of arrival
-        self.prompts: list[list[int]] = [[] for _ in range(rows)]  # of those that sit
         self.waiting: list[Request] = []
         self.reused = self.preempted = 0
         self._caches, self._ringed, self._draws = caches, Rows(ringed(caches)), draws
@@ -68,7 +67,7 @@ class Seats:
                 self._full = True
                 return
             self.waiting.pop(0)
-            self.sitting[row], self.prompts[row], request.row = request, request.prompt, row
+            self.sitting[row], request.row = request, row
             insort(self.running, request, key=AGE)
 
     def withdraw(self, request: Request) -> None:
@@ -86,7 +85,7 @@ class Seats:
         if row in self.loop.live:
             self.loop.leave([row])
         self.tables.release(row)
-        self.sitting[row], self.prompts[row], request.row = None, [], None
+        self.sitting[row] = request.row = None
         self.running.remove(request)
         self._full = False
 
