@@ -195,8 +195,9 @@ def test_quality(tmp_path):
 
 
 @pytest.mark.few(0)
-def test_suites_over_processes_run_dry():
-    running = torchrun(2, "--dry", program=["scripts/distributed.py"])
+@pytest.mark.parametrize("processes", (2, 4))  # V4's reader has 2 groups of heads
+def test_suites_over_processes_run_dry(processes):
+    running = torchrun(processes, "--dry", program=["scripts/distributed.py"])
     out, err = running.communicate(timeout=240)
     assert running.returncode == 0, err
     suites = ("collectives", "soak", "step", "exact", "experts", "prefill")

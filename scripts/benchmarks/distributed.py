@@ -23,9 +23,10 @@ from benchmarks.steps import HELD, by_part, cached_bytes
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.forms import first_layers
-from sparse_attn.models.loading import load
+from sparse_attn.models.loading import load, open_checkpoint
 from sparse_attn.models.memory import weight_bytes
 from sparse_attn.models.random_packed import random_packed_params
+from sparse_attn.models.sharding import check_mesh
 from sparse_attn.ops.rank_topk.shapes import BITS
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.pipeline import cache_layouts, choose, default_block_size
@@ -51,13 +52,23 @@ STEPS, CALLS = 30, 20
 PER_RANK = "per-rank k, which is not exact"
 
 
-def grids(size: int) -> dict[str, Mesh]:
-    """The meshes of ``size`` processes that are measured, by name."""
-    sizes = {f"T{size} E{size}": dict(tensor=size, expert=size), f"C{size} E{size}": dict(context=size, expert=size)}
+def grids(spec: Spec | CompressedSpec) -> dict[str, dict[str, int]]:
+    """What the ranks of all processes share, by name: the ways that are measured, of those that the model allows."""
+    size = dist.get_world_size()
+    sizes = {f"T{size} E{size}": dict(tensor=size, expert=size)}
     if size >= 4:
         sizes[f"T{size // 2} C2 E{size}"] = dict(tensor=size // 2, context=2, expert=size)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return {name: make_mesh(**one, device=device) for name, one in sizes.items()}
+    sizes[f"C{size} E{size}"] = dict(context=size, expert=size)
+    return {name: one for name, one in sizes.items() if deals(spec, one)}
+
+
+def deals(spec: Spec | CompressedSpec, sizes: dict[str, int]) -> bool:
+    """Whether the model can be dealt out so: tensor ranks divide heads and their groups."""
+    try:
+        check_mesh(spec, planned_mesh(**sizes))
+    except ValueError:
+        return False
+    return True
 
 
 def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int, rows: int = 0) -> Spec | CompressedSpec:
@@ -98,7 +109,8 @@ def distributed_step(run: Run) -> Iterator[Record]:
     "A captured decode step by part, beside its floor: real layers, as many as fit, packed random weights."
     for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
         contexts, batches = run.pick(SIZES.get(name, ()), ((64,), (2,)))
-        for grid, mesh in grids(dist.get_world_size()).items():
+        for grid, sizes in grids(preset(name)).items():
+            mesh = make_mesh(**sizes, device=run.device)
             spec = fitting(run, name, mesh, min(HELD, batches[-1]), contexts[-1])
             model = made(run, spec, mesh)
             held = sum(map(bytes_of, model.params.values())) / 1e9
@@ -156,8 +168,9 @@ def distributed_experts(run: Run) -> Iterator[Record]:
     "A captured step whose experts get rows by a gather and all_to_all_single (data ranks), beside replicated tokens."
     context, batches, size = run.pick(32768, 64), run.pick((8, 64, 512), (4,)), dist.get_world_size()
     length = context - run.pick(8 * STEPS, 8)
-    ways = dict(tensor=size, expert=size), dict(data=size, expert=size)
     for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
+        grid, alike = next(iter(grids(preset(name)).items()))
+        ways = alike, dict(data=size, expert=size)
         took: dict[int, list[float]] = {batch: [] for batch in batches}
         for sizes in ways:
             mesh = make_mesh(**sizes, device=run.device)
@@ -175,7 +188,7 @@ def distributed_experts(run: Run) -> Iterator[Record]:
             freed(run)
         for batch, (replicated, sent) in took.items():
             case = f"{name}, {layers} layers, D{size} E{size}, requests {batch} in all, context {context}"
-            yield Record(case, sent, f"T{size} E{size}", None if run.dry else replicated)
+            yield Record(case, sent, grid, None if run.dry else replicated)
 
 
 def shared_k(
@@ -190,7 +203,8 @@ def shared_k(
 def distributed_prefill(run: Run) -> Iterator[Record]:
     "A prompt's prefill and first token, eager, by wall clock; one from before weights are drawn, a GPU's most bytes."
     for name in run.pick(MODELS, ("tiny_v4", "tiny_v32")):
-        for grid, mesh in grids(dist.get_world_size()).items():
+        for grid, sizes in grids(preset(name)).items():
+            mesh = make_mesh(**sizes, device=run.device)
             prompts, rows = run.pick((8192, 32768), (40,)), run.pick(8192, 16)
             spec = fitting(run, name, mesh, 1, prompts[-1] + 1, rows)
             about = f"{name}, {spec.num_layers} layers, {grid}"
@@ -223,7 +237,8 @@ def distributed_soak(run: Run) -> Iterator[Record]:
     count = run.pick(5000, 4)
     for name, folder in shipped_models().items():
         alone: list[list[int]] | None = None
-        for grid, mesh in {"one rank": ONE_RANK, **grids(dist.get_world_size())}.items():
+        for grid, sizes in {"one rank": {}, **grids(open_checkpoint(folder, mtp=False).spec)}.items():
+            mesh = make_mesh(**sizes, device=run.device) if sizes else ONE_RANK
             spec, params = load(folder, device=run.device, dtype=torch.float32, expand=True, mesh=mesh)
             model = Model(spec, params, cache_layouts(spec, "fp32"), mesh=mesh)
             held: list[int] = []
