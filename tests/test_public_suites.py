@@ -1,0 +1,153 @@
+"""scripts/public_suites.py counts what public tests do, on sources made up here."""
+
+import re
+import sys
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+DEEP_GEMM = """
+import torch
+import deep_gemm
+from deep_gemm.testing import near
+from deep_gemm.utils import unused
+
+def sample_mqa_cases(name, cases):
+    return cases
+
+def scores(heads, start, dtype=torch.float8_e4m3fn):
+    q, k = torch.ones(3, heads, 32).to(dtype), torch.ones(9, 32).to(dtype)
+    starts, ends = torch.full((3,), start, dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32)
+    return deep_gemm.fp8_mqa_logits(q, (k, torch.ones(9)), torch.ones(3, heads), starts, ends, clean_logits=False)
+
+def test_mqa_logits():
+    for heads, start, expected in sample_mqa_cases("prefill", [(4, 2, 128), (8, 0, 256), (4, 0, 5)]):
+        assert near(scores(heads, start)[0, start], expected)
+
+def test_paged_mqa_logits():
+    for dtype, in sample_mqa_cases("paged", [(torch.float8_e4m3fn,), (torch.int16,)]):
+        scores(4, 0, dtype)
+"""
+FLASH_MLA = """
+import sys
+import torch
+import flash_mla
+import helper
+
+def run(width):
+    print(f"Running on {width}")
+    q, kv = torch.zeros(2, 4, width).bfloat16(), torch.zeros(5, 1, width).bfloat16()
+    indices = torch.zeros(2, 1, 8, dtype=torch.int32)
+    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1)[0].isnan().any().item() == helper.NAN
+
+if __name__ == "__main__":
+    cases = %s
+    print(f"{len(cases)} testcases to run")
+    found = [run(case) for case in cases]
+    if not all(found):
+        print(f"{found.count(False)} / {len(cases)} cases failed")
+        sys.exit(1)
+"""
+VLLM = """
+import pytest
+import torch
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
+
+@pytest.mark.parametrize("k", (2, 3, -1))
+def test_top_k_per_row(k):
+    set_random_seed(0)
+    logits, found = torch.arange(10.0).view(2, 5), torch.empty(2, 3, dtype=torch.int32)
+    starts, ends = torch.zeros(2, dtype=torch.int32), torch.full((2,), 5, dtype=torch.int32)
+    torch.ops._C.top_k_per_row_prefill(logits, starts, ends, found, 2, 5, 1, k)
+    assert found[:, :k].tolist() == [[3, 4]] * 2
+
+@pytest.mark.skipif(not current_platform.is_rocm(), reason="another GPU")
+def test_top_k_per_row_elsewhere():
+    assert False
+
+@pytest.mark.parametrize("backend", ("top_k_per_row_decode", "another"))
+def test_backends(backend):
+    assert backend != "another"
+"""
+
+
+class PublicSuites(expecttest.TestCase):
+    @pytest.fixture(autouse=True)
+    def _given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.patch, self.printed = tmp_path, monkeypatch, capsys
+        monkeypatch.syspath_prepend(SCRIPTS)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+    def counted(self, suite: str, files: dict[str, str], *options: str) -> tuple[str, int]:
+        """(the lines that count, the exit code) over these files of a source."""
+        import public_suites
+
+        for name, text in files.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text)
+        self.patch.setattr(sys, "argv", ["public_suites.py", suite, str(self.folder), *options])
+        code = public_suites.main()
+        lines = self.printed.readouterr().out.splitlines()
+        return "\n".join(line for line in lines if re.match(r"test_\w+: \d+ passed", line)), code
+
+    def test_deep_gemm(self) -> None:
+        helpers = {
+            "deep_gemm/testing/__init__.py": "def near(a, b):\n    return abs(a - b) < 1e-3\n",
+            "deep_gemm/utils/__init__.py": "from .._C import of_the_compiled_part\nunused = of_the_compiled_part\n",
+        }
+        text, code = self.counted("deep_gemm", {"tests/test_attention.py": DEEP_GEMM, **helpers})
+        self.assertExpectedInline(
+            text,
+            """\
+test_mqa_logits: 2 passed, 1 failed, 0 refused, 0 skipped, 0 not run
+test_paged_mqa_logits: 1 passed, 0 failed, 1 refused, 0 skipped, 0 not run""",
+        )
+        assert code == 1
+        text, code = self.counted("deep_gemm", {}, "--part", "2/3")
+        self.assertExpectedInline(
+            text,
+            """\
+test_mqa_logits: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+test_paged_mqa_logits: 0 passed, 0 failed, 1 refused, 0 skipped, 0 not run""",
+        )
+
+    def test_flash_mla(self) -> None:
+        files = {
+            "tests/helper.py": "NAN = False\n",
+            "tests/test_flash_mla_sparse_prefill.py": FLASH_MLA % "[576, 512, 576]",
+            "tests/test_flash_mla_sparse_decoding.py": FLASH_MLA % "[576, 100, 576, 512]",
+        }
+        text, code = self.counted("flash_mla", files)
+        self.assertExpectedInline(
+            text,
+            """\
+test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+test_flash_mla_sparse_decoding: 1 passed, 0 failed, 1 refused, 0 skipped, 2 not run""",
+        )
+        assert code == 1
+        files["tests/test_flash_mla_sparse_decoding.py"] = FLASH_MLA % "[512]"
+        text, code = self.counted("flash_mla", files)
+        self.assertExpectedInline(
+            text,
+            """\
+test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+test_flash_mla_sparse_decoding: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run""",
+        )
+        assert code == 0
+        text, code = self.counted("flash_mla", {"tests/helper.py": "NAN = True\n"})
+        self.assertExpectedInline(
+            text,
+            """\
+test_flash_mla_sparse_prefill: 0 passed, 3 failed, 0 refused, 0 skipped, 0 not run
+test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not run""",
+        )
+
+    def test_vllm(self) -> None:
+        text, code = self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM})
+        self.assertExpectedInline(text, """test_top_k_per_row: 2 passed, 1 failed, 1 refused, 1 skipped, 0 not run""")
+        assert code == 1
