@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.models.memory import packed_weights
 from sparse_attn.ops.attention import dispatch as attention
+from sparse_attn.ops.attention.problem import packed_decode
 from sparse_attn.ops.grouped_linear import dispatch as linears
 from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.ops.ragged import config as ragged_config
@@ -74,6 +76,20 @@ def by_enumeration(spec, limits, target, layouts):
 def test_no_row_count_takes_more(seed):
     spec, limits, target, layouts = drawn(seed)
     assert workspace_size(spec, limits, target, layouts) == by_enumeration(spec, limits, target, layouts)
+
+
+@pytest.mark.parametrize("step", range(1, 6))
+@pytest.mark.parametrize("num_sms", (5, 7, 13))
+def test_rows_beyond_those_that_are_asked_take_no_more_partials(num_sms, step):
+    """At every number of keys, by step and SMs: which rows take the most depends on both."""
+    target = Target("nvidia", 90, num_sms, 232448)
+    rows = range(step, 6 * num_sms + 1, step)  # behind MOST_WAVES full ones, too
+    for heads, keys in itertools.product((16, 64, 192), (384, 512, 640, 1664, 2112, 3648)):
+        problem = packed_decode(rows[-1], heads, LatentFp8Layout(512, 64), rows[-1] * keys)
+        some = (problem._replace(tokens=count, indices=count * keys) for count in rows)
+        every = (scratch for one in some for machine in attention.MACHINES for scratch in machine.reserved(one, target))
+        asked = workspace.largest(map(workspace.size_of, attention.reserved(problem, target, step)))
+        assert asked.nbytes == workspace.largest(map(workspace.size_of, every)).nbytes
 
 
 @pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4_pro"))

@@ -216,7 +216,7 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
 def _scratches(part: _Part, bounds: Bounds, target: Target) -> Iterator[Scratch]:
     """The scratch that ops ask for, at every row count that may take the most. Few rows are split over more CTAs, so
     the largest count need not take the most."""
-    for keys in part.attended:
+    for keys in sorted(part.attended)[-1:]:  # the most; fewer count as well
         sizes = part.most, part.heads, part.layout, part.most * keys, bounds.dtype, bounds.batch_invariant
         yield from attention.reserved(part.attention(*sizes), target, part.group)
     if not part.most:

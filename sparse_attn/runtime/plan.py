@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -64,7 +65,11 @@ def plan(
     uses = _caches(spec, layouts, bounds, speculate)
     files = file_bytes(spec, form, predicted=predicted)
     loaded = predicted if speculate else 0
-    whole = _held(spec, bounds, target, layouts, form, loaded)
+
+    @functools.cache
+    def held(bounds: Bounds) -> dict[str, Any]:
+        return _held(spec, bounds, target, layouts, form, loaded)
+
     meshes = meshes or [planned_mesh(tensor=gpus, expert=gpus) for gpus in GPUS]
     return {
         "model": spec.name,
@@ -75,10 +80,10 @@ def plan(
         "caches": {use.kind: _cache(use) for use in uses},
         "files": files,
         "file_bytes": sum(files.values()),
-        **whole,
+        **held(bounds),
         "cards": CARDS,
         "sharding": {"dealt": DEALT, "replicated": REPLICATED},
-        "gpus": [_rank(spec, mesh, bounds, target, layouts, form, loaded) for mesh in meshes],
+        "gpus": [_rank(spec, replace(bounds, mesh=mesh), held, loaded) for mesh in meshes],
     }
 
 
@@ -118,17 +123,16 @@ def _held(
 
 
 def _rank(
-    spec: Spec | CompressedSpec, mesh: Mesh, bounds: Bounds, target: Target, layouts: CacheLayouts, form: str,
-    predicted: int,
-) -> dict[str, object]:  # fmt: skip
+    spec: Spec | CompressedSpec, bounds: Bounds, held_within: Callable[[Bounds], dict[str, Any]], predicted: int
+) -> dict[str, object]:
+    mesh = bounds.mesh
     named: dict[str, object] = {"gpus": mesh.size, "ranks": show_mesh(mesh)}
-    bounds = replace(bounds, mesh=mesh)
     if (rows := fitting_rows(spec, bounds)) < bounds.max_batched_tokens:
         named["max_batched_tokens"] = rows
         bounds = replace(bounds, max_batched_tokens=rows)
     try:
         check_mesh(spec, mesh)
-        held = _held(spec, bounds, target, layouts, form, predicted)
+        held = held_within(bounds)
     except ValueError as error:
         return named | {"refused": str(error)}
     sizes: dict[str, Any] = dict(max_context=bounds.max_model_len, block_size=bounds.block_size)

@@ -23,7 +23,7 @@ from sparse_attn.ops.attention.problem import (
     kv_rows,
     problem_of,
 )
-from sparse_attn.ops.attention.split_kv import most_split_rows
+from sparse_attn.ops.attention.split_kv import rows_of_most_partials
 from sparse_attn.target import Target
 from sparse_attn.workspace import Scratch
 
@@ -96,7 +96,7 @@ def reserved(problem: Problem, target: Target, step: int = 1) -> Iterator[Scratc
     if not problem.tokens:
         return
     keys = -(-problem.indices // problem.tokens)
-    rows = range(step, min(problem.tokens, most_split_rows(target)) + 1, step)
+    rows = range(step, min(problem.tokens, rows_of_most_partials(target, step)) + 1, step)
     if problem.invariant_rows is not None:
         rows = (problem.tokens,)  # however many, all are split alike: more take more
     for tokens in rows:

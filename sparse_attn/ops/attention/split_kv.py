@@ -108,9 +108,13 @@ def _filling(rows: int, blocks: int, units: int, num_sms: int) -> tuple[int, int
     return num_sms // (splits * blocks), splits
 
 
-def most_split_rows(target: Target) -> int:
-    """In a step of more rows no kernel splits one, so none takes scratch for partials."""
-    return (MOST_WAVES + 1) * target.num_sms
+def rows_of_most_partials(target: Target, step: int = 1) -> int:
+    """Rows, a multiple of ``step``, of which more take no more scratch for partials than some up to here do.
+
+    Of more rows than SMs only the tail is split, alike behind any number of full waves. What is worth a launch behind
+    several is worth it behind one. A multiple of ``step`` has the same tail ``step`` waves sooner.
+    """
+    return (min(step, MOST_WAVES) + 1) * target.num_sms
 
 
 # --- the combine

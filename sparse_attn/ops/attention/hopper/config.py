@@ -312,9 +312,13 @@ def reserved(problem: Problem, target: Target) -> Iterator[Scratch]:
         yield _most(_decode_fp8_units(problem, target), problem.heads, problem.max_logits, scaled=True)
 
 
-@functools.lru_cache(maxsize=1 << 14)  # plans for other numbers of GPUs ask for many of them again
 def _most(asked: Units, heads: int, max_logits: bool, scaled: bool) -> Scratch:
-    model, rows, blocks, units, num_sms, split_as = asked
-    steps = {waves_of(model, rows, blocks, fewer, num_sms, split_as) for fewer in range(1, units + 1)}
-    asked_for = (scratch(waves, heads, D_V, scaled, max_logits) for waves in steps)
+    asked_for = (scratch(waves, heads, D_V, scaled, max_logits) for waves in _waves_up_to(asked))
     return max(asked_for, key=lambda one: size_of(one).nbytes, default=Scratch())
+
+
+@functools.lru_cache(maxsize=1 << 12)  # plans for other numbers of GPUs ask for many of them again
+def _waves_up_to(asked: Units) -> frozenset[tuple[Waves, ...]]:
+    """How as many rows are launched, each of as many units or fewer."""
+    model, rows, blocks, units, num_sms, split_as = asked
+    return frozenset(waves_of(model, rows, blocks, fewer, num_sms, split_as) for fewer in range(1, units + 1))
