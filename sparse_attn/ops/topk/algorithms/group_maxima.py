@@ -113,11 +113,7 @@ def select_group_maxima(
     chunks = bf16_select.load_groups(source, length, HELD, CHUNK)
     if whole:
         least, last = bf16_select.first_window(chunks, k, True, THREADS)
-    bf16, below, in_bin = bf16_select.search(smem, chunks, least, last, length, k, True, CHUNK, THREADS)
-    count = tl.minimum(below + in_bin, k)
-    output.announce(output_map, count)
-    bf16_select.mark(smem, chunks, bf16, CHUNK)
-    bitmask = bf16_select.marked_bitmask(
-        smem, source, zero, length, bf16, k - below, in_bin, SLOTS, True, THREADS
-    )  # fmt: skip
+    bitmask, count = bf16_select.select(
+        smem, source, chunks, zero, length, least, last, k, output_map, SLOTS, True, CHUNK, True, THREADS
+    )
     _store_coalesced(out, smem, bitmask, count, source, output_map, SLOTS, THREADS)

@@ -26,15 +26,12 @@ def select_row(
     LATENCY_BOUND: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """single_cta.select_row for a row held as bf16, of which CHUNK columns are read at once."""
-    source, first, length = (row_ptr + base,), start - base, end - base
+    first, length = start - base, end - base
     chunks = bf16_select.load(row_ptr + base, first, length, length, SLOTS, CHUNK, ALIGNED)
     least, last = bf16_select.first_window(chunks, k, LATENCY_BOUND, THREADS)
-    bf16, below, in_bin = bf16_select.search(smem, chunks, least, last, length, k, LATENCY_BOUND, CHUNK, THREADS)
-    count = tl.minimum(below + in_bin, k)
-    output.announce(output_map, count)
-    bf16_select.mark(smem, chunks, bf16, CHUNK)
-    bitmask = bf16_select.marked_bitmask(
-        smem, source, first, length, bf16, k - below, in_bin, SLOTS, ALIGNED, THREADS
+    bitmask, count = bf16_select.select(
+        smem, (row_ptr + base,), chunks, first, length, least, last, k, output_map,
+        SLOTS, LATENCY_BOUND, CHUNK, ALIGNED, THREADS,
     )  # fmt: skip
     word_base = output.values(output_map, base - start + tl.arange(0, SLOTS // 32) * 32)
     if COALESCED:

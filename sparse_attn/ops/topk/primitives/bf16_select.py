@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sparse_attn.device import histogram, ptx_io
 from sparse_attn.device.triton_private import ASSEMBLY_HOLDS_LAYOUTS
-from sparse_attn.ops.topk.primitives import bf16_keys, compact, radix_select, set_bits, smem_list, tile
+from sparse_attn.ops.topk.primitives import bf16_keys, compact, output, radix_select, set_bits, smem_list, tile
 
 OPEN_BITS = tl.constexpr(17)  # of a score, that zero as bf16 leaves open; others leave 16
 TWO_MINUS_INF_SCORES = tl.constexpr(-0x7FFFFF00800000)
@@ -304,3 +304,18 @@ def marked_bitmask(
     else:
         above = _marked_by_scores(smem, source, first, end, bf16, need, above, equal, SLOTS, ALIGNED, THREADS)
     return above
+
+
+@triton.jit
+def select(
+    smem, source, chunks, first, end, least, last, k, output_map,
+    SLOTS: tl.constexpr, LATENCY_BOUND: tl.constexpr, CHUNK: tl.constexpr, ALIGNED: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """(uint32 [SLOTS / 32]: a bit for each slot selected; how many are, which is announced). Of the source's scores,
+    which ``chunks`` hold as bf16, those in [first, end) count. least, last, LATENCY_BOUND: see first_window."""
+    bf16, below, in_bin = search(smem, chunks, least, last, end, k, LATENCY_BOUND, CHUNK, THREADS)
+    count = tl.minimum(below + in_bin, k)
+    output.announce(output_map, count)
+    mark(smem, chunks, bf16, CHUNK)
+    bitmask = marked_bitmask(smem, source, first, end, bf16, k - below, in_bin, SLOTS, ALIGNED, THREADS)
+    return bitmask, count
