@@ -18,7 +18,7 @@ import triton.language as tl
 from sparse_attn.device import histogram, pdl
 from sparse_attn.ops.topk.algorithms.single_cta import select_row
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import candidates, compact, output, radix_select, tile
+from sparse_attn.ops.topk.primitives import candidates, compact, output, radix_select, sample, tile
 
 SECTOR = tl.constexpr(8)  # samples side by side: 32 bytes
 
@@ -31,8 +31,8 @@ def _load_sample(row_ptr, base, start, end, SAMPLES: tl.constexpr):
     sectors = (end - base) // SECTOR
     first = stratum * sectors // (SAMPLES // SECTOR)
     last = (stratum + 1) * sectors // (SAMPLES // SECTOR)
-    jitter = (((stratum * 1103515245 + 12345) >> 16) & 0x7FFF) % tl.maximum(last - first, 1)
-    columns = (base + (first + jitter) * SECTOR)[:, None] + tl.arange(0, SECTOR)[None, :]
+    sector = first + sample.jitter(stratum, tl.maximum(last - first, 1))
+    columns = (base + sector * SECTOR)[:, None] + tl.arange(0, SECTOR)[None, :]
     return tl.load(row_ptr + columns), (columns < start).to(tl.int32)
 
 
@@ -77,14 +77,11 @@ def _bound(
 ):  # fmt: skip
     """(the bound; whether it is -inf, as the sample holds too few scores; scores of the first two tiles of [first,
     last))"""
-    sample, outside = _load_sample(row_ptr, base, start, end, SAMPLES)
+    scores, outside = _load_sample(row_ptr, base, start, end, SAMPLES)
     even = _load_tile(row_ptr, first, last, TILE, ALIGNED)
     odd = _load_tile(row_ptr, first + TILE, last, TILE, ALIGNED)
-    tl.debug_barrier()
-    # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
-    zero = histogram.load_one(smem, tl.full([], histogram.ZERO, tl.int32)).to(tl.float32, bitcast=True)
-    keys = radix_select.descending_keys_in(sample, zero, outside, 0, 1)
-    limit, everything = radix_select.bound(smem, keys, SAMPLES, num_candidates, end - start, THREADS)
+    keys = radix_select.loaded_keys(smem, scores, outside, 0, 1)
+    limit, everything = sample.bound(smem, keys, SAMPLES, num_candidates, end - start, THREADS)
     return limit, everything, even, odd
 
 

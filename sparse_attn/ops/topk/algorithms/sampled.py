@@ -17,7 +17,7 @@ import triton.language as tl
 from sparse_attn.device import histogram, pdl
 from sparse_attn.ops.topk.algorithms.single_cta import select_resident
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
-from sparse_attn.ops.topk.primitives import compact, output, radix_select, threshold_select, tile
+from sparse_attn.ops.topk.primitives import compact, output, radix_select, sample, threshold_select, tile
 from sparse_attn.ops.topk.primitives.tile import WORD
 
 
@@ -28,22 +28,18 @@ def sampled_bound(
     """A bound that about ``num_candidates`` scores of the row exceed, estimated from a sample. Returns (the bound as a
     key of threshold_select, where the search goes by those; the bound as a score; whether the sample holds all
     scores there are)."""
-    sample = tile.positions(SAMPLES)
-    run = sample // RUN
+    position = tile.positions(SAMPLES)
+    run = position // RUN
     stride = length // (SAMPLES // RUN)
-    jitter = (((run * 1103515245 + 12345) >> 16) & 0x7FFF) % (stride - RUN + 1)
-    scores = tl.load(source + run * stride + jitter + sample % RUN)
-    share = (SAMPLES * num_candidates.to(tl.int64) // length).to(tl.int32)
-    share = tl.maximum(share, 4)
+    scores = tl.load(source + run * stride + sample.jitter(run, stride - RUN + 1) + position % RUN)
     zero = tl.full([], 0, tl.int64)
     if THREADS > 0:
         keys = radix_select.descending_keys(scores, True)
-        cutoff, at_cutoff, below = radix_select.search(smem, keys, share, share + share // 4, THREADS)
-        limit = radix_select.score_of(cutoff + (at_cutoff <= share + share // 4).to(tl.int32))
-        limit = tl.where(cutoff == radix_select.LAST_KEY, float("-inf"), limit)
-        return zero, limit, cutoff == radix_select.LAST_KEY
+        limit, everything = sample.bound(smem, keys, SAMPLES, num_candidates, length, THREADS)
+        return zero, limit, everything
     else:
-        key, at_cutoff, at_next = threshold_select.search(scores, zero, zero + 1, share, share + share // 4)
+        share, most = sample.share_of(SAMPLES, num_candidates, length)
+        key, at_cutoff, at_next = threshold_select.search(scores, zero, zero + 1, share, most)
         key = tl.where(key == -1, 0, key)  # -1 is the key of -0.0, which compares as 0.0
         LOWEST: tl.constexpr = threshold_select.LOWEST
         key = tl.where(at_cutoff <= share, tl.where(key == LOWEST, LOWEST - 1, key), key)

@@ -49,15 +49,6 @@ def select_resident(out, scores, inside, values, key2, key3, smem, output_map, k
 
 
 @triton.jit
-def _keys(smem, scores, start, end):
-    """Of the scores a CTA holds, those in [start, end)."""
-    tl.debug_barrier()
-    # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
-    zero = histogram.load_one(smem, tl.full([], histogram.ZERO, tl.int32)).to(tl.float32, bitcast=True)
-    return radix_select.descending_keys_in(scores, zero, tl.arange(0, scores.shape[0]), start, end)
-
-
-@triton.jit
 def search_and_mark(smem, keys, k, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr):
     """Mark the keys to select among those a CTA holds. Returns (how many are selected; how many of the keys marked
     equal are, the first ones; 0 where all are)."""
@@ -87,7 +78,8 @@ def select_row(
     elif COALESCED or WINDOW_SHIFT > 0:
         scores = tile.load_resident(row_ptr + base, end - base, SLOTS, ALIGNED)
         word_base = output.values(output_map, base - start + tl.arange(0, SLOTS // tile.WORD) * tile.WORD)
-        count, need = search_and_mark(smem, _keys(smem, scores, start - base, end - base), k, WINDOW_SHIFT, THREADS)
+        keys = radix_select.loaded_keys(smem, scores, tl.arange(0, SLOTS), start - base, end - base)
+        count, need = search_and_mark(smem, keys, k, WINDOW_SHIFT, THREADS)
         output.announce(output_map, count)
         if COALESCED:
             compact.store_marked_coalesced(out, smem, need, word_base, count, output_map, SLOTS, THREADS)

@@ -34,8 +34,12 @@ def descending_keys(scores, inside):
 
 
 @triton.jit
-def descending_keys_in(scores, zero, slots, start, end):
-    """descending_keys of a row's scores in [start, end), where start is below 4. zero: 0.0."""
+def loaded_keys(smem, scores, slots, start, end):
+    """descending_keys of scores that were just loaded, of which those whose ``slots`` lie in [start, end) count; start
+    is below 4. All loads are issued before any is waited for."""
+    tl.debug_barrier()
+    # A zero that the compiler does not know: it would wait for some scores before it asks for the last.
+    zero = histogram.load_one(smem, tl.full([], histogram.ZERO, tl.int32)).to(tl.float32, bitcast=True)
     slots = tl.where(slots >= (start & 3), slots, 1 << 30)
     if INTERPRETED:
         return descending_keys(scores, slots < end)
@@ -175,18 +179,6 @@ def search(smem, keys, k, enough, THREADS: tl.constexpr):
         base, below, in_bin = next_digit(smem, base, shift, below, k, THREADS)
     cutoff, at_most = cutoff_of(base, shift, below, in_bin)
     return cutoff, at_most, below
-
-
-@triton.jit
-def bound(smem, keys, samples, wanted, length, THREADS: tl.constexpr):
-    """A score that about ``wanted`` of a row's ``length`` scores exceed. keys: of ``samples`` scores of the row.
-
-    Returns (the score, whether the sample holds too few scores: then it is -inf)."""
-    share = (samples * wanted.to(tl.int64) // length).to(tl.int32)
-    share = tl.maximum(share, 4)
-    cutoff, at_cutoff, below = search(smem, keys, share, share + share // 4, THREADS)
-    limit = score_of(cutoff + (at_cutoff <= share + share // 4).to(tl.int32))
-    return tl.where(cutoff == LAST_KEY, float("-inf"), limit), cutoff == LAST_KEY
 
 
 @triton.jit
