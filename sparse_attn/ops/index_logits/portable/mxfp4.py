@@ -13,7 +13,7 @@ import triton.language as tl
 from sparse_attn.device import pdl
 from sparse_attn.device.cast import dot
 from sparse_attn.device.mxfp4 import decode_mxfp4
-from sparse_attn.ops.index_logits.portable.kernels import _entry, _weighed
+from sparse_attn.ops.index_logits.portable import scores
 
 
 @triton.jit
@@ -63,15 +63,11 @@ def mqa_logits(
     first = tl.program_id(1) * BLOCK_Q
     real_key = key < keys
     row = first + tl.arange(0, BLOCK_Q)
-    starts = tl.load(kv_start + row.to(tl.int64) * stride_start_row, mask=row < rows, other=2147483647)
-    ends = tl.load(kv_end + row.to(tl.int64) * stride_end_row, mask=row < rows, other=-2147483648)
     last = tl.minimum(first + BLOCK_Q, rows)
-    tile_begin = tl.program_id(0) * BLOCK_KV
-    if (tl.max(ends, 0) <= tile_begin) | (tl.min(starts, 0) >= tile_begin + BLOCK_KV):
+    begin = tl.program_id(0) * BLOCK_KV
+    if scores.out_of_reach(kv_start, kv_end, row, rows, begin, stride_start_row, stride_end_row, BLOCK_KV):
         if CLEAR:
-            for m in range(first, last):
-                out_at = out + tl.cast(m, tl.int64) * stride_out_row + key
-                tl.store(out_at, tl.full([BLOCK_KV], float("-inf"), tl.float32), mask=real_key)
+            scores.clear(out, first, last, key, real_key, stride_out_row, BLOCK_KV)
         return
 
     key64 = key.to(tl.int64)
@@ -89,7 +85,7 @@ def mqa_logits(
         end = tl.load(kv_end + m64 * stride_end_row)
         products = dot(k_low, tl.trans(q_low), tl.zeros([BLOCK_KV, PAD_H], tl.float32))
         products = dot(k_high, tl.trans(q_high), products)
-        score = tl.sum(_weighed(products, weight, real_head, WHOLE_H, False), 1)
+        score = tl.sum(scores.weighed(products, weight, real_head, WHOLE_H, False), 1)
         score = tl.where((key >= start) & (key < end), score, float("-inf"))
         tl.store(out + m64 * stride_out_row + key, score, mask=real_key)
 
@@ -142,9 +138,8 @@ def paged_mqa_logits(
     first_row = tl.program_id(0) % BLOCKS * BLOCK_Q
     step = tl.num_programs(1) * BLOCK_KV
     row = first_row + tl.arange(0, BLOCK_Q)
-    lens_at = context_lens + request * stride_lens_request + row * stride_lens_row
-    limit = tl.minimum(tl.maximum(tl.load(lens_at, mask=row < NEXT_N, other=0), 0), max_context)
-    longest = tl.max(limit, 0)
+    lens = context_lens + request * stride_lens_request
+    limit, longest = scores.limits(lens, row, max_context, stride_lens_row, NEXT_N)
 
     column = tl.arange(0, BLOCK_Q * PAD_H)
     head, column_row = column % PAD_H, first_row + column // PAD_H
@@ -154,53 +149,31 @@ def paged_mqa_logits(
     q_low, q_high = _load(row_at + head * (GROUPS * 16), scale_at, real_column, GROUPS, PAD_GROUPS)
     weight_at = weights + (request * NEXT_N + column_row) * stride_weights_row + head * stride_weights_head
     weight = tl.load(weight_at, mask=real_column, other=0.0)
-    out_row = out + (request * NEXT_N + row) * stride_out_row
+    number = request * NEXT_N + row
+    out_row = out + number * stride_out_row
     table = block_table + request * stride_table_request
 
     first = tl.program_id(1) * BLOCK_KV
     next_entry = -1
     if ONE_ENTRY:
-        next_entry = _entry(table, first // block_size, max_blocks)
+        next_entry = scores.entry_of(table, first // block_size, max_blocks)
     for begin in tl.range(first, longest, step, num_stages=STAGES):
         position = begin + tl.arange(0, BLOCK_KV)
-        if ONE_ENTRY:
-            table_column = begin // block_size
-            entry = next_entry
-            next_entry = _entry(table, (begin + step) // block_size, max_blocks)
-            block = tl.where(position < longest, entry, -1)
-        else:
-            table_column = position // block_size
-            mapped = (position < longest) & (table_column < max_blocks)
-            block = tl.load(table + table_column, mask=mapped, other=-1)
-            entry = block
-        kv_valid = (block >= 0) & (block < num_blocks)
+        entry, table_column, kv_valid, next_entry = scores.find_block(
+            table, position, begin, step, longest, next_entry, max_blocks, num_blocks, block_size, ONE_ENTRY
+        )
         base = cache + entry.to(tl.int64) * stride_cache_block
         within = position - table_column * block_size
         scales = base + block_size * (GROUPS * 16) + within * GROUPS
         k_low, k_high = _load(base + within * (GROUPS * 16), scales, kv_valid, GROUPS, PAD_GROUPS)
         products = dot(k_low, tl.trans(q_low), tl.zeros([BLOCK_KV, BLOCK_Q * PAD_H], tl.float32))
         products = dot(k_high, tl.trans(q_high), products)
-        weighed = _weighed(products, weight, real_column, WHOLE_H, False)
+        weighed = scores.weighed(products, weight, real_column, WHOLE_H, False)
         score = tl.sum(tl.reshape(weighed, [BLOCK_KV, BLOCK_Q, PAD_H]), 2)
         score = tl.where(kv_valid[:, None] & (position[:, None] < limit[None, :]), score, float("-inf"))
-        written = (row < NEXT_N)[None, :] & (position < tl.cdiv(max_context, GROUP) * GROUP)[:, None]
-        tl.store(out_row[None, :] + position[:, None], score, mask=written)
-        if maxima is not None:
-            group = begin // GROUP + tl.arange(0, BLOCK_KV // GROUP)
-            highest = tl.max(tl.reshape(score, [BLOCK_KV // GROUP, GROUP, BLOCK_Q]), 1)
-            to = maxima + (request * NEXT_N + row) * stride_maxima_row
-            tl.store(
-                to[None, :] + group[:, None],
-                highest,
-                mask=(row < NEXT_N)[None, :] & (group * GROUP < max_context)[:, None],
-            )
+        scores.store(
+            out_row, maxima, score, begin, position, row, max_context, number, stride_maxima_row,
+            NEXT_N, BLOCK_Q, BLOCK_KV, GROUP,
+        )  # fmt: skip
     if CLEAR:
-        dead = tl.maximum(tl.cdiv(longest - first, step), 0) * step + first
-        for begin in range(dead, max_context, step):
-            position = begin + tl.arange(0, BLOCK_KV)
-            written = (row < NEXT_N)[None, :] & (position < max_context)[:, None]
-            tl.store(
-                out_row[None, :] + position[:, None],
-                tl.full([BLOCK_KV, BLOCK_Q], float("-inf"), tl.float32),
-                mask=written,
-            )
+        scores.clear_behind(out_row, row, longest, first, step, max_context, NEXT_N, BLOCK_Q, BLOCK_KV)
