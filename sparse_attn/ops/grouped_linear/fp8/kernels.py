@@ -99,11 +99,7 @@ def multiply(
 ):
     pdl.wait(PDL)
     tile = tl.program_id(0)
-    if ends is None:
-        group = tl.full([], 0, tl.int32)
-        first, end = tile * BLOCK_M, rows
-    else:
-        group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
     row, output = first + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -25,18 +25,21 @@ E8M0_NAN = tl.constexpr(255)
 @triton.jit
 def tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr):
     """(group, first row, end) of a tile of rows. Rows behind the last end are a group of their own, ``groups``; a tile
-    that no group needs has no rows. An end below one before it is that one."""
-    group = tl.arange(0, GROUPS_PADDED)
-    last = tl.load(ends + group * stride_ends, mask=group < groups, other=2147483647)
-    last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, _later)
-    before = tl.load(ends + (group - 1) * stride_ends, mask=(group > 0) & (group <= groups), other=0)
-    before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, _later)
-    tiles = tl.where(group <= groups, tl.cdiv(last - before, BLOCK_M), 0)
-    tiles_to = tl.cumsum(tiles, 0)
-    found = tl.sum((tiles_to <= tile).to(tl.int32), 0)
-    mine = group == found
-    first = tl.sum(tl.where(mine, before + (tile - tiles_to + tiles) * BLOCK_M, 0), 0)
-    return found, first, tl.sum(tl.where(mine, last, 0), 0)
+    that no group needs has no rows. An end below one before it is that one. Without ends all rows are of group 0."""
+    if ends is None:
+        return tl.full([], 0, tl.int32), tile * BLOCK_M, rows
+    else:
+        group = tl.arange(0, GROUPS_PADDED)
+        last = tl.load(ends + group * stride_ends, mask=group < groups, other=2147483647)
+        last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, _later)
+        before = tl.load(ends + (group - 1) * stride_ends, mask=(group > 0) & (group <= groups), other=0)
+        before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, _later)
+        tiles = tl.where(group <= groups, tl.cdiv(last - before, BLOCK_M), 0)
+        tiles_to = tl.cumsum(tiles, 0)
+        found = tl.sum((tiles_to <= tile).to(tl.int32), 0)
+        mine = group == found
+        first = tl.sum(tl.where(mine, before + (tile - tiles_to + tiles) * BLOCK_M, 0), 0)
+        return found, first, tl.sum(tl.where(mine, last, 0), 0)
 
 
 @triton.jit
@@ -101,11 +104,7 @@ def grouped_linear(
 ):
     pdl.wait(PDL)
     tile = tl.program_id(0)
-    if ends is None:
-        group = tl.full([], 0, tl.int32)
-        first, end = tile * BLOCK_M, rows
-    else:
-        group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)

@@ -76,11 +76,7 @@ def swap_ab(
         early = tl.minimum((end_step - begin) * STEP_BYTES, PREFETCH)
         pdl.prefetch(codes + own * stride_codes_row + begin * (STEP_BYTES // 4), early, PDL)
     pdl.wait(PDL)
-    if ends is None:
-        group = tl.full([], 0, tl.int32)
-        first, end = tile * BLOCK_M, rows
-    else:
-        group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
+    group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)
