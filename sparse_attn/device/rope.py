@@ -27,17 +27,22 @@ def pair_of(column, START: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.co
 @triton.jit
 def look_up(
     cos_sin,  # fp32 [rows, WIDTH]
-    position,
-    turns,  # columns that a live position rotates
+    position,  # int64
+    rows,
+    rotated,
     frequency,
     stride_row,
     stride_column,
     WIDTH: tl.constexpr,
 ):
-    """(cos, sin) of each column; 0 where nothing turns, which reads nothing."""
+    """(cos, sin, live): of each column, 0 where it is not rotated; whether the table has the position. Nothing is read
+    where it has not."""
+    live = (position >= 0) & (position < rows)
+    turns = rotated & live
+    position = tl.where(live, position, 0)
     table = cos_sin + position * stride_row + frequency * stride_column
     cos = tl.load(table, mask=turns, other=0.0)
-    return cos, tl.load(table + WIDTH // 2 * stride_column, mask=turns, other=0.0)
+    return cos, tl.load(table + WIDTH // 2 * stride_column, mask=turns, other=0.0), live
 
 
 @triton.jit

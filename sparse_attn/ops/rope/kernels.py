@@ -40,12 +40,11 @@ def apply_rope(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     column = tl.arange(0, DIM_PADDED)
     position = tl.load(positions + token * stride_positions_token).to(tl.int64)
-    live = (position >= 0) & (position < table_rows)
-
     rotated, partner, frequency, is_first = pair_of(column, START, WIDTH, INTERLEAVED)
+    cos, sin, live = look_up(
+        cos_sin, position, table_rows, rotated, frequency, stride_table_row, stride_table_column, WIDTH
+    )
     turns = rotated & live
-    position = tl.where(live, position, 0)
-    cos, sin = look_up(cos_sin, position, turns, frequency, stride_table_row, stride_table_column, WIDTH)
     if INVERSE:
         sin = -1.0 * sin
 
