@@ -26,6 +26,13 @@ PYTHON = [
         ("tests/test_speculation.py::test_tokens_are_those_without_drafts",),
     ),
     Mutation(
+        "scratch-of-tails-behind-one-wave", "of rows that come by several, only those behind one full wave are asked",
+        OPS + "attention/split_kv.py",
+        "(min(step, MOST_WAVES) + 1) * target.num_sms",
+        "2 * target.num_sms",
+        ("tests/test_workspace_size.py::test_rows_beyond_those_that_are_asked_take_no_more_partials",),
+    ),
+    Mutation(
         "scratch-for-steps-of-drafts-alone", "rows of one, which are split more, have no room in the workspace",
         "sparse_attn/runtime/batch.py",
         "for rows in {1, bounds.next_n}",
