@@ -78,7 +78,8 @@ def deep_gemm_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Cou
     package.__path__ = [str(folder / "deep_gemm")]
     compiled: Any = types.ModuleType("deep_gemm._C")
     compiled.__getattr__ = absent  # its helpers import names of the compiled part that these tests do not call
-    package.__dict__.update(public(deep_gemm), _C=compiled)
+    package._C = compiled
+    package.__dict__.update(public(deep_gemm))
     environment = {"DG_USE_NVIDIA_TOOLS": "1"}  # nothing is timed
     modules = {"deep_gemm": package, "deep_gemm._C": compiled}
     with mock.patch.dict(os.environ, environment), stand_ins(modules, folder / "tests"):

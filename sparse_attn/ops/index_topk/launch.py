@@ -10,11 +10,14 @@ from sparse_attn.dispatch import Choice
 from sparse_attn.ops.index_logits import dispatch as scoring
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
 from sparse_attn.ops.index_topk import config, shapes
+from sparse_attn.ops.index_topk.one_launch.config import NAME, OneLaunchPlan, plan, supports
+from sparse_attn.ops.index_topk.one_launch.launch import one_launch
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged import launch as packing
 from sparse_attn.ops.topk.launch import Selection, Slots
-from sparse_attn.ops.topk.plan import GROUP, Plan
+from sparse_attn.ops.topk.plan import GROUP, WORD, Plan
 from sparse_attn.target import target_of
+from sparse_attn.workspace import Scratch
 
 
 def index_topk_prefill(
@@ -74,6 +77,11 @@ def index_topk_decode(
         return out
     if max_context_len == 0:
         return out.fill_(-1)
+    if kernel == NAME:
+        how = _one_launch(q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes)
+        views, counters = workspace.take("index_topk_decode", how.scratch, q.device)
+        one_launch(q, weights, cache, context_lens, block_table, top_k, out, views, counters, how)
+        return out
     step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
     scratch = config.scratch_of(step, max_context_len, choice.plan)
     views, counters = workspace.take("index_topk_decode", scratch, q.device)
@@ -101,6 +109,16 @@ def index_topk_decode_slots(
     if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:
         return indices.fill_(-1), indptr.zero_()
     target = target_of(q.device)
+    if kernel == NAME and config.packs_blocks(*cache.shape[:2]):
+        how = _one_launch(q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes)
+        chosen, packed = how.scratch, ragged.scratch(rows, target)
+        scratch = Scratch(chosen.buffers, chosen.counters + packed.counters)
+        views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
+        slots = Slots(indptr, counters[chosen.counters :], block_table, cache.shape[1], next_n)
+        one_launch(q, weights, cache, context_lens, block_table, top_k, indices, views, counters, how, slots)
+        return indices, indptr
+    if kernel == NAME:
+        raise ValueError(f"block_size: got {cache.shape[1]}, allowed: a multiple of {WORD} (impl={NAME!r})")
     step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
     scratch = config.slots_scratch_of(step, max_context_len, choice.plan, rows, target)
     views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
@@ -118,6 +136,23 @@ def index_topk_decode_slots(
             dense=out, block_table=block_table, block_size=block_size, next_n=next_n,
         )  # fmt: skip
     return indices, indptr
+
+
+def _one_launch(
+    q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
+    top_k: int, max_context_len: int, layout: str, logits_bytes: int,
+) -> OneLaunchPlan:  # fmt: skip
+    """ValueError where it cannot run the call."""
+    problem = scoring.paged_problem(q, cache, weights, context_lens, block_table, max_context_len, layout)
+    target, rows = target_of(q.device), q.shape[0] * q.shape[1]
+    support = supports(problem, target)
+    if not (support.ok or support.able):
+        raise ValueError(f"{support.reason} (impl={NAME!r})")
+    if shapes.rows_at_once(rows, max_context_len, logits_bytes, q.shape[1]) < rows:
+        raise ValueError(
+            f"logits_bytes: got {logits_bytes}, allowed: what the scores of {rows} rows take (impl={NAME!r})"
+        )
+    return plan(problem, top_k, target)
 
 
 def _decode_step(

@@ -59,7 +59,7 @@ def _offer(
 
 
 @triton.jit
-def _select_offered(
+def select_offered(
     out, offered, stride, shift, smem, output_map, k,
     MOST: tl.constexpr, RESIDENT: tl.constexpr, CTAS: tl.constexpr, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def select_multi_cta(
         tl.debug_barrier()
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == CTAS - 1:
             tl.store(arrivals + row, 0)
-            if not _select_offered(
+            if not select_offered(
                 out, first, stride_offered, base - start, smem, output_map, k,
                 MOST, RESIDENT, CTAS, WINDOW_SHIFT, THREADS,
             ):  # fmt: skip

@@ -1,0 +1,1 @@
+"""Few rows scored and selected in one launch."""
