@@ -1,5 +1,6 @@
 """Benchmark suites at tiny sizes on the CPU: they run, they fill every record, and a wrong result is refused."""
 
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def test_suite_without_peers(name):
     records = dry_run(name)
     assert records and len({record.case for record in records}) == len(records)
     assert name in ALONE or all(record.peer is None and record.peer_us is None for record in records)
+
+
+def test_an_arrival_and_its_end_are_recorded_apart():
+    """With their parts; what launches is a part of neither."""
+    title = "V3.2, 4 layers, penalties, logprobs"
+    assert [re.sub(r"\d+(?=[,)])", "N", record.case.removeprefix(title)) for record in dry_run("arrivals")[:3]] == [
+        ": an arrival (submit N, admit N, keep N, start N, begin N, settle N, prefill N)",
+        ": its 9 tokens and its end (decode N, deliver N, sweep N, free N)",
+        ": a replay, 8 rows",
+    ]
 
 
 @pytest.mark.parametrize("name", SUITES)

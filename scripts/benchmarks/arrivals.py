@@ -32,7 +32,7 @@ INVARIANT_ROWS = (1, 8, 64)
 
 @suite("arrivals")
 def arrivals(run: Run) -> Iterator[Record]:
-    "Host time of a scheduler: bookkeeping of an arrival until it ends, beside its prefill and replays; a replay."
+    "Host time of a scheduler: an arrival until its row is live; its tokens and its end; a replay."
     v32 = four_layers(run)
     v4 = tiny_v4()
     kinds = deepseek_v4_flash().layer_kinds
@@ -47,6 +47,13 @@ def arrivals(run: Run) -> Iterator[Record]:
 
 
 def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> Iterator[Record]:
+    """Three records, each with its parts in its name.
+
+    an arrival: the bookkeeping of a request until its row is live: submit, what is done in steps (admit, keep, and
+    begin, of which start is a part), and settle, which writes the row. Beside it runs prefill, which is not counted.
+    its tokens and its end: asking for decode steps (decode), handing out the tokens (deliver), and letting go of the
+    request (sweep, and free in either). a replay: a decode step of 8 rows; of it launches.
+    """
     length, common = run.pick((512, 256), (40, 16))
     windowed = isinstance(model.spec, CompressedSpec)
     count = run.pick(8 if windowed else 30, 1)  # a prompt through V4's layers takes half a second
@@ -56,8 +63,8 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
         **options,
     )  # fmt: skip
     spent: defaultdict[str, float] = defaultdict(float)
-    methods = {name: getattr(scheduler.seats, name) for name in ("admit", "keep", "start", "free")}
-    methods |= {name: getattr(scheduler, "_" + name) for name in ("begin", "deliver")}
+    begins, ends = ("admit", "keep", "start", "begin"), ("decode", "deliver", "sweep", "free")
+    held = {name: getattr(scheduler.seats, name, None) or getattr(scheduler, "_" + name) for name in begins + ends}
     # the log-probability of what a step draws is the step's own, as its draw is
     with (
         mock.patch.object(scheduling, "prefill_step", _timed(spent, "prefill", scheduling.prefill_step)),
@@ -65,9 +72,8 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
     ):
         loop: Any = scheduler.loop
         loop.run, loop._settle = _launches_of(spent, loop.run), _timed(spent, "settle", loop._settle)
-        for name, method in methods.items():
-            own = hasattr(scheduler.seats, name)
-            setattr(scheduler.seats if own else scheduler, name if own else "_" + name, _timed(spent, name, method))
+        for name, method in held.items():
+            setattr(method.__self__, method.__name__, _timed(spent, name, method))
         draw = random.Random(0)
         prefix = [draw.randrange(256) for _ in range(common)]
         found = []
@@ -75,14 +81,13 @@ def _measured(run: Run, title: str, model: Model, options: dict[str, Any]) -> It
             prompt = prefix + [draw.randrange(256) for _ in range(length - common)]
             spent.clear()
             host = _one(run, scheduler, prompt, spent)
-            found.append({"own": host - spent["prefill"] - spent["run"], **spent})
+            end = spent["decode"] + spent["deliver"] + spent["sweep"]
+            found.append({"arrival": host - spent["prefill"] - spent["run"] - end, "end": end, **spent})
         parts = {name: 1e6 * statistics.median(one.get(name, 0.0) for one in found[-count:]) for name in found[-1]}
-        said = ", ".join(f"{name} {parts[name]:.0f}" for name in ("submit", *methods, "settle", "prefill"))
         own, launches = _without_arrivals(run, scheduler, spent, run.pick(60, 1))
-        if run.dry:
-            yield Record(title, 0.0)
-            return
-        yield Record(f"{title}: an arrival ({said})", parts["own"])
+        said = [f"{name} {parts[name]:.0f}" for name in ("submit", *begins, "settle", "prefill", *ends)]
+        yield Record(f"{title}: an arrival ({', '.join(said[: -len(ends)])})", parts["arrival"])
+        yield Record(f"{title}: its {PIECE + 1} tokens and its end ({', '.join(said[-len(ends) :])})", parts["end"])
         yield Record(f"{title}: a replay, 8 rows", own + launches, "of it launches", launches)
 
 
@@ -113,35 +118,33 @@ def _without_arrivals(
     for number in list(scheduler._unfinished):
         scheduler.cancel(number)
     scheduler.drain()
-    if run.dry:
-        return 0.0, 0.0
     return 1e6 * (host - spent["run"]) / steps, 1e6 * spent["run"] / steps
 
 
 def _unwaiting(run: Run, work: Callable[[], object]) -> float:
     """Host seconds of ``work``, behind which the device is waited for."""
-    if run.dry:
-        work()
-        return 0.0
-    torch.cuda.set_sync_debug_mode("error")
+    if not run.dry:
+        torch.cuda.set_sync_debug_mode("error")
     begin = time.perf_counter()
     try:
         work()
     finally:
         took = time.perf_counter() - begin
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
+        if not run.dry:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
     return took
 
 
 def _launches_of(spent: defaultdict[str, float], run: Callable[[int], Any]) -> Callable[[int], Any]:
-    """``run`` timed without what it settles first, which is of arrivals."""
-    timed = _timed(spent, "run", run)
+    """``run`` timed without what it settles first, which is of arrivals; and as no part of "decode", which asks."""
 
     def launches(steps: int) -> Any:
-        before = spent["settle"]
-        stream = timed(steps)
-        spent["run"] -= spent["settle"] - before
+        settled, begin = spent["settle"], time.perf_counter()
+        stream = run(steps)
+        took = time.perf_counter() - begin
+        spent["run"] += took - (spent["settle"] - settled)
+        spent["decode"] -= took
         return stream
 
     return launches
