@@ -62,7 +62,7 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     """Copy each of ``sources`` into the tensor of ``targets`` in its place, of the same shape, dtype and device: on a
     GPU in a few launches for all."""
     functions: Any = torch
-    functions._foreach_copy_(list(targets), list(sources))
+    functions._foreach_copy_(targets, sources)
 
 
 def stream_handle(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import compress
 
 import torch
 
@@ -20,6 +21,7 @@ from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.torch_private import copy_all
 
 CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: "i"}
+NUMBERS = [name for name in Sampling._fields if name in DTYPES]
 OFF = Sampling()
 MAX_STAGED = 16  # forms of what is written at once whose memory on the device is kept
 
@@ -82,14 +84,15 @@ class RowSettings:
         self._seeds: list[int] = row_seeds(sampling.seed, seeds.shape[0], "cpu").tolist()
         held: dict[str, torch.Tensor | None] = {"seed": seeds, "rings": rings}
         if draws is not None:
-            held |= {name: getattr(draws, name) for name in (*DTYPES, "stop_ids")}
+            held |= {name: getattr(draws, name) for name in (*NUMBERS, "stop_ids")}
         self._tensors = {name: value for name, value in held.items() if value is not None}
         self._widths = {name: value.shape[1] for name, value in self._tensors.items() if value.dim() > 1}
         codes = [f"{self._widths.get(name, 1)}{CODES[value.dtype]}" for name, value in self._tensors.items()]
         self._packed = struct.Struct("<" + "".join(codes))
+        self._unused = [-1] * self._widths.get("stop_ids", 0)  # stop ids
         self._counts = draws is not None and draws.counts is not None
-        self._numbers = [name for name in DTYPES if name in self._tensors]
-        self._unread = [name for name in (*DTYPES, "stop_ids") if name not in self._tensors]
+        self._read = [name in NUMBERS and name in self._tensors for name in Sampling._fields]
+        self._unread = [name for name in (*NUMBERS, "stop_ids") if name not in self._tensors]
         self._rows = list(zip(*(rows_of(value) for value in self._tensors.values())))
         self._words = [row.shape[0] for row in self._rows[0]]
         self.stopping: set[int] = set()  # the rows set with stop ids
@@ -101,8 +104,8 @@ class RowSettings:
         """Note what a row is to hold, which was checked."""
         own, stop_ids = (self._sampling, ()) if sampling is None else (sampling, sampling.stop_ids)  # beside the loop's
         data = self._packed.pack(
-            self._seeds[row] if seed is None else seed, *rings, *[getattr(own, name) for name in self._numbers],
-            *stop_ids, *[-1] * (self._widths.get("stop_ids", 0) - len(stop_ids)),
+            self._seeds[row] if seed is None else seed, *rings, *compress(own, self._read), *stop_ids,
+            *self._unused[len(stop_ids) :],
         )  # fmt: skip
         self._edits["settings", row] = self._rows[row], self._words, data
         self.stopping.discard(row)
