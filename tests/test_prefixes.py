@@ -75,12 +75,11 @@ def test_with_rings_a_prompt_begins_where_they_were_kept():
 def test_a_request_that_holds_blocks_begins_nowhere_else():
     tables = BlockTables(BlockPool(4), 1, 4, BLOCK)
     shared = tables.pool.take(2)
-    tables.begin(0, shared)
-    tables.reserve(0, 5)
+    tables.begin(0, shared, 5)
     assert tables.blocks(0) == [0, 1, 2] and tables.table[0].tolist() == [0, 1, 2, -1]
     assert tables.missing(0, 7) == 1 and tables.missing(0, 2) == 0
     with pytest.raises(ValueError, match="^request: got 0, which holds blocks"):
-        tables.begin(0, shared)
+        tables.begin(0, shared, 5)
 
 
 def test_only_what_is_held_is_shared():

@@ -46,10 +46,10 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """``count`` blocks with one holder each; RuntimeError where fewer are free, in which case none is taken."""
         free = self._free
-        if count > len(free):
+        if (left := len(free) - count) < 0:
             raise RuntimeError(f"block pool: {count} blocks wanted, {len(free)} of {self.num_blocks} are free")
-        blocks = free[: -count - 1 : -1]
-        del free[len(free) - count :]
+        blocks = free[left:][::-1]
+        del free[left:]
         self._holders.update(dict.fromkeys(blocks, 1))
         return blocks
 
@@ -101,24 +101,16 @@ class BlockTables:
         """Blocks that ``request`` lacks to hold ``tokens`` tokens."""
         return max(0, blocks_for(tokens, self.block_size) - len(self._owned[request]))
 
-    def begin(self, request: int, blocks: Sequence[int]) -> None:
-        """Let ``request``, which holds nothing, begin with ``blocks``: shared ones, of which the caller hands over a
-        hold each."""
+    def begin(self, request: int, blocks: Sequence[int], tokens: int) -> None:
+        """Let ``request``, which holds nothing, hold ``tokens`` tokens and begin with ``blocks``: shared ones, of which
+        the caller hands over a hold each."""
         if self._owned[request]:
             raise ValueError(f"request: got {request}, which holds blocks, allowed: one that holds none")
-        self._append(request, blocks)
+        self._grow(request, blocks, tokens)
 
     def reserve(self, request: int, tokens: int) -> None:
         """Let ``request`` hold ``tokens`` tokens; what it has stays where it is."""
-        owned = self._owned[request]
-        wanted = blocks_for(tokens, self.block_size)
-        if wanted > self.table.shape[1]:
-            raise ValueError(
-                f"tokens: got {tokens}, "
-                f"allowed: at most {self.table.shape[1] * self.block_size}, a block table row's worth"
-            )
-        if wanted > len(owned):
-            self._append(request, self.pool.take(wanted - len(owned)))
+        self._grow(request, [], tokens)
 
     def release(self, request: int) -> None:
         """Return everything ``request`` holds."""
@@ -127,11 +119,18 @@ class BlockTables:
         start, width = request * len(self._none), len(self._none)
         self._words[start : start + width] = self._none
 
-    def _append(self, request: int, blocks: Sequence[int]) -> None:
-        owned = self._owned[request]
-        start = request * len(self._none) + len(owned)
+    def _grow(self, request: int, blocks: Sequence[int], tokens: int) -> None:
+        """Add ``blocks``, and behind them as many of the pool as ``tokens`` tokens take."""
+        owned, width, wanted = self._owned[request], len(self._none), blocks_for(tokens, self.block_size)
+        if wanted > width:
+            raise ValueError(
+                f"tokens: got {tokens}, allowed: at most {width * self.block_size}, a block table row's worth"
+            )
+        if (missing := wanted - len(owned) - len(blocks)) > 0:
+            blocks = [*blocks, *self.pool.take(missing)]
+        start = request * width + len(owned)
         self._words[start : start + len(blocks)] = array("i", blocks)
-        owned.extend(blocks)
+        owned += blocks
 
 
 class Span(NamedTuple):

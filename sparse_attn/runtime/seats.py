@@ -154,8 +154,7 @@ class Seats:
         if not self._fits(blocks_for(wanted, self.block_size) - len(shared)):
             self.pool.give_back(shared)
             return False
-        self.tables.begin(row, shared)
-        self.tables.reserve(row, wanted)
+        self.tables.begin(row, shared, wanted)
         if ring is not None:
             self._ringed.copy(ring, row)
         request.computed, request.border = len(shared) * self.block_size, known * self.block_size
