@@ -227,8 +227,18 @@ class DecodeRows(ABC):
             tables = [self._table_of("block_table", blocks) for blocks in block_table.tolist()]
             for row, table in zip(rows, tables):
                 self._note_table(row, table)
-        if self._speculator is not None or ends is not None or known is not None:
-            self._check_speculation(len(rows), ends, known)
+        self._check_speculation(len(rows), ends, known)
+        self.start_checked(rows, seq_lens, ends=ends, known=known)
+
+    def start_checked(
+        self,
+        rows: Sequence[int],
+        seq_lens: Sequence[int],
+        *,
+        ends: torch.Tensor | None = None,
+        known: torch.Tensor | None = None,
+    ) -> None:
+        """As ``start``, of rows that prepare_checked was given tables of."""
         for row, length in zip(rows, seq_lens):
             self._note_length(row, length)
             if row in self._settings.stopping or self.sampling.stop_ids:

@@ -131,7 +131,8 @@ class Seats:
     def start(self, requests: Sequence[Request]) -> None:
         """Let rows decode, whose prompts are computed and whose first tokens are drawn."""
         rows = [request.row for request in requests if request.row is not None]
-        self.loop.start(rows, [request.length for request in requests], **self._speculation(requests))
+        lengths = [len(request.prompt) + 1 for request in requests]
+        self.loop.start_checked(rows, lengths, **self._speculation(requests))
 
     def _speculation(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
         """What a loop that speculates wants to know of rows that start."""
