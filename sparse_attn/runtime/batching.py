@@ -194,18 +194,16 @@ class Batching:
             raise ValueError("sampling: got penalties, allowed: none, the scheduler was made without")
         if len(sampling.stop_ids) > self._stop_ids:
             raise ValueError(f"stop_ids: got {len(sampling.stop_ids)}, allowed: at most {self._stop_ids}")
-        if (tokens := len(ids) + int(max_new_tokens) - 1) > self._longest:
+        most = int(max_new_tokens)
+        if (tokens := len(ids) + most - 1) > self._longest:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {self._longest}")
         if len(self.seats.waiting) >= self.max_waiting:
             raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
         if self.model.mesh.size > 1:
-            check_same(
-                self.model.mesh, self._device, prompt=ids, max_new_tokens=int(max_new_tokens), sampling=sampling,
-                seed=seed,
-            )  # fmt: skip
+            check_same(self.model.mesh, self._device, prompt=ids, max_new_tokens=most, sampling=sampling, seed=seed)
         request = Request(
-            self._next, ids, int(max_new_tokens), sampling, sampling.seed if seed is None else int(seed), on_token,
-            self.seats.keys(ids), self._drafts,
+            self._next, ids, most, sampling, sampling.seed if seed is None else int(seed), on_token,
+            self.seats.prefixes.keys(ids) if self.seats.share else [], self._drafts,
         )  # fmt: skip
         self._next += 1
         self.seats.waiting.append(request)
@@ -323,19 +321,20 @@ class Batching:
     def _prefill(self, unfinished: int) -> None:
         """One step of those whose prompts are not computed, the oldest first; or of padding, while others run theirs.
         unfinished: requests, before this step."""
-        spans, served, tokens, keys = [], [], self.prefill_tokens, self._max_context
+        spans, served, prompts, tokens, keys = [], [], {}, self.prefill_tokens, self._max_context
         for request in self.seats.running:
             if request.begun or not tokens:
                 continue
-            start = request.computed
-            stop = min(len(request.prompt), start + tokens)
+            row, start, prompt = request.row, request.computed, request.prompt
+            stop = min(len(prompt), start + tokens)
             if self._cuts:
                 stop = request.cut(stop, self.block_size)
             if spans and stop > keys:
                 break
-            assert request.row is not None
-            spans.append(Span(request.row, start, stop))
+            assert row is not None
+            spans.append(Span(row, start, stop))
             served.append(request)
+            prompts[row] = prompt
             tokens, keys = tokens - (stop - start), keys - stop
         most, size = self.prefill_tokens - tokens, self._size
         if self._shares:
@@ -346,32 +345,32 @@ class Batching:
                 size = PrefillSize(max(2, most), max(len(spans), min(2, len(self.seats.sitting))), room)
         if not most:
             return
-        prompts = [[] if one is None else one.prompt for one in self.seats.sitting]
         logits = prefill_step(
             self._run, prompts, spans, self.seats.tables, self.caches, self.loop.state, Sampling(),
             self._max_context, rings=self.seats.rings, pad_to=size, predict=self._predict,
         )  # fmt: skip
-        ends, end = [], 0
-        for span, request in zip(spans, served):
-            end += span.stop - span.start
-            request.computed = span.stop
+        ended, last, end = [], [], 0
+        for (row, start, stop), request in zip(spans, served):
+            end += stop - start
+            request.computed = stop
             self.seats.keep(request)
-            if span.stop == len(request.prompt):
-                ends.append((end, request))
-        if ends:
-            self._begin(logits, ends)
+            if stop == len(prompts[row]):
+                ended.append(request)
+                last.append(end - 1)
+        if ended:
+            self._begin(ended, logits, last)
 
-    def _begin(self, logits: torch.Tensor, ends: list[tuple[int, Request]]) -> None:
-        """The first tokens of those whose prompts are computed go to the host, and their rows live. ends: behind the
-        rows of the logits that these were drawn from."""
-        columns, starting = list(enumerate(request for _, request in ends)), []
-        tokens = _joined([self._drawn[request.row] for _, request in columns if request.row is not None])
+    def _begin(self, requests: list[Request], logits: torch.Tensor, last: list[int]) -> None:
+        """The first tokens of those whose prompts are computed go to the host, and their rows live. last: the rows of
+        the logits that these were drawn from."""
+        tokens = _joined([self._drawn[request.row] for request in requests if request.row is not None])
         found = [tokens]
         if self._keep_logprobs:
-            found.append(token_logprobs(_joined([logits[end - 1 : end] for end, _ in ends]), tokens, best=0).drawn)
-        landed = self._landed[len(ends)]
-        self._fly(on_the_way(found, landed.pop() if landed else None), columns, decoded=False)
-        for _, request in ends:
+            found.append(token_logprobs(_joined([logits[row : row + 1] for row in last]), tokens, best=0).drawn)
+        landed = self._landed[len(requests)]
+        self._fly(on_the_way(found, landed.pop() if landed else None), list(enumerate(requests)), decoded=False)
+        starting = []
+        for request in requests:
             request.begun = True
             if request.max_new_tokens > 1:
                 starting.append(request)
@@ -428,12 +427,13 @@ def _in_order(
     steps: list[Any], scores: list[Any] | None, columns: list[tuple[int, Request]]
 ) -> Iterator[tuple[Request, int, float]]:
     """(request, token, log-probability) of some steps, in the order in which they were drawn."""
-    for rows, logprobs in zip(steps, scores or steps):
-        for at, request in columns:
-            own, known = rows[at], logprobs[at]
-            if type(own) is int:  # of a step that draws one
-                yield request, own, known
-                continue
-            for token, score in zip(own, known):
-                if token >= 0:
-                    yield request, token, score
+    pairs = zip(steps, scores or steps)
+    if type(steps[0][0]) is int:  # a token of each row
+        return iter([(request, rows[at], known[at]) for rows, known in pairs for at, request in columns])
+    return iter([
+        (request, token, score)
+        for rows, known in pairs
+        for at, request in columns
+        for token, score in zip(rows[at], known[at])
+        if token >= 0
+    ])  # fmt: skip

@@ -56,9 +56,6 @@ class Seats:
         self._caches, self._ringed, self._draws = caches, Rows(ringed(caches)), draws
         self._full = False  # the first of those waiting did not fit, and nothing was freed since
 
-    def keys(self, prompt: Sequence[int]) -> list[bytes]:
-        return self.prefixes.keys(prompt) if self.share else []
-
     def admit(self) -> None:
         """Give rows to those waiting, in order, as long as the next one fits."""
         while self.waiting and not self._full and None in self.sitting:

@@ -6,7 +6,7 @@ compiled and captured as it stands.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,7 @@ def sent(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 @torch.no_grad()
 def prefill_step(
     model: Model,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     spans: Sequence[Span],
     tables: BlockTables,
     caches: AnyCaches,
@@ -84,9 +84,9 @@ def prefill_step(
     """Run ``spans``; requests whose prompt ends here get their first token in ``state``. Returns fp32 logits [T,
     vocab].
 
-    rings: ``state.ring_table`` on the host; None: copied from there, for which the host waits. pad_to: the size of
-    every step, whatever is in it, be it no span; None: what the spans need. predict: the layer of multi-token
-    prediction, whose keys are written, too.
+    prompts: by the request of a span. rings: ``state.ring_table`` on the host; None: copied from there, for which the
+    host waits. pad_to: the size of every step, whatever is in it, be it no span; None: what the spans need. predict:
+    the layer of multi-token prediction, whose keys are written, too.
     """
     check_counted(sampling, state.draws)
     device, pad = model.device, torch.nn.functional.pad
