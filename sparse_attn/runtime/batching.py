@@ -335,6 +335,8 @@ class Batching:
             spans.append(Span(row, start, stop))
             served.append(request)
             prompts[row] = prompt
+            if stop == len(prompt) and request.max_new_tokens > 1:
+                self.loop.note_length(row, stop + 1)  # of use once the step has drawn its first token
             tokens, keys = tokens - (stop - start), keys - stop
         most, size = self.prefill_tokens - tokens, self._size
         if self._shares:

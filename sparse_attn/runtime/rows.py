@@ -224,23 +224,18 @@ class DecodeRows(ABC):
             raise ValueError(f"seq_lens: got {len(seq_lens)} rows, allowed: {len(rows)}, those of rows")
         if block_table is not None:
             checks.check_shape("block_table", block_table, (len(rows), None), "[rows, at most max_blocks]")
-            tables = [self._table_of("block_table", blocks) for blocks in block_table.tolist()]
-            for row, table in zip(rows, tables):
-                self._note_table(row, table)
+            for row, blocks in zip(rows, block_table.tolist()):
+                self._note_table(row, self._table_of("block_table", blocks))
         self._check_speculation(len(rows), ends, known)
-        self.start_checked(rows, seq_lens, ends=ends, known=known)
+        for row, length in zip(rows, seq_lens):
+            self.note_length(row, length)
+        self.start_checked(rows, ends=ends, known=known)
 
     def start_checked(
-        self,
-        rows: Sequence[int],
-        seq_lens: Sequence[int],
-        *,
-        ends: torch.Tensor | None = None,
-        known: torch.Tensor | None = None,
+        self, rows: Sequence[int], *, ends: torch.Tensor | None = None, known: torch.Tensor | None = None
     ) -> None:
-        """As ``start``, of rows that prepare_checked was given tables of."""
-        for row, length in zip(rows, seq_lens):
-            self._note_length(row, length)
+        """As ``start``, of rows whose tables and lengths were noted."""
+        for row in rows:
             if row in self._settings.stopping or self.sampling.stop_ids:
                 self._starting.append(row)
         if self._speculator is not None:
@@ -259,8 +254,12 @@ class DecodeRows(ABC):
         """Take live ``rows`` out. Steps already asked for still run with them."""
         self._check_rows(rows, live=True)
         for row in rows:
-            self._note_length(row, 0)
-        self.live.difference_update(rows)
+            self.leave_checked(row)
+
+    def leave_checked(self, row: int) -> None:
+        """As ``leave``, of a row that may be live or prepared."""
+        self.note_length(row, 0)
+        self.live.discard(row)
 
     @property
     def state(self) -> Decode:
@@ -301,7 +300,9 @@ class DecodeRows(ABC):
             raise ValueError(f"{name}: got {len(blocks)} blocks, allowed: at most {self.max_blocks}")
         return array("i", blocks).tobytes() + b"\xff" * (4 * (self.max_blocks - len(blocks)))  # of which each is -1
 
-    def _note_length(self, row: int, length: int) -> None:
+    def note_length(self, row: int, length: int) -> None:
+        """Let ``row``, which was checked, hold ``length`` tokens including the next input; 0: it is padding. Before the
+        prefill step that draws that input, this is written along with what the step reads."""
         self._edits["length", row] = *self._length_rows[row], length.to_bytes(4, "little")
 
     def _note_table(self, row: int, table: bytes) -> None:

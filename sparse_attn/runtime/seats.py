@@ -79,8 +79,7 @@ class Seats:
         """Let go of its row and its blocks. Steps on their way still read and write them, before any step to come."""
         row = request.row
         assert row is not None
-        if row in self.loop.live:
-            self.loop.leave([row])
+        self.loop.leave_checked(row)
         self.tables.release(row)
         self.sitting[row] = request.row = None
         self.running.remove(request)
@@ -126,10 +125,9 @@ class Seats:
             self._ringed.copy(row, ring)
 
     def start(self, requests: Sequence[Request]) -> None:
-        """Let rows decode, whose prompts are computed and whose first tokens are drawn."""
+        """Let rows decode, whose prompts are computed, whose first tokens are drawn and whose lengths were noted."""
         rows = [request.row for request in requests if request.row is not None]
-        lengths = [len(request.prompt) + 1 for request in requests]
-        self.loop.start_checked(rows, lengths, **self._speculation(requests))
+        self.loop.start_checked(rows, **self._speculation(requests))
 
     def _speculation(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
         """What a loop that speculates wants to know of rows that start."""
