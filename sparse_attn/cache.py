@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sparse_attn import checks
@@ -17,6 +19,8 @@ from sparse_attn.layout import (
 )
 from sparse_attn.mxfp4 import GROUP
 from sparse_attn.torch_private import mark_sizes
+
+PIECE = 256  # bytes, of which caches that lie side by side begin at multiples
 
 
 def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: bool = False) -> None:
@@ -113,6 +117,24 @@ def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: tor
         cache = torch.empty(0, dtype=layout.dtype, device=device)
         return mark_cache(cache.set_(memory.untyped_storage(), 0, shape, (stride, layout.row, 1)))
     return mark_cache(torch.zeros(num_blocks, block_size, layout.row, dtype=layout.dtype, device=device))
+
+
+def allocate_side_by_side(
+    kinds: Sequence[tuple[int, int, torch.dtype]], num_blocks: int, device: torch.device | str
+) -> list[torch.Tensor]:
+    """Zeroed caches [num_blocks, block_size, row], marked, one for each (block_size, row, dtype) of ``kinds``. Block n
+    of all of them is one piece of memory, so that it can be copied at once. Not for torch.compile, which takes tensors
+    that share memory for one another's."""
+    starts, end = [], 0
+    for block_size, row, dtype in kinds:
+        starts.append(end)
+        end += -(-block_size * row * dtype.itemsize // PIECE) * PIECE
+    memory, caches = torch.zeros(num_blocks, end, dtype=torch.uint8, device=device).untyped_storage(), []
+    for start, (block_size, row, dtype) in zip(starts, kinds):
+        place, shape = start // dtype.itemsize, (num_blocks, block_size, row)
+        cache = torch.empty(0, dtype=dtype, device=device).set_(memory, place, shape, (end // dtype.itemsize, row, 1))
+        caches.append(mark_cache(cache))
+    return caches
 
 
 def mark_cache(cache: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from support.ledger import check_ledger
 from sparse_attn.pipeline import latent
 from sparse_attn.runtime import batching as scheduling
 from sparse_attn.runtime import rows, token_stream
+from sparse_attn.runtime.cache_rows import Rows, ringed
 from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.steps import Sampling
 from sparse_attn.torch_private import EagerDispatchMode
@@ -211,6 +212,33 @@ def test_an_arrival_takes_few_launches_beside_its_prefill(model):
         batching.submit(ids(16) + ids(4, 2), **how)
         batching.drain()
     assert batching.occupancy().reused == 16 and len(counted.found) <= 6 + model.has_rings, counted.found
+
+
+@pytest.mark.parametrize(("cache", "launched"), [("fp8", ["copy_"]), ("fp32", ["_foreach_copy_"])])
+def test_rings_of_all_layers_are_copied_at_once(cache, launched):
+    """By one copy, if their layout lets them lie together; to the bit, and nobody else's."""
+    batching, counted = batching_of(model_of("tiny_v4", cache=cache)), Counted()
+    rings = ringed(batching.caches)
+    for number, ring in enumerate(rings):
+        ring[1] = number + 1
+    rows = Rows(rings)
+    with counted:
+        rows.copy(1, 4)
+    assert counted.found == launched
+    for number, ring in enumerate(rings):
+        assert [row.unique().tolist() for row in ring] == [[number + 1 if row in (1, 4) else 0] for row in range(6)]
+
+
+def test_a_request_begins_with_rings_that_lie_together():
+    model = model_of("tiny_v4", cache="fp8")
+    batching = batching_of(model, snapshots=6)
+    for tail in (ids(11, 4), ids(15, 5)):
+        prompt = ids(3 * BLOCK, 3) + tail
+        how = dict(max_new_tokens=5, sampling=Sampling(temperature=1.0))
+        batching.submit(prompt, **how)
+        (done,) = batching.drain()
+        assert done.tokens == generate(model, [prompt], block_size=BLOCK, **how).tokens[0]
+    assert batching.occupancy().reused == 16
 
 
 def test_a_prefill_that_fails_leaves_no_row_behind():

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.autocast import no_autocast
-from sparse_attn.cache import allocate_cache, mark_cache
+from sparse_attn.cache import allocate_cache, allocate_side_by_side, mark_cache
+from sparse_attn.layout import PlainLayout
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
@@ -149,11 +150,14 @@ def allocate_caches(
     requests: int,
     step_rows: int,
     next_n: int = 1,
+    rings_together: bool = False,
 ) -> WindowCaches:
     """Zeroed caches for every layer.
 
     num_blocks, block_size: the paged caches of entries; a block covers block_size tokens, a multiple of every ratio.
     requests: how many rings there are. step_rows: most rows of one request in a step. next_n: most decode rows of one.
+    rings_together: a request's rings of all layers are one piece of memory, see cache.allocate_side_by_side; but not
+    where keys are plain rows, which kernels want block by block.
     """
     check_block_size(spec, block_size)
     ring = window_ring(spec, step_rows)
@@ -164,19 +168,27 @@ def allocate_caches(
             for layer, kind in enumerate(spec.layer_kinds)
         )
 
-    def states(kinds: tuple[str, ...], dim: int) -> tuple[torch.Tensor | None, ...]:
-        def state(layer: int) -> torch.Tensor:
-            shape = (requests, *state_ring(spec, layer, dim, next_n))
-            return mark_cache(torch.zeros(shape, dtype=torch.float32, device=device))
+    def states(kinds: tuple[str, ...], dim: int) -> list[tuple[int, int] | None]:
+        return [
+            state_ring(spec, layer, dim, next_n) if kind in kinds else None
+            for layer, kind in enumerate(spec.layer_kinds)
+        ]
 
-        return tuple(state(layer) if kind in kinds else None for layer, kind in enumerate(spec.layer_kinds))
-
+    state, index_state = states(("indexed", "full"), spec.head_dim), states(("indexed",), spec.index.head_dim)
+    shapes = [shape for shape in state + index_state if shape is not None]
+    if rings_together and not isinstance(layouts.kv, PlainLayout):
+        keys = [(ring, layouts.kv.row, layouts.kv.dtype) for _ in spec.layer_kinds]
+        made = allocate_side_by_side(keys + [(*shape, torch.float32) for shape in shapes], requests, device)
+    else:
+        made = [allocate_cache(layouts.kv, requests, ring, device) for _ in spec.layer_kinds]
+        made += [mark_cache(torch.zeros(requests, *shape, dtype=torch.float32, device=device)) for shape in shapes]
+    rings = iter(made)
     return WindowCaches(
-        kv=tuple(allocate_cache(layouts.kv, requests, ring, device) for _ in spec.layer_kinds),
+        kv=tuple(next(rings) for _ in spec.layer_kinds),
         compressed=paged(("indexed", "full"), layouts.kv),
         index=paged(("indexed",), layouts.index),
-        state=states(("indexed", "full"), spec.head_dim),
-        index_state=states(("indexed",), spec.index.head_dim),
+        state=tuple(None if shape is None else next(rings) for shape in state),
+        index_state=tuple(None if shape is None else next(rings) for shape in index_state),
     )
 
 

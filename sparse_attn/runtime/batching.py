@@ -125,7 +125,7 @@ class Batching:
         self._longest = min(max_context, self.pool.num_blocks * self.block_size)  # tokens of a request
         self.caches = model.allocate_caches(
             self.pool.num_blocks, int(block_size), requests=rows + snapshots,
-            step_rows=max(self.prefill_tokens, speculate + 1), next_n=speculate + 1,
+            step_rows=max(self.prefill_tokens, speculate + 1), next_n=speculate + 1, rings_together=not compile,
         )  # fmt: skip
         self._run = compiled(model, self.caches) if compile else model
         self._drafts, self._predict = speculate, None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from sparse_attn.runtime.steps import AnyCaches, sent
-from sparse_attn.torch_private import copy_all
+from sparse_attn.torch_private import copy_all, storage_key
 from sparse_attn.types import Caches
 
 WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
@@ -27,19 +27,31 @@ def ringed(caches: AnyCaches) -> list[torch.Tensor]:
 
 
 class Rows:
-    """Rows of ``tensors``, which live as long as this, copied by a few launches for all tensors.
+    """Rows of ``tensors``, which live as long as this, copied at once where they lie side by side in one memory, else
+    by a few launches for all tensors.
 
     Copies of one call have one dtype, or torch launches one for each: the widest words that every tensor consists of.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
+        if len({storage_key(tensor) for tensor in tensors}) == 1:
+            tensors = [_memory_of(tensors[0])]
         words = next((dtype for dtype in WORDS if all(_consists_of(tensor, dtype) for tensor in tensors)), None)
         self._tensors = [tensor if words is None else tensor.view(words) for tensor in tensors]
         self._rows = list(zip(*(tensor.unbind(0) for tensor in self._tensors)))
 
     def copy(self, source: int, target: int) -> None:
-        if self._rows:
+        if len(self._tensors) == 1:
+            self._rows[target][0].copy_(self._rows[source][0])
+        elif self._rows:
             copy_all(self._rows[target], self._rows[source])
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows of the memory that ``tensor`` is a part of, as bytes."""
+    rows, row = tensor.shape[0], tensor.stride(0) * tensor.element_size()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return memory.set_(tensor.untyped_storage(), 0, (rows, row), (row, 1))
 
 
 def _consists_of(tensor: torch.Tensor, words: torch.dtype) -> bool:

@@ -119,11 +119,11 @@ class Model(torch.nn.Module):
         return self._predictors[0]
 
     def allocate_caches(
-        self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1
-    ) -> AnyCaches:
+        self, num_blocks: int, block_size: int, *, requests: int, step_rows: int, next_n: int = 1,
+        rings_together: bool = False,
+    ) -> AnyCaches:  # fmt: skip
         """Zeroed caches, those of a layer of multi-token prediction behind the others. num_blocks, block_size: of the
-        paged caches. requests, step_rows, next_n: see models.deepseek_v4.allocate_caches; ignored for a model without
-        rings."""
+        paged caches. The others: see models.deepseek_v4.allocate_caches; ignored for a model without rings."""
         specs = [self.spec, prediction_spec(self.spec)] if self.predicts else [self.spec]
         kinds = []
         for spec in specs:
@@ -131,7 +131,7 @@ class Model(torch.nn.Module):
                 kinds.append(
                     deepseek_v4.allocate_caches(
                         spec, self.layouts, num_blocks, block_size, self.device,
-                        requests=requests, step_rows=step_rows, next_n=next_n,
+                        requests=requests, step_rows=step_rows, next_n=next_n, rings_together=rings_together,
                     )
                 )  # fmt: skip
             else:
