@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, takewhile
 
 from sparse_attn.runtime.paging import BlockPool
 
@@ -60,13 +60,11 @@ class Prefixes:
         ring: what to copy into the request's own before its first step; None without rings or without blocks. known:
         how many blocks of ``tokens`` are kept, usable or not. At least one token is left to compute.
         """
-        found, usable = [], 0
-        for key in islice(self.keys(tokens) if keys is None else keys, (len(tokens) - 1) // self.block_size):
-            if key not in self._kept:
-                break
-            found.append(key)
-            if self._rings is None or key in self._borders:
-                usable = len(found)
+        most = (len(tokens) - 1) // self.block_size
+        found = list(takewhile(self._kept.__contains__, (self.keys(tokens) if keys is None else keys)[:most]))
+        usable = len(found)
+        while usable and self._rings is not None and found[usable - 1] not in self._borders:
+            usable -= 1
         self._touch(found)
         blocks = [self._kept[key] for key in found[:usable]]
         self.pool.share(blocks)
