@@ -268,17 +268,17 @@ class Batching:
             stream, columns, seen, decoded = self._flying[0]
             if self._together:
                 stream.wait()
-            arrived = stream.arrived()  # asked once: what arrives after it is delivered next time
+            arrived, steps = stream.arrived(), len(stream)  # asked once: what arrives later is delivered next time
             if arrived > seen:
                 if decoded:
                     for _, request in columns:
                         request.flying -= arrived - seen
                 self._flying[0] = stream, columns, arrived, decoded
                 self._hand_out(_in_order(*stream.lists(seen), columns))
-            if arrived < len(stream):
+            if arrived < steps:
                 break
             self._flying.popleft()
-            self._steps_ahead -= len(stream)
+            self._steps_ahead -= steps
             if not decoded:
                 self._landed[len(columns)].append(stream)
 
@@ -348,7 +348,7 @@ class Batching:
         if not most:
             return
         logits = prefill_step(
-            self._run, prompts, spans, self.seats.tables, self.caches, self.loop.state, Sampling(),
+            self._run, prompts, spans, self.seats.tables, self.caches, self.loop.state, self.loop.sampling,
             self._max_context, rings=self.seats.rings, pad_to=size, predict=self._predict,
         )  # fmt: skip
         ended, last, end = [], [], 0

@@ -179,10 +179,12 @@ class DecodeGraph(DecodeRows):
         if current is not self._behind:
             self._let_follow(current)
         self._settle()
-        self.stream.wait_event(current.record_event(self._passed))
+        self._passed.record(current)
+        self._passed.wait(self.stream)
 
     def _let_follow(self, current: torch.cuda.Stream) -> None:
-        current.wait_event(self.stream.record_event(self._passed))
+        self._passed.record(self.stream)
+        self._passed.wait(current)
         self._behind = current
 
     def _current_stream(self) -> torch.cuda.Stream:
