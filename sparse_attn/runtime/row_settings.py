@@ -74,26 +74,35 @@ def on_host(data: bytes, *, pin: bool) -> torch.Tensor:
 
 
 class RowSettings:
-    """Of the rows whose ``seeds``, ``rings`` and ``draws`` are given, tensors of a loop that live as long as this.
-    sampling: of rows that bring none."""
+    """What is set of each of ``rows`` rows, beside ``rings``, a tensor of a loop that lives as long as this. sampling:
+    of rows that bring none. draws: the fields that the loop reads, of any number of rows.
+
+    seeds, draws: the tensors that a step reads. Those that are set are columns of one tensor, so that a row is written
+    at once.
+    """
 
     def __init__(
-        self, edits: RowEdits, sampling: Sampling, seeds: torch.Tensor, rings: torch.Tensor | None, draws: Draws | None
-    ) -> None:
-        self._edits, self._sampling, self._draws = edits, sampling, draws
-        self._seeds: list[int] = row_seeds(sampling.seed, seeds.shape[0], "cpu").tolist()
-        held: dict[str, torch.Tensor | None] = {"seed": seeds, "rings": rings}
-        if draws is not None:
-            held |= {name: getattr(draws, name) for name in (*NUMBERS, "stop_ids")}
-        self._tensors = {name: value for name, value in held.items() if value is not None}
-        self._widths = {name: value.shape[1] for name, value in self._tensors.items() if value.dim() > 1}
-        codes = [f"{self._widths.get(name, 1)}{CODES[value.dtype]}" for name, value in self._tensors.items()]
-        self._packed = struct.Struct("<" + "".join(codes))
-        self._unused = [-1] * self._widths.get("stop_ids", 0)  # stop ids
-        self._counts = draws is not None and draws.counts is not None
-        self._read = [name in NUMBERS and name in self._tensors for name in Sampling._fields]
-        self._unread = [name for name in (*NUMBERS, "stop_ids") if name not in self._tensors]
-        self._rows = list(zip(*(rows_of(value) for value in self._tensors.values())))
+        self, edits: RowEdits, sampling: Sampling, rows: int, device: torch.device, rings: torch.Tensor | None,
+        draws: Draws | None,
+    ) -> None:  # fmt: skip
+        self._edits, self._sampling = edits, sampling
+        seeds = row_seeds(sampling.seed, rows, "cpu")
+        held = {} if draws is None else {name: value for name, value in draws._asdict().items() if value is not None}
+        kinds = {"seed": seeds, **{name: held[name] for name in ("stop_ids", *NUMBERS) if name in held}}
+        record, columns, form = _columns(kinds, rows, device)
+        self.seeds, self._seeds = columns.pop("seed").copy_(seeds), seeds.tolist()
+        for name in held.keys() - columns.keys():  # counts and what they go with
+            columns[name] = torch.zeros(rows, *held[name].shape[1:], dtype=held[name].dtype, device=device)
+        self.draws = None if draws is None else Draws(**columns)
+        self._stop_ids, self._rings = (
+            0 if value is None else value.shape[1] for value in (self.draws and self.draws.stop_ids, rings)
+        )
+        self._packed = struct.Struct(f"{form}{self._rings}i")
+        self._unused = [-1] * self._stop_ids
+        self._counts = "counts" in columns
+        self._read = [name in NUMBERS and name in kinds for name in Sampling._fields]
+        self._unread = [name for name in (*NUMBERS, "stop_ids") if name not in kinds]
+        self._rows = list(zip(*(rows_of(value) for value in (record, rings) if value is not None)))
         self._words = [row.shape[0] for row in self._rows[0]]
         self.stopping: set[int] = set()  # the rows set with stop ids
         self.penalised: dict[int, Sequence[int]] = {}  # the prompts of rows set with penalties, to be counted
@@ -104,8 +113,8 @@ class RowSettings:
         """Note what a row is to hold, which was checked."""
         own, stop_ids = (self._sampling, ()) if sampling is None else (sampling, sampling.stop_ids)  # beside the loop's
         data = self._packed.pack(
-            self._seeds[row] if seed is None else seed, *rings, *compress(own, self._read), *stop_ids,
-            *self._unused[len(stop_ids) :],
+            self._seeds[row] if seed is None else seed, *stop_ids, *self._unused[len(stop_ids) :],
+            *compress(own, self._read), *rings,
         )  # fmt: skip
         self._edits["settings", row] = self._rows[row], self._words, data
         self.stopping.discard(row)
@@ -119,33 +128,51 @@ class RowSettings:
     def write_counts(self) -> None:
         """Start the counts of the rows that were set and have penalties. Of other rows nobody reads them."""
         for row, prompt in self.penalised.items():
-            assert self._draws is not None and self._draws.counts is not None
-            self._draws.counts[row].zero_()
-            if self._draws.prompted is None:
+            assert self.draws is not None and self.draws.counts is not None
+            self.draws.counts[row].zero_()
+            if self.draws.prompted is None:
                 continue
-            self._draws.prompted[row].zero_()
+            self.draws.prompted[row].zero_()
             if prompt:
-                device = self._draws.counts.device
+                device = self.draws.counts.device
                 ids = on_host(array("q", prompt).tobytes(), pin=device.type == "cuda").view(torch.int64)
-                self._draws.prompted[row].index_fill_(0, ids.to(device, non_blocking=True), True)
+                self.draws.prompted[row].index_fill_(0, ids.to(device, non_blocking=True), True)
         self.penalised.clear()
 
     def checked(self, rings: Sequence[int] | None, sampling: Sampling | None) -> Sampling | None:
         """``sampling`` in plain numbers. ValueError or TypeError for what the tensors have no place for."""
-        if len(rings or ()) != (wanted := self._widths.get("rings", 0)):
-            raise ValueError(f"rings: got {len(rings or ())}, allowed: {wanted}, those of a row")
+        if len(rings or ()) != self._rings:
+            raise ValueError(f"rings: got {len(rings or ())}, allowed: {self._rings}, those of a row")
         if sampling is None:
             return None
         sampling = checked_sampling(sampling)
-        if self._draws is None:
+        if self.draws is None:
             raise ValueError("sampling: got one of a row, allowed: None, the loop has no draws")
         for name in self._unread:
             if getattr(sampling, name) != getattr(OFF, name):
                 raise ValueError(f"sampling: got {name}, allowed: what the loop has draws for")
-        most = self._widths.get("stop_ids", 0)
-        if len(sampling.stop_ids) > most:
-            raise ValueError(f"sampling: got {len(sampling.stop_ids)} stop ids, allowed: at most {most}")
+        if len(sampling.stop_ids) > self._stop_ids:
+            raise ValueError(f"sampling: got {len(sampling.stop_ids)} stop ids, allowed: at most {self._stop_ids}")
         return sampling
+
+
+def _columns(
+    kinds: dict[str, torch.Tensor], rows: int, device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
+    """A tensor int32 [rows, words] of zeros, that holds for each row what ``kinds`` hold for one; its columns, with the
+    dtype and the width of each kind; and how ``struct`` packs a row."""
+    widths = {name: value.shape[1] if value.dim() > 1 else 1 for name, value in kinds.items()}
+    form, places = "", {}
+    for name, value in kinds.items():
+        code = CODES[value.dtype]
+        places[name] = struct.calcsize(f"{form}0{code}") // value.element_size()  # behind what aligns it
+        form += f"{widths[name]}{code}"
+    form += "0q"  # where the next row begins
+    record, columns = torch.zeros(rows, struct.calcsize(form) // 4, dtype=torch.int32, device=device), {}
+    for name, value in kinds.items():
+        column = record.view(value.dtype)[:, places[name] : places[name] + widths[name]]
+        columns[name] = column if value.dim() > 1 else column.squeeze(1)
+    return record, columns, form
 
 
 def rows_of(value: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ import torch
 from sparse_attn import checks
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.ops.sampling import row_seeds, token_logprobs
+from sparse_attn.ops.sampling import token_logprobs
 from sparse_attn.runtime.draws import Draws, Sampling, check_counted, check_draws
 from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.row_settings import RowEdits, RowSettings, rows_of
@@ -80,14 +80,11 @@ class DecodeRows(ABC):
         if isinstance(self._caches, WindowCaches):
             self._ring_table = torch.full((rows, ring_blocks), -1, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._seeds = row_seeds(self.sampling.seed, rows, device)
-        self._row_seeds = self._seeds.clone()  # of rows that bring none
         self._stop_ids = torch.tensor(self.sampling.stop_ids, dtype=torch.int64, device=device)
-        self._draws = None
-        if draws is not None:
-            self._draws = draws.map(lambda value: torch.zeros(rows, *value.shape[1:], dtype=value.dtype, device=device))
         self._edits = RowEdits(device, self._allocator())  # of rows, to be written before the state is read
-        self._settings = RowSettings(self._edits, self.sampling, self._seeds, self._ring_table, self._draws)
+        self._settings = RowSettings(self._edits, self.sampling, rows, device, self._ring_table, draws)
+        self._seeds, self._draws = self._settings.seeds, self._settings.draws
+        self._row_seeds = self._seeds.clone()  # of rows that bring none
         self._length_rows, self._table_rows = (
             [((row,), (row.shape[0],)) for row in rows_of(value)] for value in (self._seq_lens, self._block_table)
         )
