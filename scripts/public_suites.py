@@ -78,8 +78,7 @@ def deep_gemm_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Cou
     package.__path__ = [str(folder / "deep_gemm")]
     compiled: Any = types.ModuleType("deep_gemm._C")
     compiled.__getattr__ = absent  # its helpers import names of the compiled part that these tests do not call
-    package._C = compiled
-    package.__dict__.update(public(deep_gemm))
+    package.__dict__.update(public(deep_gemm), _C=compiled)
     environment = {"DG_USE_NVIDIA_TOOLS": "1"}  # nothing is timed
     modules = {"deep_gemm": package, "deep_gemm._C": compiled}
     with mock.patch.dict(os.environ, environment), stand_ins(modules, folder / "tests"):
@@ -217,6 +216,7 @@ def public(module: types.ModuleType) -> dict[str, object]:
 @contextlib.contextmanager
 def stand_ins(modules: dict[str, Any], folder: Path) -> Iterator[None]:
     """Imported in the place of others, as scripts of ``folder`` are; by nobody afterwards."""
+    hidden = {name: sys.modules.pop(name) for name in [path.stem for path in folder.iterdir()] if name in sys.modules}
     known = set(sys.modules)
     sys.modules.update(modules)
     with mock.patch.object(sys, "path", [str(folder), *sys.path]):
@@ -224,6 +224,7 @@ def stand_ins(modules: dict[str, Any], folder: Path) -> Iterator[None]:
     for name in set(sys.modules) - known:
         if name in modules or (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
             del sys.modules[name]
+    sys.modules.update(hidden)
 
 
 SUITES: dict[str, Callable[[Path, int, int], Iterator[tuple[str, Counter[str]]]]] = {

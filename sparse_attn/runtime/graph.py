@@ -179,12 +179,10 @@ class DecodeGraph(DecodeRows):
         if current is not self._behind:
             self._let_follow(current)
         self._settle()
-        self._passed.record(current)
-        self._passed.wait(self.stream)
+        self.stream.wait_event(current.record_event(self._passed))
 
     def _let_follow(self, current: torch.cuda.Stream) -> None:
-        self._passed.record(self.stream)
-        self._passed.wait(current)
+        current.wait_event(self.stream.record_event(self._passed))
         self._behind = current
 
     def _current_stream(self) -> torch.cuda.Stream:
