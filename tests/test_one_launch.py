@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.index_topk import DIM, LAYOUTS, decode_case, to
+from support.index_topk import LAYOUTS, decode_case, to
 
-from sparse_attn import workspace
 from sparse_attn.layout import IndexFp8Layout
 from sparse_attn.ops import index_logits
+from sparse_attn.ops.index_logits import dispatch
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
 from sparse_attn.ops.index_topk.one_launch import config
 from sparse_attn.ops.index_topk.one_launch.config import NAME, OneLaunchPlan
@@ -16,7 +16,7 @@ from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.ops.topk.launch import Slots
 from sparse_attn.target import target_of
 
-LAYOUT = LAYOUTS["fp8"]
+LAYOUT = IndexFp8Layout(64)
 INTERPRETED = 16, 32, 8, 1  # parts of a row, keys of a part, scores it offers, warps
 ON_A_GPU = 16, 256, 128, 16
 
@@ -109,7 +109,7 @@ def test_kernel_where_offers_do_not_suffice(scores, width, device):
     lens.fill_(width)
     column = torch.arange(width, device=device)
     slots = table[0].long()[column // 32] * 32 + column % 32
-    drawn = torch.randn(width, DIM, generator=torch.Generator().manual_seed(1)).to(device)
+    drawn = torch.randn(width, LAYOUT.dim, generator=torch.Generator().manual_seed(1)).to(device)
     if scores == "equal":
         weights.zero_()
     elif scores == "two values":
@@ -167,7 +167,7 @@ def test_refuses_what_it_cannot_run(device):
 )
 def test_scores_have_the_bits_of_two_launches(requests, context, k, heads, device):
     """At the sizes of published models, where the Hopper kernel scores otherwise."""
-    from sparse_attn.ops.index_topk import launch
+    from sparse_attn.ops.index_topk.one_launch import launch
 
     layout = IndexFp8Layout(128)
     generator = torch.Generator(device).manual_seed(context)
@@ -180,18 +180,12 @@ def test_scores_have_the_bits_of_two_launches(requests, context, k, heads, devic
     lens = torch.full((requests, 1), context, dtype=torch.int32, device=device)
     table = torch.randperm(blocks, **drawn).view(requests, -1).int()
     case = q, weights, cache, lens, table
-    with workspace.use(workspace.Workspace((1 << 24, 64), device)) as owner:
-        del owner
-        out = launch.index_topk_decode(*case, k, context, layout.name, 1 << 28, NAME)
-        views, _ = workspace.take("index_topk_decode", _plan(case, k, context, layout).scratch, device)
+    problem = dispatch.paged_problem(*case, context, layout.name)
+    how = config.plan(problem, k, target_of(device))
+    views = [torch.empty(one.shape, dtype=one.dtype, device=device) for one in how.scratch.buffers]
+    counters = torch.zeros(how.scratch.counters, dtype=torch.int64, device=device)
+    out = torch.empty(requests, k, dtype=torch.int32, device=device)
+    launch.one_launch(*case, k, out, views, counters, how)
     logits = index_logits.fp8_paged_mqa_logits(q, cache, weights, lens, table, context, layout)
     assert torch.equal(views[0][:, :context], logits)
     assert torch.equal(out, index_topk_decode(*case, k, context, layout))
-
-
-def _plan(case, k, context, layout):
-    from sparse_attn.ops.index_logits import dispatch
-
-    q, weights, cache, lens, table = case
-    problem = dispatch.paged_problem(q, cache, weights, lens, table, context, layout.name)
-    return config.plan(problem, k, target_of(q.device))
