@@ -27,15 +27,15 @@ def ringed(caches: AnyCaches) -> list[torch.Tensor]:
 
 
 class Rows:
-    """Rows of ``tensors``, which live as long as this, copied at once where they lie side by side in one memory, else
-    by a few launches for all tensors.
+    """Rows of ``tensors``, which live as long as this. Those that lie side by side in one memory are copied as one; a
+    few launches copy all.
 
-    Copies of one call have one dtype, or torch launches one for each: the widest words that every tensor consists of.
+    Row n of a memory holds row n of all its tensors, and nothing else (cache.allocate_side_by_side). Copies of one call
+    have one dtype, or torch launches one for each: the widest words that every memory consists of.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        if len({storage_key(tensor) for tensor in tensors}) == 1:
-            tensors = [_memory_of(tensors[0])]
+        tensors = [_memory_of(tensor) for tensor in {storage_key(tensor): tensor for tensor in tensors}.values()]
         words = next((dtype for dtype in WORDS if all(_consists_of(tensor, dtype) for tensor in tensors)), None)
         self._tensors = [tensor if words is None else tensor.view(words) for tensor in tensors]
         self._rows = list(zip(*(tensor.unbind(0) for tensor in self._tensors)))
