@@ -48,6 +48,8 @@ def main() -> int:
     part = re.fullmatch(r"(\d+)/(\d+)", options.part)
     if part is None or not 1 <= int(part[1]) <= int(part[2]):
         parser.error(f"part: got {options.part!r}, allowed: I/N, I from 1 to N")
+    if int(part[2]) > 1 and options.suite != "deep_gemm":
+        parser.error(f"part: got {options.part!r}, allowed: of deep_gemm alone, whose cases run one by one")
     if not (options.folder / "tests").is_dir():
         parser.error(f"folder: got {options.folder}, which has no tests, allowed: the source of {options.suite}")
     if not torch.cuda.is_available():
@@ -219,12 +221,14 @@ def stand_ins(modules: dict[str, Any], folder: Path) -> Iterator[None]:
     hidden = {name: sys.modules.pop(name) for name in [path.stem for path in folder.iterdir()] if name in sys.modules}
     known = set(sys.modules)
     sys.modules.update(modules)
-    with mock.patch.object(sys, "path", [str(folder), *sys.path]):
-        yield
-    for name in set(sys.modules) - known:
-        if name in modules or (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
-            del sys.modules[name]
-    sys.modules.update(hidden)
+    try:
+        with mock.patch.object(sys, "path", [str(folder), *sys.path]):
+            yield
+    finally:
+        for name in set(sys.modules) - known:
+            if name in modules or (getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+                del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 SUITES: dict[str, Callable[[Path, int, int], Iterator[tuple[str, Counter[str]]]]] = {

@@ -151,3 +151,8 @@ test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not 
         text, code = self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM})
         self.assertExpectedInline(text, """test_top_k_per_row: 2 passed, 1 failed, 1 refused, 1 skipped, 0 not run""")
         assert code == 1
+
+    def test_parts_of_what_has_none(self) -> None:
+        with pytest.raises(SystemExit):
+            self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM}, "--part", "2/3")
+        assert "part: got '2/3', allowed: of deep_gemm alone" in self.printed.readouterr().err
