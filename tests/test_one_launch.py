@@ -4,17 +4,19 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from support.index_topk import LAYOUTS, decode_case, to
 
 from sparse_attn.layout import IndexFp8Layout
 from sparse_attn.ops import index_logits
 from sparse_attn.ops.index_logits import dispatch
+from sparse_attn.ops.index_logits.plan import Memory, PagedProblem
 from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
 from sparse_attn.ops.index_topk.one_launch import config
 from sparse_attn.ops.index_topk.one_launch.config import NAME, OneLaunchPlan
 from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.ops.topk.launch import Slots
-from sparse_attn.target import target_of
+from sparse_attn.target import H200, target_of
 
 LAYOUT = IndexFp8Layout(64)
 INTERPRETED = 16, 32, 8, 1  # parts of a row, keys of a part, scores it offers, warps
@@ -132,15 +134,16 @@ def test_kernel_where_offers_do_not_suffice(scores, width, device):
 
 
 @pytest.mark.kernel
-def test_kernel_by_name(device, dirty_workspace):
-    """The plan of 3000 columns: every part offers half of its keys."""
+@pytest.mark.parametrize("k", (40, 2000))
+def test_kernel_by_name(k, device, dirty_workspace):
+    """The plans of 3000 columns: every part offers half of its keys, or the row is selected where it lies."""
     from sparse_attn.ops.index_topk import launch
 
     case = to(device, decode_case(LAYOUT, 1, 1, 3000, block=64 if device.type == "cuda" else 32))
-    got = launch.index_topk_decode(*case, 40, 3000, LAYOUT.name, 1 << 20, NAME)
-    assert torch.equal(got, index_topk_decode(*case, 40, 3000, LAYOUT, impl="triton"))
-    packed = launch.index_topk_decode_slots(*case, 40, 3000, LAYOUT.name, 1 << 20, NAME)
-    for one, other in zip(packed, index_topk_decode_slots(*case, 40, 3000, LAYOUT, impl="triton")):
+    got = launch.index_topk_decode(*case, k, 3000, LAYOUT.name, 1 << 20, NAME)
+    assert torch.equal(got, index_topk_decode(*case, k, 3000, LAYOUT, impl="triton"))
+    packed = launch.index_topk_decode_slots(*case, k, 3000, LAYOUT.name, 1 << 20, NAME)
+    for one, other in zip(packed, index_topk_decode_slots(*case, k, 3000, LAYOUT, impl="triton")):
         assert torch.equal(one, other)
 
 
@@ -155,8 +158,40 @@ def test_refuses_what_it_cannot_run(device):
     case = to(device, decode_case(LAYOUT, 2, 1, 90))
     with pytest.raises(ValueError, match="logits_bytes: got 600, allowed: what the scores of 2 rows take"):
         launch.index_topk_decode(*case, 4, 90, LAYOUT.name, 600, NAME)
-    with pytest.raises(ValueError, match="block_size: got 4, allowed: a multiple of 32"):
+    with pytest.raises(ValueError, match="cache: got 48 blocks of 4 keys, allowed: blocks of whole 32 keys"):
         launch.index_topk_decode_slots(*case, 4, 90, LAYOUT.name, 1 << 20, NAME)
+
+
+def test_plans():
+    """Offers are more than k, and what a part offers is more than it has of the selected. Narrow rows offer nothing."""
+    lines = []
+    for rows, width, k in (
+        (1, 1000, 512), (1, 4096, 2048), (8, 4096, 512), (1, 8192, 2048), (1, 32768, 512), (1, 32768, 2048),
+        (2, 32768, 2048), (8, 32768, 2048), (1, 131072, 2048), (8, 131072, 512),
+    ):  # fmt: skip
+        problem = PagedProblem(rows, 1, 64, 128, width, 4096, 64, "e4m3fn", 1, *[Memory(0, (), True)] * 2)
+        assert config.supports(problem, k, H200).able
+        how = config.plan(problem, k, H200)
+        assert how.rows * how.ctas_per_row <= H200.num_sms and how.parts * how.resident >= width
+        assert how.slots > k and how.slots >= config.LEAST_SLOTS
+        lines.append(f"{rows} x {width}, k {k}: {how.parts} parts, {how.ctas_per_row} CTAs a row, {how.most} offered")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+1 x 1000, k 512: 16 parts, 16 CTAs a row, 128 offered
+1 x 4096, k 2048: 16 parts, 16 CTAs a row, 256 offered
+8 x 4096, k 512: 16 parts, 16 CTAs a row, 128 offered
+1 x 8192, k 2048: 32 parts, 32 CTAs a row, 128 offered
+1 x 32768, k 512: 128 parts, 128 CTAs a row, 16 offered
+1 x 32768, k 2048: 128 parts, 128 CTAs a row, 64 offered
+2 x 32768, k 2048: 128 parts, 64 CTAs a row, 64 offered
+8 x 32768, k 2048: 128 parts, 16 CTAs a row, 64 offered
+1 x 131072, k 2048: 512 parts, 128 CTAs a row, 16 offered
+8 x 131072, k 512: 512 parts, 16 CTAs a row, 8 offered""",
+    )
+    for rows, width, k, said in ((9, 100, 4, "rows"), (1, 131073, 4, "max_context_len"), (1, 131072, 4096, "top_k")):
+        support = config.supports_rows(rows, width, k, H200)
+        assert not support.able and support.reason.startswith(f"{said}: got ")
 
 
 @pytest.mark.gpu

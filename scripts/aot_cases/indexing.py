@@ -250,6 +250,7 @@ def _fused() -> Iterator[Case]:
         ("deepseek_v32, one launch, 131072", 1, 64, 2048, 131072, False),
         ("deepseek_v32, one launch, 8 x 32768", 8, 64, 2048, 32768, True),
         ("deepseek_v32, one launch, 8192", 1, 64, 2048, 8192, True),
+        ("deepseek_v32, one launch, 4096", 1, 64, 2048, 4096, True),
         ("glm5, one launch", 1, 32, 2048, 32768, True),
         ("deepseek_v4_flash, one launch", 1, 64, 512, 8192, True),
     ):

@@ -47,7 +47,8 @@ def select_few(run: Run) -> Iterator[Record]:
             for number in run.pick(requests, (3,)):
                 name = f"{model}, requests {number}, context {context}"
                 yield _decode(run, cache, number, context // ratio, top_k, name, most=64)
-                if one_launch.able(number, context // ratio, target_of(torch.device(run.device))):
+                target = target_of(torch.device(run.device))
+                if target.is_hopper and one_launch.supports_rows(number, context // ratio, top_k, target).able:
                     yield _decode(run, cache, number, context // ratio, top_k, f"{name}, one launch", 64, True)
 
 

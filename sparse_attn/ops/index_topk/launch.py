@@ -14,10 +14,10 @@ from sparse_attn.ops.index_topk.one_launch.config import NAME, OneLaunchPlan, pl
 from sparse_attn.ops.index_topk.one_launch.launch import one_launch
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged import launch as packing
+from sparse_attn.ops.ragged.reference import MOST_ROWS
 from sparse_attn.ops.topk.launch import Selection, Slots
 from sparse_attn.ops.topk.plan import GROUP, WORD, Plan
 from sparse_attn.target import target_of
-from sparse_attn.workspace import Scratch
 
 
 def index_topk_prefill(
@@ -109,22 +109,24 @@ def index_topk_decode_slots(
     if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:
         return indices.fill_(-1), indptr.zero_()
     target = target_of(q.device)
-    if kernel == NAME and config.packs_blocks(*cache.shape[:2]):
+    num_blocks, block_size = cache.shape[:2]
+    if kernel == NAME:
+        if not config.packs_blocks(num_blocks, block_size):
+            got = f"{num_blocks} blocks of {block_size} keys"
+            raise ValueError(
+                f"cache: got {got}, allowed: blocks of whole {WORD} keys, in all {MOST_ROWS} (impl={NAME!r})"
+            )
         how = _one_launch(q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes)
-        chosen, packed = how.scratch, ragged.scratch(rows, target)
-        scratch = Scratch(chosen.buffers, chosen.counters + packed.counters)
+        scratch = config.with_packing(how.scratch, rows, target)
         views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
-        slots = Slots(indptr, counters[chosen.counters :], block_table, cache.shape[1], next_n)
+        slots = Slots(indptr, counters[how.scratch.counters :], block_table, block_size, next_n)
         one_launch(q, weights, cache, context_lens, block_table, top_k, indices, views, counters, how, slots)
         return indices, indptr
-    if kernel == NAME:
-        raise ValueError(f"block_size: got {cache.shape[1]}, allowed: a multiple of {WORD} (impl={NAME!r})")
     step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
     scratch = config.slots_scratch_of(step, max_context_len, choice.plan, rows, target)
     views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
     states = counters[scratch.counters - ragged.scratch(rows, target).counters :]
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
-    num_blocks, block_size = cache.shape[:2]
     if step == rows and choice.plan.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
         slots = Slots(indptr, states, block_table, block_size, next_n)
         _select_decode(*inputs, indices, step, choice, views, counters, slots)
@@ -145,7 +147,7 @@ def _one_launch(
     """ValueError where it cannot run the call."""
     problem = scoring.paged_problem(q, cache, weights, context_lens, block_table, max_context_len, layout)
     target, rows = target_of(q.device), q.shape[0] * q.shape[1]
-    support = supports(problem, target)
+    support = supports(problem, top_k, target)
     if not (support.ok or support.able):
         raise ValueError(f"{support.reason} (impl={NAME!r})")
     if shapes.rows_at_once(rows, max_context_len, logits_bytes, q.shape[1]) < rows:

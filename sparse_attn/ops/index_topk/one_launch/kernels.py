@@ -12,8 +12,8 @@ every PARTS.
    selected where it lies.
 
 Floors: a request's keys once, dim + 4 bytes each. What bounds a row of one part a CTA is one load after the other:
-block table, keys, offers, and the trip through L2 between steps 2 and 3. A score has the bits that the Hopper kernels
-of index_logits give it.
+block table, keys, offers, and the trip through L2 between steps 2 and 3. Scores are summed over heads in the order of
+index_logits' Hopper kernels, so that they have the same bits.
 """
 
 import triton
@@ -22,21 +22,18 @@ import triton.language as tl
 from sparse_attn.device import histogram, pdl
 from sparse_attn.device.cast import dot
 from sparse_attn.ops.index_logits.portable.kernels import operand
-from sparse_attn.ops.index_logits.portable.scores import weighed
-from sparse_attn.ops.topk.algorithms.multi_cta import select_offered
+from sparse_attn.ops.index_logits.portable.scores import entry_of, weighed
+from sparse_attn.ops.topk.algorithms.multi_cta import dealt, select_offered
 from sparse_attn.ops.topk.algorithms.single_cta import select_row
 from sparse_attn.ops.topk.algorithms.streaming import select_streamed
 from sparse_attn.ops.topk.primitives import output, radix_select
 
 
 @triton.jit
-def _places(table, part, max_context, block_size, max_blocks, RESIDENT: tl.constexpr, PARTS: tl.constexpr):
-    """(the columns of a part, ascending; the cache blocks they lie in). Which of PARTS neighbours the part takes
-    changes from turn to turn, so that scores with a period do not all go to one part."""
-    turn = tl.arange(0, RESIDENT)
-    columns = turn * PARTS + ((part ^ turn ^ (turn >> 4) ^ (turn >> 8)) & (PARTS - 1))
-    column = columns // block_size
-    return columns, tl.load(table + column, mask=(columns < max_context) & (column < max_blocks), other=-1)
+def _places(table, part, block_size, max_blocks, RESIDENT: tl.constexpr, PARTS: tl.constexpr):
+    """(the columns of a part, the cache blocks they lie in)"""
+    columns = dealt(part, RESIDENT, PARTS)
+    return columns, entry_of(table, columns // block_size, max_blocks)
 
 
 @triton.jit
@@ -129,7 +126,7 @@ def score_and_select(
     FP8_DOT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,  # of what is packed, else 1
     MOST: tl.constexpr,  # scores that a part offers
-    RESIDENT: tl.constexpr,  # keys of a part, more than MOST
+    RESIDENT: tl.constexpr,  # keys of a part
     PARTS: tl.constexpr,  # of a row, a power of two
     CTAS: tl.constexpr,  # that share a row, a divisor
     CHUNK: tl.constexpr,  # columns read at once where the row is streamed
@@ -146,7 +143,7 @@ def score_and_select(
     smem = histogram.claim_cleared(emulated_smem, SMEM_WORDS, THREADS)
     pdl.wait(PDL)
     table = block_table + row64 // next_n * stride_table_request
-    columns, blocks = _places(table, cta, max_context, block_size, max_blocks, RESIDENT, PARTS)
+    columns, blocks = _places(table, cta, block_size, max_blocks, RESIDENT, PARTS)
     limit = tl.minimum(tl.maximum(tl.load(limits + row64 * stride_limits_row), 0), max_context)
     low, high, scale, there = _keys(cache, columns, blocks, limit, num_blocks, block_size, stride_cache_block, D)
     head = tl.arange(0, PAD_H)
@@ -157,18 +154,14 @@ def score_and_select(
     row_ptr = logits + row64 * stride_logits_row
     offers = offered + (row * PARTS).to(tl.int64) * STRIDE
     if CTAS < PARTS:
-        next_columns, next_blocks = _places(
-            table, cta + CTAS, max_context, block_size, max_blocks, RESIDENT, PARTS
-        )  # fmt: skip
+        next_columns, next_blocks = _places(table, cta + CTAS, block_size, max_blocks, RESIDENT, PARTS)
     for part in tl.range(cta, PARTS, CTAS, num_stages=1):
         if CTAS < PARTS:  # on their way while this part is scored
             next_limit = tl.where(part + CTAS < PARTS, limit, 0)
             next_low, next_high, next_scale, next_there = _keys(
                 cache, next_columns, next_blocks, next_limit, num_blocks, block_size, stride_cache_block, D
             )
-            later_columns, later_blocks = _places(
-                table, part + 2 * CTAS, max_context, block_size, max_blocks, RESIDENT, PARTS
-            )  # fmt: skip
+            later_columns, later_blocks = _places(table, part + 2 * CTAS, block_size, max_blocks, RESIDENT, PARTS)
         # Halves lie in shared memory one after the other. A launch has 48 KiB of it, the claimed words included.
         products = tl.zeros([RESIDENT, PAD_H], tl.float32)
         for which in tl.range(2, num_stages=1):

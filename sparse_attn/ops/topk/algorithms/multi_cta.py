@@ -26,12 +26,17 @@ NOTHING = tl.constexpr(0)  # a key that no score has: nothing was offered
 
 
 @triton.jit
+def dealt(part, ROUNDS: tl.constexpr, PARTS: tl.constexpr):
+    """What ``part`` gets of ROUNDS * PARTS things, ascending: one of every PARTS. Which one changes from round to
+    round, so that scores with a period do not all go to one part."""
+    round = tl.arange(0, ROUNDS)
+    return round * PARTS + ((part ^ round ^ (round >> 4) ^ (round >> 8)) & (PARTS - 1))
+
+
+@triton.jit
 def _interleaved(base, part, RESIDENT: tl.constexpr, CTAS: tl.constexpr):
-    """The columns of a CTA, ascending, [RESIDENT / SECTOR, SECTOR]. The CTA takes one of every CTAS sectors. Which one
-    changes from round to round, so that scores with a period do not all go to one CTA."""
-    round = tl.arange(0, RESIDENT // SECTOR)
-    turn = (part ^ round ^ (round >> 4) ^ (round >> 8)) & (CTAS - 1)
-    first = base + (round * CTAS + turn) * SECTOR
+    """The columns of a CTA, ascending, [RESIDENT / SECTOR, SECTOR]: one of every CTAS sectors."""
+    first = base + dealt(part, RESIDENT // SECTOR, CTAS) * SECTOR
     return first[:, None] + tl.arange(0, SECTOR)[None, :]
 
 
