@@ -141,7 +141,7 @@ def counts_of(text: str, ended: str) -> Counter[str]:
     failures = re.search(r"(\d+) / \d+ cases failed", text)
     bad = int(failures[1]) if failures else int(ended != "passed")
     total = re.search(r"(\d+) testcases to run", text)
-    counts = Counter({"passed": ran - bad, "not run": int(total[1]) - ran if total else 0})
+    counts = Counter({"passed": max(ran - bad, 0), "not run": int(total[1]) - ran if total else 0})
     counts["failed" if failures else ended] += bad
     return counts
 
