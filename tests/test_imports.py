@@ -32,7 +32,6 @@ UNSORTED = {
 }
 # What a fused op takes from another package: how it is dispatched and launched, and its oracle; never its kernels.
 FUSED = ("dispatch", "plan", "config", "launch", "reference")
-FUSED_KERNELS = {"ops.index_topk.one_launch.kernels"}  # but for a launch that is two in one
 
 
 def module_name(path):
@@ -122,11 +121,7 @@ def test_imports_go_down_only(name):
             continue
         beside = floor(other) == floor(name) and (
             name.split(".")[0] == other.split(".")[0]
-            and (
-                split(name)[0] == split(other)[0]
-                or split(other)[1].rpartition(".")[2] in FUSED
-                or name in FUSED_KERNELS
-            )
+            and (split(name)[0] == split(other)[0] or split(other)[1].rpartition(".")[2] in FUSED)
         )
         runs_models = name.startswith("runtime") and other.startswith("models")
         assert floor(other) < floor(name) or beside or runs_models, (
@@ -140,7 +135,7 @@ def test_operator_packages_keep_to_themselves(name):
     for other in inner_imports(name):
         other_package, other_file = split(other)
         if other_package and other_package != package:
-            assert other_file.rpartition(".")[2] in FUSED or name in FUSED_KERNELS, (
+            assert other_file.rpartition(".")[2] in FUSED, (
                 f"{name} imports {other}: packages share {', '.join(FUSED)} only"
             )
         if other_package == package:

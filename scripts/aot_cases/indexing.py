@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
-
-import torch
 
 from aot_cases.form import BF16, FP32, I32, I64, U8, Case, cache_of, floats, integers, tensor
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
@@ -14,10 +11,8 @@ from sparse_attn.ops.index_cache import launch as index_cache
 from sparse_attn.ops.index_logits import launch as index_logits
 from sparse_attn.ops.index_query import launch as index_query
 from sparse_attn.ops.index_topk import launch as index_topk
-from sparse_attn.ops.index_topk.one_launch.config import NAME
 from sparse_attn.ops.rank_topk import launch as rank_topk
 from sparse_attn.ops.topk import launch as topk
-from sparse_attn.target import target_of
 
 FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
 BUDGET = 1 << 28  # bytes of logits
@@ -245,23 +240,3 @@ def _fused() -> Iterator[Case]:
             integers(requests, next_n), integers(requests, 2048), k, width, FN.name, BUDGET,
         )  # fmt: skip
         yield Case("index_topk_decode_slots", name, index_topk.index_topk_decode_slots, slots, more, where)
-    for name, requests, heads, k, width, more in (
-        ("deepseek_v32, one launch", 1, 64, 2048, 32768, False),
-        ("deepseek_v32, one launch, 131072", 1, 64, 2048, 131072, False),
-        ("deepseek_v32, one launch, 8 x 32768", 8, 64, 2048, 32768, True),
-        ("deepseek_v32, one launch, 8192", 1, 64, 2048, 8192, True),
-        ("deepseek_v32, one launch, 4096", 1, 64, 2048, 4096, True),
-        ("glm5, one launch", 1, 32, 2048, 32768, True),
-        ("deepseek_v4_flash, one launch", 1, 64, 512, 8192, True),
-    ):
-        slots = (
-            tensor(requests, 1, heads, 128, dtype=U8), floats(requests, heads), cache_of(FN), integers(requests, 1),
-            integers(requests, 2048), k, width, FN.name, BUDGET,
-        )  # fmt: skip
-        yield Case("index_topk_decode_slots", name, _in_one_launch, slots, more, "sm_90")
-
-
-def _in_one_launch(q: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where there is such a kernel, which is taken by name alone."""
-    kernel = NAME if target_of(q.device).is_hopper else None
-    return index_topk.index_topk_decode_slots(q, *arguments, kernel)

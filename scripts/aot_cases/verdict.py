@@ -46,8 +46,6 @@ ALLOWED_SPILLS = {
     "grouped_linear.swap_ab.swap_ab": {"sm_90": 136, "nvidia": 96},
     "experts.sorted.gate_up": {"sm_90": 0, "nvidia": 80},
     "experts.sorted.down": {"sm_90": 0, "nvidia": 96},
-    # Addresses of the part that is on its way, of rows of 512 parts.
-    "index_topk.one_launch.score_and_select": {"sm_90": 16},
     # Scalars of the producers.
     "attention.hopper.decode_fp8.attend": {"sm_90": 64},
 }

@@ -13,14 +13,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.ops.index_topk import (
-    DECODE_LOGITS_BYTES,
-    index_topk_decode,
-    index_topk_prefill,
-    launch,
-)
-from sparse_attn.ops.index_topk.one_launch import config as one_launch
-from sparse_attn.target import target_of
+from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
 
 PEER = "DeepGEMM+vLLM"
 RATIO = 4  # tokens of an entry of V4
@@ -47,9 +40,6 @@ def select_few(run: Run) -> Iterator[Record]:
             for number in run.pick(requests, (3,)):
                 name = f"{model}, requests {number}, context {context}"
                 yield _decode(run, cache, number, context // ratio, top_k, name, most=64)
-                target = target_of(torch.device(run.device))
-                if target.is_hopper and one_launch.supports_rows(number, context // ratio, top_k, target).able:
-                    yield _decode(run, cache, number, context // ratio, top_k, f"{name}, one launch", 64, True)
 
 
 def _decode(
@@ -60,20 +50,14 @@ def _decode(
     top_k: int | None = None,
     name: str | None = None,
     most: int = 8,
-    at_once: bool = False,
 ) -> Record:
-    """context: in keys. most: input sets. at_once: by one launch."""
+    """context: in keys. most: input sets."""
     heads, _, usual = run.pick(FULL, TINY)
     top_k = usual if top_k is None else top_k
     sets = run.sets(requests * context * (INDEX_LAYOUT.row + 4), most=most)
     inputs = decode_index(sets, requests, 1, context, cache.shape[0], heads, run.device)
 
     def select(index, some=slice(None), impl="auto"):
-        if at_once and impl == "auto":
-            return launch.index_topk_decode(
-                inputs.q[index].view(torch.uint8), inputs.weights[index], cache, inputs.context_lens,
-                inputs.tables[index], top_k, context, INDEX_LAYOUT.name, DECODE_LOGITS_BYTES, one_launch.NAME,
-            )  # fmt: skip
         return index_topk_decode(
             inputs.q[index].view(torch.uint8)[some], inputs.weights[index][some], cache, inputs.context_lens[some],
             inputs.tables[index][some], top_k, context, INDEX_LAYOUT, impl=impl,

@@ -83,27 +83,6 @@ SELECTION = [
         ("tests/test_topk.py::test_kernel_highest_scores_in_one_cta[1]",),
     ),
     Mutation(
-        "one-launch-last-key-left-out", "a part that offered some of equal keys is taken to have offered all",
-        OPS + "index_topk/one_launch/kernels.py",
-        "(keys & -COUNT) - 1",
-        "keys",
-        ("tests/test_one_launch.py::test_kernel_where_offers_do_not_suffice[ties behind a full offer]",),
-    ),
-    Mutation(
-        "one-launch-no-offers", "a row of a few columns more than there are offers is selected among what lay there",
-        OPS + "index_topk/one_launch/kernels.py",
-        "if limit > SLOTS:",
-        "if limit > SLOTS + RESIDENT:",
-        ("tests/test_one_launch.py::test_kernel_at_lengths[129]",),
-    ),
-    Mutation(
-        "one-launch-table-of-a-row", "the second row of a request reads the next request's block table",
-        OPS + "index_topk/one_launch/kernels.py",
-        "row64 // next_n",
-        "row64",
-        ("tests/test_one_launch.py::test_kernel[2-2-33-1]",),
-    ),
-    Mutation(
         "topk-appended-too-few", "of fewer than k appended candidates all are selected, and nothing else",
         OPS + "topk/algorithms/appended.py",
         "((found >= k) | everything)",

@@ -34,18 +34,17 @@ def mxfp4_query(values):
 
 
 def decode_case(layout, requests, next_n, context, block=4, seed=0):
-    dim = getattr(layout, "dim", DIM)
     generator = torch.Generator().manual_seed(seed)
     columns = -(-context // block)
     blocks = requests * columns + 2
     cache = allocate_cache(layout, blocks, block, "cpu")
-    shape = (requests, next_n, HEADS, dim)
+    shape = (requests, next_n, HEADS, DIM)
     if isinstance(layout, IndexFp8Layout):
-        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, dim, generator=generator))
+        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, DIM, generator=generator))
         q = codes(shape, generator).clamp_min(1)
     elif isinstance(layout, IndexMxfp4Layout):
-        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, dim, generator=generator))
-        q = mxfp4_query(torch.randn(requests * next_n, HEADS, dim, generator=generator)).unflatten(0, shape[:2])
+        layout.encode(cache, torch.arange(blocks * block), torch.randn(blocks * block, DIM, generator=generator))
+        q = mxfp4_query(torch.randn(requests * next_n, HEADS, DIM, generator=generator)).unflatten(0, shape[:2])
     else:
         cache.copy_(torch.randn(cache.shape, generator=generator))
         q = torch.randn(shape, generator=generator).to(layout.dtype)

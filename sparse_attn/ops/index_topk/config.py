@@ -88,13 +88,9 @@ def slots_scratch(rows: int, width: int, top_k: int, logits_bytes: int, target: 
 
 
 def slots_scratch_of(step: int, width: int, plan: Plan, rows: int, target: Target) -> Scratch:
-    """As slots_scratch, for ``step`` rows that are held at once."""
-    return with_packing(scratch_of(step, width, plan), rows, target)
-
-
-def with_packing(chosen: Scratch, rows: int, target: Target) -> Scratch:
-    """And the counters that pack ``rows``, which come last."""
-    return Scratch(chosen.buffers, chosen.counters + ragged.scratch(rows, target).counters)
+    """As slots_scratch, for ``step`` rows that are held at once. The counters that pack rows come last."""
+    chosen, packed = scratch_of(step, width, plan), ragged.scratch(rows, target)
+    return Scratch(chosen.buffers, chosen.counters + packed.counters)
 
 
 def widths_of_most_scratch(width: int) -> tuple[int, ...]:

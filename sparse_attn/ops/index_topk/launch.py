@@ -10,13 +10,10 @@ from sparse_attn.dispatch import Choice
 from sparse_attn.ops.index_logits import dispatch as scoring
 from sparse_attn.ops.index_logits.launch import Paged, Prefill
 from sparse_attn.ops.index_topk import config, shapes
-from sparse_attn.ops.index_topk.one_launch.config import NAME, OneLaunchPlan, plan, supports
-from sparse_attn.ops.index_topk.one_launch.launch import one_launch
 from sparse_attn.ops.ragged import config as ragged
 from sparse_attn.ops.ragged import launch as packing
-from sparse_attn.ops.ragged.reference import MOST_ROWS
 from sparse_attn.ops.topk.launch import Selection, Slots
-from sparse_attn.ops.topk.plan import GROUP, WORD, Plan
+from sparse_attn.ops.topk.plan import GROUP, Plan
 from sparse_attn.target import target_of
 
 
@@ -77,11 +74,6 @@ def index_topk_decode(
         return out
     if max_context_len == 0:
         return out.fill_(-1)
-    if kernel == NAME:
-        how = _one_launch(q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes)
-        views, counters = workspace.take("index_topk_decode", how.scratch, q.device)
-        one_launch(q, weights, cache, context_lens, block_table, top_k, out, views, counters, how)
-        return out
     step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
     scratch = config.scratch_of(step, max_context_len, choice.plan)
     views, counters = workspace.take("index_topk_decode", scratch, q.device)
@@ -109,24 +101,12 @@ def index_topk_decode_slots(
     if indices.numel() == 0 or max_context_len == 0 or block_table.numel() == 0:
         return indices.fill_(-1), indptr.zero_()
     target = target_of(q.device)
-    num_blocks, block_size = cache.shape[:2]
-    if kernel == NAME:
-        if not config.packs_blocks(num_blocks, block_size):
-            got = f"{num_blocks} blocks of {block_size} keys"
-            raise ValueError(
-                f"cache: got {got}, allowed: blocks of whole {WORD} keys, in all {MOST_ROWS} (impl={NAME!r})"
-            )
-        how = _one_launch(q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes)
-        scratch = config.with_packing(how.scratch, rows, target)
-        views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
-        slots = Slots(indptr, counters[how.scratch.counters :], block_table, block_size, next_n)
-        one_launch(q, weights, cache, context_lens, block_table, top_k, indices, views, counters, how, slots)
-        return indices, indptr
     step, choice = _decode_step(q, top_k, max_context_len, logits_bytes, kernel)
     scratch = config.slots_scratch_of(step, max_context_len, choice.plan, rows, target)
     views, counters = workspace.take("index_topk_decode_slots", scratch, q.device)
     states = counters[scratch.counters - ragged.scratch(rows, target).counters :]
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
+    num_blocks, block_size = cache.shape[:2]
     if step == rows and choice.plan.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
         slots = Slots(indptr, states, block_table, block_size, next_n)
         _select_decode(*inputs, indices, step, choice, views, counters, slots)
@@ -138,23 +118,6 @@ def index_topk_decode_slots(
             dense=out, block_table=block_table, block_size=block_size, next_n=next_n,
         )  # fmt: skip
     return indices, indptr
-
-
-def _one_launch(
-    q: torch.Tensor, weights: torch.Tensor, cache: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
-    top_k: int, max_context_len: int, layout: str, logits_bytes: int,
-) -> OneLaunchPlan:  # fmt: skip
-    """ValueError where it cannot run the call."""
-    problem = scoring.paged_problem(q, cache, weights, context_lens, block_table, max_context_len, layout)
-    target, rows = target_of(q.device), q.shape[0] * q.shape[1]
-    support = supports(problem, top_k, target)
-    if not (support.ok or support.able):
-        raise ValueError(f"{support.reason} (impl={NAME!r})")
-    if shapes.rows_at_once(rows, max_context_len, logits_bytes, q.shape[1]) < rows:
-        raise ValueError(
-            f"logits_bytes: got {logits_bytes}, allowed: what the scores of {rows} rows take (impl={NAME!r})"
-        )
-    return plan(problem, top_k, target)
 
 
 def _decode_step(

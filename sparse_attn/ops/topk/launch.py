@@ -123,7 +123,7 @@ def single_cta(selection: Selection, plan: SingleCta | SingleCtaBf16) -> None:
     registers = plan.max_registers or 0
     single_cta_kernels.select_single_cta[(rows,)](
         logits, selection.row_starts, selection.row_ends, selection.out, *selection.output_map,
-        emulated_smem(logits, rows, plan, threads), rows, width, k, next_n, max_blocks, *selection.strides(aligned),
+        _emulated_smem(logits, rows, plan, threads), rows, width, k, next_n, max_blocks, *selection.strides(aligned),
         stride_table,
         BLOCK_SIZE=block_size, SLOTS=plan.slots, ALIGNED=aligned, COALESCED=plan.coalesced, WINDOW_SHIFT=window_shift,
         BF16_CHUNK=chunk, LATENCY_BOUND=plan.spread, SMEM_WORDS=plan.smem_words, THREADS=threads,
@@ -141,7 +141,7 @@ def group_maxima(selection: Selection, plan: GroupMaxima) -> None:
     next_n, max_blocks, stride_table, block_size = selection.paging
     threads = 32 * plan.num_warps
     group_maxima_kernels.select_group_maxima[(rows,)](
-        logits, maxima, row_ends, selection.out, *selection.output_map, emulated_smem(logits, rows, plan, threads),
+        logits, maxima, row_ends, selection.out, *selection.output_map, _emulated_smem(logits, rows, plan, threads),
         rows, width, k, next_n, max_blocks, logits.stride(0) // shapes.GROUP, maxima.stride(0) // 4,
         0 if row_ends is None else row_ends.stride(0), stride_table,
         BLOCK_SIZE=block_size, TILE=plan.tile, HELD=plan.slots, SLOTS=power_of_two(plan.slots), CHUNK=plan.chunk,
@@ -158,7 +158,7 @@ def multi_cta(selection: Selection, plan: MultiCta) -> None:
     ctas, threads = plan.ctas(rows), 32 * plan.num_warps
     multi_cta_kernels.select_multi_cta[(ctas,)](
         logits, selection.row_starts, selection.row_ends, selection.out, *selection.output_map, offered,
-        selection.counters, emulated_smem(logits, ctas, plan, threads), rows, width, selection.k,
+        selection.counters, _emulated_smem(logits, ctas, plan, threads), rows, width, selection.k,
         plan.candidates, next_n, max_blocks, *selection.strides(aligned), stride_table, offered.stride(0),
         BLOCK_SIZE=block_size, MOST=plan.slots // plan.ctas_per_row, RESIDENT=plan.resident, CTAS=plan.ctas_per_row,
         CHUNK=plan.chunk, WINDOW_SHIFT=dispatch.WINDOW_SHIFT, SMEM_WORDS=plan.smem_words, ALIGNED=aligned,
@@ -184,7 +184,7 @@ def appended(selection: Selection, plan: Appended) -> None:
     ctas, threads = plan.ctas(logits.shape[0]), 32 * plan.num_warps
     appended_kernels.select_appended[(ctas,)](
         logits, selection.row_starts, selection.row_ends, selection.out, candidates.view(torch.int64), counts,
-        selection.counters, emulated_smem(logits, ctas, plan, threads), logits.shape[1], selection.k,
+        selection.counters, _emulated_smem(logits, ctas, plan, threads), logits.shape[1], selection.k,
         plan.bound.candidates, plan.slots, *selection.strides(aligned),
         SLOTS=plan.slots, WORDS=plan.words, TILE=plan.tile, CHUNK=plan.chunk, CTAS=plan.ctas_per_row,
         SAMPLES=plan.bound.samples, WINDOW_SHIFT=dispatch.WINDOW_SHIFT,
@@ -214,7 +214,7 @@ def _long_rows(
     ctas, threads = plan.ctas(rows), _threads(plan)
     sampled_kernels.select_sampled[(ctas,)](
         logits, selection.row_starts, selection.row_ends, selection.out, candidates, counts, selection.counters,
-        emulated_smem(logits, ctas, plan, threads), rows, width, selection.k, num_candidates, capacity,
+        _emulated_smem(logits, ctas, plan, threads), rows, width, selection.k, num_candidates, capacity,
         *selection.strides(aligned),
         SLOTS=plan.slots, CHUNK=plan.chunk, CTAS=ctas_per_row, ALIGNED=aligned, THREADS=threads, **constants,
         **_options(plan.num_warps, plan.max_registers, logits.device),
@@ -228,7 +228,7 @@ def multi_pass(selection: Selection, plan: MultiPass) -> None:
     bounds, taken, begins, counts, columns, scores = views
     rows, width = logits.shape
     aligned, threads = selection.aligned, 32 * plan.num_warps
-    smem = emulated_smem(logits, rows * plan.ctas_per_row, plan, threads)
+    smem = _emulated_smem(logits, rows * plan.ctas_per_row, plan, threads)
     strides = selection.strides(aligned)
     options = {"ALIGNED": aligned, **_options(plan.num_warps, None, logits.device)}
     parts = {"SLOTS": plan.slots, "CHUNK": plan.chunk, "SPAN": plan.span, "PARTS": plan.ctas_per_row}
@@ -268,7 +268,7 @@ def _options(num_warps: int, max_registers: int | None, device: torch.device) ->
     return options if max_registers is None else {"maxnreg": max_registers, **options}
 
 
-def emulated_smem(logits: torch.Tensor, ctas: int, plan: Plan, threads: int) -> torch.Tensor | None:
+def _emulated_smem(logits: torch.Tensor, ctas: int, plan: Plan, threads: int) -> torch.Tensor | None:
     """In the interpreter, the shared memory of all CTAs that count there."""
     if not threads or not interpreting():
         return None

@@ -16,7 +16,7 @@ from sparse_attn.ops.index_logits.portable import scores
 
 
 @triton.jit
-def operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr):
+def _operand(tile, FP8: tl.constexpr, FP8_DOT: tl.constexpr, FNUZ: tl.constexpr):
     """A loaded tile as the matrix unit takes it."""
     if FP8 and not FP8_DOT:
         if INTERPRETED:
@@ -80,9 +80,9 @@ def mqa_logits(
     if FP8_DOT:
         k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
     if D == PAD_D:
-        keys_tile = operand(tl.load(k_at, mask=real_key[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+        keys_tile = _operand(tl.load(k_at, mask=real_key[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
     else:
-        keys_tile = operand(tl.load(k_at, mask=real_key[:, None] & real_dim[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
+        keys_tile = _operand(tl.load(k_at, mask=real_key[:, None] & real_dim[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
     if k_scale is not None:
         scale = tl.load(k_scale + key.to(tl.int64) * stride_scale_key, mask=real_key, other=0.0)
 
@@ -93,10 +93,10 @@ def mqa_logits(
         if FP8_DOT:
             q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
         if D == PAD_D:
-            heads_tile = operand(tl.load(q_at, mask=real_head[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+            heads_tile = _operand(tl.load(q_at, mask=real_head[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
         else:
             inside = real_head[:, None] & real_dim[None, :]
-            heads_tile = operand(tl.load(q_at, mask=inside, other=0.0), FP8, FP8_DOT, FNUZ)
+            heads_tile = _operand(tl.load(q_at, mask=inside, other=0.0), FP8, FP8_DOT, FNUZ)
         weight_at = weights + m64 * stride_weights_row + head * stride_weights_head
         weight = tl.load(weight_at, mask=real_head, other=0.0)
         start = tl.load(kv_start + m64 * stride_start_row)
@@ -195,7 +195,7 @@ def paged_mqa_logits(
     q_at = q + request * stride_q_request + column_at[:, None] + dim[None, :]
     if FP8_DOT:
         q_at = q_at.to(tl.pointer_type(tl.float8e4nv))
-    heads_tile = operand(tl.load(q_at, mask=real_column[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
+    heads_tile = _operand(tl.load(q_at, mask=real_column[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ)
     weight_at = weights + (request * NEXT_N + column_row) * stride_weights_row + head * stride_weights_head
     weight = tl.load(weight_at, mask=real_column, other=0.0)
     if FP8_DOT:
@@ -222,9 +222,9 @@ def paged_mqa_logits(
         if FP8_DOT:
             k_at = k_at.to(tl.pointer_type(tl.float8e4nv))
         if D == PAD_D:
-            keys_tile = operand(tl.load(k_at, mask=kv_valid[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
+            keys_tile = _operand(tl.load(k_at, mask=kv_valid[:, None], other=0.0), FP8, FP8_DOT, FNUZ)
         else:
-            keys_tile = operand(
+            keys_tile = _operand(
                 tl.load(k_at, mask=kv_valid[:, None] & (dim < D)[None, :], other=0.0), FP8, FP8_DOT, FNUZ
             )
         products = dot(keys_tile, tl.trans(heads_tile), tl.zeros([BLOCK_KV, BLOCK_Q * PAD_H], tl.float32))

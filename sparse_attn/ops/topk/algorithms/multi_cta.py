@@ -26,17 +26,12 @@ NOTHING = tl.constexpr(0)  # a key that no score has: nothing was offered
 
 
 @triton.jit
-def dealt(part, ROUNDS: tl.constexpr, PARTS: tl.constexpr):
-    """What ``part`` gets of ROUNDS * PARTS things, ascending: one of every PARTS. Which one changes from round to
-    round, so that scores with a period do not all go to one part."""
-    round = tl.arange(0, ROUNDS)
-    return round * PARTS + ((part ^ round ^ (round >> 4) ^ (round >> 8)) & (PARTS - 1))
-
-
-@triton.jit
 def _interleaved(base, part, RESIDENT: tl.constexpr, CTAS: tl.constexpr):
-    """The columns of a CTA, ascending, [RESIDENT / SECTOR, SECTOR]: one of every CTAS sectors."""
-    first = base + dealt(part, RESIDENT // SECTOR, CTAS) * SECTOR
+    """The columns of a CTA, ascending, [RESIDENT / SECTOR, SECTOR]. The CTA takes one of every CTAS sectors. Which one
+    changes from round to round, so that scores with a period do not all go to one CTA."""
+    round = tl.arange(0, RESIDENT // SECTOR)
+    turn = (part ^ round ^ (round >> 4) ^ (round >> 8)) & (CTAS - 1)
+    first = base + (round * CTAS + turn) * SECTOR
     return first[:, None] + tl.arange(0, SECTOR)[None, :]
 
 
@@ -64,7 +59,7 @@ def _offer(
 
 
 @triton.jit
-def select_offered(
+def _select_offered(
     out, offered, stride, shift, smem, output_map, k,
     MOST: tl.constexpr, RESIDENT: tl.constexpr, CTAS: tl.constexpr, WINDOW_SHIFT: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +144,7 @@ def select_multi_cta(
         tl.debug_barrier()
         if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == CTAS - 1:
             tl.store(arrivals + row, 0)
-            if not select_offered(
+            if not _select_offered(
                 out, first, stride_offered, base - start, smem, output_map, k,
                 MOST, RESIDENT, CTAS, WINDOW_SHIFT, THREADS,
             ):  # fmt: skip

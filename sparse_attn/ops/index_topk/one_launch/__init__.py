@@ -1,1 +1,0 @@
-"""Few rows scored and selected in one launch."""
