@@ -124,6 +124,23 @@ def test_an_arrival_and_its_end_are_recorded_apart():
     ]
 
 
+def test_loads_are_timed_without_rope_tables(monkeypatch):
+    from benchmarks import checkpoints
+
+    timed, load, tables = [], checkpoints.load, []
+
+    def noted(*args, **options):
+        spec, params = load(*args, **options)
+        tables.append("rope" in params)
+        return spec, params
+
+    monkeypatch.setattr(checkpoints, "load", noted)
+    monkeypatch.setattr(checkpoints, "_seconds", lambda run, work: timed.append(work()) or 0.0)
+    assert dry_run("load")
+    repeats = checkpoints.REPEATS
+    assert tables == [False] * repeats + [True] and len(timed) == 2 * repeats
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_suite_beside_peers(name):
     assert all(record.peer and record.peer_us is not None for record in dry_run(name, PeersDouble()))

@@ -45,6 +45,15 @@ def test_record_and_registry():
         suite(next(iter(all_suites())))(lambda: iter(()))
 
 
+@pytest.mark.parametrize("name", ["us", "peer_us"])
+@pytest.mark.parametrize("us", [-0.001, float("nan")])
+def test_no_negative_time_is_recorded(name, us):
+    from benchmarks.record import Record
+
+    with pytest.raises(ValueError, match=rf"^{name}: got {us}, allowed: 0 or more \(a case\)$"):
+        Record(**{"case": "a case", "us": 0.0, name: us})
+
+
 def test_bench_row_fits_missing_numbers():
     from bench import shown
     from benchmarks.record import Record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,14 +27,14 @@ def sustained(run: Run) -> Iterator[Record]:
     run = run._replace(sustained_ms=SECOND)
     for case in run.pick([prefill.V32[1], prefill.V4[1], prefill.RAGGED[0]], [prefill.Case(576, 4, 128, 300)]):
         record = prefill.measure(run, case)
-        yield record._replace(case=f"prefill, {record.case}")
+        yield replace(record, case=f"prefill, {record.case}")
     latents = [decode.Case(128, 1, 64), decode.Case(64, 1, 8), decode.Case(16, 1, 64)]
     two = [windowed.Case(128, 1024, 1, 64)]
     for part in (
         decode.latent_cases(run, run.pick(latents, [decode.Case(4, 1, 3)])),
         windowed.decode_cases(run, run.pick(two, [windowed.Case(4, 64, 1, 3)])),
     ):
-        yield from (record._replace(case=f"decode, {record.case}") for record in part)
+        yield from (replace(record, case=f"decode, {record.case}") for record in part)
 
 
 @suite("decode_growth")

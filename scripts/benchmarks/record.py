@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Record(NamedTuple):
+@dataclass(frozen=True)
+class Record:
     """One measured case. us: microseconds of ours; peer, peer_us: who else does this and how fast; floor_us: the
-    bound."""
+    bound. ValueError where a time is negative or no number."""
 
     case: str
     us: float
     peer: str | None = None
     peer_us: float | None = None
     floor_us: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, us in (("us", self.us), ("peer_us", self.peer_us)):
+            if us is not None and not us >= 0:
+                raise ValueError(f"{name}: got {us}, allowed: 0 or more ({self.case})")
 
     @property
     def ratio(self) -> float | None:
