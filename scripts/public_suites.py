@@ -7,8 +7,11 @@
 
 FOLDER holds the project's source. Nothing of it is built: its tests import our functions in the place of its own.
 Refused: a ValueError or TypeError of ours that says what is allowed. Skipped: by the test itself. Nothing is timed.
-DeepGEMM's cases run one by one; FlashMLA's scripts end at a failure, and then cases were not run. Exits with 1 where
-a case failed, was refused or was not run.
+DeepGEMM's cases run one by one; FlashMLA's script of decoding ends at a failure, and so does every script at an error:
+then cases were not run. Exits with 1 where a case failed, was refused or was not run.
+
+A part runs every N-th case, with the seed that it has in a whole run, and counts its own. FlashMLA's script of prefill
+makes its cases where it runs them: all of them belong to the first part.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import re
 import runpy
@@ -37,19 +41,20 @@ from sparse_attn.compat import deep_gemm, flash_mla, vllm  # noqa: E402
 
 COUNTED = ("passed", "failed", "refused", "skipped", "not run")
 OPS = ("top_k_per_row_prefill", "top_k_per_row_decode")
+COUNTER = "_counter"  # of seeds, as FlashMLA's scripts name it
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--part", default="1/1", metavar="I/N", help="of DeepGEMM: the I-th of every N cases")
+    parser.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of every N cases; not of vllm")
     options = parser.parse_args()
     part = re.fullmatch(r"(\d+)/(\d+)", options.part)
     if part is None or not 1 <= int(part[1]) <= int(part[2]):
         parser.error(f"part: got {options.part!r}, allowed: I/N, I from 1 to N")
-    if int(part[2]) > 1 and options.suite != "deep_gemm":
-        parser.error(f"part: got {options.part!r}, allowed: of deep_gemm alone, whose cases run one by one")
+    if int(part[2]) > 1 and options.suite == "vllm":
+        parser.error(f"part: got {options.part!r}, allowed: of flash_mla and deep_gemm")
     if not (options.folder / "tests").is_dir():
         parser.error(f"folder: got {options.folder}, which has no tests, allowed: the source of {options.suite}")
     if not torch.cuda.is_available():
@@ -95,7 +100,7 @@ def deep_gemm_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Cou
             with mock.patch.object(tests, "sample_mqa_cases", none_of):
                 getattr(tests, name)()
             counts: Counter[str] = Counter()
-            for number, case in enumerate(cases[part - 1 :: of]):
+            for number, case in list(enumerate(cases))[part - 1 :: of]:
                 torch.manual_seed(number)
                 with mock.patch.object(tests, "sample_mqa_cases", lambda *_, one=case: [one]):
                     counts[outcome(getattr(tests, name))] += 1
@@ -116,22 +121,37 @@ def flash_mla_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Cou
     package: Any = types.ModuleType("flash_mla")
     package.__dict__.update(public(flash_mla))
     environment = {"NO_COOLDOWN": "1", "NSYS_PROFILING_SESSION_ID": "0"}  # nothing is timed
-    for name in ("test_flash_mla_sparse_prefill", "test_flash_mla_sparse_decoding"):
+    prefill, decoding = "test_flash_mla_sparse_prefill", "test_flash_mla_sparse_decoding"
+    scripts: dict[str, Callable[[], object]] = {}
+    if part == 1:
+        scripts[prefill] = lambda: runpy.run_path(str(folder / "tests" / f"{prefill}.py"), run_name="__main__")
+    scripts[decoding] = lambda: run_part(decoding, part, of)
+    for name, run in scripts.items():
         printed = Printed()
         with (
             mock.patch.dict(os.environ, environment), stand_ins({"flash_mla": package}, folder / "tests"),
             contextlib.redirect_stdout(printed),
         ):  # fmt: skip
-            ended = outcome(lambda name=name: runs(folder / "tests" / f"{name}.py"))
+            ended = outcome(lambda name=name, run=run: to_its_end(name, run))
         yield name, counts_of(printed.getvalue(), ended)
 
 
-def runs(script: Path) -> None:
+def run_part(name: str, part: int, of: int) -> None:
+    """The script ``name``, which asks its ``gen_testcase`` for cases and its counter for each one's seed."""
+    script: Any = importlib.import_module(name)
+    all_cases, all_seeds = script.gen_testcase, iter(getattr(script, COUNTER).next, None)
+    seeds = itertools.islice(all_seeds, part - 1, None, of)
+    counter = types.SimpleNamespace(next=lambda: next(seeds))
+    with mock.patch.multiple(script, **{"gen_testcase": lambda: all_cases()[part - 1 :: of], COUNTER: counter}):
+        script.main()
+
+
+def to_its_end(name: str, run: Callable[[], object]) -> None:
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        run()
     except SystemExit as ended:
         if ended.code:
-            raise RuntimeError(f"{script.name} exits with {ended.code}") from None
+            raise RuntimeError(f"{name} exits with {ended.code}") from None
 
 
 def counts_of(text: str, ended: str) -> Counter[str]:

@@ -31,25 +31,59 @@ def test_paged_mqa_logits():
     for dtype, in sample_mqa_cases("paged", [(torch.float8_e4m3fn,), (torch.int16,)]):
         scores(4, 0, dtype)
 """
-FLASH_MLA = """
-import sys
+HELPER = """
 import torch
 import flash_mla
-import helper
+
+NAN = %s
+
+class Counter:
+    count = 0
+
+    def next(self):
+        self.count += 1
+        return self.count - 1
 
 def run(width):
     print(f"Running on {width}")
     q, kv = torch.zeros(2, 4, width).bfloat16(), torch.zeros(5, 1, width).bfloat16()
     indices = torch.zeros(2, 1, 8, dtype=torch.int32)
-    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1)[0].isnan().any().item() == helper.NAN
+    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, 0.1)[0].isnan().any().item() == NAN
+"""
+PREFILL = """
+import sys
+from helper import run
 
 if __name__ == "__main__":
     cases = %s
-    print(f"{len(cases)} testcases to run")
     found = [run(case) for case in cases]
     if not all(found):
         print(f"{found.count(False)} / {len(cases)} cases failed")
         sys.exit(1)
+"""
+DECODING = """
+import sys
+from helper import Counter, run
+
+_counter = Counter()
+
+def gen_testcase():
+    return list(enumerate(%s))
+
+def test_flash_mla(place, width):
+    seed = _counter.next()
+    assert seed == place, (seed, place)
+    return run(abs(width)) and width > 0
+
+def main():
+    cases = gen_testcase()
+    print(f"{len(cases)} testcases to run")
+    for case in cases:
+        if not test_flash_mla(*case):
+            sys.exit(1)
+
+if __name__ == "__main__":
+    main()
 """
 VLLM = """
 import pytest
@@ -80,6 +114,7 @@ class PublicSuites(expecttest.TestCase):
     def _given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.patch, self.printed = tmp_path, monkeypatch, capsys
         monkeypatch.syspath_prepend(SCRIPTS)
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)  # sources change within a second
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
@@ -118,9 +153,9 @@ test_paged_mqa_logits: 0 passed, 0 failed, 1 refused, 0 skipped, 0 not run""",
 
     def test_flash_mla(self) -> None:
         files = {
-            "tests/helper.py": "NAN = False\n",
-            "tests/test_flash_mla_sparse_prefill.py": FLASH_MLA % "[576, 512, 576]",
-            "tests/test_flash_mla_sparse_decoding.py": FLASH_MLA % "[576, 100, 576, 512]",
+            "tests/helper.py": HELPER % False,
+            "tests/test_flash_mla_sparse_prefill.py": PREFILL % "[576, 512, 576]",
+            "tests/test_flash_mla_sparse_decoding.py": DECODING % "[576, 100, 576, 512]",
         }
         text, code = self.counted("flash_mla", files)
         self.assertExpectedInline(
@@ -130,7 +165,7 @@ test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not r
 test_flash_mla_sparse_decoding: 1 passed, 0 failed, 1 refused, 0 skipped, 2 not run""",
         )
         assert code == 1
-        files["tests/test_flash_mla_sparse_decoding.py"] = FLASH_MLA % "[512]"
+        files["tests/test_flash_mla_sparse_decoding.py"] = DECODING % "[512]"
         text, code = self.counted("flash_mla", files)
         self.assertExpectedInline(
             text,
@@ -139,13 +174,40 @@ test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not r
 test_flash_mla_sparse_decoding: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run""",
         )
         assert code == 0
-        text, code = self.counted("flash_mla", {"tests/helper.py": "NAN = True\n"})
+        text, code = self.counted("flash_mla", {"tests/helper.py": HELPER % True})
         self.assertExpectedInline(
             text,
             """\
 test_flash_mla_sparse_prefill: 0 passed, 3 failed, 0 refused, 0 skipped, 0 not run
 test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not run""",
         )
+
+    def test_parts_of_flash_mla(self) -> None:
+        """Each case has the seed of its place among all. What prefill runs is of the first part."""
+        files = {
+            "tests/helper.py": HELPER % False,
+            "tests/test_flash_mla_sparse_prefill.py": PREFILL % "[576, 512]",
+            "tests/test_flash_mla_sparse_decoding.py": DECODING % "[576, 512, -576, 576, 512]",
+        }
+        self.assertExpectedInline(
+            self.counted("flash_mla", files)[0],
+            """\
+test_flash_mla_sparse_prefill: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+test_flash_mla_sparse_decoding: 2 passed, 1 failed, 0 refused, 0 skipped, 2 not run""",
+        )
+        text, code = self.counted("flash_mla", {}, "--part", "1/2")
+        self.assertExpectedInline(
+            text,
+            """\
+test_flash_mla_sparse_prefill: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+test_flash_mla_sparse_decoding: 1 passed, 1 failed, 0 refused, 0 skipped, 1 not run""",
+        )
+        assert code == 1
+        text, code = self.counted("flash_mla", {}, "--part", "2/2")
+        self.assertExpectedInline(
+            text, """test_flash_mla_sparse_decoding: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run"""
+        )
+        assert code == 0
 
     def test_vllm(self) -> None:
         text, code = self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM})
@@ -155,4 +217,4 @@ test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not 
     def test_parts_of_what_has_none(self) -> None:
         with pytest.raises(SystemExit):
             self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM}, "--part", "2/3")
-        assert "part: got '2/3', allowed: of deep_gemm alone" in self.printed.readouterr().err
+        assert "part: got '2/3', allowed: of flash_mla and deep_gemm" in self.printed.readouterr().err
