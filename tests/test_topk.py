@@ -31,6 +31,7 @@ from sparse_attn.workspace import size_of
 
 MI300 = Target("amd", "gfx942", 304, 65536, 64)
 AMPERE = dataclasses.replace(H200, arch=80)  # its programs
+NARROW = (100, 256, 257, 512, 1000, 1024)
 
 
 # --- reference
@@ -155,21 +156,23 @@ def test_plans_stay_within_their_means(target):
 
 
 def test_ctas_spread_evenly():
-    """By their registers: of rows of 1025 to 4096 scores, up to three an SM, no more fit one than must."""
+    """By their registers: of rows of 1025 to 4096 scores, up to three an SM, no more fit one than must. Shorter rows
+    have an SM each or are left alone."""
 
     def claimed(rows, width, k=1024, target=H200):
         plan = dispatch.choose(Problem(rows, width, k), target).plan
         return plan.spread, plan.num_warps, plan.max_registers or 0
 
     for rows in range(1, 400):
-        for width in (1024, 1025, 3000, 4096):
+        for width in (1, 100, 256, 257, 512, 1000, 1024, 1025, 3000, 4096):
             spread, warps, registers = claimed(rows, width)
-            assert spread == (registers > 0) == (width > 1024 and rows <= 3 * 132)
+            assert spread == (registers > 0) == (rows <= (3 * 132 if width > 1024 else 132))
             if spread:
                 assert registers % 8 == 0 and 65536 // (32 * warps * registers) == -(-rows // 132)
     assert claimed(8, 8192) == (True, 8, 136)  # more than half of an SM's
     assert claimed(8, 8192, 2048) == (True, 8, 0) and claimed(500, 8192) == (False, 8, 64)
-    assert not claimed(8, 4096, target=dataclasses.replace(H200, arch=100))[0]
+    assert claimed(133, 1024) == (False, 2, 0)
+    assert not any(claimed(8, width, target=dataclasses.replace(H200, arch=100))[0] for width in (100, 1024, 4096))
 
 
 @pytest.mark.aot
@@ -180,8 +183,29 @@ def test_claimed_registers_are_given():
     with recording("sm_90") as launches:
         for rows in (132, 133, 396):
             launch.top_k_per_row(torch.empty(rows, 4096, device="meta"), None, None, 1024)
-        launch.top_k_per_row(torch.empty(8, 20000, device="meta"), None, None, 1024)
-    assert [compile_launch(launch).registers for launch in launches] == [136, 88, 72, 128]
+        for width in (20000, 1000, 100):
+            launch.top_k_per_row(torch.empty(8, width, device="meta"), None, None, 1024)
+    assert [compile_launch(launch).registers for launch in launches] == [136, 88, 72, 128, 136, 136]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("width", [256, 257, 1024])
+def test_every_key_of_a_narrow_row_is_counted_once(width):
+    """Triton may give an element to several threads, each of which would count it."""
+    from sparse_attn.ops.topk import launch
+    from sparse_attn.testing.launches import compile_launch, recording
+
+    with recording("sm_90") as launches:
+        for stride in (width + -width % 4, 4 * width + 1):
+            logits = torch.empty(8, stride, device="meta")[:, :width]
+            launch.top_k_per_row(logits, None, torch.empty(8, dtype=torch.int32, device="meta"), 64)
+    slots = max(256, 1 << (width - 1).bit_length())
+    for one in launches:
+        compiled = compile_launch(one)
+        digits = 2  # the leading one, and all others in a loop
+        assert compiled.threads * compiled.assembly["ptx"].count("red.shared.add") == digits * slots
+        assert compiled.spill_bytes == 0
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("target", [H200, MI300])
@@ -370,6 +394,23 @@ def test_kernel_far_shorter_rows(device, dirty_workspace):
     starts, ends = (torch.tensor(limit, dtype=torch.int32) for limit in ([0, 4003, 17, 5], [9001, 8098, 4114, 5]))
     want = reference.top_k_per_row(x, starts, ends, 300)
     assert torch.equal(run(x, starts, ends, 300, choice, device), want)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.kernel
+@pytest.mark.parametrize("width", NARROW)
+@pytest.mark.parametrize("k", [1, 24, 600])
+def test_kernel_few_narrow_rows(width, k, device, dirty_workspace):
+    """As launched on Hopper: a CTA of as many threads as a row has slots, or fewer. Rows start anywhere in memory."""
+    kinds = ("normal", "relu", "equal", "special", "nothing", "few", "narrow")
+    x = torch.cat([scores(kind, 1, width) for kind in kinds])
+    choice = dispatch.choose(Problem(len(x), width, k), H200)
+    slots = max(256, 1 << (width - 1).bit_length())
+    assert choice.plan == SingleCta(slots, 8, spread=True, max_registers=136)
+    for some in (x, torch.nn.functional.pad(x, (1, 0))[:, 1:]):
+        for starts, ends in ((None, None), ranges(*x.shape)):
+            want = reference.top_k_per_row(x, starts, ends, k)
+            assert torch.equal(run(some, starts, ends, k, choice, device), want)
 
 
 @pytest.mark.kernel

@@ -78,6 +78,22 @@ def test_kernel(form, device, dirty_workspace):
         assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), k
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.kernel
+@pytest.mark.parametrize("width", [100, 256, 257, 512, 1000, 1024])
+def test_few_narrow_rows(width, device, dirty_workspace):
+    """As launched on Hopper: eight warps, however few slots."""
+    kinds = ("normal", "zeros", "relu", "nothing", "special", "narrow")
+    x = torch.cat([scores(kind, 1, width) for kind in kinds])
+    ends = torch.tensor([width - 3, 0, INT_MAX, width, 9, width], dtype=torch.int32)
+    for k, block_size in ((24, 32), (600, 64)):
+        choice, table = dispatch.choose(Problem(len(x), width, k), H200), tables(3, -(-width // block_size))
+        assert choice.plan.spread and choice.plan.num_warps == 8
+        got = packed(x, ends, k, choice, table, block_size, 2, device)
+        want = expected(x, ends, k, table, block_size, 2)
+        assert torch.equal(got[1], want.indptr) and torch.equal(got[0], want.indices), k
+
+
 @pytest.mark.kernel
 def test_columns_of_a_short_table_are_not_read(device, dirty_workspace):
     """Columns behind the table's last block, none of which competes."""

@@ -158,6 +158,10 @@ def _selection() -> Iterator[Case]:
     """Rows one program holds, rows several programs share, rows of one program each, and k too large to cut down to."""
     for rows, width, k, more in (
         (128, 96, 64, True),
+        (128, 512, 512, True),
+        (8, 1024, 512, True),
+        (4096, 96, 64, True),
+        (4096, 1024, 512, True),
         (128, 2048, 512, True),
         (128, 4096, 2048, True),
         (128, 8192, 2048, False),
@@ -233,6 +237,7 @@ def _fused() -> Iterator[Case]:
         ("deepseek_v32, 1024 rows", 1024, 1, 2048, 32768, True, ""),
         ("deepseek_v32, 1024 of 2 tokens x 131072", 1024, 2, 2048, 131072, True, ""),
         ("deepseek_v4_flash", 64, 1, 512, 8192, False, ""),
+        ("deepseek_v4_flash, 8 x 1024", 8, 1, 512, 1024, True, "sm_90"),
         ("deepseek_v4, 64 of 4 tokens x 65536", 64, 4, 512, 65536, True, ""),
     ):
         slots = (

@@ -54,7 +54,8 @@ PART, MOST_PARTS = 8192, 16  # columns of which a CTA collects the candidates, a
 SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
 WIDE_ROW = 1 << 18
 SAMPLES_ABOVE = 128  # a bound that is to land between k and four times as many, of samples that come by eights
-LEAST_EVEN, MOST_EVEN = 2048, 3  # slots and CTAs of an SM for which CTAs claim registers to spread evenly
+MOST_EVEN = 3  # CTAs an SM up to which they claim registers to spread evenly
+LEAST_EVEN = 2048  # slots below which only CTAs with an SM each do
 WARPS_EVEN = 8  # of these
 REGISTERS = 65536  # of an SM
 
@@ -224,7 +225,7 @@ def _plan_single_cta(problem: Problem, target: Target) -> SingleCta:
     if slots == 8192:  # four CTAs on an SM, where there are as many
         return SingleCta(slots, 8, coalesced=not few, spread=few)
     plan = SingleCta(slots, max(2, slots // 512))
-    return plan if slots < LEAST_EVEN else _evenly(plan, problem.rows, target)
+    return _evenly(plan, problem.rows, target) if few or slots >= LEAST_EVEN else plan
 
 
 def _evenly(plan: SingleCta, rows: int, target: Target) -> SingleCta:
