@@ -265,6 +265,14 @@ PYTHON = [
          "tests/test_batching.py::test_requests_of_all_kinds_draw_what_they_draw_alone"),
     ),
     Mutation(
+        "pinned-memory-used-before-it-was-read", "what is set of a row is overwritten before the device has read it",
+        "sparse_attn/runtime/row_settings.py",
+        "if form.pinned and form.pinned[0].read.query():",
+        "if form.pinned:",
+        ("tests/test_row_edits.py::test_memory_is_used_again_only_once_it_was_read",
+         "tests/test_row_edits.py::test_what_was_noted_arrives_however_late"),
+    ),
+    Mutation(
         "resumed-among-others-blocks", "a preempted request goes on over what its new blocks held before",
         "sparse_attn/runtime/parking.py",
         "    put_back(paged(caches), blocks, parked.blocks)\n",

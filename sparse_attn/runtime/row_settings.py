@@ -9,21 +9,41 @@ from __future__ import annotations
 import ctypes
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.draws import DTYPES, Draws, Sampling
 from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.torch_private import copy_all
+from sparse_attn.torch_private import copy_all, current_stream
 
 CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: "i"}
 NUMBERS = [name for name in Sampling._fields if name in DTYPES]
 OFF = Sampling()
-MAX_STAGED = 16  # forms of what is written at once whose memory on the device is kept
+MAX_FORMS = 16  # of what is written at once, whose memory is kept
+MAX_PINNED = 8  # of a form, for what is written before the device has read what was written before
+
+
+class Pinned(NamedTuple):
+    """Memory on the host that a copy to a GPU is not waited for. read: passed once the device has read it."""
+
+    words: torch.Tensor
+    address: int
+    read: torch.cuda.Event
+
+
+class Form(NamedTuple):
+    """Memory for what is written at once, of so many words: on the device, its parts there, and on the host, the one
+    that was written to first in front."""
+
+    staged: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    pinned: deque[Pinned]
 
 
 class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]]):
@@ -34,7 +54,7 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
     def __init__(self, device: torch.device, allocating: Callable[[], AbstractContextManager[object]]) -> None:
         super().__init__()
         self._device, self._allocating = device, allocating
-        self._staged: dict[tuple[int, ...], tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}  # and its parts
+        self._forms: dict[tuple[int, ...], Form] = {}  # by how many words each part has
 
     def write(self) -> None:
         """Write what was noted, in the order of the current stream. The host does not wait."""
@@ -49,19 +69,37 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
         if len(data) == 4:
             targets[0].fill_(int.from_bytes(data, "little", signed=True))
             return
-        staged, parts = self._staging(tuple(words))
-        staged.copy_(on_host(data, pin=staged.is_cuda), non_blocking=True)
-        copy_all(targets, parts)
+        form = self._form(tuple(words))
+        if self._device.type != "cuda":
+            form.staged.copy_(on_host(data, pin=False))
+            copy_all(targets, form.parts)
+            return
+        pinned = _unread(form)
+        ctypes.memmove(pinned.address, data, len(data))
+        form.staged.copy_(pinned.words, non_blocking=True)
+        copy_all(targets, form.parts)
+        pinned.read.record(current_stream(self._device))
+        if len(form.pinned) < MAX_PINNED:
+            form.pinned.append(pinned)
 
-    def _staging(self, words: tuple[int, ...]) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    def _form(self, words: tuple[int, ...]) -> Form:
         """Where so many words each arrive; that of one row's settings stays."""
-        if (found := self._staged.get(words)) is None:
+        if (found := self._forms.get(words)) is None:
             with self._allocating():
                 staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
-            found = staged, staged.split(words)
-            if len(self._staged) < MAX_STAGED:
-                self._staged[words] = found
+            found = Form(staged, staged.split(words), deque())
+            if len(self._forms) < MAX_FORMS:
+                self._forms[words] = found
         return found
+
+
+def _unread(form: Form) -> Pinned:
+    """Memory on the host that no copy still reads: new where the device has not passed the first one written to, since
+    it takes long to get. Nobody else writes to it until it is put back."""
+    if form.pinned and form.pinned[0].read.query():
+        return form.pinned.popleft()
+    words = torch.empty(form.staged.shape[0], dtype=torch.int32, device="cpu", pin_memory=True)
+    return Pinned(words, words.data_ptr(), torch.cuda.Event())
 
 
 def on_host(data: bytes, *, pin: bool) -> torch.Tensor:
