@@ -17,8 +17,8 @@ __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
     "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "fake_mode",
     "fake_processes", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function",
-    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
-    "stream_handle",
+    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "send_all",
+    "storage_key", "stream_handle",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -63,6 +63,14 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     GPU in a few launches for all."""
     functions: Any = torch
     functions._foreach_copy_(targets, sources)
+
+
+def send_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources``, in pinned memory of the host, into the tensor of a GPU in its place, of the same shape
+    and dtype, on the current stream of that GPU. Of tensors on two devices torch makes a copy each, as ``copy_`` does,
+    here by one call. The host does not wait."""
+    functions: Any = torch
+    functions._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def stream_handle(device: torch.device) -> int:

@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support.pretended_gpu import DEVICE, pretended_gpu
+from support.pretended_gpu import DEVICE, OnGpu, pretended_gpu
 
-from sparse_attn.runtime.row_settings import MAX_FORMS, MAX_PINNED, RowEdits, rows_of
+from sparse_attn.runtime.row_settings import MAX_COPIES, MAX_FORMS, MAX_PINNED, RowEdits, rows_of
 from sparse_attn.torch_private import EagerDispatchMode, occupy
 
 pretending = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -28,7 +28,7 @@ class Lagging(EagerDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.queue: deque[list[tuple[torch.Tensor, torch.Tensor]]] = deque()  # targets and what is copied there
-        self.done = self.pinned = 0
+        self.done = self.pinned = self.launched = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -40,6 +40,7 @@ class Lagging(EagerDispatchMode):
         if name not in pairs:
             return func(*args, **(kwargs or {}))
         self.queue.append(pairs[name](*args))
+        self.launched += name == "_foreach_copy_" and isinstance(args[1][0], OnGpu)
         return None if name == "_foreach_copy_" else args[0]
 
     def run(self, count: int = 2**31) -> None:
@@ -104,6 +105,19 @@ def test_memory_is_used_again_only_once_it_was_read():
 
 
 @pretending
+@pytest.mark.parametrize(("rows", "given"), [(1, 1), (MAX_COPIES, 1), (MAX_COPIES + 1, 2)])
+def test_few_tensors_are_copied_to_and_many_are_launched(rows, given):
+    with lagging() as device:
+        loop = Loop()
+        for row in range(rows):
+            loop.note(0, row, row << 4)
+        loop.edits.write()
+        assert len(device.queue) == given and device.launched == given - 1
+        device.run()
+        assert loop.holds_what_was_set()
+
+
+@pretending
 @pytest.mark.parametrize("seed", range(4))
 def test_what_was_noted_arrives_however_late(seed):
     """Of two loops, in forms of one row to many and more forms than are kept."""
@@ -135,16 +149,17 @@ def test_on_a_cpu_nothing_is_pinned():
 
 @pytest.mark.gpu
 def test_what_was_noted_arrives_behind_a_busy_gpu():
+    """Of one row, which is copied, and of all, which are launched. Nobody waits, once there is memory for it."""
     loop = Loop(torch.device("cuda", 0))
-    for turn in range(2):
-        for row in range(ROWS if turn else 1):
-            loop.note(0, row, row << 4)
-        loop.edits.write()
-    torch.cuda.synchronize()
-    occupy(1_000_000_000)
-    for turn in range(3 * MAX_PINNED):
-        for row in range(ROWS if turn % 4 == 0 else 1):
-            loop.note(0, (row + turn) % ROWS, turn << 4)
-        loop.edits.write()
-    torch.cuda.synchronize()
-    assert loop.holds_what_was_set()
+    for again in (False, True):
+        for busy in (False, True):  # a kernel's first launch loads it, and loading waits for what runs
+            if busy:
+                occupy(2_000_000_000)
+            end = torch.cuda.current_stream().record_event()
+            for turn in range(2 * MAX_PINNED if busy else 2):
+                for row in range(ROWS if turn % 2 else 1):
+                    loop.note(0, (row + turn) % ROWS, turn << 4)
+                loop.edits.write()
+            assert not (again and busy and end.query())
+            torch.cuda.synchronize()
+            assert loop.holds_what_was_set()

@@ -1,7 +1,7 @@
 """What is set of a row of a decode loop before its prompt is computed: its random stream, its rings, its sampling.
 
 The tensors that a step reads hold a value a row each. What is set of rows between two steps is noted on the host, then
-goes to the device in one copy, and from there into the tensors in one launch.
+goes into the tensors: a copy each of a few, else in one copy and from there in one launch.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ import torch
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.draws import DTYPES, Draws, Sampling
 from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.torch_private import copy_all, current_stream
+from sparse_attn.torch_private import copy_all, current_stream, send_all
 
 CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: "i"}
 NUMBERS = [name for name in Sampling._fields if name in DTYPES]
 OFF = Sampling()
 MAX_FORMS = 16  # of what is written at once, whose memory is kept
 MAX_PINNED = 8  # of a form, for what is written before the device has read what was written before
+MAX_COPIES = 8  # tensors written to by a copy each; one launch for all took the host 58 us behind a prefill
 
 
 class Pinned(NamedTuple):
-    """Memory on the host that a copy to a GPU is not waited for. read: passed once the device has read it."""
+    """Memory on the host that a copy to a GPU is not waited for, and its parts. read: passed once the device has read
+    it."""
 
     words: torch.Tensor
+    parts: Sequence[torch.Tensor]
     address: int
     read: torch.cuda.Event
 
 
 class Form(NamedTuple):
-    """Memory for what is written at once, of so many words: on the device, its parts there, and on the host, the one
-    that was written to first in front."""
+    """Memory for what is written at once, in parts of so many words. staged, parts: on the device, of more parts than
+    are copied one by one. pinned: on the host, the one that was written to first in front."""
 
-    staged: torch.Tensor
+    words: tuple[int, ...]
+    staged: torch.Tensor | None
     parts: Sequence[torch.Tensor]
     pinned: deque[Pinned]
 
@@ -69,25 +73,30 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
         if len(data) == 4:
             targets[0].fill_(int.from_bytes(data, "little", signed=True))
             return
-        form = self._form(tuple(words))
         if self._device.type != "cuda":
-            form.staged.copy_(on_host(data, pin=False))
-            copy_all(targets, form.parts)
+            copy_all(targets, on_host(data, pin=False).split(words))
             return
+        form = self._form(tuple(words))
         pinned = _unread(form)
         ctypes.memmove(pinned.address, data, len(data))
-        form.staged.copy_(pinned.words, non_blocking=True)
-        copy_all(targets, form.parts)
+        if form.staged is None:
+            send_all(targets, pinned.parts)
+        else:
+            form.staged.copy_(pinned.words, non_blocking=True)
+            copy_all(targets, form.parts)
         pinned.read.record(current_stream(self._device))
         if len(form.pinned) < MAX_PINNED:
             form.pinned.append(pinned)
 
     def _form(self, words: tuple[int, ...]) -> Form:
-        """Where so many words each arrive; that of one row's settings stays."""
+        """The memory of parts of so many words; that of one row's settings stays."""
         if (found := self._forms.get(words)) is None:
-            with self._allocating():
-                staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
-            found = Form(staged, staged.split(words), deque())
+            staged, parts = None, ()
+            if len(words) > MAX_COPIES:
+                with self._allocating():
+                    staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
+                parts = staged.split(words)
+            found = Form(words, staged, parts, deque())
             if len(self._forms) < MAX_FORMS:
                 self._forms[words] = found
         return found
@@ -98,8 +107,8 @@ def _unread(form: Form) -> Pinned:
     it takes long to get. Nobody else writes to it until it is put back."""
     if form.pinned and form.pinned[0].read.query():
         return form.pinned.popleft()
-    words = torch.empty(form.staged.shape[0], dtype=torch.int32, device="cpu", pin_memory=True)
-    return Pinned(words, words.data_ptr(), torch.cuda.Event())
+    words = torch.empty(sum(form.words), dtype=torch.int32, device="cpu", pin_memory=True)
+    return Pinned(words, words.split(form.words), words.data_ptr(), torch.cuda.Event())
 
 
 def on_host(data: bytes, *, pin: bool) -> torch.Tensor:

@@ -22,7 +22,8 @@ from sparse_attn.torch_private import map_leaves, no_torch_function
 
 DEVICE = torch.device("cuda", 0)
 READS = {"tolist", "item", "numpy", "nonzero", "equal", "cpu", "__bool__", "__int__", "__index__", "__float__"}
-MOVES = {"to", "cpu", "copy_"}
+COPIES = {"copy_", "_foreach_copy_"}
+MOVES = {"to", "cpu", *COPIES}
 FACTS = {"device": DEVICE, "is_cuda": True, "_base": None}
 
 
@@ -51,7 +52,7 @@ class Gpu(TorchFunctionMode):
                 f"{name}: Expected all tensors to be on the same device, got {list(there[0].shape)} on cpu"
             )
         args, kwargs, made = _placed(name, args, kwargs, here)
-        if self.stepping and (here and name in READS or there and (made or name == "copy_")):
+        if self.stepping and (here and name in READS or there and (made or name in COPIES)):
             raise RuntimeError(f"{name}: a step reads the device, or takes a tensor from the host")
         out = func(*args, **kwargs)
         if name in ("to", "cpu") and out is args[0] and made != here:
