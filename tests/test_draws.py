@@ -11,6 +11,7 @@ from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.generate import Model, Sampling, generate
 from sparse_attn.runtime.graph import DecodeGraph
+from sparse_attn.runtime.inputs import checked_sampling
 from sparse_attn.runtime.steps import Decode, advance, decode_step
 from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
@@ -144,6 +145,13 @@ def test_errors_name_the_argument(model, message):
     with pytest.raises((TypeError, ValueError)) as error:
         generate(model, [[1]], max_new_tokens=1, sampling=ERRORS[message])
     assert str(error.value).startswith(message)
+
+
+def test_stop_ids_of_an_unknown_vocabulary_may_be_long():
+    assert checked_sampling(Sampling(stop_ids=(2**32 + 5, 1, 2**63 - 1))).stop_ids == (2**32 + 5, 1, 2**63 - 1)
+    for token in (-1, 2**63):
+        with pytest.raises(ValueError, match=f"^stop_ids: got id {token}, allowed: 0 to {2**63 - 1}"):
+            checked_sampling(Sampling(stop_ids=(2**40, token)))
 
 
 def test_penalties_without_counts_are_refused():

@@ -1,5 +1,7 @@
 """Which prefix a prompt begins from, who holds its blocks, and what is let go of."""
 
+from array import array
+
 import pytest
 from conftest import long
 from hypothesis import given, settings
@@ -31,6 +33,13 @@ def test_a_prompt_begins_with_the_longest_prefix_and_computes_at_least_one_token
     keys = prefixes.keys([1, 2, 9, 4, 5])
     assert len(keys) == len({*keys, *prefixes.keys([9, 4])}) - 1 == 2
     assert prefixes.begin([1, 2, 9, 4, 5], keys=keys) == (blocks[:1], None, 1)
+
+
+def test_words_of_32_bits_have_the_keys_of_their_tokens():
+    prefixes, tokens = Prefixes(BlockPool(1), BLOCK), [1, 2, 3, 2**32 - 1, 5]
+    assert prefixes.keys(array("I", tokens)) == prefixes.keys(tokens) and len(prefixes.keys(tokens)) == 2
+    with pytest.raises(OverflowError):
+        prefixes.keys([1, 2**32])
 
 
 def test_the_same_tokens_are_kept_once():

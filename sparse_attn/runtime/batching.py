@@ -186,7 +186,7 @@ class Batching:
         outside of the vocabulary, more stop ids or other penalties than the scheduler was made for. RuntimeError where
         max_waiting are queued.
         """
-        ids = checked_prompt("prompt", prompt, self.model.spec, max_new_tokens)
+        ids, words = checked_prompt("prompt", prompt, self.model.spec, max_new_tokens)
         sampling = checked_sampling(sampling, self.model.spec.vocab_size)
         if seed is not None:
             checks.check_seed("seed", seed)
@@ -203,7 +203,7 @@ class Batching:
             check_same(self.model.mesh, self._device, prompt=ids, max_new_tokens=most, sampling=sampling, seed=seed)
         request = Request(
             self._next, ids, most, sampling, sampling.seed if seed is None else int(seed), on_token,
-            self.seats.prefixes.keys(ids) if self.seats.share else [], self._drafts,
+            self.seats.prefixes.keys(words) if self.seats.share else [], self._drafts,
         )  # fmt: skip
         self._next += 1
         self.seats.waiting.append(request)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
+from operator import countOf
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ def checked_prompts(
     if not _is_sequence(prompts):
         raise TypeError(f"prompts: got {_shown(prompts)}, allowed: a sequence of prompts")
     found = [
-        checked_prompt(f"prompts[{number}]", prompt, spec, max_new_tokens) for number, prompt in enumerate(prompts)
+        checked_prompt(f"prompts[{number}]", prompt, spec, max_new_tokens)[0] for number, prompt in enumerate(prompts)
     ]
     if not found:
         raise ValueError("prompts: got none, allowed: at least one")
@@ -35,19 +37,20 @@ def checked_prompts(
 
 def checked_prompt(
     name: str, prompt: Sequence[int] | torch.Tensor, spec: Spec | CompressedSpec, max_new_tokens: int
-) -> list[int]:
-    """The ids of one prompt, ``name`` in errors; as ``checked_prompts``."""
+) -> tuple[list[int], Sequence[int]]:
+    """The ids of one prompt, ``name`` in errors; as ``checked_prompts``. The same once more, as words of 32 bits where
+    they fit, from which keys are made (Prefixes)."""
     checks.check_at_least("max_new_tokens", max_new_tokens, 1)
     ids = integers(name, prompt)
     if not ids:
         raise ValueError(f"{name}: got no token, allowed: at least one")
-    _check_ids(name, ids, spec.vocab_size)
+    words = _check_ids(name, ids, spec.vocab_size)
     if len(ids) + max_new_tokens - 1 > spec.max_positions:
         raise ValueError(
             f"{name}: got {len(ids)} tokens to be followed by {max_new_tokens}, allowed: "
             f"{spec.max_positions + 1} in all, the model knows {spec.max_positions} positions"
         )
-    return ids
+    return ids, words
 
 
 def checked_sampling(sampling: Sampling, vocab_size: int | None = None) -> Sampling:
@@ -143,7 +146,7 @@ def integers(name: str, values: Any) -> list[int]:
         if values.dim() != 1 or values.dtype not in INTEGERS:
             raise TypeError(f"{name}: got {_shown(values)}, allowed: one dimension of integers")
         return values.tolist()
-    if type(values) is list and list(map(type, values)).count(int) == len(values):
+    if type(values) is list and countOf(map(type, values), int) == len(values):
         return values.copy()
     if not _is_sequence(values):
         raise TypeError(f"{name}: got {_shown(values)}, allowed: a sequence of integers")
@@ -157,11 +160,18 @@ def _is_sequence(values: object) -> bool:
     return isinstance(values, Sequence) and not isinstance(values, str) or getattr(values, "ndim", 0) > 0
 
 
-def _check_ids(name: str, ids: list[int], vocab_size: int | None) -> None:
+def _check_ids(name: str, ids: list[int], vocab_size: int | None) -> Sequence[int]:
+    """``ids``, as words of 32 bits where they fit; ValueError names the first that is no token."""
     most = 2**63 - 1 if vocab_size is None else vocab_size - 1
-    if ids and not (min(ids) >= 0 and max(ids) <= most):
-        outside = next(token for token in ids if not 0 <= token <= most)
-        raise ValueError(f"{name}: got id {outside}, allowed: 0 to {most}")
+    try:
+        words = array("I", ids)  # none is negative then
+    except OverflowError:
+        words = ids
+    if ids and (words is ids or max(ids) > most):
+        for token in ids:
+            if not 0 <= token <= most:
+                raise ValueError(f"{name}: got id {token}, allowed: 0 to {most}")
+    return words
 
 
 def _shown(value: object) -> str:
