@@ -97,6 +97,10 @@ def test_only_what_is_held_is_shared():
     with pytest.raises(ValueError, match="^blocks: got 2"):
         pool.share([*mine, 2])
     assert pool.holders(mine[0]) == 1
+    prefixes = Prefixes(pool, BLOCK)
+    with pytest.raises(ValueError, match="^blocks: got 2"):
+        prefixes.keep([1, 2, 3, 4], [*mine, 2])
+    assert pool.holders(mine[0]) == 1 and len(prefixes) == 0
     pool.share(mine)
     pool.give_back(mine)
     assert pool.holders(mine[0]) == 1 and len(pool) == 2

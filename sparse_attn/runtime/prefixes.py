@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice, takewhile
+from itertools import islice
 
 from sparse_attn.runtime.paging import BlockPool
 
@@ -60,15 +60,21 @@ class Prefixes:
         ring: what to copy into the request's own before its first step; None without rings or without blocks. known:
         how many blocks of ``tokens`` are kept, usable or not. At least one token is left to compute.
         """
-        most = (len(tokens) - 1) // self.block_size
-        found = list(takewhile(self._kept.__contains__, (self.keys(tokens) if keys is None else keys)[:most]))
-        usable = len(found)
-        while usable and self._rings is not None and found[usable - 1] not in self._borders:
+        kept, most, blocks = self._kept, (len(tokens) - 1) // self.block_size, []
+        if keys is None:
+            keys = self.keys(tokens)
+        for key in keys[:most]:
+            if (block := kept.get(key)) is None:
+                break
+            blocks.append(block)
+        usable = known = len(blocks)
+        while usable and self._rings is not None and keys[usable - 1] not in self._borders:
             usable -= 1
-        self._touch(found)
-        blocks = [self._kept[key] for key in found[:usable]]
+        for key in reversed(keys[:known]):  # the first block last, so that it outlives those that continue it
+            kept.move_to_end(key)
+        del blocks[usable:]
         self.pool.share(blocks)
-        return blocks, self._borders.get(found[usable - 1]) if usable else None, len(found)
+        return blocks, self._borders.get(keys[usable - 1]) if usable else None, known
 
     def keep(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Keep the whole blocks of ``tokens``, whose keys were written. blocks: those of the request, of which others
@@ -77,11 +83,13 @@ class Prefixes:
 
     def keep_keys(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
         """As ``keep``, of tokens whose whole blocks have ``keys``."""
-        kept = self._kept
-        new = {key: block for key, block in zip(keys, blocks) if key not in kept}
-        self.pool.share(new.values())
-        kept.update(new)
-        self._touch(keys)
+        kept, pairs = self._kept, list(zip(keys, blocks))
+        self.pool.share([block for key, block in pairs if key not in kept])
+        for key, block in reversed(pairs):  # the first block last, as above
+            if key in kept:
+                kept.move_to_end(key)
+            else:
+                kept[key] = block
 
     def ring_for(self, tokens: Sequence[int]) -> int | None:
         """The ring to copy a request's own into, that has computed ``tokens``, whole blocks that are kept; None where
@@ -123,8 +131,3 @@ class Prefixes:
         self.pool.give_back([self._kept.pop(key)])
         if self._rings is not None and key in self._borders:
             self._rings.append(self._borders.pop(key))
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        touch = self._kept.move_to_end
-        for key in reversed(keys):  # the first block last, so that it outlives those that continue it
-            touch(key)

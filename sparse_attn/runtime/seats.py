@@ -127,12 +127,10 @@ class Seats:
     def start(self, requests: Sequence[Request]) -> None:
         """Let rows decode, whose prompts are computed, whose first tokens are drawn and whose lengths were noted."""
         rows = [request.row for request in requests if request.row is not None]
-        self.loop.start_checked(rows, **self._speculation(requests))
+        self.loop.start_checked(rows, **(self._speculation(requests) if self.loop.speculate else {}))
 
     def _speculation(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
         """What a loop that speculates wants to know of rows that start."""
-        if not self.loop.speculate:
-            return {}
         ends = torch.tensor([one.most for one in requests], dtype=torch.int32, device="cpu")
         if self.loop.known is None:
             return dict(ends=ends)
