@@ -66,9 +66,9 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 
 
 def send_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``sources``, in pinned memory of the host, into the tensor of a GPU in its place, of the same shape
-    and dtype, on the current stream of that GPU. Of tensors on two devices torch makes a copy each, as ``copy_`` does,
-    here by one call. The host does not wait."""
+    """Copy each of ``sources``, on the host, into the tensor in its place, of the same shape and dtype: on a GPU in the
+    order of its current stream. Of tensors on two devices torch makes a copy each, as ``copy_`` does, here by one call,
+    which does not wait where ``sources`` are pinned."""
     functions: Any = torch
     functions._foreach_copy_(targets, sources, non_blocking=True)
 

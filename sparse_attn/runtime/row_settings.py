@@ -26,28 +26,29 @@ CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: 
 NUMBERS = [name for name in Sampling._fields if name in DTYPES]
 OFF = Sampling()
 MAX_FORMS = 16  # of what is written at once, whose memory is kept
-MAX_PINNED = 8  # of a form, for what is written before the device has read what was written before
+MAX_SENT = 8  # pieces of it on the host, for what is written before the device has read what was written before
 MAX_COPIES = 8  # tensors written to by a copy each; one launch for all took the host 58 us behind a prefill
 
 
-class Pinned(NamedTuple):
-    """Memory on the host that a copy to a GPU is not waited for, and its parts. read: passed once the device has read
-    it."""
+class Sent(NamedTuple):
+    """Memory on the host, and its parts, that tensors are copied from: pinned for a GPU, so that copies are not waited
+    for. data: the same as bytes. read: passed once that GPU has read it; None on a CPU, which has read it when the
+    copies return."""
 
     words: torch.Tensor
     parts: Sequence[torch.Tensor]
-    address: int
-    read: torch.cuda.Event
+    data: memoryview
+    read: torch.cuda.Event | None
 
 
 class Form(NamedTuple):
     """Memory for what is written at once, in parts of so many words. staged, parts: on the device, of more parts than
-    are copied one by one. pinned: on the host, the one that was written to first in front."""
+    are copied one by one. sent: on the host, the one that was written to first in front."""
 
     words: tuple[int, ...]
     staged: torch.Tensor | None
     parts: Sequence[torch.Tensor]
-    pinned: deque[Pinned]
+    sent: deque[Sent]
 
 
 class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]]):
@@ -57,7 +58,7 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
 
     def __init__(self, device: torch.device, allocating: Callable[[], AbstractContextManager[object]]) -> None:
         super().__init__()
-        self._device, self._allocating = device, allocating
+        self._device, self._allocating, self._on_gpu = device, allocating, device.type == "cuda"
         self._forms: dict[tuple[int, ...], Form] = {}  # by how many words each part has
 
     def write(self) -> None:
@@ -73,26 +74,24 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
         if len(data) == 4:
             targets[0].fill_(int.from_bytes(data, "little", signed=True))
             return
-        if self._device.type != "cuda":
-            copy_all(targets, on_host(data, pin=False).split(words))
-            return
         form = self._form(tuple(words))
-        pinned = _unread(form)
-        ctypes.memmove(pinned.address, data, len(data))
+        sent = self._unread(form)
+        sent.data[:] = data
         if form.staged is None:
-            send_all(targets, pinned.parts)
+            send_all(targets, sent.parts)
         else:
-            form.staged.copy_(pinned.words, non_blocking=True)
+            form.staged.copy_(sent.words, non_blocking=True)
             copy_all(targets, form.parts)
-        pinned.read.record(current_stream(self._device))
-        if len(form.pinned) < MAX_PINNED:
-            form.pinned.append(pinned)
+        if sent.read is not None:
+            sent.read.record(current_stream(self._device))
+        if len(form.sent) < MAX_SENT:
+            form.sent.append(sent)
 
     def _form(self, words: tuple[int, ...]) -> Form:
         """The memory of parts of so many words; that of one row's settings stays."""
         if (found := self._forms.get(words)) is None:
             staged, parts = None, ()
-            if len(words) > MAX_COPIES:
+            if self._on_gpu and len(words) > MAX_COPIES:
                 with self._allocating():
                     staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
                 parts = staged.split(words)
@@ -101,14 +100,14 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
                 self._forms[words] = found
         return found
 
-
-def _unread(form: Form) -> Pinned:
-    """Memory on the host that no copy still reads: new where the device has not passed the first one written to, since
-    it takes long to get. Nobody else writes to it until it is put back."""
-    if form.pinned and form.pinned[0].read.query():
-        return form.pinned.popleft()
-    words = torch.empty(sum(form.words), dtype=torch.int32, device="cpu", pin_memory=True)
-    return Pinned(words, words.split(form.words), words.data_ptr(), torch.cuda.Event())
+    def _unread(self, form: Form) -> Sent:
+        """Memory on the host that no copy still reads, and that is the caller's until it is put back. Pinned memory
+        takes long to get, so it is new only where the device has yet to read what was written to first."""
+        if form.sent and ((read := form.sent[0].read) is None or read.query()):
+            return form.sent.popleft()
+        words = torch.empty(sum(form.words), dtype=torch.int32, device="cpu", pin_memory=self._on_gpu)
+        data = memoryview((ctypes.c_char * words.nbytes).from_address(words.data_ptr())).cast("B")
+        return Sent(words, words.split(form.words), data, torch.cuda.Event() if self._on_gpu else None)
 
 
 def on_host(data: bytes, *, pin: bool) -> torch.Tensor:
