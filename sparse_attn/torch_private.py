@@ -17,8 +17,8 @@ __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
     "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "fake_mode",
     "fake_processes", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function",
-    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "send_all",
-    "storage_key", "stream_handle",
+    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
+    "stream_handle",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -59,16 +59,9 @@ def exported(kind: type[Named]) -> type[Named]:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``sources`` into the tensor of ``targets`` in its place, of the same shape, dtype and device: on a
-    GPU in a few launches for all."""
-    functions: Any = torch
-    functions._foreach_copy_(targets, sources)
-
-
-def send_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each of ``sources``, on the host, into the tensor in its place, of the same shape and dtype: on a GPU in the
-    order of its current stream. Of tensors on two devices torch makes a copy each, as ``copy_`` does, here by one call,
-    which does not wait where ``sources`` are pinned."""
+    """Copy each of ``sources`` into the tensor of ``targets`` in its place, of the same shape and dtype: within a GPU
+    in a few launches for all, from the host to a GPU by a copy each, in the order of its current stream. The host does
+    not wait where sources are pinned."""
     functions: Any = torch
     functions._foreach_copy_(targets, sources, non_blocking=True)
 

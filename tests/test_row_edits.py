@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.pretended_gpu import DEVICE, OnGpu, pretended_gpu
 
-from sparse_attn.runtime.row_settings import MAX_COPIES, MAX_FORMS, MAX_SENT, RowEdits, rows_of
+from sparse_attn.runtime.row_settings import MAX_BUFFERS, MAX_COPIES, MAX_FORMS, RowEdits, rows_of
 from sparse_attn.torch_private import EagerDispatchMode, occupy
 
 pretending = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -87,19 +87,19 @@ class Loop:
 def test_memory_is_used_again_only_once_it_was_read():
     with lagging() as device:
         loop = Loop()
-        for turn in range(3 * MAX_SENT):
+        for turn in range(3 * MAX_BUFFERS):
             loop.note(0, turn % ROWS, turn)
             loop.edits.write()
-        assert device.pinned == 3 * MAX_SENT and not loop.held[0].any()
+        assert device.pinned == 3 * MAX_BUFFERS and not loop.held[0].any()
         device.run()
         assert loop.holds_what_was_set()
-        for turn in range(MAX_SENT):  # what is kept was read
+        for turn in range(MAX_BUFFERS):  # what is kept was read
             loop.note(0, turn, -turn)
             loop.edits.write()
-        assert device.pinned == 3 * MAX_SENT
+        assert device.pinned == 3 * MAX_BUFFERS
         loop.note(0, ROWS - 1, 7)
         loop.edits.write()
-        assert device.pinned == 3 * MAX_SENT + 1  # and no more is kept
+        assert device.pinned == 3 * MAX_BUFFERS + 1  # and no more is kept
         device.run()
         assert loop.holds_what_was_set()
 
@@ -156,7 +156,7 @@ def test_what_was_noted_arrives_behind_a_busy_gpu():
             if busy:
                 occupy(2_000_000_000)
             end = torch.cuda.current_stream().record_event()
-            for turn in range(2 * MAX_SENT if busy else 2):
+            for turn in range(2 * MAX_BUFFERS if busy else 2):
                 for row in range(ROWS if turn % 2 else 1):
                     loop.note(0, (row + turn) % ROWS, turn << 4)
                 loop.edits.write()

@@ -164,7 +164,7 @@ def test_what_is_set_between_steps_is_written_once_and_last():
     loop.leave([0])
     loop.prepare(3, seed=6, blocks=[9])
     loop.start([3], [2])
-    with mock.patch.object(row_settings, "send_all", side_effect=row_settings.send_all) as copies:
+    with mock.patch.object(row_settings, "copy_all", side_effect=row_settings.copy_all) as copies:
         state = loop.state
         assert loop.state is state and copies.call_count == 1
     assert state.seq_lens.tolist() == [0, 0, 0, 2] and state.seeds[1].item() == 5 and state.seeds[3].item() == 6

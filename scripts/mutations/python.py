@@ -267,7 +267,7 @@ PYTHON = [
     Mutation(
         "pinned-memory-used-before-it-was-read", "what is set of a row is overwritten before the device has read it",
         "sparse_attn/runtime/row_settings.py",
-        "is None or read.query())",
+        "is None or copied.query())",
         "is None or True)",
         ("tests/test_row_edits.py::test_memory_is_used_again_only_once_it_was_read",
          "tests/test_row_edits.py::test_what_was_noted_arrives_however_late"),

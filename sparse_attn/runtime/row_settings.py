@@ -20,35 +20,35 @@ import torch
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.runtime.draws import DTYPES, Draws, Sampling
 from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.torch_private import copy_all, current_stream, send_all
+from sparse_attn.runtime.steps import sent
+from sparse_attn.torch_private import copy_all, current_stream
 
 CODES = {torch.float64: "d", torch.int64: "q", torch.float32: "f", torch.int32: "i"}
 NUMBERS = [name for name in Sampling._fields if name in DTYPES]
 OFF = Sampling()
 MAX_FORMS = 16  # of what is written at once, whose memory is kept
-MAX_SENT = 8  # pieces of it on the host, for what is written before the device has read what was written before
+MAX_BUFFERS = 8  # of a form on the host, for what is written before the device has read what was written before
 MAX_COPIES = 8  # tensors written to by a copy each; one launch for all took the host 58 us behind a prefill
 
 
-class Sent(NamedTuple):
+class StagingBuffer(NamedTuple):
     """Memory on the host, and its parts, that tensors are copied from: pinned for a GPU, so that copies are not waited
-    for. data: the same as bytes. read: passed once that GPU has read it; None on a CPU, which has read it when the
-    copies return."""
+    for. data: the same as bytes. copied: an event behind the last copies; None on a CPU, where none is under way."""
 
     words: torch.Tensor
     parts: Sequence[torch.Tensor]
     data: memoryview
-    read: torch.cuda.Event | None
+    copied: torch.cuda.Event | None
 
 
 class Form(NamedTuple):
-    """Memory for what is written at once, in parts of so many words. staged, parts: on the device, of more parts than
-    are copied one by one. sent: on the host, the one that was written to first in front."""
+    """Memory for what is written at once, in parts of so many words. on_device, parts: what more parts than are copied
+    one by one pass through. buffers: on the host, the one that was used first in front."""
 
     words: tuple[int, ...]
-    staged: torch.Tensor | None
+    on_device: torch.Tensor | None
     parts: Sequence[torch.Tensor]
-    sent: deque[Sent]
+    buffers: deque[StagingBuffer]
 
 
 class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int], bytes]]):
@@ -75,48 +75,39 @@ class RowEdits(dict[tuple[str, int], tuple[Sequence[torch.Tensor], Sequence[int]
             targets[0].fill_(int.from_bytes(data, "little", signed=True))
             return
         form = self._form(tuple(words))
-        sent = self._unread(form)
-        sent.data[:] = data
-        if form.staged is None:
-            send_all(targets, sent.parts)
+        buffer = self._free_buffer(form)
+        buffer.data[:] = data
+        if form.on_device is None:
+            copy_all(targets, buffer.parts)
         else:
-            form.staged.copy_(sent.words, non_blocking=True)
+            form.on_device.copy_(buffer.words, non_blocking=True)
             copy_all(targets, form.parts)
-        if sent.read is not None:
-            sent.read.record(current_stream(self._device))
-        if len(form.sent) < MAX_SENT:
-            form.sent.append(sent)
+        if buffer.copied is not None:
+            buffer.copied.record(current_stream(self._device))
+        if len(form.buffers) < MAX_BUFFERS:
+            form.buffers.append(buffer)
 
     def _form(self, words: tuple[int, ...]) -> Form:
         """The memory of parts of so many words; that of one row's settings stays."""
         if (found := self._forms.get(words)) is None:
-            staged, parts = None, ()
+            on_device, parts = None, ()
             if self._on_gpu and len(words) > MAX_COPIES:
                 with self._allocating():
-                    staged = torch.empty(sum(words), dtype=torch.int32, device=self._device)
-                parts = staged.split(words)
-            found = Form(words, staged, parts, deque())
+                    on_device = torch.empty(sum(words), dtype=torch.int32, device=self._device)
+                parts = on_device.split(words)
+            found = Form(words, on_device, parts, deque())
             if len(self._forms) < MAX_FORMS:
                 self._forms[words] = found
         return found
 
-    def _unread(self, form: Form) -> Sent:
-        """Memory on the host that no copy still reads, and that is the caller's until it is put back. Pinned memory
-        takes long to get, so it is new only where the device has yet to read what was written to first."""
-        if form.sent and ((read := form.sent[0].read) is None or read.query()):
-            return form.sent.popleft()
+    def _free_buffer(self, form: Form) -> StagingBuffer:
+        """One that no copy still reads, the caller's until it is put back. Pinned memory takes long to get, so it is
+        new only where the device has yet to read the one that was used first."""
+        if form.buffers and ((copied := form.buffers[0].copied) is None or copied.query()):
+            return form.buffers.popleft()
         words = torch.empty(sum(form.words), dtype=torch.int32, device="cpu", pin_memory=self._on_gpu)
         data = memoryview((ctypes.c_char * words.nbytes).from_address(words.data_ptr())).cast("B")
-        return Sent(words, words.split(form.words), data, torch.cuda.Event() if self._on_gpu else None)
-
-
-def on_host(data: bytes, *, pin: bool) -> torch.Tensor:
-    """``data``, whole words, as int32. pin: in memory that a copy to a GPU is not waited for."""
-    if not pin:
-        return torch.frombuffer(bytearray(data), dtype=torch.int32)
-    pinned = torch.empty(len(data) // 4, dtype=torch.int32, device="cpu", pin_memory=True)
-    ctypes.memmove(pinned.data_ptr(), data, len(data))
-    return pinned
+        return StagingBuffer(words, words.split(form.words), data, torch.cuda.Event() if self._on_gpu else None)
 
 
 class RowSettings:
@@ -180,9 +171,8 @@ class RowSettings:
                 continue
             self.draws.prompted[row].zero_()
             if prompt:
-                device = self.draws.counts.device
-                ids = on_host(array("q", prompt).tobytes(), pin=device.type == "cuda").view(torch.int64)
-                self.draws.prompted[row].index_fill_(0, ids.to(device, non_blocking=True), True)
+                ids = torch.frombuffer(array("q", prompt), dtype=torch.int64)
+                self.draws.prompted[row].index_fill_(0, sent(ids, self.draws.counts.device), True)
         self.penalised.clear()
 
     def checked(self, rings: Sequence[int] | None, sampling: Sampling | None) -> Sampling | None:
