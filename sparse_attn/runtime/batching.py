@@ -106,7 +106,7 @@ class Batching:
         mesh = model.mesh
         self._sharing = mesh.expert if mesh.sharing > 1 else ALONE
         self._together = mesh.alike * self._sharing.size > 1
-        self._shares, self._several = self._sharing.size > 1, mesh.size > 1
+        self._shares = self._sharing.size > 1
         self._others = self._shares  # whether requests of any rank that shares experts may be unfinished
         check_same(
             mesh, model.device, sharing=True, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots,
@@ -199,11 +199,11 @@ class Batching:
             raise ValueError(f"prompt: got {tokens} tokens with its continuation, allowed: {self._longest}")
         if len(self.seats.waiting) >= self.max_waiting:
             raise RuntimeError(f"queue: {len(self.seats.waiting)} requests are waiting, allowed: {self.max_waiting}")
-        if self._several:
+        if self.model.mesh.size > 1:
             check_same(self.model.mesh, self._device, prompt=ids, max_new_tokens=most, sampling=sampling, seed=seed)
         request = Request(
             self._next, ids, most, sampling, sampling.seed if seed is None else int(seed), on_token,
-            self.seats.prefixes.keys(words) if self.seats.share else [], self._drafts,
+            self.seats.keys(words), self._drafts,
         )  # fmt: skip
         self._next += 1
         self.seats.waiting.append(request)

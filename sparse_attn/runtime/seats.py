@@ -56,6 +56,10 @@ class Seats:
         self._caches, self._ringed, self._draws = caches, Rows(ringed(caches)), draws
         self._full = False  # the first of those waiting did not fit, and nothing was freed since
 
+    def keys(self, words: Sequence[int]) -> list[bytes]:
+        """Of a prompt's whole blocks, where prompts share them."""
+        return self.prefixes.keys(words) if self.share else []
+
     def admit(self) -> None:
         """Give rows to those waiting, in order, as long as the next one fits."""
         while self.waiting and not self._full and None in self.sitting:
@@ -127,10 +131,12 @@ class Seats:
     def start(self, requests: Sequence[Request]) -> None:
         """Let rows decode, whose prompts are computed, whose first tokens are drawn and whose lengths were noted."""
         rows = [request.row for request in requests if request.row is not None]
-        self.loop.start_checked(rows, **(self._speculation(requests) if self.loop.speculate else {}))
+        self.loop.start_checked(rows, **self._speculation(requests))
 
     def _speculation(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
         """What a loop that speculates wants to know of rows that start."""
+        if not self.loop.speculate:
+            return {}
         ends = torch.tensor([one.most for one in requests], dtype=torch.int32, device="cpu")
         if self.loop.known is None:
             return dict(ends=ends)
