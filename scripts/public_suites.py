@@ -100,7 +100,7 @@ def deep_gemm_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Cou
             with mock.patch.object(tests, "sample_mqa_cases", none_of):
                 getattr(tests, name)()
             counts: Counter[str] = Counter()
-            for number, case in list(enumerate(cases))[part - 1 :: of]:
+            for number, case in itertools.islice(enumerate(cases), part - 1, None, of):
                 torch.manual_seed(number)
                 with mock.patch.object(tests, "sample_mqa_cases", lambda *_, one=case: [one]):
                     counts[outcome(getattr(tests, name))] += 1

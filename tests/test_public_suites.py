@@ -118,8 +118,8 @@ class PublicSuites(expecttest.TestCase):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
-    def counted(self, suite: str, files: dict[str, str], *options: str) -> tuple[str, int]:
-        """(the lines that count, the exit code) over these files of a source."""
+    def counted(self, suite: str, files: dict[str, str], *options: str) -> str:
+        """The lines that count, and the exit code, over these files of a source."""
         import public_suites
 
         for name, text in files.items():
@@ -128,27 +128,27 @@ class PublicSuites(expecttest.TestCase):
         self.patch.setattr(sys, "argv", ["public_suites.py", suite, str(self.folder), *options])
         code = public_suites.main()
         lines = self.printed.readouterr().out.splitlines()
-        return "\n".join(line for line in lines if re.match(r"test_\w+: \d+ passed", line)), code
+        counts = [line for line in lines if re.match(r"test_\w+: \d+ passed", line)]
+        return "\n".join([*counts, f"exit code {code}"])
 
     def test_deep_gemm(self) -> None:
         helpers = {
             "deep_gemm/testing/__init__.py": "def near(a, b):\n    return abs(a - b) < 1e-3\n",
             "deep_gemm/utils/__init__.py": "from .._C import of_the_compiled_part\nunused = of_the_compiled_part\n",
         }
-        text, code = self.counted("deep_gemm", {"tests/test_attention.py": DEEP_GEMM, **helpers})
         self.assertExpectedInline(
-            text,
+            self.counted("deep_gemm", {"tests/test_attention.py": DEEP_GEMM, **helpers}),
             """\
 test_mqa_logits: 2 passed, 1 failed, 0 refused, 0 skipped, 0 not run
-test_paged_mqa_logits: 1 passed, 0 failed, 1 refused, 0 skipped, 0 not run""",
+test_paged_mqa_logits: 1 passed, 0 failed, 1 refused, 0 skipped, 0 not run
+exit code 1""",
         )
-        assert code == 1
-        text, code = self.counted("deep_gemm", {}, "--part", "2/3")
         self.assertExpectedInline(
-            text,
+            self.counted("deep_gemm", {}, "--part", "2/3"),
             """\
 test_mqa_logits: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run
-test_paged_mqa_logits: 0 passed, 0 failed, 1 refused, 0 skipped, 0 not run""",
+test_paged_mqa_logits: 0 passed, 0 failed, 1 refused, 0 skipped, 0 not run
+exit code 1""",
         )
 
     def test_flash_mla(self) -> None:
@@ -157,29 +157,27 @@ test_paged_mqa_logits: 0 passed, 0 failed, 1 refused, 0 skipped, 0 not run""",
             "tests/test_flash_mla_sparse_prefill.py": PREFILL % "[576, 512, 576]",
             "tests/test_flash_mla_sparse_decoding.py": DECODING % "[576, 100, 576, 512]",
         }
-        text, code = self.counted("flash_mla", files)
         self.assertExpectedInline(
-            text,
+            self.counted("flash_mla", files),
             """\
 test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not run
-test_flash_mla_sparse_decoding: 1 passed, 0 failed, 1 refused, 0 skipped, 2 not run""",
+test_flash_mla_sparse_decoding: 1 passed, 0 failed, 1 refused, 0 skipped, 2 not run
+exit code 1""",
         )
-        assert code == 1
         files["tests/test_flash_mla_sparse_decoding.py"] = DECODING % "[512]"
-        text, code = self.counted("flash_mla", files)
         self.assertExpectedInline(
-            text,
+            self.counted("flash_mla", files),
             """\
 test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not run
-test_flash_mla_sparse_decoding: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run""",
+test_flash_mla_sparse_decoding: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+exit code 0""",
         )
-        assert code == 0
-        text, code = self.counted("flash_mla", {"tests/helper.py": HELPER % True})
         self.assertExpectedInline(
-            text,
+            self.counted("flash_mla", {"tests/helper.py": HELPER % True}),
             """\
 test_flash_mla_sparse_prefill: 0 passed, 3 failed, 0 refused, 0 skipped, 0 not run
-test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not run""",
+test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not run
+exit code 1""",
         )
 
     def test_parts_of_flash_mla(self) -> None:
@@ -190,29 +188,33 @@ test_flash_mla_sparse_decoding: 0 passed, 1 failed, 0 refused, 0 skipped, 0 not 
             "tests/test_flash_mla_sparse_decoding.py": DECODING % "[576, 512, -576, 576, 512]",
         }
         self.assertExpectedInline(
-            self.counted("flash_mla", files)[0],
+            self.counted("flash_mla", files),
             """\
 test_flash_mla_sparse_prefill: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run
-test_flash_mla_sparse_decoding: 2 passed, 1 failed, 0 refused, 0 skipped, 2 not run""",
+test_flash_mla_sparse_decoding: 2 passed, 1 failed, 0 refused, 0 skipped, 2 not run
+exit code 1""",
         )
-        text, code = self.counted("flash_mla", {}, "--part", "1/2")
         self.assertExpectedInline(
-            text,
+            self.counted("flash_mla", {}, "--part", "1/2"),
             """\
 test_flash_mla_sparse_prefill: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run
-test_flash_mla_sparse_decoding: 1 passed, 1 failed, 0 refused, 0 skipped, 1 not run""",
+test_flash_mla_sparse_decoding: 1 passed, 1 failed, 0 refused, 0 skipped, 1 not run
+exit code 1""",
         )
-        assert code == 1
-        text, code = self.counted("flash_mla", {}, "--part", "2/2")
         self.assertExpectedInline(
-            text, """test_flash_mla_sparse_decoding: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run"""
+            self.counted("flash_mla", {}, "--part", "2/2"),
+            """\
+test_flash_mla_sparse_decoding: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run
+exit code 0""",
         )
-        assert code == 0
 
     def test_vllm(self) -> None:
-        text, code = self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM})
-        self.assertExpectedInline(text, """test_top_k_per_row: 2 passed, 1 failed, 1 refused, 1 skipped, 0 not run""")
-        assert code == 1
+        self.assertExpectedInline(
+            self.counted("vllm", {"tests/kernels/test_top_k_per_row.py": VLLM}),
+            """\
+test_top_k_per_row: 2 passed, 1 failed, 1 refused, 1 skipped, 0 not run
+exit code 1""",
+        )
 
     def test_parts_of_what_has_none(self) -> None:
         with pytest.raises(SystemExit):
