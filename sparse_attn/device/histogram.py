@@ -48,10 +48,10 @@ def _claiming(words):
 
 @triton.jit
 def claim(emulated_smem, BEHIND: tl.constexpr):
-    """The CTA's shared memory: a histogram and BEHIND more words. A kernel claims it once. One that also multiplies by
-    wgmma must claim a multiple of 1,024 bytes, or its products are silently wrong: dynamic shared memory follows this,
-    and swizzled operands are read by address as if it were aligned. emulated_smem: int32 [CTAs, WORDS + BEHIND] in the
-    interpreter, else None."""
+    """The CTA's shared memory: a histogram and BEHIND more words. A kernel claims it once. A kernel that also uses
+    wgmma must claim a multiple of 1,024 bytes, or its products are silently wrong: dynamic shared memory starts behind
+    the claimed bytes, and wgmma reads swizzled operands as if it started at such a multiple. emulated_smem: int32
+    [CTAs, WORDS + BEHIND] in the interpreter, else None."""
     if emulated_smem is None:
         zero = tl.full([], 0, tl.int32)
         return tl.inline_asm_elementwise(_claiming(BEHIND), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)

@@ -54,8 +54,8 @@ PART, MOST_PARTS = 8192, 16  # columns of which a CTA collects the candidates, a
 SAMPLES = 4096  # of a row of at most WIDE_ROW columns, twice as many of a wider one
 WIDE_ROW = 1 << 18
 SAMPLES_ABOVE = 128  # a bound that is to land between k and four times as many, of samples that come by eights
-MOST_EVEN = 3  # CTAs an SM up to which they claim registers to spread evenly
-LEAST_EVEN = 2048  # slots below which only CTAs with an SM each do
+MOST_EVEN = 3  # CTAs an SM up to which they claim registers, so that they spread evenly
+LEAST_EVEN = 2048  # slots below which they claim registers only where each CTA has an SM of its own
 WARPS_EVEN = 8  # of these
 REGISTERS = 65536  # of an SM
 
