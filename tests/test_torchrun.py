@@ -83,14 +83,15 @@ DYING = {
 
 
 @pytest.mark.parametrize(
-    "backend",
+    ("backend", "processes"),
     (
-        pytest.param("gloo", marks=pytest.mark.few(0)),
-        pytest.param("nccl", marks=(pytest.mark.gpu, pytest.mark.gpus(2))),
+        pytest.param("gloo", 2, marks=pytest.mark.few(0)),
+        pytest.param("nccl", 2, marks=(pytest.mark.gpu, pytest.mark.gpus(2))),
+        pytest.param("nccl", 4, marks=(pytest.mark.gpu, pytest.mark.gpus(4))),
     ),
 )
-def test_a_rank_that_dies_ends_all(backend):
-    running = torchrun(2, "generate", *DYING[backend], "--ignore-eos", "--progress")
+def test_a_rank_that_dies_ends_all(backend, processes):
+    running = torchrun(processes, "generate", *DYING[backend], "--ignore-eos", "--progress")
     try:
         assert running.stderr is not None
         while "decode" not in (line := running.stderr.read(80)):
@@ -204,15 +205,27 @@ def test_suites_over_processes_run_dry(processes):
     assert all(f"distributed_{suite}: " in err and f"distributed_{suite} " in out for suite in suites)
 
 
+def over_gpus(count, *grid):
+    return pytest.param(count, grid, marks=pytest.mark.gpus(count))
+
+
 @pytest.mark.gpu
-@pytest.mark.gpus(2)
 @pytest.mark.parametrize("name", shipped_models())
-@pytest.mark.parametrize("grid", ((), ("--expert-parallel", "2"), ("--context-parallel", "2")))
-def test_graphs_over_gpus(name, grid, tmp_path):
+@pytest.mark.parametrize(
+    ("processes", "grid"),
+    (
+        over_gpus(2),
+        over_gpus(2, "--expert-parallel", "2"),
+        over_gpus(2, "--context-parallel", "2"),
+        over_gpus(4, "--tensor-parallel", "2", "--context-parallel", "2", "--expert-parallel", "4"),
+        over_gpus(4, "--context-parallel", "4"),
+    ),
+)
+def test_graphs_over_gpus(name, processes, grid, tmp_path):
     """Collectives of NCCL in a captured decode step."""
     common = ["generate", "--model", name, "--dtype", "fp32", "--cache", "fp32", "--max-new-tokens", "12", "--graph"]
     assert main([*common, "--json", str(tmp_path / "one.json")]) == 0
-    running = torchrun(2, *common, *grid, "--json", str(tmp_path / "all.json"))
+    running = torchrun(processes, *common, *grid, "--json", str(tmp_path / "all.json"))
     _, err = running.communicate(timeout=240)
     assert running.returncode == 0, err
     one, found = (json.loads((tmp_path / file).read_text()) for file in ("one.json", "all.json"))
