@@ -10,6 +10,7 @@ from support.extremes import INF
 from support.hopper_attention import LATENT
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
+from sparse_attn.ops.attention import dispatch
 from sparse_attn.ops.attention.hopper import config
 from sparse_attn.ops.attention.partials import scratch
 from sparse_attn.ops.attention.problem import packed_decode
@@ -53,14 +54,11 @@ def test_scratch_that_is_reserved():
     for tokens in (1, 5, 24, 33, 88, 100, 140, 264, 265, 3000):  # 88: two ways to split take as many partials
         for heads in (3, 64, 128):
             for keys in (1, 500, 2200):
-                made = config.plan_swap_ab if heads == 3 else config.plan_decode_fp8
-                shorter = (packed_decode(tokens, heads, V4, tokens * row) for row in range(1, keys + 1))
-                needed = {made(problem, H200).scratch for problem in shorter}
-                (reserved,) = config.reserved(packed_decode(tokens, heads, V4, tokens * keys), H200)
-                assert reserved in needed
-                assert size_of(reserved) == largest(map(size_of, needed))
-    for heads, target in ((48, H200), (16, replace(H200, arch=80))):
-        assert not list(config.reserved(packed_decode(1, heads, V4, 500), target))
+                shorter = [packed_decode(tokens, heads, V4, tokens * row) for row in range(1, keys + 1)]
+                needed = {dispatch.choose(problem, H200).plan.scratch for problem in shorter}
+                reserved = list(config.reserved(packed_decode(tokens, heads, V4, tokens * keys), H200))
+                assert largest(map(size_of, reserved)) == largest(map(size_of, needed))
+    assert not list(config.reserved(packed_decode(1, 16, V4, 500), replace(H200, arch=80)))
 
 
 def test_layout_of_partials():

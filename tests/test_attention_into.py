@@ -19,7 +19,7 @@ from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
 
 LATENT, PLANAR = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
-ROWS, NARROW = PlainLayout("bf16", 512, 64), PlainLayout("bf16", 512, 0)
+ROWS, NARROW, SLIM = PlainLayout("bf16", 512, 64), PlainLayout("bf16", 512, 0), PlainLayout("bf16", 256, 64)
 SMALL = {
     "fp8": LatentFp8Layout(64, 16, 32),
     "planar": PlanarFp8Layout(50, 2, 2),
@@ -173,8 +173,10 @@ FORMS = {  # kernel, layout, heads, tokens, indices of a row, whether max_logits
     "prefill": ("hopper.prefill_bf16", ROWS, 128, 300, 500, True),
     "prefill without rope": ("hopper.prefill_bf16", NARROW, 64, 200, 130, True),
     "prefill without maximum": ("hopper.prefill_bf16", ROWS, 64, 200, 130, False),
-    "portable": ("portable", ROWS, 80, 300, 200, True),
-    "portable, split": ("portable", NARROW, 128, 2, 900, True),
+    "blocks of heads": ("hopper.swap_ab", ROWS, 80, 300, 200, True),
+    "blocks of heads, split": ("hopper.swap_ab", LATENT, 128, 7, 900, True),
+    "portable": ("portable", SLIM, 80, 300, 200, True),
+    "portable, split": ("portable", NARROW, 128, 3, 900, True),
 }
 
 

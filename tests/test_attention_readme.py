@@ -34,9 +34,9 @@ FORMS = [
     Form("hopper.prefill_bf16", "sparse_attn_prefill: deepseek_v32 bfloat16", "d_qk 576", 0, 0),
     Form("hopper.prefill_bf16", "sparse_attn_prefill: deepseek_v4_pro bfloat16", "d_qk 512", 1, 1),
     Form("hopper.decode_fp8", V32 + "128, 128 heads", "656 bytes", 0, 0),
-    Form("hopper.decode_fp8", V32 + "1, 128 heads", "656 bytes", 0, 0, more=16),  # of split rows
+    Form("hopper.decode_fp8", V32 + "4, 128 heads", "656 bytes", 0, 0, more=16),  # of split rows
     Form("hopper.decode_fp8", V4 + "128, 128 heads", "584 bytes", 1, 1),
-    Form("hopper.decode_fp8", V4 + "1, 64 heads", "584 bytes", 1, 1, more=16),
+    Form("hopper.decode_fp8", V4 + "4, 64 heads", "584 bytes", 1, 1, more=16),
     Form("hopper.swap_ab", (16, 576), "576 columns", 0, 0),
     Form("hopper.swap_ab", (32, 576), "576 columns", 0, 1),
     Form("hopper.swap_ab", (16, 512), "512 columns", 0, 0),
@@ -45,6 +45,8 @@ FORMS = [
     Form("hopper.swap_ab", V32 + "64, 32 heads", "656 bytes", 2, 1),
     Form("hopper.swap_ab", V4 + "128, 16 heads", "584 bytes", 1, 0),
     Form("hopper.swap_ab", V4 + "64, 32 heads", "584 bytes", 2, 1),
+    Form("hopper.swap_ab", V32 + "1, 128 heads", "656 bytes", 2, 1),
+    Form("hopper.swap_ab", V4 + "1, 64 heads", "584 bytes", 2, 1),
 ]
 SEESAW = [f"k_{state}[{half}]" for state in ("full", "empty") for half in ("K0L", "K0R", "K1L", "K1R")]
 SEESAW += ["max0_full", "max1_full", "p0_full", "p1_full", "q_full", "q_empty"]

@@ -6,14 +6,15 @@ from support.extremes import INF
 from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS, check_every_code, check_swap_ab, list_of
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.attention import dispatch
 from sparse_attn.ops.attention.hopper import config
 from sparse_attn.ops.attention.problem import packed_decode
 from sparse_attn.target import H200
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 
-def plan(tokens=64, heads=16, keys=2048, layout=LATENT):
-    problem = packed_decode(tokens, heads, layout, tokens * keys)
+def plan(tokens=64, heads=16, keys=2048, layout=LATENT, max_logits=False):
+    problem = packed_decode(tokens, heads, layout, tokens * keys)._replace(max_logits=max_logits)
     assert config.supports_swap_ab(problem, H200).ok
     return config.plan_swap_ab(problem, H200)
 
@@ -21,6 +22,25 @@ def plan(tokens=64, heads=16, keys=2048, layout=LATENT):
 def test_heads_are_padded():
     for layout in (LATENT, PLANAR, ROWS, NARROW_ROWS):
         assert [plan(heads=heads, layout=layout).block_m for heads in (1, 8, 16, 17, 32)] == [16, 16, 16, 32, 32]
+
+
+def test_more_heads_than_a_cta_serves():
+    """Wherever no other kernel of Hopper runs, and else while every tile has an SM."""
+    assert [plan(1, heads).blocks for heads in (1, 32, 33, 64, 96, 128)] == [1, 1, 2, 2, 3, 4]
+    assert plan(1, 128).block_m == 32 and [one.splits for one in plan(1, 128).waves] == [32]
+    assert plan(500, 96).blocks == 3 and plan(500, 64, layout=LATENT, max_logits=True).blocks == 2
+    for heads, keys, layout, tokens in (
+        (128, 2048, LATENT, 1),
+        (64, 2048, LATENT, 2),
+        (64, 640, PLANAR, 6),
+        (128, 1152, PLANAR, 1),
+    ):
+        names = [
+            dispatch.choose(packed_decode(n, heads, layout, n * keys), H200).kernel.name for n in (tokens, tokens + 1)
+        ]
+        assert names == ["hopper.swap_ab", "hopper.decode_fp8"]
+        alike = packed_decode(1, heads, layout, keys, batch_invariant=True)  # as 32 rows are
+        assert dispatch.choose(alike, H200).kernel.name == "hopper.decode_fp8"
 
 
 def test_how_it_splits():
@@ -57,6 +77,19 @@ def test_two_caches(heads, lengths):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", ["full", "random", "none"])
+@pytest.mark.parametrize("heads", [33, 48, 64, 96, 128])
+def test_blocks_of_heads(heads, lengths):
+    """Whole and split rows; of heads that no other kernel takes, many."""
+    for layout in (LATENT, PLANAR, ROWS, NARROW_ROWS):
+        for width in (60, 1000):
+            check_swap_ab(layout, heads, 1, width, 40, 64, lengths=lengths, sink="random", seed=width)
+        if heads % 64:
+            check_swap_ab(layout, heads, 140, 640, 33, 61, lengths=lengths, seed=heads)
+    check_swap_ab(PLANAR, heads, 1, 128, 40, 64, lengths=lengths, sink="random", extra=512, seed=heads)
+
+
+@pytest.mark.gpu
 def test_other_scales():
     layout = LatentFp8Layout(512, 64, group=64)
     check_swap_ab(layout, 16, 40, 300, 20, 64)
@@ -65,7 +98,8 @@ def test_other_scales():
 
 @pytest.mark.gpu
 def test_every_code_and_large_scales():
-    check_every_code(16)
+    for heads in (16, 64):
+        check_every_code(heads, "hopper.swap_ab")
 
 
 @pytest.mark.gpu

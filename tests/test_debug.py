@@ -283,20 +283,20 @@ def attend(debugging, monkeypatch):
     monkeypatch.setattr(registration, "resolve_impl", lambda impl, *_: "triton" if impl == "auto" else impl)
     debug._warn_once.cache_clear()
 
-    def attend(heads, **options):
-        q, kv = torch.zeros(2, heads, 576, dtype=torch.bfloat16), torch.zeros(3, 576, dtype=torch.bfloat16)
-        return sparse_attn_prefill(q, kv, Ragged(ints(0, 1, 2), ints(0, 1, 3)), scale=1.0, d_v=512, **options)
+    def attend(heads, d_v=512, **options):
+        q, kv = (torch.zeros(*size, d_v + 64, dtype=torch.bfloat16) for size in ((2, heads), (3,)))
+        return sparse_attn_prefill(q, kv, Ragged(ints(0, 1, 2), ints(0, 1, 3)), scale=1.0, d_v=d_v, **options)
 
     yield attend
     debug._warn_once.cache_clear()
 
 
-SLOW = "^sparse_attn_prefill: hopper.swap_ab: heads: got 48, allowed: at most 32; .*heads: got 48, allowed: a multiple of 64"
+SLOW = "^sparse_attn_prefill: hopper.swap_ab: d_v: got 256, allowed: 512; .*hopper.prefill_bf16: d_v: got 256, allowed: 512"
 
 
 def test_a_slow_path_is_said_once_with_its_reason(attend):
     with pytest.warns(debug.SlowPathWarning, match=SLOW) as told:
-        threads = [threading.Thread(target=attend, args=(48,)) for _ in range(8)]
+        threads = [threading.Thread(target=attend, args=(64, 256)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -304,26 +304,26 @@ def test_a_slow_path_is_said_once_with_its_reason(attend):
     assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attend(48)
-    with pytest.warns(debug.SlowPathWarning, match="heads: got 96"):
-        attend(96)
+        attend(64, 256)
+    with pytest.warns(debug.SlowPathWarning, match="d_v: got 128"):
+        attend(64, 128)
 
 
 def test_a_slow_path_is_not_said_of_what_is_asked_for_captured_or_traced(attend, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        attend(48, impl="reference")
-        for heads in (16, 64):  # a kernel of the GPU's own takes these; for two tokens of 64 it would be slower
+        attend(64, 256, impl="reference")
+        for heads in (16, 48, 64):  # a kernel of the GPU's own takes these
             attend(heads)
         for module, name in ((debug.streams, "capturing"), (torch.compiler, "is_compiling")):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, lambda *_: True)
-                q, kv = torch.zeros(2, 48, 576), torch.zeros(3, 576)
+                q, kv = torch.zeros(2, 64, 320), torch.zeros(3, 320)
                 debug.warn_of_slow_path(
-                    "sparse_attn_prefill", H200, q, kv, ints(0), ints(0, 1, 1), 1.0, 512, None, False
+                    "sparse_attn_prefill", H200, q, kv, ints(0), ints(0, 1, 1), 1.0, 256, None, False
                 )
     with pytest.warns(debug.SlowPathWarning, match=SLOW):
-        attend(48)
+        attend(64, 256)
 
 
 CODE = """

@@ -71,7 +71,7 @@ sparse_attn_decode on sm_90: hopper.decode_fp8
     scale_partial float32 [3, 18, 128, 2]
   floors on NVIDIA H200: bytes 57.4 us, operations 106.3 us (measured: a large copy, large matrix products)
   passed over:
-    hopper.swap_ab: heads: got 128, allowed: at most 32""",
+    hopper.swap_ab: heads: got 128, faster up to 32""",
     )
 
 

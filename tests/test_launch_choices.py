@@ -113,7 +113,7 @@ def test_attention_on_hopper():
         table(("rows", *head), *rows),
         """\
 rows  bf16 64  bf16 128  fp8 64        fp8 128       bf16 16       bf16 32       fp8 16        fp8 32
-1     -        -         1x16          1x16          1x32          1x32          1x32          1x32
+1     1x32     1x32      1x32          1x32          1x32          1x32          1x32          1x32
 8     -        -         8x16          8x8           8x16          8x16          8x16          8x16
 22    -        whole     22x6          22x3          22x6          22x6          22x6          22x6
 32    -        whole     32x4          32x2          32x4          32x4          32x4          32x4

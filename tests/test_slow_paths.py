@@ -45,7 +45,7 @@ query address: hopper.decode_fp8: q address: got 2 bytes behind a multiple of 16
 query strides: hopper.prefill_bf16: q strides: got (74752, 584), allowed: multiples of 16
 heads far apart: hopper.decode_fp8: q heads: got a span of 272730423296 values, allowed: at most 2147483647
 kv address: hopper.prefill_bf16: kv address: got 2 bytes behind a multiple of 16, allowed: 0
-kv row stride: hopper.prefill_bf16: kv row stride: got 584, allowed: a multiple of 16
+kv row stride: hopper.prefill_bf16: kv row stride: got 580, allowed: a multiple of 16
 kv dtype: hopper.prefill_bf16: cache dtype: got torch.float32, allowed: torch.bfloat16, as q has
 two caches, not planar: hopper.decode_fp8: extra_cache: got one beside latent_fp8/512+64/128/e4m3fn/raw, allowed: beside planar_fp8/448+64 of the same layout
 two caches, not alike: hopper.decode_fp8: extra_layout: got planar_fp8/448+64/64/e4m3fnuz, allowed: planar_fp8/448+64/64/e4m3fn, as the first cache has
@@ -57,8 +57,6 @@ another GPU: hopper.decode_fp8: target: got sm_100, allowed: sm_90
 query dtype: hopper.decode_fp8: q dtype: got torch.float32, allowed: torch.bfloat16
 d_v: hopper.prefill_bf16: d_v: got 256, allowed: 512
 d_qk: hopper.prefill_bf16: d_qk: got 544, allowed: 512 or 576
-33 to 63 heads: hopper.decode_fp8: heads: got 48, allowed: a multiple of 64
-65 to 127 heads: hopper.prefill_bf16: heads: got 96, allowed: a multiple of 64
 few rows, plain: hopper.prefill_bf16: tokens: got 21, faster from 22
 latent or rope: hopper.decode_fp8: layout: got latent_fp8/256+64/128/e4m3fn/raw, allowed: latent_fp8/512+64 or planar_fp8/448+64
 flavour: hopper.decode_fp8: layout flavour: got e4m3fnuz, allowed: e4m3fn

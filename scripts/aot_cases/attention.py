@@ -32,7 +32,8 @@ def _prefill() -> Iterator[Case]:
     yield _rows("deepseek_v32 of 8 devices", 16, 576, 512, MANY, BF16, more=True, where="hopper")
     yield _rows("deepseek_v4_pro of 4 devices", 32, 512, 512, MANY, BF16, sink=True, more=True, where="hopper")
     yield _rows("deepseek_v32 of 8 devices, a row", 16, 576, 512, 1, BF16, more=True)
-    yield _rows("deepseek_v32, a row", 128, 576, 512, 1, BF16)
+    yield _rows("deepseek_v32, a row", 128, 576, 512, 1, BF16, more=True)
+    yield _rows("deepseek_v32, three rows", 128, 576, 512, 3, BF16)
     yield _rows("deepseek_v4_flash, a row and a sink", 64, 512, 512, 1, BF16, sink=True, more=True)
     yield _rows("few keys", 128, 576, 512, 1, BF16, keys=40, more=True)
 

@@ -8,8 +8,6 @@ from support.extremes import INT_MAX, INT_MIN, NAN
 
 from sparse_attn import LatentFp8Layout, PlainLayout, Ragged, allocate_cache, sparse_attn_decode
 from sparse_attn.layout import PlanarFp8Layout
-from sparse_attn.ops.attention import dispatch
-from sparse_attn.target import target_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 LATENT, PLANAR = LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64)
@@ -64,12 +62,8 @@ def sink_of(kind, heads):
 
 
 def check(kernel, q, cache, ragged, **options):
-    """``kernel``, which the call has to be chosen for, against the reference, twice alike."""
-    arguments = (q, cache, *ragged, options["scale"], options["layout"].name)
-    if "extra_cache" in options:
-        arguments += (options["extra_cache"], *options["extra_ragged"], options["extra_layout"].name)
-    assert dispatch.choose(dispatch.decode_problem(*arguments), target_of(q.device)).kernel.name == kernel
-    got, again = (sparse_attn_decode(q, cache, ragged, **options) for _ in range(2))
+    """``kernel`` against the reference, twice alike."""
+    got, again = (sparse_attn_decode(q, cache, ragged, **options, impl=kernel) for _ in range(2))
     assert torch.equal(got.out, again.out) and torch.equal(got.lse, again.lse)
     want = sparse_attn_decode(q, cache, ragged, **options, impl="reference")
     assert_close(got.out, want.out, DECODE_OUT)
@@ -104,7 +98,7 @@ def check_latents(q, cache, ragged, sink, layout=LATENT):
     check("hopper.decode_fp8", q, cache, ragged, scale=0.05, layout=layout, sink=sink)
 
 
-def check_every_code(heads):
+def check_every_code(heads, kernel):
     """All 256 codes, NaN among them, and scales beyond what a product in bf16 would hold."""
     cache = allocate_cache(LATENT, 1, 64, "cuda")
     for token in range(8):
@@ -116,7 +110,7 @@ def check_every_code(heads):
     for tokens in ([0, 1, 2], [5]):
         slots = torch.tensor(tokens * 40, dtype=torch.int32, device="cuda")
         ragged = Ragged(slots, torch.arange(41, dtype=torch.int32, device="cuda") * len(tokens))
-        got = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT)
+        got = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT, impl=kernel)
         want = sparse_attn_decode(q, cache, ragged, scale=1.0, layout=LATENT, impl="reference")
         assert torch.equal(got.out.isnan(), want.out.isnan())
         torch.testing.assert_close(got.out.nan_to_num(), want.out.nan_to_num(), rtol=2**-7, atol=1e-6)

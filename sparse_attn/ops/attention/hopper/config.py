@@ -36,14 +36,16 @@ TILE_COUNTER = Scratch(counters=1)  # how many work tiles the persistent kernel'
 
 @dataclass(frozen=True)
 class SwapAbPlan:
-    """A CTA serves all heads of a row.
+    """A CTA serves at most SWAP_AB_HEADS heads of a row.
 
-    block_m: the heads, padded to what the matrix unit takes. waves: launched one after the other. launch_dependents:
-    whether the next launch may start while this one runs. producer_registers: of a thread of the two warpgroups that
-    produce tiles. loader_registers: of a thread of the one that loads fp8 records for them. The consumer gets the rest.
+    block_m: these, padded to what the matrix unit takes. blocks: CTAs for each row and split. waves: launched one after
+    the other. launch_dependents: whether the next launch may start while this one runs. producer_registers: of a thread
+    of the two warpgroups that produce tiles. loader_registers: of a thread of the one that loads fp8 records for them.
+    The consumer gets the rest.
     """
 
     block_m: int
+    blocks: int
     waves: tuple[Waves, ...]
     combine: Combine | None
     launch_dependents: bool
@@ -95,16 +97,22 @@ Plan = SwapAbPlan | DecodeFp8Plan | PrefillBf16Plan
 
 
 def supports_swap_ab(problem: Problem, target: Target) -> Support:
-    """At most 32 heads over plain rows, fp8 latents, or one or two planar caches."""
+    """Plain rows, fp8 latents, or one or two planar caches.
+
+    Each block of heads reads all records anew. So where there are several and another kernel here can run the problem,
+    this one is faster only while every tile of every row has an SM of its own.
+    """
     plain = isinstance(problem.cache.layout, PlainLayout)
-    return _support(
+    support = _support(
         target,
         _scores(problem),
-        _at_most_32_heads(problem),
         _rows(problem) if plain else _records(problem),
         _queries(problem),
         *(_memory(cache) for cache in problem.caches),
     )
+    if support.ok and _tiles(problem) > _most_tiles(problem, target):
+        return slower(f"heads: got {problem.heads}, faster up to {SWAP_AB_HEADS}")
+    return support
 
 
 def supports_decode_fp8(problem: Problem, target: Target) -> Support:
@@ -154,11 +162,6 @@ def _scores(problem: Problem) -> Iterator[str]:
 def _no_max_logits(problem: Problem) -> Iterator[str]:
     if problem.max_logits:
         yield "max_logits: got a tensor, allowed: None"
-
-
-def _at_most_32_heads(problem: Problem) -> Iterator[str]:
-    if problem.heads > SWAP_AB_HEADS:
-        yield f"heads: got {problem.heads}, allowed: at most {SWAP_AB_HEADS}"
 
 
 def _whole_blocks_of_heads(problem: Problem) -> Iterator[str]:
@@ -250,11 +253,11 @@ def _copies(cache: CacheFacts) -> Iterator[str]:
 
 
 def plan_swap_ab(problem: Problem, target: Target) -> SwapAbPlan:
-    waves = waves_of(*_swap_ab_units(problem, target))
-    block_m = 16 if problem.heads <= 16 else 32
+    waves, blocks = waves_of(*_swap_ab_units(problem, target)), _swap_ab_blocks(problem)
+    block_m = 16 if problem.heads <= 16 else SWAP_AB_HEADS
     producers = 136 if not problem.cache.fp8 else 112 if block_m == 16 else 104
     return SwapAbPlan(
-        block_m, waves, *_combined(problem, waves, 1, target),
+        block_m, blocks, waves, *_combined(problem, waves, blocks, target),
         producer_registers=producers, loader_registers=96 if block_m == 16 else 80,
         scratch=scratch(waves, problem.heads, D_V, max_logits=problem.max_logits),
     )  # fmt: skip
@@ -277,9 +280,26 @@ def plan_prefill_bf16(problem: Problem, target: Target) -> PrefillBf16Plan:
 Units = tuple[CostModel, int, int, int, int, int | None]  # the arguments of waves_of
 
 
-def _swap_ab_units(problem: Problem, target: Target) -> Units:
+def _swap_ab_units(problem: Problem, target: Target, tiles: int | None = None) -> Units:
+    return _units(TILES, problem, _swap_ab_blocks(problem), _tiles(problem) if tiles is None else tiles, target)
+
+
+def _swap_ab_blocks(problem: Problem) -> int:
+    return -(-problem.heads // SWAP_AB_HEADS)
+
+
+def _tiles(problem: Problem) -> int:
+    """Of a row's keys."""
     rows, indices = problem.split_as
-    return _units(TILES, problem, 1, max(1, -(-indices // (rows * BLOCK_N))), target)
+    return max(1, -(-indices // (max(1, rows) * BLOCK_N)))
+
+
+def _most_tiles(problem: Problem, target: Target) -> int:
+    """Tiles of a row up to which swap-AB is faster than others."""
+    blocks, others = _swap_ab_blocks(problem), (supports_decode_fp8, supports_prefill_bf16)
+    if blocks == 1 or not any(supports(problem, target).able for supports in others):
+        return _tiles(problem)
+    return target.num_sms // (max(1, problem.split_as[0]) * blocks)
 
 
 def _decode_fp8_units(problem: Problem, target: Target) -> Units:
@@ -306,9 +326,13 @@ def _combined(problem: Problem, waves: tuple[Waves, ...], blocks: int, target: T
 def reserved(problem: Problem, target: Target) -> Iterator[Scratch]:
     """The most scratch that a kernel here needs for as many rows, each with as many keys or fewer. Fewer keys may be
     split more often."""
-    if problem.tokens and supports_swap_ab(problem, target).ok:
-        yield _most(_swap_ab_units(problem, target), problem.heads, problem.max_logits, scaled=False)
-    elif problem.tokens and supports_decode_fp8(problem, target).ok:
+    if not problem.tokens:
+        return
+    swap_ab = supports_swap_ab(problem, target)
+    if swap_ab.able:
+        fewer = min(_tiles(problem), _most_tiles(problem, target))
+        yield _most(_swap_ab_units(problem, target, fewer), problem.heads, problem.max_logits, scaled=False)
+    if not swap_ab.ok and supports_decode_fp8(problem, target).ok:
         yield _most(_decode_fp8_units(problem, target), problem.heads, problem.max_logits, scaled=True)
 
 

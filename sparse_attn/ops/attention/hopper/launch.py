@@ -99,7 +99,7 @@ def swap_ab(call: Call, plan: SwapAbPlan) -> None:
     _, heads, d_qk = call.q.shape
     results = outputs(call, plan.waves)
     for waves, q, caches, result in _launches(call, plan.waves, results):
-        kernel.attend[(waves.rows, waves.splits)](
+        kernel.attend[(waves.rows, waves.splits, plan.blocks)](
             q,
             *caches.pointers,
             *result.pointers,
@@ -113,6 +113,7 @@ def swap_ab(call: Call, plan: SwapAbPlan) -> None:
             *caches.strides,
             *result.strides,
             BLOCK_M=plan.block_m,
+            HEAD_BLOCKS=plan.blocks > 1,
             HAS_ROPE=d_qk > call.out.shape[2],
             **caches.constants,
             HAS_SINK=result.has_sink,

@@ -1,4 +1,5 @@
-"""Sparse attention with at most 32 heads on Hopper: swap-AB. A CTA serves all heads of a row and a range of its tiles.
+"""Sparse attention with few heads or few rows on Hopper: swap-AB. A CTA serves at most 32 heads of a row and a range of
+its tiles.
 
 The matrix unit takes 64 rows of its first operand at least. Here they are keys (S^T = K Q^T, 64 by 16 or 32) and value
 columns (O^T = V^T P^T, 512 by 16 or 32), and heads are the narrow side. wg0 consumes tiles of 64 keys, which two or
@@ -129,25 +130,29 @@ def _max_of_heads(z, warp_max, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    rows, smem, bars, operands, BLOCK_M: gl.constexpr, HAS_EXTRA_CACHE: gl.constexpr, HAS_SINK: gl.constexpr,
-    SPLIT: gl.constexpr,
+    rows, smem, bars, operands, BLOCK_M: gl.constexpr, HEAD_BLOCKS: gl.constexpr, HAS_EXTRA_CACHE: gl.constexpr,
+    HAS_SINK: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """wg0: all tiles of a CTA."""
     # Of scores, too: rows are keys or value columns.
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     HEAD: gl.constexpr = gl.SliceLayout(0, ACC)
     EVERYWHERE: gl.constexpr = gl.DistributedLinearLayout([[1], [2]], [[0]] * 5, [[0]] * 2, [], [WARPS])
-    heads = operands.heads
+    first_head = gl.program_id(2) * BLOCK_M if HEAD_BLOCKS else 0
+    heads = operands.heads - first_head
     scale_log2 = operands.scale_log2
     wait()
     if operands.launch_early != 0:
         launch_dependents()
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1).to(gl.int64)
-    _load_q(smem, operands.q + token * operands.stride_q_token, heads, operands.stride_q_head, BLOCK_M)
+    q = operands.q + first_head * operands.stride_q_head
+    _load_q(smem, q + token * operands.stride_q_token, heads, operands.stride_q_head, BLOCK_M)
     tiles = own_tiles(rows, HAS_EXTRA_CACHE, SPLIT).all_tiles
-    out = operands.out + (split * operands.stride_out_split + token * operands.stride_out_token)
-    lse = operands.lse + (split * operands.stride_lse_split + token * operands.stride_lse_token)
+    out = operands.out + first_head * operands.stride_out_head
+    out += split * operands.stride_out_split + token * operands.stride_out_token
+    lse = operands.lse + first_head
+    lse += split * operands.stride_lse_split + token * operands.stride_lse_token
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -208,12 +213,13 @@ def _consume(
             scores = nothing
             barrier()  # as in signal: else the compiler puts one into every turn
     head = gl.arange(0, BLOCK_M, layout=HEAD)
-    sink = gl.load(operands.sink + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
+    sink = gl.load(operands.sink + first_head + head, mask=head < heads, other=0.0) if HAS_SINK else 0.0
     m_log2 = gl.where(scale != scale_log2, in_log2(far_max(base, scale_log2), scale_log2), base)
     factor, row_lse = normalise(m_log2, denominator(m_log2, gl.sum(l, 0)), sink, HAS_SINK, SPLIT, operands.INF_LSE)
     gl.store(lse + head, row_lse, mask=head < heads)
     if operands.max_logits is not None:
-        max_at = operands.max_logits + (split * operands.stride_lse_split + token * operands.stride_lse_token)
+        max_at = operands.max_logits + first_head
+        max_at += split * operands.stride_lse_split + token * operands.stride_lse_token
         gl.store(max_at + head, gl.max(largest, 0) * (scale_log2 * 0.6931471805599453), mask=head < heads)
     values = acc * gl.expand_dims(factor, 0)
     if SPLIT:
@@ -241,7 +247,7 @@ def _consume(
     ],  # of some rows of a step
 )  # fmt: skip
 def attend(
-    q,  # bf16 [tokens, heads, D_V (+ D_ROPE)], heads at most BLOCK_M
+    q,  # bf16 [tokens, heads, D_V (+ D_ROPE)]
     cache,  # bf16 [num_slots, D_V (+ D_ROPE)], or uint8 [num_blocks, block_size, row], interleaved or planar
     indices,  # int32 [capacity]
     indptr,  # int32 [tokens + 1]
@@ -272,7 +278,8 @@ def attend(
     stride_out_head,
     stride_lse_split,
     stride_lse_token,
-    BLOCK_M: gl.constexpr,  # 16 or 32: heads, padded
+    BLOCK_M: gl.constexpr,  # 16 or 32: heads of a CTA, padded
+    HEAD_BLOCKS: gl.constexpr,  # whether there are more, for the third dimension of the grid
     HAS_ROPE: gl.constexpr,
     GROUP: gl.constexpr,  # these of fp8 caches, as in decode_fp8.attend; all 0 for bf16 rows
     TOKEN: gl.constexpr,
@@ -346,7 +353,7 @@ def attend(
         codes = PlanarCodes(left, right, last, scales)
         gl.warp_specialize(
             [
-                (_consume, (rows, smem, bars, operands, BLOCK_M, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
+                (_consume, (rows, smem, bars, operands, BLOCK_M, HEAD_BLOCKS, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
                 (dequant_planar, (rows, smem, codes, bars, 0, record, HAS_EXTRA_CACHE, SPLIT)),
                 (dequant_planar, (rows, smem, codes, bars, 1, record, HAS_EXTRA_CACHE, SPLIT)),
                 (load_planar, (rows, smem, codes, bars, inputs, record, HAS_EXTRA_CACHE, SPLIT)),
@@ -358,7 +365,7 @@ def attend(
         codes = LatentCodes(halves, scales)
         gl.warp_specialize(
             [
-                (_consume, (rows, smem, bars, operands, BLOCK_M, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
+                (_consume, (rows, smem, bars, operands, BLOCK_M, HEAD_BLOCKS, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
                 (dequant_latents, (rows, smem, codes, bars, 0, record, SPLIT)),
                 (dequant_latents, (rows, smem, codes, bars, 1, record, SPLIT)),
                 (load_latents, (rows, smem, codes, bars, inputs, record, SPLIT)),
@@ -369,7 +376,7 @@ def attend(
     else:
         gl.warp_specialize(
             [
-                (_consume, (rows, smem, bars, operands, BLOCK_M, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
+                (_consume, (rows, smem, bars, operands, BLOCK_M, HEAD_BLOCKS, HAS_EXTRA_CACHE, HAS_SINK, SPLIT)),
                 (load_rows, (rows, smem, bars, 0, inputs, SPLIT)),
                 (load_rows, (rows, smem, bars, 1, inputs, SPLIT)),
             ],
