@@ -11,10 +11,11 @@ from support import products
 from support.products import check, tensor_of
 from support.weights import random_weight
 
-from sparse_attn.device.packed_dot import _gathered
+from sparse_attn.device.packed_dot import CODES_PER_WORD, _gathered
 from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, launch
 from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.ops.grouped_linear.swap_ab import config
+from sparse_attn.ops.grouped_linear.swap_ab.launch import PLACED, place
 from sparse_attn.target import H200, TARGETS, target_of
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 
@@ -61,6 +62,20 @@ def test_kernel_of_splits(layout, splits, rows, device):
     codes = weight.codes.view(torch.uint8)
     got = launch.grouped_linear(rows, None, codes, weight.scales, layout.name, False, choice._replace(plan=plan))
     check(got, rows, None, weight)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("codes", CODES_PER_WORD)
+@pytest.mark.parametrize("columns", [128, PLACED, PLACED + 384])
+def test_kernel_that_places_rows(codes, columns, device):
+    """Of every eight words first the values of codes 0, then those of codes 1, and so on; of rows with any strides,
+    around which there is NaN. Nothing is written beside."""
+    rows = torch.full((3, columns + 5, 2), torch.nan, dtype=torch.bfloat16, device=device)[:, 3 : columns + 3, 1]
+    rows.copy_(torch.randint(-(2**14), 2**14, rows.shape, dtype=torch.int16, device=device).view(torch.bfloat16))
+    out = torch.full((5, columns), 7.0, dtype=torch.bfloat16, device=device)
+    place(rows, out[1:4], codes, target_of(device))
+    want = rows.reshape(3, -1, 8, CODES_PER_WORD[codes]).transpose(2, 3).reshape(3, columns)
+    assert torch.equal(out[1:4].view(torch.int16), want.view(torch.int16)) and out[[0, 4]].eq(7).all()
 
 
 @pytest.mark.kernel

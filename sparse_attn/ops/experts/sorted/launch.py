@@ -15,6 +15,7 @@ from sparse_attn.ops.experts.sorted import kernels
 from sparse_attn.ops.experts.swap_ab.launch import add_terms
 from sparse_attn.ops.grouped_linear.fp8.launch import quantise
 from sparse_attn.ops.grouped_linear.plan import product_format
+from sparse_attn.ops.grouped_linear.swap_ab.launch import place
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
@@ -38,10 +39,7 @@ def multiply(call: Call, plan: Plan) -> None:
     if scales is not None:
         quantise(call.x, placed, scales, target, placed=True)
     else:
-        packed_dot.place_rows[(problem.tokens, hidden // plan.gate_up_block_k)](
-            call.x, placed, problem.tokens, hidden, *call.x.stride(), EACH=packed_dot.CODES_PER_WORD[first.codes],
-            BLOCK_K=plan.gate_up_block_k, num_warps=1, **launched,
-        )  # fmt: skip
+        place(call.x, placed, first.codes, target)
     order_rows[(experts,)](
         ids, order, spans, None, None, problem.rows, experts, spans.shape[0], BLOCK=COUNTED, BLOCK_M=plan.block_m,
         num_warps=8, **launched,

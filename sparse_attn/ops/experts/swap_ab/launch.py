@@ -10,6 +10,7 @@ from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.swap_ab import kernels
 from sparse_attn.ops.experts.swap_ab.config import tokens_at_once
 from sparse_attn.ops.grouped_linear.plan import product_format
+from sparse_attn.ops.grouped_linear.swap_ab.launch import place
 from sparse_attn.target import target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
@@ -50,10 +51,7 @@ def _multiply(call: Call, plan: Plan) -> None:
         ROWS_PADDED=max(16, 1 << (problem.rows - 1).bit_length()), BLOCK_M=plan.block_m,
         WAY="fast" if target.vendor == "nvidia" else "plain", num_stages=plan.num_stages, **launched,
     )  # fmt: skip
-    packed_dot.place_rows[(problem.tokens, hidden // plan.gate_up_block_k)](
-        x, placed, problem.tokens, hidden, *x.stride(), EACH=packed_dot.CODES_PER_WORD[first.codes],
-        BLOCK_K=plan.gate_up_block_k, num_warps=1, **launched,
-    )  # fmt: skip
+    place(x, placed, first.codes, target)
     words = gate_up.view(torch.int32)
     kernels.gate_up[(-(-2 * intermediate // plan.gate_up_block_n), problem.rows)](
         placed,

@@ -16,12 +16,11 @@ ROWS = (16, 32, 64)  # of a tile; a row's bits are the same in each of them and 
 FEW_ROWS = 8  # of a tile of e2m1: its matrix instruction is another, for which fewer registers are copied
 WIDE_ROWS, WIDE_STEPS = 128, 32  # a tile of more rows, where a CTA has steps enough
 MOST_ROWS = 128  # in the mean of a group
-STAGES_BYTES = 72 << 10  # shared memory of a CTA's tiles in flight
-CTAS = 2  # that an SM holds with all the registers that they take
-REGISTERS_FEW, REGISTERS = 128, 168  # with which it holds more; of 16 rows, and of more
+CTAS, CTAS_FEW = 2, 3  # that an SM holds; of at most 32 rows, whose splits may follow from the number of rows
+REGISTERS = {16: 128, 64: 168}  # by rows of a tile: with which it holds one more
 SPLIT_STEPS, SPLIT_STEPS_MANY = 8, 12  # of a split at least; with 64 rows and more
 INVARIANT_MOST = 512  # rows whose batch-invariant partials are there at once
-PREFETCH = 512  # bytes of an output: of all CTAs, what the memory gives in a few microseconds
+PREFETCH = 512  # bytes of an output, of fewer than 64 rows: of all CTAs, what the memory gives in a few microseconds
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -58,15 +57,19 @@ def plan(problem: Problem, target: Target) -> Plan:
     across = -(-problem.outputs // BLOCK_N)
     least = SPLIT_STEPS if block_m < 64 or invariant else SPLIT_STEPS_MANY
     ctas = (problem.groups if invariant else _tiles(problem, block_m)) * across
-    splits = min(problem.columns // 128 // least, CTAS * target.num_sms // max(1, ctas))
-    stage = 2 * block_m * block_k + BLOCK_N * (block_k // 2 if fp4 else block_k)
-    num_stages = 3 if block_m == WIDE_ROWS else min(4, STAGES_BYTES // stage)
-    registers = None
-    more = not problem.ends and _tiles(problem, block_m) * across > CTAS * target.num_sms
-    if target.is_hopper and more and block_m in ROWS:
-        registers = REGISTERS_FEW if block_m == ROWS[0] else REGISTERS
+    held = CTAS_FEW if block_m <= 32 and not invariant else CTAS
+    splits = min(problem.columns // 128 // least, held * target.num_sms // max(1, ctas))
+    num_stages = 4 if block_m <= ROWS[0] else 3
+    registers = None if problem.ends else _registers(_tiles(problem, block_m) * across, held, block_m, target)
     tile = Tile(block_m, BLOCK_N, block_k, 4, 1 if target.interpreted else num_stages, registers)
     return planned(problem, tile, splits)
+
+
+def _registers(ctas: int, held: int, block_m: int, target: Target) -> int | None:
+    """Of a thread, for one CTA more an SM where a linear has more than one wave; None: as many as they take."""
+    if not target.is_hopper or ctas <= held * target.num_sms:
+        return None
+    return REGISTERS.get(block_m)
 
 
 def _block_m(problem: Problem, target: Target) -> int:
@@ -85,7 +88,8 @@ def planned(problem: Problem, tile: Tile, splits: int) -> Plan:
     splits = -(-steps // -(-steps // max(1, splits))) if steps else 1
     return Plan(
         _tiles(problem, tile.rows), tile.rows, tile.outputs, tile.columns, problem.codes == "e2m1", tile.num_warps,
-        tile.num_stages, splits, 0 if problem.ends else PREFETCH, tile.registers, _scratch(problem, tile, splits),
+        tile.num_stages, splits, 0 if problem.ends or tile.rows >= ROWS[-1] else PREFETCH, tile.registers,
+        _scratch(problem, tile, splits),
     )  # fmt: skip
 
 

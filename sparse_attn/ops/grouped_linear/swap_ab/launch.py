@@ -11,7 +11,9 @@ from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import Plan, product_format
 from sparse_attn.ops.grouped_linear.swap_ab import kernels
 from sparse_attn.ops.grouped_linear.swap_ab.config import rows_at_once
-from sparse_attn.target import target_of
+from sparse_attn.target import Target, target_of
+
+PLACED = 1024  # values of a row that a CTA places
 
 
 def multiply(product: Product, plan: Plan) -> None:
@@ -32,11 +34,7 @@ def _multiply(product: Product, plan: Plan) -> None:
     rows, ends, codes, scales, out, problem, first_row, (placed, *partials), arrivals = product
     assert scales is not None
     target, words = target_of(rows.device), codes.view(torch.int32)
-    launched = pdl.launched(target)
-    packed_dot.place_rows[(problem.rows, problem.columns // plan.block_k)](
-        rows, placed, problem.rows, problem.columns, *rows.stride(), EACH=packed_dot.CODES_PER_WORD[problem.codes],
-        BLOCK_K=plan.block_k, num_warps=1, **launched,
-    )  # fmt: skip
+    place(rows, placed, problem.codes, target)
     steps = problem.columns // plan.block_k
     kernels.swap_ab[(plan.tiles, -(-problem.outputs // plan.block_n), plan.splits)](
         placed,
@@ -66,5 +64,14 @@ def _multiply(product: Product, plan: Plan) -> None:
         PREFETCH=plan.prefetch,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **launched | ({} if plan.registers is None else {"maxnreg": plan.registers}),
+        **pdl.launched(target) | ({} if plan.registers is None else {"maxnreg": plan.registers}),
     )
+
+
+def place(rows: torch.Tensor, placed: torch.Tensor, codes: str, target: Target) -> None:
+    """Write rows in the order in which products with ``codes`` read them."""
+    count, columns = rows.shape
+    packed_dot.place_rows[(count, -(-columns // PLACED))](
+        rows, placed, columns, *rows.stride(), EACH=packed_dot.CODES_PER_WORD[codes], BLOCK=PLACED, num_warps=4,
+        **pdl.launched(target),
+    )  # fmt: skip
