@@ -20,6 +20,10 @@ if "$python" -c 'import xdist' 2>/dev/null; then
     parallel=(-n "$workers")
 fi
 
+marked() { # marked NAME ARGUMENTS...: the files that have tests of a mark, quicker to collect than all; none with arguments
+    [ $# -gt 1 ] || grep -rl --include='test_*.py' "mark\.$1" tests
+}
+
 failed=()
 empty=()
 ran=0
@@ -48,10 +52,8 @@ fi
 stage plain "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
 stage other-defaults env SPARSE_ATTN_OTHER_DEFAULTS="${SPARSE_ATTN_LONG:-16}" "$python" -m pytest "${parallel[@]}" -m "not aot" "$@"
 stage interpreted env TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= \
-    "$python" -m pytest "${parallel[@]}" -m kernel "$@"
-if grep -rlqs 'mark\.aot' tests; then
-    stage ahead-of-time "$python" -m pytest "${parallel[@]}" -m aot "$@"
-fi
+    "$python" -m pytest "${parallel[@]}" -m kernel $(marked kernel "$@") "$@"
+stage ahead-of-time "$python" -m pytest "${parallel[@]}" -m aot $(marked aot "$@") "$@"
 
 if [ ${#empty[@]} -gt 0 ] && { [ $# -eq 0 ] || [ $ran -eq 0 ]; }; then
     failed+=("${empty[@]/%/ (no test collected)}")

@@ -194,6 +194,7 @@ def test_a_graph_needs_a_gpu(model):
         generate(model, PROMPTS, max_new_tokens=2, graph=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("cache", ("fp8", "fp32"))
 def test_kernels_generate_what_the_reference_does(device, cache):

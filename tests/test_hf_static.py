@@ -70,6 +70,7 @@ def test_heads_that_attend_apart_give_what_eager_makes_of_them(monkeypatch):
         torch.testing.assert_close(got, in_chunks(eager, cuts), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_step_on_a_static_cache_never_compiles_again(name):
     eager, bridged = models(name)

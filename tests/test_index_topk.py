@@ -223,6 +223,7 @@ def test_decode_kernel(layout, device, dirty_workspace):
         assert torch.equal(got.cpu(), want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("layout", ["fp8", "fp32"])
 def test_decode_kernel_with_group_maxima(layout, device, dirty_workspace):

@@ -36,6 +36,7 @@ def test_real_layer(name, device):
     assert torch.cuda.max_memory_allocated() < 20e9
 
 
+@pytest.mark.few(1)
 @pytest.mark.kernel
 @pytest.mark.parametrize(
     "make,routed,kind", [(tiny_v32, True, "fp8"), (tiny_glm5, False, "fp8"), (tiny_glm5, True, "bf16")]

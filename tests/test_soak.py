@@ -118,6 +118,7 @@ def twin(server):
     return state, caches
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
 def test_short_soak_on_the_cpu(name):
     """Whoever leaves has drawn what it draws alone; fp32 caches, because matrix products round by batch size."""
@@ -223,6 +224,7 @@ def check_nothing_is_lost(soak):
     assert len(scheduled.pool) == scheduled.pool.num_blocks
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["tiny_v32", "tiny_v4"])
 def test_a_scheduler_on_the_cpu(name):
     model = batching.model_of(name, layers=2)

@@ -286,6 +286,7 @@ def test_kernel_any_k(form, k, device, dirty_workspace):
     assert torch.equal(run(x, None, None, k, planned(form, 1), device), want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind", ["normal", "relu"])
 def test_kernel_wrong_bound(kind, device, dirty_workspace):

@@ -124,6 +124,7 @@ def test_workspace_of_batch_invariant_steps_grows_by_rows(spec):
 PUBLISHED = [("deepseek_v32", "published"), ("deepseek_v4_flash", "published"), ("deepseek_v4_flash", "flash-base")]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx942"])
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("name, form", PUBLISHED)
