@@ -254,13 +254,13 @@ def exact_packed_dot(
     """packed_dot's sums; a tile that FAST cannot take is multiplied again by EXACT.
 
     APART: addresses of the second product are computed anew. Else the first one keeps them in registers: 173 instead of
-    113 a thread, e4m3, 16 rows. Only 64 rows of e2m1 take fewer so (248 and 255, of which some spill)."""
+    113 a thread, e4m3, 16 rows. Tiles of more rows of e2m1, and the widest of e4m3, spill more with it."""
     sums, wrong = packed_dot(
         x, x_row, x_inside, words, scales, begin, end, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY
     )
     if WAY == FAST:
         if wrong:
-            APART: tl.constexpr = CODES == "e4m3" or BLOCK_M < MANY
+            APART: tl.constexpr = BLOCK_M <= MANY if CODES == "e4m3" else BLOCK_M < WIDE
             if APART:
                 zero = tl.inline_asm_elementwise(ZERO, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
             else:

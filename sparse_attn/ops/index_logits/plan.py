@@ -91,7 +91,7 @@ class HopperDecodedPlan(HopperPlan):
     ``far_stages`` tiles in flight, scores again what has groups too far apart for e5m2. keys: of the call."""
 
     keys: int = 0
-    far_stages: int = 16
+    far_stages: int = 4
 
     @property
     def tiles(self) -> int:
