@@ -55,19 +55,16 @@ def _e2m1(exact: bool) -> str:
     return text + "}"
 
 
-def _e4m3(exact: bool) -> str:
-    """$0 to $3: code j of two words $4, $5; 2^120 makes up for the bias. exact: 0x7F becomes NaN, fast: 480."""
-    text = "{ .reg .b32 a, m, n, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80;\n"
+def _e4m3() -> str:
+    """$0 to $3: code j of two words $4, $5; 2^120 makes up for the bias. 0x7F becomes 480."""
+    text = "{ .reg .b32 a, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80;\n"
     for j in range(4):
         text += _lanes("$4", "$5", j, 4, "0x87f087f0") + f"fma.rn.bf16x2 ${j}, a, s, z;\n"
-        if exact:  # 0x7F0 + 0x10 alone sets bit 11, of which 0x7FC0 is made
-            text += "and.b32 n, a, 0x07f007f0; add.u32 n, n, 0x00100010; and.b32 n, n, 0x08000800;"
-            text += f"shl.b32 m, n, 4; shr.u32 n, n, 5; sub.u32 n, m, n; or.b32 ${j}, ${j}, n;\n"
     return text + "}"
 
 
 FAST_E2M1, EXACT_E2M1 = tl.constexpr(_e2m1(False)), tl.constexpr(_e2m1(True))
-FAST_E4M3, EXACT_E4M3 = tl.constexpr(_e4m3(False)), tl.constexpr(_e4m3(True))
+FAST_E4M3 = tl.constexpr(_e4m3())
 
 
 @triton.jit
@@ -162,9 +159,8 @@ def _dot_e4m3(
     if WAY == PLAIN:
         w0, w1, w2, w3 = _byte(words, 0), _byte(words, 1), _byte(words, 2), _byte(words, 3)
     else:
-        TEXT: tl.constexpr = FAST_E4M3 if WAY == FAST else EXACT_E4M3
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            TEXT, "=&r,=&r,=&r,=&r,r,r", [words], dtype=BF16X4, is_pure=True, pack=2
+            FAST_E4M3, "=&r,=&r,=&r,=&r,r,r", [words], dtype=BF16X4, is_pure=True, pack=2
         )
     if BLOCK_M < WIDE:
         sums = _dot(w1, x, x_inside, 1, 4, WORDS, _dot(w0, x, x_inside, 0, 4, WORDS, sums))
@@ -193,6 +189,23 @@ def _gathered(flags, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
             one, other = tl.split(tl.reshape(flags, [BLOCK_N, 4, WORDS // 8 >> halving, 2]))
             flags = one | other
     return tl.reshape(flags, [BLOCK_N, 4])
+
+
+@triton.jit
+def _scattered(rows, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """Pointers [BLOCK_N * WORDS / 8] to eights of words of rows, pointers [BLOCK_N]: for eight rows each, their first
+    eights, then their second ones. So the eights that a warp reads at once lie in different banks of shared memory."""
+    EIGHTS: tl.constexpr = WORDS // 8
+    at = tl.broadcast_to(tl.reshape(rows, [BLOCK_N // 8, 1, 8]), [BLOCK_N // 8, EIGHTS, 8])
+    return tl.reshape(at, [BLOCK_N * EIGHTS]) + tl.arange(0, BLOCK_N * EIGHTS) // 8 % EIGHTS * 8
+
+
+@triton.jit
+def _words(eights, first, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """int32 [BLOCK_N, WORDS] from word ``first`` on of rows whose eights are _scattered."""
+    at = tl.multiple_of(eights[:, None] + (first + tl.arange(0, 8))[None, :], (16, 16))
+    words = tl.reshape(tl.load(at), [BLOCK_N // 8, WORDS // 8, 8, 8])
+    return tl.reshape(tl.permute(words, (0, 2, 1, 3)), [BLOCK_N, WORDS])
 
 
 @triton.jit
@@ -227,13 +240,13 @@ def packed_dot(
             sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY)
         wrong = tl.max(worst) > MOST_FAST_SCALE
     else:
-        at_word = tl.arange(0, BLOCK_K // 4)
+        eights = _scattered(words, BLOCK_N, BLOCK_K // 4)
         x_rows = x + x_row[:, None]
         flags = tl.zeros([BLOCK_N, 4], tl.int32)
         ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
         for step in range(begin, end):
             k = step * BLOCK_K
-            word = tl.load(words[:, None] + (k // 4 + at_word)[None, :])
+            word = _words(eights, k // 4, BLOCK_N, BLOCK_K // 4)
             scale = decode_scale(ahead, E8M0)
             ahead = tl.load(scales + tl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS)
             if WAY == FAST:
@@ -241,7 +254,10 @@ def packed_dot(
                 flags |= _gathered(each, BLOCK_N, BLOCK_K // 4)
             product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             sums += _dot_e4m3(product, word, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY) * scale[:, None]
-        wrong = tl.max(tl.where((flags & NAN_FLAGS) != 0, 1, 0)) > 0
+        if WAY == FAST:  # whatever it is multiplied by, a NaN makes its output NaN
+            with_nan = tl.max(tl.where((flags & NAN_FLAGS) != 0, 1, 0), 1) > 0
+            sums = tl.where(with_nan[:, None], float("nan"), sums)
+        wrong = False
     return sums, wrong
 
 
@@ -253,14 +269,14 @@ def exact_packed_dot(
 ):  # fmt: skip
     """packed_dot's sums; a tile that FAST cannot take is multiplied again by EXACT.
 
-    APART: addresses of the second product are computed anew. Else the first one keeps them in registers: 173 instead of
-    113 a thread, e4m3, 16 rows. Tiles of more rows of e2m1, and the widest of e4m3, spill more with it."""
+    APART: addresses of the second product are computed anew. Else the first one keeps them in registers: 158 instead of
+    120 a thread of 8 rows. Tiles of more rows spill more with it."""
     sums, wrong = packed_dot(
         x, x_row, x_inside, words, scales, begin, end, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY
     )
-    if WAY == FAST:
+    if WAY == FAST and CODES == "e2m1":
         if wrong:
-            APART: tl.constexpr = BLOCK_M <= MANY if CODES == "e4m3" else BLOCK_M < WIDE
+            APART: tl.constexpr = BLOCK_M < WIDE
             if APART:
                 zero = tl.inline_asm_elementwise(ZERO, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
             else:
