@@ -11,9 +11,9 @@ operand needs no shared memory then.
 Ways to decode:
 
 - FAST: NVIDIA's packed bf16 instructions, four a pair of values. Bits of a code are moved into a bf16 value's exponent
-  and mantissa, and one multiplication makes up for the bias. Exact, but for NaN, and for e8m0 scales above 2, which
-  would overflow: ``packed_dot`` says whether there were any.
-- EXACT: the same with a few instructions more, right for all codes and scales.
+  and mantissa, and one multiplication makes up for the bias. Exact, but for NaN of e4m3, which makes its output NaN at
+  the end, and for e8m0 scales of e2m1 that are NaN or above 2: ``packed_dot`` says whether there were any.
+- EXACT: of e2m1, with a few instructions more, right for all scales.
 - PLAIN: arithmetic in fp32, for other GPUs and the interpreter. Right for all, too.
 """
 
@@ -26,7 +26,7 @@ from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 FAST, EXACT, PLAIN = tl.constexpr("fast"), tl.constexpr("exact"), tl.constexpr("plain")
 CODES_PER_WORD = {"e2m1": 8, "e4m3": 4}
 E8M0_NAN = tl.constexpr(255)
-WIDE, MANY = tl.constexpr(16), tl.constexpr(64)
+WIDE = tl.constexpr(16)
 MOST_HALVINGS = tl.constexpr(3)  # of 64 words to 8
 NAN_FLAGS = tl.constexpr(-0x7F7F7F80)  # 0x80808080 as int32
 ZERO = tl.constexpr("mov.b32 $0, 0;")  # which the compiler does not know
@@ -225,7 +225,7 @@ def packed_dot(
     BLOCK_K: tl.constexpr,
     WAY: tl.constexpr,
 ):
-    """(sums fp32 [BLOCK_N, BLOCK_M]; whether they are wrong, for a code or a scale that FAST cannot take)."""
+    """(sums fp32 [BLOCK_N, BLOCK_M]; whether they are wrong, for a scale that FAST cannot take)."""
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if CODES == "e2m1":
         at_word, at_scale = tl.arange(0, BLOCK_K // 8), tl.arange(0, BLOCK_K // 32)
