@@ -203,7 +203,7 @@ def _scattered(rows, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
 @triton.jit
 def _words(eights, first, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
     """int32 [BLOCK_N, WORDS] from word ``first`` on of rows whose eights are _scattered."""
-    at = tl.multiple_of(eights[:, None] + (first + tl.arange(0, 8))[None, :], (16, 16))
+    at = tl.multiple_of(eights[:, None] + (first + tl.arange(0, 8))[None, :], (1, 16))  # 16 bytes at a time
     words = tl.reshape(tl.load(at), [BLOCK_N // 8, WORDS // 8, 8, 8])
     return tl.reshape(tl.permute(words, (0, 2, 1, 3)), [BLOCK_N, WORDS])
 
