@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 Lanes = np.ndarray  # uint64 [32]
 BITS32 = np.uint64(0xFFFFFFFF)
@@ -36,6 +37,17 @@ def packed(values: np.ndarray, bits: int) -> Lanes:
         return values
     wide = values.astype(np.int64)
     return wide.view(np.uint64) if bits == 64 else (wide & ((1 << bits) - 1)).astype(np.uint64)
+
+
+def from_bf16(bits: np.ndarray) -> np.ndarray:
+    """fp64 of integers whose low 16 bits are bf16."""
+    return (bits.astype(np.uint64) << np.uint64(16) & BITS32).astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def to_bf16(values: np.ndarray) -> Lanes:
+    """The nearest, even of two."""
+    rounded = torch.from_numpy(np.asarray(values, np.float64)).float().bfloat16()
+    return rounded.view(torch.int16).numpy().view(np.uint16).astype(np.uint64)
 
 
 def compute(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
@@ -126,8 +138,22 @@ def _extract(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
     return field
 
 
+def _multiply_add(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    if operation[-1] == "f32":
+        return packed(ARITHMETIC["fma"](*(typed(value, "f32") for value in values)), 32)
+    assert operation[-1] == "bf16x2", operation
+    low, high = (
+        to_bf16(a * b + c) for a, b, c in (map(from_bf16, values), (from_bf16(v >> np.uint64(16)) for v in values))
+    )
+    return high << np.uint64(16) | low
+
+
 def _convert(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
-    """Between integers."""
+    """Between integers; of fp32 to bf16."""
+    if operation[-1] == "f32":
+        assert operation[-2] in ("bf16", "bf16x2") and operation[1] == "rn", operation
+        *high, low = (to_bf16(typed(value, "f32")) for value in values)
+        return high[0] << np.uint64(16) | low if high else low
     bits = width(operation[-2])
     return packed(typed(values[0], operation[-1]).astype(np.int64), bits)
 
@@ -139,5 +165,5 @@ def _count_bits(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
 SPECIAL: dict[str, Callable[[tuple[str, ...], list[Lanes]], Lanes]] = {
     "shl": _shift, "shr": _shift, "setp": _compare, "prmt": _permute, "lop3": _logic, "bfe": _extract, "cvt": _convert,
     "popc": _count_bits, "selp": lambda _, values: np.where(values[2] != 0, values[0], values[1]),
-    "cvta": lambda _, values: values[0],
+    "cvta": lambda _, values: values[0], "fma": _multiply_add,
 }  # fmt: skip

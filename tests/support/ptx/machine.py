@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from support.ptx.arithmetic import BITS32, Lanes, compute, packed, typed
+from support.ptx.arithmetic import BITS32, Lanes, compute, from_bf16, packed, typed
 from support.ptx.program import Instruction, Program, names
 
 SHARED_AT, SHARED_BYTES = 1024, 232448
@@ -64,8 +64,8 @@ class Cta:
         memory: np.ndarray,
         parameters: dict[str, int],
         maps: dict[int, TensorMap],
-        place: int,
-        grid: int,
+        place: tuple[int, ...],
+        grid: tuple[int, ...],
         seed: int,
     ):
         self.program, self.memory, self.maps = program, memory, maps
@@ -74,7 +74,10 @@ class Cta:
         self.arrived: dict[int, list[Warp]] = {}  # at bar.sync
         self.random = random.Random(seed)
         self.warps = [Warp(number) for number in range(program.threads // 32)]
-        self.known = parameters | {"%ctaid.x": place, "%nctaid.x": grid, "global_smem": SHARED_AT}
+        places = {
+            f"%{name}.{axis}": at for name, of in (("ctaid", place), ("nctaid", grid)) for axis, at in zip("xyz", of)
+        }
+        self.known = parameters | places | {"global_smem": SHARED_AT}
         self.issued = 0
 
     def run(self) -> None:
@@ -127,7 +130,7 @@ class Cta:
         elif operand.startswith("0f"):
             value = int(operand[2:], 16)
         elif re.match(r"-?\d", operand):
-            value = int(operand, 0)
+            value = int(operand.removesuffix("U"), 0)
         else:
             assert operand.startswith("%"), operand
             value = 0  # a register that was never set
@@ -204,20 +207,36 @@ class Cta:
 
     def _stmatrix(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """Matrices of eight rows of 16 bytes: lane 8 m + r has the address of row r of matrix m, lanes 4 r to 4 r + 3
-        its bytes."""
-        assert active.all() and "trans" not in instruction.operation, instruction.text
+        its bytes; or with trans, of its column r."""
+        assert active.all(), instruction.text
         addresses = self._address(warp, instruction.operands[0])
         for matrix, register in enumerate(names(instruction.operands[1])):
-            rows = typed(self._value(warp, register), "u32").view(np.uint8).reshape(8, 16)
+            rows = typed(self._value(warp, register), "u32").view(np.uint16).reshape(8, 8)
+            rows = np.ascontiguousarray(rows.T if "trans" in instruction.operation else rows).view(np.uint8)
             self.shared[addresses[8 * matrix : 8 * matrix + 8, None] + np.arange(16)] = rows
 
     def _ldmatrix(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """The reverse of stmatrix."""
-        assert active.all() and "trans" not in instruction.operation, instruction.text
+        assert active.all(), instruction.text
         addresses = self._address(warp, instruction.operands[1])
         for matrix, register in enumerate(names(instruction.operands[0])):
-            rows = self.shared[addresses[8 * matrix : 8 * matrix + 8, None] + np.arange(16)]
-            self._set(warp, register, rows.reshape(32, 4).copy().view(np.uint32)[:, 0].astype(np.uint64), active)
+            rows = self.shared[addresses[8 * matrix : 8 * matrix + 8, None] + np.arange(16)].view(np.uint16)
+            rows = np.ascontiguousarray(rows.T if "trans" in instruction.operation else rows)
+            self._set(warp, register, rows.reshape(-1).view(np.uint32).astype(np.uint64), active)
+
+    def _atom(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """An addition in global memory, lane by lane."""
+        to, address, by = instruction.operands
+        size = int(instruction.operation[-1][1:]) // 8
+        assert "add" in instruction.operation and "global" in instruction.operation, instruction.text
+        before, added = np.zeros(32, np.uint64), self._value(warp, by)
+        for lane in np.flatnonzero(active):
+            place = int(self._address(warp, address)[lane]) - GLOBAL_AT
+            there = self.memory[place : place + size]
+            before[lane] = int.from_bytes(there.tobytes(), "little")
+            total = int(before[lane]) + int(added[lane]) & (1 << 8 * size) - 1
+            there[:] = np.frombuffer(total.to_bytes(size, "little"), np.uint8)
+        self._set(warp, to, before, active)
 
     # --- control
 
@@ -302,7 +321,7 @@ class Cta:
 
     def _cp(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """cp.async.bulk.tensor: a box from global to shared memory, zeros for what is outside of the tensor."""
-        if not active.any():
+        if not active.any() or "prefetch" in instruction.operation:
             return
         if "bulk" not in instruction.operation:
             return self._copy_lanes(warp, instruction, active)
@@ -326,41 +345,62 @@ class Cta:
         self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
 
     def _copy_lanes(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        """cp.async: some bytes of each lane; of groups of them nothing is left to wait for."""
+        """cp.async: some bytes of each lane, zeros behind those that are read; of groups of them nothing is left to wait
+        for."""
         if instruction.operation[2] in ("commit_group", "wait_group"):
             return
         to, source, nbytes, *reads = (self._address(warp, operand)[active] for operand in instruction.operands)
-        assert not reads or (reads[0] == nbytes).all(), f"bytes left out: {instruction.text}"
-        for lane, size in enumerate(nbytes):
+        for lane, (size, read) in enumerate(zip(nbytes, reads[0] if reads else nbytes)):
             first = source[lane] - GLOBAL_AT
-            assert to[lane] % size == source[lane] % size == 0 < first and first + size <= self.memory.size
-            self.shared[to[lane] : to[lane] + size] = self.memory[first : first + size]
+            assert to[lane] % size == source[lane] % size == 0 <= read <= size
+            assert not read or 0 < first <= self.memory.size - read, instruction.text
+            data = np.zeros(size, np.uint8)
+            data[:read] = self.memory[first : first + read]
+            self.shared[to[lane] : to[lane] + size] = data
 
     def _wgmma(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        """16 rows of a product of fp8 operands, 32 deep, both K-major; those of one warp of the four."""
+        """16 rows of a product of fp8 operands, 32 deep, or of bf16, 16 deep, both K-major; those of one warp of the
+        four."""
         if instruction.operation[1] != "mma_async":
             return
         assert active.all(), instruction.text
         out, a, b, accumulate, *signs = instruction.operands
-        assert signs == ["1", "1"], instruction.text
-        shape = re.search(r"m64n(\d+)k32\.f32\.(e\dm\d)\.(e\dm\d)", instruction.text)
+        shape = re.search(r"m64n(\d+)k(?:32|16)\.f32\.(e\dm\d|bf16)\.(e\dm\d|bf16)", instruction.text)
         assert shape is not None, instruction.text
-        columns = FP8[shape[3]][self._operand(warp, b, int(shape[1]))]
+        assert signs == (["1", "1", "0"] if shape[2] == "bf16" else ["1", "1"]), instruction.text
+        columns = _values(self._operand(warp, b, int(shape[1])), shape[3])
         if a.startswith("{"):
-            rows = np.zeros((16, 32), np.uint8)
-            for place, register in enumerate(names(a)):
-                four = typed(self._value(warp, register), "u32").view(np.uint8).reshape(32, 4)
-                row, first = LANES // 4 + 8 * (place % 2), LANES % 4 * 4 + 16 * (place // 2)
-                rows[row[:, None], first[:, None] + np.arange(4)] = four
+            rows = self._rows(warp, names(a))
         else:
             rows = self._operand(warp, a, 64)[16 * (warp.number % 4) :][:16]
-        product = FP8[shape[2]][rows] @ columns.T
         adds = int(self._value(warp, accumulate)[0] & BITS32) != 0
-        for place, register in enumerate(names(out)):
-            value = product[LANES // 4 + place // 2 % 2 * 8, place // 4 * 8 + LANES % 4 * 2 + place % 2]
-            if adds:
-                value = value + typed(self._value(warp, register), "f32")
-            self._set(warp, register, packed(value.astype(np.float32), 32), active)
+        self._give_sums(warp, names(out), names(out) if adds else [], _values(rows, shape[2]) @ columns.T)
+
+    def _mma(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """mma.sync: 16 rows and 8 columns of a product of bf16 operands in registers, 16 deep."""
+        assert active.all() and "m16n8k16.row.col.f32.bf16.bf16.f32" in instruction.text, instruction.text
+        out, a, b, before = map(names, instruction.operands)
+        columns = _values(self._rows(warp, [b[0], b[0], b[1], b[1]])[:8], "bf16")
+        self._give_sums(warp, out, before, _values(self._rows(warp, a), "bf16") @ columns.T)
+
+    def _rows(self, warp: Warp, registers: list[str]) -> np.ndarray:
+        """uint8 [16, 32] of an operand in registers."""
+        rows = np.zeros((16, 32), np.uint8)
+        for place, register in enumerate(registers):
+            four = typed(self._value(warp, register), "u32").view(np.uint8).reshape(32, 4)
+            row, first = LANES // 4 + 8 * (place % 2), LANES % 4 * 4 + 16 * (place // 2)
+            rows[row[:, None], first[:, None] + np.arange(4)] = four
+        return rows
+
+    def _give_sums(self, warp: Warp, out: list[str], before: list[str], product: np.ndarray) -> None:
+        """product [16, columns] to registers, with what ``before`` hold added where there are any."""
+        values = [
+            product[LANES // 4 + place // 2 % 2 * 8, place // 4 * 8 + LANES % 4 * 2 + place % 2]
+            for place in range(len(out))
+        ]
+        sums = [value + typed(self._value(warp, register), "f32") for value, register in zip(values, before)] or values
+        for register, value in zip(out, sums):
+            self._set(warp, register, packed(value.astype(np.float32), 32), LANES >= 0)
 
     def _operand(self, warp: Warp, register: str, rows: int) -> np.ndarray:
         """uint8 [rows, 32] of a matrix descriptor: groups of eight rows of 128 bytes, swizzled."""
@@ -369,6 +409,11 @@ class Cta:
         row = np.arange(rows)
         first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * 128
         return self.shared[_swizzled(first[:, None] + np.arange(32))]
+
+
+def _values(rows: np.ndarray, kind: str) -> np.ndarray:
+    """fp64 of bytes."""
+    return from_bf16(rows.view(np.uint16)) if kind == "bf16" else FP8[kind][rows]
 
 
 def _swizzled(address: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from types import ModuleType
@@ -89,8 +90,8 @@ def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int
             known[parameter] = memory.address(value) if isinstance(value, torch.Tensor) else _bits(value)
     known |= {parameter: 0 for parameter, _ in parameters}  # Triton's own scratch
     issued = 0
-    for place in range(grid[0]):
-        cta = Cta(program, memory.bytes, known, maps, place, grid[0], seed + place)
+    for number, place in enumerate(itertools.product(*map(range, grid))):
+        cta = Cta(program, memory.bytes, known, maps, place, grid, seed + number)
         with np.errstate(all="ignore"):  # infinities are the kernel's
             cta.run()
         issued += cta.issued
