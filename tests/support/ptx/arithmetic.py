@@ -13,7 +13,7 @@ BITS32 = np.uint64(0xFFFFFFFF)
 COMPARISONS = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
 }  # fmt: skip
-NUMPY = {"f32": np.float32, "s": {16: np.int16, 32: np.int32, 64: np.int64}, "u": {16: np.uint16, 32: np.uint32, 64: np.uint64}}  # fmt: skip
+NUMPY = {"f32": np.float32, "s": {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}, "u": {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}}  # fmt: skip
 
 
 def width(kind: str) -> int:

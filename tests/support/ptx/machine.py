@@ -403,12 +403,11 @@ class Cta:
             self._set(warp, register, packed(value.astype(np.float32), 32), LANES >= 0)
 
     def _operand(self, warp: Warp, register: str, rows: int) -> np.ndarray:
-        """uint8 [rows, 32] of a matrix descriptor: groups of eight rows of 128 bytes, swizzled."""
+        """uint8 [rows, 32] of a matrix descriptor: groups of eight rows of 128, 64 or 32 bytes, swizzled."""
         descriptor = int(self._value(warp, register)[0])
-        assert descriptor >> 62 == 1, "not the 128-byte swizzle"
-        row = np.arange(rows)
-        first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * 128
-        return self.shared[_swizzled(first[:, None] + np.arange(32))]
+        width, row = {1: 128, 2: 64, 3: 32}[descriptor >> 62], np.arange(rows)
+        first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * width
+        return self.shared[_swizzled(first[:, None] + np.arange(32), width)]
 
 
 def _values(rows: np.ndarray, kind: str) -> np.ndarray:
@@ -416,6 +415,6 @@ def _values(rows: np.ndarray, kind: str) -> np.ndarray:
     return from_bf16(rows.view(np.uint16)) if kind == "bf16" else FP8[kind][rows]
 
 
-def _swizzled(address: np.ndarray) -> np.ndarray:
-    """Of the 128-byte swizzle: the 16-byte units of a line change places by its number."""
-    return address ^ (address >> 7 & 7) << 4
+def _swizzled(address: np.ndarray, width: int = 128) -> np.ndarray:
+    """Of the swizzle of so many bytes: their 16-byte units change places by the number of a line of 128."""
+    return address ^ (address >> 7 & width // 16 - 1) << 4
