@@ -17,6 +17,7 @@ FEW_ROWS = 8  # of a tile of e2m1: its matrix instruction is another, for which 
 WIDE_ROWS, WIDE_STEPS = 128, 32  # a tile of more rows, where a CTA has steps enough
 MOST_ROWS = 128  # in the mean of a group
 CTAS, CTAS_FEW = 2, 3  # that an SM holds; of at most 32 rows, whose splits may follow from the number of rows
+SHARED_FEW = 128 << 10  # bytes of shared memory for CTAS_FEW
 REGISTERS = {16: 128, 64: 168}  # by rows of a tile: with which it holds one more
 SPLIT_STEPS, SPLIT_STEPS_MANY = 8, 12  # of a split at least; with 64 rows and more
 INVARIANT_MOST = 512  # rows whose batch-invariant partials are there at once
@@ -57,7 +58,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     across = -(-problem.outputs // BLOCK_N)
     least = SPLIT_STEPS if block_m < 64 or invariant else SPLIT_STEPS_MANY
     ctas = (problem.groups if invariant else _tiles(problem, block_m)) * across
-    held = CTAS_FEW if block_m <= 32 and not invariant else CTAS
+    held = CTAS_FEW if block_m <= 32 and not invariant and target.shared_memory >= SHARED_FEW else CTAS
     splits = min(problem.columns // 128 // least, held * target.num_sms // max(1, ctas))
     num_stages = 4 if block_m <= ROWS[0] else 3
     registers = None if problem.ends else _registers(_tiles(problem, block_m) * across, held, block_m, target)
