@@ -165,6 +165,7 @@ def test_every_case_launches_something_on_every_target():
             assert {'"launch_pdl": true' in launch.specialisation for launch in launches} == {TARGETS[target].has_pdl}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
 def test_no_runtime_size_is_a_constant(target):
     """Arithmetic with a tl.constexpr on the host makes one, and a kernel is compiled for every value of it."""

@@ -105,6 +105,7 @@ def test_every_suite_is_listed_and_documented():
     assert all(suite.__doc__ for suite in all_suites().values())
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("name", SUITES + ALONE)
 def test_suite_without_peers(name):
     if name == "hf_bridge":

@@ -339,6 +339,7 @@ def test_plan_counts_every_byte(tmp_path, capsys):
         assert re.search(rf"^{what} .* {nbytes:,}$", shown, re.MULTILINE), what
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "kinds"),
     (("deepseek_v32", ("mtp kv", "mtp index")), ("deepseek_v4_flash", ("mtp window",)), ("tiny_v32", ("mtp kv",))),
@@ -414,7 +415,7 @@ def test_plan_of_large_bounds_asks_few_sizes(monkeypatch, capsys):
     assert 1000 < next(asked) < 70_000  # 42,572 when written; there are 1,048,576 rows
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [spelt for name in PRESETS for spelt in sorted({name, name.replace("_", "-")})])
 @pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
 def test_plan_knows_every_preset(name, cache, capsys):
@@ -429,6 +430,7 @@ def test_plan_errors(capsys):
     assert "--model: got '/nonexistent', allowed: a folder with a config.json, or one" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more,least", [(["--format", "bf16"], 1.36e12), (["--format", "fp8-e8m0"], 6.85e11)])
 def test_plan_counts_weights_in_every_form(more, least, tmp_path):
     out = tmp_path / "plan.json"

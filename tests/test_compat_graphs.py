@@ -92,6 +92,7 @@ def compiled_calls(device="cpu"):
 CALLS = ("decode", "prefill", "scores", "paged scores", "top-k", "index cache")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_every_function_compiles_without_a_break(name):
     """One graph for sizes that change, and the same bits as eager."""

@@ -206,6 +206,7 @@ SMALL = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_compiled_step_is_the_same(name):
     """Under a default device Dynamo traces torch's own mode too, which up to 2.13 keeps it from some tensor methods."""

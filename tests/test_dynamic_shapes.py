@@ -105,7 +105,7 @@ def by_partial(name):
     return outer
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, form",
     (("tiny_v32", by_argument), ("tiny_v32", by_closure), ("tiny_v32", by_partial), ("tiny_v4", by_argument)),

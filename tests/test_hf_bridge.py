@@ -333,6 +333,7 @@ def forms_of(calls):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", (1, 3))
 @pytest.mark.parametrize("name", ("deepseek_v32", "deepseek_v4"))
 def test_a_growing_cache_has_no_kernel_compiled_for_its_length(name, batch):

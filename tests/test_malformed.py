@@ -101,6 +101,7 @@ BAD_VALUES = [
 OTHERWISE_NAMED = {"qk_rope_head_dim": "rope_", "n_group": "num_groups", "rope_parameters": "rope"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("command", ["generate", "plan"])
 def test_values_no_config_may_hold(sound, tmp_path, capsys, command):
     for name, key, value in BAD_VALUES:

@@ -1,18 +1,20 @@
 """Private names of torch and Triton stand in one file each, so that a new version is tried in one place."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HOMES = {"sparse_attn/torch_private.py", "tests/test_torch_private.py", "sparse_attn/device/triton_private.py"}
-FILES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text())
-    for folder in ("sparse_attn", "scripts", "tests")
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
 OTHERS = {"_replace", "_asdict", "_fields", "_make", "_getframe"}  # Python's
 # Triton's own, though their names do not say so: what compiles and launches, which changes with every version.
 INNARDS = ("triton.runtime", "triton.compiler", "triton.backends")
+
+
+@functools.cache  # takes seconds, which are not those of whoever collects tests
+def files():
+    paths = (path for folder in ("sparse_attn", "scripts", "tests") for path in sorted((ROOT / folder).rglob("*.py")))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
 
 
 def is_private(name):
@@ -32,7 +34,9 @@ def own_names(tree):
             yield node.arg
 
 
-OWN = {name for file, tree in FILES.items() if file not in HOMES for name in own_names(tree) if is_private(name)}
+@functools.cache
+def own():
+    return {name for file, tree in files().items() if file not in HOMES for name in own_names(tree) if is_private(name)}
 
 
 def foreign(tree):
@@ -46,15 +50,15 @@ def foreign(tree):
         elif isinstance(node, ast.Attribute):
             modules = [ast.unparse(node)] if ast.unparse(node).startswith(INNARDS) else []
             vllms = ast.unparse(node) in ("torch.ops._C", "torch.ops._moe_C")  # namespaces of operators
-            if is_private(node.attr) and not vllms and node.attr not in OWN | OTHERS:
+            if is_private(node.attr) and not vllms and node.attr not in own() | OTHERS:
                 yield node.lineno, node.attr
         for module in modules:
-            if module.startswith(INNARDS) or any(is_private(part) and part not in OWN for part in module.split(".")):
+            if module.startswith(INNARDS) or any(is_private(part) and part not in own() for part in module.split(".")):
                 yield node.lineno, module
 
 
 def test_private_names_stand_in_one_file_each():
-    found = {file: names for file, tree in FILES.items() if (names := sorted(set(foreign(tree))))}
+    found = {file: names for file, tree in files().items() if (names := sorted(set(foreign(tree))))}
     assert HOMES <= found.keys()
     assert {file: names for file, names in found.items() if file not in HOMES} == {}
 

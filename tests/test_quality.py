@@ -91,6 +91,7 @@ def test_reads_as_well_by_every_path(name, way):
         assert abs(mine.bits_per_byte - quality(name, "fp8").bits_per_byte) < NOISE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_token_by_token(name):
     """Fed one by one, the answers of a document are the ones of its prefill."""
@@ -100,7 +101,7 @@ def test_token_by_token(name):
     assert found.right == found.asked == 10
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", MODELS)
 def test_kernels_predict_what_the_reference_does(name, device):
@@ -196,6 +197,7 @@ def doubled_scales(spec, monkeypatch):
     return spec
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spoil", (spoilt_rope, one_in_eight_lost, doubled_scales), ids=lambda spoil: spoil.__name__)
 def test_falls_once_something_is_wrong(spoil, monkeypatch):
     spec, params, _ = model("reader-v32")

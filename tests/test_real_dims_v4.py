@@ -101,7 +101,7 @@ def test_real_layer(make, kind, device):
     assert torch.cuda.max_memory_allocated() < 30e9
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(0)
 @pytest.mark.kernel
 @pytest.mark.parametrize("kind,cache", [("window", "fp8"), ("indexed", "fp8"), ("full", "bf16")])
 def test_tiny_layer(kind, cache, device):
