@@ -16,7 +16,7 @@ ROWS = (16, 32, 64)  # of a tile; a row's bits are the same in each of them and 
 FEW_ROWS = 8  # of a tile of e2m1: its matrix instruction is another, for which fewer registers are copied
 WIDE_ROWS, WIDE_STEPS = 128, 32  # a tile of more rows, where a CTA has steps enough
 MOST_ROWS = 128  # in the mean of a group
-CTAS, CTAS_FEW = 2, 3  # that an SM holds; of at most 32 rows, whose splits may follow from the number of rows
+CTAS, CTAS_FEW = 2, 3  # that an SM holds; of few rows, whose splits may follow from the number of rows
 SHARED_FEW = 128 << 10  # bytes of shared memory for CTAS_FEW
 REGISTERS = {16: 128, 64: 168}  # by rows of a tile: with which it holds one more
 SPLIT_STEPS, SPLIT_STEPS_MANY = 8, 12  # of a split at least; with 64 rows and more
@@ -58,12 +58,19 @@ def plan(problem: Problem, target: Target) -> Plan:
     across = -(-problem.outputs // BLOCK_N)
     least = SPLIT_STEPS if block_m < 64 or invariant else SPLIT_STEPS_MANY
     ctas = (problem.groups if invariant else _tiles(problem, block_m)) * across
-    held = CTAS_FEW if block_m <= 32 and not invariant and target.shared_memory >= SHARED_FEW else CTAS
+    held = _held(problem, block_m, target)
     splits = min(problem.columns // 128 // least, held * target.num_sms // max(1, ctas))
     num_stages = 4 if block_m <= ROWS[0] else 3
     registers = None if problem.ends else _registers(_tiles(problem, block_m) * across, held, block_m, target)
     tile = Tile(block_m, BLOCK_N, block_k, 4, 1 if target.interpreted else num_stages, registers)
     return planned(problem, tile, splits)
+
+
+def _held(problem: Problem, block_m: int, target: Target) -> int:
+    """CTAs of an SM. A thread that decodes e2m1 for 16 or 32 rows takes registers (229 to 255) for two of them."""
+    most = FEW_ROWS if problem.codes == "e2m1" else ROWS[1]
+    few = block_m <= most and not problem.batch_invariant and target.shared_memory >= SHARED_FEW
+    return CTAS_FEW if few else CTAS
 
 
 def _registers(ctas: int, held: int, block_m: int, target: Target) -> int | None:
