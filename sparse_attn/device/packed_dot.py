@@ -29,7 +29,7 @@ E8M0_NAN = tl.constexpr(255)
 WIDE = tl.constexpr(16)
 MOST_HALVINGS = tl.constexpr(3)  # of 64 words to 8
 NAN_FLAGS = tl.constexpr(-0x7F7F7F80)  # 0x80808080 as int32
-ZERO = tl.constexpr("mov.b32 $0, 0;")  # which the compiler does not know
+OPAQUE_ZERO = tl.constexpr("mov.b32 $0, 0;")  # the compiler cannot fold what is added to it
 MOST_FAST_SCALE = tl.constexpr(128)  # the byte of 2
 BF16X4 = tl.constexpr((tl.bfloat16,) * 4)
 BF16X8 = tl.constexpr((tl.bfloat16,) * 8)
@@ -192,18 +192,19 @@ def _gathered(flags, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _scattered(rows, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
-    """Pointers [BLOCK_N * WORDS / 8] to eights of words of rows, pointers [BLOCK_N]: for eight rows each, their first
-    eights, then their second ones. So the eights that a warp reads at once lie in different banks of shared memory."""
-    EIGHTS: tl.constexpr = WORDS // 8
-    at = tl.broadcast_to(tl.reshape(rows, [BLOCK_N // 8, 1, 8]), [BLOCK_N // 8, EIGHTS, 8])
-    return tl.reshape(at, [BLOCK_N * EIGHTS]) + tl.arange(0, BLOCK_N * EIGHTS) // 8 % EIGHTS * 8
+def _interleaved(rows, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """Pointers [BLOCK_N * WORDS / 8] to chunks of eight words of rows, pointers [BLOCK_N], in the order in which the
+    chunks lie in shared memory: the first chunks of eight rows, then their second ones. A warp reads eight rows at
+    once, and so meets no bank conflicts."""
+    CHUNKS: tl.constexpr = WORDS // 8
+    at = tl.broadcast_to(tl.reshape(rows, [BLOCK_N // 8, 1, 8]), [BLOCK_N // 8, CHUNKS, 8])
+    return tl.reshape(at, [BLOCK_N * CHUNKS]) + tl.arange(0, BLOCK_N * CHUNKS) // 8 % CHUNKS * 8
 
 
 @triton.jit
-def _words(eights, first, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
-    """int32 [BLOCK_N, WORDS] from word ``first`` on of rows whose eights are _scattered."""
-    at = tl.multiple_of(eights[:, None] + (first + tl.arange(0, 8))[None, :], (1, 16))  # 16 bytes at a time
+def _words(chunks, first, BLOCK_N: tl.constexpr, WORDS: tl.constexpr):
+    """int32 [BLOCK_N, WORDS] from word ``first`` on of rows whose chunks are _interleaved."""
+    at = tl.multiple_of(chunks[:, None] + (first + tl.arange(0, 8))[None, :], (1, 16))  # 16 bytes at a time
     words = tl.reshape(tl.load(at), [BLOCK_N // 8, WORDS // 8, 8, 8])
     return tl.reshape(tl.permute(words, (0, 2, 1, 3)), [BLOCK_N, WORDS])
 
@@ -240,13 +241,13 @@ def packed_dot(
             sums = _dot_e2m1(sums, word, scale, x_rows + k, x_inside, BLOCK_M, BLOCK_N, BLOCK_K, WAY)
         wrong = tl.max(worst) > MOST_FAST_SCALE
     else:
-        eights = _scattered(words, BLOCK_N, BLOCK_K // 4)
+        chunks = _interleaved(words, BLOCK_N, BLOCK_K // 4)
         x_rows = x + x_row[:, None]
         flags = tl.zeros([BLOCK_N, 4], tl.int32)
         ahead = tl.load(scales + begin * BLOCK_K // BLOCK_COLUMNS)
         for step in range(begin, end):
             k = step * BLOCK_K
-            word = _words(eights, k // 4, BLOCK_N, BLOCK_K // 4)
+            word = _words(chunks, k // 4, BLOCK_N, BLOCK_K // 4)
             scale = decode_scale(ahead, E8M0)
             ahead = tl.load(scales + tl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS)
             if WAY == FAST:
@@ -278,7 +279,7 @@ def exact_packed_dot(
         if wrong:
             APART: tl.constexpr = BLOCK_M < WIDE
             if APART:
-                zero = tl.inline_asm_elementwise(ZERO, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+                zero = tl.inline_asm_elementwise(OPAQUE_ZERO, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
             else:
                 zero = 0
             sums, _ = packed_dot(
