@@ -63,7 +63,7 @@ def swap_ab(
     BLOCK_K: tl.constexpr,
     WAY: tl.constexpr,  # "fast" or "plain"
     SPLIT: tl.constexpr,
-    PREFETCH: tl.constexpr,  # bytes of each output that are asked for early; 0 with ends
+    PREFETCH: tl.constexpr,  # bytes of each output that are asked for early; 0 with ends, and with many rows
     PDL: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(2)

@@ -51,7 +51,7 @@ from sparse_attn.ops.index_logits.hopper.requests import (
     write,
 )
 
-PAIR = gl.constexpr(2)  # of producers, and of scalers: warps that take every second tile, for one is too slow
+PAIR = gl.constexpr(2)  # producers, and as many scalers: a warp each, which takes every second tile
 
 
 @gluon.jit
