@@ -11,7 +11,7 @@ from support.weights import random_weight
 
 from sparse_attn.ops.grouped_linear import grouped_linear
 from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import Problem
+from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.grouped_linear.swap_ab import config
 from sparse_attn.target import H200
 from sparse_attn.weight_layout import WeightLayout
@@ -28,13 +28,9 @@ def product(rows, weight, splits=1):
     from sparse_attn.device import packed_dot
     from sparse_attn.ops.grouped_linear.swap_ab import kernels, launch
 
-    codes, scales, name = weight
-    (n, columns), outputs, layout = (
-        rows.shape,
-        codes.shape[1],
-        next(one for one in (V32, V4, MXFP4) if one.name == name),
-    )
-    problem = Problem(n, 1, outputs, columns, torch.bfloat16, False, layout.codes, layout.scale, layout.block)
+    codes, scales = weight.codes.view(torch.uint8), weight.scales
+    (n, columns), outputs = rows.shape, codes.shape[1]
+    problem = problem_of(rows, None, codes, scales, weight.layout)
     old = config.plan(problem, H200)
     tile = config.Tile(old.block_m, old.block_n, old.block_k, old.num_warps, old.num_stages, old.registers)
     plan = config.planned(problem, tile, splits)
@@ -43,8 +39,8 @@ def product(rows, weight, splits=1):
     placed = torch.full((n, columns), torch.nan, dtype=torch.bfloat16)
     partials = [torch.full((splits, n, outputs), torch.nan)] if splits > 1 else []
     counters = torch.zeros(8, dtype=torch.int64)
-    arguments = rows, None, codes.view(torch.uint8), scales, memory[:-1], problem, 0, [placed, *partials], counters
-    execute(packed_dot, "place_rows", lambda: launch.place(rows, placed, layout.codes, H200))
+    arguments = rows, None, codes, scales, memory[:-1], problem, 0, [placed, *partials], counters
+    execute(packed_dot, "place_rows", lambda: launch.place(rows, placed, problem.codes, H200))
     execute(kernels, "swap_ab", lambda: launch.multiply(Product(*arguments), plan))
     assert (memory[-1] == DIRT).all() and not counters.any()
     return memory[:-1]

@@ -109,6 +109,15 @@ def test_backends(backend):
 """
 
 
+def flash_mla(prefill: str, decoding: str) -> dict[str, str]:
+    """Its files, of these widths."""
+    return {
+        "tests/helper.py": HELPER % False,
+        "tests/test_flash_mla_sparse_prefill.py": PREFILL % prefill,
+        "tests/test_flash_mla_sparse_decoding.py": DECODING % decoding,
+    }
+
+
 class PublicSuites(expecttest.TestCase):
     @pytest.fixture(autouse=True)
     def _given(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,21 +161,15 @@ exit code 1""",
         )
 
     def test_flash_mla(self) -> None:
-        files = {
-            "tests/helper.py": HELPER % False,
-            "tests/test_flash_mla_sparse_prefill.py": PREFILL % "[576, 512, 576]",
-            "tests/test_flash_mla_sparse_decoding.py": DECODING % "[576, 100, 576, 512]",
-        }
         self.assertExpectedInline(
-            self.counted("flash_mla", files),
+            self.counted("flash_mla", flash_mla("[576, 512, 576]", "[576, 100, 576, 512]")),
             """\
 test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not run
 test_flash_mla_sparse_decoding: 1 passed, 0 failed, 1 refused, 0 skipped, 2 not run
 exit code 1""",
         )
-        files["tests/test_flash_mla_sparse_decoding.py"] = DECODING % "[512]"
         self.assertExpectedInline(
-            self.counted("flash_mla", files),
+            self.counted("flash_mla", flash_mla("[576, 512, 576]", "[512]")),
             """\
 test_flash_mla_sparse_prefill: 3 passed, 0 failed, 0 refused, 0 skipped, 0 not run
 test_flash_mla_sparse_decoding: 1 passed, 0 failed, 0 refused, 0 skipped, 0 not run
@@ -182,13 +185,8 @@ exit code 1""",
 
     def test_parts_of_flash_mla(self) -> None:
         """Each case has the seed of its place among all. What prefill runs is of the first part."""
-        files = {
-            "tests/helper.py": HELPER % False,
-            "tests/test_flash_mla_sparse_prefill.py": PREFILL % "[576, 512]",
-            "tests/test_flash_mla_sparse_decoding.py": DECODING % "[576, 512, -576, 576, 512]",
-        }
         self.assertExpectedInline(
-            self.counted("flash_mla", files),
+            self.counted("flash_mla", flash_mla("[576, 512]", "[576, 512, -576, 576, 512]")),
             """\
 test_flash_mla_sparse_prefill: 2 passed, 0 failed, 0 refused, 0 skipped, 0 not run
 test_flash_mla_sparse_decoding: 2 passed, 1 failed, 0 refused, 0 skipped, 2 not run

@@ -83,7 +83,6 @@ ARITHMETIC: dict[str, Callable] = {
     "min": np.fmin, "max": np.fmax, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
     "not": operator.invert, "neg": operator.neg, "abs": np.abs, "div": _divide,
     "rem": lambda a, b: a - _divide(a, b) * b,
-    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
 }  # fmt: skip
 
 
@@ -140,7 +139,8 @@ def _extract(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
 
 def _multiply_add(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
     if operation[-1] == "f32":
-        return packed(ARITHMETIC["fma"](*(typed(value, "f32") for value in values)), 32)
+        a, b, c = (typed(value, "f32") for value in values)
+        return packed((a.astype(np.float64) * b + c).astype(np.float32), 32)
     assert operation[-1] == "bf16x2", operation
     low, high = (
         to_bf16(a * b + c) for a, b, c in (map(from_bf16, values), (from_bf16(v >> np.uint64(16)) for v in values))
