@@ -415,7 +415,7 @@ def test_plan_of_large_bounds_asks_few_sizes(monkeypatch, capsys):
     assert 1000 < next(asked) < 70_000  # 42,572 when written; there are 1,048,576 rows
 
 
-@pytest.mark.few(3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [spelt for name in PRESETS for spelt in sorted({name, name.replace("_", "-")})])
 @pytest.mark.parametrize("cache", ("fp8", "bf16", "fp32"))
 def test_plan_knows_every_preset(name, cache, capsys):

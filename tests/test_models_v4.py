@@ -89,7 +89,6 @@ def prefill(name, cuts, **options):
     return requests, torch.cat(rows)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parity_with_transformers(name):
     """All prompts at once, then all requests token by token."""

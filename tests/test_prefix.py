@@ -33,7 +33,6 @@ def prefill(model, caches, table, rows, spans):
     return model(tokens, caches, plan)[counts.cumsum(0) - 1]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5"))
 def test_requests_that_share_a_prefix_decode_what_they_decode_alone(name):
     spec = preset(name)
