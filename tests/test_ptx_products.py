@@ -3,6 +3,8 @@ which Triton's interpreter does not do."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from support.products import check, rows_of
@@ -10,6 +12,7 @@ from support.ptx.run import execute
 from support.weights import random_weight
 
 from sparse_attn.ops.grouped_linear import grouped_linear
+from sparse_attn.ops.grouped_linear.hopper import config as hopper
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.grouped_linear.swap_ab import config
@@ -44,6 +47,79 @@ def product(rows, weight, splits=1):
     execute(kernels, "swap_ab", lambda: launch.multiply(Product(*arguments), plan))
     assert (memory[-1] == DIRT).all() and not counters.any()
     return memory[:-1]
+
+
+def streamed(rows, weight, grid, first_row=0, seed=0):
+    """As product, of stream_k by ``grid`` CTAs."""
+    from sparse_attn.ops.grouped_linear.hopper import kernels, launch
+
+    codes, scales = weight.codes.view(torch.uint8), weight.scales
+    outputs = codes.shape[1]
+    problem = problem_of(rows, None, codes, scales, weight.layout)
+    assert hopper.supports(problem, H200).ok
+    plan = dataclasses.replace(hopper.plan(problem, H200), grid=grid)
+    memory = torch.full((len(rows) + 1, outputs), DIRT, dtype=torch.bfloat16)
+    partials = torch.full((grid, 2, len(rows), plan.block_n), torch.nan)
+    counters = torch.zeros(plan.scratch.counters, dtype=torch.int64)
+    arguments = rows, None, codes, scales, memory[:-1], problem, first_row, [partials], counters
+    execute(kernels, "stream_k", lambda: launch.multiply(Product(*arguments), plan), seed)
+    assert (memory[-1] == DIRT).all() and not counters.any()
+    return memory[:-1]
+
+
+def in_line(*tensors):
+    """Copies whose rows begin at multiples of 16 bytes."""
+    return [torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x) for x in tensors]
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "layout, n, outputs, columns, grid",
+    [
+        (V32, 3, 130, 256, 3), (V32, 16, 300, 384, 4), (V4, 8, 128, 1024, 5), (V32, 1, 200, 128, 2),
+        (V4, 9, 64, 2048, 12), (V32, 2, 1, 128, 1), (V32, 5, 640, 128, 3),
+    ],
+)  # fmt: skip
+def test_stream_k(layout, n, outputs, columns, grid):
+    """Whole tiles, tiles of two and of a dozen CTAs, CTAs of several tiles; the last outputs of a tile missing."""
+    (rows,) = in_line(rows_of(n, columns, torch.bfloat16))
+    weight = random_weight(layout, 1, outputs, columns, moderate=True)
+    weight = weight._replace(codes=in_line(weight.codes)[0])
+    check(streamed(rows, weight, grid), rows, None, weight)
+
+
+@pytest.mark.few(0)
+def test_stream_k_has_the_same_bits_in_any_tile():
+    """One row alone and among 16, whatever comes first."""
+    (rows,) = in_line(rows_of(16, 512, torch.bfloat16))
+    weight = random_weight(V32, 1, 200, 512, moderate=True)
+    weight = weight._replace(codes=in_line(weight.codes)[0])
+    whole = streamed(rows, weight, 3, seed=1)
+    assert torch.equal(streamed(rows[5:6], weight, 3, seed=2), whole[5:6])
+
+
+@pytest.mark.few(0)
+def test_stream_k_of_rows_apart():
+    """Rows of a wider tensor, poison between them."""
+    memory = torch.full((5, 400), torch.nan, dtype=torch.bfloat16)
+    rows = memory[:, 16:272]
+    rows[:] = rows_of(5, 256, torch.bfloat16)
+    weight = random_weight(V32, 1, 70, 256, moderate=True)
+    weight = weight._replace(codes=in_line(weight.codes)[0])
+    check(streamed(rows, weight, 2), rows, None, weight)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("grid", [1, 2])
+def test_stream_k_with_nan_in_a_code(grid):
+    (rows,) = in_line(rows_of(3, 256, torch.bfloat16))
+    weight = random_weight(V32, 1, 130, 256, moderate=True)
+    weight = weight._replace(codes=in_line(weight.codes)[0])
+    places = [3, 4, 40, 69, 129], [127, 128, 129, 255, 16]
+    weight.codes.view(torch.uint8)[0, places[0], places[1]] = torch.tensor([0xFF, 0x7F, 0x7F, 0xFF, 0x7F]).byte()
+    want = torch.zeros(3, 130, dtype=torch.bool)
+    want[:, places[0]] = True
+    assert torch.equal(streamed(rows, weight, grid).isnan(), want)
 
 
 @pytest.mark.few(2)

@@ -7,6 +7,7 @@ import functools
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel
 from sparse_attn.ops.grouped_linear.fp8 import config as fp8
+from sparse_attn.ops.grouped_linear.hopper import config as hopper
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
 from sparse_attn.ops.grouped_linear.portable import config as portable
 from sparse_attn.ops.grouped_linear.swap_ab import config as swap_ab
@@ -14,6 +15,7 @@ from sparse_attn.target import Target
 
 HERE = "sparse_attn.ops.grouped_linear"
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("hopper.stream_k", hopper.supports, hopper.plan, f"{HERE}.hopper.launch:multiply"),
     Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
     Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
 )

@@ -31,6 +31,7 @@ class Problem(NamedTuple):
     rows: of all groups. ends: whether rows may be of no group. codes: "e4m3", "e2m1", or "plain" of a weight in
     ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
     whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
+    rows_aligned: likewise of the rows that are multiplied, none of which lie in each other.
     batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows.
     """
 
@@ -45,6 +46,7 @@ class Problem(NamedTuple):
     block: tuple[int, int]
     aligned: bool = True
     batch_invariant: bool = False
+    rows_aligned: bool = True
 
     @property
     def tiled_groups(self) -> int:
@@ -73,15 +75,17 @@ def problem_of(
         kind, scale, block = packed.codes, packed.scale, packed.block
     aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
     return Problem(
-        n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant
-    )
+        n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
+        _aligned(rows) and (n < 2 or rows.stride(0) >= columns),
+    )  # fmt: skip
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
     """A tensor without memory lies as well as its offset and strides allow."""
     first = tensor.storage_offset() * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
     *leading, last = tensor.stride()
-    return last == 1 and not any(at % ALIGNMENT for at in (first, *(step * tensor.itemsize for step in leading)))
+    steps = (step * tensor.itemsize for step, size in zip(leading, tensor.shape) if size > 1)
+    return last == 1 and not any(at % ALIGNMENT for at in (first, *steps))
 
 
 def product_format(problem: Problem) -> dict[str, Any]:
@@ -116,3 +120,13 @@ class Plan:
 
     def ctas(self, outputs: int) -> int:
         return self.tiles * -(-outputs // self.block_n) * self.splits
+
+
+@dataclass(frozen=True)
+class StreamPlan(Plan):
+    """grid: CTAs, which share the steps of all tiles: block_n outputs and block_k columns each."""
+
+    grid: int = 0
+
+    def ctas(self, outputs: int) -> int:
+        return self.grid

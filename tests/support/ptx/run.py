@@ -80,11 +80,12 @@ def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int
         parameter, is_map = next(parameters)
         if is_map:
             known[parameter] = place = 1 + len(maps)
-            layout = value.layout.swizzle_byte_width
+            layout, itemsize = value.layout.swizzle_byte_width, value.base.element_size()
+            *box, last = value.block_shape  # one copy has no more bytes of a row than are swizzled together
+            box.append(min(last, layout // itemsize) if layout else last)
             maps[place] = TensorMap(
-                memory.address(value.base), list(value.shape), list(value.strides), list(value.block_shape),
-                value.base.element_size(), layout,
-            )  # fmt: skip
+                memory.address(value.base), list(value.shape), list(value.strides), box, itemsize, layout
+            )
             known |= {next(parameters)[0]: int(number) for number in (*value.shape, *value.strides)}
         else:
             known[parameter] = memory.address(value) if isinstance(value, torch.Tensor) else _bits(value)

@@ -1,0 +1,35 @@
+"""Launch of the Hopper kernel, and the TMA descriptors of what it copies."""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sparse_attn.ops.grouped_linear.hopper import kernels
+from sparse_attn.ops.grouped_linear.hopper.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K
+from sparse_attn.ops.grouped_linear.launch import Product
+from sparse_attn.ops.grouped_linear.plan import StreamPlan
+
+
+def multiply(product: Product, plan: StreamPlan) -> None:
+    rows, _, codes, scales, out, problem, first_row, (partials,), arrivals = product
+    assert scales is not None, "packed weights have scales"
+    kernels.stream_k[(plan.grid,)](
+        _boxes(rows, plan.block_m),
+        _boxes(codes[0].view(torch.int32), plan.block_n),
+        scales[0], out, partials, arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row,
+        scales.stride(1),
+        E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0], BLOCK_COLUMNS=problem.block[1],
+        STAGES=plan.num_stages, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _boxes(matrix: torch.Tensor, height: int) -> TensorDescriptor:
+    """Of ``height`` rows and a step's columns. The stride of a lone row is any."""
+    width = BLOCK_K if matrix.dtype == torch.bfloat16 else BLOCK_K // 4
+    stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
+    return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [height, width], swizzled)
