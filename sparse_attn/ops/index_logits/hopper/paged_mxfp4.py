@@ -51,15 +51,13 @@ from sparse_attn.ops.index_logits.hopper.requests import (
     write,
 )
 
-PAIR = gl.constexpr(2)  # producers, and as many scalers: a warp each, which takes every second tile
-
 
 @gluon.jit
 def _producer(
-    shared, bars, codes, scales, lengths, block_table, num_blocks, max_blocks, stride_table, run, which: gl.constexpr
+    shared, bars, codes, scales, lengths, block_table, num_blocks, max_blocks, stride_table, run
 ):  # fmt: skip
-    """Load every tile whose turn it is, with where its keys end at the latest: at 0 where the cache has no such block,
-    which comes as zeros and is read nowhere."""
+    """Load tiles, each with where its keys end at the latest: at 0 where the cache has no such block, which comes as
+    zeros and is read nowhere."""
     STAGES: gl.constexpr = shared.codes.shape[0]
     BLOCKS: gl.constexpr = blocks_of(lengths.NEXT_N, lengths.BLOCK_Q)
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -75,7 +73,7 @@ def _producer(
         for begin in range(0, own, ENTRIES):
             entries = next_entries
             next_entries = entries_of(table, skip + begin + ENTRIES + lane, max_blocks)
-            for i in range(begin + own_tile(which, done, PAIR), gl.minimum(begin + ENTRIES, own), PAIR):
+            for i in range(begin, gl.minimum(begin + ENTRIES, own)):
                 stage, phase = ring(done + i, STAGES)
                 block = gl.sum(gl.where(lane == i - begin, entries, 0), 0)
                 kv_valid = (block >= 0) & (block < num_blocks)
@@ -92,8 +90,8 @@ def _producer(
 
 
 @gluon.jit
-def _scaler(shared, bars, lengths, run, which: gl.constexpr):
-    """Turn the scales of every tile whose turn it is into steps and factors."""
+def _scaler(shared, bars, lengths, run):
+    """Turn the scales of every tile of the run into steps and factors."""
     STAGES: gl.constexpr = shared.codes.shape[0]
     key = gl.arange(0, BLOCK_KV, layout=KEYS_OF_A_WARP)
     done = 0
@@ -104,7 +102,7 @@ def _scaler(shared, bars, lengths, run, which: gl.constexpr):
         for n in gl.static_range(1, len(rows)):
             longest = gl.maximum(longest, gl.minimum(rows[n], lengths.max_context))
         own = gl.maximum(gl.minimum((longest + BLOCK_KV - 1) // BLOCK_KV - skip, run.count - done), 0)
-        for i in range(own_tile(which, done, PAIR), own, PAIR):
+        for i in range(own):
             stage, phase = ring(done + i, STAGES)
             mbarrier.wait(bars.full.index(stage), phase)
             seen = (skip + i) * BLOCK_KV + key < longest
@@ -253,12 +251,9 @@ def paged_mqa_logits(
             (_consumer, (shared, bars, q, stride_q_request, stride_q_row, lengths, output, run, keep_in_l2, 2, HEADS)),
             (_consumer, (shared, bars, q, stride_q_request, stride_q_row, lengths, output, run, keep_in_l2, 3, HEADS)),
             (_producer, (shared, bars, codes, scales, lengths, block_table, num_blocks, max_blocks,
-                         stride_table_request, run, 0)),
-            (_producer, (shared, bars, codes, scales, lengths, block_table, num_blocks, max_blocks,
-                         stride_table_request, run, 1)),
-            (_scaler, (shared, bars, lengths, run, 0)),
-            (_scaler, (shared, bars, lengths, run, 1)),
+                         stride_table_request, run)),
+            (_scaler, (shared, bars, lengths, run)),
         ],
-        [4, 4, 4, 1, 1, 1, 1],
-        [CONSUMER_REGISTERS] * 3 + [PRODUCER_REGISTERS] * 4,
+        [4, 4, 4, 1, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
