@@ -87,6 +87,7 @@ def selection() -> Iterator[Question]:
 def products() -> Iterator[Question]:
     for tokens, outputs in itertools.product((1, 8192, 1 << 17), (4096, 1 << 22)):
         yield _question(Call("grouped_linear", {"tokens": tokens, "outputs": outputs}))
+        yield _question(Call("grouped_linear", {"tokens": tokens, "outputs": outputs, "groups": 1}))
 
 
 def routed() -> Iterator[Question]:

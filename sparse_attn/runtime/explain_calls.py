@@ -118,10 +118,11 @@ def grouped_linear(
 ) -> Arguments:
     options: dict[str, Any] = dict(batch_invariant=batch_invariant)
     rows = torch.empty(tokens, columns, dtype=DTYPES[dtype], device=META)
+    ends = _ints(groups) if groups > 1 else None  # one group: a linear
     if layout == "plain":
-        return "grouped_linear", (rows, _ints(groups), rows.new_empty(groups, outputs, columns)), options
+        return "grouped_linear", (rows, ends, rows.new_empty(groups, outputs, columns)), options
     weight = _packed(groups, outputs, columns, layout, "--columns")
-    return "grouped_linear", (rows, _ints(groups), weight), options
+    return "grouped_linear", (rows, ends, weight), options
 
 
 def packed_experts(

@@ -1,1 +1,1 @@
-"""Few rows on Hopper: the weight's codes stream through shared memory, and every SM takes as many of them (stream-K)."""
+"""Few rows on Hopper: codes stream through shared memory, and every CTA takes as many of them (stream-K)."""

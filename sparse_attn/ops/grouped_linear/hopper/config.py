@@ -34,7 +34,9 @@ def supports(problem: Problem, target: Target) -> Support:
     if problem.batch_invariant:
         return no("batch_invariant: got True, allowed: False")
     if not (problem.aligned and problem.rows_aligned):
-        return no("rows, codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
+        return no(
+            "rows, codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes"
+        )
     if problem.rows > ROWS[-1]:
         return no(f"rows: got {problem.rows}, allowed: at most {ROWS[-1]}")
     if problem.outputs > MOST_OUTPUTS:

@@ -2,8 +2,8 @@
 
 The weight takes the matrix unit's M dimension, the rows its N (swap-AB). A unit of work is a step: BLOCK_K columns of
 BLOCK_N outputs. The kernel is persistent; a CTA takes as many steps as any other, next to each other (stream-K). Steps
-of one tile of outputs are added up in registers. Where a tile is of several CTAs, each leaves fp32 partials, and the one
-that comes last adds them up in the order of the CTAs: what is added in which order follows from shapes alone.
+of one tile of outputs are added up in registers. Where a tile is of several CTAs, each leaves fp32 partials, and the
+one that comes last adds them up in the order of the CTAs: what is added in which order follows from shapes alone.
 
 A producer warp loads codes and rows by TMA. Two warpgroups have 64 outputs of a tile each. Nothing is brought into
 another order: a lane reads 16 neighbours of a row, of codes as of rows, and takes them for what mma.m16n8k16 wants of
@@ -52,8 +52,8 @@ DECODE = gl.constexpr(
 
 @aggregate
 class Shared:
-    """words: int32 [STAGES, BLOCK_N, BLOCK_K / 4] of four codes. rows: bf16 [STAGES, BLOCK_M, BLOCK_K]. full: both are there, an arrival
-    and their bytes. empty: consumers have read them, an arrival of each."""
+    """words: int32 [STAGES, BLOCK_N, BLOCK_K / 4] of four codes. rows: bf16 [STAGES, BLOCK_M, BLOCK_K]. full: both are
+    there, an arrival and their bytes. empty: consumers have read them, an arrival of each."""
 
     words: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor

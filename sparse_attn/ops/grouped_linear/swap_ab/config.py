@@ -60,7 +60,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     ctas = (problem.groups if invariant else _tiles(problem, block_m)) * across
     held = _held(problem, block_m, target)
     splits = min(problem.columns // 128 // least, held * target.num_sms // max(1, ctas))
-    num_stages = 4 if block_m <= ROWS[0] else 3
+    num_stages = 4 if block_m <= ROWS[0] and (fp4 or problem.ends) else 3
     registers = None if problem.ends else _registers(_tiles(problem, block_m) * across, held, block_m, target)
     tile = Tile(block_m, BLOCK_N, block_k, 4, 1 if target.interpreted else num_stages, registers)
     return planned(problem, tile, splits)

@@ -1,0 +1,135 @@
+"""The linear of few rows on Hopper: where it applies, how its steps are dealt, and on a GPU its sums against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import long
+from support import products
+from support.products import check
+from support.weights import random_weight
+
+from sparse_attn import workspace
+from sparse_attn.ops.grouped_linear import dispatch, launch, linear
+from sparse_attn.ops.grouped_linear.hopper import config
+from sparse_attn.ops.grouped_linear.plan import Problem, problem_of
+from sparse_attn.target import H200, TARGETS, target_of
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
+
+V32 = WeightLayout("e4m3", (128, 128), "fp32")
+V4 = WeightLayout("e4m3", (128, 128), "e8m0")
+WIDE = WeightLayout("e4m3", (24, 256), "fp32")
+NAME = "hopper.stream_k"
+
+
+def problem(rows=8, outputs=4096, columns=7168, dtype=torch.bfloat16, codes="e4m3", block=(128, 128), **facts):
+    return Problem(rows, 1, outputs, columns, dtype, facts.pop("ends", False), codes, "fp32", block, **facts)
+
+
+def test_where_it_applies():
+    def name(target=H200, **facts):
+        return dispatch.choose(problem(**facts), target).kernel.name
+
+    assert name() == name(rows=1) == name(rows=16) == name(outputs=1, columns=128, block=(24, 256)) == NAME
+    others = (
+        dict(rows=17), dict(dtype=torch.float16), dict(ends=True), dict(batch_invariant=True), dict(aligned=False),
+        dict(rows_aligned=False), dict(block=(32, 32)), dict(columns=7200),
+        dict(codes="e2m1", block=(1, 32)), dict(target=TARGETS["sm_100"]), dict(target=TARGETS["gfx950"]),
+    )  # fmt: skip
+    for other in others:
+        assert name(**other) != NAME, other
+    assert not config.supports(problem(outputs=(1 << 24) + 1), H200).able
+
+
+def test_rows_that_no_box_can_hold():
+    """Boxes of the copy engine begin at multiples of 16 bytes, and rows do not lie in each other."""
+    weight = random_weight(V32, 1, 128, 128, moderate=True)
+    memory = torch.zeros(2048, dtype=torch.bfloat16)
+    first = -memory.data_ptr() // 2 % 8
+
+    def aligned(*strides, rows=3, offset=0):
+        x = memory[first + offset :].as_strided((rows, 128), strides)
+        return problem_of(x, None, weight.codes.view(torch.uint8), weight.scales, weight.layout).rows_aligned
+
+    assert aligned(128, 1) and aligned(136, 1) and aligned(3, 1, rows=1) and aligned(128, 1, offset=8)
+    assert not any((aligned(132, 1), aligned(0, 1), aligned(64, 1), aligned(256, 2), aligned(128, 1, offset=4)))
+
+
+@pytest.mark.parametrize("outputs, columns", [(24576, 1536), (7168, 16384), (576, 7168), (64, 128), (130, 256)])
+def test_no_cta_is_without_steps(outputs, columns):
+    plan = config.plan(problem(outputs=outputs, columns=columns), H200)
+    steps = -(-outputs // plan.block_n) * columns // plan.block_k
+    assert 1 <= plan.grid <= min(steps, config.CTAS * H200.num_sms)
+    assert plan.grid == 1 or steps // plan.grid >= config.LEAST_STEPS
+
+
+def weight_of(layout, outputs, columns):
+    codes, scales, name = random_weight(layout, 1, outputs, columns, moderate=True)
+    return PackedWeight(codes[0].cuda(), scales[0].cuda(), name)
+
+
+def rows_of(n, columns):
+    """Every other row, NaN between."""
+    memory = torch.full((2 * n, columns), torch.nan, dtype=torch.bfloat16, device="cuda")
+    memory[::2] = products.rows_of(n, columns, torch.bfloat16).cuda()
+    return memory[::2]
+
+
+def compare(got, rows, weight):
+    check(got, rows, None, PackedWeight(weight.codes.unsqueeze(0), weight.scales.unsqueeze(0), weight.layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [V32, V4, WIDE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 16])
+@pytest.mark.parametrize("outputs, columns", [(7168, 2048), (576, 7168), (130, 256), (4096, 7168), (1, 128)])
+def test_kernel(layout, n, outputs, columns):
+    weight, rows = weight_of(layout, outputs, columns), rows_of(n, columns)
+    assert dispatch.choose(problem(n, outputs, columns, block=layout.block), target_of(rows.device)).kernel.name == NAME
+    compare(linear(rows, weight), rows, weight)
+    if outputs > 100:
+        part = weight_rows(weight, 5, outputs - 3)
+        compare(linear(rows, part), rows, part)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grid", [1, 2, 5, 131, 264])
+def test_any_number_of_ctas(grid):
+    weight, rows = weight_of(V32, 1000, 8192), rows_of(11, 8192)
+    facts = problem(11, 1000, 8192)
+    choice = dispatch.choose(facts, target_of(rows.device))
+    plan = choice.plan
+    scratch = plan.scratch._replace(buffers=(plan.scratch.buffers[0]._replace(shape=(grid, 2, 11, plan.block_n)),))
+    choice = choice._replace(plan=dataclasses.replace(plan, grid=grid, scratch=scratch))
+    codes, scales = weight.codes.view(torch.uint8).unsqueeze(0), weight.scales.unsqueeze(0)
+    compare(launch.grouped_linear(rows, None, codes, scales, weight.layout, False, choice), rows, weight)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_captured_launches():
+    """Each reads what the one before wrote, whose end it does not wait for with its weight; replays give the same
+    bits, whatever lies in the scratch."""
+    weights = [weight_of(V32, 2048, 2048) for _ in range(6)]
+    x = products.rows_of(5, 2048, torch.bfloat16).cuda()
+
+    def chain():
+        values = [x]
+        for weight in weights:
+            values.append(linear(values[-1], weight) * 2**-5)
+        return values
+
+    own = workspace.Workspace((1 << 26, 4096), "cuda")
+    own._scratch.fill_(255)
+    with workspace.use(own):
+        want = chain()
+        for weight, before, after in zip(weights, want, want[1:]):
+            assert torch.equal(linear(before, weight) * 2**-5, after)
+            compare(linear(before, weight), before, weight)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = chain()
+        for _ in range(50 if long() else 10):
+            graph.replay()
+            assert torch.equal(got[-1], want[-1])
