@@ -159,6 +159,9 @@ def run_group(ranks: Ranks, group, compiled: bool) -> None:
         with Collectives() as seen:
             by_digits = top_k_by_digits(*given, block_size=case.block)[0]
         assert seen.count == 4 and torch.equal(chosen, by_digits), (seen.count, case)
+        parts = [RowScores(own[:2], None, ends[:2]), RowScores(own[2:], None, ends[2:])]
+        for select in (top_k_over_ranks, top_k_by_digits):
+            assert torch.equal(torch.cat(select(parts, *given[1:], block_size=case.block)), chosen), (select, case)
         all_of_them = [torch.empty_like(chosen) for _ in range(ranks.size)]
         dist.all_gather(all_of_them, chosen, group=group)
         assert torch.equal(combined(all_of_them, case), top_k_per_row(logits, case.k, None, limits)), case

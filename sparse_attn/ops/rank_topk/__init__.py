@@ -5,6 +5,9 @@ n * ranks + r of the row. Between these steps ranks add up what count_digits ret
 returns (pipeline.ranks.top_k_over_ranks). The sum after three digits is the k-th highest score of all; the ties say
 how many of it each block holds. A block has one owner, so no rank needs another's candidates.
 
+Or each rank selects its own k highest (ops.topk), ranks gather what pack_candidates returns, and merge_candidates finds
+which of its own win. None else can.
+
 All steps of a selection are given the same scores and row ranges, unchanged since the first one was launched. The later
 ones read them while what is launched in front of them still runs.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import debug
+from sparse_attn.ops.rank_topk.shapes import ties_dtype
 
 
 def count_digits(
@@ -63,4 +64,6 @@ def pack_candidates(
 
 
 def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size: int, rank: int) -> None:
+    counts = candidates[..., columns.shape[1] :].view(ties_dtype(block_size))
+    debug.at_most("counts", counts.int(), block_size, "block_size")
     debug.at_least("columns", columns, -1, "no column")
