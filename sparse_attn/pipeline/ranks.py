@@ -30,7 +30,6 @@ from sparse_attn.roofline import LINK
 from sparse_attn.torch_private import all_gather, all_reduce, all_to_all
 from sparse_attn.types import AttentionOutput
 
-
 SCORE_BYTES = 4  # of a candidate, and of a word of counts
 
 

@@ -20,6 +20,7 @@ from sparse_attn.device import histogram, pdl, ptx_io
 SIGN = tl.constexpr(-2147483648)
 MINUS_INF = tl.constexpr(-2139095041)  # as a signed ordered integer
 MINUS_INF_BITS = tl.constexpr(-8388608)
+WORDS_OF_TIES = tl.constexpr(1024)  # as many as have a bit for each of shapes.MOST_CANDIDATES
 TIE = tl.constexpr(16)  # bits of a count of scores above the k-th; a count of ties stands above them
 HIGHER = tl.constexpr((1 << 16) - 1)  # those bits
 PLACE_BITS = tl.constexpr(12)  # of a digit's place
@@ -514,10 +515,33 @@ def _next_digit(smem, key, prefix, need, SHIFT: tl.constexpr, DIGITS: tl.constex
 
 
 @triton.jit
-def _ties_before(ties, held, RANKS: tl.constexpr):
-    """How many of a rank's first ``held`` [RANKS, n] candidates tie. ties: [RANKS, candidates], up to each one."""
-    found = tl.gather(ties, tl.maximum(held - 1, 0), 1).to(tl.int32)
-    return tl.where(held > 0, found, 0)
+def _ones(bits):
+    """Set bits of a uint32, as int32. Triton has no portable population count."""
+    bits -= bits >> 1 & 0x55555555
+    bits = (bits & 0x33333333) + (bits >> 2 & 0x33333333)
+    return ((bits + (bits >> 4) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
+
+
+@triton.jit
+def _of_words(smem, words, first, index, THREADS: tl.constexpr):
+    """words [RANKS, n] at ``index`` [RANKS, m]. With THREADS they lie in shared memory from word ``first`` on.
+    tl.gather spills where its source is long, and does not compile where it is short (Triton 3.6)."""
+    if THREADS > 0:
+        rank = tl.arange(0, words.shape[0])[:, None]
+        return histogram.load_one(smem, first + rank * words.shape[1] + index)
+    else:
+        place = tl.arange(0, words.shape[1])[None, None, :]
+        return tl.sum(tl.where(index[:, :, None] == place, words[:, None, :], 0), 2)
+
+
+@triton.jit
+def _ties_before(smem, words, sums, held, THREADS: tl.constexpr):
+    """How many of a rank's first ``held`` [RANKS, n] candidates tie. words: [RANKS, candidates / 32], a bit for each.
+    sums: ties before each word."""
+    last = tl.maximum(held - 1, 0)
+    some = _of_words(smem, words, 0, last >> 5, THREADS).to(tl.uint32, bitcast=True)
+    mask = tl.full(held.shape, 0xFFFFFFFF, tl.uint32) >> (31 - (last & 31)).to(tl.uint32)
+    return tl.where(held > 0, _of_words(smem, sums, WORDS_OF_TIES, last >> 5, THREADS) + _ones(some & mask), 0)
 
 
 @triton.jit(do_not_specialize=["k", "rank", "ranks", "blocks", "stride_rank", "stride_row", "stride_columns"])
@@ -559,7 +583,14 @@ def merge_candidates(
     tied = (key == kth) & (key != 0)
     limit = tl.full([], CANDIDATES, tl.int32)  # of this rank's ties, how many win: its first ones
     if tl.sum(tied.to(tl.int32), 0) > need:
-        ties = tl.cumsum(tl.reshape(tied.to(tl.int32), [RANKS, CANDIDATES]), 1).to(tl.int16)
+        bit = tl.reshape(tied.to(tl.int32), [RANKS, CANDIDATES // 32, 32])
+        words, ties = tl.sum(bit << tl.arange(0, 32)[None, None, :], 2), tl.sum(bit, 2)
+        sums = tl.cumsum(ties, 1) - ties
+        if THREADS > 0:  # where bins were
+            word = tl.arange(0, RANKS)[:, None] * (CANDIDATES // 32) + tl.arange(0, CANDIDATES // 32)[None, :]
+            histogram.store_one(smem, word, words)
+            histogram.store_one(smem, WORDS_OF_TIES + word, sums)
+            tl.debug_barrier()
         other = tl.arange(0, RANKS)[:, None]
         held = tl.zeros([RANKS], tl.int32)
         limit = tl.full([], 0, tl.int32)
@@ -568,7 +599,8 @@ def merge_candidates(
             count = counts + row * stride_row * each + other.to(tl.int64) * stride_rank * each + k * each + block
             count = tl.load(count, (other < ranks) & (block < blocks), 0).to(tl.int32)
             behind = held[:, None] + tl.cumsum(count, 1)
-            before, behind = _ties_before(ties, behind - count, RANKS), _ties_before(ties, behind, RANKS)
+            before = _ties_before(smem, words, sums, behind - count, THREADS)
+            behind = _ties_before(smem, words, sums, behind, THREADS)
             lower = tl.sum(tl.where(other < rank, behind, before), 0)  # at lower positions of the whole row
             inside = tl.sum(tl.where(other == rank, behind - before, 0), 0)
             limit += tl.sum(tl.minimum(tl.maximum(need - lower, 0), inside), 0)

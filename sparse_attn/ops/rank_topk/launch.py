@@ -115,7 +115,7 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
     out = torch.empty(columns.shape, dtype=columns.dtype, device=columns.device)
     if rows:
         target = target_of(columns.device)
-        plan, counts = config.merging(ranks, k), candidates.view(shapes.ties_dtype(block_size))
+        plan, counts = config.merging(ranks, k, target), candidates.view(shapes.ties_dtype(block_size))
         threads = 32 * plan.num_warps if target.vendor == "nvidia" or target.interpreted else 0
         smem = None
         if threads and interpreting():
@@ -123,7 +123,8 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
         kernels.merge_candidates[(rows,)](
             candidates, counts, columns, out, smem, k, rank, ranks, counts.shape[2] // words,
             (words - k) * counts.shape[2] // words, candidates.stride(0), candidates.stride(1), columns.stride(0),
-            RANKS=plan.ranks, CANDIDATES=plan.candidates, BLOCKS=config.MERGED_BLOCKS, THREADS=threads,
+            RANKS=plan.ranks, CANDIDATES=plan.candidates,
+            BLOCKS=config.MERGED_BLOCKS if threads else config.PORTABLE_MERGED_BLOCKS, THREADS=threads,
             num_warps=plan.num_warps, **pdl.launched(target),
         )  # fmt: skip
     return out
