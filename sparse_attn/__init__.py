@@ -42,7 +42,7 @@ from sparse_attn.ops.ragged import (
     entry_indices,
     window_indices,
 )
-from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
+from sparse_attn.ops.rank_topk import count_digits, count_ties, merge_candidates, pack_candidates, take_winners
 from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.ops.sampling import (
@@ -96,8 +96,10 @@ __all__ = [
     "fp8_paged_mqa_logits", "from_hf_config", "gather_indexer_k", "gather_kv_cache", "grouped_linear",
     "hadamard_transform", "hash_routed_experts", "hyper_head", "hyper_merge", "hyper_mix", "index_select",
     "index_topk_decode", "index_topk_decode_slots", "index_topk_prefill", "indexer_k_quant_and_cache",
-    "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states", "mesh_of",
-    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "packed_experts", "parse_layout", "penalise_logits", "planned_mesh",
+    "indexer_q_rope_quant", "linear", "lse_to_base2", "lse_to_flashmla", "mark_cache", "merge_attn_states",
+    "merge_candidates", "mesh_of",
+    "mxfp4_mqa_logits", "mxfp4_paged_mqa_logits", "pack_candidates", "packed_experts", "parse_layout",
+    "penalise_logits", "planned_mesh",
     "preset", "release", "reserve", "rope_table", "row_seeds", "sample", "sparse_attn_decode", "sparse_attn_into",
     "sparse_attn_prefill", "take_winners", "target_of", "token_logprobs", "top_k_per_row", "use", "window_indices",
     "workspace_size", "write_index_keys", "write_kv_cache", "write_latents",

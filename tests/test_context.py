@@ -22,6 +22,7 @@ from sparse_attn.models.params import random_params
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.step_plan import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
+from sparse_attn.pipeline import ranks as pipeline_ranks
 from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
 from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
@@ -176,8 +177,10 @@ def test_ties_fill_selections():
     assert torn >= 8
 
 
-def test_collectives_of_a_layer():
-    """Four select decode and prefill rows together; two merge heads that cannot be dealt out."""
+@pytest.mark.parametrize("gathered", (True, False))
+def test_collectives_of_a_layer(gathered, monkeypatch):
+    """One or four select decode and prefill rows together; two merge heads that cannot be dealt out."""
+    monkeypatch.setattr(pipeline_ranks, "sends_candidates", lambda rows, k, size: gathered)
     step, group = STEPS[3], Group(2)
     layer = layer_of(step, PLAIN)
 
@@ -189,11 +192,17 @@ def test_collectives_of_a_layer():
 
     over_threads(2, run, group)
     rows, decode, prefill = 28, 4, 24
-    blocks = decode * (own_bound(53, Ranks(2, 0, "g"), block_size=4) // 4)
-    blocks += prefill * -(-own_room(54, 2, Ranks(2, 0, "g"), block_size=4) // 4)
-    assert group.sent == [
+    of_decode = own_bound(53, Ranks(2, 0, "g"), block_size=4) // 4
+    of_prefill = -(-own_room(54, 2, Ranks(2, 0, "g"), block_size=4) // 4)
+    words = rows * TOP_K + decode * -(-of_decode // 4) + prefill * -(-of_prefill // 4)
+    by_digits = [
         ("all_reduce", rows * 2048 * 4), ("all_reduce", rows * 2048 * 4), ("all_reduce", rows * 1024 * 4),
-        ("all_gather", blocks), ("all_gather", rows * HEADS * 4), ("all_gather", rows * HEADS * LATENT * 4),
+        ("all_gather", decode * of_decode + prefill * of_prefill),
+    ]  # fmt: skip
+    assert group.sent == [
+        *([("all_gather", words * 4)] if gathered else by_digits),
+        ("all_gather", rows * HEADS * 4),
+        ("all_gather", rows * HEADS * LATENT * 4),
     ]  # fmt: skip
 
 

@@ -86,6 +86,15 @@ BAD = {
         (dict(ties=torch.full((2, 3, 3), 5, dtype=torch.uint8)), "ties[0, 0, 0]: got 5, allowed: at most 4 (block_size)"),
         (dict(above=torch.full((3, 3), 5, dtype=torch.uint8)), "above[0, 0]: got 5, allowed: at most 4 (block_size)"),
     ],
+    "pack_candidates": [
+        (dict(columns=ints([0, 9], [1, -1], [-1, -1])), "columns[0, 1]: got 9, allowed: at most 8 (the last column"),
+        (dict(columns=ints([0, 8], [1, -2], [-1, -1])), "columns[1, 1]: got -2, allowed: at least -1"),
+    ],
+    "merge_candidates": [
+        (dict(columns=ints([0, 8], [1, -2], [-1, -1])), "columns[1, 1]: got -2, allowed: at least -1"),
+        (dict(candidates=torch.full((2, 3, 3), 0x05050505, dtype=torch.int32)),
+         "counts[0, 0, 0]: got 5, allowed: at most 4 (block_size)"),
+    ],
     "build_ragged_indices_from_dense": [
         (dict(indices=ints([4, -2, 0], [0, 0, 0])), "indices[0, 1]: got -2, allowed: -1, or -5 and the 9 rows behind it"),
         (dict(indices=ints([5, 0, 0], [0, 0, 0])), "indices[0, 0]: got 5"),

@@ -98,11 +98,9 @@ apply_rope
 indexer_k_quant_and_cache
 indexer_q_rope_quant
 paged_mqa_logits
-count_digits
-count_digits
-count_digits
-count_ties
-take_winners
+top_k_per_row
+pack_candidates
+merge_candidates
 compute_global_topk_ragged_indices_and_indptr
 apply_rope
 write_kv_cache

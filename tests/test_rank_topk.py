@@ -8,13 +8,21 @@ import torch.multiprocessing as multiprocessing
 import triton
 import triton.language as tl
 from conftest import big, long
-from support.ranks import CASES, combined, dealt_rows, over_ranks, run_rank, whole_rows
+from support.ranks import CASES, Case, by_candidates, combined, dealt_rows, over_ranks, run_rank, whole_rows
 
-from sparse_attn import count_digits, count_ties, take_winners, top_k_per_row
+from sparse_attn import count_digits, count_ties, merge_candidates, pack_candidates, take_winners, top_k_per_row
 from sparse_attn.device import pdl
 from sparse_attn.mesh import ALONE, Ranks
 from sparse_attn.ops.rank_topk import config
-from sparse_attn.pipeline.ranks import RowScores, exchanged_bytes, global_positions, local_limits, top_k_over_ranks
+from sparse_attn.pipeline.ranks import (
+    RowScores,
+    exchanged_bytes,
+    global_positions,
+    local_limits,
+    selection_calls,
+    sends_candidates,
+    top_k_over_ranks,
+)
 from sparse_attn.target import target_of
 from sparse_attn.testing.ops import opcheck
 
@@ -97,6 +105,46 @@ def test_the_reference_of_all_ranks_selects_what_one_selects(case):
     assert torch.equal(combined(over_ranks(case, logits, limits, "cpu"), case), want)
 
 
+# Ties over ranks in many blocks, several chunks of blocks, ranks without a key, one candidate, plateaus of zeros.
+MERGED = [
+    *CASES, Case(2, 1, 40, "zeros", 700), Case(3, 2, 33, "equal", 900), Case(5, 4, 1, "zeros", 50),
+    Case(8, 64, 200, "zeros", 130), Case(2, 256, 300, "equal", 2000), Case(4, 3, 600, "special", 1601),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("start", (0, 5))
+@pytest.mark.parametrize("case", MERGED, ids=str)
+def test_the_reference_merges_candidates_to_the_bit(case, start):
+    logits, limits = whole_rows(case)
+    found = by_candidates(case, logits, limits, "cpu", start=start)
+    assert all(torch.equal(a, b) for a, b in zip(found, over_ranks(case, logits, limits, "cpu"))), case
+    assert torch.equal(combined(found, case), top_k_per_row(logits, case.k, None, limits))
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("form", ("whole chunks", "small chunks"))
+def test_kernels_merge_candidates_to_the_bit(form, device, monkeypatch):
+    if form == "small chunks":
+        monkeypatch.setattr(config, "MERGED_BLOCKS", 8)
+        monkeypatch.setattr(config, "CHUNK", 8)
+    for case in MERGED:
+        logits, limits = whole_rows(case)
+        for start in (0, 5) if form == "whole chunks" else (0,):
+            found = by_candidates(case, logits, limits, device, "triton", start)
+            want = over_ranks(case, logits, limits, "cpu")
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(found, want)), (case, start)
+
+
+def test_the_way_follows_bytes_and_calls():
+    assert [sends_candidates(1 << 20, k, size) for k, size in ((2048, 4), (2048, 5), (2048, 6), (1024, 8))] == [
+        True, True, False, True
+    ]  # fmt: skip
+    assert selection_calls(192, 2048, 8) == 1 and selection_calls(193, 2048, 8) == 4
+    assert selection_calls(1, 2048, 32) == 4  # more candidates than a CTA holds
+    assert exchanged_bytes(64, 8192, 4, k=2048, block_size=64) == 3 * 64 * (2048 * 4 + 128)
+    assert exchanged_bytes(1000, 8192, 8, k=2048, block_size=64) == 1000 * (35840 + 7 * 128)
+
+
 def test_limits_are_dealt_and_positions_found_again():
     limits = torch.tensor([-5, 0, 1, 3, 4, 11, 12, 13, 24, 1000], dtype=torch.int32)
     held = [local_limits(limits, Ranks(3, rank, "group"), block_size=4) for rank in range(3)]
@@ -119,12 +167,6 @@ def test_one_rank_selects_as_before_and_calls_no_collective():
     assert torch.equal(got, top_k_per_row(logits, 7))
 
 
-def test_bytes_of_64_rows_at_128k_over_8_ranks():
-    """Beside all ranks' 2048 candidates, each a score and an id, gathered."""
-    candidates = 7 * 64 * 2048 * 8
-    assert (exchanged_bytes(64, 131072 // 8, 8, block_size=64), candidates) == (2408448, 7340032)
-
-
 def test_what_ranks_refuse():
     for arguments, message in (
         ((0,), "size: got 0"), ((2, 2, "g"), "rank: got 2"), ((2, 0), "group: got None for 2 ranks"),
@@ -142,6 +184,17 @@ def test_what_ranks_refuse():
     ties = torch.zeros(2, 2, 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="rank: got 2, allowed: 0 to 1"):
         take_winners(logits, 2, ties, ties[0], state, block_size=4, rank=2)
+    candidates, columns = torch.zeros(2, 2, 4, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    for arguments, rank, message in (
+        ((candidates, columns), 2, "rank: got 2, allowed: 0 to 1"),
+        ((candidates[..., :2].contiguous(), columns), 0, "candidates: got 2 words a row, allowed: at least 3"),
+        ((candidates.transpose(0, 1), columns), 0, "candidates: got strides"),
+        ((torch.zeros(2, 2, 16385, dtype=torch.int32), torch.zeros(2, 16385, dtype=torch.int32)), 0, "candidates: got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge_candidates(*arguments, block_size=4, rank=rank)
+    with pytest.raises(TypeError, match="columns: got dtype int64"):
+        pack_candidates(logits, columns.long(), block_size=4)
     with pytest.raises(TypeError, match="ties: got dtype uint8, allowed: int32"):
         take_winners(logits, 2, ties, ties[0], state, block_size=256, rank=0)
 
@@ -158,6 +211,16 @@ def test_opcheck():
     opcheck(
         "take_winners", local, None, ends, ties.expand(case.size, -1, -1), above, state, case.k, case.block, 0, "auto"
     )
+
+
+def test_opcheck_of_candidates():
+    case = CASES[0]
+    logits, limits = whole_rows(case)
+    local, ends = dealt_rows(case, logits, 0), local_limits(limits, Ranks(case.size, 0, "g"), block_size=case.block)
+    columns = top_k_per_row(local, case.k, None, ends)
+    opcheck("pack_candidates", local, columns, None, case.block, "auto")
+    packed = pack_candidates(local, columns, block_size=case.block)
+    opcheck("merge_candidates", torch.stack([packed] * case.size), columns, case.block, 1, "auto")
 
 
 def test_processes_with_gloo(tmp_path):

@@ -17,7 +17,7 @@ from sparse_attn.torch_private import TorchDispatchMode, schema
 INPUTS = {
     ("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
     ("workspace_size", "layouts"), ("row_seeds", "device"), ("count_digits", "state"), ("count_digits", "sums"),
-    ("count_digits", "row_starts"), ("count_digits", "row_ends"), ("count_ties", "row_starts"),
+    ("pack_candidates", "row_starts"), ("count_digits", "row_starts"), ("count_digits", "row_ends"), ("count_ties", "row_starts"),
     ("count_ties", "row_ends"), ("take_winners", "row_starts"), ("take_winners", "row_ends"),
 }  # fmt: skip
 

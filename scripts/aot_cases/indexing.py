@@ -12,6 +12,7 @@ from sparse_attn.ops.index_logits import launch as index_logits
 from sparse_attn.ops.index_query import launch as index_query
 from sparse_attn.ops.index_topk import launch as index_topk
 from sparse_attn.ops.rank_topk import launch as rank_topk
+from sparse_attn.ops.rank_topk import shapes
 from sparse_attn.ops.topk import launch as topk
 
 FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
@@ -211,6 +212,17 @@ def _ranks() -> Iterator[Case]:
             (logits, None, ends, ties, ties[0], state, 2048, block_size, 3),
             rows != 64,
         )
+        for ranks, k in ((4, 2048), (8, 2048), (8, 512), (3, 100)):
+            columns, words = integers(rows, k), k + shapes.count_words(width, block_size)
+            if ranks != 8:
+                yield Case(
+                    "pack_candidates", f"{k} of {size}", rank_topk.pack_candidates,
+                    (logits, columns, None, block_size), rows != 64,
+                )  # fmt: skip
+            yield Case(
+                "merge_candidates", f"{k} of {ranks} ranks, {size}", rank_topk.merge_candidates,
+                (tensor(ranks, rows, words, dtype=I32), columns, block_size, 1), rows != 64,
+            )  # fmt: skip
 
 
 def _fused() -> Iterator[Case]:

@@ -86,7 +86,21 @@ RANKS = [
         "sparse_attn/pipeline/ranks.py",
         "_apart(all_reduce(_joined([counts for counts, _ in found]), ranks.group), [c for c, _ in found])",
         "[c for c, _ in found]",
-        ("tests/test_context.py::test_a_layer_over_ranks_selects_what_one_selects",),
+        ("tests/test_rank_topk.py::test_processes_with_gloo",),
+    ),
+    Mutation(
+        "ranks-candidates-of-the-first-rank", "every rank takes its winners for the first one's",
+        "sparse_attn/pipeline/ranks.py",
+        "merge_candidates(candidates, columns, block_size=block_size, rank=ranks.rank, impl=impl)",
+        "merge_candidates(candidates, columns, block_size=block_size, rank=0, impl=impl)",
+        ("tests/test_rank_topk.py::test_processes_with_gloo",),
+    ),
+    Mutation(
+        "ranks-candidates-tie-by-rank", "ties of candidates go by rank, and not by position",
+        OPS + "rank_topk/reference.py",
+        "    dealt = block * ranks + torch",
+        "    dealt = block + (1 << 20) * torch",
+        ("tests/test_rank_topk.py::test_the_reference_merges_candidates_to_the_bit",),
     ),
     Mutation(
         "ranks-tie-to-the-lower-rank", "ties go by rank, and not by position",

@@ -10,7 +10,7 @@ from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline.context import own_bound
 from sparse_attn.pipeline.deal import dealt_bytes, shares_rows
 from sparse_attn.pipeline.dispatch import dispatch_bytes, dispatch_calls
-from sparse_attn.pipeline.ranks import SELECTION_CALLS, dealt_rows, exchanged_bytes, merged_bytes, merged_calls
+from sparse_attn.pipeline.ranks import dealt_rows, exchanged_bytes, merged_bytes, merged_calls, selection_calls
 from sparse_attn.spec import CompressedSpec, Spec
 
 
@@ -81,7 +81,8 @@ def _step_calls(spec: Spec | CompressedSpec, mesh: Mesh, rows: int, max_context:
     calls += moe_layers * (dispatch_calls(rows, mesh) if mesh.sharing > 1 else int(mesh.routed.size > 1))
     if mesh.context.size > 1:
         heads, _, merged = _outputs(spec, mesh)
-        calls += indexed * SELECTION_CALLS + merged * merged_calls(rows, heads, mesh.context.size)
+        selecting = selection_calls(_scored(rows, keys, mesh), spec.index.top_k, mesh.context.size)
+        calls += indexed * selecting + merged * merged_calls(rows, heads, mesh.context.size)
     return calls
 
 
@@ -133,6 +134,11 @@ def _context(
     heads, width, merged = _outputs(spec, mesh)
     ratio = spec.indexed_ratio if isinstance(spec, CompressedSpec) else 1
     indexed, keys = _indexed(spec, mesh, max_context, block_size)
-    scored = dealt_rows(rows, mesh.tensor) if rows > 1 and shares_rows(keys, mesh.tensor) else rows
-    chosen = exchanged_bytes(scored, keys, ranks.size, block_size=block_size // ratio)
+    scored = _scored(rows, keys, mesh)
+    chosen = exchanged_bytes(scored, keys, ranks.size, k=spec.index.top_k, block_size=block_size // ratio)
     return indexed * chosen + merged * merged_bytes(rows, heads, width, value, ranks.size)
+
+
+def _scored(rows: int, keys: int, mesh: Mesh) -> int:
+    """Rows that a rank's indexer scores."""
+    return dealt_rows(rows, mesh.tensor) if rows > 1 and shares_rows(keys, mesh.tensor) else rows

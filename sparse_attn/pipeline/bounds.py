@@ -19,6 +19,8 @@ from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
 from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
 from sparse_attn.ops.ragged import config as ragged_config
+from sparse_attn.ops.topk import dispatch as selection
+from sparse_attn.ops.topk.plan import Problem as SelectionProblem
 from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
 from sparse_attn.pipeline.context import own_bound, own_room
 from sparse_attn.pipeline.deal import shares_rows
@@ -131,15 +133,16 @@ def check_rank_scores(spec: Spec | CompressedSpec, bounds: Bounds) -> None:
     check_scores(0, 0, bounds.max_batched_tokens, gathered, bounds.logits_bytes)
 
 
-def _no_scratch(*_: object) -> Scratch:
-    """Of decode rows' scores over context ranks: ranks count in outputs, and hold scores in one."""
-    return Scratch()
+def _own_scratch(rows: int, keys: int, top_k: int, logits_bytes: int, target: Target, group: int) -> Scratch:
+    """Of rows over context ranks, each of which selects its own highest first. Ranks that count digits instead count in
+    outputs, and take less. Scores are held in an output."""
+    return selection.choose(SelectionProblem(rows, keys, top_k), target).plan.scratch if rows and keys else Scratch()
 
 
 def _rank_scratch(
     rows: int, keys: int, top_k: int, logits_bytes: int, target: Target, group: int, *, heads: int, layout: IndexLayout
 ) -> Scratch:
-    """The same of prefill rows, whose scores may take scratch."""
+    """Of the scores of prefill rows over context ranks."""
     return scoring.prefill_scratch(rows, keys, heads, layout, target)
 
 
@@ -170,8 +173,9 @@ def _latent(spec: Spec, bounds: Bounds, layouts: CacheLayouts) -> Iterator[_Part
     decode, prefill = (attended, cached, packed_decode), (attended, plain, packed_prefill)
     scored: dict[str, Any] = dict(heads=spec.index.num_heads, layout=layouts.index)
     if bounds.mesh.context.size > 1:
-        yield _Part(_no_scratch, decode_rows, next_n, 0, *shape, *decode)
-        _, gathered = bounds.own_keys()
+        own, gathered = bounds.own_keys()
+        yield _Part(_own_scratch, decode_rows, next_n, own, *shape, *decode)
+        yield _Part(_own_scratch, bounds.max_batched_tokens, 1, gathered, *shape, *prefill)
         yield _Part(partial(_rank_scratch, **scored), bounds.max_batched_tokens, 1, gathered, *shape, *prefill)
         return
     yield _Part(index_topk_config.slots_scratch, decode_rows, next_n, bounds.max_model_len, *shape, *decode)
@@ -202,9 +206,11 @@ def _windowed(spec: CompressedSpec, bounds: Bounds, layouts: CacheLayouts) -> It
     scored: dict[str, Any] = dict(heads=spec.index.num_heads, layout=layouts.index)
     choosing = partial(index_topk_config.prefill_scratch, **scored)
     if not whole:
-        slots = positions = _no_scratch
+        slots = positions = _own_scratch
         choosing = partial(_rank_scratch, **scored)
-        _, prefill_keys = bounds.own_keys(spec.indexed_ratio) if "indexed" in spec.layer_kinds else (0, 0)
+        if "indexed" in spec.layer_kinds:
+            decode_keys, prefill_keys = bounds.own_keys(spec.indexed_ratio)
+        yield _Part(_own_scratch, prefill_rows, 1, prefill_keys, *shape, *prefill)
     yield _Part(slots, decode_rows, next_n, decode_keys, *shape, *decode)
     if shares_rows(decode_keys, bounds.mesh.tensor):
         yield _Part(positions, decode_rows, next_n, decode_keys, *shape, *decode)

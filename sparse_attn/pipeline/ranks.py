@@ -15,13 +15,22 @@ import torch
 from sparse_attn import checks
 from sparse_attn.mesh import Ranks
 from sparse_attn.ops.attention import merge_attn_states
-from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
-from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, num_blocks, ties_dtype
+from sparse_attn.ops.rank_topk import count_digits, count_ties, merge_candidates, pack_candidates, take_winners
+from sparse_attn.ops.rank_topk.shapes import (
+    BITS,
+    LEVELS,
+    MOST_CANDIDATES,
+    count_words,
+    num_blocks,
+    padded_candidates,
+    ties_dtype,
+)
 from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.roofline import LINK
 from sparse_attn.torch_private import all_gather, all_reduce, all_to_all
 from sparse_attn.types import AttentionOutput
 
-SELECTION_CALLS = LEVELS + 1  # collectives of top_k_over_ranks: sums of digits, a gather of ties
+SCORE_BYTES = 4  # of a candidate, and of a word of counts
 
 
 def sum_over_ranks(local: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -121,14 +130,46 @@ def top_k_over_ranks(
     behind. The union over ranks is to the bit what top_k_per_row selects from the whole rows: ties go to the lowest
     position.
 
-    Four collectives, whatever the scores are and however many parts: three sums of counts by 11, 11 and 10 bits of the
-    score, and one gather of the ties that each block holds. exchanged_bytes counts them. The method is a radix
-    selection, whose histograms add up over ranks.
+    One collective where sends_candidates, however many parts: each rank selects its own k highest, and gathers all
+    ranks' scores with the number of columns in each block, which says where ties lie. Else four: three sums of counts
+    by 11, 11 and 10 bits of the score, and one gather of the ties that each block holds, a radix selection whose
+    histograms add up over ranks. exchanged_bytes counts either.
     """
     if ranks.size == 1 or ranks.group is None:
         return [top_k_per_row(part.logits, k, part.starts, part.ends, impl=impl) for part in parts]
     if not parts:
         return []
+    if sends_candidates(sum(part.logits.shape[0] for part in parts), k, ranks.size):
+        return top_k_by_candidates(parts, k, ranks, block_size=block_size, impl=impl)
+    return top_k_by_digits(parts, k, ranks, block_size=block_size, impl=impl)
+
+
+def top_k_by_candidates(
+    parts: Sequence[RowScores], k: int, ranks: Ranks, *, block_size: int, impl: str = "auto"
+) -> list[torch.Tensor]:
+    """top_k_over_ranks of more than one rank, by one gather of each rank's own k highest."""
+    assert ranks.group is not None
+    own = [top_k_per_row(part.logits, k, part.starts, part.ends, impl=impl) for part in parts]
+    packed = [
+        pack_candidates(part.logits, columns, part.starts, block_size=block_size, impl=impl)
+        for part, columns in zip(parts, own)
+    ]
+    gathered = all_gather(_joined([one.flatten() for one in packed]), ranks.size, ranks.group)
+    gathered, first, chosen = torch.unflatten(gathered, 0, (ranks.size, -1)), 0, []
+    for columns, one in zip(own, packed):
+        rows, words = one.shape
+        whole = gathered[:, first : first + rows * words].contiguous()
+        candidates = torch.unflatten(whole, 1, (rows, words))
+        chosen.append(merge_candidates(candidates, columns, block_size=block_size, rank=ranks.rank, impl=impl))
+        first += rows * words
+    return chosen
+
+
+def top_k_by_digits(
+    parts: Sequence[RowScores], k: int, ranks: Ranks, *, block_size: int, impl: str = "auto"
+) -> list[torch.Tensor]:
+    """top_k_over_ranks of more than one rank, by sums of digits' counts."""
+    assert ranks.group is not None
     states: list[torch.Tensor | None] = [None] * len(parts)
     sums: list[torch.Tensor | None] = [None] * len(parts)
     for level in range(LEVELS):
@@ -245,9 +286,29 @@ def merged_bytes(rows: int, heads: int, width: int, itemsize: int, size: int) ->
     return 2 * (size - 1) * own // size + lses
 
 
-def exchanged_bytes(rows: int, width: int, size: int, *, block_size: int) -> int:
+def sends_candidates(rows: int, k: int, size: int) -> bool:
+    """Whether top_k_over_ranks gathers candidates of so many rows in all: where they are no more bytes than sums of
+    digits, or the calls that they save take longer than what is more of them (roofline.LINK). The number of rows
+    matters only where ``k`` * ``size`` is above 10240."""
+    if padded_candidates(size, k) > MOST_CANDIDATES:
+        return False
+    more = (size - 1) * k * SCORE_BYTES - _summed_bytes(1, size)
+    return more <= 0 or rows <= int(LEVELS * LINK.call_us * LINK.rate / 1e6) // more
+
+
+def selection_calls(rows: int, k: int, size: int) -> int:
+    """Collectives of top_k_over_ranks."""
+    return 1 if sends_candidates(rows, k, size) else LEVELS + 1
+
+
+def exchanged_bytes(rows: int, width: int, size: int, *, k: int, block_size: int) -> int:
     """Bytes that each of ``size`` ranks sends in top_k_over_ranks, for rows of ``width`` local columns. Collectives are
     taken for rings: 2 (size - 1) / size of what is summed, and size - 1 times what is gathered."""
-    summed = rows * sum(1 << bits for bits in BITS) * 4
+    if sends_candidates(rows, k, size):
+        return (size - 1) * rows * (k + count_words(width, block_size)) * SCORE_BYTES
     gathered = rows * num_blocks(width, block_size) * ties_dtype(block_size).itemsize
-    return 2 * (size - 1) * summed // size + (size - 1) * gathered
+    return _summed_bytes(rows, size) + (size - 1) * gathered
+
+
+def _summed_bytes(rows: int, size: int) -> int:
+    return 2 * (size - 1) * rows * sum(1 << bits for bits in BITS) * 4 // size

@@ -13,7 +13,7 @@ from sparse_attn.torch_private import TorchDispatchMode, schema
 
 _SELECTING = ("sparse_attn::index_topk_prefill", "sparse_attn::index_topk_decode")
 _SELECTING_SLOTS = "sparse_attn::index_topk_decode_slots"  # takes what index_topk_decode takes
-_SELECTING_OWN = "sparse_attn::take_winners"
+_SELECTING_OWN = ("sparse_attn::take_winners", "sparse_attn::merge_candidates")
 
 
 class Watch(TorchDispatchMode):
@@ -33,7 +33,7 @@ class Watch(TorchDispatchMode):
             self.selected.append(result.cpu())
         elif name == _SELECTING_SLOTS:
             self.selected.append(torch.ops.sparse_attn.index_topk_decode(*args, **(kwargs or {})).cpu())
-        elif name == _SELECTING_OWN:
+        elif name in _SELECTING_OWN:
             block_size = bound(func, args, kwargs)["block_size"]
             self.selected.append(all_positions(result, self.ranks, block_size=block_size).cpu())
         return result

@@ -67,6 +67,13 @@ GOOD = {
         ties=torch.full((2, 3, 3), 4, dtype=torch.uint8), above=torch.full((3, 3), 4, dtype=torch.uint8),
         state=ints([0, 2], [INT_MAX, -1], [INT_MIN, 0]), k=2, block_size=4, rank=1,
     ),
+    "pack_candidates": lambda: dict(
+        logits=torch.ones(3, 9), columns=ints([0, 8], [1, -1], [-1, -1]), row_starts=None, block_size=4
+    ),
+    "merge_candidates": lambda: dict(
+        candidates=torch.zeros(2, 3, 3, dtype=torch.int32), columns=ints([0, 8], [1, -1], [-1, -1]), block_size=4,
+        rank=1,
+    ),
     "index_topk_prefill": lambda: dict(
         q=torch.ones(3, 2, 16), weights=torch.ones(3, 2), k=torch.ones(9, 16), k_scale=None, **DENSE, top_k=2,
         flavour="none", logits_bytes=1 << 20,

@@ -8,9 +8,26 @@ from typing import NamedTuple
 import torch
 from support.topk import scores
 
-from sparse_attn import AttentionOutput, count_digits, count_ties, merge_attn_states, take_winners, top_k_per_row
+from sparse_attn import (
+    AttentionOutput,
+    count_digits,
+    count_ties,
+    merge_attn_states,
+    merge_candidates,
+    pack_candidates,
+    take_winners,
+    top_k_per_row,
+)
 from sparse_attn.mesh import Ranks
-from sparse_attn.pipeline.ranks import RowScores, global_positions, local_limits, merge_over_ranks, top_k_over_ranks
+from sparse_attn.pipeline.ranks import (
+    RowScores,
+    global_positions,
+    local_limits,
+    merge_over_ranks,
+    selection_calls,
+    top_k_by_digits,
+    top_k_over_ranks,
+)
 from sparse_attn.torch_private import TorchDispatchMode, dynamo_counts
 
 NAN = math.nan
@@ -50,6 +67,22 @@ def dealt_rows(case: Case, logits: torch.Tensor, rank: int) -> torch.Tensor:
     padded[:, :width] = logits
     dealt = padded[:, :-1].unflatten(1, (blocks, case.size, case.block))[:, :, rank].flatten(1)
     return torch.cat([dealt, torch.full((rows, 3), math.inf)], 1)[:, :-3]  # rows with a gap between
+
+
+def by_candidates(case: Case, logits: torch.Tensor, limits: torch.Tensor, device, impl: str = "auto", start: int = 0):
+    """What each rank selects from all ranks' candidates. start: columns in front of every row."""
+    packed, columns = [], []
+    for rank in range(case.size):
+        local = torch.nn.functional.pad(dealt_rows(case, logits, rank), (start, 0), value=math.inf).to(device)
+        ends = (local_limits(limits, Ranks(case.size, rank, "g"), block_size=case.block) + start).to(device)
+        starts = torch.full_like(ends, start) if start else None
+        columns.append(top_k_per_row(local, case.k, starts, ends, impl="reference"))
+        packed.append(pack_candidates(local, columns[-1], starts, block_size=case.block, impl=impl))
+    candidates = torch.stack(packed)
+    return [
+        merge_candidates(candidates, columns[rank], block_size=case.block, rank=rank, impl=impl)
+        for rank in range(case.size)
+    ]
 
 
 def over_ranks(
@@ -119,9 +152,16 @@ def run_group(ranks: Ranks, group, compiled: bool) -> None:
         case = case._replace(size=ranks.size)
         logits, limits = whole_rows(case)
         own, ends = dealt_rows(case, logits, ranks.rank), local_limits(limits, ranks, block_size=case.block)
+        given = [RowScores(own, None, ends)], case.k, ranks
         with Collectives() as seen:
-            chosen = top_k_over_ranks([RowScores(own, None, ends)], case.k, ranks, block_size=case.block)[0]
-        assert seen.count == 4, seen.count
+            chosen = top_k_over_ranks(*given, block_size=case.block)[0]
+        assert seen.count == selection_calls(own.shape[0], case.k, ranks.size) == 1, seen.count
+        with Collectives() as seen:
+            by_digits = top_k_by_digits(*given, block_size=case.block)[0]
+        assert seen.count == 4 and torch.equal(chosen, by_digits), (seen.count, case)
+        parts = [RowScores(own[:2], None, ends[:2]), RowScores(own[2:], None, ends[2:])]
+        for select in (top_k_over_ranks, top_k_by_digits):
+            assert torch.equal(torch.cat(select(parts, *given[1:], block_size=case.block)), chosen), (select, case)
         all_of_them = [torch.empty_like(chosen) for _ in range(ranks.size)]
         dist.all_gather(all_of_them, chosen, group=group)
         assert torch.equal(combined(all_of_them, case), top_k_per_row(logits, case.k, None, limits)), case

@@ -5,6 +5,9 @@ n * ranks + r of the row. Between these steps ranks add up what count_digits ret
 returns (pipeline.ranks.top_k_over_ranks). The sum after three digits is the k-th highest score of all; the ties say
 how many of it each block holds. A block has one owner, so no rank needs another's candidates.
 
+Or each rank selects its own k highest (ops.topk), ranks gather what pack_candidates returns, and merge_candidates finds
+which of its own win. None else can.
+
 All steps of a selection are given the same scores and row ranges, unchanged since the first one was launched. The later
 ones read them while what is launched in front of them still runs.
 """
@@ -15,7 +18,7 @@ import torch
 
 from sparse_attn import checks
 from sparse_attn.ops.rank_topk import op
-from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, num_blocks, ties_dtype
+from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, MOST_CANDIDATES, num_blocks, padded_candidates, ties_dtype
 
 
 def count_digits(
@@ -115,6 +118,67 @@ def take_winners(
     checks.check_shape("state", state, (rows, 2), "[rows, 2]")
     checks.check_same_device(logits=logits, ties=ties, above=above, state=state)
     return op.take_winners(logits, row_starts, row_ends, ties, above, state, k, block_size, rank, impl)
+
+
+def pack_candidates(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    row_starts: torch.Tensor | None = None,
+    *,
+    block_size: int,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """What a rank sends of its own k highest scores.
+
+    logits: fp32 [rows, width], last dimension contiguous. columns: int32 [rows, k], what top_k_per_row selects from
+    these scores: relative to the row's start, ascending, -1 behind. row_starts: int32 [rows], clamped to [0, width];
+    None means 0. block_size: columns of a block, from the row's start on.
+
+    Returns int32 [rows, k + words]: the bits of the scores, -inf where a row has fewer; and how many of the columns lie
+    in each of ceil(width / block_size) blocks, as uint8 for blocks of at most 255 columns, else int32, zeros behind.
+    """
+    _check_scores(logits, row_starts, None)
+    checks.check_at_least("block_size", block_size, 1)
+    _check_columns(columns)
+    checks.check_shape("columns", columns, (logits.shape[0], None), "[rows, k]")
+    checks.check_same_device(logits=logits, columns=columns)
+    return op.pack_candidates(logits, columns, row_starts, block_size, impl)
+
+
+def merge_candidates(
+    candidates: torch.Tensor, columns: torch.Tensor, *, block_size: int, rank: int, impl: str = "auto"
+) -> torch.Tensor:
+    """A rank's own among the k highest scores of all ranks, from each rank's own k highest.
+
+    candidates: int32 [ranks, rows, k + words] contiguous, of every rank, as pack_candidates returned them; ranks and k,
+    each rounded up to a power of two, multiply to at most 32768. columns: int32 [rows, k] of this rank, as it was given
+    there. rank: whose columns they are, 0 <= rank < ranks.
+
+    Returns int32 [rows, k], as take_winners does.
+    """
+    checks.check_dtype("candidates", candidates, (torch.int32,))
+    checks.check_at_least("block_size", block_size, 1)
+    _check_columns(columns)
+    checks.check_shape("candidates", candidates, (None, columns.shape[0], None), "[ranks, rows, k + words]")
+    if not candidates.is_contiguous():
+        raise ValueError(f"candidates: got strides {tuple(candidates.stride())}, allowed: contiguous")
+    ranks, k = candidates.shape[0], columns.shape[1]
+    if candidates.shape[2] < k:
+        raise ValueError(f"candidates: got {candidates.shape[2]} words a row, allowed: at least {k} (columns of a row)")
+    checks.check_at_least("rank", rank, 0)
+    if rank >= ranks:
+        raise ValueError(f"rank: got {rank}, allowed: 0 to {ranks - 1} (the ranks of candidates)")
+    if padded_candidates(ranks, k) > MOST_CANDIDATES:
+        raise ValueError(f"candidates: got {k} of {ranks} ranks, allowed: at most {MOST_CANDIDATES} of a row")
+    checks.check_same_device(candidates=candidates, columns=columns)
+    return op.merge_candidates(candidates, columns, block_size, rank, impl)
+
+
+def _check_columns(columns: torch.Tensor) -> None:
+    checks.check_dtype("columns", columns, (torch.int32,))
+    checks.check_rank("columns", columns, 2)
+    checks.check_unit_stride("columns", columns)
+    checks.check_at_least("k", columns.shape[1], 1)
 
 
 def _check_scores(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:

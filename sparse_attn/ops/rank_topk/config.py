@@ -22,7 +22,18 @@ class Tile(NamedTuple):
 
 DIGITS, WHOLE_DIGITS = Tile(8192, 16), Tile(16384, 16)  # the latter where it holds all that a CTA loads early
 FEW, MANY = Tile(1024, 4), Tile(4096, 8)  # of count_ties and take_winners: where CTAs have a tile each, and where not
+LEAST_EACH = 512  # candidates of a rank, padded: a thread has one at least
+PACK_WARPS = 4
+MERGED_BLOCKS, PORTABLE_MERGED_BLOCKS = 128, 4  # of each rank, that a CTA of merge_candidates looks at together
 PORTABLE_DIGITS = Tile(2048, 8)  # counted by tl.histogram
+
+
+class Merging(NamedTuple):
+    """ranks, candidates: powers of two."""
+
+    ranks: int
+    candidates: int
+    num_warps: int
 
 
 class Plan(NamedTuple):
@@ -49,6 +60,13 @@ def blocks(rows: int, width: int, target: Target) -> Plan:
     most = CTAS_AN_SM * target.num_sms // max(rows, 1)
     tile = FEW if -(-width // FEW.columns) <= most else MANY
     return Plan(*tile, _power_below(min(-(-width // tile.columns), most)))
+
+
+def merging(ranks: int, k: int, target: Target) -> Merging:
+    """Of merge_candidates. A warp of AMD has 64 threads."""
+    padded = max(power_of_two(k), LEAST_EACH)
+    all_of_them = power_of_two(ranks) * padded
+    return Merging(power_of_two(ranks), padded, 16 if all_of_them > 4096 and target.vendor != "amd" else 8)
 
 
 def registers(target: Target) -> dict[str, int]:

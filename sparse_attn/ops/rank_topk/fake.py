@@ -1,6 +1,14 @@
 """Fake implementations."""
 
-from sparse_attn.ops.rank_topk.shapes import allocate_counts, allocate_state, allocate_ties, allocate_winners
+import torch
+
+from sparse_attn.ops.rank_topk.shapes import (
+    allocate_candidates,
+    allocate_counts,
+    allocate_state,
+    allocate_ties,
+    allocate_winners,
+)
 
 
 def count_digits(logits, row_starts, row_ends, sums, state, k, level):
@@ -13,3 +21,11 @@ def count_ties(logits, row_starts, row_ends, sums, state, block_size):
 
 def take_winners(logits, row_starts, row_ends, ties, above, state, k, block_size, rank):
     return allocate_winners(logits, k)
+
+
+def pack_candidates(logits, columns, row_starts, block_size):
+    return allocate_candidates(logits, columns.shape[1], block_size)
+
+
+def merge_candidates(candidates, columns, block_size, rank):
+    return torch.empty(columns.shape, dtype=columns.dtype, device=columns.device)

@@ -95,6 +95,41 @@ def take_winners(
     return out
 
 
+def pack_candidates(
+    logits: torch.Tensor, columns: torch.Tensor, row_starts: torch.Tensor | None, block_size: int
+) -> torch.Tensor:
+    (rows, width), k = logits.shape, columns.shape[1]
+    out = shapes.allocate_candidates(logits, k, block_size)
+    if rows:
+        target = target_of(logits.device)
+        kernels.pack_candidates[(rows,)](
+            logits, columns, row_starts, out, out.view(shapes.ties_dtype(block_size)), width, k, out.shape[1],
+            logits.stride(0), columns.stride(0), _stride(row_starts), BLOCK_SIZE=block_size,
+            CANDIDATES=config.power_of_two(k), BLOCKS=config.CHUNK, num_warps=config.PACK_WARPS, **pdl.launched(target),
+        )  # fmt: skip
+    return out
+
+
+def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size: int, rank: int) -> torch.Tensor:
+    (ranks, rows, words), k = candidates.shape, columns.shape[1]
+    out = torch.empty(columns.shape, dtype=columns.dtype, device=columns.device)
+    if rows:
+        target = target_of(columns.device)
+        plan, counts = config.merging(ranks, k, target), candidates.view(shapes.ties_dtype(block_size))
+        threads = 32 * plan.num_warps if target.vendor == "nvidia" or target.interpreted else 0
+        smem = None
+        if threads and interpreting():
+            smem = columns.new_zeros((rows, histogram.WORDS.value))
+        kernels.merge_candidates[(rows,)](
+            candidates, counts, columns, out, smem, k, rank, ranks, counts.shape[2] // words,
+            (words - k) * counts.shape[2] // words, candidates.stride(0), candidates.stride(1), columns.stride(0),
+            RANKS=plan.ranks, CANDIDATES=plan.candidates,
+            BLOCKS=config.MERGED_BLOCKS if threads else config.PORTABLE_MERGED_BLOCKS, THREADS=threads,
+            num_warps=plan.num_warps, **pdl.launched(target),
+        )  # fmt: skip
+    return out
+
+
 def _aligned(logits: torch.Tensor, row_starts: torch.Tensor | None) -> bool:
     """Whether four columns can be one load, where all rows start at column 0."""
     return row_starts is None and is_aligned(logits)

@@ -24,3 +24,15 @@ take_winners = define_op(
     " int block_size, int rank, str impl) -> Tensor",
     fake.take_winners,
 )
+pack_candidates = define_op(
+    __package__,
+    "pack_candidates",
+    "(Tensor logits, Tensor columns, Tensor? row_starts, int block_size, str impl) -> Tensor",
+    fake.pack_candidates,
+)
+merge_candidates = define_op(
+    __package__,
+    "merge_candidates",
+    "(Tensor candidates, Tensor columns, int block_size, int rank, str impl) -> Tensor",
+    fake.merge_candidates,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, SHIFTS, num_blocks, ties_dtype
+from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, SHIFTS, count_words, num_blocks, ties_dtype
 
 SIGN = 1 << 31
 
@@ -115,3 +115,46 @@ def _descend(sums: torch.Tensor, state: torch.Tensor, level: int) -> torch.Tenso
     if level == LEVELS - 1:
         prefix = prefix - SIGN
     return torch.stack([prefix, need - above], 1).to(torch.int32)
+
+
+def pack_candidates(
+    logits: torch.Tensor, columns: torch.Tensor, row_starts: torch.Tensor | None, block_size: int
+) -> torch.Tensor:
+    (rows, width), k = logits.shape, columns.shape[1]
+    out = torch.zeros(rows, k + count_words(width, block_size), dtype=torch.int32, device=logits.device)
+    if width == 0:
+        out[:, :k] = torch.full((), float("-inf"), device=logits.device).view(torch.int32)
+        return out
+    start = 0 if row_starts is None else row_starts.long().clamp(0, width).unsqueeze(1)
+    held, column = columns >= 0, columns.long().clamp_min(0)
+    scores = torch.where(held, logits.gather(1, (column + start).clamp_max(width - 1)), float("-inf"))
+    counts = torch.zeros(rows, num_blocks(width, block_size), dtype=torch.int32, device=logits.device)
+    counts.scatter_add_(1, torch.where(held, column // block_size, 0), held.to(torch.int32))
+    out[:, :k] = scores.view(torch.int32)
+    dtype = ties_dtype(block_size)
+    out[:, k:].view(dtype)[:, : counts.shape[1]] = counts.to(dtype)
+    return out
+
+
+def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size: int, rank: int) -> torch.Tensor:
+    (ranks, rows, _), k = candidates.shape, columns.shape[1]
+    if rows == 0:
+        return torch.empty_like(columns)
+    scores = candidates[..., :k].contiguous().view(torch.float32)
+    keys, _ = _keys(scores.transpose(0, 1).flatten(1), None, None)
+    least = keys.sort(1, descending=True).values[:, k - 1 : k]  # the k-th, or 0
+    own = keys[:, rank * k : (rank + 1) * k]
+    need = k - (keys > least).sum(1, keepdim=True)
+    tied = (keys == least) & (keys > 0)
+    # The block of each candidate of the whole row: ties before it are those of lower blocks, and its rank's own.
+    counts = candidates[..., k:].contiguous().view(ties_dtype(block_size)).long()
+    place = torch.arange(k, device=columns.device).expand(ranks, rows, k).contiguous()
+    block = torch.searchsorted(counts.cumsum(2), place, right=True)
+    dealt = block * ranks + torch.arange(ranks, device=columns.device).view(-1, 1, 1)
+    order = (dealt * k + place).transpose(0, 1).flatten(1).argsort(1)
+    before = tied.gather(1, order).long()
+    before = torch.empty_like(before).scatter_(1, order, before.cumsum(1) - before)[:, rank * k : (rank + 1) * k]
+    chosen = (own > least) | (tied[:, rank * k : (rank + 1) * k] & (before < need))
+    most = torch.iinfo(torch.int32).max
+    ascending = torch.where(chosen, columns, most).sort(1).values
+    return torch.where(ascending < most, ascending, -1)

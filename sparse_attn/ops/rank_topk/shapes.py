@@ -6,6 +6,7 @@ BITS = (11, 11, 10)  # of each digit, the most significant first
 LEVELS = len(BITS)
 SHIFTS = (21, 10, 0)  # bits below each digit
 MOST_UINT8 = 255
+MOST_CANDIDATES = 32768  # of a row of merge_candidates, both factors rounded up to a power of two
 
 
 def num_blocks(width: int, block_size: int) -> int:
@@ -33,3 +34,18 @@ def allocate_ties(logits: torch.Tensor, block_size: int) -> torch.Tensor:
 
 def allocate_winners(logits: torch.Tensor, k: int) -> torch.Tensor:
     return torch.empty((logits.shape[0], k), dtype=torch.int32, device=logits.device)
+
+
+def count_words(width: int, block_size: int) -> int:
+    """int32 words that hold a count of up to ``block_size`` for each block of a row."""
+    return (num_blocks(width, block_size) * ties_dtype(block_size).itemsize + 3) // 4
+
+
+def allocate_candidates(logits: torch.Tensor, k: int, block_size: int) -> torch.Tensor:
+    words = k + count_words(logits.shape[1], block_size)
+    return torch.empty((logits.shape[0], words), dtype=torch.int32, device=logits.device)
+
+
+def padded_candidates(ranks: int, k: int) -> int:
+    """Candidates of a row, ranks and k rounded up to powers of two."""
+    return 1 << (ranks - 1).bit_length() + (k - 1).bit_length()
