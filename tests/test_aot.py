@@ -67,14 +67,14 @@ def test_a_wait_that_is_missing_is_seen(kernel, waits):
 
 @pytest.mark.aot
 def test_what_may_be_read_early():
-    """Scores, where a launch before has waited for them, and nothing else."""
+    """Scores, where a launch before has waited for them, and weights; nothing else."""
     import aot
     from aot_cases.verdict import early_reads
     from aot_cases.waits import WAITS, reaches_memory_early
 
     from sparse_attn.testing.launches import compile_launch
 
-    for launch in aot.gather(["sm_90"], ["rank_topk"], True)[0]:
+    for launch in aot.gather(["sm_90"], ["rank_topk", "stream_k"], True)[0]:
         compiled = compile_launch(launch)
         ptx, early = compiled.assembly["ptx"], early_reads(aot.kernel_name(launch), compiled)
         assert not reaches_memory_early(ptx, early) and reaches_memory_early(ptx.replace(f"{WAITS};", ""), early)

@@ -77,9 +77,10 @@ SPILLS_OF_LATER = {
 }
 
 # What a launch may read before it waits: what another waited for, before it let this one or any in between start. That
-# one gave it ``state``. See device/pdl.py.
+# one gave it ``state``. Or a weight, which no launch of this library writes. See device/pdl.py.
 SCORES = {"logits", "row_starts", "row_ends"}
-EARLY = {"rank_topk.count_digits": SCORES, "rank_topk.count_ties": SCORES, "rank_topk.take_winners": SCORES}
+WEIGHTS = {"grouped_linear.hopper.stream_k": {"words"}}
+EARLY = WEIGHTS | {"rank_topk.count_digits": SCORES, "rank_topk.count_ties": SCORES, "rank_topk.take_winners": SCORES}
 
 
 def allowed_spills(name: str, kernel: str, target: Target) -> int:
@@ -118,8 +119,11 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
 
 def early_reads(kernel: str, compiled: Compiled) -> list[int]:
     """The arguments whose memory ``kernel`` may read before it waits."""
-    names = arguments(compiled.assembly["ttir"]) if kernel in EARLY else []
-    return [at for at, name in enumerate(names) if name in EARLY[kernel]] if "state" in names else []
+    entry = "ttir" if "ttir" in compiled.assembly else "ttgir"  # of Gluon
+    names = arguments(compiled.assembly[entry]) if kernel in EARLY else []
+    return (
+        [at for at, name in enumerate(names) if name in EARLY[kernel]] if "state" in names or kernel in WEIGHTS else []
+    )
 
 
 def _in_barriers(ptx: str) -> list[str]:

@@ -12,8 +12,11 @@ GLOBAL = re.compile(r"(?!cp\.async\.bulk\.prefetch\.L2)(?:ld|st|atom|red|cp|pref
 INSTRUCTION = re.compile(r"(@\S+ )?(.*)")
 TARGET = re.compile(r"\$\w+")
 REGISTER = re.compile(r"%\w+")
-POINTER = re.compile(r"\.param \.u64 \.ptr \.global .*_param_(\d+),?$")
-ARGUMENT = re.compile(r"ld\.param\S+ (%\w+), \[\w+_param_(\d+)\];")
+POINTER = re.compile(
+    r"\.param (?:\.u64 \.ptr \.global .*_param_(\d+)|\.align 64 \.b8 \w+_param_(\d+)\[128\]),?$"
+)  # or TMA descriptor
+ARGUMENT = re.compile(r"(?:ld\.param\S+ (%\w+), \[\w+_param_(\d+)\]|mov\.b64 (%\w+), \w+_param_(\d+));")
+LOAD = re.compile(r"ld\.global\S* [^\[]*\[([^\]]*)\]|cp\.async\.bulk\.tensor\.\dd\.shared\S* \[[^\]]*\], \[(%\w+),")
 ENTRY = re.compile(r"tt\.func public @\w+\((.*)\) attributes")
 
 
@@ -30,7 +33,7 @@ def reaches_memory_early(ptx: str, early: Collection[int] = ()) -> str:
 
 def arguments(ttir: str) -> list[str]:
     """The kernel's, without constants, as its PTX counts them."""
-    return re.findall(r"%(\w+): ", ENTRY.search(ttir)[1])
+    return re.findall(r"%([\w.]+): ", ENTRY.search(ttir)[1])
 
 
 class _Program:
@@ -56,16 +59,18 @@ class _Program:
     def loads_from(self, line: str, allowed: Collection[int]) -> bool:
         """Whether ``line`` is a load whose address comes of ``allowed`` pointers among the arguments, and no others."""
         instruction = INSTRUCTION.match(line)[2]
-        if not allowed or not instruction.startswith("ld.global"):
+        load = LOAD.match(instruction)
+        if not allowed or not load:
             return False
-        pointers = {int(found[1]) for line in self.lines if (found := POINTER.match(line))}
-        given = {found[1]: int(found[2]) for line in self.lines if (found := ARGUMENT.match(line))}
+        pointers = {int(found[1] or found[2]) for line in self.lines if (found := POINTER.match(line))}
+        found_all = (ARGUMENT.match(line) for line in self.lines)
+        given = {found[1] or found[3]: int(found[2] or found[4]) for found in found_all if found}
         made: dict[str, set[str]] = {}
         for other in self.lines:
             registers = REGISTER.findall(INSTRUCTION.match(other)[2])
             if registers and not other.startswith(("st.", "ld.param")) and "ld.global" not in other:
                 made.setdefault(registers[0], set()).update(registers[1:])
-        seen, ahead = set(), set(REGISTER.findall(instruction.split("[")[1]))
+        seen, ahead = set(), set(REGISTER.findall(load[1] or load[2]))
         while ahead:
             seen |= ahead
             ahead = {source for register in ahead for source in made.get(register, ())} - seen
