@@ -268,6 +268,32 @@ def take_winners(draw):
                 rank=rank), {}  # fmt: skip
 
 
+def own_highest(given, k):
+    """A rank's own k highest, as columns."""
+    return oracles.top_k_per_row(given["logits"], k, given["row_starts"], given["row_ends"])
+
+
+def pack_candidates(draw):
+    given, _ = ranked(draw)
+    columns = own_highest(given, some(draw, 1, given["logits"].shape[1] + 3))
+    del given["row_ends"]
+    return dict(**given, columns=columns, block_size=pick(draw, (1, 3, 8, 300))), {}
+
+
+def merge_candidates(draw):
+    """Of ranks with the same scores, each other's rows reversed: many ties."""
+    given, _ = ranked(draw)
+    ranks, k, block_size = some(draw, 1, 3), some(draw, 1, given["logits"].shape[1] + 3), pick(draw, (1, 3, 8, 300))
+    columns, candidates = [], []
+    for n in range(ranks):
+        of_rank = given | dict(logits=given["logits"].flip(0) if n % 2 else given["logits"])
+        columns.append(own_highest(of_rank, k))
+        packed = oracles.pack_candidates(of_rank["logits"], columns[-1], of_rank["row_starts"], block_size=block_size)
+        candidates.append(packed)
+    rank = some(draw, 0, ranks - 1)
+    return dict(candidates=torch.stack(candidates), columns=columns[rank], block_size=block_size, rank=rank), {}
+
+
 def counted(logits, state, row_starts, row_ends, block_size, dtype):
     """Of each block of a rank: (ties, scores above the k-th) [rows, blocks]."""
     own, above = torch.zeros(2, logits.shape[0], -(-logits.shape[1] // block_size), dtype=torch.int32)
@@ -281,12 +307,34 @@ def counted(logits, state, row_starts, row_ends, block_size, dtype):
 
 def is_defined(call: Call) -> bool:
     """Whether values belong together, as far as a contract asks for it."""
+    if call.function.__name__ in ("pack_candidates", "merge_candidates"):
+        return belongs(**call.arguments)
     if call.function.__name__ != "take_winners":
         return True
     ties, above, rank = (call.arguments[name] for name in ("ties", "above", "rank"))
     others = (call.arguments[name] for name in ("logits", "state", "row_starts", "row_ends", "block_size"))
     own, higher = counted(*others, ties.dtype)
     return torch.equal(own, ties[rank]) and torch.equal(higher, above)
+
+
+def belongs(columns, block_size, logits=None, row_starts=None, candidates=None, rank=0, **_):
+    """Whether columns are those of scores, or of the rank's candidates."""
+    if logits is not None:
+        rows, width = logits.shape
+        starts = [0] * rows if row_starts is None else [min(max(int(start), 0), width) for start in row_starts]
+        return all(
+            columns[r].max() < width - starts[r] and logits[r, starts[r] + columns[r][columns[r] >= 0]].gt(-INF).all()
+            for r in range(rows)
+        )
+    k, dtype = columns.shape[1], torch.uint8 if block_size < 256 else torch.int32
+    counts = candidates[..., k:].contiguous().view(dtype).long()
+    scores = candidates[..., :k].contiguous().view(torch.float32)
+    sound = (counts >= 0).all() and torch.equal(counts.sum(2), scores.gt(-INF).sum(2))
+    ascending = all((row[row >= 0].diff() > 0).all() and (row[: (row >= 0).sum()] >= 0).all() for row in columns)
+    return bool(sound and ascending) and all(
+        torch.equal(torch.bincount(row[row >= 0].long() // block_size, minlength=counts.shape[2]), counts[rank, r])
+        for r, row in enumerate(columns)
+    )
 
 
 def whole(values: torch.Tensor) -> torch.Tensor:

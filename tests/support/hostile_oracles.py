@@ -228,6 +228,38 @@ def take_winners(logits, k, ties, above, state, row_starts=None, row_ends=None, 
     return out
 
 
+def pack_candidates(logits, columns, row_starts=None, *, block_size):
+    (rows, width), k = logits.shape, columns.shape[1]
+    blocks = -(-width // block_size)
+    dtype = torch.uint8 if block_size < 256 else torch.int32
+    out = torch.zeros(rows, k + (-(-blocks // 4) if dtype == torch.uint8 else blocks), dtype=torch.int32)
+    out[:, :k] = torch.tensor(-INF).view(torch.int32)
+    counts = out[:, k:].view(dtype)
+    for r in range(rows):
+        start = 0 if row_starts is None else min(max(int(row_starts[r]), 0), width)
+        for n, column in enumerate(columns[r].tolist()):
+            if column >= 0:
+                out[r, n] = logits[r, start + column].view(torch.int32)
+                counts[r, column // block_size] += 1
+    return out
+
+
+def merge_candidates(candidates, columns, *, block_size, rank):
+    (ranks, rows, _), k = candidates.shape, columns.shape[1]
+    dtype = torch.uint8 if block_size < 256 else torch.int32
+    out = torch.full((rows, k), -1, dtype=torch.int32)
+    for r in range(rows):
+        found = []
+        for other in range(ranks):
+            counts = candidates[other, r, k:].contiguous().view(dtype).tolist()
+            block = [n for n, count in enumerate(counts) for _ in range(count)]
+            scores = candidates[other, r, :k].contiguous().view(torch.float32).tolist()
+            found += [(-scores[n], block[n] * ranks + other, n) for n in range(len(block))]
+        own = [n for _, block, n in sorted(found)[:k] if block % ranks == rank]
+        out[r, : len(own)] = columns[r, sorted(own)]
+    return out
+
+
 # Ragged indices.
 
 

@@ -178,7 +178,8 @@ def _check_columns(columns: torch.Tensor) -> None:
     checks.check_dtype("columns", columns, (torch.int32,))
     checks.check_rank("columns", columns, 2)
     checks.check_unit_stride("columns", columns)
-    checks.check_at_least("k", columns.shape[1], 1)
+    if columns.shape[1] < 1:
+        raise ValueError("columns: got none in a row, allowed: at least 1")
 
 
 def _check_scores(logits: torch.Tensor, row_starts: torch.Tensor | None, row_ends: torch.Tensor | None) -> None:

@@ -129,7 +129,8 @@ def pack_candidates(
     held, column = columns >= 0, columns.long().clamp_min(0)
     scores = torch.where(held, logits.gather(1, (column + start).clamp_max(width - 1)), float("-inf"))
     counts = torch.zeros(rows, num_blocks(width, block_size), dtype=torch.int32, device=logits.device)
-    counts.scatter_add_(1, torch.where(held, column // block_size, 0), held.to(torch.int32))
+    block = (column // block_size).clamp_max(counts.shape[1] - 1)  # of columns that no score has: any
+    counts.scatter_add_(1, torch.where(held, block, 0), held.to(torch.int32))
     out[:, :k] = scores.view(torch.int32)
     dtype = ties_dtype(block_size)
     out[:, k:].view(dtype)[:, : counts.shape[1]] = counts.to(dtype)
