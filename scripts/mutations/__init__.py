@@ -7,11 +7,13 @@ from mutations.portable import KERNELS
 from mutations.python import PYTHON
 from mutations.ranks import RANKS
 from mutations.selection import SELECTION
+from mutations.streamed import STREAMED
 
 MUTATIONS = [
     *(mutation._replace(interpreted=True) for mutation in (*KERNELS, *SELECTION)),
     *PYTHON,
     *RANKS,
     *EXECUTED,
+    *STREAMED,
     *(mutation._replace(gpu=True) for mutation in HOPPER),
 ]

@@ -1,0 +1,51 @@
+"""Bugs of the linear of few rows on Hopper, whose PTX is executed on a CPU."""
+
+from mutations.mutation import OPS, Mutation
+
+KERNELS = OPS + "grouped_linear/hopper/kernels.py"
+
+# fmt: off
+STREAMED = [
+    Mutation(
+        "streamed-slot-of-the-first-tile", "partials of a tile that a CTA begins are looked for where its first tile has them",
+        KERNELS,
+        "gl.where(cta + n == first, second, 0)",
+        "second * 0",
+        ("tests/test_ptx_products.py::test_stream_k",),
+    ),
+    Mutation(
+        "streamed-arrivals-off-by-one", "the last CTA of a tile but one adds up its partials",
+        KERNELS,
+        "== last - first:",
+        "== last - first - 1:",
+        ("tests/test_ptx_products.py::test_stream_k",),
+    ),
+    Mutation(
+        "streamed-outputs-in-place", "outputs are taken in the order of lanes",
+        KERNELS,
+        "    return (m & (OUTPUTS - 8)) | ((m & 1) << 2) | ((m >> 1) & 3)",
+        "    return m",
+        ("tests/test_ptx_products.py::test_stream_k",),
+    ),
+    Mutation(
+        "streamed-scale-of-another-block", "the scale of a block of columns is that of the block before",
+        KERNELS,
+        "gl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS",
+        "step * BLOCK_K // BLOCK_COLUMNS",
+        ("tests/test_ptx_products.py::test_stream_k",),
+    ),
+    Mutation(
+        "streamed-rows-of-the-first-step", "rows that wait for the launch before are those of the tile's first columns",
+        KERNELS,
+        "tma_load(rows, [0, step % run.steps * BLOCK_K], shared",
+        "tma_load(rows, [0, 0 * step], shared",
+        ("tests/test_ptx_products.py::test_stream_k",),
+    ),
+    Mutation(
+        "streamed-nan-unseen", "NaN is looked for in half of the words",
+        KERNELS,
+        "    one, other = gl.split(one | other)\n    one, other = gl.split(one | other)\n",
+        "    one, other = gl.split(one)\n    one, other = gl.split(one | other)\n",
+        ("tests/test_ptx_products.py::test_stream_k_with_nan_in_a_code",),
+    ),
+]
