@@ -123,7 +123,7 @@ def pack_candidates(
     (rows, width), k = logits.shape, columns.shape[1]
     out = torch.zeros(rows, k + count_words(width, block_size), dtype=torch.int32, device=logits.device)
     if width == 0:
-        out[:, :k] = torch.full((), float("-inf"), device=logits.device).view(torch.int32)
+        out[:, :k] = torch.full((), float("-inf"), dtype=torch.float32, device=logits.device).view(torch.int32)
         return out
     start = 0 if row_starts is None else row_starts.long().clamp(0, width).unsqueeze(1)
     held, column = columns >= 0, columns.long().clamp_min(0)
