@@ -43,7 +43,7 @@ ALLOWED_SPILLS = {
     "hyper_connection.mix": {"sm_100": 16},
     # Tiles of 64 rows, two of sums.
     "grouped_linear.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
-    "rank_topk.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
+    "rank_topk.candidates.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
     "experts.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
     "experts.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.

@@ -6,6 +6,7 @@ import torch
 
 from sparse_attn.device import histogram, pdl
 from sparse_attn.device.rows import is_aligned
+from sparse_attn.ops.rank_topk import candidates as candidate_kernels
 from sparse_attn.ops.rank_topk import config, kernels, shapes
 from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, SHIFTS
 from sparse_attn.target import interpreting, target_of
@@ -102,7 +103,7 @@ def pack_candidates(
     out = shapes.allocate_candidates(logits, k, block_size)
     if rows:
         target = target_of(logits.device)
-        kernels.pack_candidates[(rows,)](
+        candidate_kernels.pack_candidates[(rows,)](
             logits, columns, row_starts, out, out.view(shapes.ties_dtype(block_size)), width, k, out.shape[1],
             logits.stride(0), columns.stride(0), _stride(row_starts), BLOCK_SIZE=block_size,
             CANDIDATES=config.power_of_two(k), BLOCKS=config.CHUNK, num_warps=config.PACK_WARPS, **pdl.launched(target),
@@ -112,7 +113,7 @@ def pack_candidates(
 
 def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size: int, rank: int) -> torch.Tensor:
     (ranks, rows, words), k = candidates.shape, columns.shape[1]
-    out = torch.empty(columns.shape, dtype=columns.dtype, device=columns.device)
+    out = shapes.allocate_winners(columns, k)
     if rows:
         target = target_of(columns.device)
         plan, counts = config.merging(ranks, k, target), candidates.view(shapes.ties_dtype(block_size))
@@ -120,7 +121,7 @@ def merge_candidates(candidates: torch.Tensor, columns: torch.Tensor, block_size
         smem = None
         if threads and interpreting():
             smem = columns.new_zeros((rows, histogram.WORDS.value))
-        kernels.merge_candidates[(rows,)](
+        candidate_kernels.merge_candidates[(rows,)](
             candidates, counts, columns, out, smem, k, rank, ranks, counts.shape[2] // words,
             (words - k) * counts.shape[2] // words, candidates.stride(0), candidates.stride(1), columns.stride(0),
             RANKS=plan.ranks, CANDIDATES=plan.candidates,
