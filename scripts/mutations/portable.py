@@ -360,14 +360,14 @@ KERNELS = [
     ),
     Mutation(
         "ranks-candidates-of-lower-ranks", "ties of lower ranks stand behind those of a block, not before",
-        OPS + "rank_topk/candidates.py",
+        OPS + "rank_topk/candidates/kernels.py",
         "tl.sum(tl.where(other < rank, behind, before), 0)",
         "tl.sum(before, 0)",
         ("tests/test_rank_topk.py::test_kernels_merge_candidates_to_the_bit",),
     ),
     Mutation(
         "ranks-counts-of-the-last-block", "a block's count is that of all candidates up to it",
-        OPS + "rank_topk/candidates.py",
+        OPS + "rank_topk/candidates/kernels.py",
         "tl.store(counts + block, (place + 1 - begin)",
         "tl.store(counts + block, (place + 1)",
         ("tests/test_rank_topk.py::test_kernels_merge_candidates_to_the_bit",),

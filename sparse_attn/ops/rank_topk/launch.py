@@ -6,8 +6,8 @@ import torch
 
 from sparse_attn.device import histogram, pdl
 from sparse_attn.device.rows import is_aligned
-from sparse_attn.ops.rank_topk import candidates as candidate_kernels
 from sparse_attn.ops.rank_topk import config, kernels, shapes
+from sparse_attn.ops.rank_topk.candidates import kernels as candidate_kernels
 from sparse_attn.ops.rank_topk.shapes import BITS, LEVELS, SHIFTS
 from sparse_attn.target import interpreting, target_of
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import histogram, ptx_io
+from sparse_attn.device.bits import popcount
 from sparse_attn.ops.topk.primitives import output, set_bits, smem_list
 
 FOURS_OF_WORD = tl.constexpr(8)
@@ -31,16 +32,6 @@ def store_above_and_equal(out, above, equal, columns, need, above_before, equal_
         tl.store(out + position, columns, mask=chosen)
     marks = tl.sum(in_line, 0)
     return marks >> 16, marks & 0xFFFF
-
-
-@triton.jit
-def popcount(bitmask):
-    """How many bits are set in each word."""
-    bitmask = bitmask.to(tl.uint32, bitcast=True)
-    bitmask = bitmask - ((bitmask >> 1) & 0x55555555)
-    bitmask = (bitmask & 0x33333333) + ((bitmask >> 2) & 0x33333333)
-    bitmask = (bitmask + (bitmask >> 4)) & 0x0F0F0F0F
-    return ((bitmask * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit

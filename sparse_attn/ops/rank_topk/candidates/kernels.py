@@ -1,16 +1,17 @@
 """Exact top-k over ranks by one gather: a rank packs its own k highest scores, and finds its winners among all ranks'.
 
 Candidates of a rank ascend by column, and how many lie in each block says where a tie stands in the whole row. So a
-rank's ties that win are its first ones, as in kernels.py. A CTA has a row. Bytes are few: both launches are bound by
-latency, and merge_candidates by three searches for a digit. Its bins become words of bits where ties are looked up.
+rank's ties that win are its first ones, as in rank_topk/kernels.py. A CTA has a row. Bytes are few: both launches are
+bound by latency, and merge_candidates by three searches for a digit. Its bins become words of bits where ties are
+looked up.
 """
 
 import triton
 import triton.language as tl
 
 from sparse_attn.device import histogram, pdl
+from sparse_attn.device.bits import popcount
 from sparse_attn.ops.rank_topk.kernels import key_of, range_of
-from sparse_attn.ops.topk.primitives.compact import popcount
 
 MINUS_INF_BITS = tl.constexpr(-8388608)
 WORDS_OF_TIES = tl.constexpr(1024)  # as many as have a bit for each of shapes.MOST_CANDIDATES
