@@ -57,6 +57,15 @@ def test_rows_that_no_box_can_hold():
     assert not any((aligned(132, 1), aligned(0, 1), aligned(64, 1), aligned(256, 2), aligned(128, 1, offset=4)))
 
 
+def test_a_lone_output_of_any_stride_is_not_read_as_words():
+    """torch views bytes as words only where every stride is whole words."""
+    codes = torch.zeros(640, dtype=torch.uint8)
+    codes = codes[-codes.data_ptr() % 16 :].as_strided((1, 1, 128), (130, 130, 1))
+    rows, scales = torch.zeros(2, 128, dtype=torch.bfloat16), torch.ones(1, 1, 1)
+    found = problem_of(rows, None, codes, scales, V32.name)
+    assert not found.aligned and dispatch.choose(found, H200).kernel.name == "portable"
+
+
 @pytest.mark.parametrize("outputs, columns", [(24576, 1536), (7168, 16384), (576, 7168), (64, 128), (130, 256)])
 def test_no_cta_is_without_steps(outputs, columns):
     plan = config.plan(problem(outputs=outputs, columns=columns), H200)

@@ -74,9 +74,10 @@ def problem_of(
         packed = parse_weight_layout(layout)
         kind, scale, block = packed.codes, packed.scale, packed.block
     aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
+    rows_aligned = _aligned(rows.squeeze(0)) and (n < 2 or rows.stride(0) >= columns)  # a lone row's stride is any
     return Problem(
         n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
-        _aligned(rows) and (n < 2 or rows.stride(0) >= columns),
+        rows_aligned,
     )  # fmt: skip
 
 
@@ -84,16 +85,17 @@ def _aligned(tensor: torch.Tensor) -> bool:
     """A tensor without memory lies as well as its offset and strides allow."""
     first = tensor.storage_offset() * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
     *leading, last = tensor.stride()
-    steps = (step * tensor.itemsize for step, size in zip(leading, tensor.shape) if size > 1)
-    return last == 1 and not any(at % ALIGNMENT for at in (first, *steps))
+    return last == 1 and not any(at % ALIGNMENT for at in (first, *(step * tensor.itemsize for step in leading)))
 
 
 def product_format(problem: Problem) -> dict[str, Any]:
     """What kernels know of a weight when they are compiled."""
-    return dict(
-        CODES=problem.codes, E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0],
-        BLOCK_COLUMNS=problem.block[1],
-    )  # fmt: skip
+    return dict(CODES=problem.codes, **scale_format(problem))
+
+
+def scale_format(problem: Problem) -> dict[str, Any]:
+    """Of it, what its scales are."""
+    return dict(E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0], BLOCK_COLUMNS=problem.block[1])
 
 
 @dataclass(frozen=True)

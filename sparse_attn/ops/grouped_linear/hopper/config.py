@@ -16,7 +16,7 @@ STAGES = 3
 CTAS = 2  # that share an SM
 LEAST_STEPS = 4  # of a CTA
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, 104, 24  # at launch, for CTAS an SM, and then
-MOST_OUTPUTS = 1 << 24
+MOST_OUTPUTS = 1 << 24  # far above any model's, so that steps and outputs of all tiles are int32
 
 
 def supports(problem: Problem, target: Target) -> Support:

@@ -10,7 +10,7 @@ from sparse_attn.ops.grouped_linear.hopper import kernels
 from sparse_attn.ops.grouped_linear.hopper.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K
 from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import StreamPlan
+from sparse_attn.ops.grouped_linear.plan import StreamPlan, scale_format
 
 
 def multiply(product: Product, plan: StreamPlan) -> None:
@@ -20,10 +20,8 @@ def multiply(product: Product, plan: StreamPlan) -> None:
         _boxes(rows, plan.block_m),
         _boxes(codes[0].view(torch.int32), plan.block_n),
         scales[0], out, partials, arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row,
-        scales.stride(1),
-        E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0], BLOCK_COLUMNS=problem.block[1],
-        STAGES=plan.num_stages, CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        scales.stride(1), **scale_format(problem), STAGES=plan.num_stages, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 
