@@ -67,9 +67,14 @@ def streamed(rows, weight, grid, first_row=0, seed=0):
     return memory[:-1]
 
 
-def in_line(*tensors):
-    """Copies whose rows begin at multiples of 16 bytes."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format).copy_(x) for x in tensors]
+def in_line(tensor):
+    """A copy whose rows begin at multiples of 16 bytes."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
+def weight_in_line(layout, outputs, columns):
+    weight = random_weight(layout, 1, outputs, columns, moderate=True)
+    return weight._replace(codes=in_line(weight.codes))
 
 
 @pytest.mark.few(3)
@@ -82,18 +87,16 @@ def in_line(*tensors):
 )  # fmt: skip
 def test_stream_k(layout, n, outputs, columns, grid):
     """Whole tiles, tiles of two and of a dozen CTAs, CTAs of several tiles; the last outputs of a tile missing."""
-    (rows,) = in_line(rows_of(n, columns, torch.bfloat16))
-    weight = random_weight(layout, 1, outputs, columns, moderate=True)
-    weight = weight._replace(codes=in_line(weight.codes)[0])
+    rows = in_line(rows_of(n, columns, torch.bfloat16))
+    weight = weight_in_line(layout, outputs, columns)
     check(streamed(rows, weight, grid), rows, None, weight)
 
 
 @pytest.mark.few(0)
 def test_stream_k_has_the_same_bits_in_any_tile():
     """One row alone and among 16, whatever comes first."""
-    (rows,) = in_line(rows_of(16, 512, torch.bfloat16))
-    weight = random_weight(V32, 1, 200, 512, moderate=True)
-    weight = weight._replace(codes=in_line(weight.codes)[0])
+    rows = in_line(rows_of(16, 512, torch.bfloat16))
+    weight = weight_in_line(V32, 200, 512)
     whole = streamed(rows, weight, 3, seed=1)
     assert torch.equal(streamed(rows[5:6], weight, 3, seed=2), whole[5:6])
 
@@ -104,17 +107,15 @@ def test_stream_k_of_rows_apart():
     memory = torch.full((5, 400), torch.nan, dtype=torch.bfloat16)
     rows = memory[:, 16:272]
     rows[:] = rows_of(5, 256, torch.bfloat16)
-    weight = random_weight(V32, 1, 70, 256, moderate=True)
-    weight = weight._replace(codes=in_line(weight.codes)[0])
+    weight = weight_in_line(V32, 70, 256)
     check(streamed(rows, weight, 2), rows, None, weight)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("grid", [1, 2])
 def test_stream_k_with_nan_in_a_code(grid):
-    (rows,) = in_line(rows_of(3, 256, torch.bfloat16))
-    weight = random_weight(V32, 1, 130, 256, moderate=True)
-    weight = weight._replace(codes=in_line(weight.codes)[0])
+    rows = in_line(rows_of(3, 256, torch.bfloat16))
+    weight = weight_in_line(V32, 130, 256)
     places = [3, 4, 40, 69, 129], [127, 128, 129, 255, 16]
     weight.codes.view(torch.uint8)[0, places[0], places[1]] = torch.tensor([0xFF, 0x7F, 0x7F, 0xFF, 0x7F]).byte()
     want = torch.zeros(3, 130, dtype=torch.bool)
