@@ -72,12 +72,12 @@ def deals(spec: Spec | CompressedSpec, sizes: dict[str, int]) -> bool:
 
 
 def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int, rows: int = 0) -> Spec | CompressedSpec:
-    """The most of a model's first layers that a rank holds with the caches of ``batch`` requests, of which one prefills
-    ``rows`` tokens at a time."""
+    """The most of a model's first layers that every rank holds with the caches of ``batch`` requests, of which one
+    prefills ``rows`` tokens at a time. Memory that others hold now counts as taken."""
     whole = preset(name)
     if run.dry:
         return whole
-    room, target = FREE * torch.cuda.mem_get_info()[0], target_of(torch.device(run.device))
+    room, target = FREE * least(torch.cuda.mem_get_info()[0]), target_of(torch.device(run.device))
     for layers in range(whole.num_layers, 0, -1):
         spec = whole if layers == whole.num_layers else first_layers(whole, layers)
         bounds = replace(step_bounds(spec, batch, context, mesh), max_batched_tokens=rows, kv_rows=context * (rows > 0))
@@ -90,9 +90,18 @@ def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int, rows: int
 
 def slowest(us: float) -> float:
     """Of all processes' microseconds the most."""
-    value = torch.tensor([us], dtype=torch.float64, device="cpu")
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return float(value)
+    return _of_all(us, dist.ReduceOp.MAX)
+
+
+def least(nbytes: int) -> int:
+    """Of all processes' bytes the fewest."""
+    return int(_of_all(nbytes, dist.ReduceOp.MIN))
+
+
+def _of_all(value: float, of: dist.ReduceOp.RedOpType) -> float:
+    found = torch.tensor([value], dtype=torch.float64, device="cpu")
+    dist.all_reduce(found, of)
+    return float(found)
 
 
 def made(run: Run, spec: Spec | CompressedSpec, mesh: Mesh) -> Model:
@@ -172,9 +181,10 @@ def distributed_experts(run: Run) -> Iterator[Record]:
         grid, alike = next(iter(grids(preset(name)).items()))
         ways = alike, dict(data=size, expert=size)
         took: dict[int, list[float]] = {batch: [] for batch in batches}
+        spec = fitting(run, name, planned_mesh(**ways[1]), HELD, context)  # data ranks hold more of each layer
         for sizes in ways:
             mesh = make_mesh(**sizes, device=run.device)
-            model = made(run, fitting(run, name, planned_mesh(**ways[1]), HELD, context), mesh)
+            model = made(run, spec, mesh)
             for batch in batches:
                 own = -(-batch // mesh.data.size)
                 dist.barrier()
@@ -183,11 +193,10 @@ def distributed_experts(run: Run) -> Iterator[Record]:
                 took[batch].append(0.0 if graph is None else slowest(step_us(graph, STEPS)))
                 del graph
                 freed(run)
-            layers = model.spec.num_layers
             del model
             freed(run)
         for batch, (replicated, sent) in took.items():
-            case = f"{name}, {layers} layers, D{size} E{size}, requests {batch} in all, context {context}"
+            case = f"{name}, {spec.num_layers} layers, D{size} E{size}, requests {batch} in all, context {context}"
             yield Record(case, sent, grid, None if run.dry else replicated)
 
 
