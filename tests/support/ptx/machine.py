@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import re
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +17,8 @@ SHARED_AT, SHARED_BYTES = 1024, 232448
 GLOBAL_AT = 1 << 20
 LANES = np.arange(32)
 DIRT = 0xAB  # what shared memory holds at first
+PEER_SHIFT = 24  # bits of an address in shared memory
+CHANGES: dict[str, Callable[[int, int], int]] = {"add": operator.add, "min": min, "or": operator.or_}  # of unsigned
 NOTHING = {"setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
 FP8 = {
     kind: torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
@@ -51,12 +55,16 @@ class Warp:
     def __init__(self, number: int):
         self.number = number
         self.at = np.zeros(32, np.int64)  # the next instruction of every lane
-        self.registers: dict[str, Lanes] = {"%tid.x": (LANES + 32 * number).astype(np.uint64)}
+        self.registers: dict[str, Lanes] = {
+            "%tid.x": (LANES + 32 * number).astype(np.uint64), "%laneid": LANES.astype(np.uint64)
+        }  # fmt: skip
         self.waits = self.ended = False
+        self.meetings = 0  # of its cluster, at which it has arrived
 
 
 class Cta:
-    """parameters: values by name; of tensor maps a number that ``maps`` has."""
+    """parameters: values by name; of tensor maps a number that ``maps`` has. Its cluster is itself alone, if none is
+    given."""
 
     def __init__(
         self,
@@ -77,22 +85,30 @@ class Cta:
         places = {
             f"%{name}.{axis}": at for name, of in (("ctaid", place), ("nctaid", grid)) for axis, at in zip("xyz", of)
         }
-        self.known = parameters | places | {"global_smem": SHARED_AT}
+        self.known = parameters | places | _placed(program.shared)
         self.issued = 0
+        self.join([self])
+
+    def join(self, cluster: list[Cta]) -> None:
+        """Be the next of ``cluster``, whose CTAs all join it."""
+        self.cluster, rank = cluster, cluster.index(self)
+        number = self.known["%ctaid.x"] // len(cluster)
+        self.known |= {"%cluster_ctarank": rank, "%clusterid.x": number}
 
     def run(self) -> None:
-        """Until all warps have ended."""
+        """The cluster, until all warps have ended."""
         idle = 0
-        while live := [warp for warp in self.warps if not warp.ended]:
-            ready = [warp for warp in live if not warp.waits]
-            assert ready and idle < 5000, f"no warp goes on: {[self._where(warp) for warp in live]}"
+        warps = [(cta, warp) for cta in self.cluster for warp in cta.warps]
+        while live := [(cta, warp) for cta, warp in warps if not warp.ended]:
+            ready = [(cta, warp) for cta, warp in live if not warp.waits]
+            assert ready and idle < 5000, f"no warp goes on: {[cta._where(warp) for cta, warp in live]}"
             self.random.shuffle(ready)
-            before = self.issued
-            for warp in ready:
+            before = sum(cta.issued for cta in self.cluster)
+            for cta, warp in ready:
                 turn = self.random.choice((20, 500, 20000))
-                while turn and not (warp.waits or warp.ended) and self._step(warp):
+                while turn and not (warp.waits or warp.ended) and cta._step(warp):
                     turn -= 1
-            idle = 0 if self.issued - before > 3 * len(ready) else idle + 1
+            idle = 0 if sum(cta.issued for cta in self.cluster) - before > 3 * len(ready) else idle + 1
 
     def _where(self, warp: Warp) -> str:
         return f"{warp.number}: {self.program.instructions[int(warp.at.min())].text[:80]}"
@@ -161,6 +177,8 @@ class Cta:
             return self._set(warp, registers[0], value, active)
         if not active.any():
             return None
+        if "cluster" in instruction.operation:
+            return self._load_of_peers(warp, instruction, active)
         size = int(instruction.operation[-1][1:]) // 8
         addresses = self._address(warp, instruction.operands[1])[active]
         memory, places = self._bytes(instruction, addresses, size * len(registers))
@@ -175,7 +193,9 @@ class Cta:
     def _st(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         if not active.any():
             return
-        kind = next(part for part in reversed(instruction.operation) if re.fullmatch(r"b\d+", part))
+        if "cluster" in instruction.operation:
+            return self._store_to_peers(warp, instruction, active)
+        kind = next(part for part in reversed(instruction.operation) if re.fullmatch(r"[bu]\d+", part))
         size, registers = int(kind[1:]) // 8, names(instruction.operands[1])
         if "L2" in instruction.operation:  # a cache hint, itself 64 bits wide, comes behind the type
             size = int(re.search(r"\.b(\d+)", instruction.text)[1]) // 8
@@ -184,6 +204,35 @@ class Cta:
         for place, register in enumerate(registers):
             value = self._value(warp, register)[active][:, None] >> np.arange(size, dtype=np.uint64) * np.uint64(8)
             memory[places[:, place * size : (place + 1) * size]] = (value & np.uint64(255)).astype(np.uint8)
+
+    def _mapa(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """The address of another CTA's shared memory: its rank stands above it."""
+        to, address, rank = instruction.operands
+        value = (self._value(warp, rank) + np.uint64(1)) << np.uint64(PEER_SHIFT) | self._address(warp, address).astype(np.uint64)
+        self._set(warp, to, value & BITS32, active)
+
+    def _of_peers(self, warp: Warp, address: str, active: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """(lane, the word) of a peer's shared memory."""
+        for lane in np.flatnonzero(active):
+            whole = int(self._address(warp, address)[lane])
+            rank, place = (whole >> PEER_SHIFT) - 1, whole & (1 << PEER_SHIFT) - 1
+            assert 0 <= rank < len(self.cluster) and place % 4 == 0 and SHARED_AT <= place < SHARED_BYTES, hex(whole)
+            peer = self.cluster[rank]
+            assert not all(one.ended for one in peer.warps), "a CTA has ended whose memory is used"
+            yield int(lane), peer.shared[place : place + 4]
+
+    def _load_of_peers(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        assert instruction.operation[-1] == "b32", instruction.text
+        value = np.zeros(32, np.uint64)
+        for lane, word in self._of_peers(warp, instruction.operands[1], active):
+            value[lane] = word.view(np.uint32)[0]
+        self._set(warp, instruction.operands[0], value, active)
+
+    def _store_to_peers(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        assert instruction.operation[-1] == "b32", instruction.text
+        value = self._value(warp, instruction.operands[1])
+        for lane, word in self._of_peers(warp, instruction.operands[0], active):
+            word.view(np.uint32)[0] = value[lane] & BITS32
 
     def _mov(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         to, source = instruction.operands
@@ -225,18 +274,28 @@ class Cta:
             self._set(warp, register, rows.reshape(-1).view(np.uint32).astype(np.uint64), active)
 
     def _atom(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        """An addition in global memory, lane by lane."""
+        """In global or this CTA's shared memory, lane by lane."""
         to, address, by = instruction.operands
+        self._set(warp, to, self._changed(warp, instruction, address, by, active), active)
+
+    def _red(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        address, by = instruction.operands
+        self._changed(warp, instruction, address, by, active)
+
+    def _changed(self, warp: Warp, instruction: Instruction, address: str, by: str, active: np.ndarray) -> Lanes:
+        """What was there before."""
         size = int(instruction.operation[-1][1:]) // 8
-        assert "add" in instruction.operation and "global" in instruction.operation, instruction.text
-        before, added = np.zeros(32, np.uint64), self._value(warp, by)
+        change = next(CHANGES[part] for part in instruction.operation if part in CHANGES)
+        before, value = np.zeros(32, np.uint64), self._value(warp, by)
+        memory, start = (self.shared, 0) if "shared" in instruction.operation else (self.memory, GLOBAL_AT)
         for lane in np.flatnonzero(active):
-            place = int(self._address(warp, address)[lane]) - GLOBAL_AT
-            there = self.memory[place : place + size]
+            place = int(self._address(warp, address)[lane]) - start
+            assert place % size == 0 and place >= (SHARED_AT if start == 0 else 1), instruction.text
+            there = memory[place : place + size]
             before[lane] = int.from_bytes(there.tobytes(), "little")
-            total = int(before[lane]) + int(added[lane]) & (1 << 8 * size) - 1
-            there[:] = np.frombuffer(total.to_bytes(size, "little"), np.uint8)
-        self._set(warp, to, before, active)
+            after = change(int(before[lane]), int(value[lane])) & (1 << 8 * size) - 1
+            there[:] = np.frombuffer(after.to_bytes(size, "little"), np.uint8)
+        return before
 
     # --- control
 
@@ -291,7 +350,18 @@ class Cta:
             for other in self.arrived.pop(number):
                 other.waits = False
 
-    _barrier = _bar
+    def _barrier(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> bool | None:
+        """barrier.sync, or of all warps of a cluster barrier.cluster.arrive and barrier.cluster.wait."""
+        if instruction.operation[1] != "cluster":
+            return self._bar(warp, instruction, active)
+        assert active.all(), instruction.text
+        if instruction.operation[2] == "arrive":
+            warp.meetings += 1
+            return None
+        if all(other.meetings >= warp.meetings for cta in self.cluster for other in cta.warps):
+            return None
+        warp.at -= 1  # to wait again
+        return False
 
     def _mbarrier(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> bool | None:
         what = instruction.operation[1]
@@ -408,6 +478,15 @@ class Cta:
         width, row = {1: 128, 2: 64, 3: 32}[descriptor >> 62], np.arange(rows)
         first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * width
         return self.shared[_swizzled(first[:, None] + np.arange(32), width)]
+
+
+def _placed(sizes: dict[str, int]) -> dict[str, int]:
+    """Where declared shared memory lies, by name; dynamic shared memory comes behind."""
+    places, top = {}, SHARED_AT
+    for name, nbytes in sizes.items():
+        places[name] = top
+        top += -(-nbytes // 16) * 16
+    return places | {"global_smem": top}
 
 
 def _values(rows: np.ndarray, kind: str) -> np.ndarray:
