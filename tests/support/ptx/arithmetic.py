@@ -100,10 +100,15 @@ def _shift(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
 def _compare(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
     how, kind = operation[1], operation[-1]
     a, b = (typed(value, kind) for value in values[:2])
-    if kind == "f32" and how in ("num", "nan"):
+    if kind == "f32":
         ordered = ~(np.isnan(a) | np.isnan(b))
-        return (ordered if how == "num" else ~ordered).astype(np.uint64)
-    result = COMPARISONS[how](a, b).astype(np.uint64)
+        if how in ("num", "nan"):
+            result = ordered if how == "num" else ~ordered
+        else:  # "ltu" holds of NaN, "lt" does not
+            result = COMPARISONS[how[:2]](a, b) & ordered | (~ordered if how.endswith("u") else False)
+    else:
+        result = COMPARISONS[how](a, b)
+    result = result.astype(np.uint64)
     return _predicate(operation[2], [result, values[2]]) if len(values) > 2 else result
 
 
