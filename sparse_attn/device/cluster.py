@@ -1,19 +1,28 @@
-"""A cluster of CTAs and each other's shared memory, in Gluon by PTX: sm_90. Gluon has no name for either.
+"""A cluster of CTAs that store into each other's shared memory, in Gluon by PTX: sm_90. Gluon has no name for it.
 
 A program is a cluster then (num_ctas). In the layouts of this module every CTA has a whole tensor. The compiler takes
-these for copies, and stores those of CTA 0 alone. What differs between CTAs is stored by PTX."""
+these for copies, and stores those of CTA 0 alone. What differs between CTAs is stored by PTX.
+
+``send`` stores in another CTA, and tells an mbarrier there how many bytes have come (st.async). Who waits for all bytes
+sees them. So neither side needs a fence, which on sm_90 waits for all of the GPU.
+"""
 
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 MEET = gl.constexpr("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;")
-ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.u32 $0, 0;")
-AWAIT = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;")
 RANK = gl.constexpr("mov.u32 $0, %cluster_ctarank;")
-LOAD = gl.constexpr(
-    """{ .reg .pred p; .reg .b32 at; setp.ne.s32 p, $3, 0; mapa.shared::cluster.u32 at, $1, $2;
-    mov.b32 $0, 0; @p ld.shared::cluster.b32 $0, [at]; }"""
+INIT = gl.constexpr(
+    """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
+    @p mbarrier.init.shared::cta.b64 [$1], 1; @p fence.mbarrier_init.release.cluster; mov.u32 $0, 0; }"""
+)
+EXPECT = gl.constexpr(
+    """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
+    @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], $2; mov.u32 $0, 0; }"""
+)
+AWAIT = gl.constexpr(
+    """{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$1], $2; @!p bra AGAIN; mov.u32 $0, 0; }"""
 )
 
 
@@ -30,9 +39,14 @@ def plane(each, lanes, warps, ctas):
 
 
 @triton.constexpr_function
-def _tell(ctas):
-    return f"""{{ .reg .pred p; .reg .b32 cta, at; mov.u32 cta, %tid.x; setp.lt.u32 p, cta, {ctas};
-    @p mapa.shared::cluster.u32 at, $1, cta; @p st.shared::cluster.b32 [at], $2; mov.u32 $0, 0; }}"""
+def _send(words):
+    """PTX: the last ``words`` operands to address $1 and barrier $2 of CTA $3, unless $4 is 0."""
+    values = ", ".join(f"${5 + word}" for word in range(words))
+    vector = f".v{words}" if words > 1 else ""
+    return f"""{{ .reg .pred p; .reg .b32 to, bar; setp.ne.s32 p, $4, 0;
+    @p mapa.shared::cluster.u32 to, $1, $3; @p mapa.shared::cluster.u32 bar, $2, $3;
+    @p st.async.weak.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [to], {{{values}}}, [bar];
+    mov.u32 $0, 0; }}"""
 
 
 @gluon.jit
@@ -42,30 +56,46 @@ def rank():
 
 @gluon.jit
 def meet():
-    """All threads of all CTAs are here; what they stored before, in any CTA, is there."""
+    """All threads of all CTAs are here; what they stored before, in any CTA, is there. It waits for all of the GPU."""
     gl.inline_asm_elementwise(MEET, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def arrive():
-    """The first half of ``meet``, and of what lets a CTA end: no other CTA reads its memory after ``await_all``."""
-    gl.inline_asm_elementwise(ARRIVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def init(smem, barrier):
+    """Word ``barrier``, which is even, and the next become an mbarrier. Others may send behind ``meet``."""
+    gl.inline_asm_elementwise(INIT, "=r,r", [smem + barrier * 4], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def await_all():
-    gl.inline_asm_elementwise(AWAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def expect(smem, barrier, nbytes):
+    """So many bytes come to this CTA in the barrier's phase."""
+    operands = [smem + barrier * 4, nbytes]
+    gl.inline_asm_elementwise(EXPECT, "=r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def load_of(smem, word, cta, valid):
-    """Word ``word`` of CTA ``cta``'s shared memory where ``valid`` (int32) is not 0, else 0."""
-    operands = [smem + word * 4, cta, valid]
-    return gl.inline_asm_elementwise(LOAD, "=&r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+def await_bytes(smem, barrier, phase):
+    """Until they are there. phase: 0, then 1, ..."""
+    operands = [smem + barrier * 4, phase]
+    gl.inline_asm_elementwise(AWAIT, "=r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def tell_all(smem, word, value, CTAS: gl.constexpr):
-    """Store the scalar ``value`` at word ``word`` of every CTA, this one too."""
-    operands = [smem + word * 4, value]
-    gl.inline_asm_elementwise(_tell(CTAS), "=r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+def send(smem, word, barrier, cta, valid, value):
+    """Store ``value`` at word ``word`` of CTA ``cta``, where ``valid`` (int32) is not 0."""
+    operands = [smem + word * 4, smem + barrier * 4 + word * 0, cta, valid, value]
+    gl.inline_asm_elementwise(_send(1), "=r,r,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def send_two(smem, word, barrier, cta, valid, a, b):
+    """The same of two words, from an even one on."""
+    operands = [smem + word * 4, smem + barrier * 4 + word * 0, cta, valid, a, b]
+    gl.inline_asm_elementwise(_send(2), "=r,r,r,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def send_four(smem, word, barrier, cta, valid, a, b, c, d):
+    """The same of four words, from a multiple of four on."""
+    operands = [smem + word * 4, smem + barrier * 4 + word * 0, cta, valid, a, b, c, d]
+    gl.inline_asm_elementwise(_send(4), "=r,r,r,r,r,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

@@ -87,6 +87,7 @@ class Cta:
         }
         self.known = parameters | places | _placed(program.shared)
         self.issued = 0
+        self.sent: list[tuple[int, int, bytes]] = []  # to other CTAs, and not there yet: address, barrier, data
         self.join([self])
 
     def join(self, cluster: list[Cta]) -> None:
@@ -108,7 +109,9 @@ class Cta:
                 turn = self.random.choice((20, 500, 20000))
                 while turn and not (warp.waits or warp.ended) and cta._step(warp):
                     turn -= 1
+                cta.deliver()
             idle = 0 if sum(cta.issued for cta in self.cluster) - before > 3 * len(ready) else idle + 1
+        assert not any(cta.sent for cta in self.cluster), "nobody waited for what was sent"
 
     def _where(self, warp: Warp) -> str:
         return f"{warp.number}: {self.program.instructions[int(warp.at.min())].text[:80]}"
@@ -177,8 +180,6 @@ class Cta:
             return self._set(warp, registers[0], value, active)
         if not active.any():
             return None
-        if "cluster" in instruction.operation:
-            return self._load_of_peers(warp, instruction, active)
         size = int(instruction.operation[-1][1:]) // 8
         addresses = self._address(warp, instruction.operands[1])[active]
         memory, places = self._bytes(instruction, addresses, size * len(registers))
@@ -193,8 +194,8 @@ class Cta:
     def _st(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         if not active.any():
             return
-        if "cluster" in instruction.operation:
-            return self._store_to_peers(warp, instruction, active)
+        if "async" in instruction.operation:
+            return self._send(warp, instruction, active)
         kind = next(part for part in reversed(instruction.operation) if re.fullmatch(r"[bu]\d+", part))
         size, registers = int(kind[1:]) // 8, names(instruction.operands[1])
         if "L2" in instruction.operation:  # a cache hint, itself 64 bits wide, comes behind the type
@@ -211,28 +212,32 @@ class Cta:
         value = (self._value(warp, rank) + np.uint64(1)) << np.uint64(PEER_SHIFT) | self._address(warp, address).astype(np.uint64)
         self._set(warp, to, value & BITS32, active)
 
-    def _of_peers(self, warp: Warp, address: str, active: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """(lane, the word) of a peer's shared memory."""
+    def _peer(self, address: int) -> tuple[Cta, int]:
+        """(whose shared memory it is, the address there)."""
+        rank, place = (address >> PEER_SHIFT) - 1, address & (1 << PEER_SHIFT) - 1
+        assert 0 <= rank < len(self.cluster) and SHARED_AT <= place < SHARED_BYTES, hex(address)
+        peer = self.cluster[rank]
+        assert not all(warp.ended for warp in peer.warps), "a CTA has ended to whose memory something comes"
+        return peer, place
+
+    def _send(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """st.async: words to a peer, whose barrier hears of their bytes when they come, which is some time later."""
+        registers = names(instruction.operands[1])
+        to, bar = (self._address(warp, instruction.operands[place]) for place in (0, 2))
+        values = np.stack([self._value(warp, register) & BITS32 for register in registers], 1).astype(np.uint32)
         for lane in np.flatnonzero(active):
-            whole = int(self._address(warp, address)[lane])
-            rank, place = (whole >> PEER_SHIFT) - 1, whole & (1 << PEER_SHIFT) - 1
-            assert 0 <= rank < len(self.cluster) and place % 4 == 0 and SHARED_AT <= place < SHARED_BYTES, hex(whole)
-            peer = self.cluster[rank]
-            assert not all(one.ended for one in peer.warps), "a CTA has ended whose memory is used"
-            yield int(lane), peer.shared[place : place + 4]
+            assert int(to[lane]) % values[lane].nbytes == 0, f"not aligned: {instruction.text}"
+            self.sent.append((int(to[lane]), int(bar[lane]), values[lane].tobytes()))
 
-    def _load_of_peers(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        assert instruction.operation[-1] == "b32", instruction.text
-        value = np.zeros(32, np.uint64)
-        for lane, word in self._of_peers(warp, instruction.operands[1], active):
-            value[lane] = word.view(np.uint32)[0]
-        self._set(warp, instruction.operands[0], value, active)
-
-    def _store_to_peers(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        assert instruction.operation[-1] == "b32", instruction.text
-        value = self._value(warp, instruction.operands[1])
-        for lane, word in self._of_peers(warp, instruction.operands[0], active):
-            word.view(np.uint32)[0] = value[lane] & BITS32
+    def deliver(self) -> None:
+        """Some of what was sent, in any order."""
+        self.random.shuffle(self.sent)
+        for _ in range(self.random.randint(0, len(self.sent))):
+            to, bar, data = self.sent.pop()
+            (peer, place), (other, barrier) = self._peer(to), self._peer(bar)
+            assert peer is other
+            peer.shared[place : place + len(data)] = np.frombuffer(data, np.uint8)
+            peer.barriers[barrier].arrive(0, -len(data))
 
     def _mov(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         to, source = instruction.operands

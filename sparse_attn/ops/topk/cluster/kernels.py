@@ -1,17 +1,19 @@
 """Cluster: the CTAs of a cluster hold a long row in registers and search it together, in Gluon for Hopper.
 
-1. Each CTA loads its share of the row: neighbouring columns, so that CTAs are in order of columns.
-2. Each counts its keys in a histogram of its own, from its own highest score on. The CTAs meet. Each adds up some of
-   the bins of all, which it finds in the others' memory where its own digits lie: a window begins at a multiple of a
-   bin. It sums its bins up, tells all CTAs the last sum, and they meet again. So each knows whose bins have the k-th
-   score, and finds its bin there. Where the k-th lies behind the window, or too many scores share its bin, they go on
-   with the leading digit, or the next.
-3. Each lists its scores that share the k-th's bin, and tells all how many it has, and how many above. They meet for the
-   last time. Each loads all lists and ranks them, the first columns among equals. Where more are left than a list holds,
-   they are equal in all bits, and the first ones win.
-4. Each stores its columns, or their slots, behind those of the CTAs before it.
+1. Each CTA loads its share of the row, neighbouring columns. So CTAs are in order of columns.
+2. Each finds its highest score and sends the key that its window begins with, a multiple of a bin, to all.
+3. Each counts its keys in a histogram of its own. Meanwhile those keys arrive. They say where its bins lie among the
+   row's: the first CTA's window is the row's, and others begin some bins further on.
+4. All histograms are added up: each CTA gets a part of every other's, and sends the sums to all (reduce-scatter and
+   all-gather). Then each CTA finds the k-th score's bin as if it were alone.
+   Where the k-th score lies behind the window, a second window follows, then the leading digit. Where more than
+   MOST_TIES scores share its bin, the next digit does.
+5. Each sends the scores that share the bin to all, and how many lie above it. Each ranks them all, the first columns
+   among equals. More than MOST_TIES are equal in all bits, and the first ones win.
+6. Each stores its columns, or their slots, behind those of the CTAs before it.
 
-A row is read once. The kernel is bound by latency: three meetings, and a trip to other CTAs' memory after each.
+A row is read once. The kernel is bound by latency: four trips to the other CTAs, the first of them beside the counting.
+README.md has the trips, barriers, shared memory and registers.
 """
 
 import triton
@@ -19,26 +21,32 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparse_attn.device import cluster, histogram
+from sparse_attn.device.bits import popcount
 from sparse_attn.device.hopper import barrier, launch_dependents, wait
 from sparse_attn.ops.topk.primitives import radix_select, set_bits
 
 BINS = histogram.BINS
-LEADING_SHIFT = gl.constexpr(21)
 MINUS_INF_KEY = gl.constexpr(-8388608)  # 0xff800000; keys below it, unsigned, can be selected
-# Words behind the histogram's.
-LEAST = gl.constexpr(histogram.HIGHEST.value)
-ANCHORS = gl.constexpr(histogram.WORDS.value)  # of each CTA: where its digits begin
-TOTALS = gl.constexpr(ANCHORS.value + 16)  # of each CTA: the sum of its bins
-ABOVE = gl.constexpr(TOTALS.value + 16)  # of each CTA: scores above the k-th's bin, and those that share it
-TIED = gl.constexpr(ABOVE.value + 16)
-COUNTS = gl.constexpr(TIED.value + 16)  # of this CTA, while it counts; and ties of CTAs before it that win
-SUMS = gl.constexpr(COUNTS.value + 16)  # inclusive, of this CTA's bins of all CTAs, a word a thread
-MOST_TIES = gl.constexpr(512)
-OWN_KEYS = gl.constexpr(SUMS.value + 512)
-OWN_COLUMNS = gl.constexpr(OWN_KEYS.value + MOST_TIES.value)
-KEYS = gl.constexpr(OWN_COLUMNS.value + MOST_TIES.value)  # of all CTAs
-COLUMNS = gl.constexpr(KEYS.value + MOST_TIES.value)
-MARKS = gl.constexpr(COLUMNS.value + MOST_TIES.value)  # a byte for four columns: above in bits 0 to 3, tied in 4 to 7
+MOST_TIES = gl.constexpr(64)
+MOST_CTAS = gl.constexpr(16)
+# Words behind the histogram's, whose word HIGHEST has the least key.
+FIRST = gl.constexpr(histogram.WORDS.value)
+ANCHORED = gl.constexpr(FIRST.value)  # four mbarriers
+SCATTERED = gl.constexpr(FIRST.value + 2)
+GATHERED = gl.constexpr(FIRST.value + 4)
+TIED = gl.constexpr(FIRST.value + 6)
+ANCHORS = gl.constexpr(FIRST.value + 8)  # of each CTA: the key that its bins begin with
+COUNTS = gl.constexpr(ANCHORS.value + 16)  # of each CTA: scores above the k-th's bin, and scores in it
+OWN_COUNTS = gl.constexpr(COUNTS.value + 32)  # of this CTA, while it counts: both in one; ties before it that win
+NUMBER = gl.constexpr(OWN_COUNTS.value + 2)  # of ties in the list of all
+OWN_NUMBER = gl.constexpr(OWN_COUNTS.value + 3)
+OWN_TIES = gl.constexpr(OWN_COUNTS.value + 4)  # [MOST_TIES, 2]: key and column
+TIES = gl.constexpr(OWN_TIES.value + 128)  # [CTAS, MOST_TIES, 2], as they come
+KEYS = gl.constexpr(TIES.value + 2048)  # of all ties, in any order
+COLUMNS = gl.constexpr(KEYS.value + 64)
+PARTS = gl.constexpr(COLUMNS.value + 64)  # [CTAS, BINS / CTAS]: each CTA's counts of this one's part of the bins
+SUMS = gl.constexpr(PARTS.value + 2048)  # [BINS]: of all
+MARKS = gl.constexpr(SUMS.value + 2048)  # a byte for four columns: above in bits 0 to 3, in the bin in 4 to 7
 
 NOTE_LEAST = gl.constexpr(
     """{ .reg .pred p; .reg .b32 least, lane;
@@ -53,7 +61,7 @@ ADD_UP = gl.constexpr(  # four values of each thread
 )
 LOAD_BYTE = gl.constexpr("{ .reg .b16 b; ld.shared.u8 b, [$1]; cvt.u32.u16 $0, b; }")
 # Of keys $4 to $7, of columns $8 to $11: marks, which go to byte $12 and to $0. Those below $16 are above, those less
-# than $20 further are tied. These are listed behind $28, whose length is at $24, unless $32 is 0.
+# than $20 further are tied. These are listed from $28 on, their number at $24, unless $32 is 0.
 MARK = gl.constexpr(
     "{ .reg .pred p, q; .reg .b32 m, d, at; .reg .b16 b; mov.b32 m, 0;\n"
     + "".join(
@@ -65,8 +73,7 @@ MARK = gl.constexpr(
     "setp.lt.u32 p, m, 16; setp.eq.or.u32 p, $32, 0, p; @p bra DONE;\n"
     + "".join(
         f"and.b32 d, m, {16 << i}; setp.ne.u32 q, d, 0; @q atom.shared.add.u32 at, [$24], 1;"
-        f" @q mad.lo.u32 at, at, 4, $28; @q st.shared.b32 [at], ${4 + i};"
-        f" @q st.shared.b32 [at+{4 * MOST_TIES.value}], ${8 + i};\n"
+        f" @q mad.lo.u32 at, at, 8, $28; @q st.shared.v2.b32 [at], {{${4 + i}, ${8 + i}}};\n"
         for i in range(4)
     )
     + "DONE: mov.u32 $0, m; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"
@@ -78,6 +85,12 @@ WINS = gl.constexpr(
     and.b32 bit, $1, 3; add.u32 bit, bit, quad; shl.b32 bit, 1, bit;
     @p red.shared.or.b32 [word], bit; mov.u32 $0, 0; }"""
 )
+# Where $1 is not 0, append key $2 and column $3 to the lists from $5 on, whose length is at $4.
+LIST = gl.constexpr(
+    f"""{{ .reg .pred p; .reg .b32 at; setp.ne.s32 p, $1, 0; @p atom.shared.add.u32 at, [$4], 1;
+    @p mad.lo.u32 at, at, 4, $5; @p st.shared.b32 [at], $2; @p st.shared.b32 [at+{4 * MOST_TIES.value}], $3;
+    mov.u32 $0, 0; }}"""
+)
 ADD_ONE_UP = gl.constexpr(
     """{ .reg .pred p; .reg .b32 sum, lane; redux.sync.add.s32 sum, $1, 0xffffffff;
     mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; @p red.shared.add.u32 [$2], sum; mov.u32 $0, 0; }"""
@@ -85,12 +98,9 @@ ADD_ONE_UP = gl.constexpr(
 
 
 @triton.constexpr_function
-def _telling(ctas):
-    """As cluster.tell_all, of value $2 of the thread for which $3 is not 0."""
-    ptx = "{ .reg .pred p; .reg .b32 at; setp.eq.s32 p, $3, 0; @p bra DONE; "
-    for cta in range(ctas):
-        ptx += f"mapa.shared::cluster.u32 at, $1, {cta}; st.shared::cluster.b32 [at], $2; "
-    return ptx + "DONE: mov.u32 $0, 0; }"
+def smem_words(slots):
+    """Behind the histogram."""
+    return MARKS.value - FIRST.value + slots // 16
 
 
 @gluon.jit
@@ -115,72 +125,76 @@ def _asm(PTX: gl.constexpr, CONSTRAINTS: gl.constexpr, operands, pack: gl.conste
 
 
 @gluon.jit
-def _of_all(smem, first, CTAS: gl.constexpr):
-    """Words ``first`` on, one of each CTA."""
-    values = ()
-    for four in gl.static_range(CTAS // 4):
-        a, b, c, d = histogram.load_four(smem, first + 4 * four)
-        values = values + (a, b, c, d)
-    return values
-
-
-@gluon.jit
-def _clear(smem, THREADS: gl.constexpr, LAYOUT: gl.constexpr):
+def _clear(smem, THREADS: gl.constexpr, LINE: gl.constexpr):
     """Zero the bins."""
-    thread = gl.arange(0, THREADS, LAYOUT)
+    thread = gl.arange(0, THREADS, LINE)
     zero = thread * 0
     for quad in gl.static_range(BINS // (4 * THREADS)):
         histogram.store_four(smem, (quad * THREADS + thread) * 4, zero, zero, zero, zero, zero + 1)
 
 
 @gluon.jit
-def _find_bin(smem, shift, wanted, rank, CTAS: gl.constexpr, THREADS: gl.constexpr):
-    """(the bin of all CTAs' keys that has the ``wanted``-th, keys in bins before it, keys in it, the key that bin 0
-    begins with); where there are fewer keys, how many there are, and 0 for keys in it. ANCHORS says where each CTA's
-    bins begin."""
-    EACH: gl.constexpr = BINS // CTAS  # bins that a CTA adds up
-    PARTS: gl.constexpr = THREADS // EACH  # neighbouring threads for a bin, each for some CTAs
+def _add_up(smem, rank, shift, first_of_row, phase, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """SUMS of all CTAs' bins, those of the row counted from ``first_of_row``. ANCHORS has what this CTA's begin with."""
+    EACH: gl.constexpr = BINS // CTAS
+    ROUNDS: gl.constexpr = BINS // (4 * THREADS)
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
-    cluster.meet()
-    anchors = _of_all(smem, ANCHORS, CTAS)
-    anchor = anchors[0]
-    for cta in gl.static_range(1, CTAS):
-        anchor = gl.where(_before(anchors[cta], anchor), anchors[cta], anchor)
     thread = gl.arange(0, THREADS, LINE)
-    bin = rank * EACH + thread // PARTS
-    counts = thread * 0
-    for turn in gl.static_range(CTAS // PARTS):
-        cta = thread % PARTS * (CTAS // PARTS) + turn
-        skipped = (histogram.load_one(smem, ANCHORS + cta) - anchor).to(gl.uint32, bitcast=True) >> shift.to(gl.uint32)
-        there = skipped <= bin.to(gl.uint32)
-        word = gl.where(there, bin - skipped.to(gl.int32), 0)
-        counts += cluster.load_of(smem, word, cta, there.to(gl.int32))
-    sums = gl.associative_scan(counts, 0, _add)  # of a bin's last thread those up to this bin
-    histogram.store_one(smem, SUMS + thread, sums)
-    _asm(_telling(CTAS), "=r,r,r,r", [smem + (TOTALS + rank) * 4 + thread * 0, sums, (thread == THREADS - 1).to(gl.int32)])
-    cluster.meet()
-    totals = _of_all(smem, TOTALS, CTAS)
-    sum = rank * 0
-    holder, before = rank * 0, rank * 0
-    for cta in gl.static_range(CTAS):
-        further = sum + totals[cta]
-        here = (sum < wanted) & (further >= wanted)
-        holder = gl.where(here, cta, holder)
-        before = gl.where(here, sum, before)
-        sum = further
-    place = gl.arange(0, EACH, LINE)
-    last, cta = SUMS + place * PARTS + PARTS - 1, holder + place * 0
-    at_most = cluster.load_of(smem, last, cta, place * 0 + 1)
-    below = cluster.load_of(smem, last - PARTS, cta, (place > 0).to(gl.int32))
-    here = (before + below < wanted) & (before + at_most >= wanted)
-    histogram.store_four(
-        smem, histogram.NOTE + place * 0, holder * EACH + place, before + below, at_most - below, place * 0,
-        (here & (sum >= wanted)).to(gl.int32),
-    )  # fmt: skip
+    zero, one = thread * 0, thread * 0 + 1
+    own = histogram.load_one(smem, ANCHORS + rank)
+    skipped = ((own - first_of_row).to(gl.uint32, bitcast=True) >> shift.to(gl.uint32)).to(gl.int32)
     barrier()
-    digit, below, in_bin, _ = histogram.load_four(smem, histogram.NOTE + rank * 0)
-    enough = sum >= wanted
-    return gl.where(enough, digit, 0), gl.where(enough, below, sum), gl.where(enough, in_bin, 0), anchor
+    for round in gl.static_range(ROUNDS):
+        bin = (round * THREADS + thread) * 4
+        counts = ()
+        for place in gl.static_range(4):
+            there = bin + place >= skipped
+            count = histogram.load_one(smem, gl.where(there, bin + place - skipped, 0))
+            counts = counts + (gl.where(there, count, 0),)
+        word = PARTS + rank * EACH + bin % EACH
+        cluster.send_four(smem, word, SCATTERED, bin // EACH, one, counts[0], counts[1], counts[2], counts[3])
+    cluster.await_bytes(smem, SCATTERED, phase)
+    for round in gl.static_range(ROUNDS):
+        place = round * THREADS + thread
+        cta, quad = place % CTAS, place // CTAS
+        a, b, c, d = zero, zero, zero, zero
+        for source in gl.static_range(CTAS):
+            e, f, g, h = histogram.load_four(smem, PARTS + source * EACH + 4 * quad)
+            a, b, c, d = a + e, b + f, c + g, d + h
+        cluster.send_four(smem, SUMS + rank * EACH + 4 * quad, GATHERED, cta, one, a, b, c, d)
+    cluster.await_bytes(smem, GATHERED, phase)
+
+
+@gluon.jit
+def _find_bin(smem, wanted, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """Of SUMS: (the first bin with at least ``wanted`` keys in it and before it, keys before it, keys in it), or, where
+    there are fewer, (0, all of them, 0)."""
+    QUADS: gl.constexpr = BINS // (4 * THREADS)
+    LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    thread = gl.arange(0, THREADS, LINE)
+    first = thread * (4 * QUADS)
+    mass = thread * 0
+    for quad in gl.static_range(QUADS):
+        a, b, c, d = histogram.load_four(smem, SUMS + first + 4 * quad)
+        mass += (a + b) + (c + d)
+    total = gl.associative_scan(mass, 0, _add)
+    below = total - mass
+    last = thread == THREADS - 1
+    here = (below < wanted) & (total >= wanted)
+    digit, before, in_bin = thread * 0, total, thread * 0  # of the last thread where all keys are too few
+    for quad in gl.static_range(QUADS):
+        four = histogram.load_four(smem, SUMS + first + 4 * quad)
+        for one in gl.static_range(4):
+            found = (below < wanted) & (below + four[one] >= wanted)
+            digit = gl.where(found, first + (4 * quad + one), digit)
+            before = gl.where(found, below, before)
+            in_bin = gl.where(found, four[one], in_bin)
+            below += four[one]
+    note = (here | (last & (total < wanted))).to(gl.int32)
+    histogram.store_four(smem, histogram.NOTE + thread * 0, digit, before, in_bin, thread * 0, note)
+    barrier()
+    digit, before, in_bin, _ = histogram.load_four(smem, histogram.NOTE + wanted * 0)
+    return digit, before, in_bin
 
 
 @gluon.jit
@@ -189,65 +203,85 @@ def _search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr,
     bits, and how many share them: at most MOST_TIES, or all of them are equal. Where there are fewer than k: base -1,
     all keys, none."""
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    thread = gl.arange(0, THREADS, LINE)
     lowest = gl.reduce(keys.to(gl.uint32, bitcast=True), 0, _least).to(gl.int32, bitcast=True)
-    _asm(NOTE_LEAST, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [lowest, smem + LEAST * 4 + lowest * 0], 4)
+    _asm(NOTE_LEAST, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [lowest, smem + histogram.HIGHEST * 4 + lowest * 0], 4)
     barrier()
-    base = histogram.load_one(smem, LEAST + rank * 0)
+    own = histogram.load_one(smem, histogram.HIGHEST + rank * 0)
     reach = MINUS_INF_KEY - (BINS << WINDOW_SHIFT)  # a window from there ends with the lowest finite score
-    base = gl.where(_before(base, reach), base, reach) & (-1 << WINDOW_SHIFT)
-    cluster.tell_all(smem, ANCHORS + rank, base, CTAS)
+    own = gl.where(_before(own, reach), own, reach) & (-1 << WINDOW_SHIFT)
+    to = thread * 0 + ANCHORS + rank
+    cluster.send(smem, to, ANCHORED, thread, (thread < CTAS).to(gl.int32), own + thread * 0)
     shift = rank * 0 + WINDOW_SHIFT
-    below, in_bin = rank * 0, rank * 0
+    below, in_bin, base, phase, windows = rank * 0, rank * 0, own, rank * 0, rank * 0
     going = k >= 0
     while going:
-        histogram.count(smem, keys, base, shift)
-        digit, more, in_bin, anchor = _find_bin(smem, shift, k - below, rank, CTAS, THREADS)
+        histogram.count(smem, keys, own, shift)
+        if phase == 0:
+            cluster.await_bytes(smem, ANCHORED, phase)
+            anchors = histogram.load_one(smem, ANCHORS + gl.arange(0, CTAS, LINE)).to(gl.uint32, bitcast=True)
+            base = gl.reduce(anchors, 0, _least).to(gl.int32, bitcast=True)
+        _add_up(smem, rank, shift, base, phase, CTAS, THREADS)
+        digit, more, in_bin = _find_bin(smem, k - below, CTAS, THREADS)
         missed = in_bin == 0
-        few = (missed == 0) & (shift == LEADING_SHIFT) & (digit == BINS - 1)
-        base = gl.where(missed, 0, gl.where(few, -1, anchor + (digit << shift)))
-        below = gl.where(missed, 0, below + more)
+        few = (missed == 0) & (shift == radix_select.LEADING_SHIFT) & (digit == radix_select.UNSELECTABLE)
+        again = base + (BINS << WINDOW_SHIFT)  # where a second window begins
+        second = missed & (phase == 0) & _before(again, reach)
+        at = base + (digit << shift)
+        below = gl.where(missed, gl.where(second, more, 0), below + more)
+        base = gl.where(missed, gl.where(second, again, 0), gl.where(few, -1, at))
         in_bin = gl.where(few, 0, in_bin)
         finer = (below + in_bin > k) & (in_bin > MOST_TIES) & (shift > 0)
         going = missed | finer
         if going:
-            shift = gl.where(missed, LEADING_SHIFT, gl.maximum(shift - histogram.DIGIT_BITS, 0))
+            next = gl.maximum(shift - histogram.DIGIT_BITS, 0)
+            shift = gl.where(missed, gl.where(second, WINDOW_SHIFT, radix_select.LEADING_SHIFT), next)
+            own, phase = base, phase + 1
+            histogram.store_one(smem, ANCHORS + rank, own)
             _clear(smem, THREADS, LINE)
-            cta = gl.arange(0, CTAS, LINE)
-            histogram.store_one(smem, ANCHORS + cta, base + cta * 0)
-            barrier()
+            cluster.expect(smem, SCATTERED, 4 * BINS)
+            cluster.expect(smem, GATHERED, 4 * BINS)
+            cluster.meet()  # nobody reads what is sent next
     return base, shift, below, in_bin
 
 
 @gluon.jit
-def _rank_ties(smem, in_bin, need, rank, SLOTS: gl.constexpr, CTAS: gl.constexpr, THREADS: gl.constexpr):
-    """Of all CTAs' listed keys mark this CTA's that are among the ``need`` least, the first columns among equals.
-    Returns how many of the CTAs before it are."""
+def _send_ties(smem, rank, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """This CTA's list to all."""
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
-    tied = _of_all(smem, TIED, CTAS)
-    place = gl.arange(0, MOST_TIES, LINE)
-    start, cta, first = rank * 0, place * 0, place * 0
-    for one in gl.static_range(CTAS - 1):
-        start += tied[one]
-        behind = place >= start
-        cta = gl.where(behind, one + 1, cta)
-        first = gl.where(behind, start, first)
-    valid = (place < in_bin).to(gl.int32)
-    key = cluster.load_of(smem, OWN_KEYS + place - first, cta, valid)
-    column = cluster.load_of(smem, OWN_COLUMNS + place - first, cta, valid)
-    histogram.store_one(smem, KEYS + place, gl.where(valid != 0, key, -1))
-    histogram.store_one(smem, COLUMNS + place, column)
+    for first in gl.static_range(0, CTAS * MOST_TIES, THREADS):
+        place = first + gl.arange(0, THREADS, LINE)
+        tie, cta = place % MOST_TIES, place // MOST_TIES
+        key = histogram.load_one(smem, OWN_TIES + 2 * tie)
+        column = histogram.load_one(smem, OWN_TIES + 2 * tie + 1)
+        cluster.send_two(smem, TIES + 2 * (rank * MOST_TIES + tie), TIED, cta, place * 0 + 1, key, column)
+
+
+@gluon.jit
+def _rank_ties(smem, in_bin, need, rank, SLOTS: gl.constexpr, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """Of all CTAs' ties mark this CTA's that are among the ``need`` least keys, the first columns among equals. Returns
+    how many of the CTAs before it are."""
+    LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    place = gl.arange(0, CTAS * MOST_TIES, LINE)
+    cta, tie = place // MOST_TIES, place % MOST_TIES
+    valid = tie < histogram.load_one(smem, COUNTS + 2 * cta + 1)
+    key = histogram.load_one(smem, TIES + 2 * place)
+    column = histogram.load_one(smem, TIES + 2 * place + 1)
+    _asm(LIST, "=r,r,r,r,r,r", [valid.to(gl.int32), key, column, smem + NUMBER * 4 + place * 0, smem + KEYS * 4 + place * 0])
     barrier()
     less = place * 0
     for four in range(0, in_bin, 4):
-        others = histogram.load_four(smem, KEYS + four)
+        keys = histogram.load_four(smem, KEYS + four)
         columns = histogram.load_four(smem, COLUMNS + four)
         for one in gl.static_range(4):
-            less += (_before(others[one], key) | ((others[one] == key) & (columns[one] < column))).to(gl.int32)
-    wins = (less < need) & (valid != 0)
+            before = _before(keys[one], key) | ((keys[one] == key) & (columns[one] < column))
+            less += (before & (four + one < in_bin)).to(gl.int32)
+    wins = valid & (less < need)
     _asm(WINS, "=r,r,r,r", [column - rank * SLOTS, smem + MARKS * 4 + place * 0, (wins & (cta == rank)).to(gl.int32)])
-    _asm(ADD_ONE_UP, "=r,r,r", [(wins & (cta < rank)).to(gl.int32), smem + (COUNTS + 1) * 4 + place * 0])
+    earlier = (wins & (cta < rank)).to(gl.int32)
+    _asm(ADD_ONE_UP, "=r,r,r", [earlier, smem + (OWN_COUNTS + 1) * 4 + place * 0])
     barrier()
-    return histogram.load_one(smem, COUNTS + 1 + rank * 0)
+    return histogram.load_one(smem, OWN_COUNTS + 1 + rank * 0)
 
 
 @gluon.jit
@@ -260,15 +294,6 @@ def _first_bits(bits, most):
         most -= (one != 0).to(gl.int32)
         bits ^= one
     return kept
-
-
-@gluon.jit
-def _popcount(bits):
-    bits = bits.to(gl.uint32, bitcast=True)
-    bits = bits - ((bits >> 1) & 0x55555555)
-    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
-    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
-    return ((bits * 0x01010101) >> 24).to(gl.int32)
 
 
 @gluon.jit(do_not_specialize=["width", "k", "stride_logits_row"])
@@ -290,16 +315,22 @@ def select_cluster(
 ):
     UNIT: gl.constexpr = 4 if ALIGNED else 1
     ROUNDS: gl.constexpr = SLOTS // (4 * THREADS)
-    WORDS: gl.constexpr = MARKS - histogram.WORDS + SLOTS // 16
     FOURS: gl.constexpr = cluster.plane([1, 4], [1, 32], [1, THREADS // 32], CTAS)
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
     row = gl.program_id(0).to(gl.int64)
     rank = cluster.rank()
     thread = gl.arange(0, THREADS, LINE)
-    smem = histogram.claim(None, WORDS)
+    smem = histogram.claim(None, smem_words(SLOTS))
     _clear(smem, THREADS, LINE)
-    histogram.store_one(smem, BINS + thread, gl.where(thread == LEAST - BINS, -1, 0))
-    barrier()
+    cta = gl.arange(0, MOST_CTAS, LINE)
+    histogram.store_one(smem, histogram.HIGHEST + cta * 0, cta * 0 - 1)
+    histogram.store_one(smem, OWN_COUNTS + cta % 4, cta * 0)
+    for number in gl.static_range(4):
+        cluster.init(smem, ANCHORED + 2 * number)
+    cluster.expect(smem, ANCHORED, 4 * CTAS)
+    cluster.expect(smem, SCATTERED, 4 * BINS)
+    cluster.expect(smem, GATHERED, 4 * BINS)
+    cluster.meet()
     wait()
     launch_dependents()
 
@@ -327,31 +358,33 @@ def select_cluster(
     span = gl.where(all, 0, 1 << shift)
     listed = (all == 0) & (in_bin <= MOST_TIES)
     need = k - below
+    cluster.expect(smem, TIED, CTAS * (8 + gl.where(listed, 8 * MOST_TIES, 0)))
     byte = smem + MARKS * 4 + (column - rank * SLOTS) // 4
     zero = column * 0
     marks = _asm(
         MARK, "=&r,=&r,=&r,=&r," + "r," * 31 + "r",
         [
-            keys, column, byte, zero + least, zero + span, zero + (smem + histogram.LENGTH * 4),
-            zero + (smem + OWN_KEYS * 4), zero + listed.to(gl.int32),
+            keys, column, byte, zero + least, zero + span, zero + (smem + OWN_NUMBER * 4), zero + (smem + OWN_TIES * 4),
+            zero + listed.to(gl.int32),
         ],
         4,
     )  # fmt: skip
-    numbers = gl.reduce(_popcount(marks & 15) + (_popcount(marks >> 4) << 16), 0, _add)
-    _asm(ADD_UP, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [numbers, smem + COUNTS * 4 + numbers * 0], 4)
+    numbers = gl.reduce(popcount(marks & 15) + (popcount(marks >> 4) << 16), 0, _add)
+    _asm(ADD_UP, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [numbers, smem + OWN_COUNTS * 4 + numbers * 0], 4)
     barrier()
-    number = histogram.load_one(smem, COUNTS + rank * 0)
-    cluster.tell_all(smem, ABOVE + rank, number & 0xFFFF, CTAS)
-    cluster.tell_all(smem, TIED + rank, number >> 16, CTAS)
-    cluster.meet()
-    above, tied = _of_all(smem, ABOVE, CTAS), _of_all(smem, TIED, CTAS)
+    number = histogram.load_one(smem, OWN_COUNTS + thread * 0)
+    there = (thread < CTAS).to(gl.int32)
+    cluster.send_two(smem, COUNTS + 2 * rank + thread * 0, TIED, thread, there, number & 0xFFFF, number >> 16)
+    if listed:
+        _send_ties(smem, rank, CTAS, THREADS)
+    cluster.await_bytes(smem, TIED, rank * 0)
     position, ties = rank * 0, rank * 0
-    for one in gl.static_range(CTAS):
-        position += gl.where(one < rank, above[one], 0)
-        ties += gl.where(one < rank, tied[one], 0)
+    for pair in gl.static_range(CTAS // 2):
+        above, tied, more_above, more_tied = histogram.load_four(smem, COUNTS + 4 * pair + rank * 0)
+        position += gl.where(2 * pair < rank, above, 0) + gl.where(2 * pair + 1 < rank, more_above, 0)
+        ties += gl.where(2 * pair < rank, tied, 0) + gl.where(2 * pair + 1 < rank, more_tied, 0)
     if listed:
         position += _rank_ties(smem, in_bin, need, rank, SLOTS, CTAS, THREADS)
-    cluster.arrive()
 
     bits, equal = thread * 0, thread * 0
     for round in gl.static_range(ROUNDS):
@@ -359,14 +392,13 @@ def select_cluster(
         bits |= (byte & 15) << (4 * round)
         equal |= (byte >> 4) << (4 * round)
     if (all | listed) == 0:
-        each = _popcount(equal)
+        each = popcount(equal)
         before = gl.associative_scan(each, 0, _add) - each
         bits |= _first_bits(equal, need - ties - before)
         position += gl.minimum(ties, need)
-    each = _popcount(bits)
+    each = popcount(bits)
     position += gl.associative_scan(each, 0, _add) - each
     value = base - start + rank * SLOTS + thread * (4 * ROUNDS)
     set_bits.store(out + row * k, bits, position, value)
     for behind in range(count, k, THREADS):  # of which the compiler stores CTA 0's
         gl.store(out + row * k + behind + thread, thread * 0 - 1, mask=behind + thread < k)
-    cluster.await_all()
