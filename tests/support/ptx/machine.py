@@ -109,7 +109,8 @@ class Cta:
                 turn = self.random.choice((20, 500, 20000))
                 while turn and not (warp.waits or warp.ended) and cta._step(warp):
                     turn -= 1
-                cta.deliver()
+                for sender in self.cluster:
+                    sender.deliver()
             idle = 0 if sum(cta.issued for cta in self.cluster) - before > 3 * len(ready) else idle + 1
         assert not any(cta.sent for cta in self.cluster), "nobody waited for what was sent"
 

@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from sparse_attn.device import cluster, histogram
 from sparse_attn.device.bits import popcount
 from sparse_attn.device.hopper import barrier, launch_dependents, wait
+from sparse_attn.ops.topk.hopper import packed
 from sparse_attn.ops.topk.primitives import radix_select, set_bits
 
 BINS = histogram.BINS
@@ -31,13 +32,15 @@ MOST_TIES = gl.constexpr(64)
 MOST_CTAS = gl.constexpr(16)
 # Words behind the histogram's, whose word HIGHEST has the least key.
 FIRST = gl.constexpr(histogram.WORDS.value)
-ANCHORED = gl.constexpr(FIRST.value)  # four mbarriers
+ANCHORED = gl.constexpr(FIRST.value)  # mbarriers
 SCATTERED = gl.constexpr(FIRST.value + 2)
 GATHERED = gl.constexpr(FIRST.value + 4)
 TIED = gl.constexpr(FIRST.value + 6)
-ANCHORS = gl.constexpr(FIRST.value + 8)  # of each CTA: the key that its bins begin with
+TOLD = gl.constexpr(FIRST.value + 8)
+ANCHORS = gl.constexpr(FIRST.value + 12)  # of each CTA: the key that its bins begin with
 COUNTS = gl.constexpr(ANCHORS.value + 16)  # of each CTA: scores above the k-th's bin, and scores in it
-OWN_COUNTS = gl.constexpr(COUNTS.value + 32)  # of this CTA, while it counts: both in one; ties before it that win
+HEARD = gl.constexpr(COUNTS.value + 32)  # of each CTA: anything, once it knows where the row begins
+OWN_COUNTS = gl.constexpr(HEARD.value + 16)  # of this CTA, while it counts: both in one; ties before it that win
 NUMBER = gl.constexpr(OWN_COUNTS.value + 2)  # of ties in the list of all
 OWN_NUMBER = gl.constexpr(OWN_COUNTS.value + 3)
 OWN_TIES = gl.constexpr(OWN_COUNTS.value + 4)  # [MOST_TIES, 2]: key and column
@@ -219,8 +222,10 @@ def _search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr,
         histogram.count(smem, keys, own, shift)
         if phase == 0:
             cluster.await_bytes(smem, ANCHORED, phase)
-            anchors = histogram.load_one(smem, ANCHORS + gl.arange(0, CTAS, LINE)).to(gl.uint32, bitcast=True)
-            base = gl.reduce(anchors, 0, _least).to(gl.int32, bitcast=True)
+            for four in gl.static_range(0, CTAS, 4):
+                anchors = histogram.load_four(smem, ANCHORS + four + rank * 0)
+                for one in gl.static_range(4):
+                    base = gl.where(_before(anchors[one], base), anchors[one], base)
         _add_up(smem, rank, shift, base, phase, CTAS, THREADS)
         digit, more, in_bin = _find_bin(smem, k - below, CTAS, THREADS)
         missed = in_bin == 0
@@ -296,20 +301,28 @@ def _first_bits(bits, most):
     return kept
 
 
-@gluon.jit(do_not_specialize=["width", "k", "stride_logits_row"])
+@gluon.jit(do_not_specialize=["rows", "width", "k", "next_n", "max_blocks", "stride_logits_row"])
 def select_cluster(
     logits,  # fp32 [rows, width]
     row_starts,  # int32 [rows] or None
     row_ends,  # int32 [rows] or None
-    out,  # int32 [rows, k]
+    out,  # int32 [rows, k], with a block table [rows * k]
+    indptr,  # int32 [rows + 1] or None
+    states,  # int64 [rows] or None, zero before and after
+    block_table,  # int32 [requests, max_blocks] or None
+    rows,
     width,
     k,
+    next_n,
+    max_blocks,
     stride_logits_row,  # in fours when ALIGNED
     stride_starts_row,
     stride_ends_row,
+    stride_table_request,
+    BLOCK_SIZE: gl.constexpr,
     SLOTS: gl.constexpr,  # columns of a CTA
     ALIGNED: gl.constexpr,
-    WINDOW_SHIFT: gl.constexpr,
+    WINDOW_SHIFT: gl.constexpr,  # bits behind a digit
     CTAS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
@@ -317,19 +330,18 @@ def select_cluster(
     ROUNDS: gl.constexpr = SLOTS // (4 * THREADS)
     FOURS: gl.constexpr = cluster.plane([1, 4], [1, 32], [1, THREADS // 32], CTAS)
     LINE: gl.constexpr = cluster.line(THREADS, CTAS)
-    row = gl.program_id(0).to(gl.int64)
-    rank = cluster.rank()
+    row, rank = gl.program_id(0).to(gl.int64), cluster.rank()
     thread = gl.arange(0, THREADS, LINE)
     smem = histogram.claim(None, smem_words(SLOTS))
     _clear(smem, THREADS, LINE)
-    cta = gl.arange(0, MOST_CTAS, LINE)
-    histogram.store_one(smem, histogram.HIGHEST + cta * 0, cta * 0 - 1)
-    histogram.store_one(smem, OWN_COUNTS + cta % 4, cta * 0)
-    for number in gl.static_range(4):
+    histogram.store_one(smem, thread * 0 + histogram.HIGHEST, thread * 0 - 1)
+    histogram.store_one(smem, OWN_COUNTS + thread % 4, thread * 0)
+    for number in gl.static_range(5):
         cluster.init(smem, ANCHORED + 2 * number)
     cluster.expect(smem, ANCHORED, 4 * CTAS)
     cluster.expect(smem, SCATTERED, 4 * BINS)
     cluster.expect(smem, GATHERED, 4 * BINS)
+    cluster.expect(smem, TOLD, 4 * CTAS)
     cluster.meet()
     wait()
     launch_dependents()
@@ -350,9 +362,14 @@ def select_cluster(
     else:
         scores = gl.load(source + column, mask=column < length)
     keys = radix_select.descending_keys(scores, (column >= start - base) & (column < length))
+    value = base - start + rank * SLOTS + thread * (4 * ROUNDS)  # what is stored for a thread's first column
+    if block_table is not None:
+        value = packed.slots_of(block_table + row // next_n * stride_table_request, value, max_blocks, BLOCK_SIZE)
 
     at, shift, below, in_bin = _search(smem, keys, k, rank, WINDOW_SHIFT, CTAS, THREADS)
     count = gl.minimum(below + in_bin, k)
+    if block_table is not None:
+        packed.tell_later_rows(states, row.to(gl.int32), rows, count, LINE)
     all = below + in_bin <= k
     least = gl.where(at == -1, MINUS_INF_KEY, at + gl.where(all, 1 << shift, 0))
     span = gl.where(all, 0, 1 << shift)
@@ -398,7 +415,18 @@ def select_cluster(
         position += gl.minimum(ties, need)
     each = popcount(bits)
     position += gl.associative_scan(each, 0, _add) - each
-    value = base - start + rank * SLOTS + thread * (4 * ROUNDS)
-    set_bits.store(out + row * k, bits, position, value)
-    for behind in range(count, k, THREADS):  # of which the compiler stores CTA 0's
-        gl.store(out + row * k + behind + thread, thread * 0 - 1, mask=behind + thread < k)
+    if block_table is None:
+        begin = row * k
+    else:
+        begin = packed.told_by_rows_before(states, row)
+        barrier()  # all warps know
+        cluster.send(smem, HEARD + rank + thread * 0, TOLD, thread * 0, (thread == 0).to(gl.int32), thread)
+    set_bits.store(out + begin, bits, position, value)
+    if rank == 0:
+        if block_table is None:
+            packed.clear(out + begin, count, k, LINE)
+        else:
+            packed.store_bounds(indptr, row, rows, begin, count)
+            packed.clear(out + packed.unused(row, rows, begin, count, k), 0, k - count, LINE)
+            cluster.await_bytes(smem, TOLD, rank * 0)
+            gl.store(states + row, rank.to(gl.int64) * 0)
