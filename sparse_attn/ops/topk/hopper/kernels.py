@@ -30,6 +30,7 @@ BINS = histogram.BINS
 MINUS_INF_KEY = gl.constexpr(-8388608)  # 0xff800000; keys below it, unsigned, can be selected
 MOST_TIES = gl.constexpr(64)
 MOST_CTAS = gl.constexpr(16)
+EAGER_SLOTS = gl.constexpr(4096)  # a CTA's columns up to which it reads those behind the row's end rather than wait
 # Words behind the histogram's, whose word HIGHEST has the least key.
 FIRST = gl.constexpr(histogram.WORDS.value)
 ANCHORED = gl.constexpr(FIRST.value)  # mbarriers
@@ -357,10 +358,13 @@ def select_cluster(
     column = rank * SLOTS + first + gl.arange(0, 4 * THREADS, gl.SliceLayout(0, FOURS))[None, :]
     source = logits + row * stride_logits_row * UNIT + base
     length = end - base
+    readable = length
+    if SLOTS <= EAGER_SLOTS and row_starts is None:
+        readable = width  # known before ``end``, which is on its way
     if ALIGNED:
-        scores = gl.load(source + column, mask=column < (length + 3) // 4 * 4)
+        scores = gl.load(source + column, mask=column < (readable + 3) // 4 * 4)
     else:
-        scores = gl.load(source + column, mask=column < length)
+        scores = gl.load(source + column, mask=column < readable)
     keys = radix_select.descending_keys(scores, (column >= start - base) & (column < length))
     value = base - start + rank * SLOTS + thread * (4 * ROUNDS)  # what is stored for a thread's first column
     if block_table is not None:
