@@ -34,7 +34,7 @@ def line(threads, ctas):
 
 @triton.constexpr_function
 def plane(each, lanes, warps, ctas):
-    """The layout of [n, m], by how many elements a thread has next to each other, lanes and warps: of two dimensions."""
+    """The layout of [n, m]: each thread's neighbouring elements, a warp's lanes, and the warps, by dimension."""
     return gl.BlockedLayout(each, lanes, warps, [1, 0], [[0, 0]] * (ctas.bit_length() - 1))
 
 

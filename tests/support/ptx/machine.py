@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -210,7 +210,9 @@ class Cta:
     def _mapa(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """The address of another CTA's shared memory: its rank stands above it."""
         to, address, rank = instruction.operands
-        value = (self._value(warp, rank) + np.uint64(1)) << np.uint64(PEER_SHIFT) | self._address(warp, address).astype(np.uint64)
+        value = (self._value(warp, rank) + np.uint64(1)) << np.uint64(PEER_SHIFT) | self._address(warp, address).astype(
+            np.uint64
+        )
         self._set(warp, to, value & BITS32, active)
 
     def _peer(self, address: int) -> tuple[Cta, int]:

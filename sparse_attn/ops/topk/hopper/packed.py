@@ -1,4 +1,4 @@
-"""device/packing.py for a cluster a row, in Gluon. Each CTA waits for the rows before; CTA 0 stores what is the row's."""
+"""device/packing.py for a cluster a row, in Gluon. Each CTA waits for the rows before. CTA 0 stores the bounds."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
