@@ -1,7 +1,7 @@
 """Cluster: the CTAs of a cluster hold a long row in registers and search it together, in Gluon for Hopper.
 
 1. Each CTA loads its share of the row, neighbouring columns. So CTAs are in order of columns.
-2. Each finds its highest score and sends the key that its window begins with, a multiple of a bin, to all.
+2. Each finds its highest score and sends the key that its window begins with, a multiple of four bins, to all.
 3. Each counts its keys in a histogram of its own. Meanwhile those keys arrive. They say where its bins lie among the
    row's: the first CTA's window is the row's, and others begin some bins further on.
 4. All histograms are added up: each CTA gets a part of every other's, and sends the sums to all (reduce-scatter and

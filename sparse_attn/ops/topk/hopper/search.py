@@ -44,12 +44,6 @@ def clear(smem, THREADS: gl.constexpr, LINE: gl.constexpr):
 
 
 @gluon.jit
-def _count_of(smem, bin):
-    """Keys in this CTA's bin, or 0 where there is no such bin."""
-    return gl.where(bin >= 0, histogram.load_one(smem, gl.maximum(bin, 0)), 0)
-
-
-@gluon.jit
 def _add_up(smem, rank, shift, first_of_row, phase, CTAS: gl.constexpr, THREADS: gl.constexpr):
     """SUMS of all CTAs' bins, the first of which begins with key ``first_of_row``. ANCHORS: where this CTA's begin."""
     EACH: gl.constexpr = BINS // CTAS
@@ -62,11 +56,10 @@ def _add_up(smem, rank, shift, first_of_row, phase, CTAS: gl.constexpr, THREADS:
     barrier()
     for round in gl.static_range(ROUNDS):
         bin = (round * THREADS + thread) * 4
-        word, own = PARTS + rank * EACH + bin % EACH, bin - skipped
-        cluster.send_four(
-            smem, word, SCATTERED, bin // EACH, one,
-            _count_of(smem, own), _count_of(smem, own + 1), _count_of(smem, own + 2), _count_of(smem, own + 3),
-        )  # fmt: skip
+        there = bin >= skipped  # all four, or none
+        a, b, c, d = histogram.load_four(smem, gl.where(there, bin - skipped, 0))
+        a, b, c, d = gl.where(there, a, 0), gl.where(there, b, 0), gl.where(there, c, 0), gl.where(there, d, 0)
+        cluster.send_four(smem, PARTS + rank * EACH + bin % EACH, SCATTERED, bin // EACH, one, a, b, c, d)
     cluster.await_bytes(smem, SCATTERED, phase)
     for round in gl.static_range(ROUNDS):
         place = round * THREADS + thread
@@ -126,7 +119,7 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
     barrier()
     own = histogram.load_one(smem, histogram.HIGHEST + rank * 0)
     reach = MINUS_INF_KEY - (BINS << WINDOW_SHIFT)  # a window from there ends with the lowest finite score
-    own = gl.where(before(own, reach), own, reach) & (-1 << WINDOW_SHIFT)
+    own = gl.where(before(own, reach), own, reach) & (-4 << WINDOW_SHIFT)
     to = thread * 0 + ANCHORS + rank
     cluster.send(smem, to, ANCHORED, thread, (thread < CTAS).to(gl.int32), own + thread * 0)
     shift = rank * 0 + WINDOW_SHIFT
