@@ -3,10 +3,14 @@ Triton's interpreter knows no clusters."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from support.ptx.run import execute
 
+from sparse_attn.device.triton_private import VERSION
 from sparse_attn.ops.topk import launch
 from sparse_attn.ops.topk.plan import Cluster
 from sparse_attn.ops.topk.reference import top_k_per_row
@@ -76,6 +80,8 @@ def some(kind):
             return torch.randint(0, 40, (1, WIDTH)).float(), 1000
         case "one bin, no two equal":
             return 1 + place.flip(1) * 2.0**-23, 1500
+        case "some equal":
+            return (normal * 64).round() / 64, 700
         case "ascending":
             return place, 700
     raise ValueError(kind)
@@ -85,8 +91,28 @@ KINDS = (
     "normal", "k is 1, zeros of both signs", "k is the width", "all equal", "a plateau that the k-th lies on",
     "fewer than k that can be selected", "none", "one far above all others", "many infinite", "negative",
     "the k-th in the second window", "of the least that are not zero", "forty values", "one bin, no two equal",
-    "ascending",
+    "some equal", "ascending",
 )  # fmt: skip
+
+
+def test_tables_are_those_of_the_compiled_kernel():
+    """hopper/README.md: bytes of shared memory, and registers, which are those of triton 3.6."""
+    from sparse_attn.testing.launches import compile_launch, recording
+
+    text = Path(launch.__file__).with_name("hopper").joinpath("README.md").read_text()
+    memory, registers = text.split("## Shared memory")[1].split("## Registers")
+    parts = [int(nbytes) for nbytes in re.findall(r"\| (\d+) \|", memory)]
+    rows = [tuple(map(int, row)) for row in re.findall(r"\| (\d+) \| (\d+) \| (\d+) \|", registers)]
+    assert len(rows) == 5
+    with recording("sm_90") as launches:
+        for columns, _, _ in rows:
+            ends = torch.empty(8, dtype=torch.int32, device="meta")
+            launch.top_k_per_row(torch.empty(8, 8 * columns, device="meta"), None, ends, 512)
+    for (columns, warps, number), one in zip(rows, launches):
+        found = compile_launch(one)
+        assert (found.threads, found.spill_bytes) == (32 * warps, 0)
+        assert found.registers == number or VERSION != (3, 6)
+        assert found.claimed == sum(parts) + columns // 4 and found.shared_memory == found.claimed + 4 * warps
 
 
 @pytest.mark.few(4)

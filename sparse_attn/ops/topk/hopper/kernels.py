@@ -2,8 +2,8 @@
 
 1. Each CTA loads its share of the row, neighbouring columns. So CTAs are in order of columns.
 2. Each finds its highest score and sends the key that its window begins with, a multiple of four bins, to all.
-3. Each counts its keys in a histogram of its own. Meanwhile those keys arrive. They say where its bins lie among the
-   row's: the first CTA's window is the row's, and others begin some bins further on.
+3. Each counts its keys in a histogram of its own, while the others' first keys arrive. The row's window is the one that
+   begins first; a CTA's own begins some bins further on.
 4. All histograms are added up: each CTA gets a part of every other's, and sends the sums to all (reduce-scatter and
    all-gather). Then each CTA finds the k-th score's bin as if it were alone.
    Where the k-th score lies behind the window, a second window follows, then the leading digit. Where more than
