@@ -18,7 +18,7 @@ LEAST_STEPS = 4  # of a CTA
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, 104, 24  # at launch, for CTAS an SM, and then
 # stream_k_wide: rows of a tile -> consumers, stages, registers at launch and of a consumer; one CTA an SM.
 WIDE = {32: (4, 5, 96, 112), 64: (4, 4, 96, 112), 128: (2, 4, 168, 216)}
-MOST_OUTPUTS = 1 << 24  # far above any model's, so that steps and outputs of all tiles are int32
+MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -36,7 +36,7 @@ def supports_wide(problem: Problem, target: Target) -> Support:
     machine = _supports(problem, target)
     if machine.able and problem.rows > max(WIDE):
         return no(f"rows: got {problem.rows}, allowed: at most {max(WIDE)}")
-    if machine.able and problem.rows <= ROWS[-1] and problem.rows_aligned:
+    if machine.able and problem.rows <= ROWS[-1]:
         return slower(f"rows: got {problem.rows}, faster from {ROWS[-1] + 1}")
     return machine
 

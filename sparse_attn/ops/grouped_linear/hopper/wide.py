@@ -122,7 +122,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         there = gl.expand_dims(row < output.rows, 0) & gl.expand_dims(out_column < output.outputs, 1)
         whole = end - begin == run.steps
         if not whole:
-            at = gl.expand_dims(row.to(gl.int64) * BLOCK_N, 0) + gl.expand_dims(own, 1)
+            at = gl.expand_dims(row * BLOCK_N, 0) + gl.expand_dims(own, 1)
             second = (run.begin < tile * run.steps).to(gl.int64)
             slot = (gl.program_id(0).to(gl.int64) * 2 + second) * output.rows * BLOCK_N
             gl.store(output.partials + slot + at, sums, mask=there)
@@ -131,10 +131,12 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
             arrival = output.arrivals + tile * CONSUMERS + which
             if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
                 gl.store(arrival, 0)
-                sums = add_partials(output.partials, run, output, tile, first, last, at, there, BLOCK_N, RESULT, 1)
+                sums = add_partials(
+                    output.partials, run, output, tile, first, last, at, there, BLOCK_N, RESULT, 128 // BLOCK_M
+                )
                 whole = True
         if whole:
-            to = gl.expand_dims(row.to(gl.int64) * output.outputs, 0) + gl.expand_dims(out_column, 1)
+            to = gl.expand_dims(row * output.outputs, 0) + gl.expand_dims(out_column, 1)
             gl.store(output.out + to, cast.cast(sums, gl.bfloat16), mask=there)
 
 
