@@ -1,10 +1,10 @@
-"""What the Hopper kernel of few rows supports, and how its steps are dealt."""
+"""What the Hopper kernels of few rows support, and how their steps are dealt."""
 
 from __future__ import annotations
 
 import torch
 
-from sparse_attn.dispatch import YES, Support, no, not_on
+from sparse_attn.dispatch import YES, Support, no, not_on, slower
 from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K, OUTPUTS
 from sparse_attn.ops.grouped_linear.plan import Problem, StreamPlan
 from sparse_attn.target import Target
@@ -16,10 +16,32 @@ STAGES = 3
 CTAS = 2  # that share an SM
 LEAST_STEPS = 4  # of a CTA
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, 104, 24  # at launch, for CTAS an SM, and then
-MOST_OUTPUTS = 1 << 24  # far above any model's, so that steps and outputs of all tiles are int32
+# stream_k_wide: rows of a tile -> consumers, stages, registers at launch and of a consumer; one CTA an SM.
+WIDE = {32: (4, 5, 96, 112), 64: (4, 4, 96, 112), 128: (2, 4, 168, 216)}
+MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
 
 def supports(problem: Problem, target: Target) -> Support:
+    """stream_k."""
+    machine = _supports(problem, target)
+    if machine.able and not problem.rows_aligned:
+        return no("rows: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
+    if machine.able and problem.rows > ROWS[-1]:
+        return no(f"rows: got {problem.rows}, allowed: at most {ROWS[-1]}")
+    return machine
+
+
+def supports_wide(problem: Problem, target: Target) -> Support:
+    """stream_k_wide."""
+    machine = _supports(problem, target)
+    if machine.able and problem.rows > max(WIDE):
+        return no(f"rows: got {problem.rows}, allowed: at most {max(WIDE)}")
+    if machine.able and problem.rows <= ROWS[-1]:
+        return slower(f"rows: got {problem.rows}, faster from {ROWS[-1] + 1}")
+    return machine
+
+
+def _supports(problem: Problem, target: Target) -> Support:
     if not target.is_hopper:
         return not_on(target, "sm_90")
     if problem.dtype != torch.bfloat16:
@@ -33,12 +55,8 @@ def supports(problem: Problem, target: Target) -> Support:
         return no("ends: got a tensor, allowed: none")
     if problem.batch_invariant:
         return no("batch_invariant: got True, allowed: False")
-    if not (problem.aligned and problem.rows_aligned):
-        return no(
-            "rows, codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes"
-        )
-    if problem.rows > ROWS[-1]:
-        return no(f"rows: got {problem.rows}, allowed: at most {ROWS[-1]}")
+    if not problem.aligned:
+        return no("codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
     if problem.outputs > MOST_OUTPUTS:
         return no(f"outputs: got {problem.outputs}, allowed: at most {MOST_OUTPUTS}")
     return YES
@@ -46,12 +64,25 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> StreamPlan:
     block_m = next(rows for rows in ROWS if problem.rows <= rows)
-    block_n = OUTPUTS * CONSUMERS
+    return _plan(problem, CTAS * target.num_sms, block_m, CONSUMERS, STAGES, REGISTERS, CONSUMER_REGISTERS, ())
+
+
+def plan_wide(problem: Problem, target: Target) -> StreamPlan:
+    block_m = next(rows for rows in WIDE if problem.rows <= rows)
+    placed = Buffer("placed", (problem.rows, problem.columns), torch.bfloat16)
+    return _plan(problem, target.num_sms, block_m, *WIDE[block_m], (placed,))
+
+
+def _plan(
+    problem: Problem, most_ctas: int, block_m: int, consumers: int, stages: int, registers: int, more: int,
+    buffers: tuple[Buffer, ...],
+) -> StreamPlan:  # fmt: skip
+    block_n = OUTPUTS * consumers
     tiles = -(-problem.outputs // block_n)
     steps = tiles * (problem.columns // BLOCK_K)
-    grid = max(1, min(CTAS * target.num_sms, steps // LEAST_STEPS))
+    grid = max(1, min(most_ctas, steps // LEAST_STEPS))
     partials = Buffer("partials", (grid, 2, problem.rows, block_n), torch.float32)
     return StreamPlan(
-        1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, STAGES, registers=REGISTERS,
-        scratch=Scratch((partials,), tiles * CONSUMERS), grid=grid,
+        1, block_m, block_n, BLOCK_K, False, 4 * consumers, stages, registers=registers,
+        scratch=Scratch((*buffers, partials), tiles * consumers), grid=grid, consumer_registers=more,
     )  # fmt: skip
