@@ -41,6 +41,8 @@ ALLOWED_SPILLS = {
     "index_logits.hopper.prefill_mxfp4.mqa_logits": {"sm_90": 376},
     # Four scalars, with triton 3.6 alone.
     "hyper_connection.mix": {"sm_100": 16},
+    # Offsets of partials, beside a product, sums and an operand in registers.
+    "grouped_linear.hopper.wide.stream_k_wide": {"sm_90": 208},
     # Tiles of 64 rows, two of sums.
     "grouped_linear.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
     "rank_topk.candidates.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
@@ -56,6 +58,7 @@ ALLOWED_SPILLS = {
 SPILLS_OF_LATER = {
     (3, 8): {
         "grouped_linear.fp8.multiply": {"sm_100": 8},
+        "grouped_linear.hopper.wide.stream_k_wide": {"sm_90": 328},
         "index_logits.hopper.prefill.mqa_logits": {"sm_90": 96},
         "index_logits.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
         "index_logits.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},
@@ -80,7 +83,7 @@ SPILLS_OF_LATER = {
 # What a launch may read before it waits: what another waited for, before it let this one or any in between start. That
 # one gave it ``state``. Or a weight, which no launch of this library writes. See device/pdl.py.
 SCORES = {"logits", "row_starts", "row_ends"}
-WEIGHTS = {"grouped_linear.hopper.stream_k": {"words"}}
+WEIGHTS = {"grouped_linear.hopper.stream_k": {"words"}, "grouped_linear.hopper.wide.stream_k_wide": {"words"}}
 EARLY = WEIGHTS | {"rank_topk.count_digits": SCORES, "rank_topk.count_ties": SCORES, "rank_topk.take_winners": SCORES}
 
 

@@ -209,8 +209,8 @@ EXECUTED = [
     Mutation(
         "hopper-mxfp4-steps-of-the-first-group", "every group has the scale of the first",
         SCORES + "hopper/mxfp4.py",
-        "low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))\n    return _multiply(",
-        "low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group * 0, 0)))\n    return _multiply(",
+        "low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))\n    return decode(",
+        "low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group * 0, 0)))\n    return decode(",
         ("tests/test_ptx_scores.py::test_paged_mxfp4",),
     ),
     Mutation(

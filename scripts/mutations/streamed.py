@@ -2,13 +2,13 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS = OPS + "grouped_linear/hopper/kernels.py"
+KERNELS, STREAM = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream"))
 
 # fmt: off
 STREAMED = [
     Mutation(
         "streamed-slot-of-the-first-tile", "partials of a tile that a CTA begins are looked for where its first tile has them",
-        KERNELS,
+        STREAM,
         "gl.where(cta + n == first, second, 0)",
         "second * 0",
         ("tests/test_ptx_products.py::test_stream_k",),
@@ -36,7 +36,7 @@ STREAMED = [
     ),
     Mutation(
         "streamed-rows-of-the-first-step", "rows that wait for the launch before are those of the tile's first columns",
-        KERNELS,
+        STREAM,
         "tma_load(rows, [0, step % run.steps * BLOCK_K], shared",
         "tma_load(rows, [0, 0 * step], shared",
         ("tests/test_ptx_products.py::test_stream_k",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,26 +18,30 @@ from sparse_attn.target import target_of
 
 
 def multiply(product: Product, plan: StreamPlan) -> None:
-    _multiply(kernels.stream_k, product.rows, product, plan)
+    arguments, options = _launch(product.rows, product, plan)
+    kernels.stream_k[(plan.grid,)](*arguments, **options)
 
 
 def multiply_wide(product: Product, plan: StreamPlan) -> None:
     placed = product.views[0]
     place(product.rows, placed, product.problem.codes, target_of(product.rows.device))
-    _multiply(wide.stream_k_wide, placed, product, plan)
+    arguments, options = _launch(placed, product, plan)
+    wide.stream_k_wide[(plan.grid,)](*arguments, **options)
 
 
-def _multiply(kernel, rows: torch.Tensor, product: Product, plan: StreamPlan) -> None:
+def _launch(rows: torch.Tensor, product: Product, plan: StreamPlan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of either kernel, and its constants and options."""
     _, _, codes, scales, out, problem, first_row, (*_, partials), arrivals = product
     assert scales is not None, "packed weights have scales"
-    kernel[(plan.grid,)](
-        _boxes(rows, plan.block_m),
-        _boxes(codes[0].view(torch.int32), plan.block_n),
-        scales[0], out, partials, arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row,
-        scales.stride(1), **scale_format(problem), STAGES=plan.num_stages,
-        CONSUMER_REGISTERS=plan.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4,
-        maxnreg=plan.registers, launch_pdl=True,
+    arguments = (
+        _boxes(rows, plan.block_m), _boxes(codes[0].view(torch.int32), plan.block_n), scales[0], out, partials,
+        arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row, scales.stride(1),
     )  # fmt: skip
+    options = dict(
+        **scale_format(problem), STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+    )  # fmt: skip
+    return arguments, options
 
 
 def _boxes(matrix: torch.Tensor, height: int) -> TensorDescriptor:

@@ -190,7 +190,7 @@ def _consumer(
                     product = warpgroup_mma_wait(0, deps=(product,))
                     if now_near:
                         scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(now_factor, 1)
-                        write(scores, skip + i, now_end, own_places[0], output, keep_in_l2, key, group)
+                        write(scores, skip + i, now_end, own_places[PRODUCTS - 1], output, keep_in_l2, key, group)
                     else:
                         stage, _ = ring(done + i, STAGES)
                         words, key_scales = words_of(shared.codes.index(stage)), shared.scales.index(stage)
@@ -205,7 +205,7 @@ def _consumer(
                         )  # of the loop: nothing of this branch is computed before it, in registers that are missing
                         known = gl.expand_dims(gl.where(now_factor == now_factor, 1.0, float("nan")), 1)
                         scores = scores_of_groups(words, key_scales.reshape([BLOCK_KV]), queries, here, 0, ROWS) * known
-                        write(scores, skip + i, now_end, own_places[0], output, keep_in_l2, key, group)
+                        write(scores, skip + i, now_end, own_places[PRODUCTS - 1], output, keep_in_l2, key, group)
                         signal(bars.empty.index(stage))
             else:
                 for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
