@@ -147,10 +147,11 @@ def test_stream_k_with_nan_in_a_code(grid):
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "layout, n, outputs, columns, grid",
-    [(V32, 20, 130, 256, 2), (V32, 33, 300, 512, 3), (V4, 64, 600, 384, 2), (V32, 100, 200, 256, 2), (V4, 17, 1, 128, 1)],
+    [(V32, 20, 130, 256, 2), (V32, 33, 300, 512, 3), (V4, 64, 600, 384, 2), (V32, 100, 200, 256, 2), (V4, 17, 1, 128, 1),
+     (V32, 40, 100, 1280, 1)],
 )  # fmt: skip
 def test_stream_k_wide(layout, n, outputs, columns, grid):
-    """As test_stream_k, of rows in a view."""
+    """As test_stream_k, of rows in a view; the last case fills each stage more than once."""
     rows, weight = rows_of(n, columns, torch.bfloat16), weight_in_line(layout, outputs, columns)
     check(streamed_wide(rows, weight, grid), rows, None, weight)
 

@@ -2,7 +2,7 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS, STREAM = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream"))
+KERNELS, STREAM, WIDE = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
 
 # fmt: off
 STREAMED = [
@@ -30,8 +30,8 @@ STREAMED = [
     Mutation(
         "streamed-scale-of-another-block", "the scale of a block of columns is that of the block before",
         KERNELS,
-        "gl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS",
-        "step * BLOCK_K // BLOCK_COLUMNS",
+        "gl.minimum(step + 1, end - 1) * BLOCK_K // scales.BLOCK_COLUMNS",
+        "step * BLOCK_K // scales.BLOCK_COLUMNS",
         ("tests/test_ptx_products.py::test_stream_k",),
     ),
     Mutation(
@@ -47,5 +47,26 @@ STREAMED = [
         "    one, other = gl.split(one | other)\n    one, other = gl.split(one | other)\n",
         "    one, other = gl.split(one)\n    one, other = gl.split(one | other)\n",
         ("tests/test_ptx_products.py::test_stream_k_with_nan_in_a_code",),
+    ),
+    Mutation(
+        "streamed-wide-outputs-in-place", "outputs of a wide product are taken in the order of lanes",
+        WIDE,
+        "    return (m & (OUTPUTS - 8)) | ((m & 1) << 1) | ((m & 2) << 1) | ((m >> 2) & 1)",
+        "    return m",
+        ("tests/test_ptx_products.py::test_stream_k_wide",),
+    ),
+    Mutation(
+        "streamed-wide-emptied-early", "a stage is emptied while its rows are multiplied",
+        WIDE,
+        "            product = warpgroup_mma_wait(0, deps=(product,))\n            signal(shared.empty.index(stage))\n",
+        "            signal(shared.empty.index(stage))\n            product = warpgroup_mma_wait(0, deps=(product,))\n",
+        ("tests/test_ptx_products.py::test_stream_k_wide",),
+    ),
+    Mutation(
+        "streamed-wide-nan-in-place", "NaN of an output makes another NaN",
+        WIDE,
+        "with_nan = gl.reshape(_in_order(gl.expand_dims(with_nan, 1)), [OUTPUTS])",
+        "with_nan = gl.reshape(gl.expand_dims(with_nan, 1), [OUTPUTS])",
+        ("tests/test_ptx_products.py::test_stream_k_wide_with_nan_in_a_code",),
     ),
 ]
