@@ -100,10 +100,14 @@ def _shift(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
 def _compare(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
     how, kind = operation[1], operation[-1]
     a, b = (typed(value, kind) for value in values)
-    if kind == "f32" and how in ("num", "nan"):
-        ordered = ~(np.isnan(a) | np.isnan(b))
-        return (ordered if how == "num" else ~ordered).astype(np.uint64)
-    return COMPARISONS[how](a, b).astype(np.uint64)
+    if kind != "f32":
+        return COMPARISONS[how](a, b).astype(np.uint64)
+    ordered = ~(np.isnan(a) | np.isnan(b))
+    if how in ("num", "nan"):
+        result = ordered if how == "num" else ~ordered
+    else:  # "ltu" holds of NaN, "lt" does not
+        result = COMPARISONS[how[:2]](a, b) & ordered | (~ordered if how.endswith("u") else False)
+    return result.astype(np.uint64)
 
 
 def _permute(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,8 @@ class Warp:
         self.at = np.zeros(32, np.int64)  # the next instruction of every lane
         self.registers: dict[str, Lanes] = {"%tid.x": (LANES + 32 * number).astype(np.uint64)}
         self.waits = self.ended = False
+        self.products: list[Callable[[], None]] = []  # wgmma that may still have to run, of no group yet
+        self.groups: list[list[Callable[[], None]]] = []
 
 
 class Cta:
@@ -360,21 +363,35 @@ class Cta:
 
     def _wgmma(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """16 rows of a product of fp8 operands, 32 deep, or of bf16, 16 deep, both K-major; those of one warp of the
-        four."""
-        if instruction.operation[1] != "mma_async":
+        four. It reads shared memory, and has sums, at once or as late as when it is waited for."""
+        what = instruction.operation[1]
+        if what == "commit_group":
+            warp.groups.append(warp.products)
+            warp.products = []
+        elif what == "wait_group":
+            for _ in range(len(warp.groups) - int(instruction.operands[0])):
+                for product in warp.groups.pop(0):
+                    product()
+        if what != "mma_async":
             return
         assert active.all(), instruction.text
         out, a, b, accumulate, *signs = instruction.operands
         shape = re.search(r"m64n(\d+)k(?:32|16)\.f32\.(e\dm\d|bf16)\.(e\dm\d|bf16)", instruction.text)
         assert shape is not None, instruction.text
         assert signs == (["1", "1", "0"] if shape[2] == "bf16" else ["1", "1"]), instruction.text
-        columns = _values(self._operand(warp, b, int(shape[1])), shape[3])
-        if a.startswith("{"):
-            rows = self._rows(warp, names(a))
-        else:
-            rows = self._operand(warp, a, 64)[16 * (warp.number % 4) :][:16]
         adds = int(self._value(warp, accumulate)[0] & BITS32) != 0
-        self._give_sums(warp, names(out), names(out) if adds else [], _values(rows, shape[2]) @ columns.T)
+        held = self._rows(warp, names(a)) if a.startswith("{") else None
+        at_a, at_b = (int(self._value(warp, one)[0]) if one.startswith("%") else 0 for one in (a, b))
+
+        def product() -> None:
+            columns = _values(self._operand(at_b, int(shape[1])), shape[3])
+            rows = self._operand(at_a, 64)[16 * (warp.number % 4) :][:16] if held is None else held
+            self._give_sums(warp, names(out), names(out) if adds else [], _values(rows, shape[2]) @ columns.T)
+
+        if warp.products or warp.groups or self.random.random() < 0.5:
+            warp.products.append(product)
+        else:
+            product()
 
     def _mma(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         """mma.sync: 16 rows and 8 columns of a product of bf16 operands in registers, 16 deep."""
@@ -402,9 +419,8 @@ class Cta:
         for register, value in zip(out, sums):
             self._set(warp, register, packed(value.astype(np.float32), 32), LANES >= 0)
 
-    def _operand(self, warp: Warp, register: str, rows: int) -> np.ndarray:
+    def _operand(self, descriptor: int, rows: int) -> np.ndarray:
         """uint8 [rows, 32] of a matrix descriptor: groups of eight rows of 128, 64 or 32 bytes, swizzled."""
-        descriptor = int(self._value(warp, register)[0])
         width, row = {1: 128, 2: 64, 3: 32}[descriptor >> 62], np.arange(rows)
         first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * width
         return self.shared[_swizzled(first[:, None] + np.arange(32), width)]
