@@ -429,7 +429,7 @@ def test_kernel_chosen_config(device, dirty_workspace):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("rows, width, target", [(2, 20000, H200), (2, 20000, AMPERE), (1, 40000, H200)])
+@pytest.mark.parametrize("rows, width, target", [(9, 20000, H200), (2, 20000, AMPERE), (9, 40000, H200)])
 def test_kernel_chosen_on_nvidia(rows, width, target, device, dirty_workspace):
     """A row held as bf16, one held as fp32, and one that many CTAs share, as launched there."""
     for kind in ("normal", "relu", "tailed", "narrow"):
