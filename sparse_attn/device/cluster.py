@@ -11,7 +11,8 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MEET = gl.constexpr("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;")
+ARRIVE = gl.constexpr("barrier.cluster.arrive.release.aligned; mov.u32 $0, 0;")
+AWAIT_ALL = gl.constexpr("barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;")
 RANK = gl.constexpr("mov.u32 $0, %cluster_ctarank;")
 INIT = gl.constexpr(
     """{ .reg .pred p; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 p, thread, 0;
@@ -55,14 +56,20 @@ def rank():
 
 
 @gluon.jit
-def meet():
-    """All threads of all CTAs are here; what they stored before, in any CTA, is there. It waits for all of the GPU."""
-    gl.inline_asm_elementwise(MEET, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+def arrive():
+    """Say that this thread is here; see await_all. It waits for what the thread has stored, for all of the GPU."""
+    gl.inline_asm_elementwise(ARRIVE, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_all():
+    """All threads of all CTAs have arrived; what they stored before, in any CTA, is there."""
+    gl.inline_asm_elementwise(AWAIT_ALL, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def init(smem, barrier):
-    """Word ``barrier``, which is even, and the next become an mbarrier. Others may send behind ``meet``."""
+    """Word ``barrier``, which is even, and the next become an mbarrier. Others may send behind ``await_all``."""
     gl.inline_asm_elementwise(INIT, "=r,r", [smem + barrier * 4], dtype=gl.int32, is_pure=False, pack=1)
 
 

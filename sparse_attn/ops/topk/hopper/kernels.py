@@ -82,7 +82,8 @@ def select_cluster(
     cluster.expect(smem, SCATTERED, 4 * BINS)
     cluster.expect(smem, GATHERED, 4 * BINS)
     cluster.expect(smem, HEARD, 4 * CTAS)
-    cluster.meet()
+    cluster.arrive()
+    barrier()
     wait()
     launch_dependents()
 

@@ -120,6 +120,7 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
     own = histogram.load_one(smem, histogram.HIGHEST + rank * 0)
     reach = MINUS_INF_KEY - (BINS << WINDOW_SHIFT)  # a window from there ends with the lowest finite score
     own = gl.where(before(own, reach), own, reach) & (-4 << WINDOW_SHIFT)
+    cluster.await_all()  # mbarriers of all CTAs are there
     to = thread * 0 + ANCHORS + rank
     cluster.send(smem, to, ANCHORED, thread, (thread < CTAS).to(gl.int32), own + thread * 0)
     shift = rank * 0 + WINDOW_SHIFT
@@ -153,5 +154,6 @@ def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, 
             clear(smem, THREADS, LINE)
             cluster.expect(smem, SCATTERED, 4 * BINS)
             cluster.expect(smem, GATHERED, 4 * BINS)
-            cluster.meet()  # nobody reads what is sent next
+            cluster.arrive()
+            cluster.await_all()  # nobody reads any more what is sent next
     return base, shift, below, in_bin
