@@ -15,7 +15,7 @@ STREAMED = [
     ),
     Mutation(
         "streamed-arrivals-off-by-one", "the last CTA of a tile but one adds up its partials",
-        KERNELS,
+        STREAM,
         "== last - first:",
         "== last - first - 1:",
         ("tests/test_ptx_products.py::test_stream_k",),

@@ -18,16 +18,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device import cast
-from sparse_attn.device.hopper import barrier, launch_dependents, signal, wait
+from sparse_attn.device.hopper import launch_dependents, signal, wait
 from sparse_attn.device.packed_dot import NAN_FLAGS, decode_scale
 from sparse_attn.ops.grouped_linear.hopper.stream import (
     BLOCK_K,
     OUTPUTS,
     Output,
     Scales,
-    add_partials,
-    cta_of,
+    finish,
     next_stage,
     prepare,
     producer,
@@ -92,11 +90,9 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
     """Multiply OUTPUTS outputs of every tile of the run."""
     STAGES: gl.constexpr = shared.words.shape[0]
     BLOCK_N: gl.constexpr = shared.words.shape[1]
-    CONSUMERS: gl.constexpr = BLOCK_N // OUTPUTS
     BLOCK_M: gl.constexpr = shared.rows.shape[1]
     wait()
     launch_dependents()
-    row = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, RESULT))
     own = which * OUTPUTS + _outputs()
     stage, phase = 0, 0
     for tile in range(run.begin // run.steps, (run.end + run.steps - 1) // run.steps):
@@ -123,25 +119,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         with_nan = gl.reshape(gl.permute(gl.reshape(with_nan, [OUTPUTS // 8, 2, 4]), (0, 2, 1)), [OUTPUTS])
         with_nan = gl.convert_layout(with_nan, OUTPUT)
         sums = gl.where(gl.expand_dims(with_nan, 1), float("nan"), sums)
-        there = gl.expand_dims(row < output.rows, 0) & gl.expand_dims(out_column < output.outputs, 1)
-        whole = end - begin == run.steps
-        if not whole:
-            at = gl.expand_dims(row.to(gl.int64) * BLOCK_N, 0) + gl.expand_dims(own, 1)
-            second = (run.begin < tile * run.steps).to(gl.int64)
-            slot = (gl.program_id(0).to(gl.int64) * 2 + second) * output.rows * BLOCK_N
-            gl.store(output.partials + slot + at, sums, mask=there)
-            barrier()  # all of the warpgroup's partials are there before it says so
-            first, last = cta_of(run, tile * run.steps), cta_of(run, tile * run.steps + run.steps - 1)
-            arrival = output.arrivals + tile * CONSUMERS + which
-            if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
-                gl.store(arrival, 0)
-                sums = add_partials(
-                    output.partials, run, output, tile, first, last, at, there, BLOCK_N, RESULT, TOGETHER
-                )
-                whole = True
-        if whole:
-            to = gl.expand_dims(row.to(gl.int64) * output.outputs, 0) + gl.expand_dims(out_column, 1)
-            gl.store(output.out + to, cast.cast(sums, gl.bfloat16), mask=there)
+        finish(sums, run, output, tile, own, which, BLOCK_N, RESULT, TOGETHER)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "first_row", "stride_scales"])

@@ -5,6 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from sparse_attn.device import cast
 from sparse_attn.device.hopper import barrier, tma_load, wait
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.grouped_linear.hopper import constants
@@ -134,10 +135,8 @@ def prepare(words, x, outputs, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def add_partials(
-    partials, run, output, tile, first, last, at, mask, stride: gl.constexpr, LAYOUT: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):  # fmt: skip
+def _add_partials(run, output, tile, first, last, at, mask, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+                  TOGETHER: gl.constexpr):  # fmt: skip
     """The sum of what CTAs first to last left of a tile, of some CTAs read together. at: offsets of a CTA's own."""
     sums = gl.zeros(at.shape, gl.float32, LAYOUT)
     begin = tile * run.steps
@@ -145,9 +144,38 @@ def add_partials(
         got = ()
         for n in gl.static_range(TOGETHER):
             second = (begin_of(run, cta + n) < begin).to(gl.int64)  # it began in a tile before
-            slot = ((cta + n).to(gl.int64) * 2 + gl.where(cta + n == first, second, 0)) * output.rows * stride
+            slot = ((cta + n).to(gl.int64) * 2 + gl.where(cta + n == first, second, 0)) * output.rows * BLOCK_N
             there = mask & (cta + n <= last)
-            got = got + (gl.load(partials + slot + at, mask=there, other=0.0, cache_modifier=".cg"),)
+            got = got + (gl.load(output.partials + slot + at, mask=there, other=0.0, cache_modifier=".cg"),)
         for n in gl.static_range(TOGETHER):
             sums += got[n]
     return sums
+
+
+@gluon.jit
+def finish(
+    sums, run, output, tile, own, which: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """Store a consumer's sums [OUTPUTS, BLOCK_M] of a tile, or leave them to the CTA of the tile that comes last, which
+    adds up all CTAs', TOGETHER at a time. own: which outputs of the tile they are of."""
+    CONSUMERS: gl.constexpr = BLOCK_N // OUTPUTS
+    row = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    out_column = tile * BLOCK_N + own
+    there = gl.expand_dims(row < output.rows, 0) & gl.expand_dims(out_column < output.outputs, 1)
+    whole = (run.begin <= tile * run.steps) & (run.end >= tile * run.steps + run.steps)
+    if not whole:
+        at = gl.expand_dims(row * BLOCK_N, 0) + gl.expand_dims(own, 1)
+        second = (run.begin < tile * run.steps).to(gl.int64)
+        slot = (gl.program_id(0).to(gl.int64) * 2 + second) * output.rows * BLOCK_N
+        gl.store(output.partials + slot + at, sums, mask=there)
+        barrier()  # all of the warpgroup's partials are there before it says so
+        first, last = cta_of(run, tile * run.steps), cta_of(run, tile * run.steps + run.steps - 1)
+        arrival = output.arrivals + tile * CONSUMERS + which
+        if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
+            gl.store(arrival, 0)
+            sums = _add_partials(run, output, tile, first, last, at, there, BLOCK_N, LAYOUT, TOGETHER)
+            whole = True
+    if whole:
+        to = gl.expand_dims(row * output.outputs, 0) + gl.expand_dims(out_column, 1)
+        gl.store(output.out + to, cast.cast(sums, gl.bfloat16), mask=there)
