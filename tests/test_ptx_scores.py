@@ -106,6 +106,13 @@ def test_paged_mxfp4_of_many_forms(next_n, heads, far):
     paged(MXFP4, lens, heads, 150, far=far, nan=far > 0, ctas=3, seed=next_n)
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("far", [0.0, 0.01])
+def test_paged_mxfp4_of_more_tiles_than_stages(far):
+    """Of one CTA, whose consumers fill every stage again, with near tiles behind far ones."""
+    paged(MXFP4, [[1500], [700]], 64, 1600, far=far, ctas=1)
+
+
 @pytest.mark.few(0)
 def test_more_requests_than_are_counted_at_a_time():
     paged(MXFP4, [[i * 7 % 70] for i in range(140)], 32, 71, ctas=5)
