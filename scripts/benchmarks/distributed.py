@@ -73,7 +73,7 @@ def deals(spec: Spec | CompressedSpec, sizes: dict[str, int]) -> bool:
 
 def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int, rows: int = 0) -> Spec | CompressedSpec:
     """The most of a model's first layers that every rank holds with the caches of ``batch`` requests, of which one
-    prefills ``rows`` tokens at a time. Memory that others hold now counts as taken."""
+    prefills ``rows`` tokens at a time. What other processes hold counts as taken."""
     whole = preset(name)
     if run.dry:
         return whole
@@ -89,18 +89,18 @@ def fitting(run: Run, name: str, mesh: Mesh, batch: int, context: int, rows: int
 
 
 def slowest(us: float) -> float:
-    """Of all processes' microseconds the most."""
+    """The most microseconds of any process."""
     return _of_all(us, dist.ReduceOp.MAX)
 
 
 def least(nbytes: int) -> int:
-    """Of all processes' bytes the fewest."""
+    """The fewest bytes of any process."""
     return int(_of_all(nbytes, dist.ReduceOp.MIN))
 
 
-def _of_all(value: float, of: dist.ReduceOp.RedOpType) -> float:
+def _of_all(value: float, reduction: dist.ReduceOp.RedOpType) -> float:
     found = torch.tensor([value], dtype=torch.float64, device="cpu")
-    dist.all_reduce(found, of)
+    dist.all_reduce(found, reduction)
     return float(found)
 
 

@@ -242,8 +242,8 @@ KERNELS = [
     Mutation(
         "product-end-off-by-one", "the last row of a group goes to the next one",
         OPS + "grouped_linear/portable/kernels.py",
-        "last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, _later)",
-        "last = tl.associative_scan(tl.minimum(tl.maximum(last - 1, 0), rows), 0, _later)",
+        "last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, greater)",
+        "last = tl.associative_scan(tl.minimum(tl.maximum(last - 1, 0), rows), 0, greater)",
         ("tests/test_grouped_linear.py::test_kernel",),
     ),
     Mutation(
@@ -256,7 +256,7 @@ KERNELS = [
     Mutation(
         "product-ends-that-fall", "of ends out of order, rows belong to two groups",
         OPS + "grouped_linear/portable/kernels.py",
-        "before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, _later)",
+        "before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, greater)",
         "before = tl.minimum(tl.maximum(before, 0), rows)",
         ("tests/test_grouped_linear_tiles.py::test_kernel_of_ends_out_of_order",),
     ),

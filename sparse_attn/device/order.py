@@ -1,4 +1,4 @@
-"""Float scores as integers that sort the same way."""
+"""Order: float scores as integers that sort the same way; running maxima."""
 
 import triton
 import triton.language as tl
@@ -12,3 +12,9 @@ def ordered_key(values):
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     selectable = (values == values) & (values != float("-inf"))
     return tl.where(selectable, key, -2147483648)
+
+
+@triton.jit
+def greater(a, b):
+    """Of tl.associative_scan, for a running maximum."""
+    return tl.maximum(a, b)

@@ -89,12 +89,12 @@ def _aligned(tensor: torch.Tensor) -> bool:
 
 
 def product_format(problem: Problem) -> dict[str, Any]:
-    """What kernels know of a weight when they are compiled."""
+    """The weight's format, as a kernel's constants."""
     return dict(CODES=problem.codes, **scale_format(problem))
 
 
 def scale_format(problem: Problem) -> dict[str, Any]:
-    """Of it, what its scales are."""
+    """The format of its scales, likewise."""
     return dict(E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0], BLOCK_COLUMNS=problem.block[1])
 
 

@@ -445,7 +445,7 @@ class Cta:
         if what == "commit_group":
             warp.groups.append(warp.products)
             warp.products = []
-        elif what == "wait_group":
+        if what == "wait_group":
             for _ in range(len(warp.groups) - int(instruction.operands[0])):
                 for product in warp.groups.pop(0):
                     product()
@@ -457,12 +457,14 @@ class Cta:
         assert shape is not None, instruction.text
         assert signs == (["1", "1", "0"] if shape[2] == "bf16" else ["1", "1"]), instruction.text
         adds = int(self._value(warp, accumulate)[0] & BITS32) != 0
-        held = self._rows(warp, names(a)) if a.startswith("{") else None
-        at_a, at_b = (int(self._value(warp, one)[0]) if one.startswith("%") else 0 for one in (a, b))
+        in_registers = self._rows(warp, names(a)) if a.startswith("{") else None
+        descriptors = [int(self._value(warp, one)[0]) for one in (a, b) if not one.startswith("{")]
 
         def product() -> None:
-            columns = _values(self._operand(at_b, int(shape[1])), shape[3])
-            rows = self._operand(at_a, 64)[16 * (warp.number % 4) :][:16] if held is None else held
+            columns = _values(self._operand(descriptors[-1], int(shape[1])), shape[3])
+            rows = in_registers
+            if rows is None:
+                rows = self._operand(descriptors[0], 64)[16 * (warp.number % 4) :][:16]
             self._give_sums(warp, names(out), names(out) if adds else [], _values(rows, shape[2]) @ columns.T)
 
         if warp.products or warp.groups or self.random.random() < 0.5:

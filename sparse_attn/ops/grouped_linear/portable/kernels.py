@@ -18,6 +18,7 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import decode_exponent, decode_fp8
+from sparse_attn.device.order import greater
 
 E8M0_NAN = tl.constexpr(255)
 
@@ -31,20 +32,15 @@ def tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED: tl.constexpr, 
     else:
         group = tl.arange(0, GROUPS_PADDED)
         last = tl.load(ends + group * stride_ends, mask=group < groups, other=2147483647)
-        last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, _later)
+        last = tl.associative_scan(tl.minimum(tl.maximum(last, 0), rows), 0, greater)
         before = tl.load(ends + (group - 1) * stride_ends, mask=(group > 0) & (group <= groups), other=0)
-        before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, _later)
+        before = tl.associative_scan(tl.minimum(tl.maximum(before, 0), rows), 0, greater)
         tiles = tl.where(group <= groups, tl.cdiv(last - before, BLOCK_M), 0)
         tiles_to = tl.cumsum(tiles, 0)
         found = tl.sum((tiles_to <= tile).to(tl.int32), 0)
         mine = group == found
         first = tl.sum(tl.where(mine, before + (tile - tiles_to + tiles) * BLOCK_M, 0), 0)
         return found, first, tl.sum(tl.where(mine, last, 0), 0)
-
-
-@triton.jit
-def _later(a, b):
-    return tl.maximum(a, b)
 
 
 @triton.jit

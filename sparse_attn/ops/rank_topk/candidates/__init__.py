@@ -1,1 +1,1 @@
-"""By one gather: each rank's own k highest scores, of which all ranks' highest are found."""
+"""Exact top-k over ranks by one gather of each rank's own k highest scores."""

@@ -1,9 +1,10 @@
 """Exact top-k over ranks by one gather: a rank packs its own k highest scores, and finds its winners among all ranks'.
 
-Candidates of a rank ascend by column, and how many lie in each block says where a tie stands in the whole row. So a
-rank's ties that win are its first ones, as in rank_topk/kernels.py. A CTA has a row. Bytes are few: both launches are
-bound by latency, and merge_candidates by three searches for a digit. Its bins become words of bits where ties are
-looked up.
+Candidates of a rank ascend by column. A rank also packs how many lie in each block, by which all ranks know where a
+tie stands in the whole row. A rank's ties that win are its first ones, as in rank_topk/kernels.py.
+
+One CTA takes a row. Both kernels move few bytes and are bound by latency; merge_candidates by its three searches for a
+digit. Where ties are looked up, words of bits take the place of the histogram in shared memory.
 """
 
 import triton
@@ -11,15 +12,13 @@ import triton.language as tl
 
 from sparse_attn.device import histogram, pdl
 from sparse_attn.device.bits import popcount
+from sparse_attn.device.order import greater
+from sparse_attn.ops.rank_topk import shapes
 from sparse_attn.ops.rank_topk.kernels import key_of, range_of
 
+BITS, SHIFTS = tl.constexpr(shapes.BITS), tl.constexpr(shapes.SHIFTS)
 MINUS_INF_BITS = tl.constexpr(-8388608)
-WORDS_OF_TIES = tl.constexpr(1024)  # as many as have a bit for each of shapes.MOST_CANDIDATES
-
-
-@triton.jit
-def _higher(a, b):
-    return tl.maximum(a, b)
+WORDS_OF_TIES = tl.constexpr(shapes.MOST_CANDIDATES // 32)  # a bit for each candidate
 
 
 @triton.jit(do_not_specialize=["width", "k", "words", "stride_logits", "stride_columns"])
@@ -51,7 +50,7 @@ def pack_candidates(
     held = column >= 0
     score = tl.load(logits + row * stride_logits + start + column, held, float("-inf"))
     tl.store(out + row * words + place, score.to(tl.int32, bitcast=True), place < k)
-    # The last candidate of a block stores how many there are, behind zeros of all blocks.
+    # All counts are zeroed. Then the last candidate of each block stores that block's.
     EACH: tl.constexpr = 32 // counts.dtype.element_ty.primitive_bitwidth
     counts += (row * words + k) * EACH
     for first in range(0, (words - k) * EACH, BLOCKS):
@@ -60,15 +59,17 @@ def pack_candidates(
     tl.debug_barrier()
     block = column // BLOCK_SIZE
     begins = (place == 0) | (earlier // BLOCK_SIZE != block)
-    begin = tl.associative_scan(tl.where(begins, place, 0), 0, _higher)
+    begin = tl.associative_scan(tl.where(begins, place, 0), 0, greater)
     ends = held & ((later < 0) | (later // BLOCK_SIZE != block))
     tl.store(counts + block, (place + 1 - begin).to(counts.dtype.element_ty), ends)
 
 
 @triton.jit
-def _next_digit(smem, key, prefix, need, SHIFT: tl.constexpr, DIGITS: tl.constexpr, THREADS: tl.constexpr):
-    """(digits above with one more, still to be taken), of ``key`` that a CTA holds; see the reference. Bins are zero
-    before."""
+def _next_digit(smem, key, prefix, need, LEVEL: tl.constexpr, THREADS: tl.constexpr):
+    """(``prefix``, the digits above, with the next one; how many of the keys that begin so are still to be taken), of
+    the keys that a CTA holds; see the reference. Bins are zero before and after."""
+    SHIFT: tl.constexpr = SHIFTS[LEVEL]
+    DIGITS: tl.constexpr = 1 << BITS[LEVEL]
     place = tl.arange(0, DIGITS)
     base = (prefix * DIGITS << SHIFT).to(tl.int32)
     if THREADS > 0:
@@ -142,9 +143,9 @@ def merge_candidates(
     key = key_of(bits.to(tl.float32, bitcast=True))
     own = key_of(own_bits.to(tl.float32, bitcast=True))
 
-    prefix, need = _next_digit(smem, key, tl.full([], 0, tl.int32), k, 21, 2048, THREADS)
-    prefix, need = _next_digit(smem, key, prefix, need, 10, 2048, THREADS)
-    kth, need = _next_digit(smem, key, prefix, need, 0, 1024, THREADS)
+    prefix, need = _next_digit(smem, key, tl.full([], 0, tl.int32), k, 0, THREADS)
+    prefix, need = _next_digit(smem, key, prefix, need, 1, THREADS)
+    kth, need = _next_digit(smem, key, prefix, need, 2, THREADS)
 
     tied = (key == kth) & (key != 0)
     limit = tl.full([], CANDIDATES, tl.int32)  # of this rank's ties, how many win: its first ones
