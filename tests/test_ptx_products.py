@@ -83,7 +83,7 @@ def _stream(rows, weight, grid, first_row, supports, planned):
     assert supports(problem, H200).able
     plan = dataclasses.replace(planned(problem, H200), grid=grid)
     memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
-    partials = torch.full((grid, 2, len(rows), plan.block_n), torch.nan)
+    partials = torch.full((grid, 2, plan.block_m, plan.block_n), torch.nan)
     counters = torch.zeros(plan.scratch.counters, dtype=torch.int64)
     return Product(rows, None, codes, scales, memory[:-1], problem, first_row, [partials], counters), plan, memory
 

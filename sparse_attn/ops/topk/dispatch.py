@@ -62,6 +62,7 @@ REGISTERS = 65536  # of an SM
 CLUSTER = 8  # CTAs of a cluster, which have room in any GPC
 CLUSTER_ROWS = 8  # at most, so that all clusters certainly run at once
 CLUSTER_SLOTS = 1024, 16384  # columns of each CTA of it, at least and at most
+CLUSTER_FROM = 8193  # columns; fewer take a CTA of its own less time
 CLUSTER_SHIFT = 14  # bits behind a digit of which 2048 span four octaves
 
 # Search by thresholds.
@@ -112,6 +113,8 @@ def _supports_cluster(problem: Problem, target: Target) -> Support:
     for name, value, allowed in (("rows", problem.rows, CLUSTER_ROWS), ("k", problem.k, problem.width)):
         if value > allowed:
             return _at_most(name, value, allowed)
+    if problem.width < CLUSTER_FROM:
+        return slower(f"width: got {problem.width}, faster from {CLUSTER_FROM}")
     return machine
 
 
@@ -213,7 +216,7 @@ def _always(problem: Problem, target: Target) -> Support:
 
 def _plan_cluster(problem: Problem, target: Target) -> Cluster:
     slots = max(power_of_two(-(-problem.width // CLUSTER)), CLUSTER_SLOTS[0])
-    return Cluster(slots, 8 if slots <= 2048 else 16, CLUSTER, CLUSTER_SHIFT)
+    return Cluster(slots, 8 if slots <= 4096 else 16, CLUSTER, CLUSTER_SHIFT)
 
 
 def _plan_group_maxima(problem: Problem, target: Target) -> GroupMaxima:

@@ -16,8 +16,8 @@ STAGES = 3
 CTAS = 2  # that share an SM
 LEAST_STEPS = 4  # of a CTA
 REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, 104, 24  # at launch, for CTAS an SM, and then
-# stream_k_wide: rows of a tile -> consumers, stages, registers at launch and of a consumer; one CTA an SM.
-WIDE = {32: (4, 5, 96, 112), 64: (4, 4, 96, 112), 128: (2, 4, 168, 216)}
+WIDE = {32: 8, 64: 6, 128: 4}  # stream_k_wide: rows of a tile -> stages; one CTA an SM
+WIDE_REGISTERS, WIDE_CONSUMER_REGISTERS = 168, 216
 MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
 
@@ -64,25 +64,25 @@ def _supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> StreamPlan:
     block_m = next(rows for rows in ROWS if problem.rows <= rows)
-    return _plan(problem, CTAS * target.num_sms, block_m, CONSUMERS, STAGES, REGISTERS, CONSUMER_REGISTERS, ())
+    return _plan(problem, CTAS * target.num_sms, block_m, STAGES, REGISTERS, CONSUMER_REGISTERS, ())
 
 
 def plan_wide(problem: Problem, target: Target) -> StreamPlan:
     block_m = next(rows for rows in WIDE if problem.rows <= rows)
     placed = Buffer("placed", (problem.rows, problem.columns), torch.bfloat16)
-    return _plan(problem, target.num_sms, block_m, *WIDE[block_m], (placed,))
+    registers = WIDE_REGISTERS, WIDE_CONSUMER_REGISTERS
+    return _plan(problem, target.num_sms, block_m, WIDE[block_m], *registers, (placed,))
 
 
 def _plan(
-    problem: Problem, most_ctas: int, block_m: int, consumers: int, stages: int, registers: int, more: int,
-    buffers: tuple[Buffer, ...],
+    problem: Problem, most_ctas: int, block_m: int, stages: int, registers: int, more: int, buffers: tuple[Buffer, ...]
 ) -> StreamPlan:  # fmt: skip
-    block_n = OUTPUTS * consumers
+    block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)
     steps = tiles * (problem.columns // BLOCK_K)
     grid = max(1, min(most_ctas, steps // LEAST_STEPS))
-    partials = Buffer("partials", (grid, 2, problem.rows, block_n), torch.float32)
+    partials = Buffer("partials", (grid, 2, block_m, block_n), torch.float32)
     return StreamPlan(
-        1, block_m, block_n, BLOCK_K, False, 4 * consumers, stages, registers=registers,
-        scratch=Scratch((*buffers, partials), tiles * consumers), grid=grid, consumer_registers=more,
+        1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, stages, registers=registers,
+        scratch=Scratch((*buffers, partials), tiles * CONSUMERS), grid=grid, consumer_registers=more,
     )  # fmt: skip

@@ -36,6 +36,7 @@ RESULT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 CODES = gl.constexpr(gl.DotOperandLayout(0, RESULT.value, 16))
 ROWS = gl.constexpr(gl.DotOperandLayout(1, RESULT.value, 16))
 OUTPUT = gl.constexpr(gl.SliceLayout(1, RESULT.value))
+IN_ORDER = gl.constexpr((3, 1, 2))
 # Words of four codes [OUTPUTS, BLOCK_K / 4]. Lanes 0 to 7 have outputs 0 and 4, whose 16 bytes lie in other banks.
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -119,7 +120,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         with_nan = gl.reshape(gl.permute(gl.reshape(with_nan, [OUTPUTS // 8, 2, 4]), (0, 2, 1)), [OUTPUTS])
         with_nan = gl.convert_layout(with_nan, OUTPUT)
         sums = gl.where(gl.expand_dims(with_nan, 1), float("nan"), sums)
-        finish(sums, run, output, tile, own, which, BLOCK_N, RESULT, TOGETHER)
+        finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER, TOGETHER)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "first_row", "stride_scales"])
@@ -128,7 +129,7 @@ def stream_k(
     words,  # int32 [outputs, columns / 4] of four codes, boxes of BLOCK_N x BLOCK_K / 4
     scales,  # fp32 or uint8 [blocks of rows, blocks of columns], contiguous in a row
     out,  # bf16 [rows, outputs], contiguous
-    partials,  # fp32 [CTAs, 2, rows, BLOCK_N]
+    partials,  # fp32 [CTAs, 2, BLOCK_M * BLOCK_N]
     arrivals,  # int64 [tiles of outputs, CONSUMERS], zero before and after
     rows,
     outputs,

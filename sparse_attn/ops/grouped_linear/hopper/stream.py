@@ -40,7 +40,7 @@ class Run:
 
 @aggregate
 class Output:
-    """out: bf16 [rows, outputs]. partials: fp32 [CTAs, 2, rows, BLOCK_N]. arrivals: int64 [tiles, CONSUMERS]."""
+    """out: bf16 [rows, outputs]. partials: fp32 [CTAs, 2, BLOCK_M * BLOCK_N]. arrivals: int64 [tiles, CONSUMERS]."""
 
     out: gl.tensor
     partials: gl.tensor
@@ -135,18 +135,32 @@ def prepare(words, x, outputs, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _add_partials(run, output, tile, first, last, at, mask, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
-                  TOGETHER: gl.constexpr):  # fmt: skip
-    """The sum of what CTAs first to last left of a tile, of some CTAs read together. at: offsets of a CTA's own."""
-    sums = gl.zeros(at.shape, gl.float32, LAYOUT)
+def _in_line(sums):
+    """[n] of a product's result [OUTPUTS, BLOCK_M]: a thread has four neighbours, and a warp 128."""
+    parts = gl.reshape(sums, [4, 2, 8, sums.shape[1] // 8, 4, 2])  # warp, register, lane; register, lane, register
+    return gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [OUTPUTS * sums.shape[1]])
+
+
+@gluon.jit
+def _from_line(line, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+    """What _in_line was given."""
+    parts = gl.permute(gl.reshape(line, [BLOCK_M // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(parts, [OUTPUTS, BLOCK_M]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _add_partials(run, tile, partials, size, first, last, LINE: gl.constexpr, TOGETHER: gl.constexpr):
+    """The sum of what CTAs first to last left of a tile, of some CTAs read together. partials: pointers to a consumer's
+    own in the first slot. size: of a slot."""
+    sums = gl.zeros(partials.shape, gl.float32, LINE)
     begin = tile * run.steps
     for cta in range(first, last + 1, TOGETHER):
         got = ()
         for n in gl.static_range(TOGETHER):
             second = (begin_of(run, cta + n) < begin).to(gl.int64)  # it began in a tile before
-            slot = ((cta + n).to(gl.int64) * 2 + gl.where(cta + n == first, second, 0)) * output.rows * BLOCK_N
-            there = mask & (cta + n <= last)
-            got = got + (gl.load(output.partials + slot + at, mask=there, other=0.0, cache_modifier=".cg"),)
+            slot = (cta + n).to(gl.int64) * 2 + gl.where(cta + n == first, second, 0)
+            there = cta + n <= last
+            got = got + (gl.load(partials + slot * size, mask=there, other=0.0, cache_modifier=".cg"),)
         for n in gl.static_range(TOGETHER):
             sums += got[n]
     return sums
@@ -154,28 +168,36 @@ def _add_partials(run, output, tile, first, last, at, mask, BLOCK_N: gl.constexp
 
 @gluon.jit
 def finish(
-    sums, run, output, tile, own, which: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):  # fmt: skip
+    sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, IN_ORDER: gl.constexpr, TOGETHER: gl.constexpr
+):
     """Store a consumer's sums [OUTPUTS, BLOCK_M] of a tile, or leave them to the CTA of the tile that comes last, which
-    adds up all CTAs', TOGETHER at a time. own: which outputs of the tile they are of."""
+    adds up all CTAs', TOGETHER at a time. IN_ORDER: how to permute bits of a product's row, as dimensions of two behind
+    the eights, so that outputs are in order."""
     CONSUMERS: gl.constexpr = BLOCK_N // OUTPUTS
-    row = gl.arange(0, sums.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    out_column = tile * BLOCK_N + own
-    there = gl.expand_dims(row < output.rows, 0) & gl.expand_dims(out_column < output.outputs, 1)
+    BLOCK_M: gl.constexpr = sums.shape[1]
+    RESULT: gl.constexpr = sums.type.layout
+    SIZE: gl.constexpr = BLOCK_M * BLOCK_N
     whole = (run.begin <= tile * run.steps) & (run.end >= tile * run.steps + run.steps)
     if not whole:
-        at = gl.expand_dims(row * BLOCK_N, 0) + gl.expand_dims(own, 1)
+        line = _in_line(sums)
+        LINE: gl.constexpr = line.type.layout
+        partials = output.partials + which * OUTPUTS * BLOCK_M + gl.arange(0, OUTPUTS * BLOCK_M, LINE)
         second = (run.begin < tile * run.steps).to(gl.int64)
-        slot = (gl.program_id(0).to(gl.int64) * 2 + second) * output.rows * BLOCK_N
-        gl.store(output.partials + slot + at, sums, mask=there)
+        gl.store(partials + (gl.program_id(0).to(gl.int64) * 2 + second) * SIZE, line)
         barrier()  # all of the warpgroup's partials are there before it says so
         first, last = cta_of(run, tile * run.steps), cta_of(run, tile * run.steps + run.steps - 1)
         arrival = output.arrivals + tile * CONSUMERS + which
         if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
             gl.store(arrival, 0)
-            sums = _add_partials(run, output, tile, first, last, at, there, BLOCK_N, LAYOUT, TOGETHER)
+            line = _add_partials(run, tile, partials, SIZE, first, last, LINE, TOGETHER)
+            sums = _from_line(line, BLOCK_M, RESULT)
             whole = True
     if whole:
-        to = gl.expand_dims(row * output.outputs, 0) + gl.expand_dims(out_column, 1)
-        gl.store(output.out + to, cast.cast(sums, gl.bfloat16), mask=there)
+        ordered = gl.permute(gl.reshape(cast.cast(sums, gl.bfloat16), [OUTPUTS // 8, 2, 2, 2, BLOCK_M]), (0, IN_ORDER[0], IN_ORDER[1], IN_ORDER[2], 4))
+        LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # a warp stores neighbours of a row
+        ordered = gl.convert_layout(gl.permute(gl.reshape(ordered, [OUTPUTS, BLOCK_M]), (1, 0)), LINES)
+        row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, LINES)), 1)
+        column = tile * BLOCK_N + which * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, LINES))
+        column = gl.expand_dims(column, 0)
+        there = (row < output.rows) & (column < output.outputs)
+        gl.store(output.out + row * output.outputs + column, ordered, mask=there)

@@ -21,6 +21,7 @@ from sparse_attn.ops.grouped_linear.hopper.stream import (
     producer,
 )
 
+IN_ORDER = gl.constexpr((2, 3, 1))
 BF16X4 = gl.constexpr((gl.bfloat16,) * 4)
 # Words of four codes [OUTPUTS, BLOCK_K / 4]. 16 lanes read 32 bytes of outputs 0, 2, 4 and 6, which lie in all banks.
 WORDS = gl.constexpr(
@@ -115,7 +116,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         with_nan = gl.reshape(_in_order(gl.expand_dims(with_nan, 1)), [OUTPUTS])
         with_nan = gl.convert_layout(with_nan, gl.SliceLayout(1, RESULT))
         sums = gl.where(gl.expand_dims(with_nan, 1) > 0, float("nan"), sums)
-        finish(sums, run, output, tile, own, which, BLOCK_N, RESULT, 128 // BLOCK_M)
+        finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER, 128 // BLOCK_M)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "first_row", "stride_scales"])
@@ -124,7 +125,7 @@ def stream_k_wide(
     words,  # int32 [outputs, columns / 4] of four codes, boxes of BLOCK_N x BLOCK_K / 4
     scales,  # fp32 or uint8 [blocks of rows, blocks of columns], contiguous in a row
     out,  # bf16 [rows, outputs], contiguous
-    partials,  # fp32 [CTAs, 2, rows, BLOCK_N]
+    partials,  # fp32 [CTAs, 2, BLOCK_M * BLOCK_N]
     arrivals,  # int64 [tiles of outputs, CONSUMERS], zero before and after
     rows,
     outputs,
@@ -138,29 +139,15 @@ def stream_k_wide(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    CONSUMERS: gl.constexpr = words.block_shape[0] // OUTPUTS
     shared, run = prepare(words, x, outputs, steps, STAGES)
     scales = Scales(scales, first_row, stride_scales, E8M0, BLOCK_ROWS, BLOCK_COLUMNS)
     output = Output(out, partials, arrivals, rows, outputs)
-    if CONSUMERS == 4:
-        gl.warp_specialize(
-            [
-                (_consumer, (shared, scales, output, run, 0)),
-                (_consumer, (shared, scales, output, run, 1)),
-                (_consumer, (shared, scales, output, run, 2)),
-                (_consumer, (shared, scales, output, run, 3)),
-                (producer, (shared, words, x, run)),
-            ],
-            [4, 4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (shared, scales, output, run, 0)),
-                (_consumer, (shared, scales, output, run, 1)),
-                (producer, (shared, words, x, run)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (shared, scales, output, run, 0)),
+            (_consumer, (shared, scales, output, run, 1)),
+            (producer, (shared, words, x, run)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

@@ -220,12 +220,12 @@ def decode(words, low, high):
 
 
 @gluon.jit
-def multiply(decoded, q):
-    """Start the product [BLOCK_KV, columns] of keys, as ``decode`` gives them, and an operand of queries [columns,
-    128]."""
+def _multiply(words, low, high, q):
+    """Start the product [BLOCK_KV, columns] of packed keys and an operand of queries [columns, 128]."""
     N: gl.constexpr = q.shape[0]
     RESULT: gl.constexpr = product_layout(N)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
+    decoded = decode(words, low, high)
     twice = gl.join(decoded, decoded)
     four = gl.reshape(gl.join(twice, twice), [BLOCK_KV, 128])  # a word for each of its bytes: no instruction
     four = gl.convert_layout(four, OPERAND)
@@ -237,22 +237,11 @@ def multiply(decoded, q):
 
 
 @gluon.jit
-def _multiply(words, low, high, q):
-    return multiply(decode(words, low, high), q)
-
-
-@gluon.jit
-def decode_near(words, steps):
-    """``decode`` of packed keys whose groups' scales are ``steps`` below their highest, a byte each."""
+def multiply_codes(words, steps, q):
+    """Start the product of packed keys whose groups' scales are ``steps`` below their highest, a byte each."""
     group = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEY_WORDS)))
     low, high = _tables(_byte(gl.expand_dims(steps, 1), gl.expand_dims(group, 0)))
-    return decode(words, low, high)
-
-
-@gluon.jit
-def multiply_codes(words, steps, q):
-    """Start the product of packed keys: see decode_near."""
-    return multiply(decode_near(words, steps), q)
+    return _multiply(words, low, high, q)
 
 
 @gluon.jit

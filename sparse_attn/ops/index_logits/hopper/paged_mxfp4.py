@@ -29,8 +29,6 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     KEYS_OF_A_WARP,
     QueryBlock,
     allocate,
-    decode_near,
-    multiply,
     multiply_codes,
     prepare,
     scores_of_groups,
@@ -114,25 +112,6 @@ def _scaler(shared, bars, lengths, run):
 
 
 @gluon.jit
-def _fetch(shared, bars, use, there, all_fit, KEY: gl.constexpr):
-    """(decoded keys of the ring's ``use``-th tile, factors, where keys end, whether groups are near) where there
-    is such a tile, else anything. A tile that is near is emptied."""
-    STAGES: gl.constexpr = shared.codes.shape[0]
-    ANY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    stage, phase = ring(use, STAGES)
-    mbarrier.wait(bars.full.index(stage), phase, pred=there)
-    words = words_of(shared.codes.index(stage))
-    mbarrier.wait(bars.ready.index(stage), phase, pred=there)
-    steps = shared.steps.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, KEY_WORDS)))
-    factor = shared.factors.index(stage).load(KEY)
-    end = gl.expand_dims(shared.ends.index(stage).load(KEY), 1)
-    near = (gl.sum(shared.apart.index(stage).load(ANY), 0) == 0) & (all_fit != 0)
-    barrier()
-    mbarrier.expect(bars.empty.index(stage), 0, pred=there & near)
-    return decode_near(words, steps), factor, end, near
-
-
-@gluon.jit
 def _consumer(
     shared, bars, q, stride_q_request, stride_q_row, lengths, output, run, keep_in_l2, which: gl.constexpr,
     HEADS: gl.constexpr,
@@ -178,70 +157,40 @@ def _consumer(
             mbarrier.wait(bars.q_ready.index(q_stage), phase)
             all_fit = gl.min(shared.fit.index(q_stage).load(gl.BlockedLayout([4], [32], [4], [0])), 0)
             half_weights = weights_of(weights.slice(0, N), HELD)
-            if HELD and PRODUCTS == 1:
-                begin = own_tile(which, done, CONSUMERS)
-                keys, factor, end, near = _fetch(shared, bars, done + begin, begin < own, all_fit, KEY)
-                for i in range(begin, own, CONSUMERS):
-                    # Copies: ptxas would let the next keys take these ones' registers, and wait for each wgmma.
-                    product = multiply(keys ^ (i >> 30), queries)
-                    now_factor, now_end, now_near = factor, end, near
-                    more = i + CONSUMERS < own
-                    keys, factor, end, near = _fetch(shared, bars, done + i + CONSUMERS, more, all_fit, KEY)
-                    product = warpgroup_mma_wait(0, deps=(product,))
-                    if now_near:
-                        scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(now_factor, 1)
-                        write(scores, skip + i, now_end, own_places[PRODUCTS - 1], output, keep_in_l2, key, group)
-                    else:
-                        stage, _ = ring(done + i, STAGES)
-                        words, key_scales = words_of(shared.codes.index(stage)), shared.scales.index(stage)
-                        here = QueryBlock(
-                            block.codes + (i >> 30),
-                            block.weights + (i >> 30),
-                            block.present,
-                            block.stride_row,
-                            block.stride_weights_row,
-                            block.stride_weights_head,
-                            HEADS,
-                        )  # of the loop: nothing of this branch is computed before it, in registers that are missing
-                        known = gl.expand_dims(gl.where(now_factor == now_factor, 1.0, float("nan")), 1)
-                        scores = scores_of_groups(words, key_scales.reshape([BLOCK_KV]), queries, here, 0, ROWS) * known
-                        write(scores, skip + i, now_end, own_places[PRODUCTS - 1], output, keep_in_l2, key, group)
-                        signal(bars.empty.index(stage))
-            else:
-                for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
-                    stage, phase = ring(done + i, STAGES)
-                    mbarrier.wait(bars.full.index(stage), phase)
-                    words = words_of(shared.codes.index(stage))
-                    mbarrier.wait(bars.ready.index(stage), phase)
-                    steps = shared.steps.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, KEY_WORDS)))
-                    factor = shared.factors.index(stage).load(KEY)
-                    end = gl.expand_dims(shared.ends.index(stage).load(KEY), 1)
-                    apart = gl.sum(shared.apart.index(stage).load(ANY), 0)
-                    if (apart == 0) & (all_fit != 0):
-                        signal(bars.empty.index(stage))
-                        for p in gl.static_range(PRODUCTS):
-                            some = queries.slice(p * N, N, dim=0)
-                            product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
-                            if not HELD:
-                                half_weights = weights_of(weights.slice(p * N, N), False)
-                            scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
-                            write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
-                    else:
-                        key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
-                        here = QueryBlock(
-                            block.codes + (i >> 30),
-                            block.weights + (i >> 30),
-                            block.present,
-                            block.stride_row,
-                            block.stride_weights_row,
-                            block.stride_weights_head,
-                            HEADS,
-                        )  # of the loop: nothing of this branch is computed before it, in registers that are missing
-                        known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
-                        for p in gl.static_range(PRODUCTS):
-                            scores = scores_of_groups(words, key_scales, queries, here, p * N, ROWS) * known
-                            write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
-                        signal(bars.empty.index(stage))
+            for i in range(own_tile(which, done, CONSUMERS), own, CONSUMERS):
+                stage, phase = ring(done + i, STAGES)
+                mbarrier.wait(bars.full.index(stage), phase)
+                words = words_of(shared.codes.index(stage))
+                mbarrier.wait(bars.ready.index(stage), phase)
+                steps = shared.steps.index(stage).load(gl.SliceLayout(1, gl.SliceLayout(2, KEY_WORDS)))
+                factor = shared.factors.index(stage).load(KEY)
+                end = gl.expand_dims(shared.ends.index(stage).load(KEY), 1)
+                apart = gl.sum(shared.apart.index(stage).load(ANY), 0)
+                if (apart == 0) & (all_fit != 0):
+                    signal(bars.empty.index(stage))
+                    for p in gl.static_range(PRODUCTS):
+                        some = queries.slice(p * N, N, dim=0)
+                        product = warpgroup_mma_wait(0, deps=(multiply_codes(words, steps, some),))
+                        if not HELD:
+                            half_weights = weights_of(weights.slice(p * N, N), False)
+                        scores = weighed_sums(product, half_weights, ROWS) * gl.expand_dims(factor, 1)
+                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
+                else:
+                    key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
+                    here = QueryBlock(
+                        block.codes + (i >> 30),
+                        block.weights + (i >> 30),
+                        block.present,
+                        block.stride_row,
+                        block.stride_weights_row,
+                        block.stride_weights_head,
+                        HEADS,
+                    )  # of the loop: nothing of this branch is computed before it, in registers that are missing
+                    known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
+                    for p in gl.static_range(PRODUCTS):
+                        scores = scores_of_groups(words, key_scales, queries, here, p * N, ROWS) * known
+                        write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
+                    signal(bars.empty.index(stage))
         done += own
         blocks_done += (own > 0).to(gl.int32)
         skip = 0

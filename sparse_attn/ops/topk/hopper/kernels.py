@@ -66,6 +66,7 @@ def select_cluster(
     CTAS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
+    gl.static_assert(CTAS * MOST_TIES % THREADS == 0)  # of all CTAs' ties a thread has as many as any other
     UNIT: gl.constexpr = 4 if ALIGNED else 1
     ROUNDS: gl.constexpr = SLOTS // (4 * THREADS)
     FOURS: gl.constexpr = cluster.plane([1, 4], [1, 32], [1, THREADS // 32], CTAS)
