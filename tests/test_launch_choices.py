@@ -230,8 +230,8 @@ def test_selection_on_hopper():
         selections("sm_90"),
         """\
 rows  1024                 4096                 8192                      32768                       131072                      1048576
-1     single_cta 1024 8w*  single_cta 4096 8w*  hopper.cluster 1024/8 8w  hopper.cluster 4096/8 16w   hopper.cluster 16384/8 16w  sampled 8192/64 16w
-8     single_cta 1024 8w*  single_cta 4096 8w*  hopper.cluster 1024/8 8w  hopper.cluster 4096/8 16w   hopper.cluster 16384/8 16w  sampled 8192/16 16w
+1     single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       hopper.cluster 4096/8 8w    hopper.cluster 16384/8 16w  sampled 8192/64 16w
+8     single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       hopper.cluster 4096/8 8w    hopper.cluster 16384/8 16w  sampled 8192/16 16w
 64    single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  appended 8192/2 16w         sampled 8192/2 16w
 200   single_cta 1024 2w   single_cta 4096 8w*  single_cta_bf16 8192 8w=  single_cta_bf16 32768 8w    sampled 8192/1 16w          sampled 8192/1 16w
 4096  single_cta 1024 2w   single_cta 4096 8w=  single_cta_bf16 8192 4w=  single_cta_bf16 32768 8w    multi_pass 8192/16 8w       multi_pass 8192/16 8w""",

@@ -156,6 +156,16 @@ def test_stream_k_wide(layout, n, outputs, columns, grid):
     check(streamed_wide(rows, weight, grid), rows, None, weight)
 
 
+@pytest.mark.few(0)
+@pytest.mark.parametrize("n", [3, 20])
+def test_stream_k_of_a_cut_weight(n):
+    """Its first row is the fourth of a scale block. So eight outputs of a lane's group have two scales."""
+    rows, weight = in_line(rows_of(n, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)
+    run = streamed if n < 17 else streamed_wide
+    cut = weight._replace(codes=weight.codes[:, 3:])
+    assert torch.equal(run(rows, cut, 1, first_row=3), run(rows, weight, 1)[:, 3:])
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("n", [20, 70])
 def test_stream_k_wide_with_nan_in_a_code(n):

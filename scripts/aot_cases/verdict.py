@@ -41,8 +41,6 @@ ALLOWED_SPILLS = {
     "index_logits.hopper.prefill_mxfp4.mqa_logits": {"sm_90": 376},
     # Four scalars, with triton 3.6 alone.
     "hyper_connection.mix": {"sm_100": 16},
-    # Offsets of 128 rows that are stored, written and read once a tile.
-    "grouped_linear.hopper.wide.stream_k_wide": {"sm_90": 240},
     # Tiles of 64 rows, two of sums.
     "grouped_linear.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
     "rank_topk.candidates.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
@@ -58,7 +56,6 @@ ALLOWED_SPILLS = {
 SPILLS_OF_LATER = {
     (3, 8): {
         "grouped_linear.fp8.multiply": {"sm_100": 8},
-        "grouped_linear.hopper.wide.stream_k_wide": {"sm_90": 328},
         "index_logits.hopper.prefill.mqa_logits": {"sm_90": 96},
         "index_logits.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
         "index_logits.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},

@@ -21,11 +21,11 @@ STREAMED = [
         ("tests/test_ptx_products.py::test_stream_k",),
     ),
     Mutation(
-        "streamed-outputs-in-place", "outputs are taken in the order of lanes",
+        "streamed-outputs-in-place", "scales of outputs are taken in the order of lanes",
         KERNELS,
         "    return (m & (OUTPUTS - 8)) | ((m & 1) << 2) | ((m >> 1) & 3)",
         "    return m",
-        ("tests/test_ptx_products.py::test_stream_k",),
+        ("tests/test_ptx_products.py::test_stream_k_of_a_cut_weight",),
     ),
     Mutation(
         "streamed-scale-of-another-block", "the scale of a block of columns is that of the block before",
@@ -49,11 +49,25 @@ STREAMED = [
         ("tests/test_ptx_products.py::test_stream_k_with_nan_in_a_code",),
     ),
     Mutation(
-        "streamed-wide-outputs-in-place", "outputs of a wide product are taken in the order of lanes",
+        "streamed-wide-outputs-in-place", "scales of outputs of a wide product are taken in the order of lanes",
         WIDE,
         "    return (m & (OUTPUTS - 8)) | ((m & 1) << 1) | ((m & 2) << 1) | ((m >> 2) & 1)",
         "    return m",
+        ("tests/test_ptx_products.py::test_stream_k_of_a_cut_weight",),
+    ),
+    Mutation(
+        "streamed-wide-stored-in-place", "outputs of a wide product are stored in the order of lanes",
+        WIDE,
+        "IN_ORDER = gl.constexpr((2, 3, 1))",
+        "IN_ORDER = gl.constexpr((1, 2, 3))",
         ("tests/test_ptx_products.py::test_stream_k_wide",),
+    ),
+    Mutation(
+        "streamed-partials-of-both", "both consumers leave their partials in one place",
+        STREAM,
+        "output.partials + which * OUTPUTS * BLOCK_M + ",
+        "output.partials + ",
+        ("tests/test_ptx_products.py::test_stream_k",),
     ),
     Mutation(
         "streamed-wide-emptied-early", "a stage is emptied while its rows are multiplied",

@@ -31,7 +31,6 @@ from sparse_attn.ops.grouped_linear.hopper.stream import (
     producer,
 )
 
-TOGETHER = gl.constexpr(8)  # partials that are read at once
 RESULT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 CODES = gl.constexpr(gl.DotOperandLayout(0, RESULT.value, 16))
 ROWS = gl.constexpr(gl.DotOperandLayout(1, RESULT.value, 16))
@@ -120,7 +119,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         with_nan = gl.reshape(gl.permute(gl.reshape(with_nan, [OUTPUTS // 8, 2, 4]), (0, 2, 1)), [OUTPUTS])
         with_nan = gl.convert_layout(with_nan, OUTPUT)
         sums = gl.where(gl.expand_dims(with_nan, 1), float("nan"), sums)
-        finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER, TOGETHER)
+        finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "first_row", "stride_scales"])
@@ -142,10 +141,11 @@ def stream_k(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    TOGETHER: gl.constexpr,  # CTAs whose partials are read at once
 ):
     shared, run = prepare(words, x, outputs, steps, STAGES)
     scales = Scales(scales, first_row, stride_scales, E8M0, BLOCK_ROWS, BLOCK_COLUMNS)
-    output = Output(out, partials, arrivals, rows, outputs)
+    output = Output(out, partials, arrivals, rows, outputs, TOGETHER)
     gl.warp_specialize(
         [
             (_consumer, (shared, scales, output, run, 0)),

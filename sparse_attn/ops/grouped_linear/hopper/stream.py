@@ -40,13 +40,15 @@ class Run:
 
 @aggregate
 class Output:
-    """out: bf16 [rows, outputs]. partials: fp32 [CTAs, 2, BLOCK_M * BLOCK_N]. arrivals: int64 [tiles, CONSUMERS]."""
+    """out: bf16 [rows, outputs]. partials: fp32 [CTAs, 2, BLOCK_M * BLOCK_N]. arrivals: int64 [tiles, CONSUMERS].
+    TOGETHER: CTAs whose partials are read at once."""
 
     out: gl.tensor
     partials: gl.tensor
     arrivals: gl.tensor
     rows: gl.tensor
     outputs: gl.tensor
+    TOGETHER: gl.constexpr
 
 
 @aggregate
@@ -167,11 +169,9 @@ def _add_partials(run, tile, partials, size, first, last, LINE: gl.constexpr, TO
 
 
 @gluon.jit
-def finish(
-    sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, IN_ORDER: gl.constexpr, TOGETHER: gl.constexpr
-):
+def finish(sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, IN_ORDER: gl.constexpr):
     """Store a consumer's sums [OUTPUTS, BLOCK_M] of a tile, or leave them to the CTA of the tile that comes last, which
-    adds up all CTAs', TOGETHER at a time. IN_ORDER: how to permute bits of a product's row, as dimensions of two behind
+    adds up all CTAs'. IN_ORDER: how to permute bits of a product's row, as dimensions of two behind
     the eights, so that outputs are in order."""
     CONSUMERS: gl.constexpr = BLOCK_N // OUTPUTS
     BLOCK_M: gl.constexpr = sums.shape[1]
@@ -189,7 +189,7 @@ def finish(
         arrival = output.arrivals + tile * CONSUMERS + which
         if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
             gl.store(arrival, 0)
-            line = _add_partials(run, tile, partials, SIZE, first, last, LINE, TOGETHER)
+            line = _add_partials(run, tile, partials, SIZE, first, last, LINE, output.TOGETHER)
             sums = _from_line(line, BLOCK_M, RESULT)
             whole = True
     if whole:
@@ -200,4 +200,8 @@ def finish(
         column = tile * BLOCK_N + which * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, LINES))
         column = gl.expand_dims(column, 0)
         there = (row < output.rows) & (column < output.outputs)
-        gl.store(output.out + row * output.outputs + column, ordered, mask=there)
+        # Computed anew for each tile: no registers hold the offsets of all rows while tiles are multiplied.
+        stride = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [output.outputs], dtype=gl.int32, is_pure=False, pack=1
+        )
+        gl.store(output.out + row * stride + column, ordered, mask=there)

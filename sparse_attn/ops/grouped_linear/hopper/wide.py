@@ -116,7 +116,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
         with_nan = gl.reshape(_in_order(gl.expand_dims(with_nan, 1)), [OUTPUTS])
         with_nan = gl.convert_layout(with_nan, gl.SliceLayout(1, RESULT))
         sums = gl.where(gl.expand_dims(with_nan, 1) > 0, float("nan"), sums)
-        finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER, 128 // BLOCK_M)
+        finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "first_row", "stride_scales"])
@@ -138,10 +138,11 @@ def stream_k_wide(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    TOGETHER: gl.constexpr,  # CTAs whose partials are read at once
 ):
     shared, run = prepare(words, x, outputs, steps, STAGES)
     scales = Scales(scales, first_row, stride_scales, E8M0, BLOCK_ROWS, BLOCK_COLUMNS)
-    output = Output(out, partials, arrivals, rows, outputs)
+    output = Output(out, partials, arrivals, rows, outputs, TOGETHER)
     gl.warp_specialize(
         [
             (_consumer, (shared, scales, output, run, 0)),
