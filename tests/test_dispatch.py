@@ -61,7 +61,7 @@ def test_a_launcher_is_imported_when_it_is_taken():
 
 def test_impl_names_a_kernel_of_the_op():
     x = scores("normal", 2, 40)
-    names = "auto, reference, triton, group_maxima, .*streaming"
+    names = "auto, reference, triton, hopper.cluster, group_maxima, .*streaming"
     with pytest.raises(ValueError, match=f"^impl: got 'cuda', allowed: {names}$"):
         top_k_per_row(x, 3, impl="cuda")
     if target_of(torch.device("cpu")) is CPU:
@@ -91,16 +91,20 @@ def test_why_other_selections_are_passed_over():
         "\n".join(lines),
         """\
 sm_90, 64 x 8192, k 2048: single_cta
+  hopper.cluster: rows: got 64, allowed: at most 8
   group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
   single_cta_bf16: k: got 2048, faster up to 1024 (at most 132 rows of at most 8192 columns)
 sm_90, 64 x 131072, k 2048: appended
+  hopper.cluster: rows: got 64, allowed: at most 8
   group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
   single_cta_bf16: width: got 131072, allowed: 4097 to 32768
   single_cta: width: got 131072, allowed: at most 32768
   multi_cta: rows: got 64, allowed: at most 16 (131072 columns take 8 CTAs a row)
   multi_pass: rows: got 64, faster from 265
 sm_90, 64 x 131072, k 2048, group maxima: group_maxima
+  hopper.cluster: rows: got 64, allowed: at most 8
 sm_90, 64 x 131072, k 4097, group maxima: sampled
+  hopper.cluster: rows: got 64, allowed: at most 8
   group_maxima: k: got 4097, allowed: at most 4096
   single_cta_bf16: width: got 131072, allowed: 4097 to 32768
   single_cta: width: got 131072, allowed: at most 32768
@@ -108,6 +112,7 @@ sm_90, 64 x 131072, k 4097, group maxima: sampled
   multi_pass: rows: got 64, faster from 265
   appended: k: got 4097, allowed: at most 4096
 sm_90, 1 x 1048576, k 7000, group maxima: streaming
+  hopper.cluster: width: got 1048576, allowed: 4097 to 131072
   group_maxima: width: got 1048576, allowed: at most 262144
   single_cta_bf16: width: got 1048576, allowed: 4097 to 32768
   single_cta: width: got 1048576, allowed: at most 32768
@@ -116,11 +121,13 @@ sm_90, 1 x 1048576, k 7000, group maxima: streaming
   appended: width: got 1048576, allowed: 32769 to 262144
   sampled: k: got 7000, allowed: at most 6553
 sm_100, 4096 x 131072, k 512, group maxima: multi_pass
+  hopper.cluster: target: got sm_100, allowed: sm_90
   group_maxima: target: got sm_100, allowed: sm_90
   single_cta_bf16: target: got sm_100, allowed: sm_90
   single_cta: width: got 131072, allowed: at most 32768
   multi_cta: rows: got 4096, allowed: at most 18 (131072 columns take 8 CTAs a row)
 gfx942, 4096 x 131072, k 7000: thresholds.streaming
+  hopper.cluster: target: got gfx942, allowed: sm_90
   group_maxima: target: got gfx942, allowed: sm_90
   single_cta_bf16: target: got gfx942, allowed: sm_90
   single_cta: target: got gfx942, allowed: NVIDIA

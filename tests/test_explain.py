@@ -51,6 +51,7 @@ top_k_per_row on sm_90: appended
     counts int32 [264]
   floors on NVIDIA H200: bytes 7.9 us, operations 0.0 us (measured: a large copy, large matrix products)
   passed over:
+    hopper.cluster: rows: got 64, allowed: at most 8
     group_maxima: group maxima: got none, allowed: of every 8 scores, as index_topk_decode computes them
     single_cta_bf16: width: got 131072, allowed: 4097 to 32768
     single_cta: width: got 131072, allowed: at most 32768
@@ -79,11 +80,10 @@ def test_a_fused_operator_is_explained_with_its_scores():
     assert_expected_inline(
         explained("index_topk_decode", tokens=8, next_n=2, context=131072),
         """\
-index_topk_decode on sm_90: group_maxima
-  plan: slots 20480, num_warps 16, rows 8, maxima 16384, tile 16384, chunk 4096, max_registers 128, ctas 8, rows_at_once 8, waves 0.06
-  scratch: 4,718,592 bytes, 0 counters
+index_topk_decode on sm_90: hopper.cluster
+  plan: slots 16384, num_warps 16, ctas_per_row 8, window_shift 14, ctas 64, rows_at_once 8, waves 0.48
+  scratch: 4,194,304 bytes, 0 counters
     logits float32 [8, 131072]
-    maxima float32 [8, 16384]
   floors on NVIDIA H200: bytes 16.3 us, operations 11.2 us (measured: a large copy, large matrix products)
   scores on sm_90: hopper.paged
     plan: block_q 2, ctas 132, stages 8, consumer_registers 112, producer_registers 32, waves 1.0
@@ -166,7 +166,9 @@ def test_impl_is_heeded():
     assert explain("top_k_per_row", logits(2, 8), 3, impl="reference", target="sm_90").kernel == "reference"
     with pytest.raises(ValueError, match=r"^width: got 40000, allowed: at most 32768 \(impl='single_cta'\)$"):
         explain("top_k_per_row", logits(2, 40000), 3, impl="single_cta", target="sm_90")
-    with pytest.raises(ValueError, match="^impl: got 'cuda', allowed: auto, reference, triton, group_maxima"):
+    with pytest.raises(
+        ValueError, match="^impl: got 'cuda', allowed: auto, reference, triton, hopper.cluster, group_maxima"
+    ):
         explain("top_k_per_row", logits(2, 8), 3, impl="cuda", target="sm_90")
 
 

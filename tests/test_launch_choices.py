@@ -229,12 +229,12 @@ def test_selection_on_hopper():
     assert_expected_inline(
         selections("sm_90"),
         """\
-rows  1024                 4096                 8192                      32768                       131072                 1048576
-1     single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  multi_cta 8192/16 16w  sampled 8192/64 16w
-8     single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  multi_cta 8192/16 16w  sampled 8192/16 16w
-64    single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  appended 8192/2 16w    sampled 8192/2 16w
-200   single_cta 1024 2w   single_cta 4096 8w*  single_cta_bf16 8192 8w=  single_cta_bf16 32768 8w    sampled 8192/1 16w     sampled 8192/1 16w
-4096  single_cta 1024 2w   single_cta 4096 8w=  single_cta_bf16 8192 4w=  single_cta_bf16 32768 8w    multi_pass 8192/16 8w  multi_pass 8192/16 8w""",
+rows  1024                 4096                 8192                      32768                       131072                      1048576
+1     single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       hopper.cluster 4096/8 8w    hopper.cluster 16384/8 16w  sampled 8192/64 16w
+8     single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       hopper.cluster 4096/8 8w    hopper.cluster 16384/8 16w  sampled 8192/16 16w
+64    single_cta 1024 8w*  single_cta 4096 8w*  single_cta 8192 8w*       single_cta_bf16 32768 16w*  appended 8192/2 16w         sampled 8192/2 16w
+200   single_cta 1024 2w   single_cta 4096 8w*  single_cta_bf16 8192 8w=  single_cta_bf16 32768 8w    sampled 8192/1 16w          sampled 8192/1 16w
+4096  single_cta 1024 2w   single_cta 4096 8w=  single_cta_bf16 8192 4w=  single_cta_bf16 32768 8w    multi_pass 8192/16 8w       multi_pass 8192/16 8w""",
     )
 
 
@@ -288,6 +288,6 @@ rows / groups  fp8, fp32 scales     MXFP4                 MXFP4 fp16           f
 48 / 256       48 16x64x128 4w 4s   48 8x64x256 4w 4s*    48 16x32x32 4w 3s    48 16x32x32 4w 2s
 768 / 256      288 16x64x128 4w 4s  320 8x64x256 4w 4s*   288 16x32x32 4w 3s   288 16x32x32 4w 2s
 24576 / 256    636 64x64x128 4w 3s  636 64x64x128 4w 3s*  636 64x128x32 8w 2s  1016 32x32x32 4w 2s
-128 / 1        1 128x64x128 4w 3s   2 64x64x128 4w 3s*    4 32x64x32 4w 2s     4 32x32x32 4w 2s
+128 / 1        1 128x128x128 8w 4s  2 64x64x128 4w 3s*    4 32x64x32 4w 2s     4 32x32x32 4w 2s
 8192 / 1       64 128x64x64 8w 2s   64 128x64x64 8w 2s*   64 128x64x32 8w 2s   256 32x32x32 4w 2s""",
     )

@@ -4,6 +4,7 @@ which Triton's interpreter does not do."""
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -53,18 +54,38 @@ def streamed(rows, weight, grid, first_row=0, seed=0):
     """As product, of stream_k by ``grid`` CTAs."""
     from sparse_attn.ops.grouped_linear.hopper import kernels, launch
 
-    codes, scales = weight.codes.view(torch.uint8), weight.scales
-    outputs = codes.shape[1]
-    problem = problem_of(rows, None, codes, scales, weight.layout)
-    assert hopper.supports(problem, H200).ok
-    plan = dataclasses.replace(hopper.plan(problem, H200), grid=grid)
-    memory = torch.full((len(rows) + 1, outputs), DIRT, dtype=torch.bfloat16)
-    partials = torch.full((grid, 2, len(rows), plan.block_n), torch.nan)
-    counters = torch.zeros(plan.scratch.counters, dtype=torch.int64)
-    arguments = rows, None, codes, scales, memory[:-1], problem, first_row, [partials], counters
-    execute(kernels, "stream_k", lambda: launch.multiply(Product(*arguments), plan), seed)
-    assert (memory[-1] == DIRT).all() and not counters.any()
+    product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports, hopper.plan)
+    execute(kernels, "stream_k", lambda: launch.multiply(product, plan), seed)
+    assert (memory[-1] == DIRT).all() and not product.counters.any()
     return memory[:-1]
+
+
+def streamed_wide(rows, weight, grid, first_row=0, seed=0):
+    """The same of stream_k_wide, whose rows are placed before."""
+    from sparse_attn.device import packed_dot
+    from sparse_attn.ops.grouped_linear.hopper import launch, wide
+    from sparse_attn.ops.grouped_linear.swap_ab.launch import place
+
+    product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports_wide, hopper.plan_wide)
+    placed = torch.full((len(rows), rows.shape[1]), torch.nan, dtype=torch.bfloat16)
+    execute(packed_dot, "place_rows", lambda: place(rows, placed, "e4m3", H200))
+    product = product._replace(views=[placed, *product.views])
+    with mock.patch.object(launch, "place"):
+        execute(wide, "stream_k_wide", lambda: launch.multiply_wide(product, plan), seed)
+    assert (memory[-1] == DIRT).all() and not product.counters.any()
+    return memory[:-1]
+
+
+def _stream(rows, weight, grid, first_row, supports, planned):
+    """(Product, plan by ``grid`` CTAs, what the product is written to and a row more)."""
+    codes, scales = weight.codes.view(torch.uint8), weight.scales
+    problem = problem_of(rows, None, codes, scales, weight.layout)
+    assert supports(problem, H200).able
+    plan = dataclasses.replace(planned(problem, H200), grid=grid)
+    memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
+    partials = torch.full((grid, 2, plan.block_m, plan.block_n), torch.nan)
+    counters = torch.zeros(plan.scratch.counters, dtype=torch.int64)
+    return Product(rows, None, codes, scales, memory[:-1], problem, first_row, [partials], counters), plan, memory
 
 
 def in_line(tensor):
@@ -121,6 +142,47 @@ def test_stream_k_with_nan_in_a_code(grid):
     want = torch.zeros(3, 130, dtype=torch.bool)
     want[:, places[0]] = True
     assert torch.equal(streamed(rows, weight, grid).isnan(), want)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "layout, n, outputs, columns, grid",
+    [(V32, 20, 130, 256, 2), (V32, 33, 300, 512, 3), (V4, 64, 600, 384, 2), (V32, 100, 200, 256, 2), (V4, 17, 1, 128, 1),
+     (V32, 40, 100, 1280, 1)],
+)  # fmt: skip
+def test_stream_k_wide(layout, n, outputs, columns, grid):
+    """As test_stream_k, of rows in a view; the last case fills each stage more than once."""
+    rows, weight = rows_of(n, columns, torch.bfloat16), weight_in_line(layout, outputs, columns)
+    check(streamed_wide(rows, weight, grid), rows, None, weight)
+
+
+@pytest.mark.few(0)
+@pytest.mark.parametrize("n", [3, 20])
+def test_stream_k_of_a_cut_weight(n):
+    """Its first row is the fourth of a scale block. So eight outputs of a lane's group have two scales."""
+    rows, weight = in_line(rows_of(n, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)
+    run = streamed if n < 17 else streamed_wide
+    cut = weight._replace(codes=weight.codes[:, 3:])
+    assert torch.equal(run(rows, cut, 1, first_row=3), run(rows, weight, 1)[:, 3:])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("n", [20, 70])
+def test_stream_k_wide_with_nan_in_a_code(n):
+    rows, weight = rows_of(n, 256, torch.bfloat16), weight_in_line(V32, 130, 256)
+    places = [3, 4, 40, 69, 129], [127, 128, 129, 255, 16]
+    weight.codes.view(torch.uint8)[0, places[0], places[1]] = torch.tensor([0xFF, 0x7F, 0x7F, 0xFF, 0x7F]).byte()
+    want = torch.zeros(n, 130, dtype=torch.bool)
+    want[:, places[0]] = True
+    assert torch.equal(streamed_wide(rows, weight, 2).isnan(), want)
+
+
+@pytest.mark.few(0)
+def test_stream_k_wide_has_the_same_bits_in_any_tile():
+    """A row among 20 and among 33, whatever comes first."""
+    rows, weight = rows_of(33, 512, torch.bfloat16), weight_in_line(V32, 300, 512)
+    whole = streamed_wide(rows, weight, 3, seed=1)
+    assert torch.equal(streamed_wide(rows[5:25], weight, 3, seed=2), whole[5:25])
 
 
 @pytest.mark.few(2)

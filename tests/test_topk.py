@@ -16,6 +16,7 @@ from sparse_attn.ops.topk.plan import (
     RADIX,
     THRESHOLDS,
     Appended,
+    Cluster,
     MultiCta,
     MultiPass,
     Problem,
@@ -135,6 +136,11 @@ def test_plans_stay_within_their_means(target):
             case SingleCtaBf16():
                 assert width <= plan.slots and plan.slots % plan.chunk == 0 and plan.chunk >= 4 * threads
                 assert plan.slots // 32 >= threads  # a word of marks a thread: none is held twice
+            case Cluster():
+                threads = 32 * plan.num_warps
+                assert width <= plan.slots * plan.ctas_per_row and plan.slots % (4 * threads) == 0
+                assert 4 * threads <= histogram.BINS.value and threads * plan.ctas_per_row >= histogram.BINS.value
+                assert plan.slots <= 32 * threads  # of a thread's columns, a bit each
             case MultiCta():
                 assert width <= plan.resident * plan.ctas_per_row and k <= plan.slots and plan.rows == rows
                 assert plan.candidates <= plan.slots // plan.ctas_per_row and plan.ctas_per_row >= 4
@@ -169,8 +175,8 @@ def test_ctas_spread_evenly():
             assert spread == (registers > 0) == (rows <= (3 * 132 if width > 1024 else 132))
             if spread:
                 assert registers % 8 == 0 and 65536 // (32 * warps * registers) == -(-rows // 132)
-    assert claimed(8, 8192) == (True, 8, 136)  # more than half of an SM's
-    assert claimed(8, 8192, 2048) == (True, 8, 0) and claimed(500, 8192) == (False, 8, 64)
+    assert claimed(9, 8192) == (True, 8, 136)  # more than half of an SM's
+    assert claimed(9, 8192, 2048) == (True, 8, 0) and claimed(500, 8192) == (False, 8, 64)
     assert claimed(133, 1024) == (False, 2, 0)
     assert not any(claimed(8, width, target=dataclasses.replace(H200, arch=100))[0] for width in (100, 1024, 4096))
 
@@ -184,7 +190,7 @@ def test_claimed_registers_are_given():
         for rows in (132, 133, 396):
             launch.top_k_per_row(torch.empty(rows, 4096, device="meta"), None, None, 1024)
         for width in (20000, 1000, 100):
-            launch.top_k_per_row(torch.empty(8, width, device="meta"), None, None, 1024)
+            launch.top_k_per_row(torch.empty(9, width, device="meta"), None, None, 1024)
     assert [compile_launch(launch).registers for launch in launches] == [136, 88, 72, 128, 136, 136]
 
 
@@ -423,7 +429,7 @@ def test_kernel_chosen_config(device, dirty_workspace):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("rows, width, target", [(2, 20000, H200), (2, 20000, AMPERE), (1, 40000, H200)])
+@pytest.mark.parametrize("rows, width, target", [(9, 20000, H200), (2, 20000, AMPERE), (9, 40000, H200)])
 def test_kernel_chosen_on_nvidia(rows, width, target, device, dirty_workspace):
     """A row held as bf16, one held as fp32, and one that many CTAs share, as launched there."""
     for kind in ("normal", "relu", "tailed", "narrow"):

@@ -137,7 +137,7 @@ def test_kernel_any_row(device):
 
 def test_config():
     """What a program holds: the highest scores of a row, GROUP * k scores, a word of marks a thread."""
-    for rows in (1, 132, 133, 4096):
+    for rows in (9, 132, 133, 4096):
         for width in (1, 8192, 16385, 32768, 32769, 65536, 131072, 163840, 262144, 262145):
             for k in (1, 512, 1024, 2048, 4096, 4097):
                 plan = dispatch.choose(Problem(rows, width, k, group_maxima=True), H200).plan

@@ -116,9 +116,8 @@ def test_which_selections_pack():
     assert all(packs(rows, 131072) for rows in (1, 8, 16)) and not packs(32, 131072) and not packs(1, 1 << 20)
     grouped = dispatch.choose(Problem(132, 131072, 2048, group_maxima=True), H200).plan
     assert grouped.packs(132, H200) and not grouped.packs(133, H200)
-    assert not packs(1, 131072, 8192) and not any(
-        packs(rows, width) for rows in (133, 4096) for width in (4096, 131072)
-    )
+    assert packs(8, 131072, 8192) and not packs(9, 131072, 8192)
+    assert not any(packs(rows, width) for rows in (133, 4096) for width in (4096, 131072))
 
 
 def test_which_blocks_are_mapped():

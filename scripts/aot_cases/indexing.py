@@ -170,7 +170,7 @@ def _selection() -> Iterator[Case]:
         (1, 131072, 512, True),
         (1, 131072, 2048, False),
         (4, 131072, 2048, True),
-        (16, 65536, 2048, True),
+        (16, 65536, 2048, False),
         (24, 131072, 1000, True),
         (64, 131072, 1000, True),
         (32, 131072, 2048, True),
@@ -244,7 +244,7 @@ def _fused() -> Iterator[Case]:
         yield Case("index_topk_decode", name, index_topk.index_topk_decode, decode, more)
     for name, requests, next_n, k, width, more, where in (
         ("deepseek_v32", 1, 1, 2048, 32768, True, "sm_90"),
-        ("deepseek_v32, 131072", 4, 1, 2048, 131072, True, "sm_90"),
+        ("deepseek_v32, 131072", 12, 1, 2048, 131072, False, "sm_90"),
         ("deepseek_v32, 64 x 131072", 64, 1, 2048, 131072, True, ""),
         ("deepseek_v32, 1024 rows", 1024, 1, 2048, 32768, True, ""),
         ("deepseek_v32, 1024 of 2 tokens x 131072", 1024, 2, 2048, 131072, True, ""),

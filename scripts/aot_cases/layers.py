@@ -71,6 +71,7 @@ def products() -> Iterator[Case]:
         ("fp8 experts, e8m0 scales", BF16, 8192, 256, 4096, 7168, "e4m3/64x128/e8m0", True),
         ("fp8 linear", BF16, 1, 1, 24576, 1536, "e4m3/128x128/fp32", False),
         ("fp8 linear, splits", BF16, 1, 1, 7168, 16384, "e4m3/128x128/fp32", False),
+        ("fp8 linear, 32 rows", BF16, 32, 1, 24576, 1536, "e4m3/128x128/fp32", False),
         ("fp8 linear, 64 rows", BF16, 64, 1, 24576, 1536, "e4m3/128x128/fp32", False),
         ("fp8 linear, splits, 64 rows", BF16, 64, 1, 7168, 16384, "e4m3/128x128/fp32", False),
         ("fp8 linear, splits, 128 rows", BF16, 128, 1, 7168, 16384, "e4m3/128x128/fp32", False),

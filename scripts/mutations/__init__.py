@@ -1,5 +1,6 @@
 """Bugs that the tests must catch."""
 
+from mutations.clustered import CLUSTERED
 from mutations.hopper import EXECUTED, HOPPER
 from mutations.mutation import ROOT as ROOT
 from mutations.mutation import Mutation as Mutation
@@ -15,5 +16,6 @@ MUTATIONS = [
     *RANKS,
     *EXECUTED,
     *STREAMED,
+    *CLUSTERED,
     *(mutation._replace(gpu=True) for mutation in HOPPER),
 ]

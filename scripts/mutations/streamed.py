@@ -2,41 +2,41 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS = OPS + "grouped_linear/hopper/kernels.py"
+KERNELS, STREAM, WIDE = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
 
 # fmt: off
 STREAMED = [
     Mutation(
         "streamed-slot-of-the-first-tile", "partials of a tile that a CTA begins are looked for where its first tile has them",
-        KERNELS,
+        STREAM,
         "gl.where(cta + n == first, second, 0)",
         "second * 0",
         ("tests/test_ptx_products.py::test_stream_k",),
     ),
     Mutation(
         "streamed-arrivals-off-by-one", "the last CTA of a tile but one adds up its partials",
-        KERNELS,
+        STREAM,
         "== last - first:",
         "== last - first - 1:",
         ("tests/test_ptx_products.py::test_stream_k",),
     ),
     Mutation(
-        "streamed-outputs-in-place", "outputs are taken in the order of lanes",
+        "streamed-outputs-in-place", "scales of outputs are taken in the order of lanes",
         KERNELS,
         "    return (m & (OUTPUTS - 8)) | ((m & 1) << 2) | ((m >> 1) & 3)",
         "    return m",
-        ("tests/test_ptx_products.py::test_stream_k",),
+        ("tests/test_ptx_products.py::test_stream_k_of_a_cut_weight",),
     ),
     Mutation(
         "streamed-scale-of-another-block", "the scale of a block of columns is that of the block before",
         KERNELS,
-        "gl.minimum(step + 1, end - 1) * BLOCK_K // BLOCK_COLUMNS",
-        "step * BLOCK_K // BLOCK_COLUMNS",
+        "gl.minimum(step + 1, end - 1) * BLOCK_K // scales.BLOCK_COLUMNS",
+        "step * BLOCK_K // scales.BLOCK_COLUMNS",
         ("tests/test_ptx_products.py::test_stream_k",),
     ),
     Mutation(
         "streamed-rows-of-the-first-step", "rows that wait for the launch before are those of the tile's first columns",
-        KERNELS,
+        STREAM,
         "tma_load(rows, [0, step % run.steps * BLOCK_K], shared",
         "tma_load(rows, [0, 0 * step], shared",
         ("tests/test_ptx_products.py::test_stream_k",),
@@ -47,5 +47,40 @@ STREAMED = [
         "    one, other = gl.split(one | other)\n    one, other = gl.split(one | other)\n",
         "    one, other = gl.split(one)\n    one, other = gl.split(one | other)\n",
         ("tests/test_ptx_products.py::test_stream_k_with_nan_in_a_code",),
+    ),
+    Mutation(
+        "streamed-wide-outputs-in-place", "scales of outputs of a wide product are taken in the order of lanes",
+        WIDE,
+        "    return (m & (OUTPUTS - 8)) | ((m & 1) << 1) | ((m & 2) << 1) | ((m >> 2) & 1)",
+        "    return m",
+        ("tests/test_ptx_products.py::test_stream_k_of_a_cut_weight",),
+    ),
+    Mutation(
+        "streamed-wide-stored-in-place", "outputs of a wide product are stored in the order of lanes",
+        WIDE,
+        "IN_ORDER = gl.constexpr((2, 3, 1))",
+        "IN_ORDER = gl.constexpr((1, 2, 3))",
+        ("tests/test_ptx_products.py::test_stream_k_wide",),
+    ),
+    Mutation(
+        "streamed-partials-of-both", "both consumers leave their partials in one place",
+        STREAM,
+        "output.partials + which * OUTPUTS * BLOCK_M + ",
+        "output.partials + ",
+        ("tests/test_ptx_products.py::test_stream_k",),
+    ),
+    Mutation(
+        "streamed-wide-emptied-early", "a stage is emptied while its rows are multiplied",
+        WIDE,
+        "            product = warpgroup_mma_wait(0, deps=(product,))\n            signal(shared.empty.index(stage))\n",
+        "            signal(shared.empty.index(stage))\n            product = warpgroup_mma_wait(0, deps=(product,))\n",
+        ("tests/test_ptx_products.py::test_stream_k_wide",),
+    ),
+    Mutation(
+        "streamed-wide-nan-in-place", "NaN of an output makes another NaN",
+        WIDE,
+        "with_nan = gl.reshape(_in_order(gl.expand_dims(with_nan, 1)), [OUTPUTS])",
+        "with_nan = gl.reshape(gl.expand_dims(with_nan, 1), [OUTPUTS])",
+        ("tests/test_ptx_products.py::test_stream_k_wide_with_nan_in_a_code",),
     ),
 ]

@@ -53,8 +53,7 @@ def claim(emulated_smem, BEHIND: tl.constexpr):
     the claimed bytes, and wgmma reads swizzled operands as if it started at such a multiple. emulated_smem: int32
     [CTAs, WORDS + BEHIND] in the interpreter, else None."""
     if emulated_smem is None:
-        zero = tl.full([], 0, tl.int32)
-        return tl.inline_asm_elementwise(_claiming(BEHIND), "=r,r", [zero], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.inline_asm_elementwise(_claiming(BEHIND), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     else:
         return emulated_smem + tl.program_id(0) * (WORDS + BEHIND)
 

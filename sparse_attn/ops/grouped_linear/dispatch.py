@@ -16,6 +16,7 @@ from sparse_attn.target import Target
 HERE = "sparse_attn.ops.grouped_linear"
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
     Kernel("hopper.stream_k", hopper.supports, hopper.plan, f"{HERE}.hopper.launch:multiply"),
+    Kernel("hopper.stream_k_wide", hopper.supports_wide, hopper.plan_wide, f"{HERE}.hopper.launch:multiply_wide"),
     Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
     Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
 )

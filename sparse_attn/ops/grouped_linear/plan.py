@@ -126,9 +126,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class StreamPlan(Plan):
-    """grid: CTAs, which share the steps of all tiles: block_n outputs and block_k columns each."""
+    """grid: CTAs, which share the steps of all tiles: block_n outputs and block_k columns each. consumer_registers: of
+    a thread that multiplies; registers: at launch. together: CTAs whose partials are read at once."""
 
     grid: int = 0
+    consumer_registers: int = 0
+    together: int = 1
 
     def ctas(self, outputs: int) -> int:
         return self.grid

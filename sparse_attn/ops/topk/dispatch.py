@@ -18,6 +18,7 @@ from sparse_attn.ops.topk.plan import (
     THRESHOLDS,
     Appended,
     Bound,
+    Cluster,
     GroupMaxima,
     MultiCta,
     MultiPass,
@@ -58,6 +59,11 @@ MOST_EVEN = 3  # CTAs an SM up to which they claim registers, so that they sprea
 LEAST_EVEN = 2048  # slots below which they claim registers only where each CTA has an SM of its own
 WARPS_EVEN = 8  # of these
 REGISTERS = 65536  # of an SM
+CLUSTER = 8  # CTAs of a cluster, which have room in any GPC
+CLUSTER_ROWS = 8  # at most, so that all clusters certainly run at once
+CLUSTER_SLOTS = 1024, 16384  # columns of each CTA of it, at least and at most
+CLUSTER_FROM = 8193  # columns; fewer take a CTA of its own less time
+CLUSTER_SHIFT = 14  # bits behind a digit of which 2048 span four octaves
 
 # Search by thresholds.
 SHORT = 8192  # widest row in one CTA's registers
@@ -95,6 +101,21 @@ def _made_for(target: Target, fits: bool, allowed: str) -> Support:
 
 def _at_most(name: str, value: int, most: int) -> Support:
     return YES if value <= most else no(f"{name}: got {value}, allowed: at most {most}")
+
+
+def _supports_cluster(problem: Problem, target: Target) -> Support:
+    machine = _hopper(target)
+    if not machine.able:
+        return machine
+    least, most = (CLUSTER * slots for slots in CLUSTER_SLOTS)
+    if not least // 2 < problem.width <= most:
+        return no(f"width: got {problem.width}, allowed: {least // 2 + 1} to {most}")
+    for name, value, allowed in (("rows", problem.rows, CLUSTER_ROWS), ("k", problem.k, problem.width)):
+        if value > allowed:
+            return _at_most(name, value, allowed)
+    if problem.width < CLUSTER_FROM:
+        return slower(f"width: got {problem.width}, faster from {CLUSTER_FROM}")
+    return machine
 
 
 def _supports_group_maxima(problem: Problem, target: Target) -> Support:
@@ -191,6 +212,11 @@ def _always(problem: Problem, target: Target) -> Support:
 
 
 # --- how it is launched
+
+
+def _plan_cluster(problem: Problem, target: Target) -> Cluster:
+    slots = max(power_of_two(-(-problem.width // CLUSTER)), CLUSTER_SLOTS[0])
+    return Cluster(slots, 8 if slots <= 4096 else 16, CLUSTER, CLUSTER_SHIFT)
 
 
 def _plan_group_maxima(problem: Problem, target: Target) -> GroupMaxima:
@@ -361,6 +387,7 @@ def _fitting_registers(registers: int, target: Target) -> int | None:
 
 LAUNCH = "sparse_attn.ops.topk.launch"
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
+    Kernel("hopper.cluster", _supports_cluster, _plan_cluster, f"{LAUNCH}:cluster"),
     Kernel("group_maxima", _supports_group_maxima, _plan_group_maxima, f"{LAUNCH}:group_maxima"),
     Kernel("single_cta_bf16", _supports_single_cta_bf16, _plan_single_cta_bf16, f"{LAUNCH}:single_cta"),
     Kernel("single_cta", _supports_single_cta, _plan_single_cta, f"{LAUNCH}:single_cta"),

@@ -18,9 +18,11 @@ from sparse_attn.ops.topk.algorithms import multi_cta as multi_cta_kernels
 from sparse_attn.ops.topk.algorithms import multi_pass as multi_pass_kernels
 from sparse_attn.ops.topk.algorithms import sampled as sampled_kernels
 from sparse_attn.ops.topk.algorithms import single_cta as single_cta_kernels
+from sparse_attn.ops.topk.hopper import kernels as hopper
 from sparse_attn.ops.topk.plan import (
     RADIX,
     Appended,
+    Cluster,
     GroupMaxima,
     MultiCta,
     MultiPass,
@@ -146,6 +148,20 @@ def group_maxima(selection: Selection, plan: GroupMaxima) -> None:
         0 if row_ends is None else row_ends.stride(0), stride_table,
         BLOCK_SIZE=block_size, TILE=plan.tile, HELD=plan.slots, SLOTS=power_of_two(plan.slots), CHUNK=plan.chunk,
         SMEM_WORDS=plan.smem_words, THREADS=threads, **_options(plan.num_warps, plan.max_registers, logits.device),
+    )  # fmt: skip
+
+
+def cluster(selection: Selection, plan: Cluster) -> None:
+    """A cluster a row."""
+    logits, aligned = selection.logits, selection.aligned
+    rows, width = logits.shape
+    next_n, max_blocks, stride_table, block_size = selection.paging
+    hopper.select_cluster[(rows,)](
+        logits, selection.row_starts, selection.row_ends, selection.out, *selection.output_map, rows, width,
+        selection.k, next_n, max_blocks, *selection.strides(aligned), stride_table,
+        BLOCK_SIZE=block_size, SLOTS=plan.slots, ALIGNED=aligned, WINDOW_SHIFT=plan.window_shift,
+        CTAS=plan.ctas_per_row, THREADS=32 * plan.num_warps, num_warps=plan.num_warps, num_ctas=plan.ctas_per_row,
+        launch_pdl=True,
     )  # fmt: skip
 
 

@@ -115,6 +115,25 @@ class SingleCtaBf16(Plan):
 
 
 @dataclass(frozen=True)
+class Cluster(Plan):
+    """The CTAs of a cluster share a row, each with ``slots`` neighbouring columns in registers. Digits are bits from
+    window_shift on."""
+
+    slots: int
+    num_warps: int
+    ctas_per_row: int
+    window_shift: int
+
+    starts_early = True
+
+    def ctas(self, rows: int) -> int:
+        return rows * self.ctas_per_row
+
+    def packs(self, rows: int, target: Target) -> bool:
+        return self.ctas(rows) <= target.num_sms
+
+
+@dataclass(frozen=True)
 class GroupMaxima(Plan):
     """A CTA selects k groups by their maxima, then k scores of these groups.
 

@@ -99,15 +99,17 @@ def _shift(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
 
 def _compare(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
     how, kind = operation[1], operation[-1]
-    a, b = (typed(value, kind) for value in values)
-    if kind != "f32":
-        return COMPARISONS[how](a, b).astype(np.uint64)
-    ordered = ~(np.isnan(a) | np.isnan(b))
-    if how in ("num", "nan"):
-        result = ordered if how == "num" else ~ordered
-    else:  # "ltu" holds of NaN, "lt" does not
-        result = COMPARISONS[how[:2]](a, b) & ordered | (~ordered if how.endswith("u") else False)
-    return result.astype(np.uint64)
+    a, b = (typed(value, kind) for value in values[:2])
+    if kind == "f32":
+        ordered = ~(np.isnan(a) | np.isnan(b))
+        if how in ("num", "nan"):
+            result = ordered if how == "num" else ~ordered
+        else:  # "ltu" holds of NaN, "lt" does not
+            result = COMPARISONS[how[:2]](a, b) & ordered | (~ordered if how.endswith("u") else False)
+    else:
+        result = COMPARISONS[how](a, b)
+    result = result.astype(np.uint64)
+    return _predicate(operation[2], [result, values[2]]) if len(values) > 2 else result
 
 
 def _permute(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
@@ -166,8 +168,13 @@ def _count_bits(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
     return np.array([int(value).bit_count() for value in values[0]], np.uint64)
 
 
+def _highest_bit(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
+    """bfind; of none -1."""
+    return packed(np.array([int(value & BITS32).bit_length() - 1 for value in values[0]], np.int64), 32)
+
+
 SPECIAL: dict[str, Callable[[tuple[str, ...], list[Lanes]], Lanes]] = {
     "shl": _shift, "shr": _shift, "setp": _compare, "prmt": _permute, "lop3": _logic, "bfe": _extract, "cvt": _convert,
-    "popc": _count_bits, "selp": lambda _, values: np.where(values[2] != 0, values[0], values[1]),
+    "popc": _count_bits, "bfind": _highest_bit, "selp": lambda _, values: np.where(values[2] != 0, values[0], values[1]),
     "cvta": lambda _, values: values[0], "fma": _multiply_add,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Callable
@@ -16,6 +17,8 @@ SHARED_AT, SHARED_BYTES = 1024, 232448
 GLOBAL_AT = 1 << 20
 LANES = np.arange(32)
 DIRT = 0xAB  # what shared memory holds at first
+PEER_SHIFT = 24  # bits of an address in shared memory
+CHANGES: dict[str, Callable[[int, int], int]] = {"add": operator.add, "min": min, "or": operator.or_}  # of unsigned
 NOTHING = {"setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
 FP8 = {
     kind: torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
@@ -52,14 +55,18 @@ class Warp:
     def __init__(self, number: int):
         self.number = number
         self.at = np.zeros(32, np.int64)  # the next instruction of every lane
-        self.registers: dict[str, Lanes] = {"%tid.x": (LANES + 32 * number).astype(np.uint64)}
+        self.registers: dict[str, Lanes] = {
+            "%tid.x": (LANES + 32 * number).astype(np.uint64), "%laneid": LANES.astype(np.uint64)
+        }  # fmt: skip
         self.waits = self.ended = False
         self.products: list[Callable[[], None]] = []  # wgmma that may still have to run, of no group yet
         self.groups: list[list[Callable[[], None]]] = []
+        self.meetings = 0  # of its cluster, at which it has arrived
 
 
 class Cta:
-    """parameters: values by name; of tensor maps a number that ``maps`` has."""
+    """parameters: values by name; of tensor maps a number that ``maps`` has. Its cluster is itself alone, if none is
+    given."""
 
     def __init__(
         self,
@@ -80,22 +87,34 @@ class Cta:
         places = {
             f"%{name}.{axis}": at for name, of in (("ctaid", place), ("nctaid", grid)) for axis, at in zip("xyz", of)
         }
-        self.known = parameters | places | {"global_smem": SHARED_AT}
+        self.known = parameters | places | _placed(program.shared)
         self.issued = 0
+        self.sent: list[tuple[int, int, bytes]] = []  # to other CTAs, and not there yet: address, barrier, data
+        self.join([self])
+
+    def join(self, cluster: list[Cta]) -> None:
+        """Be the next of ``cluster``, whose CTAs all join it."""
+        self.cluster, rank = cluster, cluster.index(self)
+        number = self.known["%ctaid.x"] // len(cluster)
+        self.known |= {"%cluster_ctarank": rank, "%clusterid.x": number}
 
     def run(self) -> None:
-        """Until all warps have ended."""
+        """The cluster, until all warps have ended."""
         idle = 0
-        while live := [warp for warp in self.warps if not warp.ended]:
-            ready = [warp for warp in live if not warp.waits]
-            assert ready and idle < 5000, f"no warp goes on: {[self._where(warp) for warp in live]}"
+        warps = [(cta, warp) for cta in self.cluster for warp in cta.warps]
+        while live := [(cta, warp) for cta, warp in warps if not warp.ended]:
+            ready = [(cta, warp) for cta, warp in live if not warp.waits]
+            assert ready and idle < 5000, f"no warp goes on: {[cta._where(warp) for cta, warp in live]}"
             self.random.shuffle(ready)
-            before = self.issued
-            for warp in ready:
+            before = sum(cta.issued for cta in self.cluster)
+            for cta, warp in ready:
                 turn = self.random.choice((20, 500, 20000))
-                while turn and not (warp.waits or warp.ended) and self._step(warp):
+                while turn and not (warp.waits or warp.ended) and cta._step(warp):
                     turn -= 1
-            idle = 0 if self.issued - before > 3 * len(ready) else idle + 1
+                for sender in self.cluster:
+                    sender.deliver()
+            idle = 0 if sum(cta.issued for cta in self.cluster) - before > 3 * len(ready) else idle + 1
+        assert not any(cta.sent for cta in self.cluster), "nobody waited for what was sent"
 
     def _where(self, warp: Warp) -> str:
         return f"{warp.number}: {self.program.instructions[int(warp.at.min())].text[:80]}"
@@ -178,7 +197,9 @@ class Cta:
     def _st(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         if not active.any():
             return
-        kind = next(part for part in reversed(instruction.operation) if re.fullmatch(r"b\d+", part))
+        if "async" in instruction.operation:
+            return self._send(warp, instruction, active)
+        kind = next(part for part in reversed(instruction.operation) if re.fullmatch(r"[bu]\d+", part))
         size, registers = int(kind[1:]) // 8, names(instruction.operands[1])
         if "L2" in instruction.operation:  # a cache hint, itself 64 bits wide, comes behind the type
             size = int(re.search(r"\.b(\d+)", instruction.text)[1]) // 8
@@ -187,6 +208,41 @@ class Cta:
         for place, register in enumerate(registers):
             value = self._value(warp, register)[active][:, None] >> np.arange(size, dtype=np.uint64) * np.uint64(8)
             memory[places[:, place * size : (place + 1) * size]] = (value & np.uint64(255)).astype(np.uint8)
+
+    def _mapa(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """The address of another CTA's shared memory: its rank stands above it."""
+        to, address, rank = instruction.operands
+        value = (self._value(warp, rank) + np.uint64(1)) << np.uint64(PEER_SHIFT) | self._address(warp, address).astype(
+            np.uint64
+        )
+        self._set(warp, to, value & BITS32, active)
+
+    def _peer(self, address: int) -> tuple[Cta, int]:
+        """(whose shared memory it is, the address there)."""
+        rank, place = (address >> PEER_SHIFT) - 1, address & (1 << PEER_SHIFT) - 1
+        assert 0 <= rank < len(self.cluster) and SHARED_AT <= place < SHARED_BYTES, hex(address)
+        peer = self.cluster[rank]
+        assert not all(warp.ended for warp in peer.warps), "a CTA has ended to whose memory something comes"
+        return peer, place
+
+    def _send(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        """st.async: words to a peer, whose barrier hears of their bytes when they come, which is some time later."""
+        registers = names(instruction.operands[1])
+        to, bar = (self._address(warp, instruction.operands[place]) for place in (0, 2))
+        values = np.stack([self._value(warp, register) & BITS32 for register in registers], 1).astype(np.uint32)
+        for lane in np.flatnonzero(active):
+            assert int(to[lane]) % values[lane].nbytes == 0, f"not aligned: {instruction.text}"
+            self.sent.append((int(to[lane]), int(bar[lane]), values[lane].tobytes()))
+
+    def deliver(self) -> None:
+        """Some of what was sent, in any order."""
+        self.random.shuffle(self.sent)
+        for _ in range(self.random.randint(0, len(self.sent))):
+            to, bar, data = self.sent.pop()
+            (peer, place), (other, barrier) = self._peer(to), self._peer(bar)
+            assert peer is other
+            peer.shared[place : place + len(data)] = np.frombuffer(data, np.uint8)
+            peer.barriers[barrier].arrive(0, -len(data))
 
     def _mov(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
         to, source = instruction.operands
@@ -228,18 +284,28 @@ class Cta:
             self._set(warp, register, rows.reshape(-1).view(np.uint32).astype(np.uint64), active)
 
     def _atom(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        """An addition in global memory, lane by lane."""
+        """In global or this CTA's shared memory, lane by lane."""
         to, address, by = instruction.operands
+        self._set(warp, to, self._changed(warp, instruction, address, by, active), active)
+
+    def _red(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
+        address, by = instruction.operands
+        self._changed(warp, instruction, address, by, active)
+
+    def _changed(self, warp: Warp, instruction: Instruction, address: str, by: str, active: np.ndarray) -> Lanes:
+        """What was there before."""
         size = int(instruction.operation[-1][1:]) // 8
-        assert "add" in instruction.operation and "global" in instruction.operation, instruction.text
-        before, added = np.zeros(32, np.uint64), self._value(warp, by)
+        change = next(CHANGES[part] for part in instruction.operation if part in CHANGES)
+        before, value = np.zeros(32, np.uint64), self._value(warp, by)
+        memory, start = (self.shared, 0) if "shared" in instruction.operation else (self.memory, GLOBAL_AT)
         for lane in np.flatnonzero(active):
-            place = int(self._address(warp, address)[lane]) - GLOBAL_AT
-            there = self.memory[place : place + size]
+            place = int(self._address(warp, address)[lane]) - start
+            assert place % size == 0 and place >= (SHARED_AT if start == 0 else 1), instruction.text
+            there = memory[place : place + size]
             before[lane] = int.from_bytes(there.tobytes(), "little")
-            total = int(before[lane]) + int(added[lane]) & (1 << 8 * size) - 1
-            there[:] = np.frombuffer(total.to_bytes(size, "little"), np.uint8)
-        self._set(warp, to, before, active)
+            after = change(int(before[lane]), int(value[lane])) & (1 << 8 * size) - 1
+            there[:] = np.frombuffer(after.to_bytes(size, "little"), np.uint8)
+        return before
 
     # --- control
 
@@ -294,7 +360,18 @@ class Cta:
             for other in self.arrived.pop(number):
                 other.waits = False
 
-    _barrier = _bar
+    def _barrier(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> bool | None:
+        """barrier.sync, or of all warps of a cluster barrier.cluster.arrive and barrier.cluster.wait."""
+        if instruction.operation[1] != "cluster":
+            return self._bar(warp, instruction, active)
+        assert active.all(), instruction.text
+        if instruction.operation[2] == "arrive":
+            warp.meetings += 1
+            return None
+        if all(other.meetings >= warp.meetings for cta in self.cluster for other in cta.warps):
+            return None
+        warp.at -= 1  # to wait again
+        return False
 
     def _mbarrier(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> bool | None:
         what = instruction.operation[1]
@@ -426,6 +503,15 @@ class Cta:
         width, row = {1: 128, 2: 64, 3: 32}[descriptor >> 62], np.arange(rows)
         first = ((descriptor & 0x3FFF) << 4) + row // 8 * ((descriptor >> 32 & 0x3FFF) << 4) + row % 8 * width
         return self.shared[_swizzled(first[:, None] + np.arange(32), width)]
+
+
+def _placed(sizes: dict[str, int]) -> dict[str, int]:
+    """Where declared shared memory lies, by name; dynamic shared memory comes behind."""
+    places, top = {}, SHARED_AT
+    for name, nbytes in sizes.items():
+        places[name] = top
+        top += -(-nbytes // 16) * 16
+    return places | {"global_smem": top}
 
 
 def _values(rows: np.ndarray, kind: str) -> np.ndarray:

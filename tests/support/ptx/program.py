@@ -25,6 +25,8 @@ class Program(NamedTuple):
     branch_targets: dict[str, list[str]]
     parameters: list[tuple[str, bool]]  # name, and whether it is a tensor map
     threads: int
+    cluster: int  # CTAs
+    shared: dict[str, int]  # bytes declared, by name
 
 
 def parse(ptx: str) -> Program:
@@ -32,6 +34,8 @@ def parse(ptx: str) -> Program:
     declared = re.findall(r"\.param\s.*?(\w+_param_\d+)(\[128\])?", head)
     threads = re.search(r"\.reqntid (\d+)", head)
     assert threads is not None, "no .reqntid"
+    cluster = re.search(r"\.reqnctapercluster (\d+)", head)
+    shared = {name: int(nbytes) for name, nbytes in re.findall(r"\.shared \.align 16 \.b8 (\w+)\[(\d+)\]", body)}
     instructions: list[Instruction] = []
     labels: dict[tuple[int, str], int] = {}
     branch_targets: dict[str, list[str]] = {}
@@ -51,8 +55,9 @@ def parse(ptx: str) -> Program:
         elif not statement.startswith("."):
             instructions.append(_instruction(statement, tuple(scopes)))
     return Program(
-        instructions, labels, branch_targets, [(name, bool(map_)) for name, map_ in declared], int(threads[1])
-    )
+        instructions, labels, branch_targets, [(name, bool(map_)) for name, map_ in declared], int(threads[1]),
+        int(cluster[1]) if cluster else 1, shared,
+    )  # fmt: skip
 
 
 def _statements(body: str) -> list[str]:

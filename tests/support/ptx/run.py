@@ -91,10 +91,19 @@ def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int
             known[parameter] = memory.address(value) if isinstance(value, torch.Tensor) else _bits(value)
     known |= {parameter: 0 for parameter, _ in parameters}  # Triton's own scratch
     issued = 0
-    for number, place in enumerate(itertools.product(*map(range, grid))):
-        cta = Cta(program, memory.bytes, known, maps, place, grid, seed + number)
+    size = program.cluster
+    whole = (grid[0] * size, *grid[1:])
+    places = list(itertools.product(*map(range, whole)))
+    assert size == 1 or len(whole) == 1
+    for number in range(0, len(places), size):
+        cluster = [
+            Cta(program, memory.bytes, known, maps, place, whole, seed + number)
+            for place in places[number : number + size]
+        ]
+        for cta in cluster:
+            cta.join(cluster)
         with np.errstate(all="ignore"):  # infinities are the kernel's
-            cta.run()
-        issued += cta.issued
+            cluster[0].run()
+        issued += sum(cta.issued for cta in cluster)
     memory.write_back()
     return issued

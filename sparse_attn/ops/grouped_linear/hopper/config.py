@@ -1,25 +1,62 @@
-"""What the Hopper kernel of few rows supports, and how its steps are dealt."""
+"""What the Hopper kernels of few rows support, and how their steps are dealt."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from sparse_attn.dispatch import YES, Support, no, not_on
+from sparse_attn.dispatch import YES, Support, no, not_on, slower
 from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K, OUTPUTS
 from sparse_attn.ops.grouped_linear.plan import Problem, StreamPlan
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-ROWS = (8, 16)  # of a tile
 CONSUMERS = 2  # of a CTA; with four, partials of a tile are more and larger
-STAGES = 3
-CTAS = 2  # that share an SM
 LEAST_STEPS = 4  # of a CTA
-REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS = 80, 104, 24  # at launch, for CTAS an SM, and then
-MOST_OUTPUTS = 1 << 24  # far above any model's, so that steps and outputs of all tiles are int32
+
+
+class Form(NamedTuple):
+    """CTAs that share an SM, stages, registers of a thread at launch and of a consumer's, partials read together."""
+
+    ctas: int
+    stages: int
+    registers: int
+    consumer_registers: int
+    together: int
+
+
+# By rows of a tile.
+FORMS = {8: Form(2, 3, 80, 104, 8), 16: Form(2, 3, 80, 104, 8)}  # of stream_k
+WIDE = {32: Form(1, 8, 168, 216, 4), 64: Form(1, 6, 168, 216, 4), 128: Form(1, 4, 168, 216, 2)}  # of stream_k_wide
+COLUMNS_OF_64 = 4096  # from which stream_k_wide is ahead of swap_ab with 33 to 64 rows
+PRODUCER_REGISTERS = 24
+MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
 
 def supports(problem: Problem, target: Target) -> Support:
+    """stream_k."""
+    machine = _supports(problem, target)
+    if machine.able and not problem.rows_aligned:
+        return no("rows: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
+    if machine.able and problem.rows > max(FORMS):
+        return no(f"rows: got {problem.rows}, allowed: at most {max(FORMS)}")
+    return machine
+
+
+def supports_wide(problem: Problem, target: Target) -> Support:
+    """stream_k_wide."""
+    machine = _supports(problem, target)
+    if machine.able and problem.rows > max(WIDE):
+        return no(f"rows: got {problem.rows}, allowed: at most {max(WIDE)}")
+    if machine.able and problem.rows <= max(FORMS):
+        return slower(f"rows: got {problem.rows}, faster from {max(FORMS) + 1}")
+    if machine.able and 32 < problem.rows <= 64 and problem.columns < COLUMNS_OF_64:
+        return slower(f"columns: got {problem.columns}, faster from {COLUMNS_OF_64} with 33 to 64 rows")
+    return machine
+
+
+def _supports(problem: Problem, target: Target) -> Support:
     if not target.is_hopper:
         return not_on(target, "sm_90")
     if problem.dtype != torch.bfloat16:
@@ -33,25 +70,31 @@ def supports(problem: Problem, target: Target) -> Support:
         return no("ends: got a tensor, allowed: none")
     if problem.batch_invariant:
         return no("batch_invariant: got True, allowed: False")
-    if not (problem.aligned and problem.rows_aligned):
-        return no(
-            "rows, codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes"
-        )
-    if problem.rows > ROWS[-1]:
-        return no(f"rows: got {problem.rows}, allowed: at most {ROWS[-1]}")
+    if not problem.aligned:
+        return no("codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
     if problem.outputs > MOST_OUTPUTS:
         return no(f"outputs: got {problem.outputs}, allowed: at most {MOST_OUTPUTS}")
     return YES
 
 
 def plan(problem: Problem, target: Target) -> StreamPlan:
-    block_m = next(rows for rows in ROWS if problem.rows <= rows)
+    return _plan(problem, target, FORMS, ())
+
+
+def plan_wide(problem: Problem, target: Target) -> StreamPlan:
+    return _plan(problem, target, WIDE, (Buffer("placed", (problem.rows, problem.columns), torch.bfloat16),))
+
+
+def _plan(problem: Problem, target: Target, forms: dict[int, Form], buffers: tuple[Buffer, ...]) -> StreamPlan:
+    block_m = next(rows for rows in forms if problem.rows <= rows)
+    form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)
     steps = tiles * (problem.columns // BLOCK_K)
-    grid = max(1, min(CTAS * target.num_sms, steps // LEAST_STEPS))
-    partials = Buffer("partials", (grid, 2, problem.rows, block_n), torch.float32)
+    grid = max(1, min(form.ctas * target.num_sms, steps // LEAST_STEPS))
+    partials = Buffer("partials", (grid, 2, block_m, block_n), torch.float32)
     return StreamPlan(
-        1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, STAGES, registers=REGISTERS,
-        scratch=Scratch((partials,), tiles * CONSUMERS), grid=grid,
+        1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, form.stages, registers=form.registers,
+        scratch=Scratch((*buffers, partials), tiles * CONSUMERS), grid=grid,
+        consumer_registers=form.consumer_registers, together=form.together,
     )  # fmt: skip

@@ -1,28 +1,47 @@
-"""Launch of the Hopper kernel, and the TMA descriptors of what it copies."""
+"""Launches of the Hopper kernels, and the TMA descriptors of what they copy."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sparse_attn.ops.grouped_linear.hopper import kernels
-from sparse_attn.ops.grouped_linear.hopper.config import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from sparse_attn.ops.grouped_linear.hopper import kernels, wide
+from sparse_attn.ops.grouped_linear.hopper.config import PRODUCER_REGISTERS
 from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import StreamPlan, scale_format
+from sparse_attn.ops.grouped_linear.swap_ab.launch import place
+from sparse_attn.target import target_of
 
 
 def multiply(product: Product, plan: StreamPlan) -> None:
-    rows, _, codes, scales, out, problem, first_row, (partials,), arrivals = product
+    arguments, options = _launch(product.rows, product, plan)
+    kernels.stream_k[(plan.grid,)](*arguments, **options)
+
+
+def multiply_wide(product: Product, plan: StreamPlan) -> None:
+    placed = product.views[0]
+    place(product.rows, placed, product.problem.codes, target_of(product.rows.device))
+    arguments, options = _launch(placed, product, plan)
+    wide.stream_k_wide[(plan.grid,)](*arguments, **options)
+
+
+def _launch(rows: torch.Tensor, product: Product, plan: StreamPlan) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of either kernel, and its constants and options."""
+    _, _, codes, scales, out, problem, first_row, (*_, partials), arrivals = product
     assert scales is not None, "packed weights have scales"
-    kernels.stream_k[(plan.grid,)](
-        _boxes(rows, plan.block_m),
-        _boxes(codes[0].view(torch.int32), plan.block_n),
-        scales[0], out, partials, arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row,
-        scales.stride(1), **scale_format(problem), STAGES=plan.num_stages, CONSUMER_REGISTERS=CONSUMER_REGISTERS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+    arguments = (
+        _boxes(rows, plan.block_m), _boxes(codes[0].view(torch.int32), plan.block_n), scales[0], out, partials,
+        arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row, scales.stride(1),
     )  # fmt: skip
+    options = dict(
+        **scale_format(problem), STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, TOGETHER=plan.together, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+    )  # fmt: skip
+    return arguments, options
 
 
 def _boxes(matrix: torch.Tensor, height: int) -> TensorDescriptor:
