@@ -70,7 +70,7 @@ def test_a_lone_output_of_any_stride_is_not_read_as_words():
 def test_no_cta_is_without_steps(outputs, columns):
     plan = config.plan(problem(outputs=outputs, columns=columns), H200)
     steps = -(-outputs // plan.block_n) * columns // plan.block_k
-    assert 1 <= plan.grid <= min(steps, config.CTAS * H200.num_sms)
+    assert 1 <= plan.grid <= min(steps, config.FORMS[plan.block_m].ctas * H200.num_sms)
     assert plan.grid == 1 or steps // plan.grid >= config.LEAST_STEPS
 
 
@@ -110,7 +110,9 @@ def test_any_number_of_ctas(grid):
     facts = problem(11, 1000, 8192)
     choice = dispatch.choose(facts, target_of(rows.device))
     plan = choice.plan
-    scratch = plan.scratch._replace(buffers=(plan.scratch.buffers[0]._replace(shape=(grid, 2, 11, plan.block_n)),))
+    scratch = plan.scratch._replace(
+        buffers=(plan.scratch.buffers[0]._replace(shape=(grid, 2, plan.block_m, plan.block_n)),)
+    )
     choice = choice._replace(plan=dataclasses.replace(plan, grid=grid, scratch=scratch))
     codes, scales = weight.codes.view(torch.uint8).unsqueeze(0), weight.scales.unsqueeze(0)
     compare(launch.grouped_linear(rows, None, codes, scales, weight.layout, False, choice), rows, weight)

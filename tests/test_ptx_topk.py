@@ -107,7 +107,7 @@ def test_tables_are_those_of_the_compiled_kernel():
     with recording("sm_90") as launches:
         for columns, _, _ in rows:
             ends = torch.empty(8, dtype=torch.int32, device="meta")
-            launch.top_k_per_row(torch.empty(8, 8 * columns, device="meta"), None, ends, 512)
+            launch.top_k_per_row(torch.empty(8, 8 * columns, device="meta"), None, ends, 512, "hopper.cluster")
     for (columns, warps, number), one in zip(rows, launches):
         found = compile_launch(one)
         assert (found.threads, found.spill_bytes) == (32 * warps, 0)

@@ -39,7 +39,8 @@ def _launch(rows: torch.Tensor, product: Product, plan: StreamPlan) -> tuple[tup
     )  # fmt: skip
     options = dict(
         **scale_format(problem), STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS, TOGETHER=plan.together, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS, TOGETHER=plan.together, num_warps=4, maxnreg=plan.registers,
+        launch_pdl=True,
     )  # fmt: skip
     return arguments, options
 

@@ -171,8 +171,8 @@ def _add_partials(run, tile, partials, size, first, last, LINE: gl.constexpr, TO
 @gluon.jit
 def finish(sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, IN_ORDER: gl.constexpr):
     """Store a consumer's sums [OUTPUTS, BLOCK_M] of a tile, or leave them to the CTA of the tile that comes last, which
-    adds up all CTAs'. IN_ORDER: how to permute bits of a product's row, as dimensions of two behind
-    the eights, so that outputs are in order."""
+    adds up all CTAs'. IN_ORDER: dimensions of two, into which a product's eight rows are taken apart, so that
+    outputs come in order."""
     CONSUMERS: gl.constexpr = BLOCK_N // OUTPUTS
     BLOCK_M: gl.constexpr = sums.shape[1]
     RESULT: gl.constexpr = sums.type.layout
@@ -193,7 +193,8 @@ def finish(sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, 
             sums = _from_line(line, BLOCK_M, RESULT)
             whole = True
     if whole:
-        ordered = gl.permute(gl.reshape(cast.cast(sums, gl.bfloat16), [OUTPUTS // 8, 2, 2, 2, BLOCK_M]), (0, IN_ORDER[0], IN_ORDER[1], IN_ORDER[2], 4))
+        values = gl.reshape(cast.cast(sums, gl.bfloat16), [OUTPUTS // 8, 2, 2, 2, BLOCK_M])
+        ordered = gl.permute(values, (0, IN_ORDER[0], IN_ORDER[1], IN_ORDER[2], 4))
         LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # a warp stores neighbours of a row
         ordered = gl.convert_layout(gl.permute(gl.reshape(ordered, [OUTPUTS, BLOCK_M]), (1, 0)), LINES)
         row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, LINES)), 1)
