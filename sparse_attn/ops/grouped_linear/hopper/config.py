@@ -29,7 +29,7 @@ class Form(NamedTuple):
 # By rows of a tile.
 FORMS = {8: Form(2, 3, 80, 104, 8), 16: Form(2, 3, 80, 104, 8)}  # of stream_k
 WIDE = {32: Form(1, 8, 168, 216, 4), 64: Form(1, 6, 168, 216, 4), 128: Form(1, 4, 168, 216, 2)}  # of stream_k_wide
-COLUMNS_OF_64 = 4096  # from which stream_k_wide is ahead of swap_ab with 33 to 64 rows
+FROM_COLUMNS = {64: 4096}  # by rows of a tile: from how many columns stream_k_wide is ahead of swap_ab
 PRODUCER_REGISTERS = 24
 MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
@@ -51,8 +51,10 @@ def supports_wide(problem: Problem, target: Target) -> Support:
         return no(f"rows: got {problem.rows}, allowed: at most {max(WIDE)}")
     if machine.able and problem.rows <= max(FORMS):
         return slower(f"rows: got {problem.rows}, faster from {max(FORMS) + 1}")
-    if machine.able and 32 < problem.rows <= 64 and problem.columns < COLUMNS_OF_64:
-        return slower(f"columns: got {problem.columns}, faster from {COLUMNS_OF_64} with 33 to 64 rows")
+    if machine.able:
+        least = FROM_COLUMNS.get(_tile_rows(problem, WIDE), 0)
+        if problem.columns < least:
+            return slower(f"columns: got {problem.columns}, faster from {least} with {problem.rows} rows")
     return machine
 
 
@@ -77,6 +79,10 @@ def _supports(problem: Problem, target: Target) -> Support:
     return YES
 
 
+def _tile_rows(problem: Problem, forms: dict[int, Form]) -> int:
+    return next(rows for rows in forms if problem.rows <= rows)
+
+
 def plan(problem: Problem, target: Target) -> StreamPlan:
     return _plan(problem, target, FORMS, ())
 
@@ -86,7 +92,7 @@ def plan_wide(problem: Problem, target: Target) -> StreamPlan:
 
 
 def _plan(problem: Problem, target: Target, forms: dict[int, Form], buffers: tuple[Buffer, ...]) -> StreamPlan:
-    block_m = next(rows for rows in forms if problem.rows <= rows)
+    block_m = _tile_rows(problem, forms)
     form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)

@@ -35,7 +35,7 @@ RESULT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 CODES = gl.constexpr(gl.DotOperandLayout(0, RESULT.value, 16))
 ROWS = gl.constexpr(gl.DotOperandLayout(1, RESULT.value, 16))
 OUTPUT = gl.constexpr(gl.SliceLayout(1, RESULT.value))
-IN_ORDER = gl.constexpr((3, 1, 2))
+IN_ORDER = gl.constexpr((3, 1, 2))  # of _outputs, as finish takes it
 # Words of four codes [OUTPUTS, BLOCK_K / 4]. Lanes 0 to 7 have outputs 0 and 4, whose 16 bytes lie in other banks.
 WORDS = gl.constexpr(
     gl.DistributedLinearLayout(

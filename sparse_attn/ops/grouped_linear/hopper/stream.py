@@ -137,24 +137,24 @@ def prepare(words, x, outputs, steps, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _in_line(sums):
+def _in_register_order(sums):
     """[n] of a product's result [OUTPUTS, BLOCK_M]: a thread has four neighbours, and a warp 128."""
     parts = gl.reshape(sums, [4, 2, 8, sums.shape[1] // 8, 4, 2])  # warp, register, lane; register, lane, register
     return gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [OUTPUTS * sums.shape[1]])
 
 
 @gluon.jit
-def _from_line(line, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
-    """What _in_line was given."""
-    parts = gl.permute(gl.reshape(line, [BLOCK_M // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+def _from_register_order(values, BLOCK_M: gl.constexpr, LAYOUT: gl.constexpr):
+    """What _in_register_order was given."""
+    parts = gl.permute(gl.reshape(values, [BLOCK_M // 8, 4, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     return gl.convert_layout(gl.reshape(parts, [OUTPUTS, BLOCK_M]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def _add_partials(run, tile, partials, size, first, last, LINE: gl.constexpr, TOGETHER: gl.constexpr):
+def _add_partials(run, tile, partials, size, first, last, ORDER: gl.constexpr, TOGETHER: gl.constexpr):
     """The sum of what CTAs first to last left of a tile, of some CTAs read together. partials: pointers to a consumer's
     own in the first slot. size: of a slot."""
-    sums = gl.zeros(partials.shape, gl.float32, LINE)
+    sums = gl.zeros(partials.shape, gl.float32, ORDER)
     begin = tile * run.steps
     for cta in range(first, last + 1, TOGETHER):
         got = ()
@@ -171,34 +171,34 @@ def _add_partials(run, tile, partials, size, first, last, LINE: gl.constexpr, TO
 @gluon.jit
 def finish(sums, run, output, tile, which: gl.constexpr, BLOCK_N: gl.constexpr, IN_ORDER: gl.constexpr):
     """Store a consumer's sums [OUTPUTS, BLOCK_M] of a tile, or leave them to the CTA of the tile that comes last, which
-    adds up all CTAs'. IN_ORDER: dimensions of two, into which a product's eight rows are taken apart, so that
-    outputs come in order."""
+    adds up all CTAs'. IN_ORDER: the three bits of a product's row among eight, as dimensions 1 to 3 of [OUTPUTS / 8, 2,
+    2, 2, BLOCK_M], from the highest bit of its output down."""
     CONSUMERS: gl.constexpr = BLOCK_N // OUTPUTS
     BLOCK_M: gl.constexpr = sums.shape[1]
     RESULT: gl.constexpr = sums.type.layout
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
     whole = (run.begin <= tile * run.steps) & (run.end >= tile * run.steps + run.steps)
     if not whole:
-        line = _in_line(sums)
-        LINE: gl.constexpr = line.type.layout
-        partials = output.partials + which * OUTPUTS * BLOCK_M + gl.arange(0, OUTPUTS * BLOCK_M, LINE)
+        values = _in_register_order(sums)
+        ORDER: gl.constexpr = values.type.layout
+        partials = output.partials + which * OUTPUTS * BLOCK_M + gl.arange(0, OUTPUTS * BLOCK_M, ORDER)
         second = (run.begin < tile * run.steps).to(gl.int64)
-        gl.store(partials + (gl.program_id(0).to(gl.int64) * 2 + second) * SIZE, line)
+        gl.store(partials + (gl.program_id(0).to(gl.int64) * 2 + second) * SIZE, values)
         barrier()  # all of the warpgroup's partials are there before it says so
         first, last = cta_of(run, tile * run.steps), cta_of(run, tile * run.steps + run.steps - 1)
         arrival = output.arrivals + tile * CONSUMERS + which
         if gl.atomic_add(arrival, 1, sem="acq_rel") == last - first:
             gl.store(arrival, 0)
-            line = _add_partials(run, tile, partials, SIZE, first, last, LINE, output.TOGETHER)
-            sums = _from_line(line, BLOCK_M, RESULT)
+            values = _add_partials(run, tile, partials, SIZE, first, last, ORDER, output.TOGETHER)
+            sums = _from_register_order(values, BLOCK_M, RESULT)
             whole = True
     if whole:
-        values = gl.reshape(cast.cast(sums, gl.bfloat16), [OUTPUTS // 8, 2, 2, 2, BLOCK_M])
-        ordered = gl.permute(values, (0, IN_ORDER[0], IN_ORDER[1], IN_ORDER[2], 4))
-        LINES: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # a warp stores neighbours of a row
-        ordered = gl.convert_layout(gl.permute(gl.reshape(ordered, [OUTPUTS, BLOCK_M]), (1, 0)), LINES)
-        row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, LINES)), 1)
-        column = tile * BLOCK_N + which * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, LINES))
+        result = gl.reshape(cast.cast(sums, gl.bfloat16), [OUTPUTS // 8, 2, 2, 2, BLOCK_M])
+        ordered = gl.permute(result, (0, IN_ORDER[0], IN_ORDER[1], IN_ORDER[2], 4))
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # a warp stores neighbours of a row
+        ordered = gl.convert_layout(gl.permute(gl.reshape(ordered, [OUTPUTS, BLOCK_M]), (1, 0)), ROWS)
+        row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, ROWS)), 1)
+        column = tile * BLOCK_N + which * OUTPUTS + gl.arange(0, OUTPUTS, gl.SliceLayout(0, ROWS))
         column = gl.expand_dims(column, 0)
         there = (row < output.rows) & (column < output.outputs)
         # Computed anew for each tile: no registers hold the offsets of all rows while tiles are multiplied.

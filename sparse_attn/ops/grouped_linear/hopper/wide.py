@@ -21,7 +21,7 @@ from sparse_attn.ops.grouped_linear.hopper.stream import (
     producer,
 )
 
-IN_ORDER = gl.constexpr((2, 3, 1))
+IN_ORDER = gl.constexpr((2, 3, 1))  # of _outputs, as finish takes it
 BF16X4 = gl.constexpr((gl.bfloat16,) * 4)
 # Words of four codes [OUTPUTS, BLOCK_K / 4]. 16 lanes read 32 bytes of outputs 0, 2, 4 and 6, which lie in all banks.
 WORDS = gl.constexpr(
