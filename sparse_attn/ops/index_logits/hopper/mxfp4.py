@@ -137,6 +137,17 @@ class QueryBlock:
     HEADS: gl.constexpr
 
 
+@gluon.jit
+def within_loop(block, i):
+    """``block`` as the compiler cannot take it out of the loop over i, at most 2^30 times. A rare branch computes its
+    addresses itself then, and no registers hold them elsewhere."""
+    zero = i >> 30
+    return QueryBlock(
+        block.codes + zero, block.weights + zero, block.present, block.stride_row, block.stride_weights_row,
+        block.stride_weights_head, block.HEADS,
+    )  # fmt: skip
+
+
 @gluon.constexpr_function
 def words_layout(rows, replicated=False, two_warps=False):
     """Of packed records [rows, 4 groups, 4 words]: a lane has a group of a row, four lanes a row; the rows of a thread

@@ -34,6 +34,7 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     scores_of_groups,
     turn_scales,
     weights_of,
+    within_loop,
     words_of,
 )
 from sparse_attn.ops.index_logits.hopper.requests import (
@@ -177,15 +178,7 @@ def _consumer(
                         write(scores, skip + i, end, own_places[p], output, keep_in_l2, key, group)
                 else:
                     key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
-                    here = QueryBlock(
-                        block.codes + (i >> 30),
-                        block.weights + (i >> 30),
-                        block.present,
-                        block.stride_row,
-                        block.stride_weights_row,
-                        block.stride_weights_head,
-                        HEADS,
-                    )  # of the loop: nothing of this branch is computed before it, in registers that are missing
+                    here = within_loop(block, i)
                     known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
                     for p in gl.static_range(PRODUCTS):
                         scores = scores_of_groups(words, key_scales, queries, here, p * N, ROWS) * known

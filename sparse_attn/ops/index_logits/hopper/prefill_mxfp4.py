@@ -33,6 +33,7 @@ from sparse_attn.ops.index_logits.hopper.mxfp4 import (
     scores_of_groups,
     turn_scales,
     weights_of,
+    within_loop,
     words_of,
 )
 from sparse_attn.ops.index_logits.hopper.prefill import CHUNK, Ranges, count_blocks, find_run, range_of, tiles_of
@@ -153,15 +154,7 @@ def _consumer(
                         _store(scores, places[p], i)
                 else:
                     key_scales = shared.scales.index(stage).reshape([BLOCK_KV])
-                    here = QueryBlock(
-                        block.codes + (i >> 30),
-                        block.weights + (i >> 30),
-                        block.present,
-                        block.stride_row,
-                        block.stride_weights_row,
-                        block.stride_weights_head,
-                        HEADS,
-                    )  # of the loop: nothing of this branch is computed before it, in registers that are missing
+                    here = within_loop(block, i)
                     known = gl.expand_dims(gl.where(factor == factor, 1.0, float("nan")), 1)
                     for far in range(PRODUCTS):
                         scores = scores_of_groups(words, key_scales, queries, here, far * N, ROWS) * known
