@@ -74,6 +74,18 @@ def test_no_cta_is_without_steps(outputs, columns):
     assert plan.grid == 1 or steps // plan.grid >= config.LEAST_STEPS
 
 
+def test_runs_end_with_tiles_where_that_costs_few_steps():
+    """(steps of a tile, of the longest run) of one CTA an SM and of two: V3.2's q_b, o, shared gate and up, down."""
+    runs = {}
+    for outputs, columns in ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048)):
+        for rows, plan in ((64, config.plan_wide), (16, config.plan)):
+            ctas = plan(problem(rows, outputs, columns), H200).grid
+            runs[outputs, columns, rows] = columns // 128, -(outputs // 128 * columns // 128 // -ctas)
+    assert {case: longest for case, (tile, longest) in runs.items() if tile % longest == 0} == {
+        (4096, 7168, 64): 14, (4096, 7168, 16): 7, (7168, 2048, 64): 8, (7168, 2048, 16): 4,
+    }  # fmt: skip
+
+
 def weight_of(layout, outputs, columns):
     codes, scales, name = random_weight(layout, 1, outputs, columns, moderate=True)
     return PackedWeight(codes[0].cuda(), scales[0].cuda(), name)

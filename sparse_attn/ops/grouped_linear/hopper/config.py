@@ -14,6 +14,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 CONSUMERS = 2  # of a CTA; with four, partials of a tile are more and larger
 LEAST_STEPS = 4  # of a CTA
+LONGER = 2  # steps that an SM may take more where runs end with tiles: a stop for partials within a run costs as much
 
 
 class Form(NamedTuple):
@@ -91,13 +92,22 @@ def plan_wide(problem: Problem, target: Target) -> StreamPlan:
     return _plan(problem, target, WIDE, (Buffer("placed", (problem.rows, problem.columns), torch.bfloat16),))
 
 
+def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
+    """How many share ``tiles`` of ``steps``, at most ``each`` an SM: as many of every tile where an SM's steps are at
+    most LONGER more so."""
+    most = each * target.num_sms
+    of_a_tile = [ctas for ctas in range(1, most // tiles + 1) if steps % ctas == 0 and steps >= LEAST_STEPS * ctas]
+    if of_a_tile and each * (steps // of_a_tile[-1]) <= tiles * steps / target.num_sms + LONGER:
+        return tiles * of_a_tile[-1]
+    return max(1, min(most, tiles * steps // LEAST_STEPS))
+
+
 def _plan(problem: Problem, target: Target, forms: dict[int, Form], buffers: tuple[Buffer, ...]) -> StreamPlan:
     block_m = _tile_rows(problem, forms)
     form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)
-    steps = tiles * (problem.columns // BLOCK_K)
-    grid = max(1, min(form.ctas * target.num_sms, steps // LEAST_STEPS))
+    grid = _ctas(tiles, problem.columns // BLOCK_K, form.ctas, target)
     partials = Buffer("partials", (grid, 2, block_m, block_n), torch.float32)
     return StreamPlan(
         1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, form.stages, registers=form.registers,
