@@ -4,7 +4,6 @@ which Triton's interpreter does not do."""
 from __future__ import annotations
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
@@ -61,17 +60,11 @@ def streamed(rows, weight, grid, first_row=0, seed=0):
 
 
 def streamed_wide(rows, weight, grid, first_row=0, seed=0):
-    """The same of stream_k_wide, whose rows are placed before."""
-    from sparse_attn.device import packed_dot
+    """The same of stream_k_wide."""
     from sparse_attn.ops.grouped_linear.hopper import launch, wide
-    from sparse_attn.ops.grouped_linear.swap_ab.launch import place
 
     product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports_wide, hopper.plan_wide)
-    placed = torch.full((len(rows), rows.shape[1]), torch.nan, dtype=torch.bfloat16)
-    execute(packed_dot, "place_rows", lambda: place(rows, placed, "e4m3", H200))
-    product = product._replace(views=[placed, *product.views])
-    with mock.patch.object(launch, "place"):
-        execute(wide, "stream_k_wide", lambda: launch.multiply_wide(product, plan), seed)
+    execute(wide, "stream_k_wide", lambda: launch.multiply_wide(product, plan), seed)
     assert (memory[-1] == DIRT).all() and not product.counters.any()
     return memory[:-1]
 
@@ -151,8 +144,8 @@ def test_stream_k_with_nan_in_a_code(grid):
      (V32, 40, 100, 1280, 1)],
 )  # fmt: skip
 def test_stream_k_wide(layout, n, outputs, columns, grid):
-    """As test_stream_k, of rows in a view; the last case fills each stage more than once."""
-    rows, weight = rows_of(n, columns, torch.bfloat16), weight_in_line(layout, outputs, columns)
+    """As test_stream_k; the last case fills each stage more than once."""
+    rows, weight = in_line(rows_of(n, columns, torch.bfloat16)), weight_in_line(layout, outputs, columns)
     check(streamed_wide(rows, weight, grid), rows, None, weight)
 
 
@@ -169,7 +162,7 @@ def test_stream_k_of_a_cut_weight(n):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("n", [20, 70])
 def test_stream_k_wide_with_nan_in_a_code(n):
-    rows, weight = rows_of(n, 256, torch.bfloat16), weight_in_line(V32, 130, 256)
+    rows, weight = in_line(rows_of(n, 256, torch.bfloat16)), weight_in_line(V32, 130, 256)
     places = [3, 4, 40, 69, 129], [127, 128, 129, 255, 16]
     weight.codes.view(torch.uint8)[0, places[0], places[1]] = torch.tensor([0xFF, 0x7F, 0x7F, 0xFF, 0x7F]).byte()
     want = torch.zeros(n, 130, dtype=torch.bool)
@@ -180,7 +173,7 @@ def test_stream_k_wide_with_nan_in_a_code(n):
 @pytest.mark.few(0)
 def test_stream_k_wide_has_the_same_bits_in_any_tile():
     """A row among 20 and among 33, whatever comes first."""
-    rows, weight = rows_of(33, 512, torch.bfloat16), weight_in_line(V32, 300, 512)
+    rows, weight = in_line(rows_of(33, 512, torch.bfloat16)), weight_in_line(V32, 300, 512)
     whole = streamed_wide(rows, weight, 3, seed=1)
     assert torch.equal(streamed_wide(rows[5:25], weight, 3, seed=2), whole[5:25])
 

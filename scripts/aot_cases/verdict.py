@@ -80,7 +80,7 @@ SPILLS_OF_LATER = {
 # What a launch may read before it waits: what another waited for, before it let this one or any in between start. That
 # one gave it ``state``. Or a weight, which no launch of this library writes. See device/pdl.py.
 SCORES = {"logits", "row_starts", "row_ends"}
-WEIGHTS = {"grouped_linear.hopper.stream_k": {"words"}, "grouped_linear.hopper.wide.stream_k_wide": {"words"}}
+WEIGHTS = {"grouped_linear.hopper.stream_k": {"words"}, "grouped_linear.hopper.wide.stream_k_wide": {"codes"}}
 EARLY = WEIGHTS | {"rank_topk.count_digits": SCORES, "rank_topk.count_ties": SCORES, "rank_topk.take_winners": SCORES}
 
 

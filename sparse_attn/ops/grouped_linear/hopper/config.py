@@ -38,8 +38,6 @@ MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of al
 def supports(problem: Problem, target: Target) -> Support:
     """stream_k."""
     machine = _supports(problem, target)
-    if machine.able and not problem.rows_aligned:
-        return no("rows: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
     if machine.able and problem.rows > max(FORMS):
         return no(f"rows: got {problem.rows}, allowed: at most {max(FORMS)}")
     return machine
@@ -73,6 +71,8 @@ def _supports(problem: Problem, target: Target) -> Support:
         return no("ends: got a tensor, allowed: none")
     if problem.batch_invariant:
         return no("batch_invariant: got True, allowed: False")
+    if not problem.rows_aligned:
+        return no("rows: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
     if not problem.aligned:
         return no("codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
     if problem.outputs > MOST_OUTPUTS:
@@ -85,11 +85,11 @@ def _tile_rows(problem: Problem, forms: dict[int, Form]) -> int:
 
 
 def plan(problem: Problem, target: Target) -> StreamPlan:
-    return _plan(problem, target, FORMS, ())
+    return _plan(problem, target, FORMS)
 
 
 def plan_wide(problem: Problem, target: Target) -> StreamPlan:
-    return _plan(problem, target, WIDE, (Buffer("placed", (problem.rows, problem.columns), torch.bfloat16),))
+    return _plan(problem, target, WIDE)
 
 
 def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
@@ -102,7 +102,7 @@ def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
     return max(1, min(most, tiles * steps // LEAST_STEPS))
 
 
-def _plan(problem: Problem, target: Target, forms: dict[int, Form], buffers: tuple[Buffer, ...]) -> StreamPlan:
+def _plan(problem: Problem, target: Target, forms: dict[int, Form]) -> StreamPlan:
     block_m = _tile_rows(problem, forms)
     form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
@@ -111,6 +111,6 @@ def _plan(problem: Problem, target: Target, forms: dict[int, Form], buffers: tup
     partials = Buffer("partials", (grid, 2, block_m, block_n), torch.float32)
     return StreamPlan(
         1, block_m, block_n, BLOCK_K, False, 4 * CONSUMERS, form.stages, registers=form.registers,
-        scratch=Scratch((*buffers, partials), tiles * CONSUMERS), grid=grid,
+        scratch=Scratch((partials,), tiles * CONSUMERS), grid=grid,
         consumer_registers=form.consumer_registers, together=form.together,
     )  # fmt: skip

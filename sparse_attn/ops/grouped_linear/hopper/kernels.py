@@ -88,8 +88,8 @@ def _nan_flags(words):
 @gluon.jit
 def _consumer(shared, scales, output, run, which: gl.constexpr):
     """Multiply OUTPUTS outputs of every tile of the run."""
-    STAGES: gl.constexpr = shared.words.shape[0]
-    BLOCK_N: gl.constexpr = shared.words.shape[1]
+    STAGES: gl.constexpr = shared.codes.shape[0]
+    BLOCK_N: gl.constexpr = shared.codes.shape[1]
     BLOCK_M: gl.constexpr = shared.rows.shape[1]
     wait()
     launch_dependents()
@@ -108,7 +108,7 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
             scale = decode_scale(ahead, scales.E8M0)
             ahead = gl.load(scale_rows + gl.minimum(step + 1, end - 1) * BLOCK_K // scales.BLOCK_COLUMNS)
             mbarrier.wait(shared.full.index(stage), phase)
-            words = shared.words.index(stage).slice(which * OUTPUTS, OUTPUTS, dim=0).load(WORDS)
+            words = shared.codes.index(stage).slice(which * OUTPUTS, OUTPUTS, dim=0).load(WORDS)
             rows = shared.rows.index(stage).permute((1, 0)).load(ROWS)
             signal(shared.empty.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)

@@ -13,29 +13,26 @@ from sparse_attn.ops.grouped_linear.hopper.config import PRODUCER_REGISTERS
 from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import StreamPlan, scale_format
-from sparse_attn.ops.grouped_linear.swap_ab.launch import place
-from sparse_attn.target import target_of
 
 
 def multiply(product: Product, plan: StreamPlan) -> None:
-    arguments, options = _launch(product.rows, product, plan)
+    arguments, options = _launch(product, plan, torch.int32)
     kernels.stream_k[(plan.grid,)](*arguments, **options)
 
 
 def multiply_wide(product: Product, plan: StreamPlan) -> None:
-    placed = product.views[0]
-    place(product.rows, placed, product.problem.codes, target_of(product.rows.device))
-    arguments, options = _launch(placed, product, plan)
+    arguments, options = _launch(product, plan, torch.int16)
     wide.stream_k_wide[(plan.grid,)](*arguments, **options)
 
 
-def _launch(rows: torch.Tensor, product: Product, plan: StreamPlan) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of either kernel, and its constants and options."""
-    _, _, codes, scales, out, problem, first_row, (*_, partials), arrivals = product
+def _launch(product: Product, plan: StreamPlan, word: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of either kernel, and its constants and options. word: what it takes codes as."""
+    rows, _, codes, scales, out, problem, first_row, (partials,), arrivals = product
     assert scales is not None, "packed weights have scales"
     arguments = (
-        _boxes(rows, plan.block_m), _boxes(codes[0].view(torch.int32), plan.block_n), scales[0], out, partials,
-        arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row, scales.stride(1),
+        _boxes(rows, plan.block_m, BLOCK_K), _boxes(codes[0].view(word), plan.block_n, BLOCK_K // word.itemsize),
+        scales[0], out, partials, arrivals, problem.rows, problem.outputs, problem.columns // BLOCK_K, first_row,
+        scales.stride(1),
     )  # fmt: skip
     options = dict(
         **scale_format(problem), STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
@@ -45,9 +42,8 @@ def _launch(rows: torch.Tensor, product: Product, plan: StreamPlan) -> tuple[tup
     return arguments, options
 
 
-def _boxes(matrix: torch.Tensor, height: int) -> TensorDescriptor:
-    """Of ``height`` rows and a step's columns. The stride of a lone row is any."""
-    width = BLOCK_K if matrix.dtype == torch.bfloat16 else BLOCK_K // 4
+def _boxes(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
+    """The stride of a lone row is any."""
     stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [height, width], swizzled)

@@ -11,16 +11,15 @@ from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.grouped_linear.hopper import constants
 
 BLOCK_K = gl.constexpr(constants.BLOCK_K)
-WORDS_K = gl.constexpr(constants.BLOCK_K // 4)
 OUTPUTS = gl.constexpr(constants.OUTPUTS)
 
 
 @aggregate
 class Shared:
-    """words: int32 [STAGES, BLOCK_N, BLOCK_K / 4] of four codes. rows: bf16 [STAGES, BLOCK_M, BLOCK_K]. full: both are
+    """codes: [STAGES, BLOCK_N, ...], a step's in words of some. rows: bf16 [STAGES, BLOCK_M, BLOCK_K]. full: both are
     there, an arrival and their bytes. empty: consumers have read them, an arrival of each."""
 
-    words: gl.shared_memory_descriptor
+    codes: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -84,10 +83,11 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def producer(shared, words, rows, run):
+def producer(shared, codes, rows, run):
     """Fill the ring with codes, wait for the rows, then load both as stages become empty."""
-    STAGES: gl.constexpr = shared.words.shape[0]
-    BLOCK_N: gl.constexpr = shared.words.shape[1]
+    STAGES: gl.constexpr = shared.codes.shape[0]
+    BLOCK_N: gl.constexpr = shared.codes.shape[1]
+    WIDTH: gl.constexpr = shared.codes.shape[2]  # words of a step
     BYTES: gl.constexpr = BLOCK_N * BLOCK_K + shared.rows.shape[1] * BLOCK_K * 2
     early = gl.minimum(run.end, run.begin + STAGES)
     for step in range(run.begin, early):
@@ -95,7 +95,7 @@ def producer(shared, words, rows, run):
         full = shared.full.index(stage)
         mbarrier.expect(full, BYTES)
         tile = step // run.steps
-        tma_load(words, [tile * BLOCK_N, (step - tile * run.steps) * WORDS_K], full, shared.words.index(stage))
+        tma_load(codes, [tile * BLOCK_N, (step - tile * run.steps) * WIDTH], full, shared.codes.index(stage))
     wait()
     for step in range(run.begin, early):
         stage = step - run.begin
@@ -107,18 +107,18 @@ def producer(shared, words, rows, run):
         mbarrier.expect(full, BYTES)
         tile = step // run.steps
         k = step - tile * run.steps
-        tma_load(words, [tile * BLOCK_N, k * WORDS_K], full, shared.words.index(stage))
+        tma_load(codes, [tile * BLOCK_N, k * WIDTH], full, shared.codes.index(stage))
         tma_load(rows, [0, k * BLOCK_K], full, shared.rows.index(stage))
         stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def prepare(words, x, outputs, steps, STAGES: gl.constexpr):
-    """(Shared, Run) of this CTA, for boxes of the descriptors ``words`` and ``x``."""
+def prepare(codes, x, outputs, steps, STAGES: gl.constexpr):
+    """(Shared, Run) of this CTA, for boxes of the descriptors ``codes`` and ``x``."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    BLOCK_N: gl.constexpr = words.block_shape[0]
+    BLOCK_N: gl.constexpr = codes.block_shape[0]
     shared = Shared(
-        words=gl.allocate_shared_memory(words.dtype, [STAGES] + words.block_shape, words.layout),
+        codes=gl.allocate_shared_memory(codes.dtype, [STAGES] + codes.block_shape, codes.layout),
         rows=gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),

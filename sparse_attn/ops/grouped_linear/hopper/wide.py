@@ -1,7 +1,7 @@
 """stream_k of more rows, which the matrix unit takes from shared memory (wgmma). README.md has what differs.
 
-Rows are placed by a launch before, so that a product's operand of codes keeps its lanes (device/packed_dot.py): of 32
-columns a lane has the eight codes of two neighbouring words.
+Codes come in pairs, so that a lane has of 16 columns the two pairs that an operand wants of it. Rows and outputs keep
+their order.
 """
 
 from triton.experimental import gluon
@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import launch_dependents, signal, wait
-from sparse_attn.device.packed_dot import FAST_E4M3, NAN_FLAGS, decode_scale
+from sparse_attn.device.packed_dot import decode_scale
 from sparse_attn.ops.grouped_linear.hopper.stream import (
     BLOCK_K,
     OUTPUTS,
@@ -21,17 +21,26 @@ from sparse_attn.ops.grouped_linear.hopper.stream import (
     producer,
 )
 
-IN_ORDER = gl.constexpr((2, 3, 1))  # of _outputs, as finish takes it
-BF16X4 = gl.constexpr((gl.bfloat16,) * 4)
-# Words of four codes [OUTPUTS, BLOCK_K / 4]. 16 lanes read 32 bytes of outputs 0, 2, 4 and 6, which lie in all banks.
-WORDS = gl.constexpr(
+IN_ORDER = gl.constexpr((1, 2, 3))  # as finish takes it
+# Pairs of codes [OUTPUTS, BLOCK_K / 2], as the operand has them: 8 bytes of each of eight outputs at once, which lie in
+# 16 banks.
+PAIRS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [0, 8], [0, 16]], [[0, 2], [0, 4], [2, 0], [4, 0], [1, 0]], [[16, 0], [32, 0]], [], [64, 32]
+        [[8, 0], [0, 4], [0, 8], [0, 16], [0, 32]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 64],
     )
-)
+)  # fmt: skip
 FLAGS = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [2, 0], [4, 0], [1, 0]], [[16, 0], [32, 0]], [], [64, 4])
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
+# $0: two values of a pair $2, whose bits become exponent and mantissa of bf16; 2^120 makes up for the bias. $1: FLAG in
+# a half whose code is NaN.
+DECODE = gl.constexpr(
+    "{ .reg .b32 a, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7B807B80;\n"
+    "prmt.b32 a, $2, $2, 0x9180; shl.b32 a, a, 4; and.b32 a, a, 0x87f087f0;\n"
+    "add.s32 $1, a, 0x00100010; fma.rn.bf16x2 $0, a, s, z; }"
+)
+FLAG = gl.constexpr(0x08000800)
 
 
 @gluon.constexpr_function
@@ -40,54 +49,31 @@ def result_layout(rows):
 
 
 @gluon.jit
-def _in_order(values):
-    """[OUTPUTS, n] of outputs in the order of a product's rows, whose lanes have outputs 0, 2, 4, 6, 1, 3, 5 and 7 of
-    eight."""
-    n: gl.constexpr = values.shape[1]
-    of_bits = gl.permute(gl.reshape(values, [OUTPUTS // 8, 2, 2, 2, n]), (0, 3, 1, 2, 4))
-    return gl.reshape(of_bits, [OUTPUTS, n])
-
-
-@gluon.jit
-def _outputs(LAYOUT: gl.constexpr):
-    """[OUTPUTS]: which output a row of a product is."""
-    m = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
-    return (m & (OUTPUTS - 8)) | ((m & 1) << 1) | ((m & 2) << 1) | ((m >> 2) & 1)
-
-
-@gluon.jit
-def _operand(words, RESULT: gl.constexpr):
-    """bf16 [OUTPUTS, BLOCK_K] of words, outputs and columns in the order of the product."""
-    w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        FAST_E4M3, "=&r,=&r,=&r,=&r,r,r", [words], dtype=BF16X4, is_pure=True, pack=2
+def _operand(pairs, RESULT: gl.constexpr):
+    """(bf16 [OUTPUTS, BLOCK_K], int32 [OUTPUTS, 4]: FLAG where a lane has a NaN of an output)."""
+    values, flags = gl.inline_asm_elementwise(
+        DECODE, "=&r,=&r,r", [pairs.to(gl.int32)], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
-    codes = gl.join(gl.join(w0, w2), gl.join(w1, w3))  # [OUTPUTS, words, code / 2, code % 2]
-    codes = gl.permute(gl.reshape(codes, [OUTPUTS, BLOCK_K // 32, 8, 4]), (0, 1, 3, 2))
-    codes = _in_order(gl.reshape(codes, [OUTPUTS, BLOCK_K]))
-    return gl.convert_layout(codes, gl.DotOperandLayout(0, RESULT, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _nan_flags(words):
-    """int32 [OUTPUTS, 4]: bit 7 of a byte where a lane has a NaN of an output."""
-    each = (words & 0x7F7F7F7F) + 0x01010101
-    each = gl.permute(gl.reshape(each, [OUTPUTS, 2, 2, 4, 2]), (0, 3, 1, 2, 4))  # a lane's words behind each other
-    one, other = gl.split(each)
-    one, other = gl.split(one | other)
-    one, other = gl.split(one | other)
-    return gl.convert_layout(one | other, FLAGS, assert_trivial=True)
+    twice = gl.reshape(gl.join(values, values), [OUTPUTS, BLOCK_K])  # a pair for each value: no instruction
+    twice = gl.convert_layout(twice, gl.DotOperandLayout(0, RESULT, 2), assert_trivial=True)
+    values = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2)
+    flags = gl.permute(gl.reshape(flags, [OUTPUTS, 2, 2, 2, 2, 4]), (0, 5, 1, 2, 3, 4))  # a lane's behind each other
+    for _ in gl.static_range(4):
+        one, other = gl.split(flags)
+        flags = one | other
+    return values, gl.convert_layout(flags, FLAGS, assert_trivial=True)
 
 
 @gluon.jit
 def _consumer(shared, scales, output, run, which: gl.constexpr):
     """Multiply OUTPUTS outputs of every tile of the run."""
-    STAGES: gl.constexpr = shared.words.shape[0]
-    BLOCK_N: gl.constexpr = shared.words.shape[1]
+    STAGES: gl.constexpr = shared.codes.shape[0]
+    BLOCK_N: gl.constexpr = shared.codes.shape[1]
     BLOCK_M: gl.constexpr = shared.rows.shape[1]
     RESULT: gl.constexpr = result_layout(BLOCK_M)
     wait()
     launch_dependents()
-    own = which * OUTPUTS + _outputs(RESULT)
+    own = which * OUTPUTS + gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, RESULT))
     stage, phase = 0, 0
     for tile in range(run.begin // run.steps, (run.end + run.steps - 1) // run.steps):
         begin = gl.maximum(run.begin - tile * run.steps, 0)
@@ -102,27 +88,27 @@ def _consumer(shared, scales, output, run, which: gl.constexpr):
             scale = decode_scale(ahead, scales.E8M0)
             ahead = gl.load(scale_rows + gl.minimum(step + 1, end - 1) * BLOCK_K // scales.BLOCK_COLUMNS)
             mbarrier.wait(shared.full.index(stage), phase)
-            words = shared.words.index(stage).slice(which * OUTPUTS, OUTPUTS, dim=0).load(WORDS)
+            pairs = shared.codes.index(stage).slice(which * OUTPUTS, OUTPUTS, dim=0).load(PAIRS)
+            values, nan = _operand(pairs, RESULT)
             product = warpgroup_mma(
-                _operand(words, RESULT), shared.rows.index(stage).permute((1, 0)),
-                gl.zeros([OUTPUTS, BLOCK_M], gl.float32, RESULT), use_acc=False, is_async=True,
+                values, shared.rows.index(stage).permute((1, 0)), gl.zeros([OUTPUTS, BLOCK_M], gl.float32, RESULT),
+                use_acc=False, is_async=True,
             )  # fmt: skip
-            flags |= _nan_flags(words)
+            flags |= nan
             product = warpgroup_mma_wait(0, deps=(product,))
             signal(shared.empty.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
             sums += product * gl.expand_dims(scale, 1)
-        with_nan = gl.max(gl.where((flags & NAN_FLAGS) != 0, 1, 0), 1)
-        with_nan = gl.reshape(_in_order(gl.expand_dims(with_nan, 1)), [OUTPUTS])
-        with_nan = gl.convert_layout(with_nan, gl.SliceLayout(1, RESULT))
+        with_nan = gl.max(gl.where((flags & FLAG) != 0, 1, 0), 1)
+        with_nan = gl.convert_layout(with_nan, gl.SliceLayout(1, RESULT), assert_trivial=True)
         sums = gl.where(gl.expand_dims(with_nan, 1) > 0, float("nan"), sums)
         finish(sums, run, output, tile, which, BLOCK_N, IN_ORDER)
 
 
 @gluon.jit(do_not_specialize=["rows", "outputs", "steps", "first_row", "stride_scales"])
 def stream_k_wide(
-    x,  # bf16 [rows, columns], placed, boxes of BLOCK_M x BLOCK_K
-    words,  # int32 [outputs, columns / 4] of four codes, boxes of BLOCK_N x BLOCK_K / 4
+    x,  # bf16 [rows, columns], boxes of BLOCK_M x BLOCK_K
+    codes,  # int16 [outputs, columns / 2] of two codes, boxes of BLOCK_N x BLOCK_K / 2
     scales,  # fp32 or uint8 [blocks of rows, blocks of columns], contiguous in a row
     out,  # bf16 [rows, outputs], contiguous
     partials,  # fp32 [CTAs, 2, BLOCK_M * BLOCK_N]
@@ -140,14 +126,14 @@ def stream_k_wide(
     PRODUCER_REGISTERS: gl.constexpr,
     TOGETHER: gl.constexpr,  # CTAs whose partials are read at once
 ):
-    shared, run = prepare(words, x, outputs, steps, STAGES)
+    shared, run = prepare(codes, x, outputs, steps, STAGES)
     scales = Scales(scales, first_row, stride_scales, E8M0, BLOCK_ROWS, BLOCK_COLUMNS)
     output = Output(out, partials, arrivals, rows, outputs, TOGETHER)
     gl.warp_specialize(
         [
             (_consumer, (shared, scales, output, run, 0)),
             (_consumer, (shared, scales, output, run, 1)),
-            (producer, (shared, words, x, run)),
+            (producer, (shared, codes, x, run)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
