@@ -74,16 +74,21 @@ def test_no_cta_is_without_steps(outputs, columns):
     assert plan.grid == 1 or steps // plan.grid >= config.LEAST_STEPS
 
 
-def test_runs_end_with_tiles_where_that_costs_few_steps():
-    """(steps of a tile, of the longest run) of one CTA an SM and of two: V3.2's q_b, o, shared gate and up, down."""
+def test_runs_end_with_tiles_where_that_costs_few_ctas():
+    """CTAs and steps of each, of one CTA an SM and of two: V3.2's q_b (192 tiles of 12), o (56 of 128), shared gate and
+    up (32 of 56) and down (56 of 16); then tiles that no number of CTAs divides."""
     runs = {}
-    for outputs, columns in ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048)):
-        for rows, plan in ((64, config.plan_wide), (16, config.plan)):
-            ctas = plan(problem(rows, outputs, columns), H200).grid
-            runs[outputs, columns, rows] = columns // 128, -(outputs // 128 * columns // 128 // -ctas)
-    assert {case: longest for case, (tile, longest) in runs.items() if tile % longest == 0} == {
-        (4096, 7168, 64): 14, (4096, 7168, 16): 7, (7168, 2048, 64): 8, (7168, 2048, 16): 4,
-    }  # fmt: skip
+    for outputs, columns in ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048), (127 * 128, 17 * 128)):
+        steps = outputs // 128 * columns // 128
+        ctas = [plan(problem(n, outputs, columns), H200).grid for n, plan in ((64, config.plan_wide), (8, config.plan))]
+        runs[outputs, columns] = [(n, round(steps / n, 1)) for n in ctas]
+    assert runs == {
+        (24576, 1536): [(96, 24), (192, 12)],
+        (7168, 16384): [(112, 64), (224, 32)],
+        (4096, 7168): [(128, 14), (256, 7)],
+        (7168, 2048): [(112, 8), (224, 4)],
+        (16256, 2176): [(127, 17), (264, 8.2)],
+    }
 
 
 def weight_of(layout, outputs, columns):

@@ -96,11 +96,12 @@ def weight_in_line(layout, outputs, columns):
     "layout, n, outputs, columns, grid",
     [
         (V32, 3, 130, 256, 3), (V32, 16, 300, 384, 4), (V4, 8, 128, 1024, 5), (V32, 1, 200, 128, 2),
-        (V4, 9, 64, 2048, 12), (V32, 2, 1, 128, 1), (V32, 5, 640, 128, 3),
+        (V4, 9, 64, 2048, 12), (V32, 2, 1, 128, 1), (V32, 5, 640, 128, 3), (V32, 2, 60, 4480, 1),
     ],
 )  # fmt: skip
 def test_stream_k(layout, n, outputs, columns, grid):
-    """Whole tiles, tiles of two and of a dozen CTAs, CTAs of several tiles; the last outputs of a tile missing."""
+    """Whole tiles, tiles of two and of a dozen CTAs, CTAs of several tiles, a long run; the last outputs of a tile
+    missing."""
     rows = in_line(rows_of(n, columns, torch.bfloat16))
     weight = weight_in_line(layout, outputs, columns)
     check(streamed(rows, weight, grid), rows, None, weight)
@@ -141,10 +142,10 @@ def test_stream_k_with_nan_in_a_code(grid):
 @pytest.mark.parametrize(
     "layout, n, outputs, columns, grid",
     [(V32, 20, 130, 256, 2), (V32, 33, 300, 512, 3), (V4, 64, 600, 384, 2), (V32, 100, 200, 256, 2), (V4, 17, 1, 128, 1),
-     (V32, 40, 100, 1280, 1)],
+     (V32, 40, 100, 1280, 1), (V4, 20, 70, 4480, 1)],
 )  # fmt: skip
 def test_stream_k_wide(layout, n, outputs, columns, grid):
-    """As test_stream_k; the last case fills each stage more than once."""
+    """As test_stream_k; the last two cases fill each stage more than once."""
     rows, weight = in_line(rows_of(n, columns, torch.bfloat16)), weight_in_line(layout, outputs, columns)
     check(streamed_wide(rows, weight, grid), rows, None, weight)
 

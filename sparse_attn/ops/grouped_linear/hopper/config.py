@@ -14,7 +14,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 CONSUMERS = 2  # of a CTA; with four, partials of a tile are more and larger
 LEAST_STEPS = 4  # of a CTA
-LONGER = 2  # steps that an SM may take more where runs end with tiles: a stop for partials within a run costs as much
+EVEN = 0.7  # of the CTAs that have room, from which runs end with tiles: fewer CTAs still ask for all bytes in time
 
 
 class Form(NamedTuple):
@@ -30,7 +30,6 @@ class Form(NamedTuple):
 # By rows of a tile.
 FORMS = {8: Form(2, 3, 80, 104, 8), 16: Form(2, 3, 80, 104, 8)}  # of stream_k
 WIDE = {32: Form(1, 8, 168, 216, 4), 64: Form(1, 6, 168, 216, 4), 128: Form(1, 4, 168, 216, 2)}  # of stream_k_wide
-FROM_COLUMNS = {64: 4096}  # by rows of a tile: from how many columns stream_k_wide is ahead of swap_ab
 PRODUCER_REGISTERS = 24
 MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
@@ -50,10 +49,6 @@ def supports_wide(problem: Problem, target: Target) -> Support:
         return no(f"rows: got {problem.rows}, allowed: at most {max(WIDE)}")
     if machine.able and problem.rows <= max(FORMS):
         return slower(f"rows: got {problem.rows}, faster from {max(FORMS) + 1}")
-    if machine.able:
-        least = FROM_COLUMNS.get(_tile_rows(problem, WIDE), 0)
-        if problem.columns < least:
-            return slower(f"columns: got {problem.columns}, faster from {least} with {problem.rows} rows")
     return machine
 
 
@@ -80,10 +75,6 @@ def _supports(problem: Problem, target: Target) -> Support:
     return YES
 
 
-def _tile_rows(problem: Problem, forms: dict[int, Form]) -> int:
-    return next(rows for rows in forms if problem.rows <= rows)
-
-
 def plan(problem: Problem, target: Target) -> StreamPlan:
     return _plan(problem, target, FORMS)
 
@@ -93,17 +84,15 @@ def plan_wide(problem: Problem, target: Target) -> StreamPlan:
 
 
 def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
-    """How many share ``tiles`` of ``steps``, at most ``each`` an SM: as many of every tile where an SM's steps are at
-    most LONGER more so."""
-    most = each * target.num_sms
-    of_a_tile = [ctas for ctas in range(1, most // tiles + 1) if steps % ctas == 0 and steps >= LEAST_STEPS * ctas]
-    if of_a_tile and each * (steps // of_a_tile[-1]) <= tiles * steps / target.num_sms + LONGER:
-        return tiles * of_a_tile[-1]
-    return max(1, min(most, tiles * steps // LEAST_STEPS))
+    """How many share ``tiles`` of ``steps``, at most ``each`` an SM. Where that costs few of them, CTAs have whole
+    tiles, or tiles have as many CTAs as any other."""
+    most = max(1, min(each * target.num_sms, tiles * steps // LEAST_STEPS))
+    even = [n for n in range(1, most + 1) if tiles % n == 0 or (n % tiles == 0 and steps % (n // tiles) == 0)]
+    return even[-1] if even[-1] >= EVEN * most else most
 
 
 def _plan(problem: Problem, target: Target, forms: dict[int, Form]) -> StreamPlan:
-    block_m = _tile_rows(problem, forms)
+    block_m = next(rows for rows in forms if problem.rows <= rows)
     form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)

@@ -12,6 +12,7 @@ from sparse_attn.ops.grouped_linear.hopper import constants
 
 BLOCK_K = gl.constexpr(constants.BLOCK_K)
 OUTPUTS = gl.constexpr(constants.OUTPUTS)
+LONG_RUN = gl.constexpr(constants.LONG_RUN)
 
 
 @aggregate
@@ -83,32 +84,37 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def producer(shared, codes, rows, run):
-    """Fill the ring with codes, wait for the rows, then load both as stages become empty."""
-    STAGES: gl.constexpr = shared.codes.shape[0]
+def _load_codes(shared, codes, run, step, stage):
     BLOCK_N: gl.constexpr = shared.codes.shape[1]
     WIDTH: gl.constexpr = shared.codes.shape[2]  # words of a step
-    BYTES: gl.constexpr = BLOCK_N * BLOCK_K + shared.rows.shape[1] * BLOCK_K * 2
-    early = gl.minimum(run.end, run.begin + STAGES)
-    for step in range(run.begin, early):
-        stage = step - run.begin
-        full = shared.full.index(stage)
-        mbarrier.expect(full, BYTES)
-        tile = step // run.steps
-        tma_load(codes, [tile * BLOCK_N, (step - tile * run.steps) * WIDTH], full, shared.codes.index(stage))
+    full = shared.full.index(stage)
+    mbarrier.expect(full, BLOCK_N * BLOCK_K + shared.rows.shape[1] * BLOCK_K * 2)
+    tile = step // run.steps
+    tma_load(codes, [tile * BLOCK_N, (step - tile * run.steps) * WIDTH], full, shared.codes.index(stage))
+
+
+@gluon.jit
+def _load_rows(shared, rows, run, step, stage):
+    tma_load(rows, [0, step % run.steps * BLOCK_K], shared.full.index(stage), shared.rows.index(stage))
+
+
+@gluon.jit
+def producer(shared, codes, rows, run):
+    """Load codes of the first steps, wait for the rows, then load both as stages become empty. The copy engine takes
+    rows behind the codes it was asked for before, which a long run alone makes up for: others ask for half a ring."""
+    STAGES: gl.constexpr = shared.codes.shape[0]
+    early = gl.where(run.end - run.begin >= LONG_RUN, STAGES, (STAGES + 1) // 2)
+    first = gl.minimum(run.end, run.begin + early)
+    for step in range(run.begin, first):
+        _load_codes(shared, codes, run, step, step - run.begin)
     wait()
-    for step in range(run.begin, early):
-        stage = step - run.begin
-        tma_load(rows, [0, step % run.steps * BLOCK_K], shared.full.index(stage), shared.rows.index(stage))
-    stage, phase = 0, 0
-    for step in range(early, run.end):
-        mbarrier.wait(shared.empty.index(stage), phase)
-        full = shared.full.index(stage)
-        mbarrier.expect(full, BYTES)
-        tile = step // run.steps
-        k = step - tile * run.steps
-        tma_load(codes, [tile * BLOCK_N, k * WIDTH], full, shared.codes.index(stage))
-        tma_load(rows, [0, k * BLOCK_K], full, shared.rows.index(stage))
+    for step in range(run.begin, first):
+        _load_rows(shared, rows, run, step, step - run.begin)
+    stage, phase = early % STAGES, early // STAGES
+    for step in range(first, run.end):
+        mbarrier.wait(shared.empty.index(stage), phase ^ 1)
+        _load_codes(shared, codes, run, step, stage)
+        _load_rows(shared, rows, run, step, stage)
         stage, phase = next_stage(stage, phase, STAGES)
 
 
