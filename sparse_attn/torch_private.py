@@ -18,7 +18,7 @@ __all__ = (
     "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "fake_mode",
     "fake_processes", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function",
     "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
-    "stream_handle", "untimed_reductions",
+    "stream_handle",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -110,14 +110,6 @@ def recompile_limit() -> int:
     from torch._dynamo import config
 
     return config.recompile_limit
-
-
-def untimed_reductions() -> AbstractContextManager:
-    """The block in which torch.compile chooses no reduction by timing (TORCHINDUCTOR_DETERMINISTIC): two compilations
-    of a model give the same bits."""
-    import torch._inductor.config
-
-    return torch._inductor.config.patch(deterministic=True)
 
 
 def run_what_does_not_compile() -> None:

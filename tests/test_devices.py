@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,6 @@ from sparse_attn.runtime.generate import generate
 from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.runtime.steps import Model
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import untimed_reductions
 from sparse_attn.workspace import Scratch
 
 ROOT = Path(sparse_attn.__file__).parent.parent
@@ -107,6 +108,31 @@ def test_a_graph_lives_on_the_device_of_its_caches(name):
     assert graph.workspace.device == SECOND
 
 
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+
+def test_garbage_is_gone_before_a_graph_is_captured(monkeypatch):
+    """A captured graph in it would go at any time, and end the capture then."""
+    spec, seen = preset("tiny_v32"), []
+    with second_device():
+        capture = torch.cuda.graph
+        monkeypatch.setattr(torch.cuda, "graph", lambda *_, **named: seen.append(left()) or capture(*_, **named))
+        model = Model(spec, {"embed": torch.empty(0)}, cache_layouts(spec, "fp8"))
+        caches = model.allocate_caches(1, 128, requests=1, step_rows=1)
+        gc.disable()
+        try:
+            left = weakref.ref(Cycle())
+            DecodeGraph(
+                lambda tokens, *_: torch.zeros(tokens.shape[0], 8), caches, max_context=128, max_blocks=1, buckets=(1,),
+                impl="reference",
+            )  # fmt: skip
+        finally:
+            gc.enable()
+    assert seen == [None]
+
+
 def test_tensors_on_two_devices_are_refused():
     names = ["logits", "row_starts", "row_ends", "k", "impl"]
     op = registration._implementation("sparse_attn.ops.topk", "top_k_per_row", names, [0, 1, 2])
@@ -148,19 +174,17 @@ def test_nobody_asks_for_the_stream_of_whichever_device_is_current():
 @pytest.mark.parametrize("options", (dict(), dict(graph=True), dict(compile=True), dict(compile=True, graph=True)))
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
 def test_a_model_on_the_second_gpu_generates_what_it_does_on_the_first(name, options):
-    """The first is current throughout; peers may read each other, so a launch on the wrong one would not fail. Each GPU
-    has a graph of its own, whose reductions torch would choose by timing, and with them the order of sums."""
+    """The first is current throughout; peers may read each other, so a launch on the wrong one would not fail."""
     assert torch.cuda.can_device_access_peer(0, 1)
     torch.empty(1, device="cuda:0").copy_(torch.empty(1, device="cuda:1"))  # turns it on
     found, spec = [], preset(name)
     for index in range(2):
         device = torch.device("cuda", index)
         model = Model(spec, random_params(spec, seed=0, device=device), cache_layouts(spec, "fp8"))
-        with untimed_reductions():
-            generate(model, [[1, 2, 3], [4]], max_new_tokens=20, **options)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                found.append(generate(model, [[1, 2, 3], [4]], max_new_tokens=20, keep_logits=True, **options))
-                torch.cuda.synchronize(device)
+        generate(model, [[1, 2, 3], [4]], max_new_tokens=20, **options)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            found.append(generate(model, [[1, 2, 3], [4]], max_new_tokens=20, keep_logits=True, **options))
+            torch.cuda.synchronize(device)
         launched = {event.device_index for event in profile.events() if event.self_device_time_total}
         assert launched == {index}, f"launched on {launched}"
         assert torch.cuda.current_device() == 0

@@ -2,9 +2,8 @@
 
 import torch
 import torch._dynamo
-import torch._inductor.config
 
-from sparse_attn.torch_private import counters, dynamo_counts, mark_sizes, uncompiled, untimed_reductions
+from sparse_attn.torch_private import counters, dynamo_counts, mark_sizes, uncompiled
 
 
 def test_marks_are_what_torch_makes_them():
@@ -25,10 +24,3 @@ def test_counts_are_dynamos():
 def test_what_was_compiled():
     module = torch.nn.Linear(2, 2)
     assert uncompiled(torch.compile(module)) is module is uncompiled(module)
-
-
-def test_reductions_are_not_timed_within_the_block():
-    before = torch._inductor.config.deterministic
-    with untimed_reductions():
-        assert torch._inductor.config.deterministic
-    assert torch._inductor.config.deterministic == before

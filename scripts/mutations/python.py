@@ -187,6 +187,20 @@ PYTHON = [
         ("tests/test_published_checkpoints.py::test_deepseeks_names_are_what_the_loader_renames[tiny_v4]",),
     ),
     Mutation(
+        "captured-beside-garbage", "graphs are captured while garbage is there",
+        "sparse_attn/runtime/graph.py",
+        "            gc.collect()  #",
+        "            #",
+        ("tests/test_devices.py::test_garbage_is_gone_before_a_graph_is_captured",),
+    ),
+    Mutation(
+        "compiled-for-other-sizes", "a compiled model takes graphs from torch's cache",
+        "sparse_attn/runtime/batch.py",
+        '"fx_graph_cache": False',
+        '"fx_graph_cache": True',
+        ("tests/test_compile.py::test_no_graph_that_was_compiled_for_other_sizes_is_taken",),
+    ),
+    Mutation(
         "packed-experts-not-captured", "steps with packed experts are refused where torch's grouped product waits",
         "sparse_attn/runtime/graph.py",
         "routed and not packed and",

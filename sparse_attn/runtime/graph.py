@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -198,6 +199,7 @@ class DecodeGraph(DecodeRows):
                     self._decode(rows)
             self.stream.synchronize()
             self.workspace.lock()
+            gc.collect()  # a captured graph that went while another is captured would end that
             for rows in reversed(self.buckets):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
