@@ -23,6 +23,7 @@ SMALL = WeightLayout("e4m3", (32, 32), "e8m0")
 MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXPERTS, HIDDEN, INTERMEDIATE, K = 5, 256, 256, 3
+FP8_KERNELS = ("sorted", pytest.param("hopper", marks=pytest.mark.gpu))
 
 
 def weights_of(layout, device="cpu", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=EXPERTS):
@@ -150,18 +151,20 @@ def test_kernel_of_sorted_rows(layout, tokens, clamp, device):
 @pytest.mark.kernel
 @pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [1, 7, 30])
-def test_kernel_of_sorted_rows_with_fp8_activations(tokens, device):
+@pytest.mark.parametrize("impl", FP8_KERNELS)
+def test_kernel_of_sorted_rows_with_fp8_activations(impl, tokens, device):
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
     pair, x = weights_of(MXFP4, device), rows_of(tokens, HIDDEN, BF16, device)
     more = dict(clamp=0.5, activations="fp8")
-    got = packed_experts(x, *routes(tokens, device), *pair, impl="sorted", **more)
+    got = packed_experts(x, *routes(tokens, device), *pair, impl=impl, **more)
     check(got, x, *routes(tokens, device), *pair, **more)
 
 
 @pytest.mark.few(0)
 @pytest.mark.kernel
-def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(device):
+@pytest.mark.parametrize("impl", FP8_KERNELS)
+def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(impl, device):
     """A token reads a column of down: codes are exact beside scales up to 2**11 apart, and 0 beyond."""
     if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
@@ -179,7 +182,7 @@ def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activation
     x = torch.eye(inner, dtype=BF16) * 32  # silu(32) * 32 is 1024
     pair = [PackedWeight(one.codes.to(device), one.scales.to(device), one.layout) for one in (gate_up, down)]
     ids, weights = torch.zeros(inner, 1, dtype=torch.int32, device=device), torch.ones(inner, 1, device=device)
-    got = packed_experts(x.to(device), weights, ids, *pair, activations="fp8", impl="sorted")
+    got = packed_experts(x.to(device), weights, ids, *pair, activations="fp8", impl=impl)
     want = 1024 * torch.where(near, dequantise(down)[0].double(), 0.0).t()
     assert not near.all() and torch.equal(got.cpu().double(), want)
 
@@ -332,7 +335,7 @@ def test_opcheck():
     (dict(gate_up=weights_of(WeightLayout("e4m3", (8, 24), "fp32"))[0]), ValueError, "gate_up: got scale blocks of 24"),
     (dict(activations="int8"), ValueError, "activations: got 'int8'"),
     (dict(impl="swap_ab"), ValueError, "impl: 'swap_ab' needs"),
-    (dict(impl="hopper"), ValueError, "impl: got 'hopper'"),
+    (dict(impl="marlin"), ValueError, "impl: got 'marlin'"),
 ])  # fmt: skip
 def test_errors(change, error, message):
     gate_up, down = weights_of(MXFP4)
@@ -357,15 +360,21 @@ def test_which_kernel_runs(name):
     for tokens in (1, 512, 4096):
         fp8 = problem(tokens)._replace(activations="fp8")
         chosen = dispatch.choose(fp8, TARGETS[name]).kernel.name
-        assert chosen == ("sorted" if TARGETS[name].is_hopper else "grouped")
+        assert chosen == ("hopper" if TARGETS[name].is_hopper else "grouped")
         assert dispatch.choose(fp8._replace(batch_invariant=True), TARGETS[name]).kernel.name == "grouped"
+
+
+@pytest.mark.parametrize("tokens, tile", [(1, (32, 15)), (512, (32, 15)), (2048, (64, 11)), (4096, (128, 7))])
+def test_tiles_of_fp8_activations_on_hopper(tokens, tile):
+    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200).plan
+    assert (plan.block_m, plan.num_stages) == tile
 
 
 @pytest.mark.parametrize("tokens, tile", [
     (1, (32, 64, 4, 4, None)), (512, (32, 64, 4, 4, None)), (2048, (64, 64, 4, 4, 168)), (4096, (128, 64, 4, 3, None)),
 ])  # fmt: skip
 def test_tiles_of_fp8_activations(tokens, tile):
-    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200).plan
+    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200, "sorted").plan
     assert (plan.block_m, plan.gate_up_block_n, plan.gate_up_warps, plan.num_stages, plan.registers) == tile
     assert (plan.down_block_n, plan.down_warps) == tile[1:3]
 

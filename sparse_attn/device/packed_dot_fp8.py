@@ -50,6 +50,13 @@ def placed_codes(codes, ROWS: tl.constexpr):
 
 
 @triton.jit
+def grouped_codes(codes, ROWS: tl.constexpr):
+    """Codes [ROWS, COLUMNS] in the order of device/mxfp4_operand.py."""
+    codes = tl.permute(tl.reshape(codes, [ROWS, 4, 4, 2, 4]), [0, 2, 3, 1, 4])
+    return tl.reshape(codes, [ROWS, COLUMNS])
+
+
+@triton.jit
 def _spread(values, BLOCK_N: tl.constexpr):
     """[BLOCK_N, 4] -> [BLOCK_N, 16], each four times."""
     return tl.reshape(tl.broadcast_to(values[:, :, None], [BLOCK_N, 4, 4]), [BLOCK_N, 16])

@@ -419,8 +419,8 @@ class Cta:
         data = np.where(inside[..., None], self.memory[places], 0).reshape(-1)
         to = int(self._address(warp, instruction.operands[0])[lane]) + np.arange(data.size)
         if tensor.swizzle:
-            assert tensor.swizzle == 128 == tensor.box[-1] * tensor.itemsize, tensor
-            to = _swizzled(to)
+            assert tensor.swizzle == tensor.box[-1] * tensor.itemsize, tensor
+            to = _swizzled(to, tensor.swizzle)
         self.shared[to] = data
         self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
 

@@ -37,7 +37,7 @@ def multiply(call: Call, plan: Plan) -> None:
         **launched, **({} if plan.registers is None else {"maxnreg": plan.registers}),
     )  # fmt: skip
     if scales is not None:
-        quantise(call.x, placed, scales, target, placed=True)
+        quantise(call.x, placed, scales, target, placed="codes")
     else:
         place(call.x, placed, first.codes, target)
     order_rows[(experts,)](
@@ -76,7 +76,7 @@ def multiply(call: Call, plan: Plan) -> None:
         **common,
     )
     if inner_scales is not None:
-        quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed=True)
+        quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed="codes")
     words = down.view(torch.int32)
     kernels.down[(-(-hidden // plan.down_block_n), spans.shape[0])](
         inner_codes,
