@@ -100,7 +100,7 @@ def ids_of(tokens: int, k: int) -> torch.Tensor:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("gated", [True, False], ids=["gate and up", "down"])
-@pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 128), (7, 2, 384, 256), (160, 3, 128, 128)])
+@pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 128), (7, 2, 384, 256), (160, 3, 1152, 128)])
 def test_product(tokens, k, hidden, intermediate, gated):
     """Tiles of 64, 32 and 128 rows, of several tiles an expert; outputs that fill no tile of down; rings that are filled
     more than once in a tile or over several. NaN lies in scales that no row has, dirt in rows of no expert."""

@@ -1,0 +1,74 @@
+"""Bugs of the experts of fp8 rows on Hopper, whose PTX is executed on a CPU."""
+
+from mutations.mutation import OPS, Mutation
+
+KERNELS = OPS + "experts/hopper/kernels.py"
+PRODUCT = ("tests/test_ptx_experts.py::test_product",)
+
+# fmt: off
+EXPERTS = [
+    Mutation(
+        "experts-ups-of-the-first-box", "ups are read where gates are",
+        KERNELS,
+        "tma_load(codes, [expert, first + tiles.second, word]",
+        "tma_load(codes, [expert, first, word]",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-scales-in-order-of-lanes", "the scales of a warp's outputs are those of sixteen neighbours",
+        KERNELS,
+        "own = which * OWN + m // 16 * 8 + m % 8 + m // 8 % 2 * tiles.second",
+        "own = which * OWN + m",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-end-off-by-one", "the last row of an expert's is left out",
+        KERNELS,
+        "    inside = at < end\n",
+        "    inside = at < end - 1\n",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-scale-of-the-step-before", "a step's scales are those of the step before",
+        KERNELS,
+        "gl.minimum(step + 1, tiles.steps - 1) * 4",
+        "step * 4",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-far-groups-wrapped", "a group far below the highest of four is taken for one above it",
+        KERNELS,
+        "                there = up >= DOWN\n",
+        "                there = up >= -128\n",
+        ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
+    ),
+    Mutation(
+        "experts-emptied-early", "a stage is emptied while its rows are multiplied",
+        KERNELS,
+        "                product = warpgroup_mma_wait(0, deps=(product,))\n                signal(shared.empty.index(stage))\n",
+        "                signal(shared.empty.index(stage))\n                product = warpgroup_mma_wait(0, deps=(product,))\n",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-ring-begun-anew", "each tile begins its ring at the first stage",
+        KERNELS,
+        "            first = unit % tiles.outputs * tiles.EACH\n            weight_row",
+        "            stage, phase = 0, 0\n            first = unit % tiles.outputs * tiles.EACH\n            weight_row",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-weight-of-the-sorted-row", "a term is weighed as the row at its sorted place",
+        KERNELS,
+        "gl.load(output.weights + to, mask",
+        "gl.load(output.weights + at, mask",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-rows-of-another-token", "a sorted row is quantised as the token of its number",
+        OPS + "grouped_linear/fp8/kernels.py",
+        "token = tl.load(order + row, mask=inside, other=0) // k",
+        "token = tl.load(order + row, mask=inside, other=0)",
+        ("tests/test_grouped_linear_fp8.py::test_kernel_quantises_as_the_reference_does",),
+        interpreted=True,
+    ),
+]
