@@ -37,6 +37,7 @@ LOW_CODES = gl.constexpr(0x72706C00)  # e5m2 of 1.5, 1, 0.5 and 0 times 2^TOP
 HIGH_CODES = gl.constexpr(0x7A787674)  # of 6, 4, 3 and 2
 CHUNK = gl.constexpr(16)  # columns of a product whose groups get their scales one after the other
 
+
 @aggregate
 class Shared:
     """Rings in shared memory: tiles of packed keys, their scales, what becomes of those, where keys end; and query
