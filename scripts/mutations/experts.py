@@ -22,7 +22,7 @@ EXPERTS = [
         PRODUCT,
     ),
     Mutation(
-        "experts-end-off-by-one", "the last row of an expert's is left out",
+        "experts-last-row-left-out", "the last row of an expert's is left out",
         KERNELS,
         "    inside = at < end\n",
         "    inside = at < end - 1\n",
