@@ -23,7 +23,6 @@ SMALL = WeightLayout("e4m3", (32, 32), "e8m0")
 MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXPERTS, HIDDEN, INTERMEDIATE, K = 5, 256, 256, 3
-FP8_KERNELS = ("sorted", pytest.param("hopper", marks=pytest.mark.gpu))
 
 
 def weights_of(layout, device="cpu", hidden=HIDDEN, intermediate=INTERMEDIATE, experts=EXPERTS):
@@ -148,26 +147,25 @@ def test_kernel_of_sorted_rows(layout, tokens, clamp, device):
     check(got, x, *routes(tokens, device), *pair, clamp)
 
 
-@pytest.mark.kernel
-@pytest.mark.few(1)
-@pytest.mark.parametrize("tokens", [1, 7, 30])
-@pytest.mark.parametrize("impl", FP8_KERNELS)
-def test_kernel_of_sorted_rows_with_fp8_activations(impl, tokens, device):
-    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
-    pair, x = weights_of(MXFP4, device), rows_of(tokens, HIDDEN, BF16, device)
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 30, 400])
+def test_gpu_fp8_activations_on_hopper(tokens, hopper):
+    pair, x = weights_of(MXFP4, hopper), rows_of(tokens, HIDDEN, BF16, hopper)
     more = dict(clamp=0.5, activations="fp8")
-    got = packed_experts(x, *routes(tokens, device), *pair, impl=impl, **more)
-    check(got, x, *routes(tokens, device), *pair, **more)
+    got = packed_experts(x, *routes(tokens, hopper), *pair, impl="hopper", **more)
+    check(got, x, *routes(tokens, hopper), *pair, **more)
 
 
-@pytest.mark.few(0)
-@pytest.mark.kernel
-@pytest.mark.parametrize("impl", FP8_KERNELS)
-def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(impl, device):
+@pytest.mark.gpu
+def test_gpu_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(hopper):
     """A token reads a column of down: codes are exact beside scales up to 2**11 apart, and 0 beyond."""
-    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
     hidden = inner = 256
     generator = torch.Generator().manual_seed(9)
     codes = torch.randint(0, 256, (1, hidden, inner // 2), generator=generator, dtype=torch.uint8)
@@ -180,9 +178,9 @@ def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activation
         ones[0, [c, inner + c], c // 2] = 2 << 4 * (c % 2)
     gate_up = PackedWeight(ones, torch.full((1, 2 * inner, hidden // 32), 127, dtype=torch.uint8), MXFP4.name)
     x = torch.eye(inner, dtype=BF16) * 32  # silu(32) * 32 is 1024
-    pair = [PackedWeight(one.codes.to(device), one.scales.to(device), one.layout) for one in (gate_up, down)]
-    ids, weights = torch.zeros(inner, 1, dtype=torch.int32, device=device), torch.ones(inner, 1, device=device)
-    got = packed_experts(x.to(device), weights, ids, *pair, activations="fp8", impl=impl)
+    pair = [PackedWeight(one.codes.to(hopper), one.scales.to(hopper), one.layout) for one in (gate_up, down)]
+    ids, weights = torch.zeros(inner, 1, dtype=torch.int32, device=hopper), torch.ones(inner, 1, device=hopper)
+    got = packed_experts(x.to(hopper), weights, ids, *pair, activations="fp8", impl="hopper")
     want = 1024 * torch.where(near, dequantise(down)[0].double(), 0.0).t()
     assert not near.all() and torch.equal(got.cpu().double(), want)
 
@@ -368,15 +366,6 @@ def test_which_kernel_runs(name):
 def test_tiles_of_fp8_activations_on_hopper(tokens, tile):
     plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200).plan
     assert (plan.block_m, plan.num_stages) == tile
-
-
-@pytest.mark.parametrize("tokens, tile", [
-    (1, (32, 64, 4, 4, None)), (512, (32, 64, 4, 4, None)), (2048, (64, 64, 4, 4, 168)), (4096, (128, 64, 4, 3, None)),
-])  # fmt: skip
-def test_tiles_of_fp8_activations(tokens, tile):
-    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200, "sorted").plan
-    assert (plan.block_m, plan.gate_up_block_n, plan.gate_up_warps, plan.num_stages, plan.registers) == tile
-    assert (plan.down_block_n, plan.down_warps) == tile[1:3]
 
 
 @pytest.mark.parametrize("change, reason", [

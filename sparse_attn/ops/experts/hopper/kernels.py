@@ -4,8 +4,8 @@ and registers.
 The weight takes the matrix unit's M dimension, the rows its N (swap-AB). A tile is some sorted rows of one expert times
 two boxes of outputs: gates and the ups that belong to them, or two neighbouring boxes of down. Warpgroups have half of
 either box, so that a thread has a gate and its up. Codes of e2m1 become e4m3 in registers (device/mxfp4_operand.py),
-with a group's scale relative to the highest of four, as in device/packed_dot_fp8.py: what is below 2^-11 of it counts
-as 0. A product of 128 columns is then multiplied by that highest scale and the row's, and added in fp32.
+with a group's scale relative to the highest of four: what is below 2^-11 of it counts as 0. A product of 128 columns is
+then multiplied by that highest scale and the row's, and added in fp32.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,6 @@ from sparse_attn.device.fp8 import decode_exponent
 from sparse_attn.device.hopper import barrier, launch_dependents, signal, tma_load, wait
 from sparse_attn.device.mxfp4_operand import operand
 from sparse_attn.device.packed_dot import E8M0_NAN
-from sparse_attn.device.packed_dot_fp8 import DOWN, UP
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.grouped.kernels import gated
 from sparse_attn.ops.experts.hopper import constants
@@ -32,6 +31,7 @@ BOX = gl.constexpr(constants.BOX)
 CONSUMERS = gl.constexpr(constants.CONSUMERS)
 OWN = gl.constexpr(constants.BOX // constants.CONSUMERS)  # outputs of a box that a consumer has
 WORDS_K = gl.constexpr(constants.BLOCK_K // 8)
+UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
 # Words of a consumer's part of a box [OWN, WORDS_K]: a lane has a group of an output, 16 bytes.

@@ -29,9 +29,9 @@ def multiply(call: Call, plan: Plan) -> None:
         ids, order, spans, None, None, problem.rows, experts, spans.shape[0], BLOCK=COUNTED, BLOCK_M=plan.block_m,
         num_warps=8, **pdl.launched(target),
     )  # fmt: skip
-    quantise(call.x, codes, scales[:, : problem.rows].t(), target, placed="groups", order=order, k=problem.k)
+    quantise(call.x, codes, scales[:, : problem.rows].t(), target, placed=True, order=order, k=problem.k)
     _multiply(codes, scales, call.gate_up, spans, order, weights, inner, plan, target, call.clamp, gated=True)
-    quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed="groups")
+    quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed=True)
     _multiply(inner_codes, inner_scales, call.down, spans, order, weights, terms, plan, target, None, gated=False)
     add_terms(terms, ids, call.out, experts)
 

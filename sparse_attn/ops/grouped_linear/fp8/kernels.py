@@ -11,8 +11,8 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import decode_fp8_bf16, encode_fp8, finite_or_nan
+from sparse_attn.device.mxfp4 import grouped_codes
 from sparse_attn.device.packed_dot import decode_scale
-from sparse_attn.device.packed_dot_fp8 import grouped_codes, placed_codes
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
 
@@ -41,7 +41,7 @@ def quantise(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # of a CTA
     GROUPS: tl.constexpr,  # of a CTA
-    PLACED: tl.constexpr,  # codes lie as packed_dot_fp8 reads them ("codes"), or device/mxfp4_operand ("groups"), or ""
+    PLACED: tl.constexpr,  # whether codes lie in the order of device/mxfp4_operand.py
     FP8_CAST: tl.constexpr,  # whether the GPU rounds to e4m3 as encode_fp8 does
     PDL: tl.constexpr,
 ):
@@ -66,9 +66,7 @@ def quantise(
         found = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         found = encode_fp8(values, False)
-    if PLACED == "codes":
-        found = placed_codes(found, ROWS * GROUPS)
-    elif PLACED == "groups":
+    if PLACED:
         found = grouped_codes(found, ROWS * GROUPS)
     tl.store(codes + (row * groups)[:, None] * GROUP + at, found, mask=inside[:, None])
     scale = (exponent << 23).to(tl.float32, bitcast=True)

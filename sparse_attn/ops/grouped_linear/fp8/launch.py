@@ -16,12 +16,12 @@ QUANTISED = 8, 4  # rows, groups of columns, of a CTA
 
 
 def quantise(
-    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target, *, placed: str = "",
+    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target, *, placed: bool = False,
     order: torch.Tensor | None = None, k: int = 1,
 ) -> None:  # fmt: skip
     """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides.
-    placed: "codes", in the order of packed_dot_fp8, or "groups", in that of mxfp4_operand. order: int32 [rows] of codes
-    and scales: such a row is that of ``rows`` at order / k."""
+    placed: in the order of mxfp4_operand. order: int32 [rows] of codes and scales: such a row is that of ``rows`` at
+    order / k."""
     n, groups = scales.shape
     count, most = QUANTISED
     together = min(most, 1 << (groups - 1).bit_length())
