@@ -31,3 +31,10 @@ def signal(bar):
     compiler puts a barrier of its own.)"""
     barrier()
     mbarrier.expect(bar, 0)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """(stage, phase) of a ring behind these."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparse_attn.device import cast
 from sparse_attn.device.fp8 import decode_exponent
-from sparse_attn.device.hopper import barrier, launch_dependents, signal, tma_load, wait
+from sparse_attn.device.hopper import barrier, launch_dependents, next_stage, signal, tma_load, wait
 from sparse_attn.device.mxfp4_operand import operand
 from sparse_attn.device.packed_dot import E8M0_NAN
 from sparse_attn.device.triton_private import aggregate
@@ -108,12 +108,6 @@ def result_layout(rows):
 
 
 @gluon.jit
-def _next_stage(stage, phase, STAGES: gl.constexpr):
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
 def _producer(shared, codes, x, x_scales, tiles):
     STAGES: gl.constexpr = shared.x.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
@@ -134,7 +128,7 @@ def _producer(shared, codes, x, x_scales, tiles):
                 tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
                 tma_load(x, [row, step * BLOCK_K], full, shared.x.index(stage))
                 tma_load(x_scales, [step, row], full, shared.x_scales.index(stage))
-                stage, phase = _next_stage(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -228,7 +222,7 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
                 left = gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 signal(shared.empty.index(stage))
-                stage, phase = _next_stage(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
                 sums += product * (gl.expand_dims(left, 1) * gl.expand_dims(row_scale, 0))
             _finish(sums, row, end, output, first + which * OWN)
 
