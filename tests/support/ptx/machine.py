@@ -19,7 +19,7 @@ LANES = np.arange(32)
 DIRT = 0xAB  # what shared memory holds at first
 PEER_SHIFT = 24  # bits of an address in shared memory
 CHANGES: dict[str, Callable[[int, int], int]] = {"add": operator.add, "min": min, "or": operator.or_}  # of unsigned
-NOTHING = {"setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
+NOTHING = {"prefetch", "setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
 FP8 = {
     kind: torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
     for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))

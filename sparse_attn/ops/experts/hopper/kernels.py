@@ -34,6 +34,7 @@ WORDS_K = gl.constexpr(constants.BLOCK_K // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
+PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 # Words of a consumer's part of a box [OWN, WORDS_K]: a lane has a group of an output, 16 bytes.
 PART = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -108,17 +109,37 @@ def result_layout(rows):
 
 
 @gluon.jit
-def _producer(shared, codes, x, x_scales, tiles):
+def _span(tiles, unit):
+    """(expert or -1, first sorted row, end of the expert's) of a unit, of the last one behind it."""
+    at = tiles.spans + gl.minimum(unit, tiles.units - 1) // tiles.outputs * 3
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
+
+
+@gluon.jit
+def _ask_for_scales(scales, tiles, expert, first):
+    """Have a tile's scales brought to the L2, 128 bytes at a time: consumers read them a step before they need them,
+    which is time enough for the L2 alone."""
+    n = gl.arange(0, 2 * BOX, gl.BlockedLayout([1], [32], [1], [0]))
+    row = gl.minimum(first + n % BOX + n // BOX * tiles.second, tiles.last)
+    rows = scales.values + (expert.to(gl.int64) * scales.stride_expert + row.to(gl.int64) * scales.stride_row)
+    for at in range(0, tiles.steps * 4, 128):
+        gl.inline_asm_elementwise(PREFETCH, "=r,l", [rows + at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _producer(shared, codes, x, x_scales, scales, tiles):
     STAGES: gl.constexpr = shared.x.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
     BYTES: gl.constexpr = BOX * BLOCK_K + BLOCK_M * (BLOCK_K + 4)  # two boxes of half a byte a code
     wait()
     stage, phase = 0, 0
+    next_span = _span(tiles, gl.program_id(0))
     for unit in range(gl.program_id(0), tiles.units, gl.num_programs(0)):
-        span = tiles.spans + unit // tiles.outputs * 3
-        expert, row = gl.load(span), gl.load(span + 1)
+        expert, row, _ = next_span
+        next_span = _span(tiles, unit + gl.num_programs(0))
         if expert >= 0:
             first = unit % tiles.outputs * tiles.EACH
+            _ask_for_scales(scales, tiles, expert, first)
             for step in range(tiles.steps):
                 mbarrier.wait(shared.empty.index(stage), phase ^ 1)
                 full = shared.full.index(stage)
@@ -192,9 +213,10 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
     own = which * OWN + m // 16 * 8 + m % 8 + m // 8 % 2 * tiles.second  # row of the weight
     group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
     stage, phase = 0, 0
+    next_span = _span(tiles, gl.program_id(0))
     for unit in range(gl.program_id(0), tiles.units, gl.num_programs(0)):
-        span = tiles.spans + unit // tiles.outputs * 3
-        expert, row, end = gl.load(span), gl.load(span + 1), gl.load(span + 2)
+        expert, row, end = next_span
+        next_span = _span(tiles, unit + gl.num_programs(0))  # on its way meanwhile
         if expert >= 0:
             first = unit % tiles.outputs * tiles.EACH
             weight_row = gl.minimum(first + own, tiles.last)
@@ -273,7 +295,7 @@ def multiply(
         [
             (_consumer, (shared, scales, tiles, output, 0)),
             (_consumer, (shared, scales, tiles, output, 1)),
-            (_producer, (shared, codes, x, x_scales, tiles)),
+            (_producer, (shared, codes, x, x_scales, scales, tiles)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
