@@ -156,9 +156,10 @@ def hopper():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 30, 400])
-def test_gpu_fp8_activations_on_hopper(tokens, hopper):
+@pytest.mark.parametrize("activations", ["exact", "fp8"])
+def test_gpu_streamed(activations, tokens, hopper):
     pair, x = weights_of(MXFP4, hopper), rows_of(tokens, HIDDEN, BF16, hopper)
-    more = dict(clamp=0.5, activations="fp8")
+    more = dict(clamp=0.5, activations=activations)
     got = packed_experts(x, *routes(tokens, hopper), *pair, impl="hopper", **more)
     check(got, x, *routes(tokens, hopper), *pair, **more)
 
@@ -195,6 +196,24 @@ def test_kernel_of_ids_that_are_no_experts_alone(impl, device):
     for ids in ([[-1, EXPERTS]] * 4, [[EXPERTS - 1, -7]] * 4):
         ids = torch.tensor(ids, dtype=torch.int32, device=device)
         check(packed_experts(x, weights, ids, *pair, impl=impl), x, weights, ids, *pair, None)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("columns", [128, 1024, 1152])
+def test_rows_sorted_for_the_streamed_kernel(columns, device):
+    """Of x at any stride; what no row has is read as another's."""
+    from sparse_attn.device import pdl
+    from sparse_attn.ops.experts.hopper.rows import sort_rows
+    from sparse_attn.target import target_of
+
+    x = torch.randn(6, 2 * columns, dtype=BF16, device=device)[::2, ::2]
+    order = torch.tensor([5, 0, 8, 7, 2**30, -1], dtype=torch.int32, device=device)
+    out = torch.empty(6, columns, dtype=BF16, device=device)
+    sort_rows[(6, -(-columns // 1024))](
+        x, order, out, 3, 3, columns, *x.stride(), BLOCK=1024, num_warps=4, **pdl.launched(target_of(out.device))
+    )
+    in_order = out.cpu().view(6, -1, 8, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(6, columns)
+    assert torch.equal(in_order[:4], x.cpu()[[1, 0, 2, 2]])
 
 
 @pytest.mark.kernel
@@ -353,8 +372,9 @@ def problem(tokens, k=6, experts=256, **more):
 def test_which_kernel_runs(name):
     amd = name.startswith("gfx")
     few, many = ("grouped", "grouped") if amd else ("swap_ab", "sorted")
+    most = "hopper" if TARGETS[name].is_hopper else many
     chosen = [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
-    assert chosen == [few] * 2 + [many] * 3
+    assert chosen == [few] * 2 + [many] * 2 + [most]
     for tokens in (1, 512, 4096):
         fp8 = problem(tokens)._replace(activations="fp8")
         chosen = dispatch.choose(fp8, TARGETS[name]).kernel.name
@@ -362,9 +382,12 @@ def test_which_kernel_runs(name):
         assert dispatch.choose(fp8._replace(batch_invariant=True), TARGETS[name]).kernel.name == "grouped"
 
 
-@pytest.mark.parametrize("tokens, tile", [(1, (32, 15)), (512, (32, 15)), (2048, (64, 11)), (4096, (128, 7))])
-def test_tiles_of_fp8_activations_on_hopper(tokens, tile):
-    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200).plan
+@pytest.mark.parametrize("activations, tokens, tile", [
+    ("fp8", 1, (32, 15)), ("fp8", 512, (32, 15)), ("fp8", 2048, (64, 11)), ("fp8", 4096, (128, 7)),
+    ("exact", 2048, (64, 8)), ("exact", 4096, (128, 4)),
+])  # fmt: skip
+def test_tiles_on_hopper(activations, tokens, tile):
+    plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan
     assert (plan.block_m, plan.num_stages) == tile
 
 

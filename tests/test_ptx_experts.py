@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
+from support import products
 from support.ptx.run import execute
 from support.weights import random_weight
 
@@ -50,6 +51,11 @@ def placed(codes: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(1, (-1, 4, 4, 2, 4)).permute(0, 1, 3, 4, 2, 5).reshape(codes.shape).contiguous()
 
 
+def placed_exact(values: torch.Tensor) -> torch.Tensor:
+    """In that of bf16."""
+    return values.unflatten(1, (-1, 4, 8, 2, 2)).permute(0, 1, 3, 4, 2, 5).reshape(values.shape).contiguous()
+
+
 def rows_of(n: int, columns: int, apart: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(codes, scales as they are stored, with NaN behind the rows, values fp64)."""
     generator = torch.Generator().manual_seed(4)
@@ -59,7 +65,7 @@ def rows_of(n: int, columns: int, apart: int) -> tuple[torch.Tensor, torch.Tenso
     return codes, scales, (codes.double().unflatten(1, (-1, 128)) * scales[:, :n].t().double().unsqueeze(2)).flatten(1)
 
 
-def product(ids, hidden, intermediate, *, gated, weight=None, target=FEW_SMS):
+def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None, target=FEW_SMS):
     """(what it gives, what it should, whose product may have lost 2^-13 of its magnitudes)."""
     from sparse_attn.ops.experts.hopper import kernels, launch
 
@@ -67,16 +73,21 @@ def product(ids, hidden, intermediate, *, gated, weight=None, target=FEW_SMS):
     weight = weight or weight_of(outputs * (2 if gated else 1), columns)
     pair = (weight_of(2 * intermediate, hidden), weight_of(hidden, intermediate))
     x = torch.zeros(ids.shape[0], hidden, dtype=torch.bfloat16)
-    problem = problem_of(x, ids, *pair[0], *pair[1])._replace(activations="fp8")
-    assert config.supports(problem, H200).ok
+    problem = problem_of(x, ids, *pair[0], *pair[1])._replace(activations=activations)
+    assert config.supports(problem, H200).able
     plan = config.plan(problem, H200)
     order, spans = dealt(ids, plan.block_m)
-    codes, scales, values = rows_of(ids.numel(), columns, plan.scratch.buffers[3].shape[1])
+    if activations == "fp8":
+        codes, scales, values = rows_of(ids.numel(), columns, plan.scratch.buffers[5].shape[1])
+        rows = placed(codes.view(torch.uint8))
+    else:
+        values = products.rows_of(ids.numel(), columns, torch.bfloat16)
+        rows, scales, values = placed_exact(values), None, values.double()
     weights = torch.rand(ids.numel(), generator=torch.Generator().manual_seed(1))
     memory = torch.full((ids.numel() + 1, outputs), DIRT, dtype=torch.bfloat16)
     full_order = torch.cat([order, torch.full((ids.numel() - len(order),), 2**30, dtype=torch.int32)])
     execute(kernels, "multiply", lambda: launch._multiply(
-        placed(codes.view(torch.uint8)), scales, tuple(weight), spans, full_order, weights, memory[:-1], plan, target,
+        rows, scales, tuple(weight), spans, full_order, weights, memory[:-1], plan, target,
         0.5 if gated else None, gated=gated,
     ))  # fmt: skip
     want, all_values = torch.full(memory.shape, DIRT).double(), dequantise(weight).double()
@@ -85,6 +96,8 @@ def product(ids, hidden, intermediate, *, gated, weight=None, target=FEW_SMS):
         if gated:
             gate, up = sums.chunk(2)
             want[place] = F.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
+            if activations == "exact":
+                want[place] = placed_exact(want[place].unsqueeze(0))
         else:
             want[row] = sums * weights[row].double()
     return memory.double(), want
@@ -99,12 +112,13 @@ def ids_of(tokens: int, k: int) -> torch.Tensor:
 
 
 @pytest.mark.few(2)
+@pytest.mark.parametrize("activations", ["fp8", "exact"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gate and up", "down"])
 @pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 128), (7, 2, 384, 256), (160, 3, 1152, 128)])
-def test_product(tokens, k, hidden, intermediate, gated):
+def test_product(tokens, k, hidden, intermediate, gated, activations):
     """Tiles of 64, 32 and 128 rows, of several tiles an expert; outputs that fill no tile of down; rings that are filled
     more than once in a tile or over several. NaN lies in scales that no row has, dirt in rows of no expert."""
-    got, want = product(ids_of(tokens, k), hidden, intermediate, gated=gated)
+    got, want = product(ids_of(tokens, k), hidden, intermediate, gated=gated, activations=activations)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-11)
 
 

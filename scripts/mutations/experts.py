@@ -38,15 +38,15 @@ EXPERTS = [
     Mutation(
         "experts-far-groups-wrapped", "a group far below the highest of four is taken for one above it",
         KERNELS,
-        "                there = up >= DOWN\n",
-        "                there = up >= -128\n",
+        "    there = up >= DOWN\n",
+        "    there = up >= -128\n",
         ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(
         "experts-emptied-early", "a stage is emptied while its rows are multiplied",
         KERNELS,
-        "                product = warpgroup_mma_wait(0, deps=(product,))\n                signal(shared.empty.index(stage))\n",
-        "                signal(shared.empty.index(stage))\n                product = warpgroup_mma_wait(0, deps=(product,))\n",
+        "                    product = warpgroup_mma_wait(0, deps=(product,))\n                    signal(shared.empty.index(stage))\n",
+        "                    signal(shared.empty.index(stage))\n                    product = warpgroup_mma_wait(0, deps=(product,))\n",
         PRODUCT,
     ),
     Mutation(
@@ -62,6 +62,28 @@ EXPERTS = [
         "gl.load(output.weights + to, mask",
         "gl.load(output.weights + at, mask",
         PRODUCT,
+    ),
+    Mutation(
+        "experts-exact-pairs-turned", "halves of a word change places in an operand of bf16",
+        "sparse_attn/device/mxfp4_operand.py",
+        "gl.permute(pairs, (0, 2, 4, 3, 1))",
+        "gl.permute(pairs, (0, 2, 3, 4, 1))",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-inner-values-in-order", "inner values of bf16 lie as outputs do",
+        KERNELS,
+        "        column = column // 128 * 128 + column % 32",
+        "        column = column * 1 + 0 * column % 32",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-rows-sorted-in-order", "sorted rows keep the order of their columns",
+        OPS + "experts/hopper/rows.py",
+        "[0, 2, 3, 1, 4])",
+        "[0, 1, 2, 3, 4])",
+        ("tests/test_experts.py::test_rows_sorted_for_the_streamed_kernel",),
+        interpreted=True,
     ),
     Mutation(
         "experts-rows-of-another-token", "a sorted row is quantised as the token of its number",

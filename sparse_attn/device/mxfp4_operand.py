@@ -1,7 +1,10 @@
 """e2m1 codes as an operand of the matrix unit on Hopper, decoded in registers, in Gluon.
 
-Order of a product's 128 steps: value 32 t + 8 j + 4 h + i of a row, word j of group t, stands at 32 j + 16 h + 4 t + i.
-So a lane's codes are one group's, 16 bytes, and every step of 32 takes a word of each group.
+A lane's codes are one group's, 16 bytes. So of 128 columns those of fp8 and of bf16 have orders of their own:
+
+- fp8: value 32 t + 8 j + 4 h + i of a row, word j of group t, stands at 32 j + 16 h + 4 t + i. Every step of 32 takes a
+  word of each group.
+- bf16: value 32 t + 4 s + 2 h + j of a row stands at 16 s + 8 h + 2 t + j. Every step of 16 takes half a word of each.
 """
 
 from triton.experimental import gluon
@@ -41,3 +44,33 @@ def operand(words, low, high, RESULT: gl.constexpr):
     four = gl.reshape(gl.join(twice, twice), [words.shape[0], 128])  # a word for each of its bytes: no instruction
     four = gl.convert_layout(four, gl.DotOperandLayout(0, RESULT, 4))
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.uint8, is_pure=True, pack=4)
+
+
+def _exact() -> str:
+    """PTX. $0 to $3: bf16 pairs of codes 0 and 1 to 6 and 7 of word $4, times the two lanes $5. A code's bits are
+    2^-126 of its value as bf16's."""
+    text = "{ .reg .b32 a, c, s, z; mov.b32 z, 0x80008000; mov.b32 s, 0x7E807E80; shl.b32 c, $4, 4;\n"
+    for byte in range(4):  # each half: the byte twice, its sign above
+        select = byte | (8 | byte) << 4 | (4 + byte) << 8 | (12 + byte) << 12
+        text += f"prmt.b32 a, c, $4, {select:#x}; shl.b32 a, a, 2; and.b32 a, a, 0x81c081c0;\n"
+        text += f"fma.rn.bf16x2 a, a, s, z; fma.rn.bf16x2 ${byte}, a, $5, z;\n"
+    return text + "}"
+
+
+EXACT = gl.constexpr(_exact())
+
+
+@gluon.jit
+def exact_operand(words, scales, RESULT: gl.constexpr):
+    """bf16 [ROWS, 128] of packed [ROWS, 4 groups, 4 words] and ue8m0 scales int32 [ROWS, 4 groups]: exact, and NaN of
+    255."""
+    ROWS: gl.constexpr = words.shape[0]
+    lanes = gl.where(scales == 255, 0x7FC0, gl.maximum(scales << 7, 0x40)) * 0x10001  # 2^-127 is subnormal
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        EXACT, "=&r,=&r,=&r,=&r,r,r", [words, gl.expand_dims(lanes, 2)], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+    )
+    pairs = gl.join(gl.join(p0, p1), gl.join(p2, p3))  # [ROWS, group, word, pair % 2, pair / 2]
+    pairs = gl.reshape(gl.permute(pairs, (0, 2, 4, 3, 1)), [ROWS, 64])
+    twice = gl.reshape(gl.join(pairs, pairs), [ROWS, 128])  # a pair for each value: no instruction
+    twice = gl.convert_layout(twice, gl.DotOperandLayout(0, RESULT, 2), assert_trivial=True)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], dtype=gl.bfloat16, is_pure=True, pack=2)

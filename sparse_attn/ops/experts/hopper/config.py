@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.dispatch import YES, Support, no, not_on
+from sparse_attn.dispatch import YES, Support, no, not_on, slower
 from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
@@ -21,15 +21,15 @@ class Form(NamedTuple):
     consumer_registers: int
 
 
-FORMS = {32: Form(15, 168, 232), 64: Form(11, 168, 232), 128: Form(7, 168, 240)}  # by rows of a tile
+FP8 = {32: Form(15, 168, 232), 64: Form(11, 168, 232), 128: Form(7, 168, 240)}  # by rows of a tile
+EXACT = {64: Form(8, 168, 240), 128: Form(4, 168, 240)}
 PRODUCER_REGISTERS = 24
+FEW_EACH = 32  # ids of an expert in the mean, below which exact rows are bound by the bytes of codes
 
 
 def supports(problem: Problem, target: Target) -> Support:
     if not target.is_hopper:
         return not_on(target, "sm_90")
-    if problem.activations != "fp8":
-        return no(f"activations: got {problem.activations}, allowed: fp8")
     if problem.batch_invariant:
         return no("batch_invariant: got true, allowed: false, for tiles follow from the number of rows")
     for name, one in (("gate_up", problem.gate_up), ("down", problem.down)):
@@ -43,24 +43,29 @@ def supports(problem: Problem, target: Target) -> Support:
         if not one.aligned:
             allowed = "contiguous columns, rows at multiples of 16 bytes"
             return no(f"{name}: codes: got any address and strides, allowed: {allowed}")
+    if problem.activations == "exact" and problem.rows < FEW_EACH * problem.gate_up.groups:
+        return slower(f"ids: got {problem.rows}, faster from {FEW_EACH} an expert")
     return YES
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    each = problem.rows / problem.gate_up.groups
-    rows = next((rows for rows in FORMS if each * 1.25 <= rows), max(FORMS))
-    form = FORMS[rows]
+    each, fp8 = problem.rows / problem.gate_up.groups, problem.activations == "fp8"
+    forms = FP8 if fp8 else EXACT
+    rows = next((rows for rows in forms if each * 1.25 <= rows), max(forms))
+    form = forms[rows]
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     spans = problem.gate_up.groups + problem.rows // rows
     apart = (problem.rows + rows + 3) // 4 * 4  # scales of a group of columns from those of the next, in 16 bytes
-    scratch = Scratch((
-        Buffer("order", (problem.rows,), torch.int32), Buffer("spans", (spans, 3), torch.int32),
-        Buffer("codes", (problem.rows, hidden), torch.uint8),
+    quantised = (
         Buffer("scales", (hidden // BLOCK_K, apart), torch.float32),
-        Buffer("inner", (problem.rows, intermediate), dtype),
         Buffer("inner_codes", (problem.rows, intermediate), torch.uint8),
         Buffer("inner_scales", (intermediate // BLOCK_K, apart), torch.float32),
-        Buffer("terms", (problem.rows, hidden), dtype),
+    )
+    scratch = Scratch((
+        Buffer("order", (problem.rows,), torch.int32), Buffer("spans", (spans, 3), torch.int32),
+        Buffer("sorted", (problem.rows, hidden), torch.uint8 if fp8 else dtype),
+        Buffer("inner", (problem.rows, intermediate), dtype), Buffer("terms", (problem.rows, hidden), dtype),
+        *(quantised if fp8 else ()),
     ))  # fmt: skip
     return Plan(
         rows, BOX, 8, BLOCK_K, 2 * BOX, 8, BLOCK_K, form.stages, form.registers, scratch,

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparse_attn.device import cast
 from sparse_attn.device.fp8 import decode_exponent
 from sparse_attn.device.hopper import barrier, launch_dependents, next_stage, signal, tma_load, wait
-from sparse_attn.device.mxfp4_operand import operand
+from sparse_attn.device.mxfp4_operand import exact_operand, operand
 from sparse_attn.device.packed_dot import E8M0_NAN
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.grouped.kernels import gated
@@ -92,7 +92,7 @@ class Scales:
 @aggregate
 class Output:
     """out: [rows, columns], contiguous: GATED rows as they are sorted, others where ``order`` says, times their
-    weights. clamp: of gates and ups."""
+    weights. clamp: of gates and ups. PLACED: in the order of an operand of bf16."""
 
     out: gl.tensor
     order: gl.tensor
@@ -101,11 +101,12 @@ class Output:
     clamp: gl.tensor
     GATED: gl.constexpr
     CLAMPED: gl.constexpr
+    PLACED: gl.constexpr
 
 
 @gluon.constexpr_function
-def result_layout(rows):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 32])
+def result_layout(rows, exact):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, rows, 16 if exact else 32])
 
 
 @gluon.jit
@@ -130,7 +131,9 @@ def _ask_for_scales(scales, tiles, expert, first):
 def _producer(shared, codes, x, x_scales, scales, tiles):
     STAGES: gl.constexpr = shared.x.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
-    BYTES: gl.constexpr = BOX * BLOCK_K + BLOCK_M * (BLOCK_K + 4)  # two boxes of half a byte a code
+    EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
+    OF_A_ROW: gl.constexpr = 2 * BLOCK_K if EXACT else BLOCK_K + 4
+    BYTES: gl.constexpr = BOX * BLOCK_K + BLOCK_M * OF_A_ROW  # two boxes of half a byte a code
     wait()
     stage, phase = 0, 0
     next_span = _span(tiles, gl.program_id(0))
@@ -148,7 +151,8 @@ def _producer(shared, codes, x, x_scales, scales, tiles):
                 tma_load(codes, [expert, first, word], full, shared.codes.index(2 * stage))
                 tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
                 tma_load(x, [row, step * BLOCK_K], full, shared.x.index(stage))
-                tma_load(x_scales, [step, row], full, shared.x_scales.index(stage))
+                if not EXACT:
+                    tma_load(x_scales, [step, row], full, shared.x_scales.index(stage))
                 stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -178,7 +182,8 @@ def _parts(sums):
 def _store(values, row, end, output, column):
     """values: [OWN, BLOCK_M] of sorted rows from ``row`` to ``end`` and outputs from ``column`` on."""
     BLOCK_M: gl.constexpr = values.shape[1]
-    TO: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])  # 16 bytes a thread
+    EACH: gl.constexpr = 2 if output.PLACED else 8  # neighbours of a thread's
+    TO: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH, 32 // EACH], [4, 1], [1, 0])
     values = gl.convert_layout(gl.permute(values, (1, 0)), TO)
     at = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, TO))
     inside = at < end
@@ -187,8 +192,10 @@ def _store(values, row, end, output, column):
         to = gl.load(output.order + at, mask=inside, other=0)
         values *= gl.expand_dims(gl.load(output.weights + to, mask=inside, other=0.0), 1)
     column = column + gl.arange(0, OWN, gl.SliceLayout(0, TO))
-    place = gl.expand_dims(to.to(gl.int64) * output.columns, 1) + gl.expand_dims(column, 0)
     mask = gl.expand_dims(inside, 1) & gl.expand_dims(column < output.columns, 0)
+    if output.PLACED:  # as device/mxfp4_operand has bf16
+        column = column // 128 * 128 + column % 32 // 4 * 16 + column // 2 % 2 * 8 + column // 32 % 4 * 2 + column % 2
+    place = gl.expand_dims(to.to(gl.int64) * output.columns, 1) + gl.expand_dims(column, 0)
     gl.store(output.out + place, cast.cast(values, output.out.dtype.element_ty), mask=mask)
 
 
@@ -203,10 +210,27 @@ def _finish(sums, row, end, output, column):
 
 
 @gluon.jit
+def _start(words, scale, x, RESULT: gl.constexpr):
+    """(the product of words and rows of fp8, under way; what is left of the words' scales int32 [64, 4]: one a row)."""
+    BLOCK_M: gl.constexpr = x.shape[0]
+    top = gl.max(scale, 1)
+    up = scale - gl.expand_dims(top, 1) + UP
+    there = up >= DOWN
+    low = gl.where(there, LOW_CODES + up * 0x08080800, 0)
+    high = gl.where(there, HIGH_CODES + up * 0x08080808, 0)
+    codes = operand(words, low, high, RESULT).to(gl.float8e4nv, bitcast=True)
+    none = gl.zeros([2 * OWN, BLOCK_M], gl.float32, RESULT)
+    product = warpgroup_mma(codes, x.permute((1, 0)), none, use_acc=False, is_async=True)
+    left = gl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
+    return product, gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)
+
+
+@gluon.jit
 def _consumer(shared, scales, tiles, output, which: gl.constexpr):
     STAGES: gl.constexpr = shared.x.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
-    RESULT: gl.constexpr = result_layout(BLOCK_M)
+    EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
+    RESULT: gl.constexpr = result_layout(BLOCK_M, EXACT)
     wait()
     launch_dependents()
     m = gl.arange(0, 2 * OWN, gl.SliceLayout(1, GROUPS))
@@ -227,32 +251,28 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
             for step in range(tiles.steps):
                 scale = ahead.to(gl.int32)
                 ahead = gl.load(at + gl.minimum(step + 1, tiles.steps - 1) * 4)
-                top = gl.max(scale, 1)
-                up = scale - gl.expand_dims(top, 1) + UP
-                there = up >= DOWN
-                low = gl.where(there, LOW_CODES + up * 0x08080800, 0)
-                high = gl.where(there, HIGH_CODES + up * 0x08080808, 0)
                 mbarrier.wait(shared.full.index(stage), phase)
                 words = _words(_part(shared, 2 * stage, which), _part(shared, 2 * stage + 1, which))
-                codes = operand(words, low, high, RESULT).to(gl.float8e4nv, bitcast=True)
-                product = warpgroup_mma(
-                    codes, shared.x.index(stage).permute((1, 0)), gl.zeros([2 * OWN, BLOCK_M], gl.float32, RESULT),
-                    use_acc=False, is_async=True,
-                )  # fmt: skip
-                row_scale = shared.x_scales.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, RESULT))
-                left = gl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
-                left = gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)
-                product = warpgroup_mma_wait(0, deps=(product,))
-                signal(shared.empty.index(stage))
+                if EXACT:
+                    sums = warpgroup_mma(
+                        exact_operand(words, scale, RESULT), shared.x.index(stage).permute((1, 0)), sums, is_async=True
+                    )
+                    sums = warpgroup_mma_wait(0, deps=(sums,))
+                    signal(shared.empty.index(stage))
+                else:
+                    product, left = _start(words, scale, shared.x.index(stage), RESULT)
+                    row_scale = shared.x_scales.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, RESULT))
+                    product = warpgroup_mma_wait(0, deps=(product,))
+                    signal(shared.empty.index(stage))
+                    sums += product * (gl.expand_dims(left, 1) * gl.expand_dims(row_scale, 0))
                 stage, phase = next_stage(stage, phase, STAGES)
-                sums += product * (gl.expand_dims(left, 1) * gl.expand_dims(row_scale, 0))
             _finish(sums, row, end, output, first + which * OWN)
 
 
 @gluon.jit(do_not_specialize=["spans_count", "outputs", "second", "steps", "last", "columns", "clamp"])
 def multiply(
-    x,  # e4m3 [rows, columns], in the order of device/mxfp4_operand.py, boxes of BLOCK_M x BLOCK_K
-    x_scales,  # fp32 [columns / 128, rows and more], boxes of 1 x BLOCK_M
+    x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of BLOCK_M x BLOCK_K
+    x_scales,  # of e4m3: fp32 [columns / 128, rows and more], boxes of 1 x BLOCK_M; else None
     codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x BOX x BLOCK_K / 8
     scales,  # uint8 [experts, rows of the weight, columns / 32], contiguous in a row
     spans,  # int32 [spans, 3]
@@ -274,12 +294,19 @@ def multiply(
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
+    EXACT: gl.constexpr = x.dtype == gl.bfloat16
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    if EXACT:  # it has no such scales: what stands for them is not looked at
+        x_scales, row_scales = x, full
+    else:
+        shape: gl.constexpr = [STAGES] + x_scales.block_shape
+        row_scales = gl.allocate_shared_memory(x_scales.dtype, shape, x_scales.layout)
     shared = Shared(
         codes=gl.allocate_shared_memory(codes.dtype, [2 * STAGES] + codes.block_shape, codes.layout),
         x=gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout),
-        x_scales=gl.allocate_shared_memory(x_scales.dtype, [STAGES] + x_scales.block_shape, x_scales.layout),
-        full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        x_scales=row_scales,
+        full=full,
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
     for i in gl.static_range(STAGES):
@@ -290,7 +317,7 @@ def multiply(
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
     tiles = Tiles(spans, spans_count * outputs, outputs, second, steps, last, EACH)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
-    output = Output(out, order, weights, columns, clamp, GATED, CLAMPED)
+    output = Output(out, order, weights, columns, clamp, GATED, CLAMPED, GATED and EXACT)
     gl.warp_specialize(
         [
             (_consumer, (shared, scales, tiles, output, 0)),

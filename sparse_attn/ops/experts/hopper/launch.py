@@ -9,7 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_attn.device import pdl
 from sparse_attn.ops.experts.grouped.config import COUNTED
 from sparse_attn.ops.experts.grouped.kernels import order_rows
-from sparse_attn.ops.experts.hopper import kernels
+from sparse_attn.ops.experts.hopper import kernels, rows
 from sparse_attn.ops.experts.hopper.config import PRODUCER_REGISTERS
 from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX
 from sparse_attn.ops.experts.launch import Call
@@ -19,26 +19,38 @@ from sparse_attn.ops.grouped_linear.fp8.launch import quantise
 from sparse_attn.target import Target, target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
+SORTED = 1024  # values of a row that a CTA sorts
+
 
 def multiply(call: Call, plan: Plan) -> None:
     problem, target = call.problem, target_of(call.x.device)
     experts = problem.gate_up.groups
     ids, weights = call.ids.contiguous(), call.weights.contiguous()
-    order, spans, codes, scales, inner, inner_codes, inner_scales, terms = call.views
+    order, spans, sorted_rows, inner, terms, *quantised = call.views
     order_rows[(experts,)](
         ids, order, spans, None, None, problem.rows, experts, spans.shape[0], BLOCK=COUNTED, BLOCK_M=plan.block_m,
         num_warps=8, **pdl.launched(target),
     )  # fmt: skip
-    quantise(call.x, codes, scales[:, : problem.rows].t(), target, placed=True, order=order, k=problem.k)
-    _multiply(codes, scales, call.gate_up, spans, order, weights, inner, plan, target, call.clamp, gated=True)
-    quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed=True)
+    scales, inner_codes, inner_scales = quantised or (None, inner, None)
+    if scales is None:
+        rows.sort_rows[(problem.rows, -(-call.x.shape[1] // SORTED))](
+            call.x, order, sorted_rows, problem.k, problem.tokens, call.x.shape[1], *call.x.stride(), BLOCK=SORTED,
+            num_warps=4, **pdl.launched(target),
+        )  # fmt: skip
+    else:
+        quantise(
+            call.x, sorted_rows, scales[:, : problem.rows].t(), target, placed=True, order=order, k=problem.k
+        )  # fmt: skip
+    _multiply(sorted_rows, scales, call.gate_up, spans, order, weights, inner, plan, target, call.clamp, gated=True)
+    if inner_scales is not None:
+        quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed=True)
     _multiply(inner_codes, inner_scales, call.down, spans, order, weights, terms, plan, target, None, gated=False)
     add_terms(terms, ids, call.out, experts)
 
 
 def _multiply(
     x: torch.Tensor,
-    x_scales: torch.Tensor,
+    x_scales: torch.Tensor | None,
     weight: tuple[torch.Tensor, torch.Tensor, str],
     spans: torch.Tensor,
     order: torch.Tensor,
@@ -54,7 +66,8 @@ def _multiply(
     words, scales = packed.view(torch.int32), scales[:, parse_weight_layout(layout).first_row :]
     tiles = -(-out.shape[1] // (BOX if gated else 2 * BOX))
     kernels.multiply[(min(target.num_sms, spans.shape[0] * tiles),)](
-        _boxes(x.view(torch.float8_e4m3fn), [plan.block_m, BLOCK_K], 128), _boxes(x_scales, [1, plan.block_m], 0),
+        _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [plan.block_m, BLOCK_K], 128),
+        None if x_scales is None else _boxes(x_scales, [1, plan.block_m], 0),
         _boxes(words, [1, BOX, BLOCK_K // 8], 64), scales, spans, order, weights, out, spans.shape[0], tiles,
         out.shape[1] if gated else BOX, words.shape[2] * 8 // BLOCK_K, words.shape[1] - 1, out.shape[1],
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
