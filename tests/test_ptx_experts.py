@@ -78,7 +78,7 @@ def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None,
     plan = config.plan(problem, H200)
     order, spans = dealt(ids, plan.block_m)
     if activations == "fp8":
-        codes, scales, values = rows_of(ids.numel(), columns, plan.scratch.buffers[5].shape[1])
+        codes, scales, values = rows_of(ids.numel(), columns, plan.scratch.buffers[4].shape[1])
         rows = placed(codes.view(torch.uint8))
     else:
         values = products.rows_of(ids.numel(), columns, torch.bfloat16)

@@ -63,7 +63,6 @@ def plan(problem: Problem, target: Target) -> Plan:
     )
     scratch = Scratch((
         Buffer("order", (problem.rows,), torch.int32), Buffer("spans", (spans, 3), torch.int32),
-        Buffer("sorted", (problem.rows, hidden), torch.uint8 if fp8 else dtype),
         Buffer("inner", (problem.rows, intermediate), dtype), Buffer("terms", (problem.rows, hidden), dtype),
         *(quantised if fp8 else ()),
     ))  # fmt: skip

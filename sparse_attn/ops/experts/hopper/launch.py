@@ -26,21 +26,22 @@ def multiply(call: Call, plan: Plan) -> None:
     problem, target = call.problem, target_of(call.x.device)
     experts = problem.gate_up.groups
     ids, weights = call.ids.contiguous(), call.weights.contiguous()
-    order, spans, sorted_rows, inner, terms, *quantised = call.views
+    order, spans, inner, terms, *quantised = call.views
     order_rows[(experts,)](
         ids, order, spans, None, None, problem.rows, experts, spans.shape[0], BLOCK=COUNTED, BLOCK_M=plan.block_m,
         num_warps=8, **pdl.launched(target),
     )  # fmt: skip
     scales, inner_codes, inner_scales = quantised or (None, inner, None)
+    sorted_rows = terms  # gate and up are done with them when down begins to write terms
     if scales is None:
         rows.sort_rows[(problem.rows, -(-call.x.shape[1] // SORTED))](
             call.x, order, sorted_rows, problem.k, problem.tokens, call.x.shape[1], *call.x.stride(), BLOCK=SORTED,
             num_warps=4, **pdl.launched(target),
         )  # fmt: skip
     else:
-        quantise(
-            call.x, sorted_rows, scales[:, : problem.rows].t(), target, placed=True, order=order, k=problem.k
-        )  # fmt: skip
+        sorted_rows = terms.view(torch.uint8).flatten()[: terms.numel()].view(terms.shape)
+        of_rows = scales[:, : problem.rows].t()
+        quantise(call.x, sorted_rows, of_rows, target, placed=True, order=order, k=problem.k)
     _multiply(sorted_rows, scales, call.gate_up, spans, order, weights, inner, plan, target, call.clamp, gated=True)
     if inner_scales is not None:
         quantise(inner, inner_codes, inner_scales[:, : problem.rows].t(), target, placed=True)
