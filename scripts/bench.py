@@ -61,7 +61,7 @@ def measure(names: list[str], run: Run, written: Path | None = None) -> tuple[li
     for name in names:
         began = time.perf_counter()
         torch.manual_seed(0)
-        gc.collect()  # graphs of the suite before; one that goes while another is captured ends that
+        gc.collect()  # freeing a captured graph during a capture invalidates the capture
         try:
             for record in known[name](run):
                 records.append(record.as_dict(name))

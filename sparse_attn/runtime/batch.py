@@ -20,8 +20,7 @@ from sparse_attn.target import Target, resolve_impl, target_of
 from sparse_attn.torch_private import mark_static_address
 from sparse_attn.weight_layout import Weight
 
-# Inductor benchmarks nothing on the device, and takes no graph that was compiled for other sizes, whose sums may have
-# another order.
+# Inductor chooses nothing by timing and reuses no graph compiled for other sizes: either may change the order of sums.
 REPEATABLE: dict[str, Any] = {"deterministic": True, "fx_graph_cache": False}
 
 
@@ -102,8 +101,8 @@ def prepare(
 
 
 def compiled(model: torch.nn.Module, caches: AnyCaches) -> Any:
-    """The model under torch.compile, for ``caches`` and others like them. What is compiled follows from what it is
-    called with first, so that another process computes the same bits."""
+    """The model under torch.compile, for ``caches`` and others like them. The code follows from the
+    sizes of the first call alone, so another process computes the same bits."""
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             mark_static_address(cache)

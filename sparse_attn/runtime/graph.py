@@ -199,7 +199,7 @@ class DecodeGraph(DecodeRows):
                     self._decode(rows)
             self.stream.synchronize()
             self.workspace.lock()
-            gc.collect()  # a captured graph that went while another is captured would end that
+            gc.collect()  # freeing a captured graph during a capture invalidates the capture
             for rows in reversed(self.buckets):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):

@@ -14,7 +14,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 CONSUMERS = 2  # of a CTA; with four, partials of a tile are more and larger
 LEAST_STEPS = 4  # of a CTA
-EVEN = 0.7  # of the CTAs that have room, from which runs end with tiles: fewer CTAs still ask for all bytes in time
+EVEN = 0.7  # least share of the CTAs that fit, for runs to end with tiles: fewer would not saturate memory
 
 
 class Form(NamedTuple):
@@ -84,8 +84,8 @@ def plan_wide(problem: Problem, target: Target) -> StreamPlan:
 
 
 def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
-    """How many share ``tiles`` of ``steps``, at most ``each`` an SM. Where that costs few of them, CTAs have whole
-    tiles, or tiles have as many CTAs as any other."""
+    """The grid for ``tiles`` of ``steps`` steps, at most ``each`` CTAs an SM. Preferably all CTAs have whole tiles, or
+    all tiles have equally many CTAs."""
     most = max(1, min(each * target.num_sms, tiles * steps // LEAST_STEPS))
     even = [n for n in range(1, most + 1) if tiles % n == 0 or (n % tiles == 0 and steps % (n // tiles) == 0)]
     return even[-1] if even[-1] >= EVEN * most else most

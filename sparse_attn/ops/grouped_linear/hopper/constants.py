@@ -2,4 +2,3 @@
 
 BLOCK_K = 128  # columns of a step
 OUTPUTS = 64  # of a consumer, a warpgroup
-LONG_RUN = 32  # steps from which a run starts with codes in all stages

@@ -26,7 +26,7 @@ def multiply_wide(product: Product, plan: StreamPlan) -> None:
 
 
 def _launch(product: Product, plan: StreamPlan, word: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of either kernel, and its constants and options. word: what it takes codes as."""
+    """Arguments of either kernel, and its constants and options. word: the integer type that it loads codes as."""
     rows, _, codes, scales, out, problem, first_row, (partials,), arrivals = product
     assert scales is not None, "packed weights have scales"
     arguments = (
@@ -43,7 +43,7 @@ def _launch(product: Product, plan: StreamPlan, word: torch.dtype) -> tuple[tupl
 
 
 def _boxes(matrix: torch.Tensor, height: int, width: int) -> TensorDescriptor:
-    """The stride of a lone row is any."""
+    """TMA boxes of ``height`` x ``width``. A single row may have any stride."""
     stride = matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
     swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [stride, 1], [height, width], swizzled)

@@ -12,13 +12,13 @@ from sparse_attn.ops.grouped_linear.hopper import constants
 
 BLOCK_K = gl.constexpr(constants.BLOCK_K)
 OUTPUTS = gl.constexpr(constants.OUTPUTS)
-LONG_RUN = gl.constexpr(constants.LONG_RUN)
+LONG_RUN = gl.constexpr(32)  # steps from which a run prefetches a full ring of codes
 
 
 @aggregate
 class Shared:
-    """codes: [STAGES, BLOCK_N, ...], a step's in words of some. rows: bf16 [STAGES, BLOCK_M, BLOCK_K]. full: both are
-    there, an arrival and their bytes. empty: consumers have read them, an arrival of each."""
+    """codes: integer words of two or four codes, [STAGES, BLOCK_N, words of a step]. rows: bf16 [STAGES, BLOCK_M,
+    BLOCK_K]. full: both are there, an arrival and their bytes. empty: consumers have read them, an arrival of each."""
 
     codes: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
@@ -94,8 +94,9 @@ def _load_rows(shared, rows, run, step, stage):
 
 @gluon.jit
 def producer(shared, codes, rows, run):
-    """Load codes of the first steps, wait for the rows, then load both as stages become empty. The copy engine takes
-    rows behind the codes it was asked for before, which a long run alone makes up for: others ask for half a ring."""
+    """Prefetch codes of the first steps, wait for the rows, then load both as stages become empty. TMA serves requests
+    in order, so the first rows queue behind the prefetched codes. Runs too short to amortise that prefetch half a
+    ring."""
     STAGES: gl.constexpr = shared.codes.shape[0]
     early = gl.where(run.end - run.begin >= LONG_RUN, STAGES, (STAGES + 1) // 2)
     first = gl.minimum(run.end, run.begin + early)
