@@ -217,8 +217,9 @@ def test_rows_sorted_for_the_streamed_kernel(columns, device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("align", [1, 4])
 @pytest.mark.parametrize("rows, experts, block_m", [(1, 1, 16), (50, 7, 4), (333, 19, 8), (5000, 3, 16)])
-def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
+def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(-2, experts + 2, (rows,), generator=generator, dtype=torch.int32)
     from sparse_attn.ops.experts.grouped.kernels import order_rows
@@ -228,7 +229,8 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     spans = torch.full((tiles, 3), -9, dtype=torch.int32, device=device)
     ends = torch.full((experts,), -9, dtype=torch.int32, device=device)
     order_rows[(experts,)](
-        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, PDL=False
+        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, ALIGN=align,
+        PDL=False,
     )
     held = [[row for row in range(rows) if ids[row] == expert] for expert in range(experts)]
     flat = sum(held, [])
@@ -237,8 +239,10 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     want, first = [], 0
     for expert, some in enumerate(held):
         assert ends[expert] == first + len(some)
-        want += [[expert, first + at, first + len(some)] for at in range(0, len(some), block_m)]
-        first += len(some)
+        end = first + len(some)
+        begins = range(first // align * align, end, block_m) if some else ()
+        want += [[expert, max(first, begin), end] for begin in begins]
+        first = end
     assert [span for span in spans.tolist() if span[0] >= 0] == want
     assert all(span[0] == -1 for span in spans.tolist() if span not in want)
 

@@ -12,6 +12,7 @@ from support.ptx.run import execute
 from support.weights import random_weight
 
 from sparse_attn.ops.experts.hopper import config
+from sparse_attn.ops.experts.hopper.constants import ALIGN
 from sparse_attn.ops.experts.plan import problem_of
 from sparse_attn.target import H200
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise
@@ -40,7 +41,8 @@ def dealt(ids: torch.Tensor, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
         end, tile = first + len(mine), expert + first // block_m
         order[first:end] = mine.int()
         last = len(spans) if expert == EXPERTS - 1 else expert + 1 + end // block_m
-        for n, row in zip(range(tile, last), range(first, 1 << 30, block_m)):
+        for n, row in zip(range(tile, last), range(first // ALIGN * ALIGN, 1 << 30, block_m)):
+            row = max(row, first)
             spans[n] = torch.tensor([expert if row < end else -1, row, end])
         first = end
     return order[:first], spans

@@ -24,9 +24,31 @@ EXPERTS = [
     Mutation(
         "experts-last-row-left-out", "the last row of an expert's is left out",
         KERNELS,
-        "    inside = at < end\n",
-        "    inside = at < end - 1\n",
+        "(at < end)",
+        "(at < end - 1)",
         PRODUCT,
+    ),
+    Mutation(
+        "experts-rows-of-the-one-before", "a tile stores the last rows of the expert before",
+        KERNELS,
+        "    inside = (at >= row) & (at < end)\n",
+        "    inside = at < end\n",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-scales-from-any-address", "a tile begins at its first row, whose scale may lie at any address",
+        KERNELS,
+        "            row = row // ALIGN * ALIGN\n",
+        "",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-tiles-too-few", "tiles begin at an expert's first row, and their last rows are nobody's",
+        OPS + "experts/grouped/kernels.py",
+        "tl.maximum(first // ALIGN * ALIGN + (n - tile) * BLOCK_M, first)",
+        "first + (n - tile) * BLOCK_M",
+        ("tests/test_experts.py::test_sorted_rows_and_their_tiles",),
+        interpreted=True,
     ),
     Mutation(
         "experts-scale-of-the-step-before", "a step's scales are those of the step before",

@@ -411,6 +411,7 @@ class Cta:
         assert source is not None, instruction.text
         tensor = self.maps[int(self._value(warp, source[1])[lane])]
         corner = [int(typed(self._value(warp, name), "s32")[lane]) for name in names(source[2])][::-1]
+        assert corner[-1] * tensor.itemsize % 16 == 0, f"{instruction.text}: copies begin at multiples of 16 bytes"
         inside, address = np.ones(tensor.box, bool), np.zeros(tensor.box, np.int64)
         for axis, (first, size, stride, length) in enumerate(zip(corner, tensor.shape, tensor.strides, tensor.box)):
             at = (first + np.arange(length)).reshape([-1 if a == axis else 1 for a in range(len(tensor.box))])

@@ -26,6 +26,7 @@ from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.grouped.kernels import gated
 from sparse_attn.ops.experts.hopper import constants
 
+ALIGN = gl.constexpr(constants.ALIGN)
 BLOCK_K = gl.constexpr(constants.BLOCK_K)
 BOX = gl.constexpr(constants.BOX)
 CONSUMERS = gl.constexpr(constants.CONSUMERS)
@@ -111,7 +112,8 @@ def result_layout(rows, exact):
 
 @gluon.jit
 def _span(tiles, unit):
-    """(expert or -1, first sorted row, end of the expert's) of a unit, of the last one behind it."""
+    """(expert or -1, first sorted row of the expert's, end of the expert's) of a unit, of the last one behind it. Its
+    tile begins at the first one's multiple of ALIGN."""
     at = tiles.spans + gl.minimum(unit, tiles.units - 1) // tiles.outputs * 3
     return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
@@ -142,6 +144,7 @@ def _producer(shared, codes, x, x_scales, scales, tiles):
         next_span = _span(tiles, unit + gl.num_programs(0))
         if expert >= 0:
             first = unit % tiles.outputs * tiles.EACH
+            row = row // ALIGN * ALIGN
             _ask_for_scales(scales, tiles, expert, first)
             for step in range(tiles.steps):
                 mbarrier.wait(shared.empty.index(stage), phase ^ 1)
@@ -180,13 +183,14 @@ def _parts(sums):
 
 @gluon.jit
 def _store(values, row, end, output, column):
-    """values: [OWN, BLOCK_M] of sorted rows from ``row`` to ``end`` and outputs from ``column`` on."""
+    """values: [OWN, BLOCK_M] of sorted rows from ``row``'s multiple of ALIGN on, of which those from ``row`` to ``end``
+    are the expert's, and of outputs from ``column`` on."""
     BLOCK_M: gl.constexpr = values.shape[1]
     EACH: gl.constexpr = 2 if output.PLACED else 8  # neighbours of a thread's
     TO: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH, 32 // EACH], [4, 1], [1, 0])
     values = gl.convert_layout(gl.permute(values, (1, 0)), TO)
-    at = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, TO))
-    inside = at < end
+    at = row // ALIGN * ALIGN + gl.arange(0, BLOCK_M, gl.SliceLayout(1, TO))
+    inside = (at >= row) & (at < end)
     to = at
     if not output.GATED:
         to = gl.load(output.order + at, mask=inside, other=0)

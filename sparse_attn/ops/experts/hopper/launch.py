@@ -11,7 +11,7 @@ from sparse_attn.ops.experts.grouped.config import COUNTED
 from sparse_attn.ops.experts.grouped.kernels import order_rows
 from sparse_attn.ops.experts.hopper import kernels, rows
 from sparse_attn.ops.experts.hopper.config import PRODUCER_REGISTERS
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX
+from sparse_attn.ops.experts.hopper.constants import ALIGN, BLOCK_K, BOX
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.swap_ab.launch import add_terms
@@ -29,7 +29,7 @@ def multiply(call: Call, plan: Plan) -> None:
     order, spans, inner, terms, *quantised = call.views
     order_rows[(experts,)](
         ids, order, spans, None, None, problem.rows, experts, spans.shape[0], BLOCK=COUNTED, BLOCK_M=plan.block_m,
-        num_warps=8, **pdl.launched(target),
+        ALIGN=ALIGN, num_warps=8, **pdl.launched(target),
     )  # fmt: skip
     scales, inner_codes, inner_scales = quantised or (None, inner, None)
     sorted_rows = terms  # gate and up are done with them when down begins to write terms
