@@ -231,7 +231,7 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
     order_rows[(experts,)](
         ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, ALIGN=align,
         PDL=False,
-    )
+    )  # fmt: skip
     held = [[row for row in range(rows) if ids[row] == expert] for expert in range(experts)]
     flat = sum(held, [])
     assert order.tolist() == flat + [-9] * (rows - len(flat))
@@ -245,6 +245,12 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
         first = end
     assert [span for span in spans.tolist() if span[0] >= 0] == want
     assert all(span[0] == -1 for span in spans.tolist() if span not in want)
+    from sparse_attn.ops.experts.hopper.rows import keep_spans
+
+    kept, count = torch.full_like(spans, -9), torch.full((1,), -9, dtype=torch.int32, device=device)
+    keep_spans[(1,)](spans, kept, count, tiles, BLOCK=16, PDL=False)
+    assert count.tolist() == [len(want)]
+    assert kept.tolist() == want + [[-9] * 3] * (tiles - len(want))
 
 
 @pytest.mark.kernel
@@ -388,7 +394,7 @@ def test_which_kernel_runs(name):
 
 @pytest.mark.parametrize("activations, tokens, tile", [
     ("fp8", 1, (32, 15)), ("fp8", 512, (32, 15)), ("fp8", 2048, (64, 11)), ("fp8", 4096, (128, 7)),
-    ("exact", 2048, (64, 8)), ("exact", 4096, (128, 4)),
+    ("exact", 4096, (128, 4)), ("exact", 20000, (128, 4)),
 ])  # fmt: skip
 def test_tiles_on_hopper(activations, tokens, tile):
     plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan

@@ -79,8 +79,11 @@ def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None,
     assert config.supports(problem, H200).able
     plan = config.plan(problem, H200)
     order, spans = dealt(ids, plan.block_m)
+    shapes = {buffer.name: buffer.shape for buffer in plan.scratch.buffers}
+    held = spans[spans[:, 0] >= 0]
+    spans, count = torch.cat([held, torch.full_like(spans[len(held) :], 2**30)]), torch.tensor([len(held)]).int()
     if activations == "fp8":
-        codes, scales, values = rows_of(ids.numel(), columns, plan.scratch.buffers[4].shape[1])
+        codes, scales, values = rows_of(ids.numel(), columns, shapes["scales"][1])
         rows = placed(codes.view(torch.uint8))
     else:
         values = products.rows_of(ids.numel(), columns, torch.bfloat16)
@@ -89,7 +92,7 @@ def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None,
     memory = torch.full((ids.numel() + 1, outputs), DIRT, dtype=torch.bfloat16)
     full_order = torch.cat([order, torch.full((ids.numel() - len(order),), 2**30, dtype=torch.int32)])
     execute(kernels, "multiply", lambda: launch._multiply(
-        rows, scales, tuple(weight), spans, full_order, weights, memory[:-1], plan, target,
+        rows, scales, tuple(weight), (spans, count), full_order, weights, memory[:-1], plan, target,
         0.5 if gated else None, gated=gated,
     ))  # fmt: skip
     want, all_values = torch.full(memory.shape, DIRT).double(), dequantise(weight).double()

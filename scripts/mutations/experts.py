@@ -38,7 +38,7 @@ EXPERTS = [
     Mutation(
         "experts-scales-from-any-address", "a tile begins at its first row, whose scale may lie at any address",
         KERNELS,
-        "            row = row // ALIGN * ALIGN\n",
+        "        row = row // ALIGN * ALIGN\n",
         "",
         PRODUCT,
     ),
@@ -53,8 +53,8 @@ EXPERTS = [
     Mutation(
         "experts-scale-of-the-step-before", "a step's scales are those of the step before",
         KERNELS,
-        "gl.minimum(step + 1, tiles.steps - 1) * 4",
-        "step * 4",
+        "gl.minimum(step + 3, last) * 4",
+        "gl.minimum(step + 2, last) * 4",
         PRODUCT,
     ),
     Mutation(
@@ -67,15 +67,15 @@ EXPERTS = [
     Mutation(
         "experts-emptied-early", "a stage is emptied while its rows are multiplied",
         KERNELS,
-        "                    product = warpgroup_mma_wait(0, deps=(product,))\n                    signal(shared.empty.index(stage))\n",
-        "                    signal(shared.empty.index(stage))\n                    product = warpgroup_mma_wait(0, deps=(product,))\n",
+        "        product = warpgroup_mma_wait(0, deps=(product,))\n        signal(shared.empty.index(stage))\n",
+        "        signal(shared.empty.index(stage))\n        product = warpgroup_mma_wait(0, deps=(product,))\n",
         PRODUCT,
     ),
     Mutation(
         "experts-ring-begun-anew", "each tile begins its ring at the first stage",
         KERNELS,
-        "            first = unit % tiles.outputs * tiles.EACH\n            weight_row",
-        "            stage, phase = 0, 0\n            first = unit % tiles.outputs * tiles.EACH\n            weight_row",
+        "        first = unit % tiles.outputs * tiles.EACH\n        weight_row",
+        "        stage, phase = 0, 0\n        first = unit % tiles.outputs * tiles.EACH\n        weight_row",
         PRODUCT,
     ),
     Mutation(
@@ -84,6 +84,21 @@ EXPERTS = [
         "gl.load(output.weights + to, mask",
         "gl.load(output.weights + at, mask",
         PRODUCT,
+    ),
+    Mutation(
+        "experts-scale-of-the-next-step", "a product is scaled by what is left of the next step's scales",
+        KERNELS,
+        "            left = left_ahead\n            low, high, left_ahead = _tables(ahead, EXACT, RESULT)\n",
+        "            low, high, left_ahead = _tables(ahead, EXACT, RESULT)\n            left = left_ahead\n",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-spans-of-a-block-over-another", "spans that are kept of a second block take the place of the first's",
+        OPS + "experts/hopper/rows.py",
+        "        found += tl.sum(held.to(tl.int32), 0)\n",
+        "        found = tl.sum(held.to(tl.int32), 0)\n",
+        ("tests/test_experts.py::test_sorted_rows_and_their_tiles",),
+        interpreted=True,
     ),
     Mutation(
         "experts-exact-pairs-turned", "halves of a word change places in an operand of bf16",

@@ -22,9 +22,9 @@ class Form(NamedTuple):
 
 
 FP8 = {32: Form(15, 168, 232), 64: Form(11, 168, 232), 128: Form(7, 168, 240)}  # by rows of a tile
-EXACT = {64: Form(8, 168, 240), 128: Form(4, 168, 240)}
+EXACT = {128: Form(4, 168, 240)}
 PRODUCER_REGISTERS = 24
-FEW_EACH = 32  # ids of an expert in the mean, below which exact rows are bound by the bytes of codes
+FEW_EACH = 64  # ids of an expert in the mean, below which exact rows are faster without a step's fixed cost
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -62,7 +62,8 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("inner_scales", (intermediate // BLOCK_K, apart), torch.float32),
     )
     scratch = Scratch((
-        Buffer("order", (problem.rows,), torch.int32), Buffer("spans", (spans, 3), torch.int32),
+        Buffer("order", (problem.rows,), torch.int32), Buffer("with_empty", (spans, 3), torch.int32),
+        Buffer("spans", (spans, 3), torch.int32), Buffer("count", (1,), torch.int32),
         Buffer("inner", (problem.rows, intermediate), dtype), Buffer("terms", (problem.rows, hidden), dtype),
         *(quantised if fp8 else ()),
     ))  # fmt: skip

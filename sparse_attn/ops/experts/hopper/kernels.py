@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparse_attn.device import cast
 from sparse_attn.device.fp8 import decode_exponent
-from sparse_attn.device.hopper import barrier, launch_dependents, next_stage, signal, tma_load, wait
-from sparse_attn.device.mxfp4_operand import exact_operand, operand
+from sparse_attn.device.hopper import barrier, keep_order, launch_dependents, next_stage, signal, tma_load, wait
+from sparse_attn.device.mxfp4_operand import begin_decode, begin_exact, end_decode, exact_operand, operand
 from sparse_attn.device.packed_dot import E8M0_NAN
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.grouped.kernels import gated
@@ -68,12 +68,12 @@ class Shared:
 
 @aggregate
 class Tiles:
-    """spans: int32 [spans, 3], as order_rows deals them. Unit u is tile u % outputs of span u / outputs. second: rows
-    of the weight from the first box to the second. steps: of BLOCK_K columns. last: row of the weight. EACH: outputs
-    from a tile to the next."""
+    """spans: int32 [spans, 3], as order_rows deals them, of which those with rows come first. count: int32 [1], how
+    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from the first box to the
+    second. steps: of BLOCK_K columns. last: row of the weight. EACH: outputs from a tile to the next."""
 
     spans: gl.tensor
-    units: gl.tensor
+    count: gl.tensor
     outputs: gl.tensor
     second: gl.tensor
     steps: gl.tensor
@@ -111,10 +111,10 @@ def result_layout(rows, exact):
 
 
 @gluon.jit
-def _span(tiles, unit):
-    """(expert or -1, first sorted row of the expert's, end of the expert's) of a unit, of the last one behind it. Its
-    tile begins at the first one's multiple of ALIGN."""
-    at = tiles.spans + gl.minimum(unit, tiles.units - 1) // tiles.outputs * 3
+def _span(tiles, unit, units):
+    """(expert, first sorted row of the expert's, end of the expert's) of a unit, of the last one behind it. Its tile
+    begins at the first one's multiple of ALIGN."""
+    at = tiles.spans + gl.maximum(gl.minimum(unit, units - 1), 0) // tiles.outputs * 3
     return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
 
@@ -138,25 +138,25 @@ def _producer(shared, codes, x, x_scales, scales, tiles):
     BYTES: gl.constexpr = BOX * BLOCK_K + BLOCK_M * OF_A_ROW  # two boxes of half a byte a code
     wait()
     stage, phase = 0, 0
-    next_span = _span(tiles, gl.program_id(0))
-    for unit in range(gl.program_id(0), tiles.units, gl.num_programs(0)):
+    units = gl.load(tiles.count) * tiles.outputs
+    next_span = _span(tiles, gl.program_id(0), units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         expert, row, _ = next_span
-        next_span = _span(tiles, unit + gl.num_programs(0))
-        if expert >= 0:
-            first = unit % tiles.outputs * tiles.EACH
-            row = row // ALIGN * ALIGN
-            _ask_for_scales(scales, tiles, expert, first)
-            for step in range(tiles.steps):
-                mbarrier.wait(shared.empty.index(stage), phase ^ 1)
-                full = shared.full.index(stage)
-                mbarrier.expect(full, BYTES)
-                word = step * WORDS_K
-                tma_load(codes, [expert, first, word], full, shared.codes.index(2 * stage))
-                tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
-                tma_load(x, [row, step * BLOCK_K], full, shared.x.index(stage))
-                if not EXACT:
-                    tma_load(x_scales, [step, row], full, shared.x_scales.index(stage))
-                stage, phase = next_stage(stage, phase, STAGES)
+        next_span = _span(tiles, unit + gl.num_programs(0), units)
+        first = unit % tiles.outputs * tiles.EACH
+        row = row // ALIGN * ALIGN
+        _ask_for_scales(scales, tiles, expert, first)
+        for step in range(tiles.steps):
+            mbarrier.wait(shared.empty.index(stage), phase ^ 1)
+            full = shared.full.index(stage)
+            mbarrier.expect(full, BYTES)
+            word = step * WORDS_K
+            tma_load(codes, [expert, first, word], full, shared.codes.index(2 * stage))
+            tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
+            tma_load(x, [row, step * BLOCK_K], full, shared.x.index(stage))
+            if not EXACT:
+                tma_load(x_scales, [step, row], full, shared.x_scales.index(stage))
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -166,8 +166,9 @@ def _part(shared, box, which: gl.constexpr):
 
 
 @gluon.jit
-def _words(first, second):
-    """[64, 4, 4] of both parts, in the order of a product's rows."""
+def _words(shared, stage, which: gl.constexpr):
+    """A consumer's words of a stage [64, 4, 4], in the order of a product's rows."""
+    first, second = _part(shared, 2 * stage, which), _part(shared, 2 * stage + 1, which)
     both = gl.reshape(gl.join(first, second), [4, 8, WORDS_K, 2])
     words = gl.reshape(gl.permute(both, (0, 3, 1, 2)), [2 * OWN, 4, 4])
     return gl.convert_layout(words, WORDS, assert_trivial=True)
@@ -181,20 +182,36 @@ def _parts(sums):
     return gl.reshape(first, [OWN, first.shape[2]]), gl.reshape(second, [OWN, second.shape[2]])
 
 
+@gluon.constexpr_function
+def rows_layout(placed):
+    """Of a tile's values as they are stored [BLOCK_M, OWN]: a thread has neighbours of a row."""
+    each = 2 if placed else 8
+    return gl.BlockedLayout([1, each], [each, 32 // each], [4, 1], [1, 0])
+
+
 @gluon.jit
-def _store(values, row, end, output, column):
-    """values: [OWN, BLOCK_M] of sorted rows from ``row``'s multiple of ALIGN on, of which those from ``row`` to ``end``
-    are the expert's, and of outputs from ``column`` on."""
-    BLOCK_M: gl.constexpr = values.shape[1]
-    EACH: gl.constexpr = 2 if output.PLACED else 8  # neighbours of a thread's
-    TO: gl.constexpr = gl.BlockedLayout([1, EACH], [EACH, 32 // EACH], [4, 1], [1, 0])
-    values = gl.convert_layout(gl.permute(values, (1, 0)), TO)
-    at = row // ALIGN * ALIGN + gl.arange(0, BLOCK_M, gl.SliceLayout(1, TO))
+def _rows(row, end, output, BLOCK_M: gl.constexpr):
+    """(rows of ``out``, their weights, whether they are the expert's) of the sorted rows from ``row``'s multiple of
+    ALIGN on, of which those from ``row`` to ``end`` are the expert's."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, rows_layout(output.PLACED))
+    at = row // ALIGN * ALIGN + gl.arange(0, BLOCK_M, ROWS)
     inside = (at >= row) & (at < end)
-    to = at
-    if not output.GATED:
+    if output.GATED:
+        to, weight = at, gl.zeros([BLOCK_M], gl.float32, ROWS)
+    else:
         to = gl.load(output.order + at, mask=inside, other=0)
-        values *= gl.expand_dims(gl.load(output.weights + to, mask=inside, other=0.0), 1)
+        weight = gl.load(output.weights + to, mask=inside, other=0.0)
+    return to, weight, inside
+
+
+@gluon.jit
+def _store(values, rows, output, column):
+    """values: [OWN, BLOCK_M] of outputs from ``column`` on. rows: what _rows returns."""
+    TO: gl.constexpr = rows_layout(output.PLACED)
+    to, weight, inside = rows
+    values = gl.convert_layout(gl.permute(values, (1, 0)), TO)
+    if not output.GATED:
+        values *= gl.expand_dims(weight, 1)
     column = column + gl.arange(0, OWN, gl.SliceLayout(0, TO))
     mask = gl.expand_dims(inside, 1) & gl.expand_dims(column < output.columns, 0)
     if output.PLACED:  # as device/mxfp4_operand has bf16
@@ -204,29 +221,68 @@ def _store(values, row, end, output, column):
 
 
 @gluon.jit
-def _finish(sums, row, end, output, column):
+def _finish(sums, rows, output, column):
     first, second = _parts(sums)
     if output.GATED:
-        _store(gated(first, second, output.clamp, output.CLAMPED), row, end, output, column)
+        _store(gated(first, second, output.clamp, output.CLAMPED), rows, output, column)
     else:
-        _store(first, row, end, output, column)
-        _store(second, row, end, output, column + BOX)
+        _store(first, rows, output, column)
+        _store(second, rows, output, column + BOX)
 
 
 @gluon.jit
-def _start(words, scale, x, RESULT: gl.constexpr):
-    """(the product of words and rows of fp8, under way; what is left of the words' scales int32 [64, 4]: one a row)."""
-    BLOCK_M: gl.constexpr = x.shape[0]
-    top = gl.max(scale, 1)
-    up = scale - gl.expand_dims(top, 1) + UP
-    there = up >= DOWN
-    low = gl.where(there, LOW_CODES + up * 0x08080800, 0)
-    high = gl.where(there, HIGH_CODES + up * 0x08080808, 0)
-    codes = operand(words, low, high, RESULT).to(gl.float8e4nv, bitcast=True)
-    none = gl.zeros([2 * OWN, BLOCK_M], gl.float32, RESULT)
-    product = warpgroup_mma(codes, x.permute((1, 0)), none, use_acc=False, is_async=True)
-    left = gl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
-    return product, gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)
+def _tables(scale, EXACT: gl.constexpr, RESULT: gl.constexpr):
+    """What decodes words, twice int32 [64, 4], and what is left of the scale of all four groups [64], from scales uint8
+    [64, 4]: tables of magnitudes of low and of high codes; of EXACT codes the scales, and nothing is left."""
+    scale = scale.to(gl.int32)
+    if EXACT:
+        low, high, left = scale, scale, gl.zeros([2 * OWN], gl.float32, gl.SliceLayout(1, GROUPS))
+    else:
+        top = gl.max(scale, 1)
+        up = scale - gl.expand_dims(top, 1) + UP
+        there = up >= DOWN
+        low = gl.where(there, LOW_CODES + up * 0x08080800, 0)
+        high = gl.where(there, HIGH_CODES + up * 0x08080808, 0)
+        left = gl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
+    return low, high, gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)
+
+
+@gluon.jit
+def _begin(words, low, high, EXACT: gl.constexpr):
+    """What _start takes, of words and their tables."""
+    if EXACT:
+        begun, rest = begin_exact(words), low
+    else:
+        begun, rest = begin_decode(words, low, high)
+    return begun, rest
+
+
+@gluon.jit
+def _start(begun, rest, x, sums):
+    """A step's product, under way: exact ones add to ``sums``."""
+    RESULT: gl.constexpr = sums.type.layout
+    if x.dtype == gl.bfloat16:
+        product = warpgroup_mma(exact_operand(begun, rest, RESULT), x.permute((1, 0)), sums, is_async=True)
+    else:
+        codes = operand(end_decode(begun, rest), RESULT).to(gl.float8e4nv, bitcast=True)
+        none = gl.zeros(sums.shape, gl.float32, RESULT)
+        product = warpgroup_mma(codes, x.permute((1, 0)), none, use_acc=False, is_async=True)
+    return product
+
+
+@gluon.jit
+def _add(sums, product, left, shared, stage):
+    """Wait for a product, empty its stage, and add it."""
+    RESULT: gl.constexpr = sums.type.layout
+    if shared.x.dtype == gl.bfloat16:
+        sums = warpgroup_mma_wait(0, deps=(product,))
+        signal(shared.empty.index(stage))
+    else:
+        row_scale = shared.x_scales.index(stage).reshape([sums.shape[1]]).load(gl.SliceLayout(0, RESULT))
+        product = warpgroup_mma_wait(0, deps=(product,))
+        signal(shared.empty.index(stage))
+        sums += product * (gl.expand_dims(left, 1) * gl.expand_dims(row_scale, 0))
+    return sums
 
 
 @gluon.jit
@@ -241,49 +297,54 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
     own = which * OWN + m // 16 * 8 + m % 8 + m // 8 % 2 * tiles.second  # row of the weight
     group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
     stage, phase = 0, 0
-    next_span = _span(tiles, gl.program_id(0))
-    for unit in range(gl.program_id(0), tiles.units, gl.num_programs(0)):
+    units = gl.load(tiles.count) * tiles.outputs
+    next_span = _span(tiles, gl.program_id(0), units)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         expert, row, end = next_span
-        next_span = _span(tiles, unit + gl.num_programs(0))  # on its way meanwhile
-        if expert >= 0:
-            first = unit % tiles.outputs * tiles.EACH
-            weight_row = gl.minimum(first + own, tiles.last)
-            at = scales.values + expert.to(gl.int64) * scales.stride_expert
-            at = gl.expand_dims(at + weight_row.to(gl.int64) * scales.stride_row, 1) + group
-            ahead = gl.load(at)
-            sums = gl.zeros([2 * OWN, BLOCK_M], gl.float32, RESULT)
-            for step in range(tiles.steps):
-                scale = ahead.to(gl.int32)
-                ahead = gl.load(at + gl.minimum(step + 1, tiles.steps - 1) * 4)
-                mbarrier.wait(shared.full.index(stage), phase)
-                words = _words(_part(shared, 2 * stage, which), _part(shared, 2 * stage + 1, which))
-                if EXACT:
-                    sums = warpgroup_mma(
-                        exact_operand(words, scale, RESULT), shared.x.index(stage).permute((1, 0)), sums, is_async=True
-                    )
-                    sums = warpgroup_mma_wait(0, deps=(sums,))
-                    signal(shared.empty.index(stage))
-                else:
-                    product, left = _start(words, scale, shared.x.index(stage), RESULT)
-                    row_scale = shared.x_scales.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, RESULT))
-                    product = warpgroup_mma_wait(0, deps=(product,))
-                    signal(shared.empty.index(stage))
-                    sums += product * (gl.expand_dims(left, 1) * gl.expand_dims(row_scale, 0))
-                stage, phase = next_stage(stage, phase, STAGES)
-            _finish(sums, row, end, output, first + which * OWN)
+        next_span = _span(tiles, unit + gl.num_programs(0), units)  # on its way meanwhile
+        first = unit % tiles.outputs * tiles.EACH
+        weight_row = gl.minimum(first + own, tiles.last)
+        at = scales.values + expert.to(gl.int64) * scales.stride_expert
+        at = gl.expand_dims(at + weight_row.to(gl.int64) * scales.stride_row, 1) + group
+        last = tiles.steps - 1
+        scale, ahead = gl.load(at), gl.load(at + gl.minimum(1, last) * 4)
+        far_ahead = gl.load(at + gl.minimum(2, last) * 4)
+        low, high, left = _tables(scale, EXACT, RESULT)
+        mbarrier.wait(shared.full.index(stage), phase)
+        begun, rest = _begin(_words(shared, stage, which), low, high, EXACT)
+        low, high, left_ahead = _tables(ahead, EXACT, RESULT)
+        sums = gl.zeros([2 * OWN, BLOCK_M], gl.float32, RESULT)
+        for step in range(last):
+            of_product = stage
+            stage, phase = next_stage(stage, phase, STAGES)
+            mbarrier.wait(shared.full.index(stage), phase)
+            product = _start(begun, rest, shared.x.index(of_product), sums)
+            keep_order(end)
+            begun, rest = _begin(_words(shared, stage, which), low, high, EXACT)
+            keep_order(end)
+            ahead = far_ahead
+            far_ahead = gl.load(at + gl.minimum(step + 3, last) * 4)
+            sums = _add(sums, product, left, shared, of_product)
+            left = left_ahead
+            low, high, left_ahead = _tables(ahead, EXACT, RESULT)
+        product = _start(begun, rest, shared.x.index(stage), sums)
+        rows = _rows(row, end, output, BLOCK_M)  # read while the last product is under way
+        sums = _add(sums, product, left, shared, stage)
+        stage, phase = next_stage(stage, phase, STAGES)
+        _finish(sums, rows, output, first + which * OWN)
 
 
-@gluon.jit(do_not_specialize=["spans_count", "outputs", "second", "steps", "last", "columns", "clamp"])
+@gluon.jit(do_not_specialize=["outputs", "second", "steps", "last", "columns", "clamp"])
 def multiply(
     x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of BLOCK_M x BLOCK_K
     x_scales,  # of e4m3: fp32 [columns / 128, rows and more], boxes of 1 x BLOCK_M; else None
     codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x BOX x BLOCK_K / 8
     scales,  # uint8 [experts, rows of the weight, columns / 32], contiguous in a row
-    spans,  # int32 [spans, 3]
+    spans,  # int32 [spans, 3]: expert, its first sorted row here, its end
+    count,  # int32 [1]: of spans
     order,  # int32 [rows]
     weights,  # fp32 [rows]
     out,  # [rows, columns], contiguous
-    spans_count,
     outputs,  # tiles of outputs
     second,  # rows of the weight from a tile's first box to the second
     steps,
@@ -319,7 +380,7 @@ def multiply(
     fence_async_shared()
     barrier()
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
-    tiles = Tiles(spans, spans_count * outputs, outputs, second, steps, last, EACH)
+    tiles = Tiles(spans, count, outputs, second, steps, last, EACH)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
     output = Output(out, order, weights, columns, clamp, GATED, CLAMPED, GATED and EXACT)
     gl.warp_specialize(

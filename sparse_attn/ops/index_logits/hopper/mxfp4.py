@@ -211,7 +211,7 @@ def _multiply(words, low, high, q):
     """Start the product [BLOCK_KV, columns] of packed keys and an operand of queries [columns, 128]."""
     N: gl.constexpr = q.shape[0]
     RESULT: gl.constexpr = product_layout(N)
-    keys = operand(words, low, high, RESULT)
+    keys = operand(decode(words, low, high), RESULT)
     keys = keys.to(gl.float8e5, bitcast=True)
     return warpgroup_mma(
         keys, q.permute((1, 0)), gl.zeros([BLOCK_KV, N], gl.float32, RESULT), use_acc=False, is_async=True
