@@ -90,8 +90,11 @@ def products() -> Iterator[Question]:
         yield _question(Call("grouped_linear", {"tokens": tokens, "outputs": outputs, "groups": 1}))
 
 
+FP8_ROWS = {"layout": "e2m1/1x32/e8m0", "activations": "fp8"}
+
+
 def routed() -> Iterator[Question]:
-    for tokens, changes in itertools.product((1, 100, 4096), ({}, {"dtype": "fp32"}, {"groups": 8})):
+    for tokens, changes in itertools.product((1, 100, 4096), ({}, {"dtype": "fp32"}, {"groups": 8}, FP8_ROWS)):
         yield _question(Call("packed_experts", {"tokens": tokens, **changes}))
 
 

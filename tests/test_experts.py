@@ -147,24 +147,26 @@ def test_kernel_of_sorted_rows(layout, tokens, clamp, device):
     check(got, x, *routes(tokens, device), *pair, clamp)
 
 
-@pytest.mark.kernel
-@pytest.mark.few(1)
-@pytest.mark.parametrize("tokens", [1, 7, 30])
-def test_kernel_of_sorted_rows_with_fp8_activations(tokens, device):
-    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
+@pytest.fixture
+def hopper():
+    if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
-    pair, x = weights_of(MXFP4, device), rows_of(tokens, HIDDEN, BF16, device)
-    more = dict(clamp=0.5, activations="fp8")
-    got = packed_experts(x, *routes(tokens, device), *pair, impl="sorted", **more)
-    check(got, x, *routes(tokens, device), *pair, **more)
+    return torch.device("cuda")
 
 
-@pytest.mark.few(0)
-@pytest.mark.kernel
-def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(device):
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 30, 400])
+@pytest.mark.parametrize("activations", ["exact", "fp8"])
+def test_gpu_streamed(activations, tokens, hopper):
+    pair, x = weights_of(MXFP4, hopper), rows_of(tokens, HIDDEN, BF16, hopper)
+    more = dict(clamp=0.5, activations=activations)
+    got = packed_experts(x, *routes(tokens, hopper), *pair, impl="hopper", **more)
+    check(got, x, *routes(tokens, hopper), *pair, **more)
+
+
+@pytest.mark.gpu
+def test_gpu_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(hopper):
     """A token reads a column of down: codes are exact beside scales up to 2**11 apart, and 0 beyond."""
-    if device.type == "cuda" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs sm_90")
     hidden = inner = 256
     generator = torch.Generator().manual_seed(9)
     codes = torch.randint(0, 256, (1, hidden, inner // 2), generator=generator, dtype=torch.uint8)
@@ -177,9 +179,9 @@ def test_kernel_of_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activation
         ones[0, [c, inner + c], c // 2] = 2 << 4 * (c % 2)
     gate_up = PackedWeight(ones, torch.full((1, 2 * inner, hidden // 32), 127, dtype=torch.uint8), MXFP4.name)
     x = torch.eye(inner, dtype=BF16) * 32  # silu(32) * 32 is 1024
-    pair = [PackedWeight(one.codes.to(device), one.scales.to(device), one.layout) for one in (gate_up, down)]
-    ids, weights = torch.zeros(inner, 1, dtype=torch.int32, device=device), torch.ones(inner, 1, device=device)
-    got = packed_experts(x.to(device), weights, ids, *pair, activations="fp8", impl="sorted")
+    pair = [PackedWeight(one.codes.to(hopper), one.scales.to(hopper), one.layout) for one in (gate_up, down)]
+    ids, weights = torch.zeros(inner, 1, dtype=torch.int32, device=hopper), torch.ones(inner, 1, device=hopper)
+    got = packed_experts(x.to(hopper), weights, ids, *pair, activations="fp8", impl="hopper")
     want = 1024 * torch.where(near, dequantise(down)[0].double(), 0.0).t()
     assert not near.all() and torch.equal(got.cpu().double(), want)
 
@@ -197,8 +199,27 @@ def test_kernel_of_ids_that_are_no_experts_alone(impl, device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("columns", [128, 1024, 1152])
+def test_rows_sorted_for_the_streamed_kernel(columns, device):
+    """Of x at any stride; what no row has is read as another's."""
+    from sparse_attn.device import pdl
+    from sparse_attn.ops.experts.hopper.rows import sort_rows
+    from sparse_attn.target import target_of
+
+    x = torch.randn(6, 2 * columns, dtype=BF16, device=device)[::2, ::2]
+    order = torch.tensor([5, 0, 8, 7, 2**30, -1], dtype=torch.int32, device=device)
+    out = torch.empty(6, columns, dtype=BF16, device=device)
+    sort_rows[(6, -(-columns // 1024))](
+        x, order, out, 3, 3, columns, *x.stride(), BLOCK=1024, num_warps=4, **pdl.launched(target_of(out.device))
+    )
+    in_order = out.cpu().view(6, -1, 8, 2, 4, 2).permute(0, 1, 4, 2, 3, 5).reshape(6, columns)
+    assert torch.equal(in_order[:4], x.cpu()[[1, 0, 2, 2]])
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("align", [1, 4])
 @pytest.mark.parametrize("rows, experts, block_m", [(1, 1, 16), (50, 7, 4), (333, 19, 8), (5000, 3, 16)])
-def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
+def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(-2, experts + 2, (rows,), generator=generator, dtype=torch.int32)
     from sparse_attn.ops.experts.grouped.kernels import order_rows
@@ -208,8 +229,9 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     spans = torch.full((tiles, 3), -9, dtype=torch.int32, device=device)
     ends = torch.full((experts,), -9, dtype=torch.int32, device=device)
     order_rows[(experts,)](
-        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, PDL=False
-    )
+        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, ALIGN=align,
+        PDL=False,
+    )  # fmt: skip
     held = [[row for row in range(rows) if ids[row] == expert] for expert in range(experts)]
     flat = sum(held, [])
     assert order.tolist() == flat + [-9] * (rows - len(flat))
@@ -217,10 +239,18 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     want, first = [], 0
     for expert, some in enumerate(held):
         assert ends[expert] == first + len(some)
-        want += [[expert, first + at, first + len(some)] for at in range(0, len(some), block_m)]
-        first += len(some)
+        end = first + len(some)
+        begins = range(first // align * align, end, block_m) if some else ()
+        want += [[expert, max(first, begin), end] for begin in begins]
+        first = end
     assert [span for span in spans.tolist() if span[0] >= 0] == want
     assert all(span[0] == -1 for span in spans.tolist() if span not in want)
+    from sparse_attn.ops.experts.hopper.rows import keep_spans
+
+    kept, count = torch.full_like(spans, -9), torch.full((1,), -9, dtype=torch.int32, device=device)
+    keep_spans[(1,)](spans, kept, count, tiles, BLOCK=16, PDL=False)
+    assert count.tolist() == [len(want)]
+    assert kept.tolist() == want + [[-9] * 3] * (tiles - len(want))
 
 
 @pytest.mark.kernel
@@ -332,7 +362,7 @@ def test_opcheck():
     (dict(gate_up=weights_of(WeightLayout("e4m3", (8, 24), "fp32"))[0]), ValueError, "gate_up: got scale blocks of 24"),
     (dict(activations="int8"), ValueError, "activations: got 'int8'"),
     (dict(impl="swap_ab"), ValueError, "impl: 'swap_ab' needs"),
-    (dict(impl="hopper"), ValueError, "impl: got 'hopper'"),
+    (dict(impl="marlin"), ValueError, "impl: got 'marlin'"),
 ])  # fmt: skip
 def test_errors(change, error, message):
     gate_up, down = weights_of(MXFP4)
@@ -352,22 +382,23 @@ def problem(tokens, k=6, experts=256, **more):
 def test_which_kernel_runs(name):
     amd = name.startswith("gfx")
     few, many = ("grouped", "grouped") if amd else ("swap_ab", "sorted")
+    most = "hopper" if TARGETS[name].is_hopper else many
     chosen = [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
-    assert chosen == [few] * 2 + [many] * 3
+    assert chosen == [few] * 2 + [many] * 2 + [most]
     for tokens in (1, 512, 4096):
         fp8 = problem(tokens)._replace(activations="fp8")
         chosen = dispatch.choose(fp8, TARGETS[name]).kernel.name
-        assert chosen == ("sorted" if TARGETS[name].is_hopper else "grouped")
+        assert chosen == ("hopper" if TARGETS[name].is_hopper else "grouped")
         assert dispatch.choose(fp8._replace(batch_invariant=True), TARGETS[name]).kernel.name == "grouped"
 
 
-@pytest.mark.parametrize("tokens, tile", [
-    (1, (32, 64, 4, 4, None)), (512, (32, 64, 4, 4, None)), (2048, (64, 64, 4, 4, 168)), (4096, (128, 64, 4, 3, None)),
+@pytest.mark.parametrize("activations, tokens, tile", [
+    ("fp8", 1, (32, 15)), ("fp8", 512, (32, 15)), ("fp8", 2048, (64, 11)), ("fp8", 4096, (128, 7)),
+    ("exact", 4096, (128, 4)), ("exact", 20000, (128, 4)),
 ])  # fmt: skip
-def test_tiles_of_fp8_activations(tokens, tile):
-    plan = dispatch.choose(problem(tokens)._replace(activations="fp8"), H200).plan
-    assert (plan.block_m, plan.gate_up_block_n, plan.gate_up_warps, plan.num_stages, plan.registers) == tile
-    assert (plan.down_block_n, plan.down_warps) == tile[1:3]
+def test_tiles_on_hopper(activations, tokens, tile):
+    plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan
+    assert (plan.block_m, plan.num_stages) == tile
 
 
 @pytest.mark.parametrize("change, reason", [

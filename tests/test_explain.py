@@ -303,6 +303,7 @@ def test_options_reach_the_call(capsys):
         "grouped_linear --tokens 3", "grouped_linear --groups 3", "grouped_linear --outputs 3", "grouped_linear --columns 3",
         "grouped_linear --layout e2m1/1x32/e8m0", "grouped_linear --layout plain", "grouped_linear --dtype fp32",
         "packed_experts --experts-per-token 1", "packed_experts --hidden 256", "packed_experts --intermediate 256",
+        "packed_experts --activations fp8",
     ):  # fmt: skip
         op, *options = line.split()
         assert said(capsys, op, "--target", "sm_90", *options) != said(capsys, op, "--target", "sm_90"), line

@@ -1,6 +1,7 @@
 """Bugs that the tests must catch."""
 
 from mutations.clustered import CLUSTERED
+from mutations.experts import EXPERTS
 from mutations.hopper import EXECUTED, HOPPER
 from mutations.mutation import ROOT as ROOT
 from mutations.mutation import Mutation as Mutation
@@ -17,5 +18,6 @@ MUTATIONS = [
     *EXECUTED,
     *STREAMED,
     *CLUSTERED,
+    *EXPERTS,
     *(mutation._replace(gpu=True) for mutation in HOPPER),
 ]

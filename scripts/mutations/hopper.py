@@ -215,7 +215,7 @@ EXECUTED = [
     ),
     Mutation(
         "hopper-mxfp4-signs-of-the-neighbour", "the signs of two codes of a byte change places",
-        SCORES + "hopper/mxfp4.py",
+        "sparse_attn/device/mxfp4_operand.py",
         "prmt.b32 s, even, $2, 0x5140;",
         "prmt.b32 s, even, $2, 0x1504;",
         ("tests/test_ptx_scores.py::test_paged_mxfp4",),

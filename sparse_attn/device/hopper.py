@@ -12,6 +12,15 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
+BRANCH = gl.constexpr("""{
+.reg .pred p;
+again: setp.eq.s32 p, $1, -1;
+@!p bra past;
+nanosleep.u32 1;
+bra again;
+past: mov.b32 $0, 0;
+}""")
+
 
 @gluon.jit
 def wait():
@@ -31,3 +40,17 @@ def signal(bar):
     compiler puts a barrier of its own.)"""
     barrier()
     mbarrier.expect(bar, 0)
+
+
+@gluon.jit
+def keep_order(number):
+    """ptxas moves no arithmetic over this: a loop that is never entered, for ``number`` is not -1, which must be no
+    constant."""
+    gl.inline_asm_elementwise(BRANCH, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """(stage, phase) of a ring behind these."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)

@@ -127,14 +127,14 @@ def grouped_linear(
 
 def packed_experts(
     tokens: int, groups: int, experts_per_token: int, hidden: int, intermediate: int, layout: str, dtype: str,
-    batch_invariant: bool,
+    activations: str, batch_invariant: bool,
 ) -> Arguments:  # fmt: skip
     x = torch.empty(tokens, hidden, dtype=DTYPES[dtype], device=META)
     gate_up = _packed(groups, 2 * intermediate, hidden, layout, "--hidden")
     down = _packed(groups, hidden, intermediate, layout, "--intermediate")
     weights = torch.empty(tokens, experts_per_token, dtype=torch.float32, device=META)
     return "packed_experts", (x, weights, _ints(tokens, experts_per_token), gate_up, down), dict(
-        batch_invariant=batch_invariant
+        activations=activations, batch_invariant=batch_invariant
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ CALLS: dict[str, Call] = {
         dict(
             tokens=DECODE_TOKENS, groups=MODEL.moe.num_experts, experts_per_token=MODEL.moe.experts_per_token,
             hidden=MODEL.hidden_size, intermediate=MODEL.moe.intermediate_size, layout="e4m3/128x128/fp32",
-            dtype="bf16", batch_invariant=False,
+            dtype="bf16", activations="exact", batch_invariant=False,
         ),
     ),
 }  # fmt: skip

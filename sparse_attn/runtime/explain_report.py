@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparse_attn.explanation import explain
+from sparse_attn.ops.experts import ACTIVATIONS
 from sparse_attn.pipeline import CACHE_KINDS
 from sparse_attn.runtime.arguments import DTYPES, check_outputs, positive, refuse, write_json
 from sparse_attn.runtime.explain_calls import CALLS
@@ -34,6 +35,10 @@ def _number(given: str) -> float:
         refuse(f"got {given!r}, allowed: a number")
 
 
+def _activations(given: str) -> str:
+    return given if given in ACTIVATIONS else refuse(f"got {given!r}, allowed: {', '.join(ACTIVATIONS)}")
+
+
 def _dtype(given: str) -> str:
     return given if given in DTYPES else refuse(f"got {given!r}, allowed: {', '.join(DTYPES)}")
 
@@ -56,6 +61,7 @@ OPTIONS: dict[str, Option] = {
     "intermediate": Option("values between an expert's products", positive, "N"),
     "columns": Option("of a weight", positive, "N"),
     "dtype": Option("of queries, or of rows", _dtype, "|".join(DTYPES)),
+    "activations": Option("what rows are multiplied as", _activations, "|".join(ACTIVATIONS)),
     "d_qk": Option("values of a key", positive, "N"),
     "d_v": Option("leading values of a key that are its value", positive, "N"),
     "scale": Option("of a score (default: d_qk ** -0.5)", _number, "X"),

@@ -7,6 +7,7 @@ import functools
 from sparse_attn import dispatch
 from sparse_attn.dispatch import Choice, Kernel
 from sparse_attn.ops.experts.grouped import config as grouped
+from sparse_attn.ops.experts.hopper import config as hopper
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.ops.experts.sorted import config as ordered
 from sparse_attn.ops.experts.swap_ab import config as swap_ab
@@ -15,6 +16,7 @@ from sparse_attn.target import Target
 HERE = "sparse_attn.ops.experts"
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
     Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
+    Kernel("hopper", hopper.supports, hopper.plan, f"{HERE}.hopper.launch:multiply"),
     Kernel("sorted", ordered.supports, ordered.plan, f"{HERE}.sorted.launch:multiply"),
     Kernel("grouped", grouped.supports, grouped.plan, f"{HERE}.grouped.launch:multiply"),
 )

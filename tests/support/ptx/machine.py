@@ -19,7 +19,7 @@ LANES = np.arange(32)
 DIRT = 0xAB  # what shared memory holds at first
 PEER_SHIFT = 24  # bits of an address in shared memory
 CHANGES: dict[str, Callable[[int, int], int]] = {"add": operator.add, "min": min, "or": operator.or_}  # of unsigned
-NOTHING = {"setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
+NOTHING = {"prefetch", "setmaxnreg", "fence", "griddepcontrol", "nanosleep", "membar"}  # as everything happens in order
 FP8 = {
     kind: torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
     for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
@@ -411,6 +411,7 @@ class Cta:
         assert source is not None, instruction.text
         tensor = self.maps[int(self._value(warp, source[1])[lane])]
         corner = [int(typed(self._value(warp, name), "s32")[lane]) for name in names(source[2])][::-1]
+        assert corner[-1] * tensor.itemsize % 16 == 0, f"{instruction.text}: copies begin at multiples of 16 bytes"
         inside, address = np.ones(tensor.box, bool), np.zeros(tensor.box, np.int64)
         for axis, (first, size, stride, length) in enumerate(zip(corner, tensor.shape, tensor.strides, tensor.box)):
             at = (first + np.arange(length)).reshape([-1 if a == axis else 1 for a in range(len(tensor.box))])
@@ -419,8 +420,8 @@ class Cta:
         data = np.where(inside[..., None], self.memory[places], 0).reshape(-1)
         to = int(self._address(warp, instruction.operands[0])[lane]) + np.arange(data.size)
         if tensor.swizzle:
-            assert tensor.swizzle == 128 == tensor.box[-1] * tensor.itemsize, tensor
-            to = _swizzled(to)
+            assert tensor.swizzle == tensor.box[-1] * tensor.itemsize, tensor
+            to = _swizzled(to, tensor.swizzle)
         self.shared[to] = data
         self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
 

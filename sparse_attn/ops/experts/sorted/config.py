@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.device import grid
-from sparse_attn.dispatch import YES, Support, no, not_on, slower
+from sparse_attn.dispatch import YES, Support, no, slower
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.ops.experts.swap_ab.config import PRODUCT
-from sparse_attn.ops.grouped_linear.fp8.config import GROUP
 from sparse_attn.ops.grouped_linear.plan import Problem as Product
 from sparse_attn.ops.grouped_linear.plan import Tile
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
 ROWS = (16, 32, 64, 128)  # of a tile
-FP8_ROWS = ROWS[1:]  # 12 rows an expert in the mean take less in tiles of 32 than of 16
 PORTABLE_ROWS = 64  # at most, where the matrix unit takes all operands out of registers, and beside scaled products
 
 
 def supports(problem: Problem, target: Target) -> Support:
+    if problem.activations != "exact":
+        return no(f"activations: got {problem.activations}, allowed: exact")
     if problem.batch_invariant:
         return no("batch_invariant: got true, allowed: false, for tiles follow from the number of rows")
     for name, one in (("gate_up", problem.gate_up), ("down", problem.down)):
@@ -28,40 +28,27 @@ def supports(problem: Problem, target: Target) -> Support:
             return alone._replace(reason=f"{name}: {alone.reason}")
         if not alone.ok:
             return alone
-    if problem.activations == "fp8" and not (support := _supports_fp8(problem, target)).ok:
-        return support
     most = problem.gate_up.groups + problem.rows // ROWS[0]
     if most > grid.MOST:
         return slower(f"ids: got {problem.rows}, allowed: tiles for which a launch has room")
     return YES
 
 
-def _supports_fp8(problem: Problem, target: Target) -> Support:
-    if not (target.interpreted or target.is_hopper):
-        return not_on(target, "sm_90 for fp8 activations")
-    for name, one in (("gate_up", problem.gate_up), ("down", problem.down)):
-        if one.codes != "e2m1" or one.columns % GROUP:
-            return no(f"{name}: got {one.codes} of {one.columns} columns, allowed: e2m1, multiples of {GROUP}")
-    return YES
-
-
 def plan(problem: Problem, target: Target) -> Plan:
     """The smallest tile of rows that holds an expert's in the mean, and a quarter more."""
     each = problem.rows / problem.gate_up.groups
-    fp8, scaled = problem.activations == "fp8", "e4m3" in (problem.gate_up.codes, problem.down.codes)
+    scaled = "e4m3" in (problem.gate_up.codes, problem.down.codes)
     most = PORTABLE_ROWS if scaled or not target.reads_shared_operands else ROWS[-1]
     most = ROWS[0] if target.interpreted else most
-    rows = min(most, next((rows for rows in (FP8_ROWS if fp8 else ROWS) if each * 1.25 <= rows), most))
-    return planned(problem, *(_tile(rows, one, target, fp8) for one in (problem.gate_up, problem.down)))
+    rows = min(most, next((rows for rows in ROWS if each * 1.25 <= rows), most))
+    return planned(problem, *(_tile(rows, one, target) for one in (problem.gate_up, problem.down)))
 
 
-def _tile(rows: int, product: Product, target: Target, fp8: bool) -> Tile:
+def _tile(rows: int, product: Product, target: Target) -> Tile:
     if target.interpreted:
         return Tile(rows, 64, 128, 4, 1)
     if not target.reads_shared_operands and rows >= PORTABLE_ROWS:
         return Tile(rows, 64, 128, 4, 3)
-    if fp8:
-        return Tile(rows, 64, GROUP, 4, 3 if rows == ROWS[-1] else 4, 168 if rows == 64 else None)
     if product.codes == "e4m3":  # a scale block at a time
         return Tile(rows, 64, 128, 4, 3) if rows >= 64 else Tile(rows, 64, 128, 4, 4)
     if rows >= 64:
@@ -74,17 +61,10 @@ def planned(problem: Problem, gate_up: Tile, down: Tile) -> Plan:
     assert gate_up.rows == down.rows
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     tiles = problem.gate_up.groups + problem.rows // gate_up.rows
-    own = torch.uint8 if problem.activations == "fp8" else dtype
-    quantised = (
-        Buffer("scales", (problem.tokens, hidden // GROUP), torch.float32),
-        Buffer("row_scales", (hidden // GROUP, problem.rows + ROWS[-1]), torch.float32),
-        Buffer("codes", (problem.rows, intermediate), torch.uint8),
-        Buffer("inner_scales", (intermediate // GROUP, problem.rows + ROWS[-1]), torch.float32),
-    )  # fmt: skip
     scratch = Scratch((
-        Buffer("placed", (problem.tokens, hidden), own), Buffer("order", (problem.rows,), torch.int32),
+        Buffer("placed", (problem.tokens, hidden), dtype), Buffer("order", (problem.rows,), torch.int32),
         Buffer("spans", (tiles, 3), torch.int32), Buffer("inner", (problem.rows, intermediate), dtype),
-        Buffer("terms", (problem.rows, hidden), dtype), *(quantised if problem.activations == "fp8" else ()),
+        Buffer("terms", (problem.rows, hidden), dtype),
     ))  # fmt: skip
     return Plan(
         gate_up.rows, gate_up.outputs, gate_up.num_warps, gate_up.columns, down.outputs, down.num_warps, down.columns,

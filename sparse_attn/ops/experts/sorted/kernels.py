@@ -11,7 +11,6 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.packed_dot import exact_packed_dot, placed
-from sparse_attn.device.packed_dot_fp8 import packed_dot_fp8
 from sparse_attn.ops.experts.swap_ab.kernels import gates_and_ups, inner_values, weight_rows
 
 
@@ -25,39 +24,14 @@ def _rows_of(spans, order, tile, BLOCK_M: tl.constexpr):
     return expert, at, row, inside
 
 
-@triton.jit(do_not_specialize=["rows", "k", "tokens", "groups"])
-def sort_scales(
-    scales,  # fp32 [tokens, groups], contiguous
-    order,
-    out,  # fp32 [groups, stride_out]
-    rows,
-    k,
-    tokens,
-    groups,
-    stride_out,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,  # padded
-    PDL: tl.constexpr,
-):
-    """Scales of sorted rows beside each other; those behind the last row of an expert are of any token."""
-    pdl.wait(PDL)
-    at, group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, GROUPS)
-    row = tl.load(order + at, mask=at < rows, other=0)
-    token = tl.minimum(tl.maximum(row, 0) // k, tokens - 1).to(tl.int64)
-    mask = (at < rows)[:, None] & (group < groups)[None, :]
-    values = tl.load(scales + token[:, None] * groups + group[None, :], mask=mask, other=0.0)
-    tl.store(out + group.to(tl.int64)[None, :] * stride_out + at[:, None], values, mask=mask)
-
-
 @triton.jit(do_not_specialize=["k", "first_row", "clamp"])
 def gate_up(
-    x,  # bf16 [tokens, hidden], placed; or uint8 codes of e4m3
-    x_scales,  # of codes: fp32 [hidden / 128, stride_scale], a scale for each sorted row; else None
+    x,  # bf16 [tokens, hidden], placed
     order,
     spans,
     codes,  # int32 words of [experts, 2 * intermediate, hidden] codes, contiguous in a row
     scales,
-    out,  # bf16 [rows, intermediate], sorted, placed for down; not placed where x is codes
+    out,  # bf16 [rows, intermediate], sorted, placed for down
     k,  # rows of a token
     hidden,
     intermediate,
@@ -67,7 +41,6 @@ def gate_up(
     stride_codes_row,
     stride_scales_expert,
     stride_scales_row,
-    stride_scale,
     CODES: tl.constexpr,
     E8M0: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,  # of a scale block
@@ -90,27 +63,19 @@ def gate_up(
             stride_scales_row, BLOCK_ROWS,
         )  # fmt: skip
         token = (row // k).to(tl.int64)
-        if x_scales is None:
-            sums = exact_packed_dot(
-                x, token * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M,
-                BLOCK_N, BLOCK_K, WAY,
-            )  # fmt: skip
-        else:
-            sums = packed_dot_fp8(
-                x, token * hidden, x_scales + at, stride_scale, inside, words, scale_rows, hidden // BLOCK_K, BLOCK_M,
-                BLOCK_N, WAY,
-            )  # fmt: skip
+        sums = exact_packed_dot(
+            x, token * hidden, inside, words, scale_rows, 0, hidden // BLOCK_K, CODES, E8M0, BLOCK_COLUMNS, BLOCK_M,
+            BLOCK_N, BLOCK_K, WAY,
+        )  # fmt: skip
         inner = inner_values(sums, clamp, CLAMPED, BLOCK_M, BLOCK_N)
         output = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        place = placed(output, OUT_EACH) if x_scales is None else output
-        to = at.to(tl.int64)[None, :] * intermediate + place[:, None]
+        to = at.to(tl.int64)[None, :] * intermediate + placed(output, OUT_EACH)[:, None]
         tl.store(out + to, cast.round_to_bf16(inner), mask=inside[None, :] & (output < intermediate)[:, None])
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def down(
-    x,  # bf16 [rows, intermediate], sorted, placed; or uint8 codes of e4m3
-    x_scales,  # of codes: fp32 [intermediate / 128, stride_scale]; else None
+    x,  # bf16 [rows, intermediate], sorted, placed
     weights,  # fp32 [rows]
     order,
     spans,
@@ -124,7 +89,6 @@ def down(
     stride_codes_row,
     stride_scales_expert,
     stride_scales_row,
-    stride_scale,
     CODES: tl.constexpr,
     E8M0: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -144,17 +108,10 @@ def down(
             codes, scales, expert, own, first_row, stride_codes_expert, stride_codes_row, stride_scales_expert,
             stride_scales_row, BLOCK_ROWS,
         )  # fmt: skip
-        if x_scales is None:
-            sums = exact_packed_dot(
-                x, at.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
-                BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
-            )  # fmt: skip
-        else:
-            steps = intermediate // BLOCK_K
-            sums = packed_dot_fp8(
-                x, at.to(tl.int64) * intermediate, x_scales + at, stride_scale, inside, words, scale_rows, steps,
-                BLOCK_M, BLOCK_N, WAY,
-            )  # fmt: skip
+        sums = exact_packed_dot(
+            x, at.to(tl.int64) * intermediate, inside, words, scale_rows, 0, intermediate // BLOCK_K, CODES, E8M0,
+            BLOCK_COLUMNS, BLOCK_M, BLOCK_N, BLOCK_K, WAY,
+        )  # fmt: skip
         weight = tl.load(weights + row, mask=inside, other=0.0)
         to = row.to(tl.int64)[None, :] * hidden + output[:, None]
         mask = inside[None, :] & (output < hidden)[:, None]

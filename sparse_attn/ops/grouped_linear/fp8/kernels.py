@@ -11,8 +11,8 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import decode_fp8_bf16, encode_fp8, finite_or_nan
+from sparse_attn.device.mxfp4 import grouped_codes
 from sparse_attn.device.packed_dot import decode_scale
-from sparse_attn.device.packed_dot_fp8 import placed_codes
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
 
@@ -23,12 +23,15 @@ def _as_e4m3(nibbles):
     return tl.where(magnitude < 2, magnitude * 0x30, 0x30 + 4 * magnitude) | ((nibbles & 8) << 4)
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "stride_scale_row", "stride_scale_group"])
+@triton.jit(do_not_specialize=["rows", "k", "tokens", "groups", "stride_scale_row", "stride_scale_group"])
 def quantise(
-    x,  # [rows, columns]
+    x,  # [tokens, columns]
+    order,  # int32 [rows]: row r is of token order[r] / k; what is there may be anything, and so is its row. Or None
     codes,  # uint8 [rows, columns padded to GROUP], contiguous
     scales,  # fp32 [rows, groups]
     rows,
+    k,
+    tokens,
     columns,
     groups,  # of columns
     stride_row,  # this and the next are specialised: 16 bytes are read at once where they allow it
@@ -38,7 +41,7 @@ def quantise(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # of a CTA
     GROUPS: tl.constexpr,  # of a CTA
-    PLACED: tl.constexpr,  # whether codes lie as packed_dot_fp8 reads them
+    PLACED: tl.constexpr,  # whether codes lie in the order of device/mxfp4_operand.py
     FP8_CAST: tl.constexpr,  # whether the GPU rounds to e4m3 as encode_fp8 does
     PDL: tl.constexpr,
 ):
@@ -49,7 +52,11 @@ def quantise(
     group = tl.program_id(1) * GROUPS + one // ROWS
     inside = (row < rows) & (group < groups)
     at = group[:, None] * GROUP + column[None, :]
-    source = x + (row * stride_row)[:, None] + at.to(tl.int64) * stride_column
+    token = row
+    if order is not None:
+        token = tl.load(order + row, mask=inside, other=0) // k
+        token = tl.minimum(tl.maximum(token, 0), tokens - 1).to(tl.int64)
+    source = x + (token * stride_row)[:, None] + at.to(tl.int64) * stride_column
     values = tl.load(source, mask=inside[:, None] & (at < columns), other=0.0)
     values, magnitudes = finite_or_nan(values.to(tl.float32))
     largest = tl.max(magnitudes, 1).to(tl.int32, bitcast=True)
@@ -60,7 +67,7 @@ def quantise(
     else:
         found = encode_fp8(values, False)
     if PLACED:
-        found = placed_codes(found, ROWS * GROUPS)
+        found = grouped_codes(found, ROWS * GROUPS)
     tl.store(codes + (row * groups)[:, None] * GROUP + at, found, mask=inside[:, None])
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales + row * stride_scale_row + group.to(tl.int64) * stride_scale_group, scale, mask=inside)

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparse_attn.device.hopper import launch_dependents, signal, wait
+from sparse_attn.device.hopper import launch_dependents, next_stage, signal, wait
 from sparse_attn.device.packed_dot import NAN_FLAGS, decode_scale
 from sparse_attn.ops.grouped_linear.hopper.stream import (
     BLOCK_K,
@@ -26,7 +26,6 @@ from sparse_attn.ops.grouped_linear.hopper.stream import (
     Output,
     Scales,
     finish,
-    next_stage,
     prepare,
     producer,
 )

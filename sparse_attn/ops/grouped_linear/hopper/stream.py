@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from sparse_attn.device import cast
-from sparse_attn.device.hopper import barrier, tma_load, wait
+from sparse_attn.device.hopper import barrier, next_stage, tma_load, wait
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.grouped_linear.hopper import constants
 
@@ -75,12 +75,6 @@ def cta_of(run, step):
     longer = run.more * (run.each + 1)
     behind = run.more + (step - longer) // gl.maximum(run.each, 1)
     return gl.where(step < longer, step // (run.each + 1), behind)
-
-
-@gluon.jit
-def next_stage(stage, phase, STAGES: gl.constexpr):
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit

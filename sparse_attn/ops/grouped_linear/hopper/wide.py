@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from sparse_attn.device.hopper import launch_dependents, signal, wait
+from sparse_attn.device.hopper import launch_dependents, next_stage, signal, wait
 from sparse_attn.device.packed_dot import decode_scale
 from sparse_attn.ops.grouped_linear.hopper.stream import (
     BLOCK_K,
@@ -16,7 +16,6 @@ from sparse_attn.ops.grouped_linear.hopper.stream import (
     Output,
     Scales,
     finish,
-    next_stage,
     prepare,
     producer,
 )

@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from sparse_attn.device.hopper import signal
+from sparse_attn.device.mxfp4_operand import decode, operand
 from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.index_logits.hopper import constants
 from sparse_attn.ops.index_logits.hopper.common import (
@@ -35,20 +36,6 @@ RANGE = gl.constexpr(60)  # a head's highest scale is 2^-60 to 2^60, for its pro
 LOW_CODES = gl.constexpr(0x72706C00)  # e5m2 of 1.5, 1, 0.5 and 0 times 2^TOP
 HIGH_CODES = gl.constexpr(0x7A787674)  # of 6, 4, 3 and 2
 CHUNK = gl.constexpr(16)  # columns of a product whose groups get their scales one after the other
-
-# $2: eight codes; $3, $4: bytes for codes 0 to 3 and 4 to 7. $0, $1: e5m2 of the first and the last four.
-DECODE = gl.constexpr("""{
-.reg .b32 low, high, even, first, last, s, t;
-and.b32 low, $2, 0x77777777;
-shr.u32 high, low, 16;
-shl.b32 even, $2, 4;
-prmt.b32 first, $3, $4, low;
-prmt.b32 last, $3, $4, high;
-prmt.b32 s, even, $2, 0x5140;
-prmt.b32 t, even, $2, 0x7362;
-lop3.b32 $0, s, 0x80808080, first, 0xEA;
-lop3.b32 $1, t, 0x80808080, last, 0xEA;
-}""")
 
 
 @aggregate
@@ -220,27 +207,11 @@ def _tables(steps):
 
 
 @gluon.jit
-def decode(words, low, high):
-    """int32 words of an operand [ROWS, 32], in the order of the product's steps, from packed [ROWS, 4, 4] and tables
-    [ROWS, 4]."""
-    first, last = gl.inline_asm_elementwise(
-        DECODE, "=r,=r,r,r,r", [words, gl.expand_dims(low, 2), gl.expand_dims(high, 2)],
-        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-    return gl.reshape(gl.permute(gl.join(first, last), (0, 2, 3, 1)), [words.shape[0], 32])
-
-
-@gluon.jit
 def _multiply(words, low, high, q):
     """Start the product [BLOCK_KV, columns] of packed keys and an operand of queries [columns, 128]."""
     N: gl.constexpr = q.shape[0]
     RESULT: gl.constexpr = product_layout(N)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
-    decoded = decode(words, low, high)
-    twice = gl.join(decoded, decoded)
-    four = gl.reshape(gl.join(twice, twice), [BLOCK_KV, 128])  # a word for each of its bytes: no instruction
-    four = gl.convert_layout(four, OPERAND)
-    keys = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=gl.uint8, is_pure=True, pack=4)
+    keys = operand(decode(words, low, high), RESULT)
     keys = keys.to(gl.float8e5, bitcast=True)
     return warpgroup_mma(
         keys, q.permute((1, 0)), gl.zeros([BLOCK_KV, N], gl.float32, RESULT), use_acc=False, is_async=True

@@ -1,0 +1,1 @@
+"""Experts of fp8 rows and MXFP4 weights on Hopper."""

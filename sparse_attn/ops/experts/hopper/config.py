@@ -1,0 +1,73 @@
+"""What the experts of fp8 rows on Hopper support, and their tiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.dispatch import YES, Support, no, not_on, slower
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX
+from sparse_attn.ops.experts.plan import Plan, Problem
+from sparse_attn.target import Target
+from sparse_attn.workspace import Buffer, Scratch
+
+
+class Form(NamedTuple):
+    """Stages of the ring, registers of a thread at launch and of a consumer's."""
+
+    stages: int
+    registers: int
+    consumer_registers: int
+
+
+FP8 = {32: Form(15, 168, 232), 64: Form(11, 168, 232), 128: Form(7, 168, 240)}  # by rows of a tile
+EXACT = {128: Form(4, 168, 240)}
+PRODUCER_REGISTERS = 24
+FEW_EACH = 64  # ids of an expert in the mean, below which exact rows are faster without a step's fixed cost
+
+
+def supports(problem: Problem, target: Target) -> Support:
+    if not target.is_hopper:
+        return not_on(target, "sm_90")
+    if problem.batch_invariant:
+        return no("batch_invariant: got true, allowed: false, for tiles follow from the number of rows")
+    for name, one in (("gate_up", problem.gate_up), ("down", problem.down)):
+        if one.dtype != torch.bfloat16:
+            return no(f"x: got {str(one.dtype).removeprefix('torch.')}, allowed: bfloat16")
+        if one.codes != "e2m1" or one.block != (1, 32) or one.scale != "e8m0":
+            got = f"{one.codes}, {one.block[0]}x{one.block[1]} of {one.scale}"
+            return no(f"{name}: got {got}, allowed: e2m1, 1x32 of e8m0")
+        if one.columns % BLOCK_K or not one.columns:
+            return no(f"{name}: columns: got {one.columns}, allowed: multiples of {BLOCK_K}")
+        if not one.aligned:
+            allowed = "contiguous columns, rows at multiples of 16 bytes"
+            return no(f"{name}: codes: got any address and strides, allowed: {allowed}")
+    if problem.activations == "exact" and problem.rows < FEW_EACH * problem.gate_up.groups:
+        return slower(f"ids: got {problem.rows}, faster from {FEW_EACH} an expert")
+    return YES
+
+
+def plan(problem: Problem, target: Target) -> Plan:
+    each, fp8 = problem.rows / problem.gate_up.groups, problem.activations == "fp8"
+    forms = FP8 if fp8 else EXACT
+    rows = next((rows for rows in forms if each * 1.25 <= rows), max(forms))
+    form = forms[rows]
+    hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
+    spans = problem.gate_up.groups + problem.rows // rows
+    apart = (problem.rows + rows + 3) // 4 * 4  # scales of a group of columns from those of the next, in 16 bytes
+    quantised = (
+        Buffer("scales", (hidden // BLOCK_K, apart), torch.float32),
+        Buffer("inner_codes", (problem.rows, intermediate), torch.uint8),
+        Buffer("inner_scales", (intermediate // BLOCK_K, apart), torch.float32),
+    )
+    scratch = Scratch((
+        Buffer("order", (problem.rows,), torch.int32), Buffer("with_empty", (spans, 3), torch.int32),
+        Buffer("spans", (spans, 3), torch.int32), Buffer("count", (1,), torch.int32),
+        Buffer("inner", (problem.rows, intermediate), dtype), Buffer("terms", (problem.rows, hidden), dtype),
+        *(quantised if fp8 else ()),
+    ))  # fmt: skip
+    return Plan(
+        rows, BOX, 8, BLOCK_K, 2 * BOX, 8, BLOCK_K, form.stages, form.registers, scratch,
+        consumer_registers=form.consumer_registers,
+    )  # fmt: skip
