@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from support.products import EPSILON, rows_of
 from support.weights import random_weight
 
+from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.ops.experts import dispatch, packed_experts
 from sparse_attn.ops.experts.plan import Problem
 from sparse_attn.ops.grouped_linear.plan import Problem as Product
@@ -44,18 +45,18 @@ def routes(tokens, device="cpu", experts=EXPERTS, k=K):
     return weights.to(device)[:, ::2], drawn.to(device)[:, ::2]
 
 
-def quantised(values, activations):
+def quantised(values, activations, together=128):
     """What values may be off by where they are quantised: 2**-4 of themselves, or 2**-10 of a scale, at most 2 / 448 of
-    the greatest of 128; twice that where they are off already."""
+    the greatest of those that have it ``together``; twice that where they are off already."""
     if activations == "exact":
         return 0.0
-    blocks = F.pad(values.abs(), (0, -values.shape[0] % 128)).view(-1, 128)
+    blocks = F.pad(values.abs(), (0, -values.shape[0] % together)).view(-1, together)
     least = (blocks.amax(-1, keepdim=True) * (2 / 448 * 2.0**-10)).expand_as(blocks).flatten()[: values.shape[0]]
     return torch.maximum(values.abs() * 2.0**-4, 2 * least)
 
 
-def exact(x, weights, ids, gate_up, down, clamp, activations="exact"):
-    """(fp64 result, what it may be off by) on the CPU. A sum of n products in fp32 loses n * 2**-24 of their
+def exact(x, weights, ids, gate_up, down, clamp, activations="exact", together=128):
+    """(fp64 result, what it may be off by) on the CPU. together: see quantised. A sum of n products in fp32 loses n * 2**-24 of their
     magnitudes, and on a GPU's matrix units 2**-21 more; silu is 1.1-Lipschitz and taken in fp32. fp8 units lose 2**-13 of a block's products."""
     units = 2.0**-21 if activations == "exact" else 2.0**-13
     dtype, x, weights, ids = x.dtype, x.cpu().double(), weights.cpu().double(), ids.cpu()
@@ -67,7 +68,7 @@ def exact(x, weights, ids, gate_up, down, clamp, activations="exact"):
             if not 0 <= expert < first.shape[0]:
                 continue
             both = first[expert] @ x[token]
-            beside = quantised(x[token], activations)
+            beside = quantised(x[token], activations, together)
             slack = (first[expert].abs() @ (x[token].abs() + beside)) * (x.shape[1] * 2.0**-24 + units)
             slack += first[expert].abs() @ (0 * x[token] + beside)
             gate, up = both.chunk(2)
@@ -80,7 +81,7 @@ def exact(x, weights, ids, gate_up, down, clamp, activations="exact"):
             off = 1.1 * (up.abs() + off_up) * off_gate + F.silu(gate).abs() * off_up
             off += inner.abs() * (EPSILON[dtype] + 2.0**-20)
             here = second[expert] @ inner
-            off += quantised(inner.abs() + off, activations)
+            off += quantised(inner.abs() + off, activations, together)
             slack = (second[expert].abs() @ (inner.abs() + off)) * (inner.shape[0] * 2.0**-24 + units)
             slack += second[expert].abs() @ off + here.abs() * EPSILON[dtype]
             out[token] += weight * here
@@ -88,8 +89,8 @@ def exact(x, weights, ids, gate_up, down, clamp, activations="exact"):
     return out, error * 1.001 + out.abs() * EPSILON[dtype]
 
 
-def check(got, x, weights, ids, gate_up, down, clamp, activations="exact"):
-    want, allowed = exact(x, weights, ids, gate_up, down, clamp, activations)
+def check(got, x, weights, ids, gate_up, down, clamp, activations="exact", together=128):
+    want, allowed = exact(x, weights, ids, gate_up, down, clamp, activations, together)
     assert got.dtype == x.dtype and got.shape == x.shape and got.is_contiguous()
     off = (got.cpu().double() - want).abs() - allowed
     assert off.max().item() <= 0 if off.numel() else True, f"{off.max()} beyond the bound of {allowed.max()}"
@@ -161,7 +162,7 @@ def test_gpu_streamed(activations, tokens, hopper):
     pair, x = weights_of(MXFP4, hopper), rows_of(tokens, HIDDEN, BF16, hopper)
     more = dict(clamp=0.5, activations=activations)
     got = packed_experts(x, *routes(tokens, hopper), *pair, impl="hopper", **more)
-    check(got, x, *routes(tokens, hopper), *pair, **more)
+    check(got, x, *routes(tokens, hopper), *pair, **more, together=HIDDEN)
 
 
 @pytest.mark.gpu
@@ -172,8 +173,8 @@ def test_gpu_every_e2m1_code_and_scales_that_lie_apart_with_fp8_activations(hopp
     codes = torch.randint(0, 256, (1, hidden, inner // 2), generator=generator, dtype=torch.uint8)
     scales = torch.randint(120, 134, (1, hidden, inner // 32), generator=generator, dtype=torch.uint8)
     down = PackedWeight(codes, scales, MXFP4.name)
-    four = scales[0].view(hidden, -1, 4)  # of 128 columns
-    near = (four.amax(2, keepdim=True) - four <= 11).flatten(1).repeat_interleave(32, 1)
+    eight = scales[0].view(hidden, -1, 8)  # of 256 columns
+    near = (eight.amax(2, keepdim=True) - eight <= 11).flatten(1).repeat_interleave(32, 1)
     ones = torch.zeros(1, 2 * inner, hidden // 2, dtype=torch.uint8)  # gate and up c: column c alone
     for c in range(inner):
         ones[0, [c, inner + c], c // 2] = 2 << 4 * (c % 2)
@@ -217,9 +218,39 @@ def test_rows_sorted_for_the_streamed_kernel(columns, device):
 
 
 @pytest.mark.kernel
-@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("columns", [128, 1024, 1152])
+def test_rows_quantised_for_the_streamed_kernel(columns, dtype, device):
+    """Bit by bit as one block of the reference's, of rows at any stride: zeros, small values beside large ones,
+    the least ones, NaN and infinities; sorted, three of a token, or as they are."""
+    from sparse_attn.device import pdl
+    from sparse_attn.ops.experts.hopper.rows import quantise_rows
+    from sparse_attn.target import target_of
+
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(9, columns, generator=generator) * torch.exp2(torch.randn(9, 1, generator=generator) * 20)
+    rows[0, :6] = torch.tensor([448.0, -447.0, -0.0, 1.0, 2.0**-9, 2.0**-10])
+    rows[1, -1], rows[2], rows[3, 7], rows[4, -1] = 1e9, 0.0, float("nan"), float("-inf")
+    rows[5], rows[6], rows[7, 0] = 7.0 * 2.0**-12, 2e-38, 3.5 * 2.0**100
+    x = torch.empty(18, 2 * columns, dtype=dtype, device=device)[::2, ::2].copy_(rows.to(dtype))
+    want, want_scales = fp8_quantise(x.float().cpu().unsqueeze(1), "e4m3fn", "pow2", 448 * 2.0**-126)
+    order = torch.tensor([5, 0, 26, 7, 12, 20, 2**30, -1], dtype=torch.int32, device=device)
+    for sort, of in ((None, torch.arange(9)), (order, torch.tensor([1, 0, 8, 2, 4, 6]))):
+        n = 9 if sort is None else len(order)
+        codes = torch.empty(n, columns, dtype=torch.uint8, device=device)
+        scales, target = torch.empty(n, device=device), target_of(codes.device)
+        fp8_cast = target.fp8_dot and target.vendor == "nvidia"
+        quantise_rows[(n,)](
+            x, sort, codes, scales, 3, *x.shape, *x.stride(), BLOCK=1024, FP8_CAST=fp8_cast, num_warps=4,
+            **pdl.launched(target),
+        )  # fmt: skip
+        in_order = codes.cpu().view(n, -1, 4, 2, 4, 4).permute(0, 1, 4, 2, 3, 5).reshape(n, columns)[: len(of)]
+        assert torch.equal(in_order, want[of, 0]) and torch.equal(scales.cpu()[: len(of)], want_scales[of, 0])
+
+
+@pytest.mark.kernel
 @pytest.mark.parametrize("rows, experts, block_m", [(1, 1, 16), (50, 7, 4), (333, 19, 8), (5000, 3, 16)])
-def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
+def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(-2, experts + 2, (rows,), generator=generator, dtype=torch.int32)
     from sparse_attn.ops.experts.grouped.kernels import order_rows
@@ -229,8 +260,7 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
     spans = torch.full((tiles, 3), -9, dtype=torch.int32, device=device)
     ends = torch.full((experts,), -9, dtype=torch.int32, device=device)
     order_rows[(experts,)](
-        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, ALIGN=align,
-        PDL=False,
+        ids.to(device), order, spans, place, ends, rows, experts, tiles, BLOCK=64, BLOCK_M=block_m, PDL=False
     )  # fmt: skip
     held = [[row for row in range(rows) if ids[row] == expert] for expert in range(experts)]
     flat = sum(held, [])
@@ -239,10 +269,8 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, align, device):
     want, first = [], 0
     for expert, some in enumerate(held):
         assert ends[expert] == first + len(some)
-        end = first + len(some)
-        begins = range(first // align * align, end, block_m) if some else ()
-        want += [[expert, max(first, begin), end] for begin in begins]
-        first = end
+        want += [[expert, first + at, first + len(some)] for at in range(0, len(some), block_m)]
+        first += len(some)
     assert [span for span in spans.tolist() if span[0] >= 0] == want
     assert all(span[0] == -1 for span in spans.tolist() if span not in want)
     from sparse_attn.ops.experts.hopper.rows import keep_spans
@@ -393,8 +421,8 @@ def test_which_kernel_runs(name):
 
 
 @pytest.mark.parametrize("activations, tokens, tile", [
-    ("fp8", 1, (32, 15)), ("fp8", 512, (32, 15)), ("fp8", 2048, (64, 11)), ("fp8", 4096, (128, 7)),
-    ("exact", 4096, (128, 4)), ("exact", 20000, (128, 4)),
+    ("fp8", 1, (32, 8)), ("fp8", 512, (32, 8)), ("fp8", 2048, (64, 6)), ("fp8", 4096, (128, 4)),
+    ("exact", 4096, (128, 2)), ("exact", 20000, (128, 2)),
 ])  # fmt: skip
 def test_tiles_on_hopper(activations, tokens, tile):
     plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan

@@ -12,7 +12,6 @@ from support.ptx.run import execute
 from support.weights import random_weight
 
 from sparse_attn.ops.experts.hopper import config
-from sparse_attn.ops.experts.hopper.constants import ALIGN
 from sparse_attn.ops.experts.plan import problem_of
 from sparse_attn.target import H200
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise
@@ -41,8 +40,7 @@ def dealt(ids: torch.Tensor, block_m: int) -> tuple[torch.Tensor, torch.Tensor]:
         end, tile = first + len(mine), expert + first // block_m
         order[first:end] = mine.int()
         last = len(spans) if expert == EXPERTS - 1 else expert + 1 + end // block_m
-        for n, row in zip(range(tile, last), range(first // ALIGN * ALIGN, 1 << 30, block_m)):
-            row = max(row, first)
+        for n, row in zip(range(tile, last), range(first, 1 << 30, block_m)):
             spans[n] = torch.tensor([expert if row < end else -1, row, end])
         first = end
     return order[:first], spans
@@ -58,13 +56,12 @@ def placed_exact(values: torch.Tensor) -> torch.Tensor:
     return values.unflatten(1, (-1, 4, 8, 2, 2)).permute(0, 1, 3, 4, 2, 5).reshape(values.shape).contiguous()
 
 
-def rows_of(n: int, columns: int, apart: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(codes, scales as they are stored, with NaN behind the rows, values fp64)."""
+def rows_of(n: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes, a scale a row, values fp64)."""
     generator = torch.Generator().manual_seed(4)
     codes = (torch.randn(n, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
-    scales = torch.full((columns // 128, apart), torch.nan)
-    scales[:, :n] = 2.0 ** torch.randint(-4, 4, (columns // 128, n), generator=generator)
-    return codes, scales, (codes.double().unflatten(1, (-1, 128)) * scales[:, :n].t().double().unsqueeze(2)).flatten(1)
+    scales = 2.0 ** torch.randint(-4, 4, (n,), generator=generator)
+    return codes, scales, codes.double() * scales.double().unsqueeze(1)
 
 
 def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None, target=FEW_SMS):
@@ -79,11 +76,10 @@ def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None,
     assert config.supports(problem, H200).able
     plan = config.plan(problem, H200)
     order, spans = dealt(ids, plan.block_m)
-    shapes = {buffer.name: buffer.shape for buffer in plan.scratch.buffers}
     held = spans[spans[:, 0] >= 0]
     spans, count = torch.cat([held, torch.full_like(spans[len(held) :], 2**30)]), torch.tensor([len(held)]).int()
     if activations == "fp8":
-        codes, scales, values = rows_of(ids.numel(), columns, shapes["scales"][1])
+        codes, scales, values = rows_of(ids.numel(), columns)
         rows = placed(codes.view(torch.uint8))
     else:
         values = products.rows_of(ids.numel(), columns, torch.bfloat16)
@@ -121,26 +117,35 @@ def ids_of(tokens: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("gated", [True, False], ids=["gate and up", "down"])
 @pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 128), (7, 2, 384, 256), (160, 3, 1152, 128)])
 def test_product(tokens, k, hidden, intermediate, gated, activations):
-    """Tiles of 64, 32 and 128 rows, of several tiles an expert; outputs that fill no tile of down; rings that are filled
-    more than once in a tile or over several. NaN lies in scales that no row has, dirt in rows of no expert."""
+    """Tiles of 64, 32 and 128 rows, of several tiles an expert; outputs that fill no tile of down, columns that fill no
+    stage; rings that are filled more than once in a tile or over several. Dirt lies in rows of no expert."""
     got, want = product(ids_of(tokens, k), hidden, intermediate, gated=gated, activations=activations)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-11)
 
 
 @pytest.mark.few(0)
+@pytest.mark.parametrize("activations", ["fp8", "exact"])
+def test_nobodys_rows(activations):
+    """No span has rows, and what lies there is nobody's."""
+    got, want = product(torch.full((40, 3), -1, dtype=torch.int32), 256, 128, gated=False, activations=activations)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.few(0)
 def test_scales_that_lie_apart():
-    """Up to 2^11 exact, beyond that 0; NaN of a group makes its output NaN."""
-    weight = weight_of(128, 128)
+    """Up to 2^11 below the highest of 256 columns exact, beyond that 0; NaN of a group makes its output NaN."""
+    weight = weight_of(128, 384)
     scales = torch.randint(110, 124, weight.scales.shape, generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
-    near = scales.amax(2, keepdim=True) - scales <= APART
+    near = torch.cat([part.amax(2, keepdim=True) - part <= APART for part in scales.split(8, 2)], 2)
     assert not near.all()
     kept = PackedWeight(weight.codes, torch.where(near, scales, 0), weight.layout)
     ids = ids_of(20, 2)
-    got, _ = product(ids, 128, 128, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
-    same, want = product(ids, 128, 128, gated=False, weight=kept)
+    got, _ = product(ids, 128, 384, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
+    same, want = product(ids, 128, 384, gated=False, weight=kept)
     assert torch.equal(got, same)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-11)
-    scales[:, 5, 1] = 255
-    got, _ = product(ids, 128, 128, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
+    scales[:, 5, 1], scales[:, 30, 9] = 255, 255
+    got, _ = product(ids, 128, 384, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
     of_experts = ((ids >= 0) & (ids < EXPERTS)).flatten()
-    assert got[:-1].isnan().nonzero()[:, 1].eq(5).all() and got[:-1][of_experts][:, 5].isnan().all()
+    assert got[:-1][of_experts].isnan().any(0).nonzero().flatten().tolist() == [5, 30]
+    assert got[:-1][of_experts][:, [5, 30]].isnan().all() and not got[:-1][~of_experts].isnan().any()

@@ -1,4 +1,4 @@
-"""Bugs of the experts of fp8 rows on Hopper, whose PTX is executed on a CPU."""
+"""Bugs of the experts of many tokens on Hopper, whose PTX is executed on a CPU."""
 
 from mutations.mutation import OPS, Mutation
 
@@ -17,48 +17,26 @@ EXPERTS = [
     Mutation(
         "experts-scales-in-order-of-lanes", "the scales of a warp's outputs are those of sixteen neighbours",
         KERNELS,
-        "own = which * OWN + m // 16 * 8 + m % 8 + m // 8 % 2 * tiles.second",
+        "own = which * OWN + m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second",
         "own = which * OWN + m",
         PRODUCT,
     ),
     Mutation(
         "experts-last-row-left-out", "the last row of an expert's is left out",
         KERNELS,
-        "(at < end)",
-        "(at < end - 1)",
-        PRODUCT,
-    ),
-    Mutation(
-        "experts-rows-of-the-one-before", "a tile stores the last rows of the expert before",
-        KERNELS,
-        "    inside = (at >= row) & (at < end)\n",
         "    inside = at < end\n",
+        "    inside = at < end - 1\n",
         PRODUCT,
-    ),
-    Mutation(
-        "experts-scales-from-any-address", "a tile begins at its first row, whose scale may lie at any address",
-        KERNELS,
-        "        row = row // ALIGN * ALIGN\n",
-        "",
-        PRODUCT,
-    ),
-    Mutation(
-        "experts-tiles-too-few", "tiles begin at an expert's first row, and their last rows are nobody's",
-        OPS + "experts/grouped/kernels.py",
-        "tl.maximum(first // ALIGN * ALIGN + (n - tile) * BLOCK_M, first)",
-        "first + (n - tile) * BLOCK_M",
-        ("tests/test_experts.py::test_sorted_rows_and_their_tiles",),
-        interpreted=True,
     ),
     Mutation(
         "experts-scale-of-the-step-before", "a step's scales are those of the step before",
         KERNELS,
-        "gl.minimum(step + 3, last) * 4",
-        "gl.minimum(step + 2, last) * 4",
+        "_scales(at, group + 16, tiles)",
+        "_scales(at, group + 8, tiles)",
         PRODUCT,
     ),
     Mutation(
-        "experts-far-groups-wrapped", "a group far below the highest of four is taken for one above it",
+        "experts-far-groups-wrapped", "a group far below the highest of eight is taken for one above it",
         KERNELS,
         "    there = up >= DOWN\n",
         "    there = up >= -128\n",
@@ -67,15 +45,15 @@ EXPERTS = [
     Mutation(
         "experts-emptied-early", "a stage is emptied while its rows are multiplied",
         KERNELS,
-        "        product = warpgroup_mma_wait(0, deps=(product,))\n        signal(shared.empty.index(stage))\n",
-        "        signal(shared.empty.index(stage))\n        product = warpgroup_mma_wait(0, deps=(product,))\n",
+        "            product = warpgroup_mma_wait(0, deps=(product,))\n            signal(shared.empty.index(stage))\n",
+        "            signal(shared.empty.index(stage))\n            product = warpgroup_mma_wait(0, deps=(product,))\n",
         PRODUCT,
     ),
     Mutation(
         "experts-ring-begun-anew", "each tile begins its ring at the first stage",
         KERNELS,
-        "        first = unit % tiles.outputs * tiles.EACH\n        weight_row",
-        "        stage, phase = 0, 0\n        first = unit % tiles.outputs * tiles.EACH\n        weight_row",
+        "        tables, left = _tables(here, EXACT, RESULT)\n",
+        "        tables, left = _tables(here, EXACT, RESULT)\n        stage, phase = 0, 0\n",
         PRODUCT,
     ),
     Mutation(
@@ -88,8 +66,8 @@ EXPERTS = [
     Mutation(
         "experts-scale-of-the-next-step", "a product is scaled by what is left of the next step's scales",
         KERNELS,
-        "            left = left_ahead\n            low, high, left_ahead = _tables(ahead, EXACT, RESULT)\n",
-        "            low, high, left_ahead = _tables(ahead, EXACT, RESULT)\n            left = left_ahead\n",
+        "sums += product * gl.expand_dims(left, 1)",
+        "sums += product * gl.expand_dims(left_ahead, 1)",
         PRODUCT,
     ),
     Mutation(
@@ -124,10 +102,60 @@ EXPERTS = [
     ),
     Mutation(
         "experts-rows-of-another-token", "a sorted row is quantised as the token of its number",
-        OPS + "grouped_linear/fp8/kernels.py",
-        "token = tl.load(order + row, mask=inside, other=0) // k",
-        "token = tl.load(order + row, mask=inside, other=0)",
-        ("tests/test_grouped_linear_fp8.py::test_kernel_quantises_as_the_reference_does",),
+        OPS + "experts/hopper/rows.py",
+        "        token = tl.minimum(tl.maximum(tl.load(order + row) // k, 0)",
+        "        token = tl.minimum(tl.maximum(tl.load(order + row), 0)",
+        ("tests/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
         interpreted=True,
+    ),
+    Mutation(
+        "experts-scale-of-the-last-columns", "a row's scale follows from the last of its values that are read together",
+        OPS + "experts/hopper/rows.py",
+        "largest = tl.maximum(largest, finite_or_nan(values.to(tl.float32))[1])",
+        "largest = finite_or_nan(values.to(tl.float32))[1]",
+        ("tests/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
+        interpreted=True,
+    ),
+    Mutation(
+        "experts-spans-of-no-rows", "the expert of a span that nobody wrote is looked up",
+        KERNELS,
+        "    some = units > 0\n",
+        "    some = units > -1\n",
+        ("tests/test_ptx_experts.py::test_nobodys_rows",),
+    ),
+    Mutation(
+        "experts-one-half-twice", "the second half of a stage's rows is the first",
+        KERNELS,
+        "tma_load(x, [row, column + BLOCK_K]",
+        "tma_load(x, [row, column]",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-highest-of-four", "a step's scales are taken beside the highest of its first half",
+        KERNELS,
+        "top = gl.max(gl.maximum(first, second), 1)",
+        "top = gl.max(first, 1)",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-outputs-in-order", "outputs are stored in the order in which eight are multiplied",
+        KERNELS,
+        "(0, 4, 2, 3, 5, 1)",
+        "(0, 2, 3, 4, 5, 1)",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-groups-past-the-end", "scales of a last half stage are read past the end of a row",
+        KERNELS,
+        "gl.load(at + gl.minimum(group + 4, last))",
+        "gl.load(at + group + 4)",
+        ("tests/test_ptx_experts.py",),
+    ),
+    Mutation(
+        "experts-scale-of-the-first-rows", "gates and ups of a later tile have the scales of the expert's first rows",
+        KERNELS,
+        "            at = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums.type.layout))\n",
+        "            at = gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums.type.layout))\n",
+        PRODUCT,
     ),
 ]

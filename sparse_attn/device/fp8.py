@@ -41,6 +41,24 @@ def encode_fp8(values, FNUZ: tl.constexpr):
 
 
 @triton.jit
+def pow2_exponent(largest):
+    """Biased exponent of the least power of two, a normal one, that fp32 magnitudes up to ``largest`` are 448 times at
+    most."""
+    return tl.maximum(((largest.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2^8
+
+
+@triton.jit
+def encode_scaled(values, exponent, FP8_CAST: tl.constexpr):
+    """fp32 values -> uint8 e4m3 codes of values / 2^(exponent - 127). exponent: as pow2_exponent gives it. FP8_CAST:
+    whether the GPU rounds to e4m3 as encode_fp8 does."""
+    values *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    if FP8_CAST:
+        return values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        return encode_fp8(values, False)
+
+
+@triton.jit
 def finite_or_nan(values):
     """(values, NaN for infinities; their magnitudes, 0 for what is not finite)."""
     magnitude = tl.abs(values)

@@ -14,11 +14,14 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 BRANCH = gl.constexpr("""{
 .reg .pred p;
-again: setp.eq.s32 p, $1, -1;
-@!p bra past;
-nanosleep.u32 1;
-bra again;
-past: mov.b32 $0, 0;
+mov.b32 $0, 0;
+setp.ne.s32 p, $1, -1;
+@p bra past;
+again: nanosleep.u32 1;
+mov.u32 $0, %clock;
+setp.lt.u32 p, $0, 9;
+@p bra again;
+past:
 }""")
 
 
@@ -44,9 +47,9 @@ def signal(bar):
 
 @gluon.jit
 def keep_order(number):
-    """ptxas moves no arithmetic over this: a loop that is never entered, for ``number`` is not -1, which must be no
-    constant."""
-    gl.inline_asm_elementwise(BRANCH, "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
+    """0, behind a loop that is never entered, for ``number`` is not -1, which must be no constant. ptxas sinks no
+    arithmetic over this, and cannot hoist over it what reads the 0, which it does not know."""
+    return gl.inline_asm_elementwise(BRANCH, "=&r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -4,8 +4,7 @@ weighted sum.
 A row is a token's one expert: row token * k + i. ``order_rows`` counts, an expert a CTA, and needs no other launch: an
 expert's rows begin behind those of all experts before it. It may deal sorted rows out to tiles of BLOCK_M rows of one
 expert. Tile t is one of expert e's if e + first // BLOCK_M <= t, where ``first`` is the expert's first row: tiles of
-different experts never meet, and there are experts + rows // BLOCK_M of them at most. That is room for tiles that begin
-at multiples of ALIGN, too, which divides BLOCK_M.
+different experts never meet, and there are experts + rows // BLOCK_M of them at most.
 """
 
 import triton
@@ -18,8 +17,7 @@ from sparse_attn.device import cast, pdl
 def order_rows(
     ids,  # int32 [rows]
     order,  # int32 [rows]: rows sorted by expert, those of no expert left out
-    spans,  # int32 [tiles, 3]: a tile's expert or -1, its first sorted row, the end of its expert's; or None. The tile
-    # has the rows from that first one's multiple of ALIGN on
+    spans,  # int32 [tiles, 3]: a tile's expert or -1, its first sorted row, the end of its expert's; or None
     place,  # int32 [rows]: where a row is sorted to, nothing for those of no expert; or None
     ends,  # int32 [experts]: ends of the experts' sorted rows; or None
     rows,
@@ -27,7 +25,6 @@ def order_rows(
     tiles,
     BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ALIGN: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl.wait(PDL)
@@ -53,7 +50,7 @@ def order_rows(
         tile = expert + first // BLOCK_M
         last = tl.where(expert == experts - 1, tiles, expert + 1 + to // BLOCK_M)
         for n in range(tile, last):
-            row = tl.maximum(first // ALIGN * ALIGN + (n - tile) * BLOCK_M, first)
+            row = first + (n - tile) * BLOCK_M
             tl.store(spans + 3 * n, tl.where(row < to, expert, -1))
             tl.store(spans + 3 * n + 1, row)
             tl.store(spans + 3 * n + 2, to)

@@ -25,9 +25,8 @@ def multiply(call: Call, plan: Plan) -> None:
     launched = pdl.launched(target)
     ids = call.ids.contiguous()
     kernels.order_rows[(experts,)](
-        ids, order, None, place, ends, problem.rows, experts, 0, BLOCK=COUNTED, BLOCK_M=1, ALIGN=1, num_warps=8,
-        **launched,
-    )  # fmt: skip
+        ids, order, None, place, ends, problem.rows, experts, 0, BLOCK=COUNTED, BLOCK_M=1, num_warps=8, **launched
+    )
     kernels.gather_tokens[(problem.rows, -(-hidden // BLOCK))](
         call.x, order, ends, rows, problem.k, experts, hidden, *call.x.stride(), BLOCK=BLOCK, num_warps=4, **launched
     )

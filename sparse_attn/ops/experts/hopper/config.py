@@ -1,4 +1,4 @@
-"""What the experts of fp8 rows on Hopper support, and their tiles."""
+"""What the experts of many tokens on Hopper support, and their tiles."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from sparse_attn.workspace import Buffer, Scratch
 
 
 class Form(NamedTuple):
-    """Stages of the ring, registers of a thread at launch and of a consumer's."""
+    """Stages of the ring, registers of a consumer's thread."""
 
     stages: int
-    registers: int
     consumer_registers: int
 
 
-FP8 = {32: Form(15, 168, 232), 64: Form(11, 168, 232), 128: Form(7, 168, 240)}  # by rows of a tile
-EXACT = {128: Form(4, 168, 240)}
-PRODUCER_REGISTERS = 24
+FP8 = {32: Form(8, 232), 64: Form(6, 232), 128: Form(4, 240)}  # by rows of a tile
+EXACT = {128: Form(2, 232)}
+REGISTERS = 168  # of a thread at launch
 FEW_EACH = 64  # ids of an expert in the mean, below which exact rows are faster without a step's fixed cost
 
 
@@ -55,11 +54,10 @@ def plan(problem: Problem, target: Target) -> Plan:
     form = forms[rows]
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     spans = problem.gate_up.groups + problem.rows // rows
-    apart = (problem.rows + rows + 3) // 4 * 4  # scales of a group of columns from those of the next, in 16 bytes
     quantised = (
-        Buffer("scales", (hidden // BLOCK_K, apart), torch.float32),
+        Buffer("scales", (problem.rows,), torch.float32),
         Buffer("inner_codes", (problem.rows, intermediate), torch.uint8),
-        Buffer("inner_scales", (intermediate // BLOCK_K, apart), torch.float32),
+        Buffer("inner_scales", (problem.rows,), torch.float32),
     )
     scratch = Scratch((
         Buffer("order", (problem.rows,), torch.int32), Buffer("with_empty", (spans, 3), torch.int32),
@@ -68,6 +66,6 @@ def plan(problem: Problem, target: Target) -> Plan:
         *(quantised if fp8 else ()),
     ))  # fmt: skip
     return Plan(
-        rows, BOX, 8, BLOCK_K, 2 * BOX, 8, BLOCK_K, form.stages, form.registers, scratch,
+        rows, BOX, 8, BLOCK_K, 2 * BOX, 8, BLOCK_K, form.stages, REGISTERS, scratch,
         consumer_registers=form.consumer_registers,
     )  # fmt: skip

@@ -35,7 +35,7 @@ def multiply(call: Call, plan: Plan) -> None:
     place(call.x, placed, first.codes, target)
     order_rows[(experts,)](
         ids, order, spans, None, None, problem.rows, experts, spans.shape[0], BLOCK=COUNTED, BLOCK_M=plan.block_m,
-        ALIGN=1, num_warps=8, **launched,
+        num_warps=8, **launched,
     )  # fmt: skip
     words = gate_up.view(torch.int32)
     kernels.gate_up[(-(-2 * intermediate // plan.gate_up_block_n), spans.shape[0])](

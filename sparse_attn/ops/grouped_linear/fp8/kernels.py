@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import cast, pdl
-from sparse_attn.device.fp8 import decode_fp8_bf16, encode_fp8, finite_or_nan
-from sparse_attn.device.mxfp4 import grouped_codes
+from sparse_attn.device.fp8 import decode_fp8_bf16, encode_scaled, finite_or_nan, pow2_exponent
 from sparse_attn.device.packed_dot import decode_scale
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
@@ -23,15 +22,12 @@ def _as_e4m3(nibbles):
     return tl.where(magnitude < 2, magnitude * 0x30, 0x30 + 4 * magnitude) | ((nibbles & 8) << 4)
 
 
-@triton.jit(do_not_specialize=["rows", "k", "tokens", "groups", "stride_scale_row", "stride_scale_group"])
+@triton.jit(do_not_specialize=["rows", "groups", "stride_scale_row", "stride_scale_group"])
 def quantise(
-    x,  # [tokens, columns]
-    order,  # int32 [rows]: row r is of token order[r] / k; what is there may be anything, and so is its row. Or None
+    x,  # [rows, columns]
     codes,  # uint8 [rows, columns padded to GROUP], contiguous
     scales,  # fp32 [rows, groups]
     rows,
-    k,
-    tokens,
     columns,
     groups,  # of columns
     stride_row,  # this and the next are specialised: 16 bytes are read at once where they allow it
@@ -41,8 +37,7 @@ def quantise(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # of a CTA
     GROUPS: tl.constexpr,  # of a CTA
-    PLACED: tl.constexpr,  # whether codes lie in the order of device/mxfp4_operand.py
-    FP8_CAST: tl.constexpr,  # whether the GPU rounds to e4m3 as encode_fp8 does
+    FP8_CAST: tl.constexpr,  # as encode_scaled's
     PDL: tl.constexpr,
 ):
     """Neighbours are rows of one group of columns: scales that torch takes lie group by group."""
@@ -52,22 +47,11 @@ def quantise(
     group = tl.program_id(1) * GROUPS + one // ROWS
     inside = (row < rows) & (group < groups)
     at = group[:, None] * GROUP + column[None, :]
-    token = row
-    if order is not None:
-        token = tl.load(order + row, mask=inside, other=0) // k
-        token = tl.minimum(tl.maximum(token, 0), tokens - 1).to(tl.int64)
-    source = x + (token * stride_row)[:, None] + at.to(tl.int64) * stride_column
+    source = x + (row * stride_row)[:, None] + at.to(tl.int64) * stride_column
     values = tl.load(source, mask=inside[:, None] & (at < columns), other=0.0)
     values, magnitudes = finite_or_nan(values.to(tl.float32))
-    largest = tl.max(magnitudes, 1).to(tl.int32, bitcast=True)
-    exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)  # 448 is 1.75 * 2^8
-    values *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    if FP8_CAST:
-        found = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        found = encode_fp8(values, False)
-    if PLACED:
-        found = grouped_codes(found, ROWS * GROUPS)
+    exponent = pow2_exponent(tl.max(magnitudes, 1))
+    found = encode_scaled(values, exponent[:, None], FP8_CAST)
     tl.store(codes + (row * groups)[:, None] * GROUP + at, found, mask=inside[:, None])
     scale = (exponent << 23).to(tl.float32, bitcast=True)
     tl.store(scales + row * stride_scale_row + group.to(tl.int64) * stride_scale_group, scale, mask=inside)

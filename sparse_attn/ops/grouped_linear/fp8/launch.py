@@ -15,19 +15,14 @@ from sparse_attn.target import Target, target_of
 QUANTISED = 8, 4  # rows, groups of columns, of a CTA
 
 
-def quantise(
-    rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target, *, placed: bool = False,
-    order: torch.Tensor | None = None, k: int = 1,
-) -> None:  # fmt: skip
-    """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides.
-    placed: in the order of mxfp4_operand. order: int32 [rows] of codes and scales: such a row is that of ``rows`` at
-    order / k."""
+def quantise(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, target: Target) -> None:
+    """codes: uint8 [rows, columns padded to GROUP], contiguous; scales: fp32 [rows, groups of columns], any strides."""
     n, groups = scales.shape
     count, most = QUANTISED
     together = min(most, 1 << (groups - 1).bit_length())
     kernels.quantise[(-(-n // count), -(-groups // together))](
-        rows, order, codes, scales, n, k, *rows.shape, groups, *rows.stride(), *scales.stride(), GROUP=GROUP,
-        ROWS=count, GROUPS=together, PLACED=placed, FP8_CAST=target.fp8_dot and target.vendor == "nvidia", num_warps=4,
+        rows, codes, scales, n, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, ROWS=count,
+        GROUPS=together, FP8_CAST=target.fp8_dot and target.vendor == "nvidia", num_warps=4,
         **pdl.launched(target),
     )  # fmt: skip
 
