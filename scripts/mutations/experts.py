@@ -31,8 +31,8 @@ EXPERTS = [
     Mutation(
         "experts-scale-of-the-step-before", "a step's scales are those of the step before",
         KERNELS,
-        "_scales(at, group + 16, tiles)",
-        "_scales(at, group + 8, tiles)",
+        "gl.where(last, 0, group + 8)",
+        "gl.where(last, 0, group)",
         PRODUCT,
     ),
     Mutation(
@@ -45,15 +45,15 @@ EXPERTS = [
     Mutation(
         "experts-emptied-early", "a stage is emptied while its rows are multiplied",
         KERNELS,
-        "            product = warpgroup_mma_wait(0, deps=(product,))\n            signal(shared.empty.index(stage))\n",
-        "            signal(shared.empty.index(stage))\n            product = warpgroup_mma_wait(0, deps=(product,))\n",
+        "            product = warpgroup_mma_wait(0, deps=(product,))\n            signal(empty)\n",
+        "            signal(empty)\n            product = warpgroup_mma_wait(0, deps=(product,))\n",
         PRODUCT,
     ),
     Mutation(
         "experts-ring-begun-anew", "each tile begins its ring at the first stage",
         KERNELS,
-        "        tables, left = _tables(here, EXACT, RESULT)\n",
-        "        tables, left = _tables(here, EXACT, RESULT)\n        stage, phase = 0, 0\n",
+        "        at = at_next\n",
+        "        at = at_next\n        stage, phase = 0, 0\n",
         PRODUCT,
     ),
     Mutation(
@@ -119,9 +119,30 @@ EXPERTS = [
     Mutation(
         "experts-spans-of-no-rows", "the expert of a span that nobody wrote is looked up",
         KERNELS,
-        "    some = units > 0\n",
-        "    some = units > -1\n",
+        "    if gl.program_id(0) < units:\n",
+        "    if gl.program_id(0) < units + 1:\n",
         ("tests/test_ptx_experts.py::test_nobodys_rows",),
+    ),
+    Mutation(
+        "experts-scales-of-this-tile", "a tile begins with the scales of the one before",
+        KERNELS,
+        "gl.where(last, at_next, at)",
+        "at",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-no-next-tile", "the last step of a tile is read again as the first of the next",
+        KERNELS,
+        "(group + 8 < tiles.groups) | (next_unit < units)",
+        "group + 8 < tiles.groups",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-wait-for-nothing", "a CTA waits for the step behind its last",
+        KERNELS,
+        "(group + 8 < tiles.groups) | (next_unit < units)",
+        "units > 0",
+        PRODUCT,
     ),
     Mutation(
         "experts-one-half-twice", "the second half of a stage's rows is the first",

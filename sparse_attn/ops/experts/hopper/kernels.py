@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from sparse_attn.device import cast
 from sparse_attn.device.fp8 import decode_exponent
 from sparse_attn.device.hopper import barrier, keep_order, launch_dependents, next_stage, signal, tma_load, wait
-from sparse_attn.device.mxfp4_operand import begin_exact, decode, exact_operand, operand
+from sparse_attn.device.mxfp4_operand import begin_decode, begin_exact, end_decode, exact_operand, operand
 from sparse_attn.device.packed_dot import E8M0_NAN
 from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.grouped.kernels import gated
@@ -117,11 +117,10 @@ def result_layout(rows, exact):
 
 @gluon.jit
 def _span(tiles, unit, units):
-    """(expert, first sorted row of the tile's, end of the expert's) of a unit, of the last one behind it, zeros where
-    there is none."""
+    """(expert, first sorted row of the tile's, end of the expert's) of a unit, of the last one behind it. There must
+    be one."""
     at = tiles.spans + gl.minimum(unit, units - 1) // tiles.outputs * 3
-    some = units > 0
-    return gl.load(at, mask=some, other=0), gl.load(at + 1, mask=some, other=0), gl.load(at + 2, mask=some, other=0)
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
 
 
 @gluon.jit
@@ -143,10 +142,8 @@ def _producer(shared, codes, x, scales, tiles):
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
-    next_span = _span(tiles, gl.program_id(0), units)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        expert, row, _ = next_span
-        next_span = _span(tiles, unit + gl.num_programs(0), units)
+        expert, row, _ = _span(tiles, unit, units)
         first = unit % tiles.outputs * tiles.EACH
         _ask_for_scales(scales, tiles, expert, first)
         for column in range(0, tiles.groups * 32, STEP):  # what is behind the last one is 0
@@ -283,58 +280,86 @@ def _magnitudes(scale, top):
 
 
 @gluon.jit
-def _multiply(words, tables, x, sums, ADD: gl.constexpr, RESULT: gl.constexpr):
-    """A product of 128 columns, under way, which ADDs to ``sums``."""
+def _begin(words, tables, EXACT: gl.constexpr):
+    """Most of the decoding of half a step's words, and what _end needs beside it."""
     low, high = tables
-    if x.dtype == gl.bfloat16:
-        weight = exact_operand(begin_exact(words), low, RESULT)
+    if EXACT:
+        begun = begin_exact(words), low
     else:
-        weight = operand(decode(words, low, high), RESULT).to(gl.float8e4nv, bitcast=True)
-    return warpgroup_mma(weight, x.permute((1, 0)), sums, use_acc=ADD, is_async=True)
+        begun = begin_decode(words, low, high)
+    return begun
 
 
 @gluon.jit
-def _consumer(shared, scales, tiles, output, which: gl.constexpr):
+def _end(begun, EXACT: gl.constexpr, RESULT: gl.constexpr):
+    """An operand, [64, BLOCK_K]."""
+    first, second = begun
+    if EXACT:
+        weight = exact_operand(first, second, RESULT)
+    else:
+        weight = operand(end_decode(first, second), RESULT).to(gl.float8e4nv, bitcast=True)
+    return weight
+
+
+@gluon.jit
+def _work(shared, scales, tiles, output, units, which: gl.constexpr):
+    """A CTA's units, of which there is one."""
     STAGES: gl.constexpr = shared.full.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
     EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
     RESULT: gl.constexpr = result_layout(BLOCK_M, EXACT)
-    wait()
-    launch_dependents()
     m = gl.arange(0, 2 * OWN, gl.SliceLayout(1, GROUPS))
     own = which * OWN + m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second  # row of the weight
     stage, phase = 0, 0
-    units = gl.load(tiles.count) * tiles.outputs
     next_span = _span(tiles, gl.program_id(0), units)
-    at = _scales_at(scales, tiles, next_span[0], gl.program_id(0) % tiles.outputs * tiles.EACH, own)
-    here, ahead = _scales(at, 0, tiles), _scales(at, 8, tiles)
+    at_next = _scales_at(scales, tiles, next_span[0], gl.program_id(0) % tiles.outputs * tiles.EACH, own)
+    tables, left = _tables(_scales(at_next, 0, tiles), EXACT, RESULT)
+    mbarrier.wait(shared.full.index(stage), phase)
+    words, more_words = _words(shared, stage, which)
+    begun, more_tables = _begin(words, tables[0], EXACT), tables[1]
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         _, row, end = next_span
+        at = at_next
         next_unit = unit + gl.num_programs(0)
-        next_span = _span(tiles, next_unit, units)  # on its way meanwhile
-        tables, left = _tables(here, EXACT, RESULT)
+        next_span = _span(tiles, next_unit, units)
+        at_next = _scales_at(scales, tiles, next_span[0], next_unit % tiles.outputs * tiles.EACH, own)
         sums = gl.zeros([2 * OWN, BLOCK_M], gl.float32, RESULT)
         for group in range(0, tiles.groups, 8):
-            far_ahead = _scales(at, group + 16, tiles)
-            mbarrier.wait(shared.full.index(stage), phase)
-            words, more_words = _words(shared, stage, which)
-            product = _multiply(words, tables[0], shared.x.index(2 * stage), sums, EXACT, RESULT)
+            last = group + 8 >= tiles.groups
+            ahead = _scales(gl.where(last, at_next, at), gl.where(last, 0, group + 8), tiles)
+            x, more_x = shared.x.index(2 * stage).permute((1, 0)), shared.x.index(2 * stage + 1).permute((1, 0))
+            empty = shared.empty.index(stage)
+            product = warpgroup_mma(_end(begun, EXACT, RESULT), x, sums, use_acc=EXACT, is_async=True)
             more_words ^= keep_order(end)  # or both halves are decoded before the first is multiplied
-            product = _multiply(more_words, tables[1], shared.x.index(2 * stage + 1), product, True, RESULT)
+            weight = _end(_begin(more_words, more_tables, EXACT), EXACT, RESULT)
+            product = warpgroup_mma(weight, more_x, product, is_async=True)
             keep_order(end)
             tables, left_ahead = _tables(ahead, EXACT, RESULT)
+            more_tables = tables[1]
+            next_one, next_phase = next_stage(stage, phase, STAGES)
+            there = (group + 8 < tiles.groups) | (next_unit < units)  # else nothing comes: this one is read again
+            stage, phase = gl.where(there, next_one, stage), gl.where(there, next_phase, phase)
+            mbarrier.wait(shared.full.index(stage), phase)
+            words, more_words = _words(shared, stage, which)
+            begun = _begin(words, tables[0], EXACT)
             keep_order(end)
             product = warpgroup_mma_wait(0, deps=(product,))
-            signal(shared.empty.index(stage))
+            signal(empty)
             if EXACT:
                 sums = product
             else:
                 sums += product * gl.expand_dims(left, 1)
-            left, ahead = left_ahead, far_ahead
-            stage, phase = next_stage(stage, phase, STAGES)
-        at = _scales_at(scales, tiles, next_span[0], next_unit % tiles.outputs * tiles.EACH, own)
-        here, ahead = _scales(at, 0, tiles), _scales(at, 8, tiles)  # on their way while values are stored
+            left = left_ahead
         _finish(sums, row, end, output, unit % tiles.outputs * tiles.EACH + which * OWN)
+
+
+@gluon.jit
+def _consumer(shared, scales, tiles, output, which: gl.constexpr):
+    wait()
+    launch_dependents()
+    units = gl.load(tiles.count) * tiles.outputs
+    if gl.program_id(0) < units:
+        _work(shared, scales, tiles, output, units, which)
 
 
 @gluon.jit(do_not_specialize=["outputs", "second", "groups", "last", "columns", "clamp"])
