@@ -145,10 +145,17 @@ EXPERTS = [
         PRODUCT,
     ),
     Mutation(
+        "experts-boxes-rounded-down", "a tile's last box of rows is left out unless it is full",
+        KERNELS,
+        "(end - row + ROWS - 1) // ROWS",
+        "gl.maximum((end - row) // ROWS, 1)",
+        PRODUCT,
+    ),
+    Mutation(
         "experts-one-half-twice", "the second half of a stage's rows is the first",
         KERNELS,
-        "tma_load(x, [row, column + BLOCK_K]",
-        "tma_load(x, [row, column]",
+        "tma_load(x, [row + n * ROWS, column + BLOCK_K]",
+        "tma_load(x, [row + n * ROWS, column]",
         PRODUCT,
     ),
     Mutation(
@@ -170,7 +177,7 @@ EXPERTS = [
         KERNELS,
         "gl.load(at + gl.minimum(group + 4, last))",
         "gl.load(at + group + 4)",
-        ("tests/test_ptx_experts.py",),
+        ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(
         "experts-scale-of-the-first-rows", "gates and ups of a later tile have the scales of the expert's first rows",

@@ -21,7 +21,7 @@ class Form(NamedTuple):
 
 
 FP8 = {32: Form(8, 232), 64: Form(6, 232), 128: Form(4, 240)}  # by rows of a tile
-EXACT = {128: Form(2, 232)}
+EXACT = {32: Form(6, 232), 64: Form(4, 232), 128: Form(2, 232)}
 REGISTERS = 168  # of a thread at launch
 FEW_EACH = 64  # ids of an expert in the mean, below which exact rows are faster without a step's fixed cost
 

@@ -29,6 +29,7 @@ from sparse_attn.ops.experts.hopper import constants
 BLOCK_K = gl.constexpr(constants.BLOCK_K)
 STEP = gl.constexpr(constants.STEP)
 BOX = gl.constexpr(constants.BOX)
+ROWS = gl.constexpr(constants.ROWS)
 CONSUMERS = gl.constexpr(constants.CONSUMERS)
 OWN = gl.constexpr(constants.BOX // constants.CONSUMERS)  # outputs of a box that a consumer has
 WORDS = gl.constexpr(constants.STEP // 8)
@@ -137,24 +138,29 @@ def _ask_for_scales(scales, tiles, expert, first):
 @gluon.jit
 def _producer(shared, codes, x, scales, tiles):
     STAGES: gl.constexpr = shared.full.shape[0]
-    ROWS: gl.constexpr = shared.x.shape[1]
-    BYTES: gl.constexpr = BOX * STEP + ROWS * STEP * x.dtype.primitive_bitwidth // 8  # two boxes of half a byte a code
+    BOXES: gl.constexpr = shared.x.shape[1] // ROWS  # of either half of a stage's columns
+    OF_CODES: gl.constexpr = BOX * STEP  # bytes, two boxes of half a byte a code
+    OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        expert, row, _ = _span(tiles, unit, units)
+        expert, row, end = _span(tiles, unit, units)
+        boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
         first = unit % tiles.outputs * tiles.EACH
         _ask_for_scales(scales, tiles, expert, first)
         for column in range(0, tiles.groups * 32, STEP):  # what is behind the last one is 0
             mbarrier.wait(shared.empty.index(stage), phase ^ 1)
             full = shared.full.index(stage)
-            mbarrier.expect(full, BYTES)
+            for n in gl.static_range(1, BOXES + 1):
+                mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
             word = column // 8
             tma_load(codes, [expert, first, word], full, shared.codes.index(2 * stage))
             tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
-            tma_load(x, [row, column], full, shared.x.index(2 * stage))
-            tma_load(x, [row, column + BLOCK_K], full, shared.x.index(2 * stage + 1))
+            for n in gl.static_range(BOXES):
+                here, more = shared.x.index(2 * stage), shared.x.index(2 * stage + 1)
+                tma_load(x, [row + n * ROWS, column], full, here.slice(n * ROWS, ROWS), pred=n < boxes)
+                tma_load(x, [row + n * ROWS, column + BLOCK_K], full, more.slice(n * ROWS, ROWS), pred=n < boxes)
             stage, phase = next_stage(stage, phase, STAGES)
 
 
@@ -364,7 +370,7 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["outputs", "second", "groups", "last", "columns", "clamp"])
 def multiply(
-    x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of BLOCK_M x BLOCK_K
+    x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of ROWS x BLOCK_K
     x_scales,  # of e4m3: fp32 [rows]; else None
     codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x BOX x STEP / 8
     scales,  # uint8 [experts, rows of the weight, columns / 32], contiguous in a row
@@ -383,6 +389,7 @@ def multiply(
     stride_scales_row,
     GATED: gl.constexpr,
     CLAMPED: gl.constexpr,
+    BLOCK_M: gl.constexpr,  # rows of a tile
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -391,7 +398,7 @@ def multiply(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     shared = Shared(
         codes=gl.allocate_shared_memory(codes.dtype, [2 * STAGES] + codes.block_shape, codes.layout),
-        x=gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout),
+        x=gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK_K], x.layout),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )

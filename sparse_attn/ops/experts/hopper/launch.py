@@ -10,7 +10,8 @@ from sparse_attn.device import pdl
 from sparse_attn.ops.experts.grouped.config import COUNTED
 from sparse_attn.ops.experts.grouped.kernels import order_rows
 from sparse_attn.ops.experts.hopper import kernels, rows
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, STEP
+from sparse_attn.ops.experts.hopper.config import REGISTERS
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, ROWS, STEP
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan
 from sparse_attn.ops.experts.swap_ab.launch import add_terms
@@ -77,12 +78,12 @@ def _multiply(
     words, scales = packed.view(torch.int32), scales[:, parse_weight_layout(layout).first_row :]
     tiles = -(-out.shape[1] // (BOX if gated else 2 * BOX))
     kernels.multiply[(min(target.num_sms, spans.shape[0] * tiles),)](
-        _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [plan.block_m, BLOCK_K], 128),
+        _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K], 128),
         x_scales, _boxes(words, [1, BOX, STEP // 8], 128), scales, spans, count, order, weights, out, tiles,
         out.shape[1] if gated else BOX, words.shape[2] // 4, words.shape[1] - 1, out.shape[1],
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
-        STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
-        PRODUCER_REGISTERS=3 * plan.registers - 2 * plan.consumer_registers,  # what three warpgroups have at launch
+        BLOCK_M=plan.block_m, STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=3 * REGISTERS - 2 * plan.consumer_registers,  # of three warpgroups at launch
         num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
