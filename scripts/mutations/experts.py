@@ -3,6 +3,8 @@
 from mutations.mutation import OPS, Mutation
 
 KERNELS = OPS + "experts/hopper/kernels.py"
+CODES = OPS + "experts/hopper/codes.py"
+OUTPUT = OPS + "experts/hopper/output.py"
 PRODUCT = ("tests/test_ptx_experts.py::test_product",)
 
 # fmt: off
@@ -10,20 +12,20 @@ EXPERTS = [
     Mutation(
         "experts-ups-of-the-first-box", "ups are read where gates are",
         KERNELS,
-        "tma_load(codes, [expert, first + tiles.second, word]",
-        "tma_load(codes, [expert, first, word]",
+        "tma_load(codes, [expert, output + tiles.second, word]",
+        "tma_load(codes, [expert, output, word]",
         PRODUCT,
     ),
     Mutation(
         "experts-scales-in-order-of-lanes", "the scales of a warp's outputs are those of sixteen neighbours",
-        KERNELS,
+        CODES,
         "own = which * OWN + m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second",
         "own = which * OWN + m",
         PRODUCT,
     ),
     Mutation(
         "experts-last-row-left-out", "the last row of an expert's is left out",
-        KERNELS,
+        OUTPUT,
         "    inside = at < end\n",
         "    inside = at < end - 1\n",
         PRODUCT,
@@ -37,37 +39,23 @@ EXPERTS = [
     ),
     Mutation(
         "experts-far-groups-wrapped", "a group far below the highest of eight is taken for one above it",
-        KERNELS,
+        CODES,
         "    there = up >= DOWN\n",
         "    there = up >= -128\n",
         ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(
-        "experts-emptied-early", "a stage is emptied while its rows are multiplied",
-        KERNELS,
-        "            product = warpgroup_mma_wait(0, deps=(product,))\n            signal(empty)\n",
-        "            signal(empty)\n            product = warpgroup_mma_wait(0, deps=(product,))\n",
-        PRODUCT,
-    ),
-    Mutation(
         "experts-ring-begun-anew", "each tile begins its ring at the first stage",
         KERNELS,
-        "        at = at_next\n",
-        "        at = at_next\n        stage, phase = 0, 0\n",
+        "        sums = ()\n",
+        "        sums, stage, phase = (), 0, 0\n",
         PRODUCT,
     ),
     Mutation(
         "experts-weight-of-the-sorted-row", "a term is weighed as the row at its sorted place",
-        KERNELS,
+        OUTPUT,
         "gl.load(output.weights + to, mask",
         "gl.load(output.weights + at, mask",
-        PRODUCT,
-    ),
-    Mutation(
-        "experts-scale-of-the-next-step", "a product is scaled by what is left of the next step's scales",
-        KERNELS,
-        "sums += product * gl.expand_dims(left, 1)",
-        "sums += product * gl.expand_dims(left_ahead, 1)",
         PRODUCT,
     ),
     Mutation(
@@ -87,7 +75,7 @@ EXPERTS = [
     ),
     Mutation(
         "experts-inner-values-in-order", "inner values of bf16 lie as outputs do",
-        KERNELS,
+        OUTPUT,
         "        column = column // 128 * 128 + column % 32",
         "        column = column * 1 + 0 * column % 32",
         PRODUCT,
@@ -124,31 +112,45 @@ EXPERTS = [
         ("tests/test_ptx_experts.py::test_nobodys_rows",),
     ),
     Mutation(
-        "experts-scales-of-this-tile", "a tile begins with the scales of the one before",
-        KERNELS,
-        "gl.where(last, at_next, at)",
-        "at",
-        PRODUCT,
-    ),
-    Mutation(
-        "experts-no-next-tile", "the last step of a tile is read again as the first of the next",
-        KERNELS,
-        "(group + 8 < tiles.groups) | (next_unit < units)",
-        "group + 8 < tiles.groups",
-        PRODUCT,
-    ),
-    Mutation(
-        "experts-wait-for-nothing", "a CTA waits for the step behind its last",
-        KERNELS,
-        "(group + 8 < tiles.groups) | (next_unit < units)",
-        "units > 0",
-        PRODUCT,
-    ),
-    Mutation(
         "experts-boxes-rounded-down", "a tile's last box of rows is left out unless it is full",
         KERNELS,
         "(end - row + ROWS - 1) // ROWS",
         "gl.maximum((end - row) // ROWS, 1)",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-product-not-awaited", "sums are taken while a product is under way",
+        KERNELS,
+        "warpgroup_mma_wait(0, deps=(product,))",
+        "warpgroup_mma_wait(1, deps=(product,))",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-scale-of-another-pair", "products of a second pair of boxes are scaled as the first's",
+        KERNELS,
+        "_add(before, product, left[pair])",
+        "_add(before, product, left[0])",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-scales-of-this-expert", "a tile begins with the scales of the expert before",
+        KERNELS,
+        "gl.where(last, next_expert, expert)",
+        "expert",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-scales-of-these-outputs", "a tile begins with the scales of the outputs before",
+        KERNELS,
+        "gl.where(last, next_first, first)",
+        "first",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-second-half-of-rows-lost", "the second half of a tile's rows is stored where the first belongs",
+        KERNELS,
+        "row + part * PART_M, end, output, column)",
+        "row, end, output, column)",
         PRODUCT,
     ),
     Mutation(
@@ -160,28 +162,28 @@ EXPERTS = [
     ),
     Mutation(
         "experts-highest-of-four", "a step's scales are taken beside the highest of its first half",
-        KERNELS,
+        CODES,
         "top = gl.max(gl.maximum(first, second), 1)",
         "top = gl.max(first, 1)",
         PRODUCT,
     ),
     Mutation(
         "experts-outputs-in-order", "outputs are stored in the order in which eight are multiplied",
-        KERNELS,
+        OUTPUT,
         "(0, 4, 2, 3, 5, 1)",
         "(0, 2, 3, 4, 5, 1)",
         PRODUCT,
     ),
     Mutation(
         "experts-groups-past-the-end", "scales of a last half stage are read past the end of a row",
-        KERNELS,
-        "gl.load(at + gl.minimum(group + 4, last))",
-        "gl.load(at + group + 4)",
+        CODES,
+        "gl.load(of_expert + gl.minimum(group + 4, last) + places)",
+        "gl.load(of_expert + group + 4 + places)",
         ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(
         "experts-scale-of-the-first-rows", "gates and ups of a later tile have the scales of the expert's first rows",
-        KERNELS,
+        OUTPUT,
         "            at = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums.type.layout))\n",
         "            at = gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums.type.layout))\n",
         PRODUCT,

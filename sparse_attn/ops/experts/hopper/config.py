@@ -14,14 +14,15 @@ from sparse_attn.workspace import Buffer, Scratch
 
 
 class Form(NamedTuple):
-    """Stages of the ring, registers of a consumer's thread."""
+    """Stages of the ring, pairs of boxes of a tile."""
 
     stages: int
-    consumer_registers: int
+    pairs: int
 
 
-FP8 = {32: Form(8, 232), 64: Form(6, 232), 128: Form(4, 240)}  # by rows of a tile
-EXACT = {32: Form(6, 232), 64: Form(4, 232), 128: Form(2, 232)}
+FP8 = {32: Form(8, 1), 64: Form(6, 1), 128: Form(3, 2)}  # by rows of a tile
+EXACT = {32: Form(6, 1), 64: Form(4, 1), 128: Form(2, 2)}
+CONSUMER_REGISTERS = 240
 REGISTERS = 168  # of a thread at launch
 FEW_EACH = 64  # ids of an expert in the mean, below which exact rows are faster without a step's fixed cost
 
@@ -66,6 +67,6 @@ def plan(problem: Problem, target: Target) -> Plan:
         *(quantised if fp8 else ()),
     ))  # fmt: skip
     return Plan(
-        rows, BOX, 8, BLOCK_K, 2 * BOX, 8, BLOCK_K, form.stages, REGISTERS, scratch,
-        consumer_registers=form.consumer_registers,
+        rows, form.pairs * BOX, 8, BLOCK_K, form.pairs * 2 * BOX, 8, BLOCK_K, form.stages, REGISTERS, scratch,
+        consumer_registers=CONSUMER_REGISTERS,
     )  # fmt: skip

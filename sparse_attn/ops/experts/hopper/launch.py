@@ -76,13 +76,14 @@ def _multiply(
     packed, scales, layout = weight
     spans, count = dealt
     words, scales = packed.view(torch.int32), scales[:, parse_weight_layout(layout).first_row :]
-    tiles = -(-out.shape[1] // (BOX if gated else 2 * BOX))
+    tiles = -(-out.shape[1] // (plan.gate_up_block_n if gated else plan.down_block_n))
     kernels.multiply[(min(target.num_sms, spans.shape[0] * tiles),)](
         _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K], 128),
         x_scales, _boxes(words, [1, BOX, STEP // 8], 128), scales, spans, count, order, weights, out, tiles,
-        out.shape[1] if gated else BOX, words.shape[2] // 4, words.shape[1] - 1, out.shape[1],
+        out.shape[1] if gated else BOX, words.shape[2] // 4, words.shape[1] - 1, out.shape[1] // 128,
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
-        BLOCK_M=plan.block_m, STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        BLOCK_M=plan.block_m, PAIRS=plan.gate_up_block_n // BOX, STAGES=plan.num_stages,
+        CONSUMER_REGISTERS=plan.consumer_registers,
         PRODUCER_REGISTERS=3 * REGISTERS - 2 * plan.consumer_registers,  # of three warpgroups at launch
         num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
