@@ -48,8 +48,6 @@ ALLOWED_SPILLS = {
     "experts.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.
     "attention.hopper.decode_fp8.attend": {"sm_90": 64},
-    # The same; of 128 fp8 rows also addresses of scales, beside sums of 128 registers.
-    "experts.hopper.multiply": {"sm_90": 32},
     # Of plain rows whose largest scores are asked for.
     "attention.hopper.swap_ab.attend": {"sm_90": 8},
 }

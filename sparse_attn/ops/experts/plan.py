@@ -52,8 +52,7 @@ class Plan:
     """How swap_ab or sorted is launched; of "grouped", whose products have plans of their own, sizes are 0.
 
     block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups.
-    block_k: columns at a time. registers: of a thread at most; None: what it takes. consumer_registers: of warpgroups
-    that specialise.
+    block_k: columns at a time. registers: of a thread at most; None: what it takes.
     """
 
     block_m: int = 0
@@ -66,4 +65,3 @@ class Plan:
     num_stages: int = 0
     registers: int | None = None
     scratch: Scratch = Scratch()
-    consumer_registers: int = 0

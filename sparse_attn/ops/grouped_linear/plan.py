@@ -32,6 +32,7 @@ class Problem(NamedTuple):
     ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
     whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
     rows_aligned: likewise of the rows that are multiplied, none of which lie in each other.
+    scales_aligned: whether rows of scales begin at multiples of 4 bytes.
     batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows.
     """
 
@@ -47,6 +48,7 @@ class Problem(NamedTuple):
     aligned: bool = True
     batch_invariant: bool = False
     rows_aligned: bool = True
+    scales_aligned: bool = True
 
     @property
     def tiled_groups(self) -> int:
@@ -77,15 +79,15 @@ def problem_of(
     rows_aligned = _aligned(rows.squeeze(0)) and (n < 2 or rows.stride(0) >= columns)  # a lone row's stride is any
     return Problem(
         n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
-        rows_aligned,
+        rows_aligned, scales is None or _aligned(scales, 4),
     )  # fmt: skip
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
+def _aligned(tensor: torch.Tensor, multiple: int = ALIGNMENT) -> bool:
     """A tensor without memory lies as well as its offset and strides allow."""
     first = tensor.storage_offset() * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
     *leading, last = tensor.stride()
-    return last == 1 and not any(at % ALIGNMENT for at in (first, *(step * tensor.itemsize for step in leading)))
+    return last == 1 and not any(at % multiple for at in (first, *(step * tensor.itemsize for step in leading)))
 
 
 def product_format(problem: Problem) -> dict[str, Any]:

@@ -426,9 +426,15 @@ class Cta:
         self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
 
     def _copy_lanes(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        """cp.async: some bytes of each lane, zeros behind those that are read; of groups of them nothing is left to wait
-        for."""
+        """cp.async: some bytes of each lane, at once, zeros behind those that are read; of groups of them nothing is left
+        to wait for."""
         if instruction.operation[2] in ("commit_group", "wait_group"):
+            return
+        if instruction.operation[2] == "mbarrier":  # what each lane copied is there already
+            assert "noinc" in instruction.operation, instruction.text
+            address = self._address(warp, instruction.operands[0])
+            for lane in np.flatnonzero(active):
+                self.barriers[int(address[lane])].arrive(1, 0)
             return
         to, source, nbytes, *reads = (self._address(warp, operand)[active] for operand in instruction.operands)
         for lane, (size, read) in enumerate(zip(nbytes, reads[0] if reads else nbytes)):

@@ -2,15 +2,15 @@
 shared memory and registers.
 
 The weight takes the matrix unit's M dimension, the rows its N (swap-AB). A tile is some sorted rows of one expert times
-one or two pairs of boxes of outputs: gates and the ups that belong to them, or two neighbouring boxes of down.
-Warpgroups have half of every box, so that a thread has a gate and its up. Beside fp8 rows, codes of e2m1 become e4m3 in
-registers (device/mxfp4_operand.py), with a group's scale relative to the highest of eight: what is below 2^-11 of it
-counts as 0. A product of 256 columns is then multiplied by that highest scale and added in fp32; the row's scale comes
-at the end.
+two boxes of outputs for each consumer: gates and the ups that belong to them, so that a thread has a gate and its up,
+or two neighbouring boxes of down. Beside fp8 rows, codes of e2m1 become e4m3 in registers (device/mxfp4_operand.py),
+with a group's scale relative to the highest of eight: what is below 2^-11 of it counts as 0. A product of 256 columns
+is then multiplied by that highest scale and added in fp32; the row's scale comes at the end.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -23,32 +23,34 @@ from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.hopper import constants
 from sparse_attn.ops.experts.hopper.codes import (
     Scales,
-    ask_for_scales,
+    copy_scales,
     decode_operand,
-    places_of,
     read_scales,
     read_words,
     tables_of,
 )
-from sparse_attn.ops.experts.hopper.output import Output, finish
+from sparse_attn.ops.experts.hopper.output import Output, finish, halves
 
 BLOCK_K = gl.constexpr(constants.BLOCK_K)
 STEP = gl.constexpr(constants.STEP)
+REGISTERS = gl.constexpr(constants.REGISTERS)
 BOX = gl.constexpr(constants.BOX)
-ROWS = gl.constexpr(constants.ROWS)
 CONSUMERS = gl.constexpr(constants.CONSUMERS)
-OWN = gl.constexpr(constants.OWN)
-ADD = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
+ROWS = gl.constexpr(constants.ROWS)
 
 
 @aggregate
 class Shared:
-    """Rings. codes: int32 [STAGES * pairs * 2, 1, BOX, WORDS], pairs of boxes. x: e4m3 or bf16 [STAGES * 2, BLOCK_M,
-    BLOCK_K], both halves of a stage's columns. full: all of a stage are there, an arrival and their bytes. empty:
-    consumers have read them, an arrival of each."""
+    """Rings. codes: int32 [STAGES * CONSUMERS * 2, 1, BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M, BLOCK_K], both
+    halves of a stage's columns. scales: int32 [STAGES * CONSUMERS, 64, 2], the next step's. full: all of a stage are
+    there, an arrival and the bytes of TMA, and an arrival of each thread that copied scales. empty: consumers have read
+    them, an arrival of each. first_scales, first_full: those of the first step."""
 
     codes: gl.shared_memory_descriptor
     x: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    first_scales: gl.shared_memory_descriptor
+    first_full: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
@@ -56,9 +58,9 @@ class Shared:
 @aggregate
 class Tiles:
     """spans: int32 [spans, 3], as order_rows deals them, of which those with rows come first. count: int32 [1], how
-    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a pair's first box to
-    its second. groups: of a row of the weight, a multiple of 4. last: row of the weight. PAIRS: of boxes of a tile.
-    EACH: outputs from a pair to the next."""
+    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a consumer's first
+    box to its second. groups: of a row of the weight, a multiple of 4. last: row of the weight. EACH: outputs from a
+    consumer's first to the next one's."""
 
     spans: gl.tensor
     count: gl.tensor
@@ -66,7 +68,6 @@ class Tiles:
     second: gl.tensor
     groups: gl.tensor
     last: gl.tensor
-    PAIRS: gl.constexpr
     EACH: gl.constexpr
 
 
@@ -84,120 +85,94 @@ def _span(tiles, unit, units):
 
 
 @gluon.jit
-def _expert(tiles, unit, units):
-    return _span(tiles, unit, units)[0]
-
-
-@gluon.jit
-def _first_output(tiles, unit):
-    return unit % tiles.outputs * (tiles.PAIRS * tiles.EACH)
+def _first_output(tiles, unit, which):
+    """Of consumer ``which``."""
+    return (unit % tiles.outputs * CONSUMERS + which) * tiles.EACH
 
 
 @gluon.jit
 def _producer(shared, codes, x, scales, tiles):
     STAGES: gl.constexpr = shared.full.shape[0]
     BOXES: gl.constexpr = shared.x.shape[1] // ROWS  # of either half of a stage's columns
-    OF_CODES: gl.constexpr = tiles.PAIRS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
+    OF_CODES: gl.constexpr = CONSUMERS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
     OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        expert, row, end = _span(tiles, unit, units)
-        first = _first_output(tiles, unit)
-        boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
-        ask_for_scales(scales, tiles, expert, first)
-        for column in range(0, tiles.groups * 32, STEP):  # what is behind the last one is 0
-            mbarrier.wait(shared.empty.index(stage), phase ^ 1)
-            full = shared.full.index(stage)
-            for n in gl.static_range(1, BOXES + 1):
-                mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
-            word = column // 8
-            for pair in gl.static_range(tiles.PAIRS):
-                to, output = 2 * (stage * tiles.PAIRS + pair), first + pair * tiles.EACH
-                tma_load(codes, [expert, output, word], full, shared.codes.index(to))
-                tma_load(codes, [expert, output + tiles.second, word], full, shared.codes.index(to + 1))
-            for n in gl.static_range(BOXES):
-                here, more = shared.x.index(2 * stage), shared.x.index(2 * stage + 1)
-                tma_load(x, [row + n * ROWS, column], full, here.slice(n * ROWS, ROWS), pred=n < boxes)
-                tma_load(x, [row + n * ROWS, column + BLOCK_K], full, more.slice(n * ROWS, ROWS), pred=n < boxes)
-            stage, phase = next_stage(stage, phase, STAGES)
-
-
-@gluon.jit
-def _add(sums, product, left):
-    """sums + product * left, here and not later, when more products would have to be held."""
-    of_all = [product, gl.expand_dims(left, 1), sums]
-    return gl.inline_asm_elementwise(ADD, "=f,f,f,f", of_all, dtype=gl.float32, is_pure=False, pack=1)
+    if gl.program_id(0) < units:
+        next_expert, next_row, next_end = _span(tiles, gl.program_id(0), units)
+        first = _first_output(tiles, gl.program_id(0), 0)
+        copy_scales(shared.first_scales, 0, scales, tiles, next_expert, first, 0)
+        async_copy.mbarrier_arrive(shared.first_full, increment_count=False)
+        for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+            expert, row, end = next_expert, next_row, next_end
+            next_unit = unit + gl.num_programs(0)
+            next_expert, next_row, next_end = _span(tiles, next_unit, units)
+            first = _first_output(tiles, unit, 0)
+            boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
+            for group in range(0, tiles.groups, 8):  # what is behind the last one is 0
+                mbarrier.wait(shared.empty.index(stage), phase ^ 1)
+                full = shared.full.index(stage)
+                for n in gl.static_range(1, BOXES + 1):
+                    mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
+                column, word = group * 32, group * 4
+                for which in gl.static_range(CONSUMERS):
+                    to, output = 2 * (stage * CONSUMERS + which), first + which * tiles.EACH
+                    tma_load(codes, [expert, output, word], full, shared.codes.index(to))
+                    tma_load(codes, [expert, output + tiles.second, word], full, shared.codes.index(to + 1))
+                for n in gl.static_range(BOXES):
+                    here, more = shared.x.index(2 * stage), shared.x.index(2 * stage + 1)
+                    tma_load(x, [row + n * ROWS, column], full, here.slice(n * ROWS, ROWS), pred=n < boxes)
+                    tma_load(x, [row + n * ROWS, column + BLOCK_K], full, more.slice(n * ROWS, ROWS), pred=n < boxes)
+                last = group + 8 >= tiles.groups  # behind this step comes the next tile's first
+                ahead_expert = gl.where(last, next_expert, expert)
+                ahead_first = gl.where(last, _first_output(tiles, next_unit, 0), first)
+                ahead_group = gl.where(last, 0, group + 8)
+                copy_scales(shared.scales, stage, scales, tiles, ahead_expert, ahead_first, ahead_group)
+                async_copy.mbarrier_arrive(full, increment_count=False)
+                stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
 def _work(shared, scales, tiles, output, units, which: gl.constexpr):
     """A CTA's units, of which there is one."""
-    PAIRS: gl.constexpr = tiles.PAIRS
     STAGES: gl.constexpr = shared.full.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
     EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
-    # Sums of a tile of 256 outputs leave room for a product of half of its rows.
-    PARTS: gl.constexpr = 2 if PAIRS == 2 and not EXACT else 1
-    PART_M: gl.constexpr = BLOCK_M // PARTS
-    RESULT: gl.constexpr = result_layout(PART_M, EXACT)
-    none = gl.zeros([2 * OWN, PART_M], gl.float32, RESULT)
+    RESULT: gl.constexpr = result_layout(BLOCK_M, EXACT)
+    none = gl.zeros([2 * BOX, BLOCK_M], gl.float32, RESULT)
     stage, phase = 0, 0
-    next_expert = _expert(tiles, gl.program_id(0), units)
-    tables, more_tables, left = (), (), ()
-    for pair in gl.static_range(PAIRS):
-        places = places_of(tiles, scales, _first_output(tiles, gl.program_id(0)) + pair * tiles.EACH, which)
-        of_first, of_second, rest = tables_of(read_scales(scales, next_expert, places, 0, tiles), EXACT, RESULT)
-        tables, more_tables, left = tables + (of_first,), more_tables + (of_second,), left + (rest,)
+    mbarrier.wait(shared.first_full, 0)
+    tables, more_tables, left = tables_of(read_scales(shared.first_scales.index(which)), EXACT, RESULT)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        expert, next_unit = next_expert, unit + gl.num_programs(0)
-        next_expert = _expert(tiles, next_unit, units)  # on its way meanwhile
-        first, next_first = _first_output(tiles, unit), _first_output(tiles, next_unit)
-        sums = ()
-        for _ in gl.static_range(PAIRS * PARTS):
-            sums = sums + (none,)
-        for group in range(0, tiles.groups, 8):
-            last = group + 8 >= tiles.groups  # behind this step comes the next tile's first
-            ahead_expert, ahead_first = gl.where(last, next_expert, expert), gl.where(last, next_first, first)
-            next_group = gl.where(last, 0, group + 8)
+        _, row, end = _span(tiles, unit, units)  # on its way meanwhile
+        sums = none
+        for _ in range(0, tiles.groups, 8):
+            x, more_x = shared.x.index(2 * stage).permute((1, 0)), shared.x.index(2 * stage + 1).permute((1, 0))
             mbarrier.wait(shared.full.index(stage), phase)
-            next_tables, next_more_tables, next_left, next_sums = (), (), (), ()
-            for pair in gl.static_range(PAIRS):
-                places = places_of(tiles, scales, ahead_first + pair * tiles.EACH, which)
-                ahead = read_scales(scales, ahead_expert, places, next_group, tiles)
-                words, more_words = read_words(shared, stage * PAIRS + pair, which)
-                weight = decode_operand(words, tables[pair], EXACT, RESULT)
-                for part in gl.static_range(PARTS):
-                    x = shared.x.index(2 * stage).slice(part * PART_M, PART_M).permute((1, 0))
-                    more_x = shared.x.index(2 * stage + 1).slice(part * PART_M, PART_M).permute((1, 0))
-                    before = sums[pair * PARTS + part]
-                    product = warpgroup_mma(weight, x, before if EXACT else none, use_acc=EXACT, is_async=True)
-                    if part == 0:
-                        more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
-                        more_weight = decode_operand(more_words, more_tables[pair], EXACT, RESULT)
-                    product = warpgroup_mma(more_weight, more_x, product, is_async=True)
-                    if part == PARTS - 1:
-                        keep_order(units)
-                        of_first, of_second, rest = tables_of(ahead, EXACT, RESULT)
-                        next_tables, next_more_tables = next_tables + (of_first,), next_more_tables + (of_second,)
-                        next_left = next_left + (rest,)
-                        keep_order(units)
-                    product = warpgroup_mma_wait(0, deps=(product,))
-                    if EXACT:
-                        next_sums = next_sums + (product,)
-                    else:
-                        next_sums = next_sums + (_add(before, product, left[pair]),)
-                        keep_order(units)  # or two products' results are held at once
+            words, more_words = read_words(shared, stage * CONSUMERS + which)
+            ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
+            weight = decode_operand(words, tables, EXACT, RESULT)
+            product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
+            more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
+            weight = decode_operand(more_words, more_tables, EXACT, RESULT)
+            product = warpgroup_mma(weight, more_x, product, is_async=True)
+            keep_order(units)
+            tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
+            keep_order(units)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            sums = product if EXACT else sums + product * gl.expand_dims(left, 1)
             signal(shared.empty.index(stage))
-            tables, more_tables, left, sums = next_tables, next_more_tables, next_left, next_sums
+            left = next_left
             stage, phase = next_stage(stage, phase, STAGES)
-        _, row, end = _span(tiles, unit, units)
-        for pair in gl.static_range(PAIRS):
-            for part in gl.static_range(PARTS):
-                if row + part * PART_M < end:
-                    column = first + pair * tiles.EACH + which * OWN
-                    finish(sums[pair * PARTS + part], row + part * PART_M, end, output, column)
+        first = _first_output(tiles, unit, which)
+        if BLOCK_M == 128:  # what brings all of them in order would not fit into shared memory
+            some, others = halves(sums)
+            finish(some, row, end, output, first)
+            if row + BLOCK_M // 2 < end:
+                finish(others, row + BLOCK_M // 2, end, output, first)
+        else:
+            finish(sums, row, end, output, first)
 
 
 @gluon.jit
@@ -209,19 +184,23 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
         _work(shared, scales, tiles, output, units, which)
 
 
-@gluon.jit(do_not_specialize=["outputs", "second", "groups", "last", "blocks", "clamp"])
+@gluon.jit(
+    do_not_specialize=[
+        "outputs", "second", "groups", "last", "blocks", "clamp", "stride_scales_expert", "stride_scales_row"
+    ]
+)  # fmt: skip
 def multiply(
     x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of ROWS x BLOCK_K
     x_scales,  # of e4m3: fp32 [rows]; else None
     codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x BOX x STEP / 8
-    scales,  # uint8 [experts, rows of the weight, columns / 32], contiguous in a row
+    scales,  # int32 [experts, rows of the weight, columns / 128], four scales each, contiguous in a row
     spans,  # int32 [spans, 3]: expert, its first sorted row here, its end
     count,  # int32 [1]: of spans
     order,  # int32 [rows]
     weights,  # fp32 [rows]
     out,  # [rows, 128 * blocks], contiguous
     outputs,  # tiles of outputs
-    second,  # rows of the weight from a pair's first box to its second
+    second,  # rows of the weight from a consumer's first box to its second
     groups,  # columns / 32
     last,  # row of the weight
     blocks,  # of 128 columns of out
@@ -231,26 +210,28 @@ def multiply(
     GATED: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_M: gl.constexpr,  # rows of a tile
-    PAIRS: gl.constexpr,  # of boxes of a tile
     STAGES: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
 ):
     SCALED: gl.constexpr = x_scales is not None
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     shared = Shared(
-        codes=gl.allocate_shared_memory(codes.dtype, [2 * PAIRS * STAGES] + codes.block_shape, codes.layout),
+        codes=gl.allocate_shared_memory(codes.dtype, [2 * CONSUMERS * STAGES] + codes.block_shape, codes.layout),
         x=gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK_K], x.layout),
+        scales=gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS, 2 * BOX, 2], WORDS),
+        first_scales=gl.allocate_shared_memory(gl.int32, [CONSUMERS, 2 * BOX, 2], WORDS),
+        first_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
     )
+    mbarrier.init(shared.first_full, count=32)
     for i in gl.static_range(STAGES):
-        mbarrier.init(shared.full.index(i), count=1)
+        mbarrier.init(shared.full.index(i), count=1 + 32)
         mbarrier.init(shared.empty.index(i), count=CONSUMERS)
     fence_async_shared()
     barrier()
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
-    tiles = Tiles(spans, count, outputs, second, groups, last, PAIRS, EACH)
+    tiles = Tiles(spans, count, outputs, second, groups, last, EACH)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
     row_scales = x_scales if SCALED else weights  # which nobody looks at
     output = Output(out, order, row_scales, weights, blocks, clamp, GATED, CLAMPED, SCALED, GATED and not SCALED)
@@ -261,5 +242,5 @@ def multiply(
             (_producer, (shared, codes, x, scales, tiles)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        REGISTERS,
     )
