@@ -19,8 +19,8 @@ EXPERTS = [
     Mutation(
         "experts-scales-in-order-of-lanes", "the scales of a warp's outputs are those of sixteen neighbours",
         CODES,
-        "own = which * OWN + m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second",
-        "own = which * OWN + m",
+        "own = m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second",
+        "own = m % BOX + m // BOX * tiles.second",
         PRODUCT,
     ),
     Mutation(
@@ -47,8 +47,8 @@ EXPERTS = [
     Mutation(
         "experts-ring-begun-anew", "each tile begins its ring at the first stage",
         KERNELS,
-        "        sums = ()\n",
-        "        sums, stage, phase = (), 0, 0\n",
+        "        sums = none\n",
+        "        sums, stage, phase = none, 0, 0\n",
         PRODUCT,
     ),
     Mutation(
@@ -83,32 +83,32 @@ EXPERTS = [
     Mutation(
         "experts-rows-sorted-in-order", "sorted rows keep the order of their columns",
         OPS + "experts/hopper/rows.py",
-        "[0, 2, 3, 1, 4])",
-        "[0, 1, 2, 3, 4])",
+        "[0, 1, 3, 2])",
+        "[0, 1, 2, 3])",
         ("tests/test_experts.py::test_rows_sorted_for_the_streamed_kernel",),
         interpreted=True,
     ),
     Mutation(
-        "experts-rows-of-another-token", "a sorted row is quantised as the token of its number",
+        "experts-scale-at-another-row", "a row's scale stands where its place is looked up",
         OPS + "experts/hopper/rows.py",
-        "        token = tl.minimum(tl.maximum(tl.load(order + row) // k, 0)",
-        "        token = tl.minimum(tl.maximum(tl.load(order + row), 0)",
+        "tl.store(scales + tl.load(place + i), scale)",
+        "tl.store(scales + i % 6, scale)",
         ("tests/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
         interpreted=True,
     ),
     Mutation(
         "experts-scale-of-the-last-columns", "a row's scale follows from the last of its values that are read together",
         OPS + "experts/hopper/rows.py",
-        "largest = tl.maximum(largest, finite_or_nan(values.to(tl.float32))[1])",
-        "largest = finite_or_nan(values.to(tl.float32))[1]",
+        "largest = tl.maximum(largest, finite_or_nan(values)[1])",
+        "largest = finite_or_nan(values)[1]",
         ("tests/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
         interpreted=True,
     ),
     Mutation(
         "experts-spans-of-no-rows", "the expert of a span that nobody wrote is looked up",
         KERNELS,
-        "    if gl.program_id(0) < units:\n",
-        "    if gl.program_id(0) < units + 1:\n",
+        "    if gl.program_id(0) < units:\n        next_expert",
+        "    if gl.program_id(0) < units + 1:\n        next_expert",
         ("tests/test_ptx_experts.py::test_nobodys_rows",),
     ),
     Mutation(
@@ -126,10 +126,10 @@ EXPERTS = [
         PRODUCT,
     ),
     Mutation(
-        "experts-scale-of-another-pair", "products of a second pair of boxes are scaled as the first's",
+        "experts-scales-of-the-other-consumer", "both consumers read the first one's scales",
         KERNELS,
-        "_add(before, product, left[pair])",
-        "_add(before, product, left[0])",
+        "shared.scales.index(stage * CONSUMERS + which)",
+        "shared.scales.index(stage * CONSUMERS)",
         PRODUCT,
     ),
     Mutation(
@@ -140,17 +140,24 @@ EXPERTS = [
         PRODUCT,
     ),
     Mutation(
+        "experts-first-scales-of-the-second-step", "a CTA begins with the scales of its second step",
+        KERNELS,
+        "copy_scales(shared.first_scales, 0, scales, tiles, next_expert, first, 0)",
+        "copy_scales(shared.first_scales, 0, scales, tiles, next_expert, first, 8)",
+        PRODUCT,
+    ),
+    Mutation(
         "experts-scales-of-these-outputs", "a tile begins with the scales of the outputs before",
         KERNELS,
-        "gl.where(last, next_first, first)",
+        "gl.where(last, _first_output(tiles, next_unit, 0), first)",
         "first",
         PRODUCT,
     ),
     Mutation(
         "experts-second-half-of-rows-lost", "the second half of a tile's rows is stored where the first belongs",
         KERNELS,
-        "row + part * PART_M, end, output, column)",
-        "row, end, output, column)",
+        "finish(others, row + BLOCK_M // 2, end, output, first)",
+        "finish(others, row, end, output, first)",
         PRODUCT,
     ),
     Mutation(
@@ -177,8 +184,8 @@ EXPERTS = [
     Mutation(
         "experts-groups-past-the-end", "scales of a last half stage are read past the end of a row",
         CODES,
-        "gl.load(of_expert + gl.minimum(group + 4, last) + places)",
-        "gl.load(of_expert + group + 4 + places)",
+        "gl.minimum(group // 4 + gl.arange(0, 2, gl.SliceLayout(0, COPIED)), tiles.groups // 4 - 1)",
+        "group // 4 + gl.arange(0, 2, gl.SliceLayout(0, COPIED))",
         ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(

@@ -48,10 +48,3 @@ def _values(code, power):
         return value
     else:
         return round_to_bf16(value)
-
-
-@triton.jit
-def grouped_codes(codes, ROWS: tl.constexpr):
-    """Codes [ROWS, 128] in the order of device/mxfp4_operand.py."""
-    codes = tl.permute(tl.reshape(codes, [ROWS, 4, 4, 2, 4]), [0, 2, 3, 1, 4])
-    return tl.reshape(codes, [ROWS, 128])
