@@ -10,13 +10,13 @@ from sparse_attn.device.triton_private import aggregate
 from sparse_attn.ops.experts.hopper import constants
 
 BOX = gl.constexpr(constants.BOX)
-OWN = gl.constexpr(constants.OWN)
+CONSUMERS = gl.constexpr(constants.CONSUMERS)
 WORDS = gl.constexpr(constants.STEP // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
 PREFETCH = gl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
-# Words of a consumer's part of a box [OWN, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns
+# Words of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns
 # on. Eight lanes read outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6,
 # 3 and 7 of eight.
 PART = gl.constexpr(
@@ -49,36 +49,36 @@ def ask_for_scales(scales, tiles, expert, first):
     """Have a tile's scales brought to the L2, 128 bytes at a time: consumers read them a step before they need them,
     which is time enough for the L2 alone."""
     n = gl.arange(0, 2 * BOX, gl.BlockedLayout([1], [32], [1], [0]))
-    for pair in gl.static_range(tiles.PAIRS):
-        row = gl.minimum(first + pair * tiles.EACH + n % BOX + n // BOX * tiles.second, tiles.last)
+    for which in gl.static_range(CONSUMERS):
+        row = gl.minimum(first + which * tiles.EACH + n % BOX + n // BOX * tiles.second, tiles.last)
         rows = scales.values + (expert.to(gl.int64) * scales.stride_expert + row.to(gl.int64) * scales.stride_row)
         for at in range(0, tiles.groups, 128):
             gl.inline_asm_elementwise(PREFETCH, "=r,l", [rows + at], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _part(shared, box, which: gl.constexpr):
-    """A consumer's words of a box, [4, 8, 2, 16]: eight outputs in a product's order, halves of the columns."""
-    words = shared.codes.index(box).reshape([BOX, WORDS]).slice(which * OWN, OWN, dim=0).load(PART)
-    words = gl.permute(gl.reshape(words, [OWN // 8, 2, 2, 2, WORDS]), (0, 2, 3, 1, 4))
-    return gl.reshape(words, [OWN // 8, 8, 2, WORDS // 2])
+def _box(shared, box):
+    """A box's words, [4, 8, 2, 16]: eight outputs in a product's order, halves of the columns."""
+    words = shared.codes.index(box).reshape([BOX, WORDS]).load(PART)
+    words = gl.permute(gl.reshape(words, [BOX // 8, 2, 2, 2, WORDS]), (0, 2, 3, 1, 4))
+    return gl.reshape(words, [BOX // 8, 8, 2, WORDS // 2])
 
 
 @gluon.jit
-def read_words(shared, pair, which: gl.constexpr):
-    """A consumer's words of both halves of a pair's columns, [64, 4, 4] each, in the order of a product's rows."""
-    both = gl.join(_part(shared, 2 * pair, which), _part(shared, 2 * pair + 1, which))
+def read_words(shared, pair):
+    """Words of both halves of the columns of a pair of boxes, [64, 4, 4] each, in the order of a product's rows."""
+    both = gl.join(_box(shared, 2 * pair), _box(shared, 2 * pair + 1))
     first, second = gl.split(gl.permute(both, (0, 4, 1, 3, 2)))
-    first, second = gl.reshape(first, [2 * OWN, 4, 4]), gl.reshape(second, [2 * OWN, 4, 4])
+    first, second = gl.reshape(first, [2 * BOX, 4, 4]), gl.reshape(second, [2 * BOX, 4, 4])
     first = gl.convert_layout(first, OF_PRODUCT, assert_trivial=True)
     return first, gl.convert_layout(second, OF_PRODUCT, assert_trivial=True)
 
 
 @gluon.jit
-def places_of(tiles, scales, first, which: gl.constexpr):
-    """Where scales of a consumer's outputs of a pair of boxes lie among an expert's, int64 [64, 4]."""
-    m = gl.arange(0, 2 * OWN, gl.SliceLayout(1, GROUPS))
-    own = which * OWN + m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second
+def places_of(tiles, scales, first):
+    """Where scales of a pair of boxes lie among an expert's, int64 [64, 4]."""
+    m = gl.arange(0, 2 * BOX, gl.SliceLayout(1, GROUPS))
+    own = m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second
     row = gl.minimum(first + own, tiles.last)
     at = gl.expand_dims(row.to(gl.int64) * scales.stride_row, 1)
     return at + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
@@ -103,7 +103,7 @@ def tables_of(scales, EXACT: gl.constexpr, RESULT: gl.constexpr):
     first, second = scales[0].to(gl.int32), scales[1].to(gl.int32)
     if EXACT:
         tables, more_tables = (first, first), (second, second)
-        left = gl.zeros([2 * OWN], gl.float32, gl.SliceLayout(1, GROUPS))
+        left = gl.zeros([2 * BOX], gl.float32, gl.SliceLayout(1, GROUPS))
     else:
         top = gl.max(gl.maximum(first, second), 1)
         tables, more_tables = _magnitudes(first, top), _magnitudes(second, top)

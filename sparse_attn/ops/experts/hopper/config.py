@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from sparse_attn.dispatch import YES, Support, no, not_on, slower
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-
-class Form(NamedTuple):
-    """Stages of the ring, pairs of boxes of a tile."""
-
-    stages: int
-    pairs: int
-
-
-FP8 = {32: Form(8, 1), 64: Form(6, 1), 128: Form(3, 2)}  # by rows of a tile
-EXACT = {32: Form(6, 1), 64: Form(4, 1), 128: Form(2, 2)}
-CONSUMER_REGISTERS = 240
-REGISTERS = 168  # of a thread at launch
+FP8 = {32: 6, 64: 4, 128: 3}  # stages of the ring by rows of a tile
+EXACT = {32: 5, 64: 3, 128: 2}
+REGISTERS = 128  # of a thread at launch
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 160, 24  # the first consumer has what is left, 168
 FEW_EACH = 64  # ids of an expert in the mean, below which exact rows are faster without a step's fixed cost
 
 
@@ -50,9 +40,8 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> Plan:
     each, fp8 = problem.rows / problem.gate_up.groups, problem.activations == "fp8"
-    forms = FP8 if fp8 else EXACT
-    rows = next((rows for rows in forms if each * 1.25 <= rows), max(forms))
-    form = forms[rows]
+    stages = FP8 if fp8 else EXACT
+    rows = next((rows for rows in stages if each * 1.25 <= rows), max(stages))
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     spans = problem.gate_up.groups + problem.rows // rows
     quantised = (
@@ -61,12 +50,12 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("inner_scales", (problem.rows,), torch.float32),
     )
     scratch = Scratch((
-        Buffer("order", (problem.rows,), torch.int32), Buffer("with_empty", (spans, 3), torch.int32),
-        Buffer("spans", (spans, 3), torch.int32), Buffer("count", (1,), torch.int32),
+        Buffer("order", (problem.rows,), torch.int32), Buffer("place", (problem.rows,), torch.int32),
+        Buffer("with_empty", (spans, 3), torch.int32), Buffer("spans", (spans, 3), torch.int32), Buffer("count", (1,), torch.int32),
         Buffer("inner", (problem.rows, intermediate), dtype), Buffer("terms", (problem.rows, hidden), dtype),
         *(quantised if fp8 else ()),
     ))  # fmt: skip
     return Plan(
-        rows, form.pairs * BOX, 8, BLOCK_K, form.pairs * 2 * BOX, 8, BLOCK_K, form.stages, REGISTERS, scratch,
+        rows, CONSUMERS * BOX, 8, BLOCK_K, CONSUMERS * 2 * BOX, 8, BLOCK_K, stages[rows], REGISTERS, scratch,
         consumer_registers=CONSUMER_REGISTERS,
     )  # fmt: skip

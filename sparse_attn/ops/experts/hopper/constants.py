@@ -2,7 +2,6 @@
 
 BLOCK_K = 128  # columns of a product, four groups of MXFP4
 STEP = 2 * BLOCK_K  # columns of a stage
-BOX = 64  # outputs of a box of codes; a tile has two boxes
+CONSUMERS = 3  # warpgroups, each with two boxes of codes of a tile
+BOX = 32  # outputs of a box of codes
 ROWS = 32  # of a box of rows; a tile has one, two or four
-CONSUMERS = 2  # warpgroups, each with half of either box
-OWN = BOX // CONSUMERS  # outputs of a box that a consumer has

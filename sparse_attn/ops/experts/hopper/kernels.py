@@ -37,13 +37,12 @@ STEP = gl.constexpr(constants.STEP)
 BOX = gl.constexpr(constants.BOX)
 ROWS = gl.constexpr(constants.ROWS)
 CONSUMERS = gl.constexpr(constants.CONSUMERS)
-OWN = gl.constexpr(constants.OWN)
 ADD = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
 
 
 @aggregate
 class Shared:
-    """Rings. codes: int32 [STAGES * pairs * 2, 1, BOX, WORDS], pairs of boxes. x: e4m3 or bf16 [STAGES * 2, BLOCK_M,
+    """Rings. codes: int32 [STAGES * CONSUMERS * 2, 1, BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M,
     BLOCK_K], both halves of a stage's columns. full: all of a stage are there, an arrival and their bytes. empty:
     consumers have read them, an arrival of each."""
 
@@ -56,9 +55,9 @@ class Shared:
 @aggregate
 class Tiles:
     """spans: int32 [spans, 3], as order_rows deals them, of which those with rows come first. count: int32 [1], how
-    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a pair's first box to
-    its second. groups: of a row of the weight, a multiple of 4. last: row of the weight. PAIRS: of boxes of a tile.
-    EACH: outputs from a pair to the next."""
+    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a consumer's first
+    box to its second. groups: of a row of the weight, a multiple of 4. last: row of the weight. EACH: outputs from a
+    consumer's first to the next one's."""
 
     spans: gl.tensor
     count: gl.tensor
@@ -66,7 +65,6 @@ class Tiles:
     second: gl.tensor
     groups: gl.tensor
     last: gl.tensor
-    PAIRS: gl.constexpr
     EACH: gl.constexpr
 
 
@@ -89,22 +87,23 @@ def _expert(tiles, unit, units):
 
 
 @gluon.jit
-def _first_output(tiles, unit):
-    return unit % tiles.outputs * (tiles.PAIRS * tiles.EACH)
+def _first_output(tiles, unit, which):
+    """Of consumer ``which``."""
+    return (unit % tiles.outputs * CONSUMERS + which) * tiles.EACH
 
 
 @gluon.jit
 def _producer(shared, codes, x, scales, tiles):
     STAGES: gl.constexpr = shared.full.shape[0]
     BOXES: gl.constexpr = shared.x.shape[1] // ROWS  # of either half of a stage's columns
-    OF_CODES: gl.constexpr = tiles.PAIRS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
+    OF_CODES: gl.constexpr = CONSUMERS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
     OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         expert, row, end = _span(tiles, unit, units)
-        first = _first_output(tiles, unit)
+        first = _first_output(tiles, unit, 0)
         boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
         ask_for_scales(scales, tiles, expert, first)
         for column in range(0, tiles.groups * 32, STEP):  # what is behind the last one is 0
@@ -113,8 +112,8 @@ def _producer(shared, codes, x, scales, tiles):
             for n in gl.static_range(1, BOXES + 1):
                 mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
             word = column // 8
-            for pair in gl.static_range(tiles.PAIRS):
-                to, output = 2 * (stage * tiles.PAIRS + pair), first + pair * tiles.EACH
+            for which in gl.static_range(CONSUMERS):
+                to, output = 2 * (stage * CONSUMERS + which), first + which * tiles.EACH
                 tma_load(codes, [expert, output, word], full, shared.codes.index(to))
                 tma_load(codes, [expert, output + tiles.second, word], full, shared.codes.index(to + 1))
             for n in gl.static_range(BOXES):
@@ -134,70 +133,59 @@ def _add(sums, product, left):
 @gluon.jit
 def _work(shared, scales, tiles, output, units, which: gl.constexpr):
     """A CTA's units, of which there is one."""
-    PAIRS: gl.constexpr = tiles.PAIRS
     STAGES: gl.constexpr = shared.full.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
     EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
-    # Sums of a tile of 256 outputs leave room for a product of half of its rows.
-    PARTS: gl.constexpr = 2 if PAIRS == 2 and not EXACT else 1
+    PARTS: gl.constexpr = 2 if BLOCK_M == 128 and not EXACT else 1  # sums leave room for a product of half of the rows
     PART_M: gl.constexpr = BLOCK_M // PARTS
     RESULT: gl.constexpr = result_layout(PART_M, EXACT)
-    none = gl.zeros([2 * OWN, PART_M], gl.float32, RESULT)
+    none = gl.zeros([2 * BOX, PART_M], gl.float32, RESULT)
     stage, phase = 0, 0
     next_expert = _expert(tiles, gl.program_id(0), units)
-    tables, more_tables, left = (), (), ()
-    for pair in gl.static_range(PAIRS):
-        places = places_of(tiles, scales, _first_output(tiles, gl.program_id(0)) + pair * tiles.EACH, which)
-        of_first, of_second, rest = tables_of(read_scales(scales, next_expert, places, 0, tiles), EXACT, RESULT)
-        tables, more_tables, left = tables + (of_first,), more_tables + (of_second,), left + (rest,)
+    places = places_of(tiles, scales, _first_output(tiles, gl.program_id(0), which))
+    tables, more_tables, left = tables_of(read_scales(scales, next_expert, places, 0, tiles), EXACT, RESULT)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         expert, next_unit = next_expert, unit + gl.num_programs(0)
         next_expert = _expert(tiles, next_unit, units)  # on its way meanwhile
-        first, next_first = _first_output(tiles, unit), _first_output(tiles, next_unit)
+        first, next_first = _first_output(tiles, unit, which), _first_output(tiles, next_unit, which)
         sums = ()
-        for _ in gl.static_range(PAIRS * PARTS):
+        for _ in gl.static_range(PARTS):
             sums = sums + (none,)
         for group in range(0, tiles.groups, 8):
             last = group + 8 >= tiles.groups  # behind this step comes the next tile's first
-            ahead_expert, ahead_first = gl.where(last, next_expert, expert), gl.where(last, next_first, first)
+            places = places_of(tiles, scales, gl.where(last, next_first, first))
             next_group = gl.where(last, 0, group + 8)
             mbarrier.wait(shared.full.index(stage), phase)
-            next_tables, next_more_tables, next_left, next_sums = (), (), (), ()
-            for pair in gl.static_range(PAIRS):
-                places = places_of(tiles, scales, ahead_first + pair * tiles.EACH, which)
-                ahead = read_scales(scales, ahead_expert, places, next_group, tiles)
-                words, more_words = read_words(shared, stage * PAIRS + pair, which)
-                weight = decode_operand(words, tables[pair], EXACT, RESULT)
-                for part in gl.static_range(PARTS):
-                    x = shared.x.index(2 * stage).slice(part * PART_M, PART_M).permute((1, 0))
-                    more_x = shared.x.index(2 * stage + 1).slice(part * PART_M, PART_M).permute((1, 0))
-                    before = sums[pair * PARTS + part]
-                    product = warpgroup_mma(weight, x, before if EXACT else none, use_acc=EXACT, is_async=True)
-                    if part == 0:
-                        more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
-                        more_weight = decode_operand(more_words, more_tables[pair], EXACT, RESULT)
-                    product = warpgroup_mma(more_weight, more_x, product, is_async=True)
-                    if part == PARTS - 1:
-                        keep_order(units)
-                        of_first, of_second, rest = tables_of(ahead, EXACT, RESULT)
-                        next_tables, next_more_tables = next_tables + (of_first,), next_more_tables + (of_second,)
-                        next_left = next_left + (rest,)
-                        keep_order(units)
-                    product = warpgroup_mma_wait(0, deps=(product,))
-                    if EXACT:
-                        next_sums = next_sums + (product,)
-                    else:
-                        next_sums = next_sums + (_add(before, product, left[pair]),)
-                        keep_order(units)  # or two products' results are held at once
+            ahead = read_scales(scales, gl.where(last, next_expert, expert), places, next_group, tiles)
+            words, more_words = read_words(shared, stage * CONSUMERS + which)
+            weight = decode_operand(words, tables, EXACT, RESULT)
+            next_sums = ()
+            for part in gl.static_range(PARTS):
+                x = shared.x.index(2 * stage).slice(part * PART_M, PART_M).permute((1, 0))
+                more_x = shared.x.index(2 * stage + 1).slice(part * PART_M, PART_M).permute((1, 0))
+                before = sums[part]
+                product = warpgroup_mma(weight, x, before if EXACT else none, use_acc=EXACT, is_async=True)
+                if part == 0:
+                    more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
+                    more_weight = decode_operand(more_words, more_tables, EXACT, RESULT)
+                product = warpgroup_mma(more_weight, more_x, product, is_async=True)
+                if part == PARTS - 1:
+                    keep_order(units)
+                    tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
+                    keep_order(units)
+                product = warpgroup_mma_wait(0, deps=(product,))
+                if EXACT:
+                    next_sums = next_sums + (product,)
+                else:
+                    next_sums = next_sums + (_add(before, product, left),)
+                    keep_order(units)  # or two products' results are held at once
             signal(shared.empty.index(stage))
-            tables, more_tables, left, sums = next_tables, next_more_tables, next_left, next_sums
+            left, sums = next_left, next_sums
             stage, phase = next_stage(stage, phase, STAGES)
         _, row, end = _span(tiles, unit, units)
-        for pair in gl.static_range(PAIRS):
-            for part in gl.static_range(PARTS):
-                if row + part * PART_M < end:
-                    column = first + pair * tiles.EACH + which * OWN
-                    finish(sums[pair * PARTS + part], row + part * PART_M, end, output, column)
+        for part in gl.static_range(PARTS):
+            if row + part * PART_M < end:
+                finish(sums[part], row + part * PART_M, end, output, first)
 
 
 @gluon.jit
@@ -221,7 +209,7 @@ def multiply(
     weights,  # fp32 [rows]
     out,  # [rows, 128 * blocks], contiguous
     outputs,  # tiles of outputs
-    second,  # rows of the weight from a pair's first box to its second
+    second,  # rows of the weight from a consumer's first box to its second
     groups,  # columns / 32
     last,  # row of the weight
     blocks,  # of 128 columns of out
@@ -231,7 +219,6 @@ def multiply(
     GATED: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_M: gl.constexpr,  # rows of a tile
-    PAIRS: gl.constexpr,  # of boxes of a tile
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -239,7 +226,7 @@ def multiply(
     SCALED: gl.constexpr = x_scales is not None
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     shared = Shared(
-        codes=gl.allocate_shared_memory(codes.dtype, [2 * PAIRS * STAGES] + codes.block_shape, codes.layout),
+        codes=gl.allocate_shared_memory(codes.dtype, [2 * CONSUMERS * STAGES] + codes.block_shape, codes.layout),
         x=gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK_K], x.layout),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -250,7 +237,7 @@ def multiply(
     fence_async_shared()
     barrier()
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
-    tiles = Tiles(spans, count, outputs, second, groups, last, PAIRS, EACH)
+    tiles = Tiles(spans, count, outputs, second, groups, last, EACH)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
     row_scales = x_scales if SCALED else weights  # which nobody looks at
     output = Output(out, order, row_scales, weights, blocks, clamp, GATED, CLAMPED, SCALED, GATED and not SCALED)
@@ -258,8 +245,9 @@ def multiply(
         [
             (_consumer, (shared, scales, tiles, output, 0)),
             (_consumer, (shared, scales, tiles, output, 1)),
+            (_consumer, (shared, scales, tiles, output, 2)),
             (_producer, (shared, codes, x, scales, tiles)),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4, 4, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )

@@ -10,15 +10,16 @@ from sparse_attn.device import pdl
 from sparse_attn.ops.experts.grouped.config import COUNTED
 from sparse_attn.ops.experts.grouped.kernels import order_rows
 from sparse_attn.ops.experts.hopper import kernels, rows
-from sparse_attn.ops.experts.hopper.config import REGISTERS
+from sparse_attn.ops.experts.hopper.config import PRODUCER_REGISTERS
 from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, ROWS, STEP
 from sparse_attn.ops.experts.launch import Call
-from sparse_attn.ops.experts.plan import Plan
+from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.ops.experts.swap_ab.launch import add_terms
 from sparse_attn.target import Target, target_of
 from sparse_attn.weight_layout import parse_weight_layout
 
-SORTED = 1024  # values of a row that a CTA sorts, or quantises at a time
+PER_WARP = 1024  # columns of a row, 16 bytes of each group of 128 a lane
+WARPS = 4  # of a CTA that sorts or quantises, at most
 SPANS = 1024  # that keep_spans looks at together
 
 
@@ -26,9 +27,9 @@ def multiply(call: Call, plan: Plan) -> None:
     problem, target = call.problem, target_of(call.x.device)
     experts = problem.gate_up.groups
     ids, weights = call.ids.contiguous(), call.weights.contiguous()
-    order, with_empty, spans, count, inner, terms, *quantised = call.views
+    order, place, with_empty, spans, count, inner, terms, *quantised = call.views
     order_rows[(experts,)](
-        ids, order, with_empty, None, None, problem.rows, experts, len(with_empty), BLOCK=COUNTED, BLOCK_M=plan.block_m,
+        ids, order, with_empty, place, None, problem.rows, experts, len(with_empty), BLOCK=COUNTED, BLOCK_M=plan.block_m,
         num_warps=8, **pdl.launched(target),
     )  # fmt: skip
     rows.keep_spans[(1,)](with_empty, spans, count, len(with_empty), BLOCK=SPANS, num_warps=4, **pdl.launched(target))
@@ -36,26 +37,39 @@ def multiply(call: Call, plan: Plan) -> None:
     scales, inner_codes, inner_scales = quantised or (None, inner, None)
     sorted_rows = terms  # gate and up are done with them when down begins to write terms
     if scales is None:
-        rows.sort_rows[(problem.rows, -(-call.x.shape[1] // SORTED))](
-            call.x, order, sorted_rows, problem.k, problem.tokens, call.x.shape[1], *call.x.stride(), BLOCK=SORTED,
-            num_warps=4, **pdl.launched(target),
+        columns, warps = call.x.shape[1], _warps(call.x)
+        rows.sort_rows[(len(call.x), -(-columns // (warps * PER_WARP)))](
+            call.x, ids, place, sorted_rows, problem.k, experts, columns, *call.x.stride(), BLOCK=warps * PER_WARP,
+            num_warps=warps, **pdl.launched(target),
         )  # fmt: skip
     else:
         sorted_rows = terms.view(torch.uint8).flatten()[: terms.numel()].view(terms.shape)
-        _quantise(call.x, order, sorted_rows, scales, problem.k, target)
+        _quantise(call.x, ids, place, sorted_rows, scales, problem, target)
     _multiply(sorted_rows, scales, call.gate_up, dealt, order, weights, inner, plan, target, call.clamp, gated=True)
     if inner_scales is not None:
-        _quantise(inner, None, inner_codes, inner_scales, 1, target)
+        _quantise(inner, None, None, inner_codes, inner_scales, problem, target)
     _multiply(inner_codes, inner_scales, call.down, dealt, order, weights, terms, plan, target, None, gated=False)
     add_terms(terms, ids, call.out, experts)
 
 
+def _warps(x: torch.Tensor) -> int:
+    """That share a row."""
+    return min(WARPS, 1 << (max(1, x.shape[1] // PER_WARP) - 1).bit_length())
+
+
 def _quantise(
-    x: torch.Tensor, order: torch.Tensor | None, codes: torch.Tensor, scales: torch.Tensor, k: int, target: Target
+    x: torch.Tensor,
+    ids: torch.Tensor | None,
+    place: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    problem: Problem,
+    target: Target,
 ) -> None:
-    rows.quantise_rows[(len(codes),)](
-        x, order, codes, scales, k, *x.shape, *x.stride(), BLOCK=SORTED, FP8_CAST=True, num_warps=4,
-        **pdl.launched(target),
+    warps = _warps(x)
+    rows.quantise_rows[(len(x),)](
+        x, ids, place, codes, scales, problem.k, problem.gate_up.groups, x.shape[1], *x.stride(),
+        BLOCK=warps * PER_WARP, FP8_CAST=True, num_warps=warps, **pdl.launched(target),
     )  # fmt: skip
 
 
@@ -82,9 +96,8 @@ def _multiply(
         x_scales, _boxes(words, [1, BOX, STEP // 8], 128), scales, spans, count, order, weights, out, tiles,
         out.shape[1] if gated else BOX, words.shape[2] // 4, words.shape[1] - 1, out.shape[1] // 128,
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
-        BLOCK_M=plan.block_m, PAIRS=plan.gate_up_block_n // BOX, STAGES=plan.num_stages,
-        CONSUMER_REGISTERS=plan.consumer_registers,
-        PRODUCER_REGISTERS=3 * REGISTERS - 2 * plan.consumer_registers,  # of three warpgroups at launch
+        BLOCK_M=plan.block_m, STAGES=plan.num_stages, CONSUMER_REGISTERS=plan.consumer_registers,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 

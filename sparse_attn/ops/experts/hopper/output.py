@@ -9,7 +9,6 @@ from sparse_attn.ops.experts.grouped.kernels import gated
 from sparse_attn.ops.experts.hopper import constants
 
 BOX = gl.constexpr(constants.BOX)
-OWN = gl.constexpr(constants.OWN)
 
 
 @aggregate
@@ -32,15 +31,15 @@ class Output:
 
 @gluon.jit
 def _parts(sums):
-    """(first, second) [OWN, BLOCK_M] of a product's sums, outputs in their order."""
-    sums = gl.permute(gl.reshape(sums, [OWN // 8, 2, 2, 2, 2, sums.shape[1]]), (0, 4, 2, 3, 5, 1))
+    """(first, second) [BOX, BLOCK_M] of a product's sums, outputs in their order."""
+    sums = gl.permute(gl.reshape(sums, [BOX // 8, 2, 2, 2, 2, sums.shape[1]]), (0, 4, 2, 3, 5, 1))
     first, second = gl.split(sums)
-    return gl.reshape(first, [OWN, sums.shape[4]]), gl.reshape(second, [OWN, sums.shape[4]])
+    return gl.reshape(first, [BOX, sums.shape[4]]), gl.reshape(second, [BOX, sums.shape[4]])
 
 
 @gluon.constexpr_function
 def rows_layout(placed):
-    """Of a tile's values as they are stored [BLOCK_M, OWN]: a thread has neighbours of a row."""
+    """Of a tile's values as they are stored [BLOCK_M, BOX]: a thread has neighbours of a row."""
     each = 2 if placed else 8
     return gl.BlockedLayout([1, each], [each, 32 // each], [4, 1], [1, 0])
 
@@ -64,13 +63,13 @@ def _rows(row, end, output, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _store(values, rows, output, column):
-    """values: [OWN, BLOCK_M] of outputs from ``column`` on. rows: what _rows returns."""
+    """values: [BOX, BLOCK_M] of outputs from ``column`` on. rows: what _rows returns."""
     TO: gl.constexpr = rows_layout(output.PLACED)
     to, factor, inside = rows
     values = gl.convert_layout(gl.permute(values, (1, 0)), TO)
     if not output.GATED:
         values *= gl.expand_dims(factor, 1)
-    column = column + gl.arange(0, OWN, gl.SliceLayout(0, TO))
+    column = column + gl.arange(0, BOX, gl.SliceLayout(0, TO))
     mask = gl.expand_dims(inside, 1) & gl.expand_dims(column < output.blocks * 128, 0)
     if output.PLACED:  # as device/mxfp4_operand has bf16
         column = column // 128 * 128 + column % 32 // 4 * 16 + column // 2 % 2 * 8 + column // 32 % 4 * 2 + column % 2

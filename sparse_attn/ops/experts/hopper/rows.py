@@ -5,39 +5,73 @@ import triton.language as tl
 
 from sparse_attn.device import pdl
 from sparse_attn.device.fp8 import encode_scaled, finite_or_nan, pow2_exponent
-from sparse_attn.device.mxfp4 import grouped_codes
 
 
-@triton.jit(do_not_specialize=["k", "tokens"])
+@triton.jit
+def _group(source, column, columns, group: tl.constexpr, stride_column):
+    """Values [n, 32] of a group of 128 columns from each of ``column`` on."""
+    at = column[:, None] + group * 32 + tl.arange(0, 32)[None, :]
+    return tl.load(source + at.to(tl.int64) * stride_column, mask=(column < columns)[:, None], other=0.0)
+
+
+@triton.jit
+def _of_groups(first, second, third, fourth, TOGETHER: tl.constexpr):
+    """[n, 32] of each group of 128 columns -> [n, 128], TOGETHER of each group in turn. A thread that has neighbours of
+    every group has neighbours here."""
+    values = tl.join(tl.join(first, third), tl.join(second, fourth))
+    n: tl.constexpr = first.shape[0]
+    values = tl.permute(tl.reshape(values, [n, 32 // TOGETHER, TOGETHER, 4]), [0, 1, 3, 2])
+    return tl.reshape(values, [n, 128])
+
+
+@triton.jit
+def _store(values, to, row, column, columns, ids, place, k, experts):
+    """values [n, 128] of a token as ``row``, or where ``place`` has its experts'."""
+    at = column[:, None] + tl.arange(0, 128)[None, :]
+    inside = (column < columns)[:, None]
+    if place is None:
+        tl.store(to + row * columns + at, values, mask=inside)
+    else:
+        for i in range(row * k, row * k + k):
+            expert = tl.load(ids + i)
+            if (expert >= 0) & (expert < experts):
+                tl.store(to + tl.load(place + i).to(tl.int64) * columns + at, values, mask=inside)
+
+
+@triton.jit(do_not_specialize=["k", "experts"])
 def sort_rows(
     x,  # [tokens, columns]
-    order,  # int32 [rows]: row r is of token order[r] / k; what is there may be anything, and so is its row
+    ids,  # int32 [tokens, k], contiguous
+    place,  # int32 [tokens, k]: as what row a token's goes to its expert
     out,  # bf16 [rows, columns], contiguous, in the order of device/mxfp4_operand.py
     k,
-    tokens,
-    columns,
+    experts,
+    columns,  # a multiple of 128
     stride_row,
     stride_column,
     BLOCK: tl.constexpr,  # a multiple of 128
     PDL: tl.constexpr,
 ):
+    """A token a CTA, and BLOCK columns."""
     pdl.wait(PDL)
-    row = tl.program_id(0)
-    token = tl.minimum(tl.maximum(tl.load(order + row) // k, 0), tokens - 1).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(x + token * stride_row + at.to(tl.int64) * stride_column, mask=at < columns, other=0.0)
-    values = tl.permute(tl.reshape(values, [BLOCK // 128, 4, 8, 2, 2]), [0, 2, 3, 1, 4])
-    tl.store(out + row.to(tl.int64) * columns + at, tl.reshape(values, [BLOCK]), mask=at < columns)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK // 128) * 128
+    groups = ()
+    for group in tl.static_range(4):
+        groups += (_group(x + row * stride_row, column, columns, group, stride_column),)
+    values = _of_groups(groups[0], groups[1], groups[2], groups[3], 2)
+    _store(values, out, row, column, columns, ids, place, k, experts)
 
 
-@triton.jit(do_not_specialize=["k", "tokens", "columns"])
+@triton.jit(do_not_specialize=["k", "experts"])
 def quantise_rows(
     x,  # [tokens, columns]
-    order,  # as sort_rows'; or None: row r is that of x
+    ids,  # as sort_rows', or None
+    place,  # as sort_rows'; or None: row r is that of x
     codes,  # uint8 [rows, columns], contiguous, in the order of device/mxfp4_operand.py
     scales,  # fp32 [rows], a power of two each
     k,
-    tokens,
+    experts,
     columns,  # a multiple of 128
     stride_row,
     stride_column,
@@ -45,27 +79,32 @@ def quantise_rows(
     FP8_CAST: tl.constexpr,  # as encode_scaled's
     PDL: tl.constexpr,
 ):
-    """A row a CTA, which reads it twice."""
+    """A token a CTA, which reads it twice."""
     pdl.wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    token = row
-    if order is not None:
-        token = tl.minimum(tl.maximum(tl.load(order + row) // k, 0), tokens - 1).to(tl.int64)
-    source = x + token * stride_row
-    at = tl.arange(0, BLOCK)
-    largest = tl.zeros([BLOCK], tl.float32)
+    source = x + row * stride_row
+    largest = tl.zeros([BLOCK // 128, 32], tl.float32)
     for begin in range(0, columns, BLOCK):
-        column = begin + at
-        values = tl.load(source + column.to(tl.int64) * stride_column, mask=column < columns, other=0.0)
-        largest = tl.maximum(largest, finite_or_nan(values.to(tl.float32))[1])
-    exponent = pow2_exponent(tl.max(largest, 0))
+        column = begin + tl.arange(0, BLOCK // 128) * 128
+        for group in tl.static_range(4):
+            largest = tl.maximum(largest, finite_or_nan(_group(source, column, columns, group, stride_column).to(tl.float32))[1])
+    exponent = pow2_exponent(tl.max(tl.max(largest, 1), 0))
     for begin in range(0, columns, BLOCK):
-        column = begin + at
-        values = tl.load(source + column.to(tl.int64) * stride_column, mask=column < columns, other=0.0)
-        found = encode_scaled(finite_or_nan(values.to(tl.float32))[0], exponent, FP8_CAST)
-        found = grouped_codes(tl.reshape(found, [BLOCK // 128, 128]), BLOCK // 128)
-        tl.store(codes + row * columns + column, tl.reshape(found, [BLOCK]), mask=column < columns)
-    tl.store(scales + row, (exponent << 23).to(tl.float32, bitcast=True))
+        column = begin + tl.arange(0, BLOCK // 128) * 128
+        groups = ()
+        for group in tl.static_range(4):
+            values = finite_or_nan(_group(source, column, columns, group, stride_column).to(tl.float32))[0]
+            groups += (encode_scaled(values, exponent, FP8_CAST),)
+        values = _of_groups(groups[0], groups[1], groups[2], groups[3], 4)
+        _store(values, codes, row, column, columns, ids, place, k, experts)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    if place is None:
+        tl.store(scales + row, scale)
+    else:
+        for i in range(row * k, row * k + k):
+            expert = tl.load(ids + i)
+            if (expert >= 0) & (expert < experts):
+                tl.store(scales + tl.load(place + i), scale)
 
 
 @triton.jit(do_not_specialize=["spans_count"])
