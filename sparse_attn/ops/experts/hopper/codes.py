@@ -75,37 +75,43 @@ def read_words(shared, pair):
 
 
 @gluon.jit
-def places_of(tiles, scales, first):
-    """Where scales of a pair of boxes lie among an expert's, int64 [64, 4]."""
+def places_of(scales, tiles, expert, first):
+    """Pointers [64, 4] to the first four scales of each output of a pair of boxes."""
     m = gl.arange(0, 2 * BOX, gl.SliceLayout(1, GROUPS))
     own = m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second
     row = gl.minimum(first + own, tiles.last)
-    at = gl.expand_dims(row.to(gl.int64) * scales.stride_row, 1)
-    return at + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
+    at = scales.values + (expert.to(gl.int64) * scales.stride_expert + row.to(gl.int64) * scales.stride_row)
+    return gl.expand_dims(at, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, GROUPS)), 0)
 
 
 @gluon.jit
-def read_scales(scales, expert, places, group, tiles):
-    """Those of eight groups from ``group`` on, as two of four; of the last groups where there are fewer."""
-    last = tiles.groups - 4
-    of_expert = scales.values + expert.to(gl.int64) * scales.stride_expert
-    return (
-        gl.load(of_expert + gl.minimum(group, last) + places),
-        gl.load(of_expert + gl.minimum(group + 4, last) + places),
-    )
+def read_scales(places, group, tiles):
+    """Those of eight groups from ``group`` on, where ``places`` point to, as two of four; twice the last four where
+    there are no more."""
+    return gl.load(places), gl.load(places + gl.where(group + 4 < tiles.groups, 4, 0))
+
+
+@gluon.jit
+def highest_of(scales, EXACT: gl.constexpr):
+    """Of scales, uint8 [64, 4] of either half of a step: both, and the highest of all eight [64], as int32."""
+    first, second = scales[0].to(gl.int32), scales[1].to(gl.int32)
+    if EXACT:
+        top = gl.zeros([2 * BOX], gl.int32, gl.SliceLayout(1, GROUPS))
+    else:
+        top = gl.max(gl.maximum(first, second), 1)
+    return first, second, top
 
 
 @gluon.jit
 def tables_of(scales, EXACT: gl.constexpr, RESULT: gl.constexpr):
-    """Of scales, uint8 [64, 4] of either half of a step: what decodes the first half's words and what the second's, a
-    pair of int32 [64, 4] each, and what is left of the scale of all eight groups [64]. A pair is magnitudes of low and
-    of high codes; of EXACT codes the scales, and nothing is left."""
-    first, second = scales[0].to(gl.int32), scales[1].to(gl.int32)
+    """Of what highest_of returns: what decodes the first half's words and what the second's, a pair of int32 [64, 4]
+    each, and what is left of the scale of all eight groups [64]. A pair is magnitudes of low and of high codes; of
+    EXACT codes the scales, and nothing is left."""
+    first, second, top = scales
     if EXACT:
         tables, more_tables = (first, first), (second, second)
         left = gl.zeros([2 * BOX], gl.float32, gl.SliceLayout(1, GROUPS))
     else:
-        top = gl.max(gl.maximum(first, second), 1)
         tables, more_tables = _magnitudes(first, top), _magnitudes(second, top)
         left = gl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
     return tables, more_tables, gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)

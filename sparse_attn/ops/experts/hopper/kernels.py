@@ -25,6 +25,7 @@ from sparse_attn.ops.experts.hopper.codes import (
     Scales,
     ask_for_scales,
     decode_operand,
+    highest_of,
     places_of,
     read_scales,
     read_words,
@@ -82,11 +83,6 @@ def _span(tiles, unit, units):
 
 
 @gluon.jit
-def _expert(tiles, unit, units):
-    return _span(tiles, unit, units)[0]
-
-
-@gluon.jit
 def _first_output(tiles, unit, which):
     """Of consumer ``which``."""
     return (unit % tiles.outputs * CONSUMERS + which) * tiles.EACH
@@ -141,22 +137,24 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
     RESULT: gl.constexpr = result_layout(PART_M, EXACT)
     none = gl.zeros([2 * BOX, PART_M], gl.float32, RESULT)
     stage, phase = 0, 0
-    next_expert = _expert(tiles, gl.program_id(0), units)
-    places = places_of(tiles, scales, _first_output(tiles, gl.program_id(0), which))
-    tables, more_tables, left = tables_of(read_scales(scales, next_expert, places, 0, tiles), EXACT, RESULT)
+    expert, row, end = _span(tiles, gl.program_id(0), units)
+    places = places_of(scales, tiles, expert, _first_output(tiles, gl.program_id(0), which))
+    tables, more_tables, left = tables_of(highest_of(read_scales(places, 0, tiles), EXACT), EXACT, RESULT)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        expert, next_unit = next_expert, unit + gl.num_programs(0)
-        next_expert = _expert(tiles, next_unit, units)  # on its way meanwhile
-        first, next_first = _first_output(tiles, unit, which), _first_output(tiles, next_unit, which)
+        next_unit = unit + gl.num_programs(0)
+        next_expert, next_row, next_end = _span(tiles, next_unit, units)  # on its way meanwhile
         sums = ()
         for _ in gl.static_range(PARTS):
             sums = sums + (none,)
         for group in range(0, tiles.groups, 8):
-            last = group + 8 >= tiles.groups  # behind this step comes the next tile's first
-            places = places_of(tiles, scales, gl.where(last, next_first, first))
-            next_group = gl.where(last, 0, group + 8)
+            next_group = group + 8
+            if next_group < tiles.groups:
+                places += 8
+            else:  # behind this step comes the next tile's first
+                places = places_of(scales, tiles, next_expert, _first_output(tiles, next_unit, which))
+                next_group = 0
+            ahead = read_scales(places, next_group, tiles)
             mbarrier.wait(shared.full.index(stage), phase)
-            ahead = read_scales(scales, gl.where(last, next_expert, expert), places, next_group, tiles)
             words, more_words = read_words(shared, stage * CONSUMERS + which)
             weight = decode_operand(words, tables, EXACT, RESULT)
             next_sums = ()
@@ -169,9 +167,12 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
                     more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
                     more_weight = decode_operand(more_words, more_tables, EXACT, RESULT)
                 product = warpgroup_mma(more_weight, more_x, product, is_async=True)
+                if part == 0:
+                    keep_order(units)
+                    found = highest_of(ahead, EXACT)
                 if part == PARTS - 1:
                     keep_order(units)
-                    tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
+                    tables, more_tables, next_left = tables_of(found, EXACT, RESULT)
                     keep_order(units)
                 product = warpgroup_mma_wait(0, deps=(product,))
                 if EXACT:
@@ -182,10 +183,11 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
             signal(shared.empty.index(stage))
             left, sums = next_left, next_sums
             stage, phase = next_stage(stage, phase, STAGES)
-        _, row, end = _span(tiles, unit, units)
+        first = _first_output(tiles, unit, which)
         for part in gl.static_range(PARTS):
             if row + part * PART_M < end:
                 finish(sums[part], row + part * PART_M, end, output, first)
+        row, end = next_row, next_end
 
 
 @gluon.jit
