@@ -242,3 +242,76 @@ def test_two_checkouts_in_one_call(tmp_path):
     assert {record["suite"] for record in found["old"] + found["new"]} == {"topk_decode"}
     with pytest.raises(SystemExit, match="no answer, exit code 1"):
         compare_runs.main(["--run", str(tmp_path), "--dry"])
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """gate_cards on two pretended GPUs, of four parts: ``ran`` are (GPU, part), ``outcome`` what each comes to."""
+    import gate_cards
+    from gate_parts import Part, result_of
+
+    fake = SimpleNamespace(main=gate_cards.main, ran=[], outcome={}, missing=[])
+    parts = [Part("tests", 1, 2), Part("tests", 2, 2), Part("suites", 1, 2), Part("suites", 2, 2)]
+
+    def run(command, cwd, env, **_):
+        name = command[command.index("--part") + 1]
+        fake.ran.append((env["CUDA_VISIBLE_DEVICES"], name))
+        found = fake.outcome.get(name) or (of_tests() if name.startswith("tests") else of_suites())
+        if found != "killed":
+            Path(command[command.index("--out") + 1]).write_text(json.dumps(result_of(dict(ABOUT), {name: found})))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(gate_cards, "cards_here", lambda: ["0", "1"])
+    monkeypatch.setattr(gate_cards, "missing", lambda: fake.missing)
+    monkeypatch.setattr(gate_cards, "parts_by_length", lambda: parts)
+    monkeypatch.setattr(gate_cards.shutil, "copytree", lambda source, copy, ignore: copy.mkdir())
+    monkeypatch.setattr(gate_cards.subprocess, "run", run)
+    return fake
+
+
+def test_all_gpus_share_the_parts_and_a_second_call_runs_what_is_left(two_gpus, tmp_path, capsys):
+    call = [str(tmp_path), "--commit", "a"]
+    assert two_gpus.main([*call, "--begin", "-1"]) == 3 and not two_gpus.ran
+    two_gpus.outcome["tests:2/2"] = "killed"
+    assert two_gpus.main(call) == 3
+    assert sorted(part for _, part in two_gpus.ran) == ["suites:1/2", "suites:2/2", "tests:1/2", "tests:2/2"]
+    assert "left: tests:2/2" in capsys.readouterr().out
+    two_gpus.outcome.clear()
+    two_gpus.ran.clear()
+    assert two_gpus.main(call) == 0 and [part for _, part in two_gpus.ran] == ["tests:2/2"]
+    merged = json.loads((tmp_path / "merged.json").read_text())
+    assert merged["good"] and merged["tests"]["passed"] == 10 and not merged["unfinished"]
+
+
+def test_a_part_that_is_not_good_shows_in_the_end(two_gpus, tmp_path):
+    two_gpus.outcome["suites:2/2"] = of_suites(code=1)
+    assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 1
+    assert {card for card, _ in two_gpus.ran} <= {"0", "1"}
+
+
+def test_nothing_runs_where_something_is_missing(two_gpus, tmp_path, capsys):
+    two_gpus.missing.append("xdist: no module")
+    assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 2 and not two_gpus.ran
+    assert capsys.readouterr().out == "missing: xdist: no module\n"
+
+
+def test_what_is_missing_is_named(monkeypatch, tmp_path):
+    import gate_cards
+
+    monkeypatch.setattr(gate_cards, "NEEDED", ("json", "no_such_module"))
+    monkeypatch.delenv("PEERS_DIR", raising=False)
+    first, *_, last = gate_cards.missing()
+    assert first == "no_such_module: No module named 'no_such_module'"
+    assert last == "PEERS_DIR: not set, so nothing would be measured beside peers"
+    monkeypatch.setenv("PEERS_DIR", str(tmp_path))
+    assert gate_cards.missing()[-1].startswith(f"PEERS_DIR: got {tmp_path}")
+    (tmp_path / "vllm").mkdir()
+    assert gate_cards.missing()[-1].startswith("PEERS_DIR: DeepGEMM does not run: ")
+
+
+def test_the_longest_parts_go_first():
+    from gate_cards import SUITES, TESTS, parts_by_length
+
+    parts = parts_by_length()
+    assert len(set(parts)) == len(parts) == TESTS + SUITES
+    assert parts[0].kind == "tests" and parts[-1].kind == "suites"
