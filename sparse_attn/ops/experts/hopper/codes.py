@@ -7,7 +7,7 @@ from sparse_attn.device.fp8 import decode_exponent
 from sparse_attn.device.hopper import async_load
 from sparse_attn.device.mxfp4_operand import begin_exact, decode, exact_operand, operand
 from sparse_attn.device.packed_dot import E8M0_NAN
-from sparse_attn.device.triton_private import aggregate
+from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.experts.hopper import constants
 
 BOX = gl.constexpr(constants.BOX)
@@ -69,8 +69,8 @@ def copy_scales(into, stage, scales, tiles, expert, first, group):
 def read_scales(words):
     """int32 [64, 2] in shared memory -> a lane's own, uint8 [64, 4] of either half of the groups."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    bytes = words._reinterpret(gl.uint8, [2 * BOX, 8], FLAT)
-    return bytes.slice(0, 4, dim=1).load(GROUPS), bytes.slice(4, 4, dim=1).load(GROUPS)
+    eight = reinterpret(words, gl.uint8, [2 * BOX, 8], FLAT)
+    return eight.slice(0, 4, dim=1).load(GROUPS), eight.slice(4, 4, dim=1).load(GROUPS)
 
 
 @gluon.jit
