@@ -36,39 +36,6 @@ def decode(words, low, high):
     return gl.reshape(gl.permute(gl.join(first, last), (0, 2, 3, 1)), [words.shape[0], 32])
 
 
-# $4: eight codes; $5, $6: as above. $0, $1: magnitudes of the first and the last four. $2, $3: bytes with their signs.
-BEGIN = gl.constexpr("""{
-.reg .b32 low, high, even;
-and.b32 low, $4, 0x77777777;
-shr.u32 high, low, 16;
-shl.b32 even, $4, 4;
-prmt.b32 $0, $5, $6, low;
-prmt.b32 $1, $5, $6, high;
-prmt.b32 $2, even, $4, 0x5140;
-prmt.b32 $3, even, $4, 0x7362;
-}""")
-SIGN = gl.constexpr("lop3.b32 $0, $2, 0x80808080, $1, 0xEA;")
-
-
-@gluon.jit
-def begin_decode(words, low, high):
-    """(magnitudes, words with their signs), int32 [ROWS, 32] as decode, for end_decode. ptxas makes products wait for
-    each other whose operands in registers are overwritten before the wait for them, as words of the next step that a
-    loop carries are: these two may be."""
-    first, last, s, t = gl.inline_asm_elementwise(
-        BEGIN, "=&r,=&r,=&r,=&r,r,r,r", [words, gl.expand_dims(low, 2), gl.expand_dims(high, 2)],
-        dtype=(gl.int32,) * 4, is_pure=True, pack=1,
-    )  # fmt: skip
-    ROWS: gl.constexpr = words.shape[0]
-    magnitudes = gl.reshape(gl.permute(gl.join(first, last), (0, 2, 3, 1)), [ROWS, 32])
-    return magnitudes, gl.reshape(gl.permute(gl.join(s, t), (0, 2, 3, 1)), [ROWS, 32])
-
-
-@gluon.jit
-def end_decode(magnitudes, signs):
-    return gl.inline_asm_elementwise(SIGN, "=r,r,r", [magnitudes, signs], dtype=gl.int32, is_pure=True, pack=1)
-
-
 @gluon.jit
 def operand(decoded, RESULT: gl.constexpr):
     """uint8 [ROWS, 128] of a product whose result has layout RESULT, from what decode returns."""

@@ -16,9 +16,8 @@ WORDS = gl.constexpr(constants.STEP // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
-# Words of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns
-# on. Eight lanes read outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6,
-# 3 and 7 of eight.
+# Words of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns on. Eight lanes read
+# outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6, 3 and 7 of eight.
 PART = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [32, 32]
