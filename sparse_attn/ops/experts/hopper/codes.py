@@ -11,7 +11,6 @@ from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.experts.hopper import constants
 
 BOX = gl.constexpr(constants.BOX)
-CONSUMERS = gl.constexpr(constants.CONSUMERS)
 WORDS = gl.constexpr(constants.STEP // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
@@ -59,9 +58,9 @@ def _words_of(scales, tiles, expert, first, group):
 @gluon.jit
 def copy_scales(into, stage, scales, tiles, expert, first, group):
     """Those of all consumers, to a stage of int32 [stages * CONSUMERS, 64, 2]; not awaited."""
-    for which in gl.static_range(CONSUMERS):
+    for which in gl.static_range(tiles.TOTAL):
         words = _words_of(scales, tiles, expert, first + which * tiles.EACH, group)
-        async_load(into.index(stage * CONSUMERS + which), words)
+        async_load(into.index(stage * tiles.TOTAL + which), words)
 
 
 @gluon.jit
