@@ -56,8 +56,9 @@ def quantised(values, activations, together=128):
 
 
 def exact(x, weights, ids, gate_up, down, clamp, activations="exact", together=128):
-    """(fp64 result, what it may be off by) on the CPU. together: see quantised. A sum of n products in fp32 loses n * 2**-24 of their
-    magnitudes, and on a GPU's matrix units 2**-21 more; silu is 1.1-Lipschitz and taken in fp32. fp8 units lose 2**-13 of a block's products."""
+    """(fp64 result, what it may be off by) on the CPU. together: see quantised. A sum of n products in fp32 loses
+    n * 2**-24 of their magnitudes, and on a GPU's matrix units 2**-21 more; silu is 1.1-Lipschitz and taken in fp32.
+    fp8 units lose 2**-13 of a block's products."""
     units = 2.0**-21 if activations == "exact" else 2.0**-13
     dtype, x, weights, ids = x.dtype, x.cpu().double(), weights.cpu().double(), ids.cpu()
     first, second = (dequantise(one).cpu().double() for one in (gate_up, down))

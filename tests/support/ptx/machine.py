@@ -426,8 +426,8 @@ class Cta:
         self.barriers[int(self._address(warp, instruction.operands[2])[lane])].arrive(0, -data.size)
 
     def _copy_lanes(self, warp: Warp, instruction: Instruction, active: np.ndarray) -> None:
-        """cp.async: some bytes of each lane, at once, zeros behind those that are read; of groups of them nothing is left
-        to wait for."""
+        """cp.async: some bytes of each lane, at once, zeros behind those that are read; then no group of them is
+        left to wait for."""
         if instruction.operation[2] in ("commit_group", "wait_group"):
             return
         if instruction.operation[2] == "mbarrier":  # what each lane copied is there already

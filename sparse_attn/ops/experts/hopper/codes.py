@@ -18,12 +18,12 @@ LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
 # Words of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns on. Eight lanes read
 # outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6, 3 and 7 of eight.
-PART = gl.constexpr(
+OF_BOX = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [32, 32]
     )
 )
-# Words of 128 columns of both parts [64, 4 groups, 4], in the order of a product's rows: of 16 eight of the first, then
+# Words of 128 columns of both boxes [64, 4 groups, 4], in the order of a product's rows: of 16 eight of the first, then
 # eight of the second.
 OF_PRODUCT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -58,7 +58,7 @@ def _words_of(scales, tiles, expert, first, group):
 
 @gluon.jit
 def copy_scales(into, stage, scales, tiles, expert, first, group):
-    """Those of all consumers, to a stage of int32 [stages * CONSUMERS, 64, 2]; not awaited."""
+    """Copy all consumers' scales into a stage of int32 [stages * CONSUMERS, 64, 2]; not awaited."""
     for which in gl.static_range(CONSUMERS):
         words = _words_of(scales, tiles, expert, first + which * tiles.EACH, group)
         async_load(into.index(stage * CONSUMERS + which), words)
@@ -75,7 +75,7 @@ def read_scales(words):
 @gluon.jit
 def _box(shared, box):
     """A box's words, [4, 8, 2, 16]: eight outputs in a product's order, halves of the columns."""
-    words = shared.codes.index(box).reshape([BOX, WORDS]).load(PART)
+    words = shared.codes.index(box).reshape([BOX, WORDS]).load(OF_BOX)
     words = gl.permute(gl.reshape(words, [BOX // 8, 2, 2, 2, WORDS]), (0, 2, 3, 1, 4))
     return gl.reshape(words, [BOX // 8, 8, 2, WORDS // 2])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.dispatch import YES, Support, no, not_on, slower
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, LAUNCHED
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, LAUNCH_REGISTERS
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
@@ -55,4 +55,4 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("count", (1,), torch.int32), Buffer("inner", (problem.rows, intermediate), dtype),
         Buffer("terms", (problem.rows, hidden), dtype), *(quantised if fp8 else ()),
     ))  # fmt: skip
-    return Plan(rows, outputs, 8, BLOCK_K, 2 * outputs, 8, BLOCK_K, stages[rows], LAUNCHED, scratch)
+    return Plan(rows, outputs, 8, BLOCK_K, 2 * outputs, 8, BLOCK_K, stages[rows], LAUNCH_REGISTERS, scratch)

@@ -51,7 +51,7 @@ def multiply(call: Call, plan: Plan) -> None:
 
 
 def _warps(x: torch.Tensor) -> int:
-    """That share a row."""
+    """How many warps share a row, a power of two."""
     return min(WARPS, 1 << (max(1, x.shape[1] // PER_WARP) - 1).bit_length())
 
 
@@ -90,16 +90,15 @@ def _multiply(
     words, scales = packed.view(torch.int32), scales.view(torch.int32)
     tiles = -(-out.shape[1] // (plan.gate_up_block_n if gated else plan.down_block_n))
     kernels.multiply[(min(target.num_sms, spans.shape[0] * tiles),)](
-        _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K], 128),
-        x_scales, _boxes(words, [1, BOX, STEP // 8], 128), scales, spans, count, order, weights, out, tiles,
+        _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K]),
+        x_scales, _boxes(words, [1, BOX, STEP // 8]), scales, spans, count, order, weights, out, tiles,
         out.shape[1] if gated else BOX, words.shape[2] // 4, words.shape[1] - 1, out.shape[1] // 128,
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
         BLOCK_M=plan.block_m, STAGES=plan.num_stages, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip
 
 
-def _boxes(tensor: torch.Tensor, shape: list[int], swizzle: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=swizzle, element_bitwidth=8 * tensor.itemsize, rank=tensor.dim()
-    )  # fmt: skip
+def _boxes(tensor: torch.Tensor, shape: list[int]) -> TensorDescriptor:
+    """Whose rows have a multiple of 128 bytes."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.itemsize, rank=tensor.dim())
     return TensorDescriptor.from_tensor(tensor, shape, layout)

@@ -39,7 +39,7 @@ def _parts(sums):
 
 @gluon.jit
 def halves(sums):
-    """Those of the first and of the last half of the rows."""
+    """The sums of the first and of the last half of the rows."""
     M: gl.constexpr = sums.shape[1] // 2
     return gl.split(gl.permute(gl.reshape(sums, [sums.shape[0], 2, M]), (0, 2, 1)))
 
@@ -87,6 +87,7 @@ def _store(values, rows, output, column):
 
 @gluon.jit
 def finish(sums, row, end, output, column):
+    """Store a consumer's sums of sorted rows from ``row`` to ``end`` and of outputs from ``column`` on."""
     BLOCK_M: gl.constexpr = sums.shape[1]
     rows = _rows(row, end, output, BLOCK_M)
     if output.GATED:
