@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 from gate_parts import LONG, Part, merge  # noqa: E402
 
 TESTS, SUITES = 8, 16  # parts
-NEEDED = ("pytest", "xdist", "expecttest", "transformers", "safetensors", "tokenizers")
+NEEDED = ("pytest", "xdist", "expecttest", "safetensors", "tokenizers")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,6 +48,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"missing: {problem}" for problem in problems))
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)
+    for path in options.folder.glob("*-of-*.json"):
+        if (commit := json.loads(path.read_text())["commit"]) != options.commit:
+            parser.error(f"{path}: got a part of {commit}, allowed: of {options.commit}")
     latest = None if options.begin is None else time.monotonic() + options.begin
     return run(options.folder.resolve(), options.commit, cards, latest, options.workers)
 
@@ -81,11 +84,10 @@ def missing() -> list[str]:
         return [*problems, str(error)]
     if found is None:
         return [*problems, f"{peers.VARIABLE}: not set, so nothing would be measured beside peers"]
-    asked = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers", "scores"], cwd=HERE, capture_output=True, text=True
-    )
-    if asked.returncode:
-        problems.append(f"{peers.VARIABLE}: DeepGEMM does not run: {asked.stderr.strip().splitlines()[-1]}")
+    try:
+        peers.compile_side_by_side(found.root)
+    except RuntimeError as error:
+        problems.append(f"{peers.VARIABLE}: DeepGEMM does not run: {str(error).strip().splitlines()[-1]}")
     return problems
 
 
@@ -99,15 +101,19 @@ def parts_by_length() -> list[Part]:
 
 
 def run(folder: Path, commit: str, cards: list[str], latest: float | None, workers: int) -> int:
-    """latest: when the last part may begin, by time.monotonic(). 0 where all are good."""
+    """latest: when the last part may begin, by time.monotonic(). Returns main's exit code."""
     paths = {one: folder / (str(one).replace(":", "-").replace("/", "-of-") + ".json") for one in parts_by_length()}
     waiting: queue.SimpleQueue[Part] = queue.SimpleQueue()
     for one, path in paths.items():
         if not path.exists():
             waiting.put(one)
     with tempfile.TemporaryDirectory() as copies, ThreadPoolExecutor(len(cards)) as pool:
-        for card in cards:
+        served = [
             pool.submit(_serve, card, Path(copies) / f"card-{card}", waiting, paths, commit, latest, workers)
+            for card in cards
+        ]
+        for one in served:
+            one.result()  # raises what stopped a GPU
     found = [json.loads(path.read_text()) for path in paths.values() if path.exists()]
     left = [str(one) for one, path in paths.items() if not path.exists()]
     if found:
@@ -135,15 +141,14 @@ def _serve(
             one = waiting.get_nowait()
         except queue.Empty:
             return
-        begun, written = time.monotonic(), copy / "part.json"
+        begun, written = time.monotonic(), paths[one].with_suffix(".written")
         command = [sys.executable, str(copy / "scripts/gpu_gate.py"), "--fresh", "--commit", commit]
         with open(paths[one].with_suffix(".log"), "w") as log:
             done = subprocess.run(
                 [*command, "--part", str(one), "--out", str(written)], cwd=copy, env=environment, stdout=log, stderr=log
             )
         if written.exists():
-            os.replace(shutil.copy(written, paths[one].with_suffix(".part")), paths[one])  # whole or not at all
-            written.unlink()
+            written.replace(paths[one])  # whole or not at all
         print(f"GPU {card}: {one}: exit code {done.returncode}, {time.monotonic() - begun:.0f} s", flush=True)
 
 

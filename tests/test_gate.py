@@ -283,6 +283,25 @@ def test_all_gpus_share_the_parts_and_a_second_call_runs_what_is_left(two_gpus, 
     assert merged["good"] and merged["tests"]["passed"] == 10 and not merged["unfinished"]
 
 
+def test_a_folder_holds_parts_of_one_commit(two_gpus, tmp_path, capsys):
+    assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 0
+    two_gpus.ran.clear()
+    with pytest.raises(SystemExit):
+        two_gpus.main([str(tmp_path), "--commit", "b"])
+    assert "got a part of a, allowed: of b" in capsys.readouterr().err and not two_gpus.ran
+
+
+def test_what_stops_a_gpu_is_raised(two_gpus, monkeypatch, tmp_path):
+    import gate_cards
+
+    def full(source, copy, ignore):
+        raise OSError("no space")
+
+    monkeypatch.setattr(gate_cards.shutil, "copytree", full)
+    with pytest.raises(OSError, match="no space"):
+        two_gpus.main([str(tmp_path), "--commit", "a"])
+
+
 def test_a_part_that_is_not_good_shows_in_the_end(two_gpus, tmp_path):
     two_gpus.outcome["suites:2/2"] = of_suites(code=1)
     assert two_gpus.main([str(tmp_path), "--commit", "a"]) == 1

@@ -128,7 +128,7 @@ class Peers:
         module = self._import("vllm.third_party.deep_gemm")
         module.set_pdl(True)  # as vLLM does on sm_90
         if __name__ != "__main__":
-            _compile_side_by_side(self.root)
+            compile_side_by_side(self.root)
         return module
 
     @functools.cached_property
@@ -193,7 +193,7 @@ def _preload(library: str) -> None:
             continue
 
 
-def _compile_side_by_side(root: Path) -> None:
+def compile_side_by_side(root: Path) -> None:
     """Fill DeepGEMM's cache on disk: a process per item of KERNELS."""
     command = [sys.executable, "-m", "benchmarks.peers"]
     scripts = Path(__file__).resolve().parent.parent
