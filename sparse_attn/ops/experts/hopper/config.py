@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.dispatch import YES, Support, no, not_on, slower
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, LAUNCH_REGISTERS
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, CTAS, LAUNCH_REGISTERS
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-FP8 = {32: 8, 64: 6, 128: 4}  # stages of the ring by rows of a tile
-EXACT = {32: 6, 64: 4, 128: 2}
+FP8 = {32: 4, 64: 6, 128: 4}  # stages of the ring by rows of a tile
+EXACT = {32: 3, 64: 4, 128: 2}
 FEW_EACH = 16  # ids of an expert in the mean, below which exact rows are faster in `sorted`
 
 
@@ -55,4 +55,5 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("count", (1,), torch.int32), Buffer("inner", (problem.rows, intermediate), dtype),
         Buffer("terms", (problem.rows, hidden), dtype), *(quantised if fp8 else ()),
     ))  # fmt: skip
-    return Plan(rows, outputs, 8, BLOCK_K, 2 * outputs, 8, BLOCK_K, stages[rows], LAUNCH_REGISTERS, scratch)
+    registers = LAUNCH_REGISTERS[CTAS[rows]]
+    return Plan(rows, outputs, 8, BLOCK_K, 2 * outputs, 8, BLOCK_K, stages[rows], registers, scratch)

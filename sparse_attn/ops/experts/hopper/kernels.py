@@ -210,6 +210,7 @@ def multiply(
     GATED: gl.constexpr,
     CLAMPED: gl.constexpr,
     BLOCK_M: gl.constexpr,  # rows of a tile
+    CTAS: gl.constexpr,  # that share an SM
     STAGES: gl.constexpr,
 ):
     SCALED: gl.constexpr = x_scales is not None
@@ -242,5 +243,5 @@ def multiply(
             (_producer, (shared, codes, x, scales, tiles)),
         ],
         [4, 1],
-        REGISTERS,
+        REGISTERS[CTAS],
     )
