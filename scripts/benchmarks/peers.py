@@ -1,8 +1,8 @@
 """The kernels ours are measured beside: FlashMLA, DeepGEMM and vLLM's top-k, out of an unpacked vLLM 0.25 wheel.
 
 PEERS_DIR names the folder that holds vllm/ (_flashmla_C, _C_stable_libtorch, third_party/flashmla,
-third_party/deep_gemm in it) and triton_peers/sparse_utils.py. No other part of vLLM is imported. DeepGEMM compiles with
-nvcc (CUDA_HOME).
+third_party/deep_gemm in it) and triton_peers/sparse_utils.py. _C_stable_libtorch, vLLM's top-k, may be of 0.33. No
+other part of vLLM is imported. DeepGEMM compiles with nvcc (CUDA_HOME).
 """
 
 from __future__ import annotations
