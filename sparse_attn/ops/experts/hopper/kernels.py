@@ -53,7 +53,8 @@ class Shared:
     """Rings. codes: int32 [STAGES * CONSUMERS * 2, 1, BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M, BLOCK_K], both
     halves of a stage's columns. scales: int64 [STAGES * CONSUMERS, 64], the next step's. full: all of a stage are
     there, an arrival and the bytes of TMA, and an arrival of each thread that copied scales. empty: consumers have read
-    them, an arrival of each. first_scales, first_full: those of the first step."""
+    them, an arrival of each. turns: of a consumer, the other one's products are asked for. first_scales, first_full: those
+    of the first step."""
 
     codes: gl.shared_memory_descriptor
     x: gl.shared_memory_descriptor
@@ -62,6 +63,7 @@ class Shared:
     first_full: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    turns: gl.shared_memory_descriptor
 
 
 @aggregate
@@ -151,7 +153,8 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
     EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
     RESULT: gl.constexpr = result_layout(BLOCK_M, EXACT)
     none = gl.zeros([2 * BOX, BLOCK_M], gl.float32, RESULT)
-    stage, phase = 0, 0
+    TURNS: gl.constexpr = BLOCK_M > 32  # or decoding takes longer than products
+    stage, phase, turn = 0, 0, 1 - which  # consumer 0 begins
     mbarrier.wait(shared.first_full, 0)
     tables, more_tables, left = tables_of(read_scales(shared.first_scales.index(which)), EXACT, RESULT)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
@@ -163,10 +166,15 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
             words, more_words = read_words(shared, stage * CONSUMERS + which)
             ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
             weight = decode_operand(words, tables, EXACT, RESULT)
+            if TURNS:
+                mbarrier.wait(shared.turns.index(which), turn)
+                turn ^= 1
             product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
             more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
             weight = decode_operand(more_words, more_tables, EXACT, RESULT)
             product = warpgroup_mma(weight, more_x, product, is_async=True)
+            if TURNS:
+                signal(shared.turns.index(1 - which))
             keep_order(units)
             tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
             keep_order(units)
@@ -233,11 +241,14 @@ def multiply(
         first_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
+        turns=gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER),
     )
     mbarrier.init(shared.first_full, count=32)
     for i in gl.static_range(STAGES):
         mbarrier.init(shared.full.index(i), count=1 + 32)
         mbarrier.init(shared.empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(shared.turns.index(i), count=1)
     fence_async_shared()
     barrier()
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
