@@ -53,8 +53,8 @@ class Shared:
     """Rings. codes: int32 [STAGES * CONSUMERS * 2, 1, BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M, BLOCK_K], both
     halves of a stage's columns. scales: int64 [STAGES * CONSUMERS, 64], the next step's. full: all of a stage are
     there, an arrival and the bytes of TMA, and an arrival of each thread that copied scales. empty: consumers have read
-    them, an arrival of each. turns: of a consumer, the other one's products are asked for. first_scales, first_full: those
-    of the first step."""
+    them, an arrival of each. turns: of a consumer, the other one's products are asked for. first_scales, first_full:
+    those of the first step."""
 
     codes: gl.shared_memory_descriptor
     x: gl.shared_memory_descriptor
