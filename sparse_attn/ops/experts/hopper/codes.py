@@ -10,7 +10,6 @@ from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.experts.hopper import constants
 
 BOX = gl.constexpr(constants.BOX)
-CONSUMERS = gl.constexpr(constants.CONSUMERS)
 WORDS = gl.constexpr(constants.STEP // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
@@ -45,8 +44,8 @@ class Scales:
 
 @gluon.jit
 def scale_pointers(scales, tiles, expert, first):
-    """Pointers [64 * CONSUMERS] to the first eight scales of all outputs of a tile, in the order of products' rows."""
-    m = gl.arange(0, 2 * BOX * CONSUMERS, COPIED)
+    """Pointers [64 * TOTAL] to the first eight scales of all outputs of a tile, in the order of products' rows."""
+    m = gl.arange(0, 2 * BOX * tiles.TOTAL, COPIED)
     own = m // (2 * BOX) * tiles.EACH + m // 8 % 2 * tiles.second  # a consumer's, a box's
     own += m % (2 * BOX) // 16 * 8 + m % 2 * 4 + m % 8 // 2
     row = (first + own).to(gl.int64)

@@ -10,7 +10,7 @@ from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
-FP8 = {32: 4, 64: 6, 128: 4}  # stages of the ring by rows of a tile
+FP8 = {32: 4, 64: 6, 128: 3}  # stages of the ring by rows of a tile
 EXACT = {32: 3, 64: 4, 128: 2}
 FEW_EACH = 16  # ids of an expert in the mean, below which exact rows are faster in `sorted`
 
@@ -55,5 +55,6 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("count", (1,), torch.int32), Buffer("inner", (problem.rows, intermediate), dtype),
         Buffer("terms", (problem.rows, hidden), dtype), *(quantised if fp8 else ()),
     ))  # fmt: skip
+    outputs *= 2 if rows == 128 else 1
     registers = LAUNCH_REGISTERS[CTAS[rows]]
     return Plan(rows, outputs, 8, BLOCK_K, 2 * outputs, 8, BLOCK_K, stages[rows], registers, scratch)

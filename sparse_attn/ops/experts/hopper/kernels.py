@@ -45,6 +45,7 @@ STEP = gl.constexpr(constants.STEP)
 REGISTERS = gl.constexpr(constants.REGISTERS)
 BOX = gl.constexpr(constants.BOX)
 CONSUMERS = gl.constexpr(constants.CONSUMERS)
+ADD = gl.constexpr("fma.rn.f32 $0, $1, $2, $3;")
 ROWS = gl.constexpr(constants.ROWS)
 
 
@@ -79,6 +80,7 @@ class Tiles:
     second: gl.tensor
     groups: gl.tensor
     EACH: gl.constexpr
+    TOTAL: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -97,17 +99,17 @@ def _span(tiles, unit, units):
 @gluon.jit
 def _first_output(tiles, unit, which):
     """Of consumer ``which``."""
-    return (unit % tiles.outputs * CONSUMERS + which) * tiles.EACH
+    return (unit % tiles.outputs * tiles.TOTAL + which) * tiles.EACH
 
 
 @gluon.jit
 def _producer(shared, codes, x, scales, tiles):
     STAGES: gl.constexpr = shared.full.shape[0]
     BOXES: gl.constexpr = shared.x.shape[1] // ROWS  # of either half of a stage's columns
-    OF_CODES: gl.constexpr = CONSUMERS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
+    OF_CODES: gl.constexpr = tiles.TOTAL * BOX * STEP  # bytes, pairs of boxes of half a byte a code
     OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
     FLAT: gl.constexpr = shared.scales.layout
-    ring = reinterpret(shared.scales, gl.int64, [STAGES, 2 * BOX * CONSUMERS], FLAT)
+    ring = reinterpret(shared.scales, gl.int64, [STAGES, 2 * BOX * tiles.TOTAL], FLAT)
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
@@ -115,7 +117,7 @@ def _producer(shared, codes, x, scales, tiles):
         next_expert, next_row, next_end = _span(tiles, gl.program_id(0), units)
         first = _first_output(tiles, gl.program_id(0), 0)
         pointers = scale_pointers(scales, tiles, next_expert, first)
-        async_load(reinterpret(shared.first_scales, gl.int64, [2 * BOX * CONSUMERS], FLAT), pointers)
+        async_load(reinterpret(shared.first_scales, gl.int64, [2 * BOX * tiles.TOTAL], FLAT), pointers)
         async_copy.mbarrier_arrive(shared.first_full, increment_count=False)
         for unit in range(gl.program_id(0), units, gl.num_programs(0)):
             expert, row, end = next_expert, next_row, next_end
@@ -129,8 +131,8 @@ def _producer(shared, codes, x, scales, tiles):
                 for n in gl.static_range(1, BOXES + 1):
                     mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
                 column, word = group * 32, group * 4
-                for which in gl.static_range(CONSUMERS):
-                    to, output = 2 * (stage * CONSUMERS + which), first + which * tiles.EACH
+                for which in gl.static_range(tiles.TOTAL):
+                    to, output = 2 * (stage * tiles.TOTAL + which), first + which * tiles.EACH
                     tma_load(codes, [expert, output, word], full, shared.codes.index(to))
                     tma_load(codes, [expert, output + tiles.second, word], full, shared.codes.index(to + 1))
                 for n in gl.static_range(BOXES):
@@ -146,53 +148,87 @@ def _producer(shared, codes, x, scales, tiles):
 
 
 @gluon.jit
+def _add(sums, product, left):
+    """sums + product * left, here and not later, when more products would have to be held."""
+    of_all = [product, gl.expand_dims(left, 1), sums]
+    return gl.inline_asm_elementwise(ADD, "=f,f,f,f", of_all, dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _work(shared, scales, tiles, output, units, which: gl.constexpr):
     """A CTA's units, of which there is one."""
+    PAIRS: gl.constexpr = tiles.TOTAL // CONSUMERS
     STAGES: gl.constexpr = shared.full.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
     EXACT: gl.constexpr = shared.x.dtype == gl.bfloat16
-    RESULT: gl.constexpr = result_layout(BLOCK_M, EXACT)
-    none = gl.zeros([2 * BOX, BLOCK_M], gl.float32, RESULT)
+    # Sums of two pairs of boxes leave room for a product of half of the rows.
+    PARTS: gl.constexpr = 2 if PAIRS == 2 and not EXACT else 1
+    PART_M: gl.constexpr = BLOCK_M // PARTS
+    RESULT: gl.constexpr = result_layout(PART_M, EXACT)
+    none = gl.zeros([2 * BOX, PART_M], gl.float32, RESULT)
     TURNS: gl.constexpr = BLOCK_M > 32  # or decoding takes longer than products
     stage, phase, turn = 0, 0, 1 - which  # consumer 0 begins
     mbarrier.wait(shared.first_full, 0)
-    tables, more_tables, left = tables_of(read_scales(shared.first_scales.index(which)), EXACT, RESULT)
+    tables, more_tables, left = (), (), ()
+    for pair in gl.static_range(PAIRS):
+        found = read_scales(shared.first_scales.index(which * PAIRS + pair))
+        of_first, of_second, rest = tables_of(found, EXACT, RESULT)
+        tables, more_tables, left = tables + (of_first,), more_tables + (of_second,), left + (rest,)
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         _, row, end = _span(tiles, unit, units)  # on its way meanwhile
-        sums = none
+        sums = ()
+        for _ in gl.static_range(PAIRS * PARTS):
+            sums = sums + (none,)
         for _ in range(0, tiles.groups, 8):
-            x, more_x = shared.x.index(2 * stage).permute((1, 0)), shared.x.index(2 * stage + 1).permute((1, 0))
             mbarrier.wait(shared.full.index(stage), phase)
-            words, more_words = read_words(shared, stage * CONSUMERS + which)
-            ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
-            weight = decode_operand(words, tables, EXACT, RESULT)
-            if TURNS:
-                mbarrier.wait(shared.turns.index(which), turn)
-                turn ^= 1
-            product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
-            if EXACT and not TURNS:  # registers hold one half's operand
-                product = warpgroup_mma_wait(0, deps=(product,))
-            more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
-            weight = decode_operand(more_words, more_tables, EXACT, RESULT)
-            product = warpgroup_mma(weight, more_x, product, is_async=True)
-            if TURNS:
-                signal(shared.turns.index(1 - which))
-            keep_order(units)
-            tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
-            keep_order(units)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            sums = product if EXACT else sums + product * gl.expand_dims(left, 1)
+            next_tables, next_more_tables, next_left, next_sums = (), (), (), ()
+            for pair in gl.static_range(PAIRS):
+                at = stage * tiles.TOTAL + which * PAIRS + pair
+                words, more_words = read_words(shared, at)
+                weight = decode_operand(words, tables[pair], EXACT, RESULT)
+                if TURNS:
+                    mbarrier.wait(shared.turns.index(which), turn)
+                    turn ^= 1
+                for part in gl.static_range(PARTS):
+                    x = shared.x.index(2 * stage).slice(part * PART_M, PART_M).permute((1, 0))
+                    more_x = shared.x.index(2 * stage + 1).slice(part * PART_M, PART_M).permute((1, 0))
+                    before = sums[pair * PARTS + part]
+                    product = warpgroup_mma(weight, x, before if EXACT else none, use_acc=EXACT, is_async=True)
+                    if part == 0:
+                        if EXACT and not TURNS:  # registers hold one half's operand
+                            product = warpgroup_mma_wait(0, deps=(product,))
+                        more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
+                        more_weight = decode_operand(more_words, more_tables[pair], EXACT, RESULT)
+                    product = warpgroup_mma(more_weight, more_x, product, is_async=True)
+                    if part == PARTS - 1:
+                        if TURNS:
+                            signal(shared.turns.index(1 - which))
+                        keep_order(units)
+                        of_first, of_second, rest = tables_of(read_scales(shared.scales.index(at)), EXACT, RESULT)
+                        next_tables, next_more_tables = next_tables + (of_first,), next_more_tables + (of_second,)
+                        next_left = next_left + (rest,)
+                        keep_order(units)
+                    product = warpgroup_mma_wait(0, deps=(product,))
+                    if EXACT:
+                        next_sums = next_sums + (product,)
+                    else:
+                        next_sums = next_sums + (_add(before, product, left[pair]),)
+                        keep_order(units)  # or two products' results are held at once
             signal(shared.empty.index(stage))
-            left = next_left
+            tables, more_tables, left, sums = next_tables, next_more_tables, next_left, next_sums
             stage, phase = next_stage(stage, phase, STAGES)
-        first = _first_output(tiles, unit, which)
-        if BLOCK_M == 128:  # what brings all of them in order would not fit into shared memory
-            some, others = halves(sums)
-            finish(some, row, end, output, first)
-            if row + BLOCK_M // 2 < end:
-                finish(others, row + BLOCK_M // 2, end, output, first)
-        else:
-            finish(sums, row, end, output, first)
+        for pair in gl.static_range(PAIRS):
+            first = _first_output(tiles, unit, which * PAIRS + pair)
+            for part in gl.static_range(PARTS):
+                begin = row + part * PART_M
+                if PART_M == 128:  # what brings all of them in order would not fit into shared memory
+                    some, others = halves(sums[pair * PARTS + part])
+                    finish(some, begin, end, output, first)
+                    if begin + 64 < end:
+                        finish(others, begin + 64, end, output, first)
+                else:
+                    if begin < end:
+                        finish(sums[pair * PARTS + part], begin, end, output, first)
 
 
 @gluon.jit
@@ -230,16 +266,19 @@ def multiply(
     CLAMPED: gl.constexpr,
     BLOCK_M: gl.constexpr,  # rows of a tile
     CTAS: gl.constexpr,  # that share an SM
+    PAIRS: gl.constexpr,  # of boxes of a consumer
     STAGES: gl.constexpr,
 ):
     SCALED: gl.constexpr = x_scales is not None
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = Shared(
-        codes=gl.allocate_shared_memory(codes.dtype, [2 * CONSUMERS * STAGES] + codes.block_shape, codes.layout),
+        codes=gl.allocate_shared_memory(
+            codes.dtype, [2 * CONSUMERS * PAIRS * STAGES] + codes.block_shape, codes.layout
+        ),
         x=gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK_K], x.layout),
-        scales=gl.allocate_shared_memory(gl.int64, [STAGES * CONSUMERS, 2 * BOX], WORDS),
-        first_scales=gl.allocate_shared_memory(gl.int64, [CONSUMERS, 2 * BOX], WORDS),
+        scales=gl.allocate_shared_memory(gl.int64, [STAGES * CONSUMERS * PAIRS, 2 * BOX], WORDS),
+        first_scales=gl.allocate_shared_memory(gl.int64, [CONSUMERS * PAIRS, 2 * BOX], WORDS),
         first_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -254,7 +293,7 @@ def multiply(
     fence_async_shared()
     barrier()
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
-    tiles = Tiles(spans, count, outputs, second, groups, EACH)
+    tiles = Tiles(spans, count, outputs, second, groups, EACH, CONSUMERS * PAIRS)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
     row_scales = x_scales if SCALED else weights  # which nobody looks at
     output = Output(out, order, row_scales, weights, blocks, clamp, GATED, CLAMPED, SCALED, GATED and not SCALED)
