@@ -95,6 +95,8 @@ def routed() -> Iterator[Case]:
         ("deepseek_v4_flash", 8, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
         ("deepseek_v4_flash, many tokens", 4096, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
         ("deepseek_v4_flash, 512 tokens", 512, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", False),
+        ("deepseek_v4_flash, 1024 tokens", 1024, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", True),
+        ("deepseek_v4_flash, 2048 tokens", 2048, 6, 256, 4096, 2048, "e2m1/1x32/e8m0", True),
         ("deepseek_v32", 8, 8, 256, 7168, 2048, "e4m3/128x128/fp32", False),
         ("deepseek_v32, 64 tokens", 64, 8, 256, 7168, 2048, "e4m3/128x128/fp32", False),
         ("deepseek_v32, many tokens", 4096, 8, 256, 7168, 2048, "e4m3/128x128/fp32", True),
