@@ -463,7 +463,7 @@ def test_scales_that_are_not_copied_by_words():
     choice = dispatch.choose(many, H200)
     assert choice.kernel.name == "sorted"
     with pytest.raises(
-        ValueError, match="gate_up: scales: got any address and strides, allowed: rows at multiples of 4"
+        ValueError, match="gate_up: scales: got any address and strides, allowed: rows at multiples of 8"
     ):
         dispatch.choose(many, H200, "hopper")
 

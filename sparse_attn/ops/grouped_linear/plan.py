@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
     whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
     rows_aligned: likewise of the rows that are multiplied, none of which lie in each other.
-    scales_aligned: whether rows of scales begin at multiples of 4 bytes.
+    scales_aligned: whether rows of scales begin at multiples of 8 bytes.
     batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows.
     """
 
@@ -79,7 +79,7 @@ def problem_of(
     rows_aligned = _aligned(rows.squeeze(0)) and (n < 2 or rows.stride(0) >= columns)  # a lone row's stride is any
     return Problem(
         n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
-        rows_aligned, scales is None or _aligned(scales, 4),
+        rows_aligned, scales is None or _aligned(scales, 8),
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparse_attn.device.fp8 import decode_exponent
-from sparse_attn.device.hopper import async_load
 from sparse_attn.device.mxfp4_operand import begin_exact, decode, exact_operand, operand
 from sparse_attn.device.packed_dot import E8M0_NAN
 from sparse_attn.device.triton_private import aggregate, reinterpret
@@ -32,12 +31,12 @@ OF_PRODUCT = gl.constexpr(
     )
 )  # fmt: skip
 GROUPS = gl.constexpr(gl.SliceLayout(2, OF_PRODUCT.value))
-COPIED = gl.constexpr(gl.BlockedLayout([1, 1], [16, 2], [1, 1], [1, 0]))  # of the producer's warp
+COPIED = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of the producer's warp
 
 
 @aggregate
 class Scales:
-    """words: int32 [experts, rows of the weight, groups / 4], four scales each, contiguous in a row."""
+    """words: int64 [experts, rows of the weight, groups / 8], eight scales each, contiguous in a row."""
 
     words: gl.tensor
     stride_expert: gl.tensor
@@ -45,28 +44,18 @@ class Scales:
 
 
 @gluon.jit
-def _words_of(scales, tiles, expert, first, group):
-    """Pointers [64, 2] to the scales of eight groups from ``group`` on of a pair of boxes, in the order of a product's
-    rows; twice to the last four where there are no more."""
-    m = gl.arange(0, 2 * BOX, gl.SliceLayout(1, COPIED))
-    own = m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second
-    row = gl.minimum(first + own, tiles.last)
-    word = gl.minimum(group // 4 + gl.arange(0, 2, gl.SliceLayout(0, COPIED)), tiles.groups // 4 - 1)
-    rows = scales.words + (expert.to(gl.int64) * scales.stride_expert + row.to(gl.int64) * scales.stride_row)
-    return gl.expand_dims(rows, 1) + gl.expand_dims(word, 0)
-
-
-@gluon.jit
-def copy_scales(into, stage, scales, tiles, expert, first, group):
-    """Copy all consumers' scales into a stage of int32 [stages * CONSUMERS, 64, 2]; not awaited."""
-    for which in gl.static_range(CONSUMERS):
-        words = _words_of(scales, tiles, expert, first + which * tiles.EACH, group)
-        async_load(into.index(stage * CONSUMERS + which), words)
+def scale_pointers(scales, tiles, expert, first):
+    """Pointers [64 * CONSUMERS] to the first eight scales of all outputs of a tile, in the order of products' rows."""
+    m = gl.arange(0, 2 * BOX * CONSUMERS, COPIED)
+    own = m // (2 * BOX) * tiles.EACH + m // 8 % 2 * tiles.second  # a consumer's, a box's
+    own += m % (2 * BOX) // 16 * 8 + m % 2 * 4 + m % 8 // 2
+    row = (first + own).to(gl.int64)
+    return scales.words + (expert.to(gl.int64) * scales.stride_expert + row * scales.stride_row)
 
 
 @gluon.jit
 def read_scales(words):
-    """int32 [64, 2] in shared memory -> a lane's own, uint8 [64, 4] of either half of the groups."""
+    """int64 [64] in shared memory -> a lane's own, uint8 [64, 4] of either half of the groups."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     eight = reinterpret(words, gl.uint8, [2 * BOX, 8], FLAT)
     return eight.slice(0, 4, dim=1).load(GROUPS), eight.slice(4, 4, dim=1).load(GROUPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.dispatch import YES, Support, no, not_on, slower
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, CTAS, LAUNCH_REGISTERS
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, CTAS, LAUNCH_REGISTERS, STEP
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
@@ -26,13 +26,13 @@ def supports(problem: Problem, target: Target) -> Support:
         if one.codes != "e2m1" or one.block != (1, 32) or one.scale != "e8m0":
             got = f"{one.codes}, {one.block[0]}x{one.block[1]} of {one.scale}"
             return no(f"{name}: got {got}, allowed: e2m1, 1x32 of e8m0")
-        if one.columns % BLOCK_K or not one.columns:
-            return no(f"{name}: columns: got {one.columns}, allowed: multiples of {BLOCK_K}")
+        if one.columns % STEP or not one.columns:
+            return no(f"{name}: columns: got {one.columns}, allowed: multiples of {STEP}")
         if not one.aligned:
             allowed = "contiguous columns, rows at multiples of 16 bytes"
             return no(f"{name}: codes: got any address and strides, allowed: {allowed}")
         if not one.scales_aligned:
-            return no(f"{name}: scales: got any address and strides, allowed: rows at multiples of 4 bytes")
+            return no(f"{name}: scales: got any address and strides, allowed: rows at multiples of 8 bytes")
     if problem.activations == "exact" and problem.rows < FEW_EACH * problem.gate_up.groups:
         return slower(f"ids: got {problem.rows}, faster from {FEW_EACH} an expert")
     return YES

@@ -18,15 +18,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sparse_attn.device.hopper import barrier, keep_order, launch_dependents, next_stage, signal, tma_load, wait
-from sparse_attn.device.triton_private import aggregate
+from sparse_attn.device.hopper import (
+    async_load,
+    barrier,
+    keep_order,
+    launch_dependents,
+    next_stage,
+    signal,
+    tma_load,
+    wait,
+)
+from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.experts.hopper import constants
 from sparse_attn.ops.experts.hopper.codes import (
     Scales,
-    copy_scales,
     decode_operand,
     read_scales,
     read_words,
+    scale_pointers,
     tables_of,
 )
 from sparse_attn.ops.experts.hopper.output import Output, finish, halves
@@ -42,7 +51,7 @@ ROWS = gl.constexpr(constants.ROWS)
 @aggregate
 class Shared:
     """Rings. codes: int32 [STAGES * CONSUMERS * 2, 1, BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M, BLOCK_K], both
-    halves of a stage's columns. scales: int32 [STAGES * CONSUMERS, 64, 2], the next step's. full: all of a stage are
+    halves of a stage's columns. scales: int64 [STAGES * CONSUMERS, 64], the next step's. full: all of a stage are
     there, an arrival and the bytes of TMA, and an arrival of each thread that copied scales. empty: consumers have read
     them, an arrival of each. first_scales, first_full: those of the first step."""
 
@@ -59,15 +68,14 @@ class Shared:
 class Tiles:
     """spans: int32 [spans, 3], as order_rows deals them, of which those with rows come first. count: int32 [1], how
     many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a consumer's first
-    box to its second. groups: of a row of the weight, a multiple of 4. last: row of the weight. EACH: outputs from a
-    consumer's first to the next one's."""
+    box to its second. groups: of a row of the weight, a multiple of 8. EACH: outputs from a consumer's first to
+    the next one's."""
 
     spans: gl.tensor
     count: gl.tensor
     outputs: gl.tensor
     second: gl.tensor
     groups: gl.tensor
-    last: gl.tensor
     EACH: gl.constexpr
 
 
@@ -96,21 +104,24 @@ def _producer(shared, codes, x, scales, tiles):
     BOXES: gl.constexpr = shared.x.shape[1] // ROWS  # of either half of a stage's columns
     OF_CODES: gl.constexpr = CONSUMERS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
     OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
+    FLAT: gl.constexpr = shared.scales.layout
+    ring = reinterpret(shared.scales, gl.int64, [STAGES, 2 * BOX * CONSUMERS], FLAT)
     wait()
     stage, phase = 0, 0
     units = gl.load(tiles.count) * tiles.outputs
     if gl.program_id(0) < units:
         next_expert, next_row, next_end = _span(tiles, gl.program_id(0), units)
         first = _first_output(tiles, gl.program_id(0), 0)
-        copy_scales(shared.first_scales, 0, scales, tiles, next_expert, first, 0)
+        pointers = scale_pointers(scales, tiles, next_expert, first)
+        async_load(reinterpret(shared.first_scales, gl.int64, [2 * BOX * CONSUMERS], FLAT), pointers)
         async_copy.mbarrier_arrive(shared.first_full, increment_count=False)
         for unit in range(gl.program_id(0), units, gl.num_programs(0)):
             expert, row, end = next_expert, next_row, next_end
             next_unit = unit + gl.num_programs(0)
             next_expert, next_row, next_end = _span(tiles, next_unit, units)
-            first = _first_output(tiles, unit, 0)
+            first, next_first = _first_output(tiles, unit, 0), _first_output(tiles, next_unit, 0)
             boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
-            for group in range(0, tiles.groups, 8):  # what is behind the last one is 0
+            for group in range(0, tiles.groups, 8):
                 mbarrier.wait(shared.empty.index(stage), phase ^ 1)
                 full = shared.full.index(stage)
                 for n in gl.static_range(1, BOXES + 1):
@@ -124,11 +135,10 @@ def _producer(shared, codes, x, scales, tiles):
                     here, more = shared.x.index(2 * stage), shared.x.index(2 * stage + 1)
                     tma_load(x, [row + n * ROWS, column], full, here.slice(n * ROWS, ROWS), pred=n < boxes)
                     tma_load(x, [row + n * ROWS, column + BLOCK_K], full, more.slice(n * ROWS, ROWS), pred=n < boxes)
-                last = group + 8 >= tiles.groups  # behind this step comes the next tile's first
-                ahead_expert = gl.where(last, next_expert, expert)
-                ahead_first = gl.where(last, _first_output(tiles, next_unit, 0), first)
-                ahead_group = gl.where(last, 0, group + 8)
-                copy_scales(shared.scales, stage, scales, tiles, ahead_expert, ahead_first, ahead_group)
+                pointers += 1
+                if group + 8 == tiles.groups:  # behind this step comes the next tile's first
+                    pointers = scale_pointers(scales, tiles, next_expert, next_first)
+                async_load(ring.index(stage), pointers)
                 async_copy.mbarrier_arrive(full, increment_count=False)
                 stage, phase = next_stage(stage, phase, STAGES)
 
@@ -186,14 +196,14 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "outputs", "second", "groups", "last", "blocks", "clamp", "stride_scales_expert", "stride_scales_row"
+        "outputs", "second", "groups", "blocks", "clamp", "stride_scales_expert", "stride_scales_row"
     ]
 )  # fmt: skip
 def multiply(
     x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of ROWS x BLOCK_K
     x_scales,  # of e4m3: fp32 [rows]; else None
     codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x BOX x STEP / 8
-    scales,  # int32 [experts, rows of the weight, columns / 128], four scales each, contiguous in a row
+    scales,  # int64 [experts, rows of the weight, columns / 256], eight scales each, contiguous in a row
     spans,  # int32 [spans, 3]: expert, its first sorted row here, its end
     count,  # int32 [1]: of spans
     order,  # int32 [rows]
@@ -202,7 +212,6 @@ def multiply(
     outputs,  # tiles of outputs
     second,  # rows of the weight from a consumer's first box to its second
     groups,  # columns / 32
-    last,  # row of the weight
     blocks,  # of 128 columns of out
     clamp,
     stride_scales_expert,
@@ -215,12 +224,12 @@ def multiply(
 ):
     SCALED: gl.constexpr = x_scales is not None
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = Shared(
         codes=gl.allocate_shared_memory(codes.dtype, [2 * CONSUMERS * STAGES] + codes.block_shape, codes.layout),
         x=gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK_K], x.layout),
-        scales=gl.allocate_shared_memory(gl.int32, [STAGES * CONSUMERS, 2 * BOX, 2], WORDS),
-        first_scales=gl.allocate_shared_memory(gl.int32, [CONSUMERS, 2 * BOX, 2], WORDS),
+        scales=gl.allocate_shared_memory(gl.int64, [STAGES * CONSUMERS, 2 * BOX], WORDS),
+        first_scales=gl.allocate_shared_memory(gl.int64, [CONSUMERS, 2 * BOX], WORDS),
         first_full=gl.allocate_shared_memory(gl.int64, [1], BARRIER),
         full=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
         empty=gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER),
@@ -232,7 +241,7 @@ def multiply(
     fence_async_shared()
     barrier()
     EACH: gl.constexpr = BOX if GATED else 2 * BOX
-    tiles = Tiles(spans, count, outputs, second, groups, last, EACH)
+    tiles = Tiles(spans, count, outputs, second, groups, EACH)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
     row_scales = x_scales if SCALED else weights  # which nobody looks at
     output = Output(out, order, row_scales, weights, blocks, clamp, GATED, CLAMPED, SCALED, GATED and not SCALED)

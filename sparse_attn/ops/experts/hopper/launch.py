@@ -87,13 +87,13 @@ def _multiply(
 ) -> None:
     packed, scales, _ = weight
     spans, count = dealt
-    words, scales = packed.view(torch.int32), scales.view(torch.int32)
-    tiles = -(-out.shape[1] // (plan.gate_up_block_n if gated else plan.down_block_n))
+    words, scales = packed.view(torch.int32), scales.view(torch.int64)
+    tiles = out.shape[1] // (plan.gate_up_block_n if gated else plan.down_block_n)
     ctas = CTAS[plan.block_m]
     kernels.multiply[(min(ctas * target.num_sms, spans.shape[0] * tiles),)](
         _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K]),
         x_scales, _boxes(words, [1, BOX, STEP // 8]), scales, spans, count, order, weights, out, tiles,
-        out.shape[1] if gated else BOX, words.shape[2] // 4, words.shape[1] - 1, out.shape[1] // 128,
+        out.shape[1] if gated else BOX, words.shape[2] // 4, out.shape[1] // 128,
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
         BLOCK_M=plan.block_m, CTAS=ctas, STAGES=plan.num_stages, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip

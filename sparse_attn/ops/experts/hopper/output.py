@@ -77,12 +77,11 @@ def _store(values, rows, output, column):
     if not output.GATED:
         values *= gl.expand_dims(factor, 1)
     column = column + gl.arange(0, BOX, gl.SliceLayout(0, TO))
-    mask = gl.expand_dims(inside, 1) & gl.expand_dims(column < output.blocks * 128, 0)
     if output.PLACED:  # as device/mxfp4_operand has bf16
         column = column // 128 * 128 + column % 32 // 4 * 16 + column // 2 % 2 * 8 + column // 32 % 4 * 2 + column % 2
         column = gl.max_contiguous(gl.multiple_of(column, 2), 2)
     place = gl.expand_dims(to.to(gl.int64) * (output.blocks * 128), 1) + gl.expand_dims(column, 0)
-    gl.store(output.out + place, cast.cast(values, output.out.dtype.element_ty), mask=mask)
+    gl.store(output.out + place, cast.cast(values, output.out.dtype.element_ty), mask=gl.expand_dims(inside, 1))
 
 
 @gluon.jit
