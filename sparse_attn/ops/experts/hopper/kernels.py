@@ -164,6 +164,8 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
             ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
             weight = decode_operand(words, tables, EXACT, RESULT)
             product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
+            if EXACT and BLOCK_M == 32:  # registers hold one half's operand
+                product = warpgroup_mma_wait(0, deps=(product,))
             more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
             weight = decode_operand(more_words, more_tables, EXACT, RESULT)
             product = warpgroup_mma(weight, more_x, product, is_async=True)
