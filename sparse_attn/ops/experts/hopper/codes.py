@@ -15,14 +15,14 @@ WORDS = gl.constexpr(constants.STEP // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
-# Words of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns on. Eight lanes read
+# Words of a consumer's part of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns on. Eight lanes read
 # outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6, 3 and 7 of eight.
 OF_BOX = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [32, 32]
     )
 )
-# Words of 128 columns of both boxes [64, 4 groups, 4], in the order of a product's rows: of 16 eight of the first, then
+# Words of 128 columns of both parts [64, 4 groups, 4], in the order of a product's rows: of 16 eight of the first, then
 # eight of the second.
 OF_PRODUCT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -47,7 +47,7 @@ class Scales:
 def scale_pointers(scales, tiles, expert, first):
     """Pointers [64 * CONSUMERS] to the first eight scales of all outputs of a tile, in the order of products' rows."""
     m = gl.arange(0, 2 * BOX * CONSUMERS, COPIED)
-    own = m // (2 * BOX) * tiles.EACH + m // 8 % 2 * tiles.second  # a consumer's, a box's
+    own = m // (2 * BOX) * BOX + m // 8 % 2 * tiles.second  # a consumer's, a box's
     own += m % (2 * BOX) // 16 * 8 + m % 2 * 4 + m % 8 // 2
     row = (first + own).to(gl.int64)
     return scales.words + (expert.to(gl.int64) * scales.stride_expert + row * scales.stride_row)
@@ -62,17 +62,18 @@ def read_scales(words):
 
 
 @gluon.jit
-def _box(shared, box):
-    """A box's words, [4, 8, 2, 16]: eight outputs in a product's order, halves of the columns."""
-    words = shared.codes.index(box).reshape([BOX, WORDS]).load(OF_BOX)
+def _part(shared, box, which: gl.constexpr):
+    """Words of a consumer's part of a box, [4, 8, 2, 16]: eight outputs in a product's order, halves of the columns."""
+    words = shared.codes.index(box).reshape([CONSUMERS * BOX, WORDS]).slice(which * BOX, BOX).load(OF_BOX)
     words = gl.permute(gl.reshape(words, [BOX // 8, 2, 2, 2, WORDS]), (0, 2, 3, 1, 4))
     return gl.reshape(words, [BOX // 8, 8, 2, WORDS // 2])
 
 
 @gluon.jit
-def read_words(shared, pair):
-    """Words of both halves of the columns of a pair of boxes, [64, 4, 4] each, in the order of a product's rows."""
-    both = gl.join(_box(shared, 2 * pair), _box(shared, 2 * pair + 1))
+def read_words(shared, stage, which: gl.constexpr):
+    """Words of both halves of a stage's columns of a consumer's outputs, [64, 4, 4] each, in the order of a product's
+    rows."""
+    both = gl.join(_part(shared, 2 * stage, which), _part(shared, 2 * stage + 1, which))
     first, second = gl.split(gl.permute(both, (0, 4, 1, 3, 2)))
     first, second = gl.reshape(first, [2 * BOX, 4, 4]), gl.reshape(second, [2 * BOX, 4, 4])
     first = gl.convert_layout(first, OF_PRODUCT, assert_trivial=True)

@@ -50,7 +50,7 @@ ROWS = gl.constexpr(constants.ROWS)
 
 @aggregate
 class Shared:
-    """Rings. codes: int32 [STAGES * CONSUMERS * 2, 1, BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M, BLOCK_K], both
+    """Rings. codes: int32 [STAGES * 2, 1, CONSUMERS * BOX, WORDS]. x: e4m3 or bf16 [STAGES * 2, BLOCK_M, BLOCK_K], both
     halves of a stage's columns. scales: int64 [STAGES * CONSUMERS, 64], the next step's. full: all of a stage are
     there, an arrival and the bytes of TMA, and an arrival of each thread that copied scales. empty: consumers have read
     them, an arrival of each. first_scales, first_full: those of the first step."""
@@ -67,16 +67,15 @@ class Shared:
 @aggregate
 class Tiles:
     """spans: int32 [spans, 3], as order_rows deals them, of which those with rows come first. count: int32 [1], how
-    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a consumer's first
-    box to its second. groups: of a row of the weight, a multiple of 8. EACH: outputs from a consumer's first to
-    the next one's."""
+    many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a tile's first box to
+    its second. groups: of a row of the weight, a multiple of 8. STRIDE: outputs from a tile's first to the next one's."""
 
     spans: gl.tensor
     count: gl.tensor
     outputs: gl.tensor
     second: gl.tensor
     groups: gl.tensor
-    EACH: gl.constexpr
+    STRIDE: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -93,16 +92,15 @@ def _span(tiles, unit, units):
 
 
 @gluon.jit
-def _first_output(tiles, unit, which):
-    """Of consumer ``which``."""
-    return (unit % tiles.outputs * CONSUMERS + which) * tiles.EACH
+def _first_output(tiles, unit):
+    return unit % tiles.outputs * tiles.STRIDE
 
 
 @gluon.jit
 def _producer(shared, codes, x, scales, tiles):
     STAGES: gl.constexpr = shared.full.shape[0]
     BOXES: gl.constexpr = shared.x.shape[1] // ROWS  # of either half of a stage's columns
-    OF_CODES: gl.constexpr = CONSUMERS * BOX * STEP  # bytes, pairs of boxes of half a byte a code
+    OF_CODES: gl.constexpr = CONSUMERS * BOX * STEP  # bytes, two boxes of half a byte a code
     OF_ROWS: gl.constexpr = ROWS * STEP * x.dtype.primitive_bitwidth // 8
     FLAT: gl.constexpr = shared.scales.layout
     ring = reinterpret(shared.scales, gl.int64, [STAGES, 2 * BOX * CONSUMERS], FLAT)
@@ -111,7 +109,7 @@ def _producer(shared, codes, x, scales, tiles):
     units = gl.load(tiles.count) * tiles.outputs
     if gl.program_id(0) < units:
         next_expert, next_row, next_end = _span(tiles, gl.program_id(0), units)
-        first = _first_output(tiles, gl.program_id(0), 0)
+        first = _first_output(tiles, gl.program_id(0))
         pointers = scale_pointers(scales, tiles, next_expert, first)
         async_load(reinterpret(shared.first_scales, gl.int64, [2 * BOX * CONSUMERS], FLAT), pointers)
         async_copy.mbarrier_arrive(shared.first_full, increment_count=False)
@@ -119,7 +117,7 @@ def _producer(shared, codes, x, scales, tiles):
             expert, row, end = next_expert, next_row, next_end
             next_unit = unit + gl.num_programs(0)
             next_expert, next_row, next_end = _span(tiles, next_unit, units)
-            first, next_first = _first_output(tiles, unit, 0), _first_output(tiles, next_unit, 0)
+            first, next_first = _first_output(tiles, unit), _first_output(tiles, next_unit)
             boxes = gl.minimum((end - row + ROWS - 1) // ROWS, BOXES)  # those behind have no rows of the expert's
             for group in range(0, tiles.groups, 8):
                 mbarrier.wait(shared.empty.index(stage), phase ^ 1)
@@ -127,10 +125,8 @@ def _producer(shared, codes, x, scales, tiles):
                 for n in gl.static_range(1, BOXES + 1):
                     mbarrier.expect(full, OF_CODES + n * OF_ROWS, pred=boxes == n)
                 column, word = group * 32, group * 4
-                for which in gl.static_range(CONSUMERS):
-                    to, output = 2 * (stage * CONSUMERS + which), first + which * tiles.EACH
-                    tma_load(codes, [expert, output, word], full, shared.codes.index(to))
-                    tma_load(codes, [expert, output + tiles.second, word], full, shared.codes.index(to + 1))
+                tma_load(codes, [expert, first, word], full, shared.codes.index(2 * stage))
+                tma_load(codes, [expert, first + tiles.second, word], full, shared.codes.index(2 * stage + 1))
                 for n in gl.static_range(BOXES):
                     here, more = shared.x.index(2 * stage), shared.x.index(2 * stage + 1)
                     tma_load(x, [row + n * ROWS, column], full, here.slice(n * ROWS, ROWS), pred=n < boxes)
@@ -160,7 +156,7 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
         for _ in range(0, tiles.groups, 8):
             x, more_x = shared.x.index(2 * stage).permute((1, 0)), shared.x.index(2 * stage + 1).permute((1, 0))
             mbarrier.wait(shared.full.index(stage), phase)
-            words, more_words = read_words(shared, stage * CONSUMERS + which)
+            words, more_words = read_words(shared, stage, which)
             ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
             weight = decode_operand(words, tables, EXACT, RESULT)
             product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
@@ -177,7 +173,7 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
             signal(shared.empty.index(stage))
             left = next_left
             stage, phase = next_stage(stage, phase, STAGES)
-        first = _first_output(tiles, unit, which)
+        first = _first_output(tiles, unit) + which * BOX
         if BLOCK_M == 128:  # what brings all of them in order would not fit into shared memory
             some, others = halves(sums)
             finish(some, row, end, output, first)
@@ -204,7 +200,7 @@ def _consumer(shared, scales, tiles, output, which: gl.constexpr):
 def multiply(
     x,  # e4m3 or bf16 [rows, columns], in the order of device/mxfp4_operand.py, boxes of ROWS x BLOCK_K
     x_scales,  # of e4m3: fp32 [rows]; else None
-    codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x BOX x STEP / 8
+    codes,  # int32 [experts, rows of the weight, columns / 8], boxes of 1 x CONSUMERS * BOX x STEP / 8
     scales,  # int64 [experts, rows of the weight, columns / 256], eight scales each, contiguous in a row
     spans,  # int32 [spans, 3]: expert, its first sorted row here, its end
     count,  # int32 [1]: of spans
@@ -212,7 +208,7 @@ def multiply(
     weights,  # fp32 [rows]
     out,  # [rows, 128 * blocks], contiguous
     outputs,  # tiles of outputs
-    second,  # rows of the weight from a consumer's first box to its second
+    second,  # rows of the weight from a tile's first box to its second
     groups,  # columns / 32
     blocks,  # of 128 columns of out
     clamp,
@@ -228,7 +224,7 @@ def multiply(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shared = Shared(
-        codes=gl.allocate_shared_memory(codes.dtype, [2 * CONSUMERS * STAGES] + codes.block_shape, codes.layout),
+        codes=gl.allocate_shared_memory(codes.dtype, [2 * STAGES] + codes.block_shape, codes.layout),
         x=gl.allocate_shared_memory(x.dtype, [2 * STAGES, BLOCK_M, BLOCK_K], x.layout),
         scales=gl.allocate_shared_memory(gl.int64, [STAGES * CONSUMERS, 2 * BOX], WORDS),
         first_scales=gl.allocate_shared_memory(gl.int64, [CONSUMERS, 2 * BOX], WORDS),
@@ -242,8 +238,8 @@ def multiply(
         mbarrier.init(shared.empty.index(i), count=CONSUMERS)
     fence_async_shared()
     barrier()
-    EACH: gl.constexpr = BOX if GATED else 2 * BOX
-    tiles = Tiles(spans, count, outputs, second, groups, EACH)
+    STRIDE: gl.constexpr = CONSUMERS * BOX if GATED else 2 * CONSUMERS * BOX
+    tiles = Tiles(spans, count, outputs, second, groups, STRIDE)
     scales = Scales(scales, stride_scales_expert, stride_scales_row)
     row_scales = x_scales if SCALED else weights  # which nobody looks at
     output = Output(out, order, row_scales, weights, blocks, clamp, GATED, CLAMPED, SCALED, GATED and not SCALED)

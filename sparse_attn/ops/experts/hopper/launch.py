@@ -10,7 +10,7 @@ from sparse_attn.device import pdl
 from sparse_attn.ops.experts.grouped.config import COUNTED
 from sparse_attn.ops.experts.grouped.kernels import order_rows
 from sparse_attn.ops.experts.hopper import kernels, rows
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CTAS, ROWS, STEP
+from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, CTAS, ROWS, STEP
 from sparse_attn.ops.experts.launch import Call
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.ops.experts.swap_ab.launch import add_terms
@@ -92,8 +92,8 @@ def _multiply(
     ctas = CTAS[plan.block_m]
     kernels.multiply[(min(ctas * target.num_sms, spans.shape[0] * tiles),)](
         _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K]),
-        x_scales, _boxes(words, [1, BOX, STEP // 8]), scales, spans, count, order, weights, out, tiles,
-        out.shape[1] if gated else BOX, words.shape[2] // 4, out.shape[1] // 128,
+        x_scales, _boxes(words, [1, CONSUMERS * BOX, STEP // 8]), scales, spans, count, order, weights, out, tiles,
+        out.shape[1] if gated else CONSUMERS * BOX, words.shape[2] // 4, out.shape[1] // 128,
         0.0 if clamp is None else clamp, *scales.stride()[:2], GATED=gated, CLAMPED=clamp is not None,
         BLOCK_M=plan.block_m, CTAS=ctas, STAGES=plan.num_stages, num_warps=4, maxnreg=plan.registers, launch_pdl=True,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from sparse_attn.ops.experts.grouped.kernels import gated
 from sparse_attn.ops.experts.hopper import constants
 
 BOX = gl.constexpr(constants.BOX)
+CONSUMERS = gl.constexpr(constants.CONSUMERS)
 
 
 @aggregate
@@ -98,4 +99,4 @@ def finish(sums, row, end, output, column):
     else:
         first, second = _parts(sums)
         _store(first, rows, output, column)
-        _store(second, rows, output, column + BOX)
+        _store(second, rows, output, column + CONSUMERS * BOX)
