@@ -419,7 +419,7 @@ def test_which_kernel_runs(name):
     few, many = ("grouped", "grouped") if amd else ("swap_ab", "sorted")
     most = "hopper" if TARGETS[name].is_hopper else many
     chosen = [dispatch.choose(problem(tokens), TARGETS[name]).kernel.name for tokens in (1, 8, 64, 512, 4096)]
-    assert chosen == [few] * 2 + [many] * 2 + [most]
+    assert chosen == [few] * 2 + [many] + [most] * 2
     for tokens in (1, 512, 4096):
         fp8 = problem(tokens)._replace(activations="fp8")
         chosen = dispatch.choose(fp8, TARGETS[name]).kernel.name
@@ -429,7 +429,7 @@ def test_which_kernel_runs(name):
 
 @pytest.mark.parametrize("activations, tokens, tile", [
     ("fp8", 1, (32, 4)), ("fp8", 512, (32, 4)), ("fp8", 2048, (64, 6)), ("fp8", 4096, (128, 4)),
-    ("exact", 768, (32, 3)), ("exact", 2048, (64, 4)), ("exact", 4096, (128, 2)), ("exact", 20000, (128, 2)),
+    ("exact", 512, (32, 3)), ("exact", 2048, (64, 4)), ("exact", 4096, (128, 2)), ("exact", 20000, (128, 2)),
 ])  # fmt: skip
 def test_tiles_on_hopper(activations, tokens, tile):
     plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan

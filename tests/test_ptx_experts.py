@@ -117,7 +117,8 @@ def ids_of(tokens: int, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("gated", [True, False], ids=["gate and up", "down"])
 @pytest.mark.parametrize("tokens, k, hidden, intermediate", [(40, 3, 256, 256), (7, 2, 512, 256), (160, 3, 1280, 256)])
 def test_product(tokens, k, hidden, intermediate, gated, activations):
-    """Tiles of 64, 32 and 128 rows, of several tiles an expert; rings that are filled more than once in a tile or over several. Dirt lies in rows of no expert."""
+    """Tiles of 64, 32 and 128 rows, of several tiles an expert; rings that are filled more than once in a tile or over
+    several. Dirt lies in rows of no expert."""
     got, want = product(ids_of(tokens, k), hidden, intermediate, gated=gated, activations=activations)
     torch.testing.assert_close(got, want, rtol=2**-8, atol=2**-11)
 

@@ -48,8 +48,6 @@ ALLOWED_SPILLS = {
     "experts.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.
     "attention.hopper.decode_fp8.attend": {"sm_90": 64},
-    # The same, of exact rows in tiles of 32: two CTAs share an SM.
-    "experts.hopper.multiply": {"sm_90": 8},
     # Of plain rows whose largest scores are asked for.
     "attention.hopper.swap_ab.attend": {"sm_90": 8},
 }

@@ -12,15 +12,15 @@ EXPERTS = [
     Mutation(
         "experts-ups-of-the-first-box", "ups are read where gates are",
         KERNELS,
-        "tma_load(codes, [expert, output + tiles.second, word]",
-        "tma_load(codes, [expert, output, word]",
+        "tma_load(codes, [expert, first + tiles.second, word]",
+        "tma_load(codes, [expert, first, word]",
         PRODUCT,
     ),
     Mutation(
         "experts-scales-in-order-of-lanes", "the scales of a warp's outputs are those of sixteen neighbours",
         CODES,
-        "own = m // 16 * 8 + m % 2 * 4 + m % 8 // 2 + m // 8 % 2 * tiles.second",
-        "own = m % BOX + m // BOX * tiles.second",
+        "own += m % (2 * BOX) // 16 * 8 + m % 2 * 4 + m % 8 // 2",
+        "own += m % (2 * BOX) // 16 * 8 + m % 8",
         PRODUCT,
     ),
     Mutation(
@@ -33,8 +33,8 @@ EXPERTS = [
     Mutation(
         "experts-scale-of-the-step-before", "a step's scales are those of the step before",
         KERNELS,
-        "gl.where(last, 0, group + 8)",
-        "gl.where(last, 0, group)",
+        "                pointers += 1\n",
+        "                pointers += 0\n",
         PRODUCT,
     ),
     Mutation(
@@ -121,8 +121,8 @@ EXPERTS = [
     Mutation(
         "experts-product-not-awaited", "sums are taken while a product is under way",
         KERNELS,
-        "warpgroup_mma_wait(0, deps=(product,))",
-        "warpgroup_mma_wait(1, deps=(product,))",
+        "warpgroup_mma_wait(0, deps=(product,))\n            sums",
+        "warpgroup_mma_wait(1, deps=(product,))\n            sums",
         PRODUCT,
     ),
     Mutation(
@@ -135,22 +135,22 @@ EXPERTS = [
     Mutation(
         "experts-scales-of-this-expert", "a tile begins with the scales of the expert before",
         KERNELS,
-        "gl.where(last, next_expert, expert)",
-        "expert",
+        "pointers = scale_pointers(scales, tiles, next_expert, next_first)",
+        "pointers = scale_pointers(scales, tiles, expert, next_first)",
         PRODUCT,
     ),
     Mutation(
         "experts-first-scales-of-the-second-step", "a CTA begins with the scales of its second step",
         KERNELS,
-        "copy_scales(shared.first_scales, 0, scales, tiles, next_expert, first, 0)",
-        "copy_scales(shared.first_scales, 0, scales, tiles, next_expert, first, 8)",
+        "[2 * BOX * CONSUMERS], FLAT), pointers)",
+        "[2 * BOX * CONSUMERS], FLAT), pointers + 1)",
         PRODUCT,
     ),
     Mutation(
         "experts-scales-of-these-outputs", "a tile begins with the scales of the outputs before",
         KERNELS,
-        "gl.where(last, _first_output(tiles, next_unit, 0), first)",
-        "first",
+        "pointers = scale_pointers(scales, tiles, next_expert, next_first)",
+        "pointers = scale_pointers(scales, tiles, next_expert, first)",
         PRODUCT,
     ),
     Mutation(
@@ -182,10 +182,17 @@ EXPERTS = [
         PRODUCT,
     ),
     Mutation(
-        "experts-groups-past-the-end", "scales of a last half stage are read past the end of a row",
+        "experts-halves-of-down-side-by-side", "the second half of down's outputs is stored beside a consumer's first",
+        OUTPUT,
+        "column + CONSUMERS * BOX)",
+        "column + BOX)",
+        PRODUCT,
+    ),
+    Mutation(
+        "experts-highest-scale-is-no-nan", "of groups without a scale the product is infinite, not NaN",
         CODES,
-        "gl.minimum(group // 4 + gl.arange(0, 2, gl.SliceLayout(0, COPIED)), tiles.groups // 4 - 1)",
-        "group // 4 + gl.arange(0, 2, gl.SliceLayout(0, COPIED))",
+        "2.0**-6 + (power - power)",
+        "2.0**-6",
         ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(

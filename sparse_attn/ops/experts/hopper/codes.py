@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from sparse_attn.device.fp8 import decode_exponent
 from sparse_attn.device.mxfp4_operand import begin_exact, decode, exact_operand, operand
-from sparse_attn.device.packed_dot import E8M0_NAN
 from sparse_attn.device.triton_private import aggregate, reinterpret
 from sparse_attn.ops.experts.hopper import constants
 
@@ -15,8 +14,9 @@ WORDS = gl.constexpr(constants.STEP // 8)
 UP, DOWN = gl.constexpr(6), gl.constexpr(-5)  # exponents that codes of e2m1 take and stay exact as e4m3
 LOW_CODES = gl.constexpr(0x3C383000)  # e4m3 of 1.5, 1, 0.5 and 0
 HIGH_CODES = gl.constexpr(0x4C484440)  # of 6, 4, 3 and 2
-# Words of a consumer's part of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns on. Eight lanes read
-# outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6, 3 and 7 of eight.
+# Words of a consumer's part of a box [BOX, WORDS]: a lane has a group of an output, 16 bytes, and the group 128 columns
+# on. Eight lanes read outputs four apart, which lie in different banks: a product's rows are outputs 0, 4, 1, 5, 2, 6,
+# 3 and 7 of eight.
 OF_BOX = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [32, 32]
@@ -92,7 +92,8 @@ def tables_of(scales, EXACT: gl.constexpr, RESULT: gl.constexpr):
     else:
         top = gl.max(gl.maximum(first, second), 1)
         tables, more_tables = _magnitudes(first, top), _magnitudes(second, top)
-        left = gl.where(top == E8M0_NAN, float("nan"), decode_exponent(top) * 2.0**-6)
+        power = decode_exponent(top)
+        left = power * 2.0**-6 + (power - power)  # 255 is NaN, and its power inf
     return tables, more_tables, gl.convert_layout(left, gl.SliceLayout(1, RESULT), assert_trivial=True)
 
 
@@ -105,11 +106,11 @@ def _magnitudes(scale, top):
 
 
 @gluon.jit
-def decode_operand(words, tables, EXACT: gl.constexpr, RESULT: gl.constexpr):
-    """[64, BLOCK_K], decoded."""
+def decode_operand(words, tables, zero, EXACT: gl.constexpr, RESULT: gl.constexpr):
+    """[64, BLOCK_K]. zero: as decode's."""
     low, high = tables
     if EXACT:
-        weight = exact_operand(begin_exact(words), low, RESULT)
+        weight = exact_operand(begin_exact(words, zero), low, RESULT)
     else:
-        weight = operand(decode(words, low, high), RESULT).to(gl.float8e4nv, bitcast=True)
+        weight = operand(decode(words, low, high, zero), RESULT).to(gl.float8e4nv, bitcast=True)
     return weight

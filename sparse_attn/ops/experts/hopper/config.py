@@ -12,7 +12,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 FP8 = {32: 4, 64: 6, 128: 4}  # stages of the ring by rows of a tile
 EXACT = {32: 3, 64: 4, 128: 2}
-FEW_EACH = 16  # ids of an expert in the mean, below which exact rows are faster in `sorted`
+FEW_EACH = 12  # ids of an expert in the mean, below which exact rows are faster in `sorted`
 
 
 def supports(problem: Problem, target: Target) -> Support:

@@ -68,7 +68,7 @@ class Shared:
 class Tiles:
     """spans: int32 [spans, 3], as order_rows deals them, of which those with rows come first. count: int32 [1], how
     many that are. Unit u is tile u % outputs of span u / outputs. second: rows of the weight from a tile's first box to
-    its second. groups: of a row of the weight, a multiple of 8. STRIDE: outputs from a tile's first to the next one's."""
+    its second. groups: of a row of the weight, a multiple of 8. STRIDE: rows of the weight from a tile to the next."""
 
     spans: gl.tensor
     count: gl.tensor
@@ -158,12 +158,12 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
             mbarrier.wait(shared.full.index(stage), phase)
             words, more_words = read_words(shared, stage, which)
             ahead = read_scales(shared.scales.index(stage * CONSUMERS + which))
-            weight = decode_operand(words, tables, EXACT, RESULT)
+            weight = decode_operand(words, tables, None, EXACT, RESULT)
             product = warpgroup_mma(weight, x, sums if EXACT else none, use_acc=EXACT, is_async=True)
             if EXACT and BLOCK_M == 32:  # registers hold one half's operand
                 product = warpgroup_mma_wait(0, deps=(product,))
-            more_words ^= keep_order(units)  # or both halves are decoded before the first is multiplied
-            weight = decode_operand(more_words, more_tables, EXACT, RESULT)
+            zero = keep_order(units)  # or both halves are decoded before the first is multiplied
+            weight = decode_operand(more_words, more_tables, zero, EXACT, RESULT)
             product = warpgroup_mma(weight, more_x, product, is_async=True)
             keep_order(units)
             tables, more_tables, next_left = tables_of(ahead, EXACT, RESULT)
