@@ -8,28 +8,31 @@ from typing import NamedTuple
 
 SAME = ("commit", "dirty", "versions", "gpu")  # what the parts of one result agree in
 KINDS = ("tests", "suites")
-# About what takes long on an H100, in seconds; everything else takes about one. A result's `seconds` say what it was.
+# About what takes long on an H200, in seconds; everything else takes about one. A result's `seconds` say what it was.
 LONG = {
-    "test_topk.py": 744, "test_quality.py": 388, "test_soak.py": 350, "test_index_logits_mxfp4.py": 322,
-    "test_attention_two_caches.py": 303, "test_topk_slots.py": 274, "test_batch_invariant.py": 250,
-    "test_attention_extreme_scores.py": 222, "test_generate.py": 214, "test_attention_prefill_bf16.py": 204,
-    "test_compile.py": 194, "test_autocast.py": 188, "test_attention_widths.py": 175, "test_experts.py": 150,
-    "test_cli.py": 135, "test_draws.py": 116, "test_attention_into.py": 100, "test_repeatable.py": 97,
-    "test_index_logits_hopper.py": 90, "test_speculative_batching.py": 90, "test_mtp.py": 90,
-    "test_hf_static.py": 80, "test_topk_grouped.py": 77, "test_attention_swap_ab.py": 76, "test_graph.py": 69,
-    "test_index_query.py": 61, "test_attention_growing_scores.py": 60, "test_hf_bridge.py": 60,
-    "test_rank_steps.py": 60, "test_sampling_filters.py": 58, "test_attention_decode_fp8_latents.py": 58,
-    "test_index_topk.py": 51, "test_properties.py": 48, "test_attention.py": 48, "test_compressor.py": 48,
-    "test_index_logits.py": 45, "test_attention_split_kv.py": 40, "test_compat.py": 30,
-    "hf_bridge": 90, "rank_step": 80, "decode_loop": 69, "step_share": 60, "speculation": 60, "load": 55,
-    "real_share": 36, "loop_invariant": 30, "layer_v4_mxfp4": 28, "decode_few_heads": 23, "layer_v32": 22,
-    "arrivals": 20, "decode_growth": 20, "select_few": 20, "topk_decode": 20, "compat": 15, "sustained": 15,
-    "topk_prefill": 15, "rank_parts": 14, "prefill_scores_mxfp4": 13, "prefill_forms": 12, "prefill_few_heads": 10,
-    "linears_few": 10,
-    "prefill_v4": 10, "paged_scores_mxfp4": 10, "hf_layer": 9, "decode_v4": 9, "prefill_portable": 9,
-    "rank_share": 8, "experts_few": 6, "paged_scores": 6, "prefill_scores": 6, "layer_v4": 5, "prefill_v32": 5,
-    "experts_w4a8": 5, "prefill_prompt": 4, "prefill_ragged": 4, "decode_bf16": 4, "plan_cache": 3, "decode_v32": 3,
-    "experts_many": 3,
+    "test_topk.py": 1052, "test_quality.py": 518, "test_index_logits_mxfp4.py": 393,
+    "test_attention_two_caches.py": 291, "test_attention_into.py": 265, "test_topk_grouped.py": 256,
+    "test_compile.py": 255, "test_generate.py": 248, "test_topk_slots.py": 247, "test_attention_extreme_scores.py": 221,
+    "test_experts.py": 214, "test_attention_swap_ab.py": 198, "test_repeatable.py": 197,
+    "test_attention_prefill_bf16.py": 194, "test_cli.py": 190, "test_attention_split_kv.py": 182, "test_soak.py": 177,
+    "test_attention_decode_fp8_latents.py": 173, "test_autocast.py": 164, "test_attention_widths.py": 161,
+    "test_batch_invariant.py": 149, "test_attention_growing_scores.py": 132, "test_graph.py": 116,
+    "test_index_logits_decoded.py": 111, "test_draws.py": 94, "test_index_topk.py": 86,
+    "test_index_logits_hopper.py": 85, "test_hf_static.py": 83, "test_mtp.py": 76, "test_hf_bridge.py": 76,
+    "test_index_logits.py": 76, "test_speculative_batching.py": 70, "test_compressor.py": 68,
+    "test_grouped_linear.py": 64, "test_properties.py": 63, "test_sampling_filters.py": 63, "test_rank_topk.py": 61,
+    "test_narrow_products.py": 55, "test_index_query.py": 52, "test_grouped_linear_hopper.py": 50,
+    "test_attention.py": 44, "test_rank_steps.py": 43, "test_real_dims_v4.py": 36,
+    "test_batch_invariant_products.py": 35, "test_real_dims.py": 31, "test_attention_decode_fp8.py": 31,
+    "load": 118, "hf_bridge": 113, "rank_step": 78, "decode_loop": 65, "arrivals": 47, "real_share": 41,
+    "speculation": 38, "step_share": 36, "compat": 25, "layer_v32": 24, "hf_layer": 23, "layer_v4": 20,
+    "topk_decode": 18, "rank_parts": 18, "sustained": 17, "rank_share": 17, "paged_scores_mxfp4": 16,
+    "loop_invariant": 16, "plan_cache": 15, "decode_growth": 15, "select_few": 14, "prefill_scores_mxfp4": 13,
+    "prefill_v4": 13, "select_decode": 12, "decode_few_heads": 12, "prefill_forms": 12, "paged_scores": 11,
+    "prefill_v32": 11, "prefill_portable": 11, "experts_w4a8": 10, "prefill_few_heads": 9, "prefill_chain": 9,
+    "decode_v32": 8, "layer_v4_mxfp4": 8, "decode_invariant": 7, "linears_few": 7, "select_prefill": 6,
+    "prefill_scores": 6, "experts_many": 6, "prefill_prompt": 6, "experts_few": 6, "prefill_ragged": 6,
+    "linears_many": 5, "decode_v4": 4, "decode_bf16": 4,
 }  # fmt: skip
 
 
@@ -44,12 +47,12 @@ class Part(NamedTuple):
         return f"{self.kind}:{self.number}/{self.of}"
 
     def take(self, names: Iterable[str]) -> list[str]:
-        """This part's share of the names: no other part's, and all parts together take all. The longest go first, each
-        to the part that has the least to do."""
+        """This part's share of the names, the longest first: no other part's, and all parts together take all. Each
+        goes to the part that has the least to do."""
         shares: list[list[str]] = [[] for _ in range(self.of)]
         for name in sorted(names, key=lambda name: (-LONG.get(name, 1), name)):
             min(shares, key=lambda share: sum(LONG.get(name, 1) for name in share)).append(name)
-        return sorted(shares[self.number - 1])
+        return shares[self.number - 1]
 
 
 def part(text: str) -> Part:
