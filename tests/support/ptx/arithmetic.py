@@ -61,6 +61,11 @@ def compute(operation: tuple[str, ...], values: list[Lanes]) -> Lanes:
         a, b = (typed(value, kind).astype(np.int64) for value in values[:2])
         return packed(a * b + (values[2].view(np.int64) if name == "mad" else 0), 64)
     bits = width(kind)
+    if "hi" in operation:
+        if (name, bits) != ("mul", 32):
+            raise KeyError(".".join(operation))
+        a, b = (typed(value, kind).astype(NUMPY[kind[0]][64]) for value in values)
+        return packed(a * b >> 32, bits) & BITS32
     result = ARITHMETIC[name](*(typed(value, kind) for value in values))
     if "relu" in operation:
         result = np.maximum(result, 0)
