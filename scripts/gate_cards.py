@@ -31,7 +31,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 from gate_parts import LONG, Part, merge  # noqa: E402
 
-TESTS, SUITES = 4, 16  # parts; one of tests spends half a minute on beginning and ending
+TESTS, SUITES = 4, 16  # parts
 NEEDED = ("pytest", "xdist", "expecttest", "safetensors", "tokenizers")
 
 
@@ -135,7 +135,7 @@ def _serve(
 ) -> None:
     """A GPU's parts, one after the other."""
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__"))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "PYTEST_ADDOPTS": f"-n {workers}"}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "PYTEST_ADDOPTS": f"-n {workers} --dist worksteal"}
     while latest is None or time.monotonic() < latest:
         try:
             one = waiting.get_nowait()
