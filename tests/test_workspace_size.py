@@ -146,6 +146,24 @@ def test_products_of_no_row_count_take_more(name, form, invariant, target):
     assert whole == workspace.largest((without, most))
 
 
+@pytest.mark.parametrize("most", [460, 511, 512, 540, 567, 568, 2000])
+@pytest.mark.parametrize("name, k", [("deepseek_v4_flash", 6), ("deepseek_v4_flash", 8), ("deepseek_v4_pro", 6)])
+def test_experts_of_fewer_rows_take_no_more_where_another_kernel_runs(name, k, most):
+    """Up to 12 ids an expert `sorted` runs on Hopper, which brings rows in order beside what `hopper` needs."""
+    weights = packed_weights(preset(name), "published")
+
+    def asked(most):
+        found = product_scratches(weights, k, most, H200, dtype=torch.bfloat16, batch_invariant=False)
+        return workspace.largest(map(workspace.size_of, found)).nbytes
+
+    experts = {key: value for key, value in weights.items() if key.endswith(("moe.gate_up", "moe.down"))}
+    whole = asked(most)
+    for tokens in (257, 383, 384, 455, 461, 462, 500, 510, 511, 512, 767, 768, 800):
+        if tokens < most:
+            only = product_scratches(experts, k, tokens, H200, dtype=torch.bfloat16, batch_invariant=False)
+            assert max(workspace.size_of(scratch).nbytes for scratch in only) <= whole
+
+
 def test_expert_scratch_is_what_a_step_holds_between_its_products():
     spec = preset("deepseek_v4_flash")
     weights = packed_weights(spec, "published")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 
+from sparse_attn.dispatch import Choice
 from sparse_attn.ops.experts import dispatch as experts
 from sparse_attn.ops.experts.plan import Problem as Routed
 from sparse_attn.ops.grouped_linear import dispatch as linears
@@ -45,23 +47,43 @@ def product_scratches(
     dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Iterator[Scratch]:
-    """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most.
+    """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most: more
+    rows take more, but where another kernel runs.
 
     weights: a rank's, by the names of models.params; of a packed weight of rank 3 each group takes every token.
     """
-    counts = sorted({*range(1, min(most, FEW) + 1), most} - {0})
     packed = {name: value for name, value in weights.items() if isinstance(value, PackedWeight)}
     routed = {(_shape(value), _shape(packed[name[: -len(GATE_UP)] + DOWN])) for name, value in packed.items()
               if name.endswith(GATE_UP)}  # fmt: skip
     alone = {_shape(value) for name, value in packed.items() if not name.endswith((GATE_UP, DOWN))}
-    for tokens in counts:
+
+    @functools.cache
+    def chosen(tokens: int) -> list[Choice]:
+        found: list[Choice] = []
         for shape in alone:
-            problem = shape.problem(tokens * shape.groups, dtype, batch_invariant)
-            yield linears.choose(problem, target).plan.scratch
+            found.append(linears.choose(shape.problem(tokens * shape.groups, dtype, batch_invariant), target))
         for pair in routed:
             first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
             routes = Routed(tokens, experts_per_token, first, second, batch_invariant=batch_invariant)
-            yield experts.choose(routes, target).plan.scratch
+            found.append(experts.choose(routes, target))
+        return found
+
+    for tokens in _counts(most, lambda tokens: [choice.kernel.name for choice in chosen(tokens)]):
+        for choice in chosen(tokens):
+            yield choice.plan.scratch
+
+
+def _counts(most: int, kernels: Callable[[int], list[str]]) -> Iterator[int]:
+    """Each number of rows up to FEW, beyond it the last that has certain kernels, and ``most``."""
+    yield from range(1, min(most, FEW) + 1)
+    spans = [(FEW, most)] if most > FEW else []
+    while spans:
+        first, last = spans.pop()
+        middle = (first + last) // 2
+        if kernels(first) == kernels(last) or middle == first:
+            yield from (first, last)
+        else:
+            spans += [(first, middle), (middle, last)]
 
 
 def _shape(weight: PackedWeight) -> _Shape:
