@@ -87,26 +87,29 @@ def check_choice(name: str, value: object, allowed: Collection[object]) -> None:
 NUMBER = float, int, numbers.Real, torch.SymFloat  # an abstract class is slow to ask, so it comes behind two
 
 
+def check_number(name: str, value: object) -> None:
+    """TypeError unless ``value`` is a number; True and tensors are not."""
+    if isinstance(value, bool) or not isinstance(value, NUMBER):
+        raise TypeError(f"{name}: got {value!r}, allowed: a number")
+
+
 def check_temperature(temperature: float) -> None:
     """TypeError unless it is a number, ValueError unless it is 0 or positive and finite."""
-    if isinstance(temperature, bool) or not isinstance(temperature, NUMBER):
-        raise TypeError(f"temperature: got {temperature!r}, allowed: a number")
+    check_number("temperature", temperature)
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: got {temperature}, allowed: 0 (greedy) or positive and finite")
 
 
 def check_share(name: str, value: float) -> None:
     """TypeError unless it is a number, ValueError outside 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, NUMBER):
-        raise TypeError(f"{name}: got {value!r}, allowed: a number")
+    check_number(name, value)
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: got {value}, allowed: 0 to 1")
 
 
 def check_penalty(name: str, value: float, *, positive: bool) -> None:
     """TypeError unless it is a number, ValueError unless fp32 holds it as a finite number, above 0 if ``positive``."""
-    if isinstance(value, bool) or not isinstance(value, NUMBER):
-        raise TypeError(f"{name}: got {value!r}, allowed: a number")
+    check_number(name, value)
     least, most = 2.0**-126 if positive else -(2.0**127), 2.0**127
     if not least <= value <= most:
         raise ValueError(f"{name}: got {value}, allowed: {'positive' if positive else 'finite'} fp32 numbers")

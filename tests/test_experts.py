@@ -157,13 +157,14 @@ def hopper():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 7, 30, 400])
+@pytest.mark.parametrize("tokens, clamp", [(1, 0.5), (30, None), (60, 0.5), (400, 0.5)])
 @pytest.mark.parametrize("activations", ["exact", "fp8"])
-def test_gpu_streamed(activations, tokens, hopper):
-    pair, x = weights_of(MXFP4, hopper), rows_of(tokens, HIDDEN, BF16, hopper)
-    more = dict(clamp=0.5, activations=activations)
+def test_gpu_streamed(activations, tokens, clamp, hopper):
+    """Tiles of 32, 64 and 128 rows."""
+    pair, x = weights_of(MXFP4, hopper, hidden=512), rows_of(tokens, 512, BF16, hopper)
+    more = dict(clamp=clamp, activations=activations)
     got = packed_experts(x, *routes(tokens, hopper), *pair, impl="hopper", **more)
-    check(got, x, *routes(tokens, hopper), *pair, **more, together=HIDDEN)
+    check(got, x, *routes(tokens, hopper), *pair, **more, together=512)
 
 
 @pytest.mark.gpu
@@ -393,6 +394,9 @@ def test_opcheck():
     (dict(weights=torch.zeros(3, K + 1)), ValueError, "weights: got shape"),
     (dict(weights=torch.zeros(3, K, dtype=BF16)), TypeError, "weights: got dtype bfloat16"),
     (dict(down=torch.zeros(5, HIDDEN, INTERMEDIATE)), TypeError, "down: got Tensor, allowed: a PackedWeight"),
+    (dict(clamp=-0.5), ValueError, "clamp: got -0.5, allowed: None, or 0 and more"),
+    (dict(clamp=float("nan")), ValueError, "clamp: got nan, allowed"),
+    (dict(clamp="1"), TypeError, "clamp: got '1', allowed: a number"),
     (dict(gate_up=weights_of(MXFP4)[1]), ValueError, r"gate_up: got shape \[5, 256, 256\], allowed: \[5, 512, 256\]"),
     (dict(gate_up=weights_of(WeightLayout("e4m3", (8, 24), "fp32"))[0]), ValueError, "gate_up: got scale blocks of 24"),
     (dict(activations="int8"), ValueError, "activations: got 'int8'"),

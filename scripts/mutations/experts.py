@@ -1,4 +1,4 @@
-"""Bugs of the experts of many tokens on Hopper, whose PTX is executed on a CPU."""
+"""Bugs of the experts of many tokens on Hopper, whose PTX is executed on a CPU, or which are interpreted."""
 
 from mutations.mutation import OPS, Mutation
 
@@ -57,6 +57,27 @@ EXPERTS = [
         "gl.load(output.weights + to, mask",
         "gl.load(output.weights + at, mask",
         PRODUCT,
+    ),
+    Mutation(
+        "experts-exact-scale-of-nan", "exact codes are infinite where their scale is NaN",
+        "sparse_attn/device/mxfp4_operand.py",
+        "gl.where(scales == 255, 0x7FC0, gl.maximum(scales << 7, 0x40))",
+        "gl.maximum(scales << 7, 0x40)",
+        ("tests/test_ptx_experts.py::test_least_and_greatest_scales",),
+    ),
+    Mutation(
+        "experts-exact-scale-of-nothing", "exact codes are 0 where their scale is 2^-127",
+        "sparse_attn/device/mxfp4_operand.py",
+        "gl.maximum(scales << 7, 0x40)",
+        "scales << 7",
+        ("tests/test_ptx_experts.py::test_least_and_greatest_scales",),
+    ),
+    Mutation(
+        "experts-scale-of-nothing", "sums are 0 where the highest of eight scales is 2^-127",
+        CODES,
+        "decode_exponent(top)",
+        "(top << 23).to(gl.float32, bitcast=True)",
+        ("tests/test_ptx_experts.py::test_least_and_greatest_scales",),
     ),
     Mutation(
         "experts-spans-of-a-block-over-another", "spans that are kept of a second block take the place of the first's",

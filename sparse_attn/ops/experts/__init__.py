@@ -28,12 +28,12 @@ def packed_experts(
 
     x: bf16, fp16 or fp32 [tokens, hidden]. weights: fp32 [tokens, k]. ids: int32 [tokens, k], an expert each; one
     outside of the experts, such as another rank's, adds nothing. gate_up: [experts, 2 * intermediate, hidden], gate
-    rows first. down: [experts, hidden, intermediate]. clamp: gates are bounded from above by it, ups both ways, before
-    silu(gate) * up; None: unbounded. activations: "fp8" quantises x, and what is between the products, as
+    rows first. down: [experts, hidden, intermediate]. clamp: 0 or more; gates are bounded from above by it, ups both
+    ways, before silu(gate) * up; None: unbounded. activations: "fp8" quantises x, and what is between the products, as
     grouped_linear does (W8A8, W4A8): either is off by up to 2^-4 of itself, or 2^-17 of the largest of its 128 columns,
     on Hopper of its row beside MXFP4 weights. Only many tokens gain: on an H200 256 MXFP4 experts, 6 a token, are 1.5
-    times as fast as exact ones at 4096 tokens, and 1.3 times as fast at 512. Of MXFP4 weights, columns whose scale is
-    below 2^-11 of the largest of their 256 may count as 0.
+    times as fast as exact ones at 4096 tokens, and 1.3 times as fast at 512. With it, columns of MXFP4 weights whose
+    scale is below 2^-11 of the largest of their 256 may count as 0.
 
     Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
     rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
@@ -50,6 +50,10 @@ def packed_experts(
     checks.check_dtype("weights", weights, (torch.float32,))
     checks.check_shape("weights", weights, tuple(ids.shape), "[tokens, experts of a token] (those of ids)")
     checks.check_choice("activations", activations, ACTIVATIONS)
+    if clamp is not None:
+        checks.check_number("clamp", clamp)
+        if not clamp >= 0:
+            raise ValueError(f"clamp: got {clamp}, allowed: None, or 0 and more")
     for name, weight in (("gate_up", gate_up), ("down", down)):
         _check_weight(name, weight, 16 if activations == "exact" else 32)
     experts, hidden, intermediate = weight_shape(down)

@@ -49,10 +49,11 @@ def problem_of(
 
 @dataclass(frozen=True)
 class Plan:
-    """How swap_ab or sorted is launched; of "grouped", whose products have plans of their own, sizes are 0.
+    """How swap_ab, sorted or hopper is launched; of "grouped", whose products have plans of their own, sizes are 0.
 
     block_m: rows of an expert that a CTA multiplies. block_n: outputs of it; of gate_up half are gates, half ups.
-    block_k: columns at a time. registers: of a thread at most; None: what it takes.
+    block_k: columns at a time. registers: of a thread at most; None: what it takes. Warps and columns of hopper are
+    constants of its own, and 0 here.
     """
 
     block_m: int = 0

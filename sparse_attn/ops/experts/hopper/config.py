@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.dispatch import YES, Support, no, not_on, slower
-from sparse_attn.ops.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, CTAS, LAUNCH_REGISTERS, STEP
+from sparse_attn.ops.experts.hopper.constants import BOX, CONSUMERS, CTAS, LAUNCH_REGISTERS, STEP
 from sparse_attn.ops.experts.plan import Plan, Problem
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
@@ -40,7 +40,7 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> Plan:
     each, fp8 = problem.rows / problem.gate_up.groups, problem.activations == "fp8"
-    stages, outputs = FP8 if fp8 else EXACT, CONSUMERS * BOX
+    stages, outputs = FP8 if fp8 else EXACT, 2 * CONSUMERS * BOX
     rows = next((rows for rows in stages if each * 1.25 <= rows), max(stages))
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     spans = problem.gate_up.groups + problem.rows // rows
@@ -56,4 +56,4 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("terms", (problem.rows, hidden), dtype), *(quantised if fp8 else ()),
     ))  # fmt: skip
     registers = LAUNCH_REGISTERS[CTAS[rows]]
-    return Plan(rows, outputs, 8, BLOCK_K, 2 * outputs, 8, BLOCK_K, stages[rows], registers, scratch)
+    return Plan(rows, outputs, 0, 0, outputs, 0, 0, stages[rows], registers, scratch)

@@ -2,10 +2,10 @@
 shared memory and registers.
 
 The weight takes the matrix unit's M dimension, the rows its N (swap-AB). A tile is some sorted rows of one expert times
-two boxes of outputs for each consumer: gates and the ups that belong to them, so that a thread has a gate and its up,
-or two neighbouring boxes of down. Beside fp8 rows, codes of e2m1 become e4m3 in registers (device/mxfp4_operand.py),
-with a group's scale relative to the highest of eight: what is below 2^-11 of it counts as 0. A product of 256 columns
-is then multiplied by that highest scale and added in fp32; the row's scale comes at the end.
+two boxes of 64 outputs, half of each for either consumer: gates and the ups that belong to them, so that a thread has a
+gate and its up, or neighbouring boxes of down. Beside fp8 rows, codes of e2m1 become e4m3 in registers
+(device/mxfp4_operand.py), with a group's scale relative to the highest of eight: what is below 2^-11 of it counts as 0.
+A product of 256 columns is then multiplied by that highest scale and added in fp32; the row's scale comes at the end.
 """
 
 from triton.experimental import gluon

@@ -88,7 +88,7 @@ def _multiply(
     packed, scales, _ = weight
     spans, count = dealt
     words, scales = packed.view(torch.int32), scales.view(torch.int64)
-    tiles = out.shape[1] // (plan.gate_up_block_n if gated else plan.down_block_n)
+    tiles = out.shape[1] * 2 // plan.gate_up_block_n if gated else out.shape[1] // plan.down_block_n
     ctas = CTAS[plan.block_m]
     kernels.multiply[(min(ctas * target.num_sms, spans.shape[0] * tiles),)](
         _boxes(x if x_scales is None else x.view(torch.float8_e4m3fn), [ROWS, BLOCK_K]),

@@ -1,4 +1,4 @@
-"""Experts of few tokens, in three launches: gate and up with what follows them, down times the token's weight, the sum.
+"""Experts of few tokens: rows of x placed, gate and up with what follows them, down times the token's weight, the sum.
 
 A row is a token's one expert: row token * k + i. Nothing is sorted: every CTA looks through all ids for the rows of its
 expert. It belongs to a row, its leader, and does something only where the leader is the first of its expert's rows, or
@@ -156,7 +156,7 @@ def down(
 
 @triton.jit(do_not_specialize=["k", "experts"])
 def add_terms(
-    terms,  # fp32 [tokens * k, hidden]; those of other experts are not written
+    terms,  # fp32, or bf16 of sorted rows, [tokens * k, hidden]; those of other experts are not written
     ids,
     out,  # bf16 [tokens, hidden]
     k,
