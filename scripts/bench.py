@@ -84,7 +84,7 @@ def shown(record: dict) -> str:
         f"{'' if floor is None else format(floor, '.1f'):>9} "
         f"{'' if floor is None else format(floor / record['us'], '.0%'):>8}  "
         f"{record['peer'] or '':<26} {'' if peer_us is None else format(peer_us, '.1f'):>10} "
-        f"{'' if peer_us is None else format(record['ratio'], '.2f'):>6}"
+        f"{'' if record['ratio'] is None else format(record['ratio'], '.2f'):>6}"
     )
 
 

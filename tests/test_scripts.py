@@ -59,6 +59,7 @@ def test_bench_row_fits_missing_numbers():
     from benchmarks.record import Record
 
     assert "case" in shown(Record("case", 1.0).as_dict("s"))
+    assert "peer" in shown(Record("case", 0.0, "peer", 2.0).as_dict("s"))
 
 
 def test_mutations_fit_the_source():
