@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import expecttest
 import pytest
@@ -18,6 +20,7 @@ from sparse_attn.runtime.cli import main
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 
+README = Path(__file__).resolve().parent.parent / "README.md"
 LARGE = ("deepseek_v32", "glm5", "deepseek_v4_flash", "deepseek_v4_pro")
 
 
@@ -119,6 +122,22 @@ def test_plan_says_which_cards_fit(tmp_path, capsys):
     assert "(148.65 GiB)" in shown and "dealt out over tensor ranks: heads, vocabulary" in shown
     assert main(["plan", "--preset", "tiny_v4"]) == 0
     assert "got 4 ranks for 2 groups of heads of tiny_v4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_plan_of_eight_gpus_is_what_the_readme_says(name, tmp_path):
+    """Weights, caches and all in GB, and MB sent, of 8 tensor ranks, then of 8 context ranks."""
+    letters = ".?".join(re.sub(r"\W|_", "", name))
+    (row,) = re.findall(rf"^\| {letters} (\| \d.*)$", README.read_text(), re.IGNORECASE | re.MULTILINE)
+    cells = [[int(number) for number in re.findall(r"\d+", cell)] for cell in row.split("|")[1:5]]
+    for kind, (sizes, sent) in (("tensor", cells[:2]), ("context", cells[2:])):
+        out = tmp_path / f"{kind}.json"
+        given = ["--max-batch", "8", "--max-model-len", "131072", "--max-batched-tokens", "4096", "--gpus", "8"]
+        assert main(["plan", "--preset", name, *given, f"--{kind}-parallel", "8", "--expert-parallel", "8",
+                     "--json", str(out)]) == 0  # fmt: skip
+        (rank,) = json.loads(out.read_text())["gpus"]
+        assert [round(rank[key] / 1e9) for key in ("weight_bytes", "cache_bytes", "bytes")] == sizes
+        assert [round(sum(rank["collective_bytes_per_step"].values()) / 1e6)] == sent
 
 
 def test_plan_of_a_grid(tmp_path, capsys):
