@@ -62,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.files:
         old, new = (records_of(json.loads(path.read_text())) for path in options.files)
         return report(old, new)
+    if not (options.run / "scripts/bench.py").is_file():
+        parser.error(f"--run: got {options.run}, allowed: a checkout of this repository")
     try:
         wanted = part(options.part) if options.part else None
     except ValueError as error:

@@ -60,6 +60,8 @@ def main() -> int:
         for mutation in chosen:
             print(f"{mutation.name:<34} {mutation.file:<46} {mutation.what}")
         return 0
+    if any(mutation.gpu for mutation in chosen) and not hopper_here():
+        parser.error("--gpu: got no Hopper GPU here, allowed: one, for bugs that only it shows")
     for mutation in chosen:
         mutation.applied((ROOT / mutation.file).read_text())
 
@@ -76,6 +78,12 @@ def main() -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(report(outcomes), indent=1) + "\n")
     return 0 if caught == len(outcomes) else 1
+
+
+def hopper_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def baseline(chosen: list[Mutation]) -> None:

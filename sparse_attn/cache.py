@@ -105,7 +105,11 @@ def block_bytes(layout: Layout, block_size: int) -> int:
 
 def allocate_cache(layout: Layout, num_blocks: int, block_size: int, device: torch.device | str) -> torch.Tensor:
     """A zeroed cache [num_blocks, block_size, row] of ``layout``, as mark_cache marks it; blocks of a planar KV layout
-    stand apart as the field pads them. ValueError for sizes that check_cache would refuse."""
+    stand apart as the field pads them. TypeError for what is no layout or no number, ValueError for sizes that
+    check_cache would refuse."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout: got {layout!r}, allowed: a layout, such as cache_layouts returns")
+    checks.check_at_least("num_blocks", num_blocks, 0)
     checks.check_at_least("block_size", block_size, 1)
     _check_index_block("block_size", layout, block_size)
     if isinstance(layout, PlanarFp8Layout):
@@ -141,5 +145,6 @@ def mark_cache(cache: torch.Tensor) -> torch.Tensor:
     """``cache`` [num_blocks, block_size, row], marked for torch.compile: its row is a constant, and its first two sizes
     are symbols of their own, so that none is taken for a batch size or a length that happens to be equal. Caches that
     this library allocates are marked. Mark caches made by hand, views and copies before you pass them to a compiled
-    function."""
+    function. TypeError for no tensor."""
+    checks.check_tensor("cache", cache)
     return mark_sizes(cache, dynamic=(0, 1), static=(2,))

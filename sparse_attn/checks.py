@@ -39,8 +39,8 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None],
     check_rank(name, tensor, len(expected))
     for got, want in zip(tensor.shape, expected):
         if want is not None and got != want:
-            wanted = [size if size is not None else "any" for size in expected]
-            raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed: {meaning} = {wanted}")
+            wanted = ", ".join("any" if size is None else str(size) for size in expected)
+            raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed: {meaning} = [{wanted}]")
 
 
 def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
@@ -65,6 +65,18 @@ def check_integer(name: str, value: object) -> None:
     """TypeError unless ``value`` is an integer; torch's and numpy's are, True and tensors are not."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt, numbers.Integral)):
         raise TypeError(f"{name}: got {value!r}, allowed: an integer")
+
+
+def check_flag(name: str, value: object) -> None:
+    """TypeError unless ``value`` is True or False."""
+    if value is not True and value is not False:
+        raise TypeError(f"{name}: got {value!r}, allowed: True or False")
+
+
+def check_text(name: str, value: object) -> None:
+    """TypeError unless ``value`` is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: got {value!r}, allowed: a str")
 
 
 def check_at_least(name: str, value: int, minimum: int) -> None:

@@ -149,7 +149,13 @@ def show_mesh(mesh: Mesh) -> dict[str, int]:
 
 def planned_mesh(*, tensor: int = 1, context: int = 1, data: int = 1, expert: int = 1, place: int = 0) -> Mesh:
     """The mesh of the process at ``place`` of a grid that does not run: its groups have names and no processes. What
-    is computed from shapes takes it; no collective does."""
+    is computed from shapes takes it; no collective does. ValueError for sizes below 1, a place outside of the grid, and
+    what check_expert refuses."""
+    for name, size in (("tensor", tensor), ("context", context), ("data", data), ("expert", expert)):
+        checks.check_at_least(name, size, 1)
+    checks.check_integer("place", place)
+    if not 0 <= place < tensor * context * data:
+        raise ValueError(f"place: got {place}, allowed: 0 to {tensor * context * data - 1}")
     check_expert(expert, tensor, context, data)
     more = max(tensor, expert)
 

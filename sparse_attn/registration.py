@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
-from sparse_attn import debug, gradients, streams, workspace
+from sparse_attn import checks, debug, gradients, streams, workspace
 from sparse_attn.autocast import no_autocast
 from sparse_attn.dispatch import Kernel
 from sparse_attn.target import resolve_impl, target_of
 from sparse_attn.torch_private import schema
 
 NAMESPACE = "sparse_attn"
+SCALARS = {
+    "int": checks.check_integer, "float": checks.check_number, "bool": checks.check_flag, "str": checks.check_text,
+}  # fmt: skip
 
 
 def define_op(
@@ -28,8 +31,8 @@ def define_op(
     """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in ``package``;
     ``impl`` may name one of ``kernels``.
 
-    The returned function calls the operator and ends gradients there. Its ``overload`` is the operator, its
-    ``kernels`` are these.
+    The returned function calls the operator and ends gradients there; numbers, flags and strings of another type are a
+    TypeError that names them. Its ``overload`` is the operator, its ``kernels`` are these.
     """
     assert package is not None, "outside of a package"
     qualified = f"{NAMESPACE}::{name}"
@@ -43,7 +46,15 @@ def define_op(
     def no_gradient(*args):  # of whoever calls the operator by its own name
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
 
+    scalars = [
+        (place, argument.name, SCALARS[str(argument.real_type)])  # a dtype's type is int, too
+        for place, argument in enumerate(arguments)
+        if str(argument.real_type) in SCALARS
+    ]
+
     def call(*args):
+        for place, name, check in scalars:
+            check(name, args[place])
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else overload(*args)
 
     torch.library.impl(qualified, ("cpu", "cuda"))(no_gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 import sparse_attn
 from sparse_attn import registration
 from sparse_attn.layout import PlainLayout
+from sparse_attn.mesh import planned_mesh
 from sparse_attn.ops import attention, index_logits, index_topk, ragged
+from sparse_attn.pipeline.bounds import Bounds
+from sparse_attn.torch_private import schema
 
 OPS = Path(sparse_attn.__file__).parent / "ops"
 FUNCTIONS = [
@@ -20,6 +24,12 @@ FUNCTIONS = [
     for package in sorted(path.parent.name for path in OPS.glob("*/__init__.py"))
     for name, function in vars(importlib.import_module(f"sparse_attn.ops.{package}")).items()
     if inspect.isfunction(function) and name in sparse_attn.__all__ and "impl" in inspect.signature(function).parameters
+]
+OPERATORS = [
+    operator
+    for path in sorted(OPS.glob("*/op.py"))
+    for operator in vars(importlib.import_module(f"sparse_attn.ops.{path.parent.name}.op")).values()
+    if hasattr(operator, "overload")
 ]
 
 
@@ -34,7 +44,7 @@ def no_implementation(monkeypatch):
 
 
 def test_the_operators_are_here():
-    assert len(FUNCTIONS) >= 18
+    assert len(FUNCTIONS) >= 18 and len(OPERATORS) >= 30
     assert {"top_k_per_row", "sparse_attn_decode", "write_kv_cache"} <= {function.__name__ for function in FUNCTIONS}
 
 
@@ -48,6 +58,67 @@ def test_nonsense_is_refused_by_name(function, bad):
     with pytest.raises((TypeError, ValueError)) as error:
         function(**arguments)
     assert str(error.value).split(":")[0].split(".")[0] in parameters, error.value
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.__name__)
+def test_each_number_flag_and_string_is_refused_by_name(operator):
+    """Whatever a contract before it looks at."""
+    types = {argument.name: str(argument.real_type) for argument in schema(operator.overload).arguments}
+    good = {"int": 1, "float": 1.0, "bool": False, "str": "auto"}
+    assert types["impl"] == "str"
+    for name, kind in types.items():
+        for bad in ((), None, 2.5, "text", torch.ones(1), 2):
+            if kind not in good or isinstance(bad, {"int": int, "float": (int, float), "bool": bool, "str": str}[kind]):
+                continue
+            given = [bad if other == name else good.get(types[other]) for other in types]
+            with pytest.raises(TypeError, match=rf"^{name}: got .*, allowed: "):
+                operator(*given)
+
+
+@pytest.mark.parametrize("bad", ["text", None, 1.5, (), True], ids=repr)
+def test_integers_that_are_compared_are_integers(bad):
+    table = sparse_attn.rope_table(4, 8, 10000.0)
+    x, at = torch.zeros(2, 3, 16), torch.zeros(2, dtype=torch.int32)
+    route = dict(logits=torch.zeros(2, 8), bias=torch.zeros(8), top_k=2, num_groups=2, top_groups=1,
+                 renormalise=True, routed_scale=1.0, score="sigmoid")  # fmt: skip
+    calls = {
+        "d_v": lambda: attention.sparse_attn_prefill(**ROWS | dict(d_v=bad)),
+        "start": lambda: sparse_attn.apply_rope(x, at, table, start=bad, interleaved=False),
+        "dim": lambda: sparse_attn.rope_table(4, bad, 10000.0),
+        "num_rows": lambda: ragged.build_ragged_indices_from_dense(torch.zeros(2, 3, dtype=torch.int32), num_rows=bad),
+    } | {
+        name: functools.partial(sparse_attn.biased_grouped_topk, **route | {name: bad})
+        for name in ("top_k", "num_groups", "top_groups")
+    }  # fmt: skip
+    for name, call in calls.items():
+        if name == "num_rows" and bad is None:
+            continue
+        with pytest.raises(TypeError, match=rf"^{name}: got .*, allowed: an integer$"):
+            call()
+
+
+ROUTES = dict(logits=torch.zeros(2, 8), tokens=torch.zeros(2, dtype=torch.int32),
+              table=torch.zeros(9, 2, dtype=torch.int32))  # fmt: skip
+
+
+@pytest.mark.parametrize("call, error, message", [
+    (lambda: sparse_attn.hash_routed_experts(**ROUTES, renormalise="text"), TypeError, "renormalise: got 'text'"),
+    (lambda: sparse_attn.hash_routed_experts(**ROUTES, routed_scale=None), TypeError, "routed_scale: got None"),
+    (lambda: sparse_attn.preset(None), TypeError, "preset: got None, allowed: a str"),
+    (lambda: sparse_attn.cache_layouts("tiny_v32", "fp8"), TypeError, "spec: got 'tiny_v32', allowed: a Spec"),
+    (lambda: sparse_attn.allocate_cache("fp8", 2, 64, "cpu"), TypeError, "layout: got 'fp8', allowed: a layout"),
+    (lambda: sparse_attn.allocate_cache(PlainLayout("bf16", 8), -1, 64, "cpu"), ValueError, "num_blocks: got -1"),
+    (lambda: sparse_attn.allocate_cache(PlainLayout("bf16", 8), None, 64, "cpu"), TypeError, "num_blocks: got None"),
+    (lambda: sparse_attn.mark_cache([1]), TypeError, "cache: got list, allowed: a torch.Tensor"),
+    (lambda: planned_mesh(tensor=-1), ValueError, "tensor: got -1, allowed: at least 1"),
+    (lambda: planned_mesh(tensor=2, place=2), ValueError, "place: got 2, allowed: 0 to 1"),
+    (lambda: planned_mesh(place=-1), ValueError, "place: got -1, allowed: 0 to 0"),
+    (lambda: Bounds(2, 8, 64, dtype="bf16"), TypeError, "dtype: got 'bf16', allowed: a floating torch.dtype"),
+    (lambda: Bounds(2, 8, 64, batch_invariant="text"), TypeError, "batch_invariant: got 'text', allowed: True or"),
+])  # fmt: skip
+def test_helpers_name_the_argument(call, error, message):
+    with pytest.raises(error, match=rf"^{message}"):
+        call()
 
 
 WEIGHTS = dict(weights=torch.ones(2, 3))

@@ -240,6 +240,10 @@ def test_two_checkouts_in_one_call(tmp_path):
     assert compare_runs.main(["--run", str(ROOT), *dry]) == 0
     found = json.loads(out.read_text())
     assert {record["suite"] for record in found["old"] + found["new"]} == {"topk_decode"}
+    with pytest.raises(SystemExit, match="^2$"):
+        compare_runs.main(["--run", str(tmp_path), "--dry"])
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/bench.py").touch()
     with pytest.raises(SystemExit, match="no answer, exit code 1"):
         compare_runs.main(["--run", str(tmp_path), "--dry"])
 

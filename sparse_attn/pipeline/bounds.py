@@ -63,6 +63,10 @@ class Bounds:
             checks.check_at_least(name, getattr(self, name), least)
         if self.kv_rows is not None:
             checks.check_at_least("kv_rows", self.kv_rows, 0)
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise TypeError(f"dtype: got {self.dtype!r}, allowed: a floating torch.dtype")
+        for name in ("prefill_in_place", "batch_invariant"):
+            checks.check_flag(name, getattr(self, name))
 
     @property
     def num_blocks(self) -> int:

@@ -41,8 +41,10 @@ def cache_layouts(spec: Spec | CompressedSpec, kind: str, *, index_kind: str | N
     """The layouts of ``spec``'s caches: "fp8" (the field's quantised formats), "bf16" or "fp32" (unquantised).
 
     index_kind: that of the index keys, if it is not ``kind``; also "mxfp4", for which their dim is a multiple of 32.
-    ValueError for other names.
+    TypeError for no spec, such as a preset's name; ValueError for other names.
     """
+    if not isinstance(spec, (Spec, CompressedSpec)):
+        raise TypeError(f"spec: got {spec!r}, allowed: a Spec or CompressedSpec, such as preset returns")
     for name, value, allowed in (("kind", kind, CACHE_KINDS), ("index_kind", index_kind or kind, INDEX_CACHE_KINDS)):
         if value not in allowed:
             raise ValueError(f"{name}: got {value!r}, allowed: {', '.join(allowed)}")

@@ -3,6 +3,7 @@
 Nothing below the models reads a model's name; a spec's ``name`` is for messages.
 """
 
+from sparse_attn.checks import check_text
 from sparse_attn.spec.compressed import CompressedSpec, deepseek_v4_flash, deepseek_v4_pro, tiny_v4
 from sparse_attn.spec.hf import from_hf_config
 from sparse_attn.spec.latent import (
@@ -24,7 +25,8 @@ PRESETS = {
 
 
 def preset(name: str) -> Spec | CompressedSpec:
-    """The preset called ``name``; a dash counts as an underscore."""
+    """The preset called ``name``; a dash counts as an underscore. TypeError for no str, ValueError for another name."""
+    check_text("preset", name)
     if name.replace("-", "_") not in PRESETS:
         raise ValueError(f"preset: got {name!r}, allowed: {', '.join(PRESETS)}")
     return PRESETS[name.replace("-", "_")]()

@@ -64,6 +64,7 @@ def sparse_attn_prefill(
         kv = kv.squeeze(1)
     checks.check_shape("kv", kv, (None, q.shape[2]), "[rows, d_qk of q]")
     checks.check_unit_stride("kv", kv)
+    checks.check_integer("d_v", d_v)
     if not 1 <= d_v <= q.shape[2]:
         raise ValueError(f"d_v: got {d_v}, allowed: 1 to d_qk = {q.shape[2]}")
     checks.check_same_device(q=q, kv=kv)

@@ -59,9 +59,9 @@ def compute_global_topk_ragged_indices_and_indptr(
     """Map request-local top-k positions through the block table to cache slots, and pack them.
 
     topk: int32 [tokens, k], -1 for none. request_ids: int32 [tokens]; a row whose request is outside
-    [0, requests) comes out empty. block_table: int32 [requests, max_blocks]. Slot = block_table[request, i //
-    block_size]
-    * block_size + i % block_size; entries whose block lies beyond the table, or is negative, are dropped.
+    [0, requests) comes out empty. block_table: int32 [requests, max_blocks].
+    Slot = block_table[request, i // block_size] * block_size + i % block_size. Entries whose block lies beyond the
+    table, or is negative, are dropped, and so are slots beyond int32.
 
     Returns Ragged(slots int32 [tokens * k], indptr int32 [tokens + 1]). Formula: vLLM's
     compute_global_topk_ragged_indices_and_indptr, compacted by mask.
@@ -145,8 +145,7 @@ def combine_topk_swa_indices_ragged(
     [tokens], entries at or beyond are dropped. positions: int32 [tokens]; negative: an empty row. Entry e stands in row
     e + entry_offsets[t]; position p in row p + window_offsets[t] (which may be negative), for the last ``window``
     positions up to the token's own. Rows outside [0, num_rows) are dropped; what is negative before the shift is never
-    shifted. So a window offset of -2**31 leaves a token its
-    entries alone.
+    shifted. So a window offset of -2**31 leaves a token its entries alone.
 
     Returns Ragged(rows int32 [tokens * (k or max_entries, + window)], indptr int32 [tokens + 1]). Formula: vLLM 0.25's
     combine_topk_swa with entry_offsets = M * b and window_offsets = M * b + N - gather_start, compacted by mask.
@@ -187,6 +186,7 @@ def _check_table(block_table: torch.Tensor, block_size: int) -> None:
 
 
 def _check_num_rows(num_rows: int) -> None:
+    checks.check_integer("num_rows", num_rows)
     if not 0 <= num_rows <= MOST_ROWS:
         raise ValueError(f"num_rows: got {num_rows}, allowed: 0 to 2**31")
 

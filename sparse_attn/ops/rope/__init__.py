@@ -40,6 +40,8 @@ def apply_rope(
     checks.check_dtype("x", x, VALUE_DTYPES)
     checks.check_rank("x", x, 2, 3)
     reference.check_rope("x", x, positions, cos_sin, start)
+    for name, value in (("interleaved", interleaved), ("inverse", inverse)):
+        checks.check_flag(name, value)
     if not gradients.wanted((x,), (0,)):
         return op.apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
     look(__name__, "apply_rope", x, positions, cos_sin, start, interleaved, inverse)

@@ -49,6 +49,7 @@ def check_rope(name: str, x: torch.Tensor, positions: torch.Tensor, cos_sin: tor
     width = cos_sin.shape[1]
     if cos_sin.shape[0] < 1 or width < 2 or width % 2:
         raise ValueError(f"cos_sin: got shape {list(cos_sin.shape)}, allowed: [at least 1, even and at least 2]")
+    checks.check_integer("start", start)
     if start < 0 or start + width > x.shape[-1]:
         raise ValueError(
             f"start: got {start}, allowed: 0 to {x.shape[-1] - width} ({name} has {x.shape[-1]}, cos_sin {width})"

@@ -63,10 +63,12 @@ def rope_table(
 
     dim: rotated width, even. Computed on the CPU and then moved, so that every device holds the same bits. device:
     None: the CPU, whatever torch's default is.
-    ValueError for a dim that is odd or below 2, no positions, or a theta or yarn out of range.
+    TypeError for wrong types. ValueError for a dim that is odd or below 2, no positions, a theta or yarn out of range.
     Source: transformers 5.17, default and yarn rope of DeepSeek-V3.2.
     """
     checks.check_at_least("positions_count", positions_count, 1)
+    checks.check_integer("dim", dim)
+    checks.check_number("theta", theta)
     if dim < 2 or dim % 2:
         raise ValueError(f"dim: got {dim}, allowed: even and at least 2")
     if not theta > 1:

@@ -53,6 +53,8 @@ def biased_grouped_topk(
     checks.check_same_device(logits=logits, bias=bias)
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"logits: got {experts} experts, allowed: 1 to {MAX_EXPERTS}")
+    for name, value in (("top_k", top_k), ("num_groups", num_groups), ("top_groups", top_groups)):
+        checks.check_integer(name, value)
     if num_groups < 1 or experts % num_groups or (num_groups > 1 and experts // num_groups < 2):
         raise ValueError(f"num_groups: got {num_groups}, allowed: 1, or divisors of {experts} with groups of 2 or more")
     if not 1 <= top_groups <= num_groups:
@@ -94,5 +96,7 @@ def hash_routed_experts(
     checks.check_same_device(logits=logits, tokens=tokens, table=table)
     checks.check_choice("score", score, SCORES)
     checks.check_choice("impl", impl, IMPLEMENTATIONS)
+    checks.check_flag("renormalise", renormalise)
+    checks.check_number("routed_scale", routed_scale)
     look(__name__, "hash_routed_experts", logits, tokens, table)
     return hash_route(logits, tokens, table, renormalise, routed_scale, score)
