@@ -1,5 +1,6 @@
 """The parts of the gate and of the benchmark frame that need no GPU, and whether mutations still fit the source."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,18 @@ def test_bench_row_fits_missing_numbers():
     assert "peer" in shown(Record("case", 0.0, "peer", 2.0).as_dict("s"))
 
 
+def test_every_mutation_without_a_gpu_is_recorded_as_caught():
+    from mutations import MUTATIONS, ROOT
+
+    report = json.loads((ROOT / "scripts/results/mutations.json").read_text())
+    assert [one["name"] for one in report["mutations"]] == [bug.name for bug in MUTATIONS if not bug.gpu]
+    assert all(one["caught_by"] for one in report["mutations"])
+
+
 def test_mutations_fit_the_source():
     from mutations import MUTATIONS, ROOT
 
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) == 243
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) == 244
     for mutation in MUTATIONS:
         source = (ROOT / mutation.file).read_text()
         assert mutation.applied(source) != source

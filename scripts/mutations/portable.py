@@ -263,9 +263,16 @@ KERNELS = [
     Mutation(
         "few-rows-nibbles-swapped", "of a word of e2m1, neighbouring columns are exchanged",
         "sparse_attn/device/packed_dot.py",
+        "_dot_at_once(tl.join(even, odd), x,",
+        "_dot_at_once(tl.join(odd, even), x,",
+        ("tests/test_grouped_linear_swap_ab.py::test_kernel_of_every_e2m1_code_and_every_scale",),
+    ),
+    Mutation(
+        "experts-inner-columns-swapped", "inner values of neighbouring columns are exchanged",
+        "sparse_attn/device/packed_dot.py",
         "return word // 8 * (8 * EACH) + code * 8 + word % 8",
         "return word // 8 * (8 * EACH) + (code ^ 1) * 8 + word % 8",
-        ("tests/test_grouped_linear_swap_ab.py::test_kernel_of_every_e2m1_code_and_every_scale",),
+        ("tests/test_experts.py::test_kernel_of_ids_of_no_expert",),
     ),
     Mutation(
         "few-rows-scale-of-another-block", "the scale of a block of columns is that of the block before",
