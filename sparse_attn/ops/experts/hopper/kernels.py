@@ -140,7 +140,7 @@ def _producer(shared, codes, x, scales, tiles):
 
 
 @gluon.jit
-def _work(shared, scales, tiles, output, units, which: gl.constexpr):
+def _work(shared, tiles, output, units, which: gl.constexpr):
     """A CTA's units, of which there is one."""
     STAGES: gl.constexpr = shared.full.shape[0]
     BLOCK_M: gl.constexpr = shared.x.shape[1]
@@ -184,12 +184,12 @@ def _work(shared, scales, tiles, output, units, which: gl.constexpr):
 
 
 @gluon.jit
-def _consumer(shared, scales, tiles, output, which: gl.constexpr):
+def _consumer(shared, tiles, output, which: gl.constexpr):
     wait()
     launch_dependents()
     units = gl.load(tiles.count) * tiles.outputs
     if gl.program_id(0) < units:
-        _work(shared, scales, tiles, output, units, which)
+        _work(shared, tiles, output, units, which)
 
 
 @gluon.jit(
@@ -245,8 +245,8 @@ def multiply(
     output = Output(out, order, row_scales, weights, blocks, clamp, GATED, CLAMPED, SCALED, GATED and not SCALED)
     gl.warp_specialize(
         [
-            (_consumer, (shared, scales, tiles, output, 0)),
-            (_consumer, (shared, scales, tiles, output, 1)),
+            (_consumer, (shared, tiles, output, 0)),
+            (_consumer, (shared, tiles, output, 1)),
             (_producer, (shared, codes, x, scales, tiles)),
         ],
         [4, 1],
