@@ -47,8 +47,8 @@ def product_scratches(
     dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Iterator[Scratch]:
-    """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most: more
-    rows take more, but where another kernel runs.
+    """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most. More
+    rows take more, except where another kernel runs.
 
     weights: a rank's, by the names of models.params; of a packed weight of rank 3 each group takes every token.
     """
@@ -74,14 +74,14 @@ def product_scratches(
 
 
 def _counts(most: int, kernels: Callable[[int], list[str]]) -> Iterator[int]:
-    """Each number of rows up to FEW, beyond it the last that has certain kernels, and ``most``."""
+    """Each number of rows up to FEW; beyond it the last before each change of kernels, and ``most``."""
     yield from range(1, min(most, FEW) + 1)
     spans = [(FEW, most)] if most > FEW else []
     while spans:
         first, last = spans.pop()
         middle = (first + last) // 2
         if kernels(first) == kernels(last) or middle == first:
-            yield from (first, last)
+            yield last
         else:
             spans += [(first, middle), (middle, last)]
 
