@@ -12,7 +12,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 FP8 = {32: 4, 64: 6, 128: 4}  # stages of the ring by rows of a tile
 EXACT = {32: 3, 64: 4, 128: 2}
-FEW_EACH = 12  # ids of an expert in the mean, below which exact rows are faster in `sorted`
+FEW_EACH = 12  # ids, other ranks' among them, for each expert here, below which exact rows are faster in `sorted`
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -56,4 +56,7 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("terms", (problem.rows, hidden), dtype), *(quantised if fp8 else ()),
     ))  # fmt: skip
     registers = LAUNCH_REGISTERS[CTAS[rows]]
-    return Plan(rows, outputs, 0, 0, outputs, 0, 0, stages[rows], registers, scratch)
+    return Plan(
+        block_m=rows, gate_up_block_n=outputs, down_block_n=outputs, num_stages=stages[rows], registers=registers,
+        scratch=scratch,
+    )  # fmt: skip
