@@ -1,3 +1,5 @@
+"""PTX instructions that would give another number if a part of their name were overlooked."""
+
 import numpy as np
 import pytest
 from support.ptx.arithmetic import compute

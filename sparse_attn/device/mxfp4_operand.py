@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 def _decode(behind: bool) -> str:
     """PTX. $0, $1: bytes of the first and the last four codes of word $2. $3, $4: bytes for codes 0 to 3 and 4 to 7.
-    behind: $5 is 0, and nothing begins before it is there, which takes no instruction."""
+    behind: all of it waits for $5, which is 0. The dependence takes no instruction of its own."""
     masked, even = (
         ("lop3.b32 low, $2, 0x77777777, $5, 0x6A;", "mad.lo.s32 even, $2, 16, $5;")
         if behind
@@ -39,7 +39,7 @@ DECODE, DECODE_BEHIND = gl.constexpr(_decode(False)), gl.constexpr(_decode(True)
 @gluon.jit
 def decode(words, low, high, zero=None):
     """int32 words of an operand [ROWS, 32], in the order of the product's steps, from packed [ROWS, 4 groups, 4
-    words] and tables [ROWS, 4]. zero: int32, 0, as keep_order returns it, behind which they are decoded; or None."""
+    words] and tables [ROWS, 4]. zero: int32, 0, as keep_order returns it: decoding waits for it; or None."""
     low, high = gl.expand_dims(low, 2), gl.expand_dims(high, 2)
     if zero is None:
         first, last = gl.inline_asm_elementwise(
