@@ -90,6 +90,12 @@ def products() -> Iterator[Question]:
         yield _question(Call("grouped_linear", {"tokens": tokens, "outputs": outputs, "groups": 1}))
 
 
+def quantised_products() -> Iterator[Question]:
+    changes = {}, {"dtype": "fp32"}, {"layout": "e2m1/1x32/e8m0"}, {"columns": 256}, {"batch_invariant": True}
+    for groups, change in itertools.product((1, 256), changes):
+        yield _question(Call("grouped_linear", {"tokens": 4096, "activations": "fp8", "groups": groups, **change}))
+
+
 FP8_ROWS = {"layout": "e2m1/1x32/e8m0", "activations": "fp8"}
 
 
@@ -120,6 +126,7 @@ TABLES = {
     "`index_logits`, paged keys": paged_scores,
     "`topk`, `index_topk`": selection,
     "`grouped_linear`": products,
+    "`grouped_linear`, fp8 rows": quantised_products,
     "`experts`": routed,
 }
 

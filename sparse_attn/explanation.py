@@ -369,16 +369,16 @@ def _index_topk_decode(
     )
 
 
-def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant) -> Question:
+def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant, fp8: bool = False) -> Question:
     problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     n, groups, outputs, columns = problem[:4]
     read = (codes.nbytes + (0 if scales is None else scales.nbytes)) // groups * min(n, groups)
     return Question(
-        products.KERNELS,
-        products.choose,
+        products.FP8_KERNELS if fp8 else products.KERNELS,
+        products.choose_fp8 if fp8 else products.choose,
         problem if n * outputs else None,
-        roofline.product(n, columns, outputs, read, rows.element_size()),
-        facts=lambda plan: {"ctas": plan.ctas(outputs)},
+        roofline.product(n, columns, outputs, read, rows.element_size(), fp8),
+        facts=lambda plan: {"ctas": plan.ctas(outputs)} if plan.tiles else {},  # torch does not say
     )
 
 
@@ -417,6 +417,7 @@ QUESTIONS: dict[str, Callable[..., Question]] = {
     "index_topk_decode": _index_topk_decode,
     "index_topk_decode_slots": functools.partial(_index_topk_decode, slots=True),
     "grouped_linear": _grouped_linear,
+    "grouped_linear_fp8": functools.partial(_grouped_linear, fp8=True),
     "packed_experts": _packed_experts,
 }
 

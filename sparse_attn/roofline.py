@@ -115,9 +115,10 @@ def selected_scores(q: Sequence[int], pairs: int, key_bytes: int, indices: int, 
     return Work(queries + key_bytes + 4 * indices, 2 * pairs * heads * dim, itemsize <= 1)
 
 
-def product(rows: int, columns: int, outputs: int, weight_bytes: int, itemsize: int = 2) -> Work:
-    """weight_bytes: of the weights that any row takes. itemsize: of a value of rows and outputs."""
-    return Work(itemsize * rows * (columns + outputs) + weight_bytes, 2 * rows * columns * outputs)
+def product(rows: int, columns: int, outputs: int, weight_bytes: int, itemsize: int = 2, fp8: bool = False) -> Work:
+    """weight_bytes: of the weights that any row takes. itemsize: of a value of rows and outputs. fp8: whether rows are
+    quantised."""
+    return Work(itemsize * rows * (columns + outputs) + weight_bytes, 2 * rows * columns * outputs, fp8)
 
 
 def selection(scores: int) -> Work:

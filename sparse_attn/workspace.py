@@ -117,7 +117,7 @@ class Workspace:
                 f"{self.size.nbytes} bytes and {self.size.counters} counters, and the workspace "
                 f"{'is locked' if self.locked else 'cannot grow while its stream is capturing'}; reserve "
                 f"workspace_size(spec, bounds, target) with bounds that cover this call (max_batch, "
-                f"max_batched_tokens, max_model_len, next_n, logits_bytes, prefill_in_place)"
+                f"max_batched_tokens, max_model_len, next_n, logits_bytes, prefill_in_place, prefill_activations)"
             )
         if self.device.type == "cuda":  # what this stream still reads may have been allocated on another one
             for old in (self._scratch, self._counters):

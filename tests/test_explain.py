@@ -114,6 +114,7 @@ def test_it_is_the_choice_of_the_table(name):
     ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=256)),
     ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=64, layout="e2m1/1x32/e8m0", dtype="fp32")),
     ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=64, layout="plain")),
+    ("grouped_linear", dict(tokens=7, groups=3, outputs=40, columns=256, activations="fp8")),
     ("packed_experts", dict(tokens=3, groups=5, experts_per_token=2, hidden=256, intermediate=128)),
     ("packed_experts", dict(tokens=3, groups=5, experts_per_token=2, hidden=64, intermediate=32, layout="e2m1/1x32/e8m0")),
 ])  # fmt: skip
@@ -198,6 +199,7 @@ def test_every_operator_with_a_table_is_explained():
         tables |= {name for name, value in vars(room).items() if hasattr(value, "overload") and value.kernels}
     assert tables == explanation.QUESTIONS.keys()
     calls = [call.arguments(**call.defaults) for call in CALLS.values()]
+    calls.append(CALLS["grouped_linear"].arguments(**CALLS["grouped_linear"].defaults | dict(activations="fp8")))
     assert {explanation.reach(op, *args, **kwargs)[0] for op, args, kwargs in calls} == tables
     for name, function in explanation.FUNCTIONS.items():
         assert getattr(sparse_attn, name) is function
@@ -303,7 +305,7 @@ def test_options_reach_the_call(capsys):
         "grouped_linear --tokens 3", "grouped_linear --groups 3", "grouped_linear --outputs 3", "grouped_linear --columns 3",
         "grouped_linear --layout e2m1/1x32/e8m0", "grouped_linear --layout plain", "grouped_linear --dtype fp32",
         "packed_experts --experts-per-token 1", "packed_experts --hidden 256", "packed_experts --intermediate 256",
-        "packed_experts --activations fp8",
+        "packed_experts --activations fp8", "grouped_linear --activations fp8",
     ):  # fmt: skip
         op, *options = line.split()
         assert said(capsys, op, "--target", "sm_90", *options) != said(capsys, op, "--target", "sm_90"), line

@@ -13,9 +13,10 @@ from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, linear
 from sparse_attn.ops.grouped_linear.fp8.launch import quantise
 from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.grouped_linear.reference import quantised_rows
-from sparse_attn.target import target_of
+from sparse_attn.target import TARGETS, target_of
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
+from sparse_attn.workspace import Workspace, size_of, use
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")
 V4 = WeightLayout("e4m3", (128, 128), "e8m0")
@@ -175,18 +176,48 @@ def test_gpu_many_rows_and_captured(layout, shape, n):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [16, 128, 1040])
-def test_gpu_product_of_torch(rows):
-    """Where torch multiplies it gives what our kernel gives, but for the order of fp32 sums."""
-    layout = WeightLayout("e4m3", (128, 128), "fp32")
+@pytest.mark.parametrize("layout", [V32, V4], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 1041])
+def test_gpu_product_of_torch(rows, layout):
+    """Where torch multiplies it gives what our kernel gives, but for the order of fp32 sums, whatever lies in the rows
+    of its scratch that nobody asked for."""
     codes, scales, name = random_weight(layout, 1, 384, 1024, moderate=True)
     x, target = torch.randn(rows, 1024, device="cuda").bfloat16(), target_of(torch.device("cuda"))
-    arguments = x, None, codes.view(torch.uint8).cuda(), scales.cuda(), name
-    chosen = dispatch.choose_fp8(problem_of(*arguments), target)
-    ours = dispatch.choose_fp8(problem_of(*arguments), target, whole=False)
-    assert (chosen.kernel.name, ours.kernel.name) == ("torch" if target.is_hopper else "fp8", "fp8")
     weight = PackedWeight(codes.cuda(), scales.cuda(), name)
-    got = grouped_linear(x, None, weight, activations="fp8")
-    same = grouped_linear(x, None, weight, activations="fp8", batch_invariant=True)
-    assert got.is_contiguous()
+    arguments = x, None, weight.codes.view(torch.uint8), weight.scales, name
+    scratch = dispatch.choose_fp8(problem_of(*arguments), target, "torch").plan.scratch
+    owner = Workspace(size_of(scratch), torch.device("cuda"))
+    owner.lock()
+    with use(owner):
+        owner._scratch.fill_(0x7F)  # NaN, in codes and scales
+        got = grouped_linear(x, None, weight, activations="fp8", impl="torch")
+    same = grouped_linear(x, None, weight, activations="fp8", impl="fp8")
+    assert got.is_contiguous() and got.shape == (rows, 384)
     torch.testing.assert_close(got.float(), same.float(), rtol=2**-7, atol=2**-9 * same.float().abs().max().item())
+    assert torch.equal(grouped_linear(x, None, weight, activations="fp8"), got if target.is_hopper else same)
+    check(got, x, None, weight)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 4096])
+@pytest.mark.parametrize("layout", [V32, V4], ids=lambda layout: layout.name)
+def test_which_product_torch_takes(layout, rows):
+    """On Hopper all of whole blocks, of any number of rows, which it has room to round up."""
+    whole = torch.empty(rows, 1024, dtype=BF16, device="meta"), None, *random_weight(layout, 1, 384, 1024)
+    choice = dispatch.choose_fp8(problem_of(*whole), TARGETS["sm_90"])
+    held = -(-rows // 16) * 16
+    wanted = {"rows": (held, 1024), "row_scales": (8, held)} | ({"scales": (3, 8)} if layout is V4 else {})
+    assert choice.kernel.name == "torch" and {one.name: one.shape for one in choice.plan.scratch.buffers} == wanted
+    problem = problem_of(*whole)
+    for change, reason in (
+        (dict(whole=False), "weight: got a scale block that was cut, allowed: whole ones"),
+        (dict(outputs=576), "outputs, columns: got 576 and 1024, allowed: multiples of 128 and 512"),
+        (dict(columns=256), "outputs, columns: got 384 and 256, allowed: multiples of 128 and 512"),
+        (dict(dtype=FP32), "rows: got float32, allowed: bfloat16"),
+        (dict(aligned=False), "codes: got any address and strides"),
+        (dict(codes="e2m1", block=(1, 32)), "weight: got e2m1 of (1, 32), allowed: e4m3 of (128, 128)"),
+        (dict(groups=2, ends=True), "groups: got 2, allowed: 1"),
+        (dict(batch_invariant=True), "batch_invariant: got True"),
+    ):
+        other = dispatch.choose_fp8(problem._replace(**change), TARGETS["sm_90"])
+        assert other.kernel.name == "fp8" and other.passed_over[0][1].startswith(reason)
+    assert dispatch.choose_fp8(problem, TARGETS["sm_100"]).kernel.name == "fp8"

@@ -53,7 +53,7 @@ def test_growth_until_lock(no_owner):
         workspace.take("top_k_per_row", Scratch((Buffer("c", (1000,), torch.float32),)), torch.device("cpu"))
     assert_expected_inline(
         str(error.value),
-        """workspace: top_k_per_row needs 4096 bytes and 0 counters, reserved are 512 bytes and 4 counters, and the workspace is locked; reserve workspace_size(spec, bounds, target) with bounds that cover this call (max_batch, max_batched_tokens, max_model_len, next_n, logits_bytes, prefill_in_place)""",
+        """workspace: top_k_per_row needs 4096 bytes and 0 counters, reserved are 512 bytes and 4 counters, and the workspace is locked; reserve workspace_size(spec, bounds, target) with bounds that cover this call (max_batch, max_batched_tokens, max_model_len, next_n, logits_bytes, prefill_in_place, prefill_activations)""",
     )
     owner.unlock()
     workspace.reserve((8192, 8), "cpu")

@@ -127,23 +127,29 @@ PUBLISHED = [("deepseek_v32", "published"), ("deepseek_v4_flash", "published"), 
 @pytest.mark.few(6)
 @pytest.mark.parametrize("target", ["sm_90", "sm_120", "gfx942"])
 @pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("activations", ["exact", "fp8"])
 @pytest.mark.parametrize("name, form", PUBLISHED)
-def test_products_of_no_row_count_take_more(name, form, invariant, target):
+def test_products_of_no_row_count_take_more(name, form, activations, invariant, target):
     spec = preset(name)
     weights = packed_weights(spec, form, predicted=1, mesh=planned_mesh(tensor=8, expert=8))
     alone = dict(dtype=torch.bfloat16, batch_invariant=invariant)
 
-    def asked(most):
-        found = product_scratches(weights, spec.moe.experts_per_token, most, TARGETS[target], **alone)
+    def asked(most, activations=activations):
+        found = product_scratches(
+            weights, spec.moe.experts_per_token, most, TARGETS[target], activations=activations, **alone
+        )
         return workspace.largest(map(workspace.size_of, found))
 
     most = asked(3000)
     for rows in (1, 63, 129, 170, 171, 255, 257, 300, 512, 513, 700, 1111, 1500, 2999):
         size = asked(rows)
         assert size.nbytes <= most.nbytes and size.counters <= most.counters
-    limits = Bounds(64, 2936, 4096, batch_invariant=invariant)
+    limits = Bounds(64, 2936, 4096, prefill_activations=activations, batch_invariant=invariant)
     whole, without = (workspace_size(spec, limits, TARGETS[target], weights=given) for given in (weights, None))
-    assert whole == workspace.largest((without, most))
+    assert whole == workspace.largest((without, most, asked(64, "exact")))
+    decoding = replace(limits, max_batched_tokens=0)
+    whole, without = (workspace_size(spec, decoding, TARGETS[target], weights=given) for given in (weights, None))
+    assert whole == workspace.largest((without, asked(64, "exact")))
 
 
 @pytest.mark.parametrize("most", [460, 511, 512, 540, 567, 568, 2000])

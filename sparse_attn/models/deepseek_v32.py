@@ -19,6 +19,7 @@ from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
+from sparse_attn.models.products import activations_of
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, Selection, check_block_size
 from sparse_attn.pipeline.context import deals_prefill, own_plan
@@ -38,6 +39,7 @@ def forward(
     layouts: CacheLayouts,
     impl: str = "auto",
     logits_bytes: int = LOGITS_BYTES,
+    prefill_activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     keep_hidden: bool = False,
@@ -47,23 +49,26 @@ def forward(
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: one KV cache per layer, one index cache per layer that has an
-    indexer. logits_bytes: bound on the index scores held at a time. batch_invariant: of attention
-    (pipeline.attend) and of every product (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this
-    process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all
-    context ranks: its blocks are mesh.context.size times as long as those of ``caches``.
+    indexer. logits_bytes: bound on the index scores held at a time. prefill_activations: "fp8" quantises what a step
+    with prefill rows multiplies by packed weights but the head (ops.grouped_linear, ops.experts: W8A8, W4A8). Steps of
+    decode rows alone are exact. batch_invariant: of attention (pipeline.attend) and of every product. impl: as every op
+    takes it. mesh: the ranks that this process is one of; ``params`` are its share (models.sharding), ``spec`` is the
+    whole model's, and ``plan`` is of all context ranks: its blocks are mesh.context.size times as long as those of
+    ``caches``.
     """
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
     check_caches("caches.index", caches.index, spec.index_layers)
     plan = own_plan(plan, mesh.context, block_size=caches.kv[0].shape[1])
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
+    activations = activations_of(plan, prefill_activations)
     hidden = embedding(own_rows(tokens, mesh.context) if dealt else tokens, params["embed"], mesh=mesh)
     selection = None
     for layer in range(spec.num_layers):
         hidden, selection = decoder_layer(
             hidden, params, f"layers.{layer}.", spec, layer, caches, plan, selection,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, dealt=dealt,
-            impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, activations=activations, batch_invariant=batch_invariant,
+            mesh=mesh, dealt=dealt, impl=impl,
         )  # fmt: skip
     hidden = rms_norm(hidden, params["norm"], spec.rms_eps)
     if dealt:
@@ -85,6 +90,7 @@ def decoder_layer(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    activations: str,
     batch_invariant: bool,
     mesh: Mesh,
     dealt: bool = False,
@@ -92,7 +98,7 @@ def decoder_layer(
 ) -> tuple[torch.Tensor, Selection]:
     """One layer: hidden [T, D] -> [T, D], and the selection it attended by. plan: this context rank's own. dealt:
     hidden holds this context rank's rows alone, of those of ``plan``; all see all rows in attention."""
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
     normed = rms_norm(hidden, params[prefix + "input_norm"], spec.rms_eps)
     if dealt:
         normed = whole_rows(normed, plan.positions.shape[0], mesh.context)

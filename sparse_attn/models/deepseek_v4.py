@@ -19,6 +19,7 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32, rms_norm
+from sparse_attn.models.products import activations_of
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.models.windowed import attention
 from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
@@ -43,6 +44,7 @@ def forward(
     impl: str = "auto",
     logits_bytes: int = LOGITS_BYTES,
     prefill_in_place: bool = False,
+    prefill_activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     keep_hidden: bool = False,
@@ -52,8 +54,9 @@ def forward(
 
     params: what models.loading gives. tokens: int64 or int32 [T], a row per row of ``plan``; padded rows hold any id in
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
-    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. batch_invariant: of attention
-    (pipeline.attend) and of every product (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this
+    bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. prefill_activations: as
+    models.deepseek_v32.forward takes it. batch_invariant: of attention (pipeline.attend) and of every product
+    (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this
     process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all
     context ranks: its blocks are mesh.context.size times as long as those of ``caches``. Rings and states are whole on
     every rank.
@@ -61,13 +64,14 @@ def forward(
     _check(spec, tokens, caches, plan)
     step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
+    activations = activations_of(plan, prefill_activations)
     tokens = own_rows(tokens, mesh.context) if dealt else tokens
     streams = embedding(tokens, params["embed"], mesh=mesh).unsqueeze(1).repeat(1, spec.streams, 1)
     for layer in range(spec.num_layers):
         streams = decoder_layer(
             streams, tokens, params, f"layers.{layer}.", spec, layer, caches, plan, step, shared,
-            layouts=layouts, logits_bytes=logits_bytes, batch_invariant=batch_invariant, mesh=mesh, dealt=dealt,
-            impl=impl,
+            layouts=layouts, logits_bytes=logits_bytes, activations=activations, batch_invariant=batch_invariant,
+            mesh=mesh, dealt=dealt, impl=impl,
         )  # fmt: skip
     if dealt:
         streams = whole_rows(streams, rows, mesh.context)
@@ -102,6 +106,7 @@ def decoder_layer(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    activations: str,
     batch_invariant: bool,
     mesh: Mesh,
     dealt: bool = False,
@@ -116,13 +121,16 @@ def decoder_layer(
         normed = whole_rows(normed, plan.positions.shape[0], mesh.context)
     out = attention(
         normed, params, prefix, spec, layer, caches, plan, step, shared,
-        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, dealt=dealt, **options,
+        layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, dealt=dealt, activations=activations, **options,
     )  # fmt: skip
     streams = hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
     mix = _mix(streams, params, prefix + "moe_hyper.", spec, **options)
     normed = rms_norm(mix.collapsed, params[prefix + "post_norm"], spec.rms_eps)
     by_table = tokens if spec.hash_layers[layer] else None
-    out = moe(normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.of_rows(dealt), **options)
+    out = moe(
+        normed, params, prefix + "moe.", spec.moe, by_table, mesh=mesh.of_rows(dealt), activations=activations,
+        **options,
+    )  # fmt: skip
     return hyper_merge(out, streams, mix.post, mix.comb, impl=impl)
 
 

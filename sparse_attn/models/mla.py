@@ -6,6 +6,7 @@ one cached row [latent, rotated key] of a token, and nothing is expanded per key
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,7 @@ from sparse_attn import gradients, pipeline
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import layer_norm, linear_fp32, rms_norm
-from sparse_attn.models.products import by_groups
-from sparse_attn.ops.grouped_linear import linear
+from sparse_attn.models.products import by_groups, product
 from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, Selection
@@ -23,7 +23,7 @@ from sparse_attn.pipeline.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
 from sparse_attn.types import StepPlan
 
-Params = dict[str, Any]  # tensors; a Weight where linear() takes it
+Params = dict[str, Any]  # tensors; a Weight where product() takes it
 
 
 @no_autocast
@@ -38,14 +38,17 @@ def select(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> Selection:
-    """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora]."""
+    """Run a layer's indexer: cache this step's index keys, score, select. hidden [T, D], q_latent [T, q_lora].
+    activations: of every packed product, see models.products.product."""
     index, rope = spec.index, params["rope"]
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    keys = linear(hidden, params[prefix + "k"], **options)
+    multiply = partial(product, activations=activations, **options)
+    keys = multiply(hidden, params[prefix + "k"])
     keys = layer_norm(keys, params[prefix + "k_norm"], params[prefix + "k_norm_bias"], index.norm_eps)
     keys = apply_rope(keys, plan.positions, rope, start=index.rope_start, interleaved=index.rope_interleaved, impl=impl)
     hadamard = layouts.hadamard(index)
@@ -53,7 +56,7 @@ def select(
         keys = hadamard_transform(keys)
     pipeline.write_index_keys(keys, cache, plan, layouts=layouts, impl=impl)
     query = indexer_q_rope_quant(
-        torch.unflatten(linear(q_latent, params[prefix + "q_b"], **options), -1, (index.num_heads, index.head_dim)),
+        torch.unflatten(multiply(q_latent, params[prefix + "q_b"]), -1, (index.num_heads, index.head_dim)),
         linear_fp32(hidden, params[prefix + "weights"], **options),
         plan.positions,
         rope,
@@ -83,6 +86,7 @@ def attention(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     dealt: bool = False,
@@ -93,27 +97,27 @@ def attention(
     ``index_cache`` None: the layer has no indexer and attends by ``selection``. Tensor ranks have heads of their own,
     whose outputs they sum. The indexer is whole on each of them; they may share its rows (pipeline.deal). Context ranks
     have keys of their own; ``plan`` and the selection are of this one's (pipeline.context.own_plan). dealt: return this
-    context rank's rows alone (pipeline.ranks.own_rows).
+    context rank's rows alone (pipeline.ranks.own_rows). activations: of every packed product, see
+    models.products.product.
     """
     attn, rope = prefix + "attn.", params["rope"]
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    q_latent = rms_norm(
-        linear(hidden, params[attn + "q_a"], **options), params[attn + "q_a_norm"], spec.latent_norm_eps
-    )
+    multiply = partial(product, activations=activations, **options)
+    q_latent = rms_norm(multiply(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.latent_norm_eps)
     if index_cache is not None:
         selection = select(
             hidden, q_latent, params, prefix + "index.", spec, index_cache, plan,
-            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, activations=activations, **options,
         )  # fmt: skip
     elif selection is None:
         raise ValueError("selection: got None, allowed: another layer's, where this one has no index_cache")
-    latent, key_rope = linear(hidden, params[attn + "kv_a"], **options).split([spec.kv_lora, spec.rope_dim], dim=-1)
+    latent, key_rope = multiply(hidden, params[attn + "kv_a"]).split([spec.kv_lora, spec.rope_dim], dim=-1)
     latent = rms_norm(latent, params[attn + "kv_a_norm"], spec.latent_norm_eps)
     key_rope = apply_rope(key_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
     pipeline.write_latents(latent, key_rope, kv_cache, plan, layouts=layouts, impl=impl)
 
     heads = spec.num_heads // mesh.tensor.size
-    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], **options), -1, (heads, spec.qk_dim))
+    q = torch.unflatten(multiply(q_latent, params[attn + "q_b"]), -1, (heads, spec.qk_dim))
     q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
     q_rope = apply_rope(q_rope, plan.positions, rope, start=0, interleaved=spec.rope_interleaved, impl=impl)
     absorbed = by_groups(q_nope.transpose(0, 1), params[attn + "w_uk"].transpose(1, 2), **options)  # [H, T, kv_lora]
@@ -127,4 +131,4 @@ def attention(
     ).out  # fmt: skip
     values = by_groups(out.transpose(0, 1), params[attn + "w_uv"].transpose(1, 2), **options)  # [H, T, v_dim]
     values = values.transpose(0, 1).flatten(1)
-    return sum_over_ranks(linear(values, params[attn + "o"], **options), mesh.tensor), selection
+    return sum_over_ranks(multiply(values, params[attn + "o"]), mesh.tensor), selection

@@ -25,8 +25,9 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.lanes import by_rows
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
+from sparse_attn.models.products import product
 from sparse_attn.ops.experts import packed_experts
-from sparse_attn.ops.grouped_linear import grouped_linear, linear
+from sparse_attn.ops.grouped_linear import grouped_linear
 from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
 from sparse_attn.pipeline.dispatch import combine, dispatch
 from sparse_attn.pipeline.ranks import sum_over_ranks
@@ -69,12 +70,13 @@ def gated_mlp(
     down: Weight,
     clamp: float | None = None,
     *,
+    activations: str = "exact",
     batch_invariant: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]."""
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    return linear(gated(linear(x, gate_up, **options), clamp), down, **options)
+    """x [T, D], gate_up [2I, D] (gate rows first), down [D, I] -> [T, D]. activations: see models.products.product."""
+    options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
+    return product(gated(product(x, gate_up, **options), clamp), down, **options)
 
 
 @no_autocast
@@ -112,14 +114,16 @@ def experts_grouped(
     impl: str = "auto",
     *,
     first: int | None = None,
+    activations: str = "exact",
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
     Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
-    take an operator of their own. batch_invariant: so does every weight, see ops.grouped_linear.grouped_linear."""
+    take an operator of their own, which quantises by ``activations``. batch_invariant: so does every weight, see
+    ops.grouped_linear.grouped_linear."""
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         own = ids if first is None else ids - first
-        options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+        options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
         return packed_experts(x, weights, own, gate_up, down, clamp=clamp, **options)
     top_k, held = ids.shape[1], None
     if first is not None:
@@ -180,6 +184,7 @@ def moe(
     tokens: torch.Tensor | None = None,
     *,
     mesh: Mesh = ONE_RANK,
+    activations: str = "exact",
     batch_invariant: bool = False,
     impl: str,
 ) -> torch.Tensor:
@@ -187,8 +192,8 @@ def moe(
 
     Every rank routes all tokens and runs its own experts for them; one sum over mesh.routed adds them and the shared
     experts up. Where data ranks share experts, a rank runs them, and its part of the shared experts, for the rows of
-    all (pipeline.dispatch). batch_invariant: of every product, see ops.grouped_linear.grouped_linear; a token's bits on
-    a rank then depend on no other token.
+    all (pipeline.dispatch). activations: of every packed product, see models.products.product. batch_invariant: of
+    every product, see ops.grouped_linear.grouped_linear; a token's bits on a rank then depend on no other token.
     """
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
     weights, ids = route(x, params, prefix, spec, tokens, **options)
@@ -201,11 +206,12 @@ def moe(
     first = None if ranks.size == 1 else ranks.rank * (spec.num_experts // ranks.size)
     if packed or batch_invariant or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
         out = experts_grouped(
-            x, weights, ids, gate_up, down, spec.clamp, impl, first=first, batch_invariant=batch_invariant
+            x, weights, ids, gate_up, down, spec.clamp, impl, first=first, activations=activations,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
     else:
         out = experts_dense(x, weights, ids, gate_up, down, spec.clamp, first=first)
     if spec.num_shared:
         shared = params[prefix + "shared_gate_up"], params[prefix + "shared_down"]
-        out = out + gated_mlp(x, *shared, spec.clamp, **options)
+        out = out + gated_mlp(x, *shared, spec.clamp, activations=activations, **options)
     return sum_over_ranks(out, mesh.routed) if mesh.sharing == 1 else combine(out, rows, mesh)

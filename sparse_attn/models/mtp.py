@@ -20,15 +20,15 @@ from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.checks import check_caches, check_tokens
 from sparse_attn.models.norms import rms_norm
+from sparse_attn.models.products import activations_of, product
 from sparse_attn.models.vocabulary import embedding, token_logits
-from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
 from sparse_attn.pipeline.context import own_plan
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import Caches, StepPlan, WindowCaches
 
 PREFIX = "mtp.0."
-Params = dict[str, Any]  # tensors; a Weight where linear() takes it
+Params = dict[str, Any]  # tensors; a Weight where product() takes it
 
 
 @no_autocast
@@ -43,6 +43,7 @@ def predict(
     layouts: CacheLayouts,
     impl: str = "auto",
     logits_bytes: int = LOGITS_BYTES,
+    prefill_activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
 ) -> torch.Tensor:
@@ -54,7 +55,9 @@ def predict(
     others: as the forward takes them.
     """
     check_tokens(tokens, plan)
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    options: dict[str, Any] = dict(
+        activations=activations_of(plan, prefill_activations), batch_invariant=batch_invariant, impl=impl
+    )
     if isinstance(spec, CompressedSpec):
         assert isinstance(caches, WindowCaches)
         check_caches("caches.kv", caches.kv, [True])
@@ -62,9 +65,9 @@ def predict(
         embedded = rms_norm(embedding(tokens, params["embed"], mesh=mesh), params[PREFIX + "enorm"], spec.rms_eps)
         normed = rms_norm(hidden, params[PREFIX + "hnorm"], spec.rms_eps)
         streams = torch.unflatten(
-            linear(normed.flatten(0, 1), params[PREFIX + "h_proj"], **options), 0, normed.shape[:2]
+            product(normed.flatten(0, 1), params[PREFIX + "h_proj"], **options), 0, normed.shape[:2]
         )
-        streams = streams + linear(embedded, params[PREFIX + "e_proj"], **options).unsqueeze(1)
+        streams = streams + product(embedded, params[PREFIX + "e_proj"], **options).unsqueeze(1)
         step, shared = deepseek_v4.step_windows(spec, caches, plan, mesh=mesh, impl=impl)
         return deepseek_v4.decoder_layer(
             streams, tokens, params, PREFIX, spec, 0, caches, plan, step, shared,
@@ -83,7 +86,7 @@ def predict(
         dim=-1,
     )
     out, _ = deepseek_v32.decoder_layer(
-        linear(both, params[PREFIX + "eh_proj"], **options), params, PREFIX, spec, 0, caches, plan, None,
+        product(both, params[PREFIX + "eh_proj"], **options), params, PREFIX, spec, 0, caches, plan, None,
         layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
     )  # fmt: skip
     return rms_norm(out, params[PREFIX + "norm"], spec.rms_eps)

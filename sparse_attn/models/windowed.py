@@ -6,6 +6,7 @@ rotated into the values is rotated back out of the output, at the query's positi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,8 @@ from sparse_attn import gradients
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
-from sparse_attn.models.products import by_groups
+from sparse_attn.models.products import by_groups, product
 from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.grouped_linear import linear
 from sparse_attn.ops.index_query import indexer_q_rope_quant
 from sparse_attn.ops.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, windowed
@@ -25,7 +25,7 @@ from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import StepPlan, WindowCaches
 
-Params = dict[str, Any]  # tensors; a Weight where linear() takes it
+Params = dict[str, Any]  # tensors; a Weight where product() takes it
 
 
 def held(caches: tuple[torch.Tensor | None, ...], layer: int) -> torch.Tensor:
@@ -78,19 +78,22 @@ def select(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     impl: str,
 ) -> Entries:
-    """Run a layer's indexer: pool this step's index keys, score, select."""
+    """Run a layer's indexer: pool this step's index keys, score, select. activations: of every packed product, see
+    models.products.product."""
     index, cache = spec.index, held(caches.index, layer)
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
+    queries = product(q_latent, params[prefix + "q_b"], activations=activations, **options)
     compress(
         hidden, params, prefix, spec, layer, held(caches.index_state, layer), cache, plan, step,
         layout=layouts.index, hadamard=layouts.hadamard(index), **options,
     )  # fmt: skip
     query = indexer_q_rope_quant(
-        torch.unflatten(linear(q_latent, params[prefix + "q_b"], **options), -1, (index.num_heads, index.head_dim)),
+        torch.unflatten(queries, -1, (index.num_heads, index.head_dim)),
         linear_fp32(hidden, params[prefix + "weights"], **options),
         plan.positions,
         params["rope_compressed"],
@@ -121,6 +124,7 @@ def attention(
     *,
     layouts: CacheLayouts,
     logits_bytes: int,
+    activations: str = "exact",
     batch_invariant: bool = False,
     mesh: Mesh = ONE_RANK,
     dealt: bool = False,
@@ -130,13 +134,15 @@ def attention(
 
     Compressors and the indexer are whole on every rank; tensor ranks may share its rows (pipeline.deal). They have
     groups of heads of their own, whose outputs they sum. Context ranks have entries of their own. dealt: return this
-    context rank's rows alone (pipeline.ranks.own_rows).
+    context rank's rows alone (pipeline.ranks.own_rows). activations: of every packed product, see
+    models.products.product.
     """
     attn, kind = prefix + "attn.", spec.layer_kinds[layer]
     rope = params["rope" if kind == "window" else "rope_compressed"]
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    q_latent = rms_norm(linear(hidden, params[attn + "q_a"], **options), params[attn + "q_a_norm"], spec.rms_eps)
-    keys = rms_norm(linear(hidden, params[attn + "kv"], **options), params[attn + "kv_norm"], spec.rms_eps)
+    multiply = partial(product, activations=activations, **options)
+    q_latent = rms_norm(multiply(hidden, params[attn + "q_a"]), params[attn + "q_a_norm"], spec.rms_eps)
+    keys = rms_norm(multiply(hidden, params[attn + "kv"]), params[attn + "kv_norm"], spec.rms_eps)
     keys = apply_rope(keys, plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     windowed.write_window_keys(keys, caches.kv[layer], plan, layouts=layouts, impl=impl)
     if kind != "window":
@@ -147,13 +153,13 @@ def attention(
     if kind == "indexed":
         entries = select(
             hidden, q_latent, params, prefix + "index.", spec, layer, caches, plan, step,
-            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, **options,
+            layouts=layouts, logits_bytes=logits_bytes, mesh=mesh, activations=activations, **options,
         )  # fmt: skip
     else:
         entries = shared[kind]
 
     heads, groups = spec.num_heads // mesh.tensor.size, spec.o_groups // mesh.tensor.size
-    q = torch.unflatten(linear(q_latent, params[attn + "q_b"], **options), -1, (heads, spec.head_dim))
+    q = torch.unflatten(multiply(q_latent, params[attn + "q_b"]), -1, (heads, spec.head_dim))
     q = unit_rms(q, spec.rms_eps, batch_invariant=batch_invariant)
     q = apply_rope(q, plan.positions, rope, start=spec.nope_dim, interleaved=True, impl=impl)
     q = gradients.end(q, "sparse_attn::write_kv_cache", keys)
@@ -168,5 +174,5 @@ def attention(
     positions = own_rows(plan.positions, mesh.context) if dealt else plan.positions
     out = apply_rope(out, positions, rope, start=spec.nope_dim, interleaved=True, inverse=True, impl=impl)
     grouped = out.reshape(out.shape[0], groups, -1).transpose(0, 1)  # [groups, T, heads per group * head_dim]
-    mixed = by_groups(grouped, params[attn + "o_a"], **options).transpose(0, 1)  # [T, groups, o_lora]
-    return sum_over_ranks(linear(mixed.flatten(1), params[attn + "o_b"], **options), mesh.tensor)
+    mixed = by_groups(grouped, params[attn + "o_a"], activations=activations, **options).transpose(0, 1)
+    return sum_over_ranks(multiply(mixed.flatten(1), params[attn + "o_b"]), mesh.tensor)  # of [T, groups * o_lora]

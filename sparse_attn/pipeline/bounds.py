@@ -14,6 +14,7 @@ from sparse_attn.layout import PLAIN_NAME, IndexLayout, LatentFp8Layout, PlainLa
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.ops.attention import dispatch as attention
 from sparse_attn.ops.attention.problem import KvLayout, Problem, packed_decode, packed_prefill
+from sparse_attn.ops.grouped_linear import ACTIVATIONS
 from sparse_attn.ops.index_logits import dispatch as scoring
 from sparse_attn.ops.index_topk import LOGITS_BYTES
 from sparse_attn.ops.index_topk import config as index_topk_config
@@ -40,8 +41,9 @@ class Bounds:
     max_batch: decode requests, of next_n rows each (0: no decodes). max_batched_tokens: prefill rows (0: no prefills).
     max_model_len: tokens of a request. kv_rows: keys gathered for a step's prefill requests, the plan's kv_capacity;
     None: max_model_len. logits_bytes: the budget given to the forward. dtype: of the model. prefill_in_place: whether
-    prefill rows attend in place (DeepSeek-V4). batch_invariant: whether attention is batch-invariant. Then decode rows,
-    however many, take scratch as rows of a small step do. mesh: the ranks that a process is one of; all sizes but
+    prefill rows attend in place (DeepSeek-V4). prefill_activations: what steps with prefill rows multiply by packed
+    weights, "exact" or "fp8". batch_invariant: whether attention is batch-invariant. Then decode rows, however many,
+    take scratch as rows of a small step do. mesh: the ranks that a process is one of; all sizes but
     block_size are the whole group's, and what follows from them is this process's share.
     """
 
@@ -54,6 +56,7 @@ class Bounds:
     logits_bytes: int = LOGITS_BYTES
     dtype: torch.dtype = torch.bfloat16
     prefill_in_place: bool = False
+    prefill_activations: str = "exact"
     batch_invariant: bool = False
     mesh: Mesh = ONE_RANK
 
@@ -65,6 +68,7 @@ class Bounds:
             checks.check_at_least("kv_rows", self.kv_rows, 0)
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"dtype: got {self.dtype!r}, allowed: a floating torch.dtype")
+        checks.check_choice("prefill_activations", self.prefill_activations, ACTIVATIONS)
         for name in ("prefill_in_place", "batch_invariant"):
             checks.check_flag(name, getattr(self, name))
 
@@ -107,15 +111,28 @@ def workspace_size(
     compressed = isinstance(spec, CompressedSpec)
     parts = _windowed(spec, bounds, layouts) if compressed else _latent(spec, bounds, layouts)
     sizes = [workspace.size_of(scratch) for part in parts for scratch in _scratches(part, bounds, target)]
-    rows = bounds.max_batch * bounds.next_n + bounds.max_batched_tokens
     options: dict[str, Any] = dict(dtype=bounds.dtype, batch_invariant=bounds.batch_invariant)
     of_experts = {name: weight for name, weight in (weights or {}).items() if ".moe." in name}  # shared ones, too
     others = {name: weight for name, weight in (weights or {}).items() if name not in of_experts}
-    routed = most_dispatched(bounds.max_batch * bounds.next_n, bounds.max_batched_tokens, bounds.mesh)
-    for held, most in ((of_experts, routed), (others, rows)):
-        found = product_scratches(held, spec.moe.experts_per_token, most, target, **options)
-        sizes += map(workspace.size_of, found)
+    for decode, prefill, activations in _steps(bounds):
+        routed = most_dispatched(decode, prefill, bounds.mesh)
+        for held, most in ((of_experts, routed), (others, decode + prefill)):
+            found = product_scratches(
+                held, spec.moe.experts_per_token, most, target, activations=activations, **options
+            )
+            sizes += map(workspace.size_of, found)
     return workspace.largest(sizes)
+
+
+def _steps(bounds: Bounds) -> Iterator[tuple[int, int, str]]:
+    """(decode rows, prefill rows, activations) of the largest step, for each kind of activations."""
+    decode, prefill = bounds.max_batch * bounds.next_n, bounds.max_batched_tokens
+    if bounds.prefill_activations == "exact":
+        yield decode, prefill, "exact"
+        return
+    yield decode, 0, "exact"
+    if prefill:
+        yield decode, prefill, bounds.prefill_activations
 
 
 def fitting_rows(spec: Spec | CompressedSpec, bounds: Bounds) -> int:

@@ -34,7 +34,7 @@ class _Shape(NamedTuple):
         packed = parse_weight_layout(self.layout)
         return Problem(
             rows, self.groups, self.outputs, self.columns, dtype, self.grouped, packed.codes, packed.scale,
-            packed.block, batch_invariant=batch_invariant,
+            packed.block, batch_invariant=batch_invariant, whole=packed.first_row == 0,
         )  # fmt: skip
 
 
@@ -45,6 +45,7 @@ def product_scratches(
     target: Target,
     *,
     dtype: torch.dtype,
+    activations: str = "exact",
     batch_invariant: bool,
 ) -> Iterator[Scratch]:
     """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most. More
@@ -56,15 +57,16 @@ def product_scratches(
     routed = {(_shape(value), _shape(packed[name[: -len(GATE_UP)] + DOWN])) for name, value in packed.items()
               if name.endswith(GATE_UP)}  # fmt: skip
     alone = {_shape(value) for name, value in packed.items() if not name.endswith((GATE_UP, DOWN))}
+    choose_linear = linears.choose_fp8 if activations == "fp8" else linears.choose
 
     @functools.cache
     def chosen(tokens: int) -> list[Choice]:
         found: list[Choice] = []
         for shape in alone:
-            found.append(linears.choose(shape.problem(tokens * shape.groups, dtype, batch_invariant), target))
+            found.append(choose_linear(shape.problem(tokens * shape.groups, dtype, batch_invariant), target))
         for pair in routed:
             first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
-            routes = Routed(tokens, experts_per_token, first, second, batch_invariant=batch_invariant)
+            routes = Routed(tokens, experts_per_token, first, second, activations, batch_invariant)
             found.append(experts.choose(routes, target))
         return found
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from sparse_attn.files import check_output, write_output
+from sparse_attn.ops.grouped_linear import ACTIVATIONS
 from sparse_attn.runtime.plot import check_picture
 from sparse_attn.spec import CompressedSpec, Spec, preset
 
@@ -32,6 +33,20 @@ def add_expand_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expand-weights", action=argparse.BooleanOptionalAction, default=False,
                         help="hold quantised weights in --dtype; by default they stay as the files have them"
                         )  # fmt: skip
+
+
+def add_prefill_activations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill-activations", choices=ACTIVATIONS, default="exact",
+                        help="fp8: quantise what steps with prompts multiply by packed weights (default: %(default)s)"
+                        )  # fmt: skip
+
+
+def check_prefill_activations(options: argparse.Namespace, packed: bool) -> None:
+    """ValueError for quantised activations where no weight stays packed."""
+    if options.prefill_activations != "exact" and not packed:
+        raise ValueError(
+            f"--prefill-activations: got {options.prefill_activations!r}, allowed: 'exact', no weight stays packed"
+        )
 
 
 def check_outputs(options: argparse.Namespace) -> None:

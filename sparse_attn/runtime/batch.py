@@ -93,6 +93,7 @@ def prepare(
         kv_rows=max(least_capacity(model, dealt), *(sum(span.stop for span in spans) for spans in chunks)),
         logits_bytes=model.logits_bytes,
         batch_invariant=model.batch_invariant,
+        prefill_activations=model.prefill_activations,
         dtype=model.embed.dtype,
         mesh=model.mesh,
     )

@@ -134,7 +134,7 @@ class Batching:
         bounds: dict[str, Any] = dict(
             max_batch=rows, max_model_len=self._max_context, next_n=speculate + 1, block_size=int(block_size),
             mesh=model.mesh, logits_bytes=model.logits_bytes, batch_invariant=model.batch_invariant,
-            dtype=model.embed.dtype,
+            prefill_activations=model.prefill_activations, dtype=model.embed.dtype,
         )  # fmt: skip
         self._workspace = locked_workspace(
             model, Bounds(max_batched_tokens=self.prefill_tokens, kv_rows=self._max_context, **bounds)

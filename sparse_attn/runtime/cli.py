@@ -33,7 +33,9 @@ from sparse_attn.runtime import (
 from sparse_attn.runtime.arguments import (
     DTYPES,
     add_expand_weights,
+    add_prefill_activations,
     check_outputs,
+    check_prefill_activations,
     device_of,
     positive,
     refuse,
@@ -120,6 +122,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
     )
     add_expand_weights(parser)
+    add_prefill_activations(parser)
     _add_cache(parser)
     parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
     parser.add_argument(
@@ -202,6 +205,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logits-bytes", type=positive, default=LOGITS_BYTES, metavar="N",
                         help="of index scores held at a time (default: %(default)s)")  # fmt: skip
     _add_cache(parser)
+    add_prefill_activations(parser)
     parser.add_argument("--gpus", type=positive, metavar="N", help="count a rank of N GPUs, laid out as generate lays "
                         "them out (default: of 1, 2, 4 and 8, as tensor and expert ranks)")  # fmt: skip
     processes.add(parser)
@@ -227,6 +231,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
     save_logits = _logits_writer() if options.dump_logits else None
     source = sources.source_of(options)
     spec, expand = source.spec, options.expand_weights
+    check_prefill_activations(options, source.packs_experts(expand))
     dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
         check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand), mesh=mesh)
@@ -242,7 +247,10 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
         params = source.weights(device, dtype, expand, progress, mesh, mtp=bool(options.speculate))
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
-    model = Model(spec, params, layouts, options.impl, batch_invariant=options.batch_invariant, mesh=mesh)
+    model = Model(
+        spec, params, layouts, options.impl, batch_invariant=options.batch_invariant,
+        prefill_activations=options.prefill_activations, mesh=mesh,
+    )  # fmt: skip
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
     sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
     if options.prompts:
@@ -270,6 +278,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
         "dtype": str(dtype).removeprefix("torch."),
         "cache": options.cache,
         "index_cache": index_cache,
+        "prefill_activations": options.prefill_activations,
         "impl": resolve_impl(options.impl, device),
         "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
         "ranks": show_mesh(mesh),
@@ -316,6 +325,7 @@ def run_plan(options: argparse.Namespace) -> int:
     check_outputs(options)
     config, spec = (None, options.spec) if options.spec else read_config(folder_of(options.model))
     form = options.format or ("published" if config is None else form_said_by(config, spec))
+    check_prefill_activations(options, form != "bf16")
     predicted = predicted_of(form_of(spec, form)) if config is None else predicted_layers(config)
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
@@ -331,6 +341,7 @@ def run_plan(options: argparse.Namespace) -> int:
         kv_rows=options.kv_rows,
         logits_bytes=options.logits_bytes,
         dtype=DTYPES[options.dtype],
+        prefill_activations=options.prefill_activations,
     )
     target = target_of(device_of(None))
     index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)

@@ -114,9 +114,10 @@ def index_topk_prefill(tokens: int, heads: int, layout: str, top_k: int, context
 
 
 def grouped_linear(
-    tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str, batch_invariant: bool
-) -> Arguments:
-    options: dict[str, Any] = dict(batch_invariant=batch_invariant)
+    tokens: int, groups: int, outputs: int, columns: int, layout: str, dtype: str, activations: str,
+    batch_invariant: bool,
+) -> Arguments:  # fmt: skip
+    options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant)
     rows = torch.empty(tokens, columns, dtype=DTYPES[dtype], device=META)
     ends = _ints(groups) if groups > 1 else None  # one group: a linear
     if layout == "plain":
@@ -179,7 +180,7 @@ CALLS: dict[str, Call] = {
         dict(
             tokens=DECODE_TOKENS * MODEL.moe.experts_per_token, groups=MODEL.moe.num_experts,
             outputs=2 * MODEL.moe.intermediate_size, columns=MODEL.hidden_size, layout="e4m3/128x128/fp32",
-            dtype="bf16", batch_invariant=False,
+            dtype="bf16", activations="exact", batch_invariant=False,
         ),
     ),
     "packed_experts": Call(

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from sparse_attn import checks
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32, mtp
 from sparse_attn.models.params import hold, keeps_dtype
 from sparse_attn.models.shapes import prediction_spec
+from sparse_attn.ops.grouped_linear import ACTIVATIONS
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.torch_private import parameters
@@ -29,8 +31,10 @@ class Weights(torch.nn.Module):
 
 class Model(torch.nn.Module):
     """A forward's fixed arguments. params: what models.loading or models.params give, all on one device.
-    batch_invariant: of every step: a row's bits depend on no other row. mesh: the ranks that this process is one of;
-    ``params`` are its share (models.sharding), ``spec`` is the whole model's.
+    batch_invariant: of every step: a row's bits depend on no other row. prefill_activations: "fp8" quantises what steps
+    with prefill rows multiply by packed weights; see models.deepseek_v32.forward. mesh: the ranks that this process is
+    one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's. ValueError for quantised rows
+    where no weight is packed.
 
     Every weight is a parameter under its own name ("layers.0.attn.q_a"), rope tables included, so that state_dict()
     holds what ``params`` does, and load_state_dict() takes it. A PackedWeight is two: its codes under its own name, and
@@ -50,16 +54,23 @@ class Model(torch.nn.Module):
         logits_bytes: int = LOGITS_BYTES,
         *,
         batch_invariant: bool = False,
+        prefill_activations: str = "exact",
         mesh: Mesh = ONE_RANK,
     ):
         super().__init__()
+        checks.check_choice("prefill_activations", prefill_activations, ACTIVATIONS)
         self.spec, self.layouts = spec, layouts
         self.impl, self.logits_bytes, self.batch_invariant = impl, logits_bytes, batch_invariant
-        self.mesh = mesh
+        self.prefill_activations, self.mesh = prefill_activations, mesh
         self._places = []  # (name, its node, its name there), because a walk over the tree takes long
         self._predictors: list[Predictor] = []  # once it is asked for; a list, because it is no part of the model
         self._predicts = any(name.startswith(mtp.PREFIX) for name in params)
         self._packed = {name: value.layout for name, value in params.items() if isinstance(value, PackedWeight)}
+        if prefill_activations != "exact" and not self._packed:
+            raise ValueError(
+                f"prefill_activations: got {prefill_activations!r} and no packed weight, allowed: 'exact', or weights "
+                "as they are published, see load"
+            )
         for name, value in params.items():
             if isinstance(value, PackedWeight):
                 self._register(name, value.codes)
@@ -104,7 +115,7 @@ class Model(torch.nn.Module):
             return self
         return Model(
             self.spec, self.params, self.layouts, self.impl, self.logits_bytes, batch_invariant=True,
-            mesh=self.mesh,
+            prefill_activations=self.prefill_activations, mesh=self.mesh,
         )  # fmt: skip
 
     @property
@@ -150,7 +161,7 @@ class Model(torch.nn.Module):
         return forward(
             self._weights(), self.spec, tokens, caches, plan,
             layouts=self.layouts, impl=self.impl, logits_bytes=self.logits_bytes, batch_invariant=self.batch_invariant,
-            mesh=self.mesh, keep_hidden=keep_hidden,
+            prefill_activations=self.prefill_activations, mesh=self.mesh, keep_hidden=keep_hidden,
         )  # fmt: skip
 
     def _weights(self) -> dict[str, Weight]:
@@ -206,7 +217,7 @@ class Predictor(torch.nn.Module):
         return mtp.predict(
             model._weights(), self.spec, tokens, hidden, kind(*(held[layers:] for held in caches)), plan,
             layouts=model.layouts, impl=model.impl, logits_bytes=model.logits_bytes,
-            batch_invariant=model.batch_invariant, mesh=model.mesh,
+            batch_invariant=model.batch_invariant, prefill_activations=model.prefill_activations, mesh=model.mesh,
         )  # fmt: skip
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

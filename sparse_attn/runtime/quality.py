@@ -114,16 +114,21 @@ def measure(
     texts: Sequence[Encoded],
     asked: Sequence[Encoded],
     *,
+    prefill_activations: str = "exact",
     mesh: Mesh = ONE_RANK,
 ) -> Quality:
-    """Run ``texts`` and ``asked`` the way that ``way`` says. mesh: whose part of the weights ``params`` are."""
+    """Run ``texts`` and ``asked`` the way that ``way`` says. prefill_activations: as Model takes it. mesh: whose part
+    of the weights ``params`` are."""
     began, longest = time.perf_counter(), max(len(document.ids) for document in (*texts, *asked))
     if way.dense:
         spec = replace(spec, index=replace(spec.index, top_k=longest))
     embed = params["embed"]
     assert isinstance(embed, torch.Tensor)
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[embed.dtype] if way.cache == "plain" else way.cache
-    model = Model(spec, params, cache_layouts(spec, kind, index_kind=way.index), way.impl, mesh=mesh)
+    model = Model(
+        spec, params, cache_layouts(spec, kind, index_kind=way.index), way.impl,
+        prefill_activations=prefill_activations, mesh=mesh,
+    )  # fmt: skip
     bits = None
     if texts:
         nll = sum(losses[start - 1 : stop - 1].sum().item() for document, (losses, _) in _scored(model, texts, way)

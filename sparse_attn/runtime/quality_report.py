@@ -14,7 +14,9 @@ from sparse_attn.runtime import processes, report
 from sparse_attn.runtime.arguments import (
     DTYPES,
     add_expand_weights,
+    add_prefill_activations,
     check_outputs,
+    check_prefill_activations,
     device_of,
     positive,
     refuse,
@@ -49,6 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 on cuda, else fp32")
     add_expand_weights(parser)
+    add_prefill_activations(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     processes.add(parser)
     add_progress(parser)
@@ -71,6 +74,7 @@ def _run(options: argparse.Namespace, mesh: Mesh) -> int:
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     config, known = read_config(folder)
     packed = form_said_by(config, known) != "bf16" and not options.expand_weights
+    check_prefill_activations(options, packed)
     waits = uncapturable(device, "auto", known, dtype, packed=packed, mesh=mesh)
     names = options.ways or [name for name, way in WAYS.items()
                              if (device.type == "cuda" or not way.gpu) and not (way.graph and waits)]  # fmt: skip
@@ -103,13 +107,15 @@ def _run(options: argparse.Namespace, mesh: Mesh) -> int:
     print(f"{'way':<10} {'bits/byte':>10} {'of dense':>9} {'retrieval':>10} {'right':>12} {'seconds':>8}", flush=True)
     found: dict[str, Quality] = {}
     for name in names:
-        found[name] = measure(spec, params, WAYS[name], texts, asked, mesh=mesh)
+        found[name] = measure(
+            spec, params, WAYS[name], texts, asked, prefill_activations=options.prefill_activations, mesh=mesh
+        )
         print(_row(name, found), flush=True)
     if options.json and not processes.rank():
         written = {
             "model": options.model, "device": report.device_name(device), "dtype": str(dtype).removeprefix("torch."),
             "context": context, "documents": options.documents, "seed": options.seed, "top_k": spec.index.top_k,
-            "versions": report.versions(), "ranks": show_mesh(mesh),
+            "prefill_activations": options.prefill_activations, "versions": report.versions(), "ranks": show_mesh(mesh),
             "ways": {name: quality._asdict() | {"retrieval": quality.retrieval} for name, quality in found.items()},
         }  # fmt: skip
         write_json(options.json, written)

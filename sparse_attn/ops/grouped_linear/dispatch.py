@@ -22,18 +22,20 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
 )
 
 
+TORCH = "torch"
 FP8_KERNELS: tuple[Kernel[Problem, Plan], ...] = (
-    Kernel("torch", fp8.torch_supports, fp8.torch_plan, f"{HERE}.fp8.launch:multiply_by_torch"),
+    Kernel(TORCH, fp8.torch_supports, fp8.torch_plan, f"{HERE}.fp8.launch:multiply_by_torch"),
     Kernel("fp8", lambda problem, target: YES, fp8.plan, f"{HERE}.fp8.launch:multiply"),
 )
-
-
-def choose_fp8(problem: Problem, target: Target, *, whole: bool = True) -> Choice[Plan]:
-    """Of rows that are quantised to fp8. whole: whether the weight's first scale block was not cut."""
-    return dispatch.choose(FP8_KERNELS[not whole :], problem, target)
 
 
 @functools.lru_cache(maxsize=1024)  # a pure function that every eager call asks
 def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
     """The kernel that runs a product, and its plan. kernel: see dispatch.choose."""
     return dispatch.choose(KERNELS, problem, target, kernel)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_fp8(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
+    """The same of rows that are quantised to fp8."""
+    return dispatch.choose(FP8_KERNELS, problem, target, kernel)

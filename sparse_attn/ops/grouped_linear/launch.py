@@ -15,7 +15,8 @@ from sparse_attn.weight_layout import parse_weight_layout
 
 
 class Product(NamedTuple):
-    """What a launcher multiplies, into ``out`` [rows, outputs], contiguous. There is a row and an output at least.
+    """What a launcher multiplies, into ``out`` [rows, outputs], contiguous, but for torch's product, which allocates
+    its own. There is a row and an output at least.
 
     first_row: of the layout, see weight_layout.WeightLayout. views, counters: what the plan's scratch asks for.
     """
@@ -59,16 +60,16 @@ def grouped_linear_fp8(
     scales: torch.Tensor,
     layout: str,
     batch_invariant: bool,
+    kernel: str | Choice[Plan] | None = None,
 ) -> torch.Tensor:
-    out = shapes.allocate_product(rows, codes)
-    if out.numel() == 0:
-        return out
-    if rows.shape[1] == 0:
-        return out.zero_()
+    """kernel: see dispatch.choose."""
+    if not rows.numel() or not codes.shape[1]:
+        return shapes.allocate_product(rows, codes).zero_()
     problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     first_row = parse_weight_layout(layout).first_row
-    choice = dispatch.choose_fp8(problem, target_of(rows.device), whole=first_row == 0)
+    choice = dispatch.choose_fp8(problem, target_of(rows.device), kernel)
     views, counters = workspace.take("grouped_linear_fp8", choice.plan.scratch, rows.device)
+    out = rows.new_empty(0) if choice.kernel.name == dispatch.TORCH else shapes.allocate_product(rows, codes)
     product = Product(rows, ends, codes, scales, out, problem, first_row, views, counters)
     given = choice.kernel.launcher(product, choice.plan)
     return out if given is None else given

@@ -8,6 +8,7 @@ grouped_linear_fp8 = define_op(
     "grouped_linear_fp8",
     "(Tensor rows, Tensor? ends, Tensor codes, Tensor scales, str layout, bool batch_invariant, str impl) -> Tensor",
     fake.grouped_linear,
+    dispatch.FP8_KERNELS,
 )
 grouped_linear = define_op(
     __package__,

@@ -32,7 +32,8 @@ class Problem(NamedTuple):
     ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
     whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
     rows_aligned: likewise of the rows that are multiplied, none of which lie in each other.
-    scales_aligned: whether rows of scales begin at multiples of 8 bytes.
+    scales_aligned: whether rows of scales begin at multiples of 8 bytes. whole: whether the weight's first scale block
+    was not cut.
     batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows.
     """
 
@@ -49,6 +50,7 @@ class Problem(NamedTuple):
     batch_invariant: bool = False
     rows_aligned: bool = True
     scales_aligned: bool = True
+    whole: bool = True
 
     @property
     def tiled_groups(self) -> int:
@@ -71,15 +73,15 @@ def problem_of(
     """Of grouped_linear's arguments, real or meta."""
     n, columns = rows.shape
     groups, outputs = codes.shape[:2]
-    kind, scale, block = PLAIN, "none", (1, 1)
+    kind, scale, block, whole = PLAIN, "none", (1, 1), True
     if layout != PLAIN:
         packed = parse_weight_layout(layout)
-        kind, scale, block = packed.codes, packed.scale, packed.block
+        kind, scale, block, whole = packed.codes, packed.scale, packed.block, packed.first_row == 0
     aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
     rows_aligned = _aligned(rows.squeeze(0)) and (n < 2 or rows.stride(0) >= columns)  # a lone row's stride is any
     return Problem(
         n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
-        rows_aligned, scales is None or _aligned(scales, 8),
+        rows_aligned, scales is None or _aligned(scales, 8), whole,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ INVARIANT_TILE = 64  # rows, however many there are
 WARPS = {128: 8, 64: 4, 16: 4}
 
 
-TORCH_ROWS, TORCH_COLUMNS = 16, 512  # of whose multiples torch's product is asked for: scales lie as it wants them
+TORCH_ROWS, TORCH_COLUMNS = 16, 512  # of whose multiples torch's product has rows and columns: as it wants scales
 
 
 def torch_supports(problem: Problem, target: Target) -> Support:
@@ -30,20 +30,29 @@ def torch_supports(problem: Problem, target: Target) -> Support:
         return no("batch_invariant: got True, allowed: False, for it chooses by rows")
     if problem.ends or problem.groups != 1:
         return no(f"groups: got {problem.groups}, allowed: 1")
-    if (problem.codes, problem.scale, problem.block) != ("e4m3", "fp32", (GROUP, GROUP)):
-        return no(f"weight: got {problem.codes} of {problem.block} of {problem.scale}, allowed: e4m3, 128x128 of fp32")
-    if problem.dtype != torch.bfloat16 or not problem.aligned:
-        return no("rows, codes: got any dtype and strides, allowed: bfloat16, aligned")
-    if problem.columns % TORCH_COLUMNS or problem.outputs % GROUP or problem.rows % TORCH_ROWS:
-        return no("rows, outputs, columns: got others, allowed: multiples of 16, 128 and 512")
+    if (problem.codes, problem.block) != ("e4m3", (GROUP, GROUP)):
+        return no(f"weight: got {problem.codes} of {problem.block}, allowed: e4m3 of {(GROUP, GROUP)}")
+    if not problem.whole:
+        return no("weight: got a scale block that was cut, allowed: whole ones")
+    if problem.dtype != torch.bfloat16:
+        return no(f"rows: got {str(problem.dtype).removeprefix('torch.')}, allowed: bfloat16")
+    if not problem.aligned:
+        return no("codes: got any address and strides, allowed: contiguous columns, rows at multiples of 16 bytes")
+    if problem.columns % TORCH_COLUMNS or problem.outputs % GROUP:
+        return no(
+            f"outputs, columns: got {problem.outputs} and {problem.columns}, allowed: multiples of {GROUP} and "
+            f"{TORCH_COLUMNS}"
+        )
     return YES
 
 
 def torch_plan(problem: Problem, target: Target) -> Plan:
-    """torch tiles as it likes."""
-    groups = problem.columns // GROUP
-    codes = Buffer("rows", (problem.rows, problem.columns), torch.uint8)
-    scratch = Scratch((codes, Buffer("row_scales", (groups, problem.rows), torch.float32)))
+    """torch tiles as it likes. Rows that fill up the last TORCH_ROWS hold anything. It takes no bytes for scales of the
+    weight, so those are widened."""
+    rows, groups = -(-problem.rows // TORCH_ROWS) * TORCH_ROWS, problem.columns // GROUP
+    buffers = Buffer("rows", (rows, problem.columns), torch.uint8), Buffer("row_scales", (groups, rows), torch.float32)
+    widened = Buffer("scales", (problem.outputs // GROUP, groups), torch.float32)
+    scratch = Scratch(buffers if problem.scale == "fp32" else (*buffers, widened))
     return Plan(0, 0, 1, 0, False, 0, 0, scratch=scratch)
 
 

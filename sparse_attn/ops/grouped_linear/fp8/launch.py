@@ -28,16 +28,19 @@ def quantise(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, targ
 
 
 def multiply_by_torch(product: Product, plan: Plan) -> torch.Tensor:
-    """As ``multiply``, by torch's scaled_mm, into a tensor of its own."""
-    rows, _, codes, scales, _, problem, _, (x, x_scales), _ = product
+    """As ``multiply``, by torch's scaled_mm, which allocates its output."""
+    rows, _, codes, scales, _, problem, _, (x, x_scales, *widened), _ = product
     assert scales is not None
-    x_scales = x_scales.t()
-    quantise(rows, x, x_scales, target_of(rows.device))
+    scales, x_scales = scales[0], x_scales.t()
+    if widened:
+        scales = widened[0].copy_(scales.view(torch.float8_e8m0fnu))
+    quantise(rows, x, x_scales[: problem.rows], target_of(rows.device))
     by_row, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    return F.scaled_mm(
-        x.view(torch.float8_e4m3fn), codes[0].view(torch.float8_e4m3fn).t(), x_scales, by_row, scales[0].t(), by_block,
+    out = F.scaled_mm(
+        x.view(torch.float8_e4m3fn), codes[0].view(torch.float8_e4m3fn).t(), x_scales, by_row, scales.t(), by_block,
         output_dtype=problem.dtype,
     )  # fmt: skip
+    return out[: problem.rows]
 
 
 def multiply(product: Product, plan: Plan) -> None:
