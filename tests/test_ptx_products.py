@@ -1,5 +1,5 @@
-"""Products of few rows with packed weights without a GPU: their PTX, executed on the CPU. It decodes codes in registers,
-which Triton's interpreter does not do."""
+"""Products with packed weights without a GPU: their PTX, executed on the CPU. That of few rows decodes codes in
+registers, which Triton's interpreter does not do."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from support.ptx.run import execute
 from support.weights import random_weight
 
 from sparse_attn.ops.grouped_linear import grouped_linear
+from sparse_attn.ops.grouped_linear.expanded import config as many_rows
 from sparse_attn.ops.grouped_linear.hopper import config as hopper
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import problem_of
@@ -79,6 +80,26 @@ def _stream(rows, weight, grid, first_row, supports, planned):
     partials = torch.full((grid, 2, plan.block_m, plan.block_n), torch.nan)
     counters = torch.zeros(plan.scratch.counters, dtype=torch.int64)
     return Product(rows, None, codes, scales, memory[:-1], problem, first_row, [partials], counters), plan, memory
+
+
+def expanded(rows, weight, tile, first_row=0):
+    """As product, of codes that are expanded before it."""
+    from sparse_attn.ops.grouped_linear.expanded import kernels, launch
+
+    codes, scales = weight.codes.view(torch.uint8), weight.scales
+    problem = problem_of(rows, None, codes, scales, weight.layout)
+    assert many_rows.supports(problem, H200).able
+    plan = dataclasses.replace(
+        many_rows.plan(problem, H200), tiles=-(-len(rows) // tile.rows), block_m=tile.rows, block_n=tile.outputs,
+        block_k=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
+    values = torch.full((1, *codes.shape[1:2], rows.shape[1]), torch.nan, dtype=torch.bfloat16)
+    arguments = rows, None, codes, scales, memory[:-1], problem, first_row, [values], torch.zeros(0, dtype=torch.int64)
+    for kernel in ("expand", "multiply"):
+        execute(kernels, kernel, lambda: launch.multiply(Product(*arguments), plan))
+    assert (memory[-1] == DIRT).all()
+    return memory[:-1]
 
 
 def in_line(tensor):
@@ -177,6 +198,29 @@ def test_stream_k_wide_has_the_same_bits_in_any_tile():
     rows, weight = in_line(rows_of(33, 512, torch.bfloat16)), weight_in_line(V32, 300, 512)
     whole = streamed_wide(rows, weight, 3, seed=1)
     assert torch.equal(streamed_wide(rows[5:25], weight, 3, seed=2), whole[5:25])
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "layout, tile, n, outputs, columns",
+    [
+        (V32, many_rows.CODES, 140, 150, 640), (MXFP4, many_rows.SCALED, 140, 300, 320),
+        (V4, many_rows.FEW_TILES, 70, 130, 640), (MXFP4, many_rows.FEW_TILES, 20, 70, 1056),
+    ],
+)  # fmt: skip
+def test_expanded(layout, tile, n, outputs, columns):
+    """Every stage is filled more than once; the last tiles are not whole."""
+    rows, weight = in_line(rows_of(n, columns, torch.bfloat16)), weight_in_line(layout, outputs, columns)
+    check(expanded(rows, weight, tile), rows, None, weight)
+
+
+@pytest.mark.few(0)
+def test_expanded_of_a_cut_weight():
+    """Its first row is the fourth of a scale block."""
+    rows, weight = in_line(rows_of(20, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)
+    cut = weight._replace(codes=weight.codes[:, 3:])
+    whole = expanded(rows, weight, many_rows.FEW_TILES)
+    assert torch.equal(expanded(rows, cut, many_rows.FEW_TILES, first_row=3), whole[:, 3:])
 
 
 @pytest.mark.few(2)

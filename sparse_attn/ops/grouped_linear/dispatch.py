@@ -6,6 +6,7 @@ import functools
 
 from sparse_attn import dispatch
 from sparse_attn.dispatch import YES, Choice, Kernel
+from sparse_attn.ops.grouped_linear.expanded import config as expanded
 from sparse_attn.ops.grouped_linear.fp8 import config as fp8
 from sparse_attn.ops.grouped_linear.hopper import config as hopper
 from sparse_attn.ops.grouped_linear.plan import Plan, Problem
@@ -18,6 +19,7 @@ KERNELS: tuple[Kernel[Problem, Plan], ...] = (
     Kernel("hopper.stream_k", hopper.supports, hopper.plan, f"{HERE}.hopper.launch:multiply"),
     Kernel("hopper.stream_k_wide", hopper.supports_wide, hopper.plan_wide, f"{HERE}.hopper.launch:multiply_wide"),
     Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
+    Kernel("expanded", expanded.supports, expanded.plan, f"{HERE}.expanded.launch:multiply"),
     Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
 )
 

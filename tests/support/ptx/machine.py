@@ -462,10 +462,11 @@ class Cta:
         out, a, b, accumulate, *signs = instruction.operands
         shape = re.search(r"m64n(\d+)k(?:32|16)\.f32\.(e\dm\d|bf16)\.(e\dm\d|bf16)", instruction.text)
         assert shape is not None, instruction.text
-        assert signs == (["1", "1", "0"] if shape[2] == "bf16" else ["1", "1"]), instruction.text
         adds = int(self._value(warp, accumulate)[0] & BITS32) != 0
         in_registers = self._rows(warp, names(a)) if a.startswith("{") else None
         descriptors = [int(self._value(warp, one)[0]) for one in (a, b) if not one.startswith("{")]
+        transposed = ["0"] * len(descriptors) if shape[2] == "bf16" else []
+        assert signs == ["1", "1", *transposed], instruction.text
 
         def product() -> None:
             columns = _values(self._operand(descriptors[-1], int(shape[1])), shape[3])
