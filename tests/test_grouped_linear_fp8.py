@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import long
-from support.products import EPSILON, rows_of, tensor_of
+from support.products import check_quantised, rows_of, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
@@ -15,7 +15,7 @@ from sparse_attn.ops.grouped_linear.plan import problem_of
 from sparse_attn.ops.grouped_linear.reference import quantised_rows
 from sparse_attn.target import TARGETS, target_of
 from sparse_attn.testing.ops import opcheck
-from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
+from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 from sparse_attn.workspace import Workspace, size_of, use
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")
@@ -28,29 +28,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ENDS = ([5, 21, 21, 33], [0, 1, 17, 37], [37, 37, 37, 37])
 
 
-def check(got, rows, ends, weight):
-    """Two bounds. Beside the rows as they are: an e4m3 value is off by 2**-4 of itself, or by 2**-10 of the scale where
-    it is subnormal, and a scale is at most 2 / 448 of the largest magnitude of its 128 columns. Beside the quantised
-    rows: what sums lose, on fp8 units 2**-13 of a product of 128 columns."""
-    values, rows = dequantise(weight).cpu().double(), rows.cpu()
-    blocks = torch.nn.functional.pad(rows.double().abs(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
-    least = (blocks.amax(-1, keepdim=True) * (2 / 448 * 2.0**-10)).expand_as(blocks).flatten(1)[:, : rows.shape[1]]
-    off = torch.maximum(rows.double().abs() * 2.0**-4, least)
-    exact, held = rows.double(), quantised_rows(rows).double()
-    assert ((held - exact).abs() <= off).all()
-    start = 0
-    for group, end in enumerate([rows.shape[0]] if ends is None else ends):
-        mine, weights = slice(start, end), values[group].t()
-        size = held[mine].abs() @ weights.abs()
-        slack = size * (2.0**-13 + rows.shape[1] * 2.0**-24)
-        here = got[mine].cpu().double()
-        for want, beside in ((held[mine] @ weights, 0), (exact[mine] @ weights, off[mine] @ weights.abs())):
-            allowed = slack + beside + want.abs() * EPSILON[got.dtype] * 1.1 + beside * EPSILON[got.dtype]
-            assert ((here - want).abs() <= allowed).all(), ((here - want).abs() - allowed).max()
-        start = end
-    assert not got[start:].any()
-
-
 def to(device, weight):
     return PackedWeight(weight.codes.to(device), weight.scales.to(device), weight.layout)
 
@@ -60,7 +37,9 @@ def to(device, weight):
 def test_reference(layout, dtype):
     weight, rows = random_weight(layout, 4, 70, 320, moderate=True), rows_of(37, 320, dtype)
     for ends in ENDS:
-        check(grouped_linear(rows, tensor_of(ends), weight, activations="fp8", impl="reference"), rows, ends, weight)
+        check_quantised(
+            grouped_linear(rows, tensor_of(ends), weight, activations="fp8", impl="reference"), rows, ends, weight
+        )
 
 
 def test_rows_are_quantised_a_group_at_a_time():
@@ -113,10 +92,10 @@ def test_kernel(layout, dtype, device):
     weight, rows = to(device, random_weight(layout, 4, 70, 320, moderate=True)), rows_of(37, 320, dtype, device)
     for ends in ENDS if long() else ENDS[:1]:
         got = grouped_linear(rows, tensor_of(ends, device), weight, activations="fp8", impl="triton")
-        check(got, rows, ends, weight)
+        check_quantised(got, rows, ends, weight)
     part = weight_rows(weight, 5, 69)
     got = grouped_linear(rows, tensor_of([-9, 21, 21, 2**31 - 1], device), part, activations="fp8", impl="triton")
-    check(got, rows, [0, 21, 21, 37], part)
+    check_quantised(got, rows, [0, 21, 21, 37], part)
 
 
 @pytest.mark.kernel
@@ -144,7 +123,7 @@ def test_linear():
     weight = PackedWeight(*random_weight(V32, 33, 192, moderate=True))
     x = torch.randn(2, 3, 192)
     whole = PackedWeight(weight.codes[None], weight.scales[None], weight.layout)
-    check(linear(x, weight, activations="fp8").flatten(0, 1), x.flatten(0, 1), None, whole)
+    check_quantised(linear(x, weight, activations="fp8").flatten(0, 1), x.flatten(0, 1), None, whole)
 
 
 @pytest.mark.parametrize("weight, activations, message", [
@@ -165,14 +144,14 @@ def test_gpu_many_rows_and_captured(layout, shape, n):
     spread = torch.randint(0, n + 1, (2, shape[0]), generator=torch.Generator().manual_seed(1)).sort(dim=1).values
     spread[:, -1] = n
     given = spread[0].int().cuda()
-    check(grouped_linear(rows, given, weight, activations="fp8"), rows, spread[0].tolist(), weight)
+    check_quantised(grouped_linear(rows, given, weight, activations="fp8"), rows, spread[0].tolist(), weight)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = grouped_linear(rows, given, weight, activations="fp8")
     for ends in spread:
         given.copy_(ends)
         graph.replay()
-        check(out, rows, ends.tolist(), weight)
+        check_quantised(out, rows, ends.tolist(), weight)
 
 
 @pytest.mark.gpu
@@ -195,7 +174,7 @@ def test_gpu_product_of_torch(rows, layout):
     assert got.is_contiguous() and got.shape == (rows, 384)
     torch.testing.assert_close(got.float(), same.float(), rtol=2**-7, atol=2**-9 * same.float().abs().max().item())
     assert torch.equal(grouped_linear(x, None, weight, activations="fp8"), got if target.is_hopper else same)
-    check(got, x, None, weight)
+    check_quantised(got, x, None, weight)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 4096])

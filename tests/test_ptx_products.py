@@ -7,12 +7,15 @@ import dataclasses
 
 import pytest
 import torch
-from support.products import check, rows_of
+import torch.nn.functional as F
+from support.products import check, check_quantised, rows_of
 from support.ptx.run import execute
 from support.weights import random_weight
 
+from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.ops.grouped_linear import grouped_linear
 from sparse_attn.ops.grouped_linear.expanded import config as many_rows
+from sparse_attn.ops.grouped_linear.fp8 import config as fp8
 from sparse_attn.ops.grouped_linear.hopper import config as hopper
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import problem_of
@@ -98,6 +101,26 @@ def expanded(rows, weight, tile, first_row=0):
     arguments = rows, None, codes, scales, memory[:-1], problem, first_row, [values], torch.zeros(0, dtype=torch.int64)
     for kernel in ("expand", "multiply"):
         execute(kernels, kernel, lambda: launch.multiply(Product(*arguments), plan))
+    assert (memory[-1] == DIRT).all()
+    return memory[:-1]
+
+
+def quantised(rows, weight, tile, first_row=0):
+    """As product, of rows that are quantised to fp8, here by the reference."""
+    from sparse_attn.ops.grouped_linear.fp8 import kernels, launch
+
+    codes, scales = weight.codes.view(torch.uint8), weight.scales
+    problem = problem_of(rows, None, codes, scales, weight.layout)
+    plan = dataclasses.replace(
+        fp8.plan(problem, H200), tiles=-(-len(rows) // tile.rows), block_m=tile.rows, block_n=tile.outputs,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    memory = torch.full((len(rows) + 1, codes.shape[1]), DIRT, dtype=torch.bfloat16)
+    blocks = F.pad(rows.float(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
+    values, row_scales = fp8_quantise(blocks, "e4m3fn", "pow2", 448 * 2.0**-126)
+    views, counters = [values.flatten(1), row_scales], torch.zeros(0, dtype=torch.int64)
+    product = Product(rows, None, codes, scales, memory[:-1], problem, first_row, views, counters)
+    execute(kernels, "multiply", lambda: launch.multiply(product, plan))
     assert (memory[-1] == DIRT).all()
     return memory[:-1]
 
@@ -221,6 +244,27 @@ def test_expanded_of_a_cut_weight():
     cut = weight._replace(codes=weight.codes[:, 3:])
     whole = expanded(rows, weight, many_rows.FEW_TILES)
     assert torch.equal(expanded(rows, cut, many_rows.FEW_TILES, first_row=3), whole[:, 3:])
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    "layout, tile, n, outputs, columns",
+    [
+        (V32, fp8.WIDE, 140, 150, 640), (V4, fp8.WIDE, 20, 260, 320), (MXFP4, fp8.TILES[0], 20, 70, 256),
+        (V32, fp8.INVARIANT_TILE, 70, 70, 640),
+    ],
+)  # fmt: skip
+def test_quantised_rows(layout, tile, n, outputs, columns):
+    rows, weight = in_line(rows_of(n, columns, torch.bfloat16)), weight_in_line(layout, outputs, columns)
+    check_quantised(quantised(rows, weight, tile), rows, None, weight)
+
+
+@pytest.mark.few(0)
+def test_quantised_rows_of_a_cut_weight():
+    """Its first row is the fourth of a scale block."""
+    rows, weight = in_line(rows_of(20, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)
+    cut = weight._replace(codes=weight.codes[:, 3:])
+    assert torch.equal(quantised(rows, cut, fp8.WIDE, first_row=3), quantised(rows, weight, fp8.WIDE)[:, 3:])
 
 
 @pytest.mark.few(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.ops.grouped_linear.reference import quantised_rows
 from sparse_attn.weight_layout import PackedWeight, dequantise
 
 NAN = float("nan")
@@ -40,6 +41,29 @@ def check(got, rows, ends, weight):
     assert got.dtype == rows.dtype and got.shape == want.shape and got.is_contiguous()
     off = (got.cpu().double() - want).abs() - allowed
     assert off.max().item() <= 0 if off.numel() else True, f"{off.max()} beyond the bound of {allowed.max()}"
+
+
+def check_quantised(got, rows, ends, weight):
+    """Two bounds. Beside the rows as they are: an e4m3 value is off by 2**-4 of itself, or by 2**-10 of the scale where
+    it is subnormal, and a scale is at most 2 / 448 of the largest magnitude of its 128 columns. Beside the quantised
+    rows: what sums lose, on fp8 units 2**-13 of a product of 128 columns."""
+    values, rows = dequantise(weight).cpu().double(), rows.cpu()
+    blocks = torch.nn.functional.pad(rows.double().abs(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
+    least = (blocks.amax(-1, keepdim=True) * (2 / 448 * 2.0**-10)).expand_as(blocks).flatten(1)[:, : rows.shape[1]]
+    off = torch.maximum(rows.double().abs() * 2.0**-4, least)
+    exact, held = rows.double(), quantised_rows(rows).double()
+    assert ((held - exact).abs() <= off).all()
+    start = 0
+    for group, end in enumerate([rows.shape[0]] if ends is None else ends):
+        mine, weights = slice(start, end), values[group].t()
+        size = held[mine].abs() @ weights.abs()
+        slack = size * (2.0**-13 + rows.shape[1] * 2.0**-24)
+        here = got[mine].cpu().double()
+        for want, beside in ((held[mine] @ weights, 0), (exact[mine] @ weights, off[mine] @ weights.abs())):
+            allowed = slack + beside + want.abs() * EPSILON[got.dtype] * 1.1 + beside * EPSILON[got.dtype]
+            assert ((here - want).abs() <= allowed).all(), ((here - want).abs() - allowed).max()
+        start = end
+    assert not got[start:].any()
 
 
 def tensor_of(ends, device="cpu"):

@@ -7,16 +7,15 @@ import torch.nn.functional as F
 
 from sparse_attn.device import grid
 from sparse_attn.dispatch import YES, Support, no, not_on
-from sparse_attn.ops.grouped_linear.plan import Plan, Problem
+from sparse_attn.ops.grouped_linear.plan import Plan, Problem, Tile
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
 
 GROUP = 128  # columns under one scale of a row
 BLOCK = 32  # of whose multiples scale blocks have columns
-BLOCK_N = 64
-TILES = (128, 64, 16)  # rows
-INVARIANT_TILE = 64  # rows, however many there are
-WARPS = {128: 8, 64: 4, 16: 4}
+TILES = (Tile(128, 64, GROUP, 8, 3), Tile(64, 64, GROUP, 4, 3), Tile(16, 64, GROUP, 4, 3))
+WIDE = Tile(128, 128, GROUP, 8, 3)  # instead of the first: sums of all steps and of one take half of the registers each
+INVARIANT_TILE = TILES[1]  # however many rows there are
 
 
 TORCH_ROWS, TORCH_COLUMNS = 16, 512  # of whose multiples torch's product has rows and columns: as it wants scales
@@ -57,20 +56,23 @@ def torch_plan(problem: Problem, target: Target) -> Plan:
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    """The largest tile that the groups' rows fill in the mean. Not tuned yet: nothing has been timed."""
-    rows = next((rows for rows in TILES if problem.rows_each >= rows), TILES[-1])
+    """The largest tile that the groups' rows fill in the mean."""
+    tile = next((tile for tile in TILES if problem.rows_each >= tile.rows), TILES[-1])
+    if tile is TILES[0] and target.fp8_dot and target.reads_shared_operands:
+        tile = WIDE
     if problem.batch_invariant:
-        rows = INVARIANT_TILE
+        tile = INVARIANT_TILE
     if target.interpreted:
-        rows = TILES[-1]
+        tile = TILES[-1]._replace(num_stages=1)
     groups = problem.tiled_groups
-    tiles = groups + (problem.rows - groups) // rows if problem.ends else -(-problem.rows // rows)
-    grid.check("outputs", problem.outputs, BLOCK_N)
-    num_stages = 1 if target.interpreted else 3
+    tiles = groups + (problem.rows - groups) // tile.rows if problem.ends else -(-problem.rows // tile.rows)
+    grid.check("outputs", problem.outputs, tile.outputs)
     block_k = GROUP if problem.block[1] % GROUP == 0 else BLOCK
     row_groups = -(-problem.columns // GROUP)
     scratch = Scratch((
         Buffer("rows", (problem.rows, row_groups * GROUP), torch.uint8),
         Buffer("row_scales", (problem.rows, row_groups), torch.float32),
     ))  # fmt: skip
-    return Plan(tiles, rows, BLOCK_N, block_k, False, WARPS[rows], num_stages, scratch=scratch)
+    return Plan(
+        tiles, tile.rows, tile.outputs, block_k, False, tile.num_warps, tile.num_stages, scratch=scratch
+    )  # fmt: skip

@@ -59,10 +59,10 @@ def quantise(
 
 @triton.jit(do_not_specialize=["rows", "groups", "first_row", "stride_ends"])
 def multiply(
-    x,  # uint8 [rows, columns padded], contiguous
+    x,  # e4m3 [rows, columns padded], contiguous; with FP8_DOT of that type, else bytes
     x_scales,  # fp32 [rows, columns / GROUP], contiguous
     ends,  # int32 [groups] or None
-    codes,  # uint8 [groups, outputs, columns or columns / 2], columns contiguous
+    codes,  # [groups, outputs, columns or columns / 2], columns contiguous: e4m3 as x, e2m1 in bytes
     scales,  # fp32 or uint8 [groups, blocks of rows, blocks of columns]
     out,  # [rows, outputs], contiguous
     rows,
@@ -93,36 +93,46 @@ def multiply(
     group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
-    row, output = first + tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row_inside, output_inside = row < end, output < outputs
+    ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0  # tiles begin where scale blocks do
+    tile_output = tl.program_id(1) * BLOCK_N - (first_row if ONE_SCALE else 0)
+    row, output = first + tl.arange(0, BLOCK_M), tile_output + tl.arange(0, BLOCK_N)
+    row_inside, output_inside = row < end, (output >= 0) & (output < outputs)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if group < groups:
         steps, column = tl.cdiv(columns, BLOCK_K), tl.arange(0, BLOCK_K)
-        own = tl.minimum(output, outputs - 1).to(tl.int64)
+        own = tl.minimum(tl.maximum(output, 0), outputs - 1).to(tl.int64)
         x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * tl.cdiv(columns, GROUP) * GROUP
         code_rows = codes + group.to(tl.int64) * stride_codes_group + own * stride_codes_row
         scale_rows = scales + group.to(tl.int64) * stride_scales_group
-        scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        if ONE_SCALE:
+            scale_rows += ((tile_output + first_row) // BLOCK_ROWS).to(tl.int64) * stride_scales_row
+        else:
+            scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
         scale_of = x_scales + tl.minimum(row, rows - 1).to(tl.int64) * tl.cdiv(columns, GROUP)
         for step in range(steps):
             at = step * BLOCK_K + column
             mine = tl.load(x_rows + at[None, :])
             if CODES == "e4m3":
-                values = tl.load(code_rows[None, :] + at[:, None], mask=(at < columns)[:, None], other=0)
+                other: tl.constexpr = 0.0 if FP8_DOT else 0
+                values = tl.load(code_rows[None, :] + at[:, None], mask=(at < columns)[:, None], other=other)
             else:
                 at_byte = step * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
                 inside = (at_byte < columns // 2)[None, :]
                 pairs = tl.load(code_rows[:, None] + at_byte[None, :], mask=inside, other=0).to(tl.int32)
                 pairs = tl.join(_as_e4m3(pairs & 15), _as_e4m3(pairs >> 4))
                 values = tl.trans(tl.reshape(pairs, [BLOCK_N, BLOCK_K])).to(tl.uint8)
+                if FP8_DOT:
+                    values = values.to(tl.float8e4nv, bitcast=True)
             if FP8_DOT:
-                mine, values = mine.to(tl.float8e4nv, bitcast=True), values.to(tl.float8e4nv, bitcast=True)
                 product = tl.dot(mine, values, out_dtype=tl.float32)
             else:
                 mine, values = decode_fp8_bf16(mine, False), decode_fp8_bf16(values, False)
                 product = cast.dot(mine, values, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             scale = tl.load(scale_rows + (step * BLOCK_K // BLOCK_COLUMNS) * stride_scales_column)
-            row_scale = tl.load(scale_of + step * BLOCK_K // GROUP)
-            sums += product * row_scale[:, None] * decode_scale(scale, E8M0)[None, :]
+            row_scale, scale = tl.load(scale_of + step * BLOCK_K // GROUP), decode_scale(scale, E8M0)
+            if ONE_SCALE:
+                sums += product * (row_scale * scale)[:, None]
+            else:
+                sums += product * row_scale[:, None] * scale[None, :]
     target = out + row.to(tl.int64)[:, None] * outputs + output[None, :]
     tl.store(target, cast.cast(sums, out.dtype.element_ty), mask=row_inside[:, None] & output_inside[None, :])

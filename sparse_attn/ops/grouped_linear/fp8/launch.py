@@ -50,7 +50,11 @@ def multiply(product: Product, plan: Plan) -> None:
     launched = pdl.launched(target)
     quantise(rows, x, x_scales, target)
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
-    kernels.multiply[(plan.tiles, -(-problem.outputs // plan.block_n))](
+    if target.fp8_dot:  # a cast in the loop would bring operands through registers
+        x = x.view(torch.float8_e4m3fn)
+        codes = codes.view(torch.float8_e4m3fn) if problem.codes == "e4m3" else codes
+    cut = first_row % problem.block[0]  # outputs of the first scale block that are not there
+    kernels.multiply[(plan.tiles, -(-(cut + problem.outputs) // plan.block_n))](
         x,
         x_scales,
         ends,
