@@ -32,7 +32,7 @@ LONG = {
     "prefill_v32": 11, "prefill_portable": 11, "experts_w4a8": 10, "prefill_few_heads": 9, "prefill_chain": 9,
     "decode_v32": 8, "layer_v4_mxfp4": 8, "decode_invariant": 7, "linears_few": 7, "select_prefill": 6,
     "prefill_scores": 6, "experts_many": 6, "prefill_prompt": 6, "experts_few": 6, "prefill_ragged": 6,
-    "linears_many": 5, "decode_v4": 4, "decode_bf16": 4,
+    "linears_many": 5, "decode_v4": 4, "decode_bf16": 4, "experts_fp8": 10, "linears_exact": 8,
 }  # fmt: skip
 
 

@@ -16,14 +16,17 @@ from benchmarks.run import Run
 from sparse_attn import roofline
 from sparse_attn.ops.experts import packed_experts
 from sparse_attn.ops.grouped_linear import linear
-from sparse_attn.weight_layout import CODE_DTYPE, PackedWeight, WeightLayout, packed_weight, weight_bytes
+from sparse_attn.weight_layout import CODE_DTYPE, PackedWeight, WeightLayout, dequantise, packed_weight, weight_bytes
 
 MXFP4 = WeightLayout("e2m1", (1, 32), "e8m0")
 FP8 = WeightLayout("e4m3", (128, 128), "fp32")
+FP8_E8M0 = WeightLayout("e4m3", (128, 128), "e8m0")
 CLAMP = 10.0
 EXPERTS = 256, 6, 4096, 2048  # experts, of a token, hidden, intermediate: DeepSeek-V4-Flash
 TINY_EXPERTS = 4, 2, 256, 256
 LINEARS = {"q_b": (24576, 1536), "o": (7168, 16384), "shared gate_up": (4096, 7168), "shared down": (7168, 2048)}
+V4_LINEARS = {"V4-Flash q_b": (32768, 1024), "V4-Flash o_b": (4096, 8192)}
+V32_EXPERTS = 256, 8, 7168, 2048
 TINY_LINEARS = {"tiny": (96, 256)}
 LEVEL = 1e-4  # 1 - cosine: bf16 rounding between the products is 1e-5
 REQUANTISED = 1e-3  # where what lies between the products is rounded once to fp8 and may fall on the other side
@@ -149,6 +152,47 @@ def linears_many(run: Run) -> Iterator[Record]:
             yield run.compare(
                 case, [ours], "torch scaled_mm, without quantisation", theirs, run.floor(work), rest_s=0.2
             )
+
+
+@suite("linears_exact")
+def linears_exact(run: Run) -> Iterator[Record]:
+    "linear of rows as they are (W8A16), 512 and 4096, V4-Flash's q_b and o_b, too; beside torch's of bf16 weights."
+    sizes = [(name, FP8, *size) for name, size in run.pick(LINEARS, TINY_LINEARS).items()]
+    sizes += [(name, FP8_E8M0, *size) for name, size in run.pick(V4_LINEARS, {"tiny e8m0": (96, 256)}).items()]
+    for name, layout, outputs, columns in sizes:
+        weight = random_weight(layout, outputs, columns, device=run.device)
+        expanded = dequantise(weight).bfloat16()
+        for rows in run.pick([512, 4096], [5]):
+            x = torch.randn(rows, columns, dtype=torch.float32, device=run.device).bfloat16()
+            some, ours = sampled(rows, 3, run.device), functools.partial(linear, x, weight)
+            check_vectors(ours()[some], linear(x[some], weight, impl="reference"), LEVEL, "out")
+            work = roofline.product(rows, columns, outputs, weight_bytes(weight))
+            theirs = None if run.dry else [functools.partial(F.linear, x, expanded)]
+            case = f"{name} {outputs} x {columns}, rows {rows}"
+            yield run.compare(case, [ours], "torch linear, bf16 weight", theirs, run.floor(work), rest_s=0.2)
+
+
+@suite("experts_fp8")
+def experts_fp8(run: Run) -> Iterator[Record]:
+    "packed_experts, DeepSeek-V3.2's 256 of e4m3, 8 a token (W8A8), 64, 512 and 4096 tokens; beside ours of exact rows."
+    experts, k, hidden, intermediate = run.pick(V32_EXPERTS, TINY_EXPERTS)
+    gate_up = random_weight(FP8, experts, 2 * intermediate, hidden, device=run.device)
+    down = random_weight(FP8, experts, hidden, intermediate, device=run.device)
+    each = (weight_bytes(gate_up) + weight_bytes(down)) // experts
+    for tokens in run.pick([64, 512, 4096], [5]):
+        ids = routes(1, tokens, experts, k, run.device)[0]
+        x = torch.randn(tokens, hidden, dtype=torch.float32, device=run.device).bfloat16()
+        weights = torch.rand(tokens, k, dtype=torch.float32, device=run.device)
+        exact = functools.partial(packed_experts, x, weights, ids, gate_up, down)
+        ours, some = functools.partial(exact, activations="fp8"), sampled(tokens, 3, run.device)
+        for activations, level in (("exact", LEVEL), ("fp8", REQUANTISED)):
+            options = dict(activations=activations)
+            want = packed_experts(x[some], weights[some], ids[some], gate_up, down, impl="reference", **options)
+            check_vectors(exact(**options)[some], want, level, "out")
+        work = roofline.Work(ids.unique().numel() * each + 4 * tokens * hidden, 6 * ids.numel() * hidden * intermediate)
+        theirs = None if run.dry else [exact]
+        floor = run.floor(work._replace(fp8=True))
+        yield run.compare(f"tokens {tokens}", [ours], "ours, exact rows", theirs, floor, target_ms=20)
 
 
 def _scaled_mm(x: torch.Tensor, weight: PackedWeight) -> Callable[[], torch.Tensor]:
