@@ -99,6 +99,16 @@ def test_kernel(layout, dtype, device):
 
 
 @pytest.mark.kernel
+@pytest.mark.parametrize("layout", [V32, V4, MXFP4], ids=lambda layout: layout.name)
+def test_kernel_of_a_cut_weight(layout, device):
+    """Its tiles begin within scale blocks of the whole one, where those have as many rows."""
+    weight, rows = to(device, random_weight(layout, 1, 300, 128, moderate=True)), rows_of(5, 128, BF16, device)
+    for start, stop in ((5, 299), (127, 129), (130, 290)):
+        cut = weight_rows(weight, start, stop)
+        check_quantised(grouped_linear(rows, None, cut, activations="fp8", impl="fp8"), rows, None, cut)
+
+
+@pytest.mark.kernel
 def test_kernel_of_nan_and_of_codes_at_any_stride(device):
     rows = torch.randn(3, 130, device=device)
     rows[1, 7], rows[2, 129] = float("nan"), float("-inf")

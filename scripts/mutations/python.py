@@ -91,8 +91,8 @@ PYTHON = [
     Mutation(
         "streams-of-one-projection", "V4's embedding is not added to the streams of multi-token prediction",
         "sparse_attn/models/mtp.py",
-        "streams = streams + linear(embedded",
-        "streams = streams + 0 * linear(embedded",
+        "streams = streams + product(embedded",
+        "streams = streams + 0 * product(embedded",
         ("tests/test_training.py::test_parity_of_multi_token_prediction",),
     ),
     Mutation(
@@ -266,9 +266,37 @@ PYTHON = [
     Mutation(
         "invariance-lost-on-the-way", "one product of a batch-invariant model is torch's, which rounds by rows",
         "sparse_attn/models/mla.py",
-        'linear(values, params[attn + "o"], **options)',
-        'linear(values, params[attn + "o"], impl=impl)',
+        'multiply(values, params[attn + "o"])',
+        'product(values, params[attn + "o"], impl=impl)',
         ("tests/test_signatures.py::test_batch_invariance_asked_of_a_model_reaches_every_product",),
+    ),
+    Mutation(
+        "decode-rows-quantised", "steps of decode rows alone are quantised as prefill rows are",
+        "sparse_attn/models/products.py",
+        'if prefill_activations == "exact" or plan.positions.shape[0] == num_decode_rows(plan):',
+        'if prefill_activations == "exact":',
+        ("tests/test_prefill_activations.py::test_products_of_steps_with_prefill_rows_are_quantised",),
+    ),
+    Mutation(
+        "one-product-stays-exact", "groups of heads are multiplied as they are in steps that are quantised",
+        "sparse_attn/models/products.py",
+        'activations=activations if packed else "exact"',
+        'activations="exact"',
+        ("tests/test_prefill_activations.py::test_products_of_steps_with_prefill_rows_are_quantised",),
+    ),
+    Mutation(
+        "drafts-of-exact-prompts", "the drafting layer multiplies prompts as they are",
+        "sparse_attn/models/mtp.py",
+        "activations=activations_of(plan, prefill_activations)",
+        'activations=activations_of(plan, "exact")',
+        ("tests/test_prefill_activations.py::test_drafting_layer",),
+    ),
+    Mutation(
+        "scratch-of-exact-prompts", "scratch of quantised prompts is counted as that of exact ones",
+        "sparse_attn/pipeline/bounds.py",
+        "yield decode, prefill, bounds.prefill_activations",
+        'yield decode, prefill, "exact"',
+        ("tests/test_workspace_size.py::test_products_of_no_row_count_take_more",),
     ),
     Mutation(
         "a-row-set-with-anothers-settings", "a row is set with what was set of the row before it",

@@ -21,8 +21,8 @@ RANKS = [
     Mutation(
         "heads-not-summed", "a rank goes on with what its own heads give",
         "sparse_attn/models/mla.py",
-        'return sum_over_ranks(linear(values, params[attn + "o"], **options), mesh.tensor), selection',
-        'return linear(values, params[attn + "o"], **options), selection',
+        'return sum_over_ranks(multiply(values, params[attn + "o"]), mesh.tensor), selection',
+        'return multiply(values, params[attn + "o"]), selection',
         ("tests/test_processes.py::test_two_processes",),
     ),
     Mutation(
