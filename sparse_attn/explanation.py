@@ -383,11 +383,13 @@ def _grouped_linear(rows, ends, codes, scales, layout, batch_invariant, fp8: boo
 
 
 def _packed_experts(
-    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, activations,
-    batch_invariant,
+    x, weights, ids, gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout, clamp, num_experts,
+    activations, batch_invariant,
 ) -> Question:  # fmt: skip
     packed = gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout
-    problem = routed_problem_of(x, ids, *packed)._replace(activations=activations, batch_invariant=batch_invariant)
+    problem = routed_problem_of(x, ids, *packed)._replace(
+        num_experts=num_experts, activations=activations, batch_invariant=batch_invariant
+    )
     (tokens, hidden), experts, intermediate = x.shape, problem.gate_up.groups, problem.down.columns
     read = sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) // experts * min(problem.rows, experts)
     moved = 2 * x.element_size() * tokens * hidden + 8 * problem.rows

@@ -147,7 +147,7 @@ def test_neither_kernel_nor_splits_follow_from_rows(name):
             assert len(chosen) == len(quantised) == 1
     for rows in (1, 200, 5000):
         product = Problem(8 * rows, 256, 4096, 7168, BF16, True, "e4m3", "fp32", (128, 128), batch_invariant=True)
-        routed = Routed(rows, 8, product, product._replace(outputs=7168, columns=2048), batch_invariant=True)
+        routed = Routed(rows, 8, product, product._replace(outputs=7168, columns=2048), 256, batch_invariant=True)
         few = "grouped" if target.vendor == "amd" else "swap_ab"
         assert experts.choose(routed, target).kernel.name == few
 

@@ -369,6 +369,7 @@ Tensor down,
 Tensor down_scales,
 str down_layout,
 float? clamp,
+int num_experts,
 str activations,
 bool batch_invariant,
 str impl) -> Tensor""",
@@ -379,11 +380,11 @@ def test_opcheck():
     (codes, scales, name), (down, down_scales, _) = weights_of(MXFP4, hidden=64, intermediate=32)
     x, (weights, ids) = torch.randn(4, 64).bfloat16(), routes(4)
     opcheck(
-        "packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, "exact", False, "auto"
+        "packed_experts", x, weights, ids, codes, scales, name, down, down_scales, name, 2.0, 99, "exact", False, "auto"
     )
     opcheck(
-        "packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, "fp8", True,
-        "auto",
+        "packed_experts", x[:0], weights[:0], ids[:0], codes, scales, name, down, down_scales, name, None, 5, "fp8",
+        True, "auto",
     )  # fmt: skip
 
 
@@ -402,6 +403,8 @@ def test_opcheck():
     (dict(activations="int8"), ValueError, "activations: got 'int8'"),
     (dict(impl="swap_ab"), ValueError, "impl: 'swap_ab' needs"),
     (dict(impl="marlin"), ValueError, "impl: got 'marlin'"),
+    (dict(num_experts=4), ValueError, "num_experts: got 4, allowed: at least 5"),
+    (dict(num_experts=8.0), TypeError, "num_experts: got 8.0"),
 ])  # fmt: skip
 def test_errors(change, error, message):
     gate_up, down = weights_of(MXFP4)
@@ -414,7 +417,7 @@ def test_errors(change, error, message):
 def problem(tokens, k=6, experts=256, **more):
     facts = dict(dtype=BF16, ends=True, codes="e2m1", scale="e8m0", block=(1, 32)) | more
     first, second = (Product(tokens * k, experts, a, b, **facts) for a, b in ((4096, 4096), (4096, 2048)))
-    return Problem(tokens, k, first, second)
+    return Problem(tokens, k, first, second, experts)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -438,6 +441,27 @@ def test_which_kernel_runs(name):
 def test_tiles_on_hopper(activations, tokens, tile):
     plan = dispatch.choose(problem(tokens)._replace(activations=activations), H200).plan
     assert (plan.block_m, plan.num_stages) == tile
+
+
+@pytest.mark.parametrize("activations, tokens, alone, among", [
+    ("exact", 64, ("hopper", 32), ("sorted", 16)), ("exact", 512, ("hopper", 128), ("hopper", 32)),
+    ("fp8", 512, ("hopper", 128), ("hopper", 32)), ("exact", 2, ("swap_ab", 8), ("swap_ab", 8)),
+])  # fmt: skip
+def test_a_rank_counts_the_ids_of_its_experts_alone(activations, tokens, alone, among):
+    """32 of 256 experts take an eighth of the ids in the mean."""
+    for num_experts, want in ((32, alone), (256, among)):
+        asked = problem(tokens, experts=32)._replace(num_experts=num_experts, activations=activations)
+        choice = dispatch.choose(asked, H200)
+        assert (choice.kernel.name, choice.plan.block_m) == want
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.kernel
+def test_how_many_experts_there_are_changes_no_result(impl, device):
+    pair, (weights, ids) = weights_of(MXFP4, device=device), routes(9, device=device)
+    x = rows_of(9, HIDDEN, BF16, device)
+    few, many = (packed_experts(x, weights, ids, *pair, num_experts=count, impl=impl) for count in (None, 4096))
+    torch.testing.assert_close(few, many, rtol=2**-7, atol=2**-7 * few.abs().max().item())
 
 
 @pytest.mark.parametrize("change, reason", [

@@ -66,7 +66,8 @@ def test_the_grouped_product_takes_what_it_can(hidden, inner, count, dtype, on_g
     "grid", (dict(expert=4, context=4), dict(tensor=4, expert=2), dict(tensor=2, expert=1)), ids=str
 )
 def test_parts_of_all_ranks_add_up(grid, packed, monkeypatch):
-    """Products leave NaN in rows of other ranks' experts; by the grouped way and by the dense one."""
+    """Products leave NaN in rows of other ranks' experts; by the grouped way and by the dense one. Packed ones are told
+    how many experts all ranks have."""
     spec, hidden, tokens = replace(MANY, num_experts=128, num_shared=1), 64, 9
     params = dict(params_of(spec, hidden))
     generator = torch.Generator().manual_seed(3)
@@ -84,6 +85,12 @@ def test_parts_of_all_ranks_add_up(grid, packed, monkeypatch):
         out = product(rows, ends, weight, **options)
         return torch.where((torch.arange(len(out)) >= ends[-1]).unsqueeze(1), torch.nan, out)
 
+    def told(*arguments, num_experts, **options):
+        assert num_experts == spec.num_experts
+        return packed_experts(*arguments, num_experts=num_experts, **options)
+
+    packed_experts = experts.packed_experts
+    monkeypatch.setattr(experts, "packed_experts", told)
     monkeypatch.setattr(experts, "_product", poisoned)
     monkeypatch.setattr(experts, "sum_over_ranks", lambda value, ranks: value)
     for dense in (False, *([] if packed else [True])):

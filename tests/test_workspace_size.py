@@ -136,7 +136,13 @@ def test_products_of_no_row_count_take_more(name, form, activations, invariant, 
 
     def asked(most, activations=activations):
         found = product_scratches(
-            weights, spec.moe.experts_per_token, most, TARGETS[target], activations=activations, **alone
+            weights,
+            spec.moe.experts_per_token,
+            spec.moe.num_experts,
+            most,
+            TARGETS[target],
+            activations=activations,
+            **alone,
         )
         return workspace.largest(map(workspace.size_of, found))
 
@@ -156,17 +162,17 @@ def test_products_of_no_row_count_take_more(name, form, activations, invariant, 
 @pytest.mark.parametrize("name, k", [("deepseek_v4_flash", 6), ("deepseek_v4_flash", 8), ("deepseek_v4_pro", 6)])
 def test_experts_of_fewer_rows_take_no_more_where_another_kernel_runs(name, k, most):
     """Up to 12 ids an expert `sorted` runs on Hopper, which brings rows in order beside what `hopper` needs."""
-    weights = packed_weights(preset(name), "published")
+    weights, count = packed_weights(preset(name), "published"), preset(name).moe.num_experts
 
     def asked(most):
-        found = product_scratches(weights, k, most, H200, dtype=torch.bfloat16, batch_invariant=False)
+        found = product_scratches(weights, k, count, most, H200, dtype=torch.bfloat16, batch_invariant=False)
         return workspace.largest(map(workspace.size_of, found)).nbytes
 
     experts = {key: value for key, value in weights.items() if key.endswith(("moe.gate_up", "moe.down"))}
     whole = asked(most)
     for tokens in (257, 383, 384, 455, 461, 462, 500, 510, 511, 512, 767, 768, 800):
         if tokens < most:
-            only = product_scratches(experts, k, tokens, H200, dtype=torch.bfloat16, batch_invariant=False)
+            only = product_scratches(experts, k, count, tokens, H200, dtype=torch.bfloat16, batch_invariant=False)
             assert max(workspace.size_of(scratch).nbytes for scratch in only) <= whole
 
 
@@ -174,7 +180,9 @@ def test_expert_scratch_is_what_a_step_holds_between_its_products():
     spec = preset("deepseek_v4_flash")
     weights = packed_weights(spec, "published")
     tokens, k, hidden, inner = 4096, spec.moe.experts_per_token, spec.hidden_size, spec.moe.intermediate_size
-    found = product_scratches(weights, k, tokens, H200, dtype=torch.bfloat16, batch_invariant=False)
+    found = product_scratches(
+        weights, k, spec.moe.num_experts, tokens, H200, dtype=torch.bfloat16, batch_invariant=False
+    )
     most = max(workspace.size_of(scratch).nbytes for scratch in found)
     held = 2 * tokens * k * (inner + hidden)
     assert held < most < 1.01 * held
@@ -185,7 +193,7 @@ def test_a_weight_of_one_group_is_multiplied_as_one_of_several():
     layout = parse_weight_layout("e4m3/128x128/e8m0")
     codes = torch.empty(1, 1024, 4096, dtype=torch.uint8, device="meta")
     weight = PackedWeight(codes, torch.empty(1, 8, 32, dtype=torch.uint8, device="meta"), layout.name)
-    found = list(product_scratches({"o_a": weight}, 6, 64, H200, dtype=torch.bfloat16, batch_invariant=False))
+    found = list(product_scratches({"o_a": weight}, 6, 256, 64, H200, dtype=torch.bfloat16, batch_invariant=False))
     facts = dict(codes=layout.codes, scale=layout.scale, block=layout.block)
     by_ends, whole = (
         [linears.choose(Problem(rows, 1, 1024, 4096, torch.bfloat16, ends, **facts), H200).plan.scratch

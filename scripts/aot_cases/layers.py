@@ -105,7 +105,7 @@ def routed() -> Iterator[Case]:
         gate_up = packed(layout, count, 2 * intermediate, hidden)
         down = packed(layout, count, hidden, intermediate)
         routes = floats(tokens, top_k), integers(tokens, top_k)
-        made[name] = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0
+        made[name] = tensor(tokens, hidden), *routes, *gate_up, *down, 10.0, count
         yield Case("packed_experts", name, packed_experts.packed_experts, (*made[name], "exact", False), more)
     for name, source, tokens, batch_invariant, more in (
         ("512 tokens", "deepseek_v4_flash, 512 tokens", 512, False, False),

@@ -299,6 +299,13 @@ PYTHON = [
         ("tests/test_workspace_size.py::test_products_of_no_row_count_take_more",),
     ),
     Mutation(
+        "ids-of-all-ranks-counted", "a rank's experts count all ids as theirs when a kernel is chosen",
+        "sparse_attn/models/moe.py",
+        "num_experts=spec.num_experts,",
+        "num_experts=weight_shape(gate_up)[0],",
+        ("tests/test_moe_paths.py::test_parts_of_all_ranks_add_up",),
+    ),
+    Mutation(
         "a-row-set-with-anothers-settings", "a row is set with what was set of the row before it",
         "sparse_attn/runtime/row_settings.py",
         'self._edits["settings", row] = self._rows[row], ',

@@ -114,17 +114,18 @@ def experts_grouped(
     impl: str = "auto",
     *,
     first: int | None = None,
+    num_experts: int | None = None,
     activations: str = "exact",
     batch_invariant: bool = False,
 ) -> torch.Tensor:
     """As experts_dense, each token through its own experts alone. The sum over a token's experts has a fixed order.
     Rows of other ranks' experts come last, behind the ends of all groups, and no product reads them. Packed weights
-    take an operator of their own, which quantises by ``activations``. batch_invariant: so does every weight, see
-    ops.grouped_linear.grouped_linear."""
+    take an operator of their own, which quantises by ``activations``. num_experts: as it takes them.
+    batch_invariant: so does every weight, see ops.grouped_linear.grouped_linear."""
     if isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight):
         own = ids if first is None else ids - first
         options: dict[str, Any] = dict(activations=activations, batch_invariant=batch_invariant, impl=impl)
-        return packed_experts(x, weights, own, gate_up, down, clamp=clamp, **options)
+        return packed_experts(x, weights, own, gate_up, down, clamp=clamp, num_experts=num_experts, **options)
     top_k, held = ids.shape[1], None
     if first is not None:
         held = (ids >= first) & (ids < first + weight_shape(gate_up)[0])
@@ -206,8 +207,8 @@ def moe(
     first = None if ranks.size == 1 else ranks.rank * (spec.num_experts // ranks.size)
     if packed or batch_invariant or takes_grouped(spec, x.shape[1], x.dtype, x.is_cuda, mesh=mesh):
         out = experts_grouped(
-            x, weights, ids, gate_up, down, spec.clamp, impl, first=first, activations=activations,
-            batch_invariant=batch_invariant,
+            x, weights, ids, gate_up, down, spec.clamp, impl, first=first, num_experts=spec.num_experts,
+            activations=activations, batch_invariant=batch_invariant,
         )  # fmt: skip
     else:
         out = experts_dense(x, weights, ids, gate_up, down, spec.clamp, first=first)

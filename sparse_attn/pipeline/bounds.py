@@ -118,7 +118,7 @@ def workspace_size(
         routed = most_dispatched(decode, prefill, bounds.mesh)
         for held, most in ((of_experts, routed), (others, decode + prefill)):
             found = product_scratches(
-                held, spec.moe.experts_per_token, most, target, activations=activations, **options
+                held, spec.moe.experts_per_token, spec.moe.num_experts, most, target, activations=activations, **options
             )
             sizes += map(workspace.size_of, found)
     return workspace.largest(sizes)

@@ -41,6 +41,7 @@ class _Shape(NamedTuple):
 def product_scratches(
     weights: Mapping[str, Weight],
     experts_per_token: int,
+    num_experts: int,
     most: int,
     target: Target,
     *,
@@ -51,7 +52,8 @@ def product_scratches(
     """What products of a step of ``most`` rows or fewer ask for, at every number of rows that may take the most. More
     rows take more, except where another kernel runs.
 
-    weights: a rank's, by the names of models.params; of a packed weight of rank 3 each group takes every token.
+    num_experts: of the model. weights: a rank's, by the names of models.params; of a packed weight of rank 3 each group
+    takes every token.
     """
     packed = {name: value for name, value in weights.items() if isinstance(value, PackedWeight)}
     routed = {(_shape(value), _shape(packed[name[: -len(GATE_UP)] + DOWN])) for name, value in packed.items()
@@ -66,7 +68,7 @@ def product_scratches(
             found.append(choose_linear(shape.problem(tokens * shape.groups, dtype, batch_invariant), target))
         for pair in routed:
             first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
-            routes = Routed(tokens, experts_per_token, first, second, activations, batch_invariant)
+            routes = Routed(tokens, experts_per_token, first, second, num_experts, activations, batch_invariant)
             found.append(experts.choose(routes, target))
         return found
 

@@ -20,6 +20,7 @@ def packed_experts(
     down: PackedWeight,
     *,
     clamp: float | None = None,
+    num_experts: int | None = None,
     activations: str = "exact",
     batch_invariant: bool = False,
     impl: str = "auto",
@@ -29,11 +30,13 @@ def packed_experts(
     x: bf16, fp16 or fp32 [tokens, hidden]. weights: fp32 [tokens, k]. ids: int32 [tokens, k], an expert each; one
     outside of the experts, such as another rank's, adds nothing. gate_up: [experts, 2 * intermediate, hidden], gate
     rows first. down: [experts, hidden, intermediate]. clamp: 0 or more; gates are bounded from above by it, ups both
-    ways, before silu(gate) * up; None: unbounded. activations: "fp8" quantises x, and what is between the products, as
-    grouped_linear does (W8A8, W4A8): either is off by up to 2^-4 of itself, or 2^-17 of the largest of its 128 columns,
-    on Hopper of its row beside MXFP4 weights. Only many tokens gain: on an H200 256 MXFP4 experts, 6 a token, are 1.4
-    times as fast as exact ones at 4096 tokens, and 1.3 times as fast at 512. With it, columns of MXFP4 weights whose
-    scale is below 2^-11 of the largest of their 256 may count as 0.
+    ways, before silu(gate) * up; None: unbounded. num_experts: of how many experts ids are, other ranks' among them, so
+    that kernels are chosen by the ids that these ones have in the mean; None: of these alone. activations: "fp8"
+    quantises x, and what is between the products, as grouped_linear does (W8A8, W4A8): either is off by up to 2^-4 of
+    itself, or 2^-17 of the largest of its 128 columns, on Hopper of its row beside MXFP4 weights. Only many tokens
+    gain: on an H200 256 MXFP4 experts, 6 a token, are 1.4 times as fast as exact ones at 4096 tokens, and 1.3 times as
+    fast at 512. With it, columns of MXFP4 weights whose scale is below 2^-11 of the largest of their 256 may count as
+    0.
 
     Returns [tokens, hidden] in the dtype of x. Products are rounded as ops.grouped_linear says; silu(gate) * up is
     rounded to the dtype of x, and so is the sum; the k terms of a token are added in fp32, in order. On a GPU nothing
@@ -58,6 +61,8 @@ def packed_experts(
         _check_weight(name, weight, 16 if activations == "exact" else 32)
     experts, hidden, intermediate = weight_shape(down)
     checks.check_at_least("down experts", experts, 1)
+    num_experts = experts if num_experts is None else num_experts
+    checks.check_at_least("num_experts", num_experts, experts)
     if tuple(weight_shape(gate_up)) != (experts, 2 * intermediate, hidden):
         raise ValueError(
             f"gate_up: got shape {list(weight_shape(gate_up))}, allowed: {[experts, 2 * intermediate, hidden]} "
@@ -71,7 +76,7 @@ def packed_experts(
     checks.check_same_device(x=x, weights=weights, ids=ids, **parts)
     return op.packed_experts(
         x, weights, ids, gate_up.codes.view(torch.uint8), gate_up.scales, gate_up.layout, down.codes.view(torch.uint8),
-        down.scales, down.layout, clamp, activations, batch_invariant, impl,
+        down.scales, down.layout, clamp, num_experts, activations, batch_invariant, impl,
     )  # fmt: skip
 
 

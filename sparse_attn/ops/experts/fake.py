@@ -14,6 +14,7 @@ def packed_experts(
     down_scales,
     down_layout,
     clamp,
+    num_experts,
     activations,
     batch_invariant,
 ):

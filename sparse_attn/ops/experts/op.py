@@ -7,7 +7,8 @@ packed_experts = define_op(
     __package__,
     "packed_experts",
     "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor gate_up_scales, str gate_up_layout, Tensor down, "
-    "Tensor down_scales, str down_layout, float? clamp, str activations, bool batch_invariant, str impl) -> Tensor",
+    "Tensor down_scales, str down_layout, float? clamp, int num_experts, str activations, bool batch_invariant, "
+    "str impl) -> Tensor",
     fake.packed_experts,
     dispatch.KERNELS,
 )

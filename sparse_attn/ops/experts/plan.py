@@ -13,18 +13,25 @@ from sparse_attn.workspace import Scratch
 
 
 class Problem(NamedTuple):
-    """gate_up, down: the two products, of a row for each expert of a token."""
+    """gate_up, down: the two products, of a row for each expert of a token. num_experts: of how many experts these rows
+    are, others than those given among them."""
 
     tokens: int
     k: int
     gate_up: Product
     down: Product
+    num_experts: int
     activations: str = "exact"
     batch_invariant: bool = False
 
     @property
     def rows(self) -> int:
         return self.tokens * self.k
+
+    @property
+    def each(self) -> float:
+        """Rows of an expert in the mean."""
+        return self.rows / self.num_experts
 
 
 def problem_of(
@@ -44,7 +51,8 @@ def problem_of(
     inner = x.new_empty(0, intermediate)
     second = product_of(inner, ids, down, down_scales, down_layout)
     assert second.outputs == hidden
-    return Problem(tokens, k, first._replace(rows=tokens * k), second._replace(rows=tokens * k))
+    first, second = (one._replace(rows=tokens * k) for one in (first, second))
+    return Problem(tokens, k, first, second, first.groups)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ def packed_experts(
     down_scales: torch.Tensor,
     down_layout: str,
     clamp: float | None,
+    num_experts: int,
     activations: str,
     batch_invariant: bool,
 ) -> torch.Tensor:

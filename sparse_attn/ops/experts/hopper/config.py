@@ -12,7 +12,7 @@ from sparse_attn.workspace import Buffer, Scratch
 
 FP8 = {32: 4, 64: 6, 128: 4}  # stages of the ring by rows of a tile
 EXACT = {32: 3, 64: 4, 128: 2}
-FEW_EACH = 12  # ids, other ranks' among them, for each expert here, below which exact rows are faster in `sorted`
+FEW_EACH = 12  # ids of an expert in the mean, below which exact rows are faster in `sorted`
 
 
 def supports(problem: Problem, target: Target) -> Support:
@@ -33,15 +33,15 @@ def supports(problem: Problem, target: Target) -> Support:
             return no(f"{name}: codes: got any address and strides, allowed: {allowed}")
         if not one.scales_aligned:
             return no(f"{name}: scales: got any address and strides, allowed: rows at multiples of 8 bytes")
-    if problem.activations == "exact" and problem.rows < FEW_EACH * problem.gate_up.groups:
+    if problem.activations == "exact" and problem.each < FEW_EACH:
         return slower(f"ids: got {problem.rows}, faster from {FEW_EACH} an expert")
     return YES
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    each, fp8 = problem.rows / problem.gate_up.groups, problem.activations == "fp8"
+    fp8 = problem.activations == "fp8"
     stages, outputs = FP8 if fp8 else EXACT, 2 * CONSUMERS * BOX
-    rows = next((rows for rows in stages if each * 1.25 <= rows), max(stages))
+    rows = next((rows for rows in stages if problem.each * 1.25 <= rows), max(stages))
     hidden, intermediate, dtype = problem.gate_up.columns, problem.down.columns, problem.gate_up.dtype
     spans = problem.gate_up.groups + problem.rows // rows
     quantised = (

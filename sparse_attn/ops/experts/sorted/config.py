@@ -36,11 +36,10 @@ def supports(problem: Problem, target: Target) -> Support:
 
 def plan(problem: Problem, target: Target) -> Plan:
     """The smallest tile of rows that holds an expert's in the mean, and a quarter more."""
-    each = problem.rows / problem.gate_up.groups
     scaled = "e4m3" in (problem.gate_up.codes, problem.down.codes)
     most = PORTABLE_ROWS if scaled or not target.reads_shared_operands else ROWS[-1]
     most = ROWS[0] if target.interpreted else most
-    rows = min(most, next((rows for rows in ROWS if each * 1.25 <= rows), most))
+    rows = min(most, next((rows for rows in ROWS if problem.each * 1.25 <= rows), most))
     return planned(problem, *(_tile(rows, one, target) for one in (problem.gate_up, problem.down)))
 
 
