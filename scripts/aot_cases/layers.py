@@ -52,6 +52,7 @@ def cases() -> Iterator[Case]:
     for name, rows, groups, outputs, columns, layout, more in (
         ("fp8 linear", 4096, 1, 24576, 1536, "e4m3/128x128/fp32", False),
         ("MXFP4 experts", 24576, 256, 4096, 4096, "e2m1/1x32/e8m0", False),
+        ("fp8 groups of heads", 32768, 8, 1024, 4096, "e4m3/128x128/e8m0", False),
         ("fp8 experts", 4096, 256, 4096, 7168, "e4m3/128x128/e8m0", True),
         ("fp8 experts, many rows", 32768, 256, 4096, 7168, "e4m3/128x128/fp32", True),
     ):
@@ -76,6 +77,10 @@ def products() -> Iterator[Case]:
         ("fp8 linear, splits, 64 rows", BF16, 64, 1, 7168, 16384, "e4m3/128x128/fp32", False),
         ("fp8 linear, splits, 128 rows", BF16, 128, 1, 7168, 16384, "e4m3/128x128/fp32", False),
         ("fp8 linear, many rows", BF16, 4096, 1, 24576, 1536, "e4m3/128x128/e8m0", False),
+        ("fp8 linear, many rows, fp32 scales", BF16, 4096, 1, 7168, 16384, "e4m3/128x128/fp32", False),
+        ("fp8 linear, 129 rows", BF16, 129, 1, 576, 7168, "e4m3/128x128/fp32", False),
+        ("MXFP4 linear, many rows", BF16, 4096, 1, 4096, 4096, "e2m1/1x32/e8m0", True),
+        ("fp8 groups of heads, many rows", BF16, 32768, 8, 1024, 4096, "e4m3/128x128/e8m0", False),
         ("fp8 linear fp16, 32 x 32", FP16, 64, 1, 4096, 5120, "e4m3/32x32/e8m0", True),
         ("fp8 linear fp32", FP32, 64, 1, 7168, 2048, "e4m3/128x128/fp32", True),
         ("plain experts", BF16, 512, 64, 1024, 2048, "plain", True),
