@@ -56,10 +56,9 @@ def forward(
     [0, vocab), their logits mean nothing. caches: what allocate_caches gives. plan: with a ring_table. logits_bytes:
     bound on the index scores held at a time. prefill_in_place: see pipeline.windowed. prefill_activations: as
     models.deepseek_v32.forward takes it. batch_invariant: of attention (pipeline.attend) and of every product
-    (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this
-    process is one of; ``params`` are its share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all
-    context ranks: its blocks are mesh.context.size times as long as those of ``caches``. Rings and states are whole on
-    every rank.
+    (ops.grouped_linear). impl: as every op takes it. mesh: the ranks that this process is one of; ``params`` are its
+    share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
+    mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
     """
     _check(spec, tokens, caches, plan)
     step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)

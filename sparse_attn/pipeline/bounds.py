@@ -43,8 +43,8 @@ class Bounds:
     None: max_model_len. logits_bytes: the budget given to the forward. dtype: of the model. prefill_in_place: whether
     prefill rows attend in place (DeepSeek-V4). prefill_activations: what steps with prefill rows multiply by packed
     weights, "exact" or "fp8". batch_invariant: whether attention is batch-invariant. Then decode rows, however many,
-    take scratch as rows of a small step do. mesh: the ranks that a process is one of; all sizes but
-    block_size are the whole group's, and what follows from them is this process's share.
+    take scratch as rows of a small step do. mesh: the ranks that a process is one of; all sizes but block_size are the
+    whole group's, and what follows from them is this process's share.
     """
 
     max_batch: int

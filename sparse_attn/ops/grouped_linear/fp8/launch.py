@@ -31,9 +31,8 @@ def multiply_by_torch(product: Product, plan: Plan) -> torch.Tensor:
     """As ``multiply``, by torch's scaled_mm, which allocates its output."""
     rows, _, codes, scales, _, problem, _, (x, x_scales, *widened), _ = product
     assert scales is not None
-    scales, x_scales = scales[0], x_scales.t()
-    if widened:
-        scales = widened[0].copy_(scales.view(torch.float8_e8m0fnu))
+    x_scales = x_scales.t()
+    scales = widened[0].copy_(scales[0].view(torch.float8_e8m0fnu)) if widened else scales[0].contiguous()
     quantise(rows, x, x_scales[: problem.rows], target_of(rows.device))
     by_row, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     out = F.scaled_mm(
