@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.requests import Requests
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparse_attn import torch_private
 from sparse_attn.models.forms import first_layers
 from sparse_attn.models.params import random_params
 from sparse_attn.models.random_packed import random_packed_params
@@ -22,7 +22,7 @@ SPECS = {spec.name: spec for spec in (tiny_v32(), tiny_glm5(), tiny_v4())}
 TEXT = [[(7 * at + r) % 250 for at in range(40)] for r in range(2)]
 
 
-class Products(TorchDispatchMode):
+class Products(torch_private.EagerDispatchMode):
     """The weights that products multiply by, by address of their codes, of rows that are quantised and others."""
 
     def __init__(self):
@@ -31,8 +31,8 @@ class Products(TorchDispatchMode):
         self.exact: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("sparse_attn::")
-        given = dict(zip((argument.name for argument in func._schema.arguments), args))
+        name = func.name().removeprefix("sparse_attn::")
+        given = dict(zip((argument.name for argument in torch_private.schema(func).arguments), args))
         if name == "packed_experts":
             into = self.quantised if given["activations"] == "fp8" else self.exact
             into += [given["gate_up"].data_ptr(), given["down"].data_ptr()]

@@ -111,6 +111,7 @@ class Batching:
         check_same(
             mesh, model.device, sharing=True, spec=model.spec, layouts=model.layouts, sizes=sizes, snapshots=snapshots,
             share=share, options=(block_size, penalties, stop_ids, logprobs, compile, graph, speculate),
+            batch_invariant=model.batch_invariant, prefill_activations=model.prefill_activations,
         )  # fmt: skip
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
         self.model, self.piece, self.ahead = model, piece, ahead

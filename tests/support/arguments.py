@@ -148,8 +148,8 @@ GOOD = {
         gate_up=torch.full((2, 64, 16), 0x31, dtype=torch.uint8),
         gate_up_scales=torch.full((2, 64, 1), 127, dtype=torch.uint8), gate_up_layout="e2m1/1x32/e8m0",
         down=torch.full((2, 32, 16), 0x31, dtype=torch.uint8),
-        down_scales=torch.full((2, 32, 1), 127, dtype=torch.uint8), down_layout="e2m1/1x32/e8m0", clamp=10.0, activations="exact",
-        batch_invariant=False,
+        down_scales=torch.full((2, 32, 1), 127, dtype=torch.uint8), down_layout="e2m1/1x32/e8m0", clamp=10.0, num_experts=2,
+        activations="exact", batch_invariant=False,
     ),
     "hyper_mix": lambda: dict(
         streams=torch.ones(2, 2, 3), raw=torch.ones(2, 8), base=torch.ones(8), scale=torch.ones(3), iterations=2,

@@ -184,7 +184,7 @@ def grouped_linear(rows, ends, weight, activations, batch_invariant):
     return out
 
 
-def packed_experts(x, weights, ids, gate_up, down, clamp, activations, batch_invariant):
+def packed_experts(x, weights, ids, gate_up, down, clamp, num_experts, activations, batch_invariant):
     assert activations == "exact"
     out = torch.zeros(x.shape, dtype=torch.float64)
     first, second = (dequantise(weight).double() for weight in (gate_up, down))

@@ -231,6 +231,7 @@ def packed_experts(draw):
         x=free(draw, _small(draw, tokens, hidden).to(dtype)), weights=free(draw, _small(draw, tokens, k)),
         ids=free(draw, ints(draw, (tokens, k), -1, experts, torch.int32)), gate_up=weight(2 * inner, hidden),
         down=weight(hidden, inner), clamp=pick(draw, (None, 1.5)), batch_invariant=pick(draw, (False, True)),
+        num_experts=pick(draw, (None, experts, 1000)),
     ), dict(level=(5e-2, 5e-2) if dtype == torch.bfloat16 else (1e-4, 1e-4))  # fmt: skip
 
 
