@@ -12,6 +12,7 @@ from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
 from sparse_attn.ops.experts import dispatch, packed_experts
+from sparse_attn.ops.experts.grouped import config as grouped
 from sparse_attn.ops.experts.plan import Problem, problem_of
 from sparse_attn.ops.grouped_linear.plan import Problem as Product
 from sparse_attn.target import H200, TARGETS
@@ -453,6 +454,16 @@ def test_a_rank_counts_the_ids_of_its_experts_alone(activations, tokens, alone, 
         asked = problem(tokens, experts=32)._replace(num_experts=num_experts, activations=activations)
         choice = dispatch.choose(asked, H200)
         assert (choice.kernel.name, choice.plan.block_m) == want
+
+
+def test_grouped_products_have_tiles_of_their_own_ids():
+    """Of e4m3 experts for fp8 rows: an eighth of 8192 rows fills tiles of 16, and there is room for all of them."""
+    facts = dict(experts=32, k=8, codes="e4m3", scale="fp32", block=(128, 128))
+    for num_experts, rows in ((32, 128), (256, 16)):
+        asked = problem(1024, **facts)._replace(num_experts=num_experts, activations="fp8")
+        plans = [choice.plan for choice in grouped.products(asked, H200)]
+        assert dispatch.choose(asked, H200).kernel.name == "grouped"
+        assert all((plan.block_m, plan.tiles) == (rows, 33 + (8192 - 33) // rows) for plan in plans)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

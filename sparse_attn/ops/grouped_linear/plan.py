@@ -34,7 +34,8 @@ class Problem(NamedTuple):
     rows_aligned: likewise of the rows that are multiplied, none of which lie in each other.
     scales_aligned: whether rows of scales begin at multiples of 8 bytes. whole: whether the weight's first scale block
     was not cut.
-    batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows.
+    batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows. share: how much
+    of the rows belongs to these groups in the mean; the others come behind the last end.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Problem(NamedTuple):
     rows_aligned: bool = True
     scales_aligned: bool = True
     whole: bool = True
+    share: float = 1.0
 
     @property
     def tiled_groups(self) -> int:
@@ -59,7 +61,7 @@ class Problem(NamedTuple):
 
     @property
     def rows_each(self) -> float:
-        return self.rows / max(1, min(self.rows, self.groups))
+        return self.rows * self.share / max(1, min(self.rows, self.groups))
 
 
 def problem_of(
