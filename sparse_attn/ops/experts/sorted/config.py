@@ -46,7 +46,7 @@ def plan(problem: Problem, target: Target) -> Plan:
 def _tile(rows: int, product: Product, target: Target) -> Tile:
     if target.interpreted:
         return Tile(rows, 64, 128, 4, 1)
-    if not target.reads_shared_operands and rows >= PORTABLE_ROWS:
+    if not target.reads_shared_operands and rows > ROWS[0]:  # 256 columns would be spilled
         return Tile(rows, 64, 128, 4, 3)
     if product.codes == "e4m3":  # a scale block at a time
         return Tile(rows, 64, 128, 4, 3) if rows >= 64 else Tile(rows, 64, 128, 4, 4)
