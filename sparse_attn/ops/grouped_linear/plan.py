@@ -59,6 +59,10 @@ class Problem(NamedTuple):
         """Groups that can have rows at most, those behind the last end among them."""
         return min(self.rows, self.groups + self.ends)
 
+    def tiles(self, rows: int) -> int:
+        """Tiles of so many rows at most: each group takes one for its first row, and then one for every so many."""
+        return self.tiled_groups + (self.rows - self.tiled_groups) // rows
+
     @property
     def rows_each(self) -> float:
         return self.rows * self.share / max(1, min(self.rows, self.groups))

@@ -54,12 +54,12 @@ def plan(problem: Problem, target: Target) -> Plan:
     tile = SCALED if scaled(problem) else CODES
     if target.interpreted:
         tile = INTERPRETED
-    elif _tiles(problem, tile) * -(-outputs // tile.outputs) < target.num_sms:
+    elif problem.tiles(tile.rows) * -(-outputs // tile.outputs) < target.num_sms:
         tile = FEW_TILES
     expanded = Buffer("expanded", (problem.groups, outputs, problem.columns), torch.bfloat16)
     return Plan(
-        _tiles(problem, tile), tile.rows, tile.outputs, tile.columns, scaled(problem), tile.num_warps, tile.num_stages,
-        scratch=Scratch((expanded,)),
+        problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, scaled(problem), tile.num_warps,
+        tile.num_stages, scratch=Scratch((expanded,)),
     )  # fmt: skip
 
 
@@ -71,9 +71,3 @@ def _outputs(problem: Problem) -> int:
     """Outputs of a group that are expanded at a time: as few times as fit, each as many, in whole tiles."""
     times = -(-problem.outputs // _most_outputs(problem))
     return min(problem.outputs, -(-problem.outputs // times // CODES.outputs) * CODES.outputs)
-
-
-def _tiles(problem: Problem, tile: Tile) -> int:
-    """Of rows, at most."""
-    groups = problem.tiled_groups
-    return groups + (problem.rows - groups) // tile.rows if problem.ends else -(-problem.rows // tile.rows)

@@ -64,8 +64,6 @@ def plan(problem: Problem, target: Target) -> Plan:
         tile = INVARIANT_TILE
     if target.interpreted:
         tile = TILES[-1]._replace(num_stages=1)
-    groups = problem.tiled_groups
-    tiles = groups + (problem.rows - groups) // tile.rows if problem.ends else -(-problem.rows // tile.rows)
     grid.check("outputs", problem.outputs, tile.outputs)
     block_k = GROUP if problem.block[1] % GROUP == 0 else BLOCK
     row_groups = -(-problem.columns // GROUP)
@@ -74,5 +72,6 @@ def plan(problem: Problem, target: Target) -> Plan:
         Buffer("row_scales", (problem.rows, row_groups), torch.float32),
     ))  # fmt: skip
     return Plan(
-        tiles, tile.rows, tile.outputs, block_k, False, tile.num_warps, tile.num_stages, scratch=scratch
+        problem.tiles(tile.rows), tile.rows, tile.outputs, block_k, False, tile.num_warps, tile.num_stages,
+        scratch=scratch,
     )  # fmt: skip

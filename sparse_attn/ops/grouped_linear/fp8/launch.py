@@ -52,8 +52,7 @@ def multiply(product: Product, plan: Plan) -> None:
     if target.fp8_dot:  # a cast in the loop would bring operands through registers
         x = x.view(torch.float8_e4m3fn)
         codes = codes.view(torch.float8_e4m3fn) if problem.codes == "e4m3" else codes
-    cut = first_row % problem.block[0]  # outputs of the first scale block that are not there
-    kernels.multiply[(plan.tiles, -(-(cut + problem.outputs) // plan.block_n))](
+    kernels.multiply[(plan.tiles, -(-(first_row + problem.outputs) // plan.block_n))](  # with those that were cut
         x,
         x_scales,
         ends,

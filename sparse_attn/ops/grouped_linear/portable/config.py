@@ -33,7 +33,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     """The largest tile that the groups' rows fill, or a smaller one that gives every multiprocessor work."""
     tiles = FP32_TILES if problem.dtype == torch.float32 else TILES
     for above, tile in (INTERPRETED_TILES if target.interpreted else tiles).items():
-        count = _tiles(problem, tile)
+        count = problem.tiles(tile.rows)
         if problem.batch_invariant and tile.rows == INVARIANT_ROWS:
             break
         if (
@@ -44,12 +44,6 @@ def plan(problem: Problem, target: Target) -> Plan:
             break
     block_k, scaled_values = _columns(problem, tile.columns)
     return Plan(count, tile.rows, tile.outputs, block_k, scaled_values, tile.num_warps, tile.num_stages)
-
-
-def _tiles(problem: Problem, tile: Tile) -> int:
-    """At most: each group takes one for its first row, and then one for every so many rows."""
-    groups = problem.tiled_groups
-    return groups + (problem.rows - groups) // tile.rows
 
 
 def _columns(problem: Problem, most: int) -> tuple[int, bool]:

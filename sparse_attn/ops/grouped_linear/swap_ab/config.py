@@ -57,11 +57,11 @@ def plan(problem: Problem, target: Target) -> Plan:
     block_k = 256 if fp4 and block_m < 64 and not invariant else 128
     across = -(-problem.outputs // BLOCK_N)
     least = SPLIT_STEPS if block_m < 64 or invariant else SPLIT_STEPS_MANY
-    ctas = (problem.groups if invariant else _tiles(problem, block_m)) * across
+    ctas = (problem.groups if invariant else problem.tiles(block_m)) * across
     held = _held(problem, block_m, target)
     splits = min(problem.columns // 128 // least, held * target.num_sms // max(1, ctas))
     num_stages = 4 if block_m <= ROWS[0] and (fp4 or problem.ends) else 3
-    registers = None if problem.ends else _registers(_tiles(problem, block_m) * across, held, block_m, target)
+    registers = None if problem.ends else _registers(problem.tiles(block_m) * across, held, block_m, target)
     tile = Tile(block_m, BLOCK_N, block_k, 4, 1 if target.interpreted else num_stages, registers)
     return planned(problem, tile, splits)
 
@@ -95,16 +95,10 @@ def planned(problem: Problem, tile: Tile, splits: int) -> Plan:
     steps = problem.columns // tile.columns
     splits = -(-steps // -(-steps // max(1, splits))) if steps else 1
     return Plan(
-        _tiles(problem, tile.rows), tile.rows, tile.outputs, tile.columns, problem.codes == "e2m1", tile.num_warps,
+        problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, problem.codes == "e2m1", tile.num_warps,
         tile.num_stages, splits, 0 if problem.ends or tile.rows >= ROWS[-1] else PREFETCH, tile.registers,
         _scratch(problem, tile, splits),
     )  # fmt: skip
-
-
-def _tiles(problem: Problem, rows: int) -> int:
-    """Of rows, at most."""
-    groups = problem.tiled_groups
-    return groups + (problem.rows - groups) // rows if problem.ends else -(-problem.rows // rows)
 
 
 def rows_at_once(problem: Problem, splits: int) -> int:
@@ -120,5 +114,5 @@ def _scratch(problem: Problem, tile: Tile, splits: int) -> Scratch:
     if splits == 1:
         return Scratch((placed,))
     partials = Buffer("partials", (splits, rows, problem.outputs), torch.float32)
-    tiles = _tiles(problem._replace(rows=rows), tile.rows)
+    tiles = problem._replace(rows=rows).tiles(tile.rows)
     return Scratch((placed, partials), tiles * -(-problem.outputs // tile.outputs))
