@@ -237,15 +237,6 @@ def test_expanded(layout, tile, n, outputs, columns):
     check(expanded(rows, weight, tile), rows, None, weight)
 
 
-@pytest.mark.few(0)
-def test_expanded_of_a_cut_weight():
-    """Its first row is the fourth of a scale block."""
-    rows, weight = in_line(rows_of(20, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)
-    cut = weight._replace(codes=weight.codes[:, 3:])
-    whole = expanded(rows, weight, many_rows.FEW_TILES)
-    assert torch.equal(expanded(rows, cut, many_rows.FEW_TILES, first_row=3), whole[:, 3:])
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "layout, tile, n, outputs, columns",
@@ -260,11 +251,12 @@ def test_quantised_rows(layout, tile, n, outputs, columns):
 
 
 @pytest.mark.few(0)
-def test_quantised_rows_of_a_cut_weight():
+@pytest.mark.parametrize("run, tile", [(expanded, many_rows.FEW_TILES), (quantised, fp8.WIDE)])
+def test_many_rows_of_a_cut_weight(run, tile):
     """Its first row is the fourth of a scale block."""
     rows, weight = in_line(rows_of(20, 256, torch.bfloat16)), weight_in_line(V32, 300, 256)
     cut = weight._replace(codes=weight.codes[:, 3:])
-    assert torch.equal(quantised(rows, cut, fp8.WIDE, first_row=3), quantised(rows, weight, fp8.WIDE)[:, 3:])
+    assert torch.equal(run(rows, cut, tile, first_row=3), run(rows, weight, tile)[:, 3:])
 
 
 @pytest.mark.few(2)
