@@ -43,6 +43,16 @@ def test_where_it_applies():
     assert not config.supports(problem(outputs=(1 << 24) + 1), H200).able
 
 
+def test_more_rows_than_a_tile_has_are_multiplied_some_at_a_time():
+    """As few times as tiles of 128 rows allow, each of as many. With few codes they are soon expanded instead."""
+    rows = (17, 128, 129, 256, 257, 1024)
+    assert [config.rows_at_once(n) for n in rows] == [17, 128, 65, 128, 86, 128]
+    assert [config.plan_wide(problem(n), H200).block_m for n in rows] == [32, 128, 128, 128, 128, 128]
+    for outputs, columns, most in ((576, 7168, 128), (7168, 2048, 448), (4096, 8192, 1024), (7168, 16384, 1024)):
+        names = [dispatch.choose(problem(n, outputs, columns), H200).kernel.name for n in (16, 17, most, most + 1)]
+        assert names == [NAME, f"{NAME}_wide", f"{NAME}_wide", "expanded"]
+
+
 def test_rows_that_no_box_can_hold():
     """Boxes of the copy engine begin at multiples of 16 bytes, and rows do not lie in each other."""
     weight = random_weight(V32, 1, 128, 128, moderate=True)
@@ -121,6 +131,17 @@ def test_kernel(layout, n, outputs, columns):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", [V32, V4, WIDE], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("n", [17, 128, 129, 300, 512])
+@pytest.mark.parametrize("outputs, columns", [(7168, 2048), (576, 7168), (130, 256)])
+def test_kernel_of_more_rows(layout, n, outputs, columns):
+    weight, rows = weight_of(layout, outputs, columns), rows_of(n, columns)
+    compare(linear(rows, weight, impl=f"{NAME}_wide"), rows, weight)
+    part = weight_rows(weight, 5, outputs - 3)
+    compare(linear(rows, part, impl=f"{NAME}_wide"), rows, part)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("grid", [1, 2, 5, 131, 264])
 def test_any_number_of_ctas(grid):
     weight, rows = weight_of(V32, 1000, 8192), rows_of(11, 8192)
@@ -136,11 +157,12 @@ def test_any_number_of_ctas(grid):
 
 
 @pytest.mark.gpu
-def test_a_chain_of_captured_launches():
+@pytest.mark.parametrize("n", [5, 300])
+def test_a_chain_of_captured_launches(n):
     """Each reads what the one before wrote, whose end it does not wait for with its weight; replays give the same
     bits, whatever lies in the scratch."""
     weights = [weight_of(V32, 2048, 2048) for _ in range(6)]
-    x = products.rows_of(5, 2048, torch.bfloat16).cuda()
+    x = products.rows_of(n, 2048, torch.bfloat16).cuda()
 
     def chain():
         values = [x]

@@ -2,7 +2,9 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS, STREAM, WIDE = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
+KERNELS, STREAM, WIDE, LAUNCH = (
+    OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide", "launch")
+)
 
 # fmt: off
 STREAMED = [
@@ -96,5 +98,12 @@ STREAMED = [
         "        flags = one | other\n",
         "        flags = one\n",
         ("tests/test_ptx_products.py::test_stream_k_wide_with_nan_in_a_code",),
+    ),
+    Mutation(
+        "streamed-wide-rows-of-the-first-launch", "every launch multiplies the rows of the first",
+        LAUNCH,
+        "rows=product.rows[some]",
+        "rows=product.rows[: some.stop - first]",
+        ("tests/test_ptx_products.py::test_stream_k_wide",),
     ),
 ]

@@ -27,7 +27,7 @@ def linear(
     """x times the transpose of a weight: [..., columns] -> [..., rows], in x's dtype.
 
     x: bf16, fp16 or fp32. weight: [rows, columns], a PackedWeight or a plain tensor in x's dtype, for which this is
-    torch.nn.functional.linear. Of a packed weight no expanded copy is made; grouped_linear says how products are
+    torch.nn.functional.linear. Of a packed weight no expanded copy is kept; grouped_linear says how products are
     rounded, and what is refused. batch_invariant: see grouped_linear, which then multiplies by plain weights, too; not
     for fp64.
     """
@@ -70,8 +70,8 @@ def grouped_linear(
     Returns [n, outputs] in the dtype of rows. A row costs its own group's weight: of a group without rows nothing is
     read. Codes are exact in every dtype of rows. Products of codes are added up in fp32 within a scale block, or a part
     of it, that sum is multiplied by the block's scale in fp32, and blocks are added up in fp32. Where a scale is a
-    power of two and its block has few columns, values are scaled first, which is as exact in bf16 down to 2^-133. NaN
-    in a code, a scale or a row gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are
+    power of two, values may be scaled first, which is as exact in bf16 down to 2^-133. NaN in a code, a scale or a row
+    gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are
     split depends on n.
 
     activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest

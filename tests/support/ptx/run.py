@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from support.ptx.machine import GLOBAL_AT, Cta, TensorMap
 from support.ptx.program import parse
 
-from sparse_attn.testing.launches import compile_launch, recording
+from sparse_attn.testing.launches import Launch, compile_launch, recording
 
 MEMORY = 64 << 20  # bytes, of all tensors
 BETWEEN = 256  # bytes, between two of them
@@ -61,19 +62,27 @@ def _bits(value: float) -> int:
 
 
 def execute(module: ModuleType, name: str, launch: Callable[[], None], seed: int = 0) -> int:
-    """``launch()`` launches kernel ``name`` of ``module`` once, with CPU tensors, which then hold what it writes.
-    Returns the number of instructions that its warps issued."""
+    """``launch()`` launches kernel ``name`` of ``module`` with CPU tensors, which then hold what it writes. Returns the
+    number of instructions that its warps issued."""
     recorder = _Recorder(getattr(module, name))
     with mock.patch.object(module, name, recorder), recording("sm_90") as launches:
         launch()
-    (recorded,) = (one for one in launches if (one.module, one.kernel) == (module.__name__, name))
-    ((grid, arguments, options),) = recorder.calls
+    found = [one for one in launches if (one.module, one.kernel) == (module.__name__, name)]
+    assert found
+    calls = zip(found, recorder.calls, strict=True)
+    return sum(_execute(recorder.kernel, recorded, *call, seed) for recorded, call in calls)
+
+
+def _execute(
+    kernel: Any, recorded: Launch, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any], seed: int
+) -> int:
+    """The same of one launch."""
     program = parse(compile_launch(recorded).assembly["ptx"])
     kinds = json.loads(recorded.specialisation)["signature"]
-    values = dict(zip(recorder.kernel.arg_names, arguments)) | options
+    values = dict(zip(kernel.arg_names, arguments)) | options
     memory, known, maps = _Memory(), {}, {}
     parameters = iter(program.parameters)
-    for argument in recorder.kernel.arg_names:
+    for argument in kernel.arg_names:
         if kinds[argument] == "constexpr":
             continue
         value = values[argument]

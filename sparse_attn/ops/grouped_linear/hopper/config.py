@@ -30,6 +30,8 @@ class Form(NamedTuple):
 # By rows of a tile.
 FORMS = {8: Form(2, 3, 80, 104, 8), 16: Form(2, 3, 80, 104, 8)}  # of stream_k
 WIDE = {32: Form(1, 8, 168, 216, 4), 64: Form(1, 6, 168, 216, 4), 128: Form(1, 4, 168, 216, 2)}  # of stream_k_wide
+MOST_ROWS = 1024  # of stream_k_wide, some at a time; with more, codes are worth being expanded first
+CODES_A_ROW = 1 << 15  # from as many codes on, more than a tile has, for a launch takes 15 us however few there are
 PRODUCER_REGISTERS = 24
 MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
@@ -45,10 +47,9 @@ def supports(problem: Problem, target: Target) -> Support:
 def supports_wide(problem: Problem, target: Target) -> Support:
     """stream_k_wide."""
     machine = _supports(problem, target)
-    if machine.able and problem.rows > max(WIDE):
-        return no(f"rows: got {problem.rows}, allowed: at most {max(WIDE)}")
-    if machine.able and problem.rows <= max(FORMS):
-        return slower(f"rows: got {problem.rows}, faster from {max(FORMS) + 1}")
+    most = max(max(WIDE), min(MOST_ROWS, problem.outputs * problem.columns // CODES_A_ROW))
+    if machine.able and not max(FORMS) < problem.rows <= most:
+        return slower(f"rows: got {problem.rows}, faster with {max(FORMS) + 1} to {most}")
     return machine
 
 
@@ -83,6 +84,11 @@ def plan_wide(problem: Problem, target: Target) -> StreamPlan:
     return _plan(problem, target, WIDE)
 
 
+def rows_at_once(rows: int) -> int:
+    """Of a launch of stream_k_wide: as few launches as its largest tile allows, each of about as many rows."""
+    return -(-rows // -(-rows // max(WIDE)))
+
+
 def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
     """The grid for ``tiles`` of ``steps`` steps, at most ``each`` CTAs an SM. Preferably all CTAs have whole tiles, or
     all tiles have equally many CTAs."""
@@ -92,7 +98,7 @@ def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
 
 
 def _plan(problem: Problem, target: Target, forms: dict[int, Form]) -> StreamPlan:
-    block_m = next(rows for rows in forms if problem.rows <= rows)
+    block_m = next(rows for rows in forms if rows_at_once(problem.rows) <= rows)
     form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sparse_attn.ops.grouped_linear.hopper import kernels, wide
-from sparse_attn.ops.grouped_linear.hopper.config import PRODUCER_REGISTERS
+from sparse_attn.ops.grouped_linear.hopper.config import PRODUCER_REGISTERS, rows_at_once
 from sparse_attn.ops.grouped_linear.hopper.constants import BLOCK_K
 from sparse_attn.ops.grouped_linear.launch import Product
 from sparse_attn.ops.grouped_linear.plan import StreamPlan, scale_format
@@ -21,8 +21,16 @@ def multiply(product: Product, plan: StreamPlan) -> None:
 
 
 def multiply_wide(product: Product, plan: StreamPlan) -> None:
-    arguments, options = _launch(product, plan, torch.int16)
-    wide.stream_k_wide[(plan.grid,)](*arguments, **options)
+    """Some rows at a time, with the same partials and arrivals."""
+    n, most = product.problem.rows, rows_at_once(product.problem.rows)
+    for first in range(0, n, most):
+        some = slice(first, min(first + most, n))
+        part = product._replace(
+            rows=product.rows[some], out=product.out[some],
+            problem=product.problem._replace(rows=some.stop - first),
+        )  # fmt: skip
+        arguments, options = _launch(part, plan, torch.int16)
+        wide.stream_k_wide[(plan.grid,)](*arguments, **options)
 
 
 def _launch(product: Product, plan: StreamPlan, word: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
