@@ -42,7 +42,7 @@ def weight_of(layout, groups, outputs, columns, device):
 def few_bytes(monkeypatch):
     """Room for ``outputs`` of a group, at least."""
 
-    def allow(groups, columns, outputs=config.CODES.outputs):
+    def allow(groups, columns, outputs=config.TILE.outputs):
         dispatch.choose.cache_clear()
         monkeypatch.setattr(config, "MOST_BYTES", 2 * groups * columns * outputs)
 
@@ -130,26 +130,29 @@ def problem(rows, groups, **more):
     (dict(aligned=False), "rows, codes: got any address and strides"),
     (dict(rows_aligned=False), "rows, codes: got any address and strides"),
     (dict(rows=64000, groups=64), "weight: got 64 groups of 7168 columns, allowed: 128 outputs of each in 67108864 bytes"),
-    (dict(rows=128), "rows: got 128 a group, faster from 129"),
+    (dict(rows=256, groups=2), "rows: got 128 a group, faster from 129"),
 ])  # fmt: skip
 def test_what_it_does_not_take(change, reason):
     asked = problem(**dict(rows=4096, groups=1) | change)
     answer = config.supports(asked, H200)
     assert not answer.ok and answer.reason.startswith(reason)
-    assert dispatch.choose(asked, H200).kernel.name == ("hopper.stream_k_wide" if asked.rows == 128 else "portable")
+    assert dispatch.choose(asked, H200).kernel.name == ("swap_ab" if asked.rows == 256 else "portable")
 
 
 def test_where_it_runs():
     for name, target in TARGETS.items():
-        many, invariant = (dispatch.choose(problem(129, 1, batch_invariant=which), target) for which in (False, True))
-        assert many.kernel.name == ("expanded" if name == "sm_90" else "portable")
-        assert invariant.kernel.name != "expanded"
+        for rows, groups in ((258, 2), (897, 1)):
+            asked = problem(rows, groups), problem(rows, groups, batch_invariant=True)
+            many, invariant = (dispatch.choose(one, target).kernel.name for one in asked)
+            assert many == ("expanded" if name == "sm_90" else "portable") and invariant != "expanded"
+    assert dispatch.choose(problem(896, 1), H200).kernel.name == "hopper.stream_k_wide"
 
 
-def test_outputs_are_expanded_in_equal_parts_of_whole_tiles():
+def test_outputs_are_expanded_in_parts_with_the_fewest_waves():
+    """Of tiles of 128 x 128; what fits at once stays whole."""
     for outputs, columns, groups, held in (
-        (24576, 1536, 1, 12288), (7168, 16384, 1, 1792), (36864, 7168, 1, 4608), (576, 7168, 1, 576),
-        (1024, 4096, 8, 1024), (21761, 1536, 1, 10880 + 128), (1, 128, 1, 1),
+        (24576, 1536, 1, 21632), (7168, 16384, 1, 2048), (36864, 7168, 1, 4224), (576, 7168, 1, 576),
+        (1024, 4096, 8, 1024), (1, 128, 1, 1), (8192, 7168, 1, 4608),
     ):  # fmt: skip
         asked = problem(4096 * groups, groups, outputs=outputs, columns=columns)
         (buffer,) = dispatch.choose(asked, H200).plan.scratch.buffers

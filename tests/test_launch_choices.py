@@ -282,12 +282,12 @@ def test_products():
     assert_expected_inline(
         table(("rows / groups", "fp8, fp32 scales", "MXFP4", "MXFP4 fp16", "fp8 32x32 fp32"), *rows),
         """\
-rows / groups  fp8, fp32 scales      MXFP4                 MXFP4 fp16           fp8 32x32 fp32
-1 / 1          1 8x128x128 8w 3s     1 8x64x256 4w 4s*     1 16x32x32 4w 3s     1 16x32x32 4w 2s
-6 / 256        6 16x64x128 4w 4s     6 8x64x256 4w 4s*     6 16x32x32 4w 3s     6 16x32x32 4w 2s
-48 / 256       48 16x64x128 4w 4s    48 8x64x256 4w 4s*    48 16x32x32 4w 3s    48 16x32x32 4w 2s
-768 / 256      288 16x64x128 4w 4s   320 8x64x256 4w 4s*   288 16x32x32 4w 3s   288 16x32x32 4w 2s
-24576 / 256    636 64x64x128 4w 3s   636 64x64x128 4w 3s*  636 64x128x32 8w 2s  1016 32x32x32 4w 2s
-128 / 1        1 128x128x128 8w 4s   2 64x64x128 4w 3s*    4 32x64x32 4w 2s     4 32x32x32 4w 2s
-8192 / 1       64 128x128x128 8w 3s  64 128x256x64 8w 4s*  64 128x64x32 8w 2s   256 32x32x32 4w 2s""",
+rows / groups  fp8, fp32 scales      MXFP4                  MXFP4 fp16           fp8 32x32 fp32
+1 / 1          1 8x128x128 8w 3s     1 8x64x256 4w 4s*      1 16x32x32 4w 3s     1 16x32x32 4w 2s
+6 / 256        6 16x64x128 4w 4s     6 8x64x256 4w 4s*      6 16x32x32 4w 3s     6 16x32x32 4w 2s
+48 / 256       48 16x64x128 4w 4s    48 8x64x256 4w 4s*     48 16x32x32 4w 3s    48 16x32x32 4w 2s
+768 / 256      288 16x64x128 4w 4s   320 8x64x256 4w 4s*    288 16x32x32 4w 3s   288 16x32x32 4w 2s
+24576 / 256    636 64x64x128 4w 3s   636 64x64x128 4w 3s*   636 64x128x32 8w 2s  1016 32x32x32 4w 2s
+128 / 1        1 128x128x128 8w 4s   2 64x64x128 4w 3s*     4 32x64x32 4w 2s     4 32x32x32 4w 2s
+8192 / 1       64 128x128x128 8w 3s  64 128x128x128 8w 3s*  64 128x64x32 8w 2s   256 32x32x32 4w 2s""",
     )

@@ -186,10 +186,10 @@ def test_stream_k_with_nan_in_a_code(grid):
 @pytest.mark.parametrize(
     "layout, n, outputs, columns, grid",
     [(V32, 20, 130, 256, 2), (V32, 33, 300, 512, 3), (V4, 64, 600, 384, 2), (V32, 100, 200, 256, 2), (V4, 17, 1, 128, 1),
-     (V32, 40, 100, 1280, 1), (V4, 20, 70, 4480, 1)],
+     (V32, 40, 100, 1280, 1), (V4, 20, 70, 4480, 1), (V32, 129, 200, 256, 3)],
 )  # fmt: skip
 def test_stream_k_wide(layout, n, outputs, columns, grid):
-    """As test_stream_k; the last two cases fill each stage more than once."""
+    """As test_stream_k; the next to last two cases fill each stage more than once, the last takes two launches."""
     rows, weight = in_line(rows_of(n, columns, torch.bfloat16)), weight_in_line(layout, outputs, columns)
     check(streamed_wide(rows, weight, grid), rows, None, weight)
 
@@ -227,8 +227,8 @@ def test_stream_k_wide_has_the_same_bits_in_any_tile():
 @pytest.mark.parametrize(
     "layout, tile, n, outputs, columns",
     [
-        (V32, many_rows.CODES, 140, 150, 640), (MXFP4, many_rows.SCALED, 140, 300, 320),
-        (V4, many_rows.FEW_TILES, 70, 130, 640), (MXFP4, many_rows.FEW_TILES, 20, 70, 1056),
+        (V32, many_rows.TILE, 140, 150, 640), (V4, many_rows.TILE, 140, 300, 640),
+        (V32, many_rows.FEW_TILES, 70, 130, 640), (MXFP4, many_rows.FEW_TILES, 20, 70, 1056),
     ],
 )  # fmt: skip
 def test_expanded(layout, tile, n, outputs, columns):
@@ -242,7 +242,7 @@ def test_expanded(layout, tile, n, outputs, columns):
     "layout, tile, n, outputs, columns",
     [
         (V32, fp8.WIDE, 140, 150, 640), (V4, fp8.WIDE, 20, 260, 320), (MXFP4, fp8.TILES[0], 20, 70, 256),
-        (V32, fp8.INVARIANT_TILE, 70, 70, 640),
+        (V32, fp8.WIDE_FEW, 70, 150, 640), (V32, fp8.INVARIANT_TILE, 70, 70, 640),
     ],
 )  # fmt: skip
 def test_quantised_rows(layout, tile, n, outputs, columns):

@@ -55,6 +55,7 @@ def cases() -> Iterator[Case]:
         ("fp8 groups of heads", 32768, 8, 1024, 4096, "e4m3/128x128/e8m0", False),
         ("fp8 experts", 4096, 256, 4096, 7168, "e4m3/128x128/e8m0", True),
         ("fp8 experts, many rows", 32768, 256, 4096, 7168, "e4m3/128x128/fp32", True),
+        ("fp8 experts, fp32 scales", 8192, 256, 4096, 7168, "e4m3/128x128/fp32", False),
     ):
         arguments = tensor(rows, columns), None if groups == 1 else integers(groups)
         arguments += (*packed(layout, groups, outputs, columns), False)
@@ -78,7 +79,8 @@ def products() -> Iterator[Case]:
         ("fp8 linear, splits, 128 rows", BF16, 128, 1, 7168, 16384, "e4m3/128x128/fp32", False),
         ("fp8 linear, many rows", BF16, 4096, 1, 24576, 1536, "e4m3/128x128/e8m0", False),
         ("fp8 linear, many rows, fp32 scales", BF16, 4096, 1, 7168, 16384, "e4m3/128x128/fp32", False),
-        ("fp8 linear, 129 rows", BF16, 129, 1, 576, 7168, "e4m3/128x128/fp32", False),
+        ("fp8 linear, many rows and columns", BF16, 4096, 1, 4096, 8192, "e4m3/128x128/e8m0", False),
+        ("fp8 linear, 600 rows", BF16, 600, 1, 576, 7168, "e4m3/128x128/fp32", False),
         ("MXFP4 linear, many rows", BF16, 4096, 1, 4096, 4096, "e2m1/1x32/e8m0", True),
         ("fp8 groups of heads, many rows", BF16, 32768, 8, 1024, 4096, "e4m3/128x128/e8m0", False),
         ("fp8 linear fp16, 32 x 32", FP16, 64, 1, 4096, 5120, "e4m3/32x32/e8m0", True),

@@ -14,9 +14,8 @@ FEW_ROWS = 128  # of a group in the mean, for which codes are decoded in registe
 MOST_BYTES = 64 << 20  # of expanded values at a time
 ALIGNED = 8  # values: 16 bytes
 STEP = 128  # columns, within one scale block or values that are scaled already
-CODES = Tile(128, 128, STEP, 8, 3)  # a step's product has a scale, and sums of its own: half of the registers each
-SCALED = Tile(128, 256, STEP // 2, 8, 4)
-FEW_TILES = Tile(64, 64, STEP, 4, 3)  # where those would leave multiprocessors without work
+TILE = Tile(128, 128, STEP, 8, 3)  # with scales of fp32, sums of a step and of all take half of the registers each
+FEW_TILES = Tile(64, 64, STEP, 4, 3)  # where those would leave half of the multiprocessors without work
 INTERPRETED = Tile(16, 64, STEP // 2, 4, 1)
 
 
@@ -34,40 +33,41 @@ def supports(problem: Problem, target: Target) -> Support:
         return no(f"rows, codes: got any address and strides, allowed: {allowed}")
     if problem.columns % ALIGNED or not problem.columns:
         return no(f"columns: got {problem.columns}, allowed: multiples of {ALIGNED}")
-    if problem.block[1] % STEP and not scaled(problem):
+    if problem.block[1] % STEP and problem.scale != "e8m0":
         return no(f"scale blocks: got {problem.block[1]} columns of fp32, allowed: multiples of {STEP}")
     if not _most_outputs(problem):
         got = f"{problem.groups} groups of {problem.columns} columns"
-        return no(f"weight: got {got}, allowed: {CODES.outputs} outputs of each in {MOST_BYTES} bytes of bf16")
+        return no(f"weight: got {got}, allowed: {TILE.outputs} outputs of each in {MOST_BYTES} bytes of bf16")
     if problem.rows_each <= FEW_ROWS:
         return slower(f"rows: got {problem.rows_each:.0f} a group, faster from {FEW_ROWS + 1}")
     return YES
 
 
-def scaled(problem: Problem) -> bool:
-    """Whether values are scaled when they are expanded: where a step's columns have several scales, powers of two."""
-    return problem.scale == "e8m0" and problem.block[1] % STEP != 0
-
-
 def plan(problem: Problem, target: Target) -> Plan:
-    outputs = _outputs(problem)
-    tile = SCALED if scaled(problem) else CODES
+    outputs, tile = _outputs(problem, target.num_sms), TILE
     if target.interpreted:
         tile = INTERPRETED
-    elif problem.tiles(tile.rows) * -(-outputs // tile.outputs) < target.num_sms:
+    elif 2 * problem.tiles(tile.rows) * -(-outputs // tile.outputs) <= target.num_sms:
         tile = FEW_TILES
     expanded = Buffer("expanded", (problem.groups, outputs, problem.columns), torch.bfloat16)
     return Plan(
-        problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, scaled(problem), tile.num_warps,
+        problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, problem.scale == "e8m0", tile.num_warps,
         tile.num_stages, scratch=Scratch((expanded,)),
     )  # fmt: skip
 
 
 def _most_outputs(problem: Problem) -> int:
-    return MOST_BYTES // (2 * problem.columns * problem.groups) // CODES.outputs * CODES.outputs
+    return MOST_BYTES // (2 * problem.columns * problem.groups) // TILE.outputs * TILE.outputs
 
 
-def _outputs(problem: Problem) -> int:
-    """Outputs of a group that are expanded at a time: as few times as fit, each as many, in whole tiles."""
-    times = -(-problem.outputs // _most_outputs(problem))
-    return min(problem.outputs, -(-problem.outputs // times // CODES.outputs) * CODES.outputs)
+def _outputs(problem: Problem, num_sms: int) -> int:
+    """Outputs of a group that are expanded at a time, in whole tiles: those with which products take the fewest waves,
+    and of those the most."""
+    most, rows = min(problem.outputs, _most_outputs(problem)), problem.tiles(TILE.rows)
+
+    def waves(outputs: int) -> int:
+        whole, rest = divmod(problem.outputs, outputs)
+        parts = (-(-rows * -(-part // TILE.outputs) // num_sms) for part in (outputs, rest))
+        return sum(times * each for times, each in zip((whole, 1), parts, strict=True))
+
+    return min((most, *range(most // TILE.outputs * TILE.outputs, most // 2, -TILE.outputs)), key=waves)

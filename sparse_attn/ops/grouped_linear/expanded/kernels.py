@@ -1,9 +1,9 @@
 """The product of many rows and codes that were expanded to bf16 before it.
 
 ``expand`` decodes each code once, where decoding in registers repeats it for every tile of rows. Codes of e4m3 and e2m1
-are bf16 values. Where the columns of a step have several scales (SCALED), which are powers of two, values are scaled.
-``multiply`` is a product of bf16 on the matrix unit. Where the columns of a step lie within one scale block, the step's
-product is multiplied by its scale and added to the sums, in fp32.
+are bf16 values, and so they are times a power of two (E8M0). ``multiply`` is a product of bf16 on the matrix unit. With
+scales of fp32 the columns of a step lie within one scale block: the step's product is multiplied by its scale and added
+to the sums, in fp32.
 """
 
 import triton
@@ -29,8 +29,7 @@ def expand(
     stride_scales_row,
     stride_scales_column,
     CODES: tl.constexpr,  # "e4m3", "e2m1"
-    SCALED: tl.constexpr,
-    E8M0: tl.constexpr,
+    E8M0: tl.constexpr,  # values are scaled
     BLOCK_ROWS: tl.constexpr,  # of a scale block
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of one output, of a CTA
@@ -46,7 +45,7 @@ def expand(
         at_byte = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         pairs = tl.load(source + at_byte, mask=at_byte < columns // 2, other=0).to(tl.int32)
         values = tl.reshape(tl.join(e2m1(pairs & 15), e2m1(pairs >> 4)), [BLOCK])
-    if SCALED:
+    if E8M0:
         row = ((output + first_row) // BLOCK_ROWS).to(tl.int64)
         own = scales + group * stride_scales_group + row * stride_scales_row
         column = (at // BLOCK_COLUMNS).to(tl.int64) * stride_scales_column
@@ -74,8 +73,7 @@ def multiply(
     stride_scales_column,
     stride_out_row,
     GROUPS_PADDED: tl.constexpr,
-    SCALED: tl.constexpr,
-    E8M0: tl.constexpr,
+    E8M0: tl.constexpr,  # values are scaled
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,  # a multiple of BLOCK_K where values are not scaled
     BLOCK_M: tl.constexpr,
@@ -106,11 +104,11 @@ def multiply(
             at = begin + column
             mine = tl.load(x_rows + at[None, :], mask=(at < columns)[None, :], other=0.0)
             values = tl.load(weight_rows + at[:, None], mask=(at < columns)[:, None], other=0.0)
-            if SCALED:
+            if E8M0:
                 sums = cast.dot(mine, values, sums)
             else:
                 product = cast.dot(mine, values, tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-                scale = decode_scale(tl.load(scale_rows + (begin // BLOCK_COLUMNS) * stride_scales_column), E8M0)
+                scale = tl.load(scale_rows + (begin // BLOCK_COLUMNS) * stride_scales_column)
                 sums += product * (scale if ONE_SCALE else scale[None, :])
     target = out + row.to(tl.int64)[:, None] * stride_out_row + output[None, :]
     tl.store(target, cast.cast(sums, out.dtype.element_ty), mask=(row < end)[:, None] & output_inside[None, :])

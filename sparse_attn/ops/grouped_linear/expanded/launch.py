@@ -15,7 +15,7 @@ def multiply(product: Product, plan: Plan) -> None:
     rows, ends, codes, scales, out, problem, first_row, (expanded,), _ = product
     assert scales is not None
     launched = pdl.launched(target_of(rows.device))
-    format = dict(SCALED=plan.scaled_values, **scale_format(problem))
+    format = scale_format(problem)
     for start in range(0, problem.outputs, expanded.shape[1]):
         outputs = min(expanded.shape[1], problem.outputs - start)
         skipped, cut = divmod(first_row + start, problem.block[0])
