@@ -14,7 +14,10 @@ from sparse_attn.workspace import Buffer, Scratch
 GROUP = 128  # columns under one scale of a row
 BLOCK = 32  # of whose multiples scale blocks have columns
 TILES = (Tile(128, 64, GROUP, 8, 3), Tile(64, 64, GROUP, 4, 3), Tile(16, 64, GROUP, 4, 3))
-WIDE = Tile(128, 128, GROUP, 8, 3)  # instead of the first: sums of all steps and of one take half of the registers each
+# Where the matrix unit reads fp8 out of shared memory, instead of the first, and of the others with tiles for all
+# multiprocessors: sums of all steps and of one take half of the registers each.
+WIDE = Tile(128, 128, GROUP, 8, 4)
+WIDE_FEW = Tile(64, 128, GROUP, 4, 4)
 INVARIANT_TILE = TILES[1]  # however many rows there are
 
 
@@ -56,10 +59,10 @@ def torch_plan(problem: Problem, target: Target) -> Plan:
 
 
 def plan(problem: Problem, target: Target) -> Plan:
-    """The largest tile that the groups' rows fill in the mean."""
+    """The largest tile that the groups' rows fill in the mean; a larger one where that is faster."""
     tile = next((tile for tile in TILES if problem.rows_each >= tile.rows), TILES[-1])
-    if tile is TILES[0] and target.fp8_dot and target.reads_shared_operands:
-        tile = WIDE
+    if target.fp8_dot and target.reads_shared_operands:
+        tile = _wide(tile, problem, target)
     if problem.batch_invariant:
         tile = INVARIANT_TILE
     if target.interpreted:
@@ -75,3 +78,11 @@ def plan(problem: Problem, target: Target) -> Plan:
         problem.tiles(tile.rows), tile.rows, tile.outputs, block_k, False, tile.num_warps, tile.num_stages,
         scratch=scratch,
     )  # fmt: skip
+
+
+def _wide(tile: Tile, problem: Problem, target: Target) -> Tile:
+    if tile is TILES[0]:
+        return WIDE
+    ctas = problem.tiles(WIDE_FEW.rows) * -(-problem.outputs // WIDE_FEW.outputs)
+    fits = problem.codes == "e4m3" and problem.block[1] % GROUP == 0 and problem.rows_each >= tile.rows
+    return WIDE_FEW if fits and ctas >= target.num_sms else tile
