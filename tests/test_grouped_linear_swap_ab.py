@@ -170,7 +170,7 @@ def problem(rows, groups, **more):
     (dict(codes="e2m1", scale="e8m0", block=(1, 64)), "scale blocks: got 1x64 of e8m0, allowed: 1x32 of e8m0"),
     (dict(columns=7200), "columns: got 7200, allowed: multiples of 128"),
     (dict(aligned=False), "codes: got any address and strides"),
-    (dict(rows=129), "rows: got 129 a group, allowed: at most 128"),
+    (dict(rows=258, groups=2), "rows: got 129 a group, allowed: at most 128"),
 ])  # fmt: skip
 def test_what_it_does_not_take(change, reason):
     choice = dispatch.choose(problem(**dict(rows=1, groups=1) | change), H200)
