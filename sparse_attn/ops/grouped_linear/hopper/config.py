@@ -31,7 +31,7 @@ class Form(NamedTuple):
 FORMS = {8: Form(2, 3, 80, 104, 8), 16: Form(2, 3, 80, 104, 8)}  # of stream_k
 WIDE = {32: Form(1, 8, 168, 216, 4), 64: Form(1, 6, 168, 216, 4), 128: Form(1, 4, 168, 216, 2)}  # of stream_k_wide
 MOST_ROWS = 1024  # of stream_k_wide, some at a time; with more, codes are worth being expanded first
-CODES_A_ROW = 1 << 15  # from as many codes on, more than a tile has, for a launch takes 15 us however few there are
+CODES_A_ROW = 1 << 15  # of a weight at least, beyond one launch: each takes 15 us, however few codes there are
 PRODUCER_REGISTERS = 24
 MOST_OUTPUTS = 1 << 23  # far above any model's, so that steps and outputs of all tiles are int32
 
