@@ -154,9 +154,21 @@ def test_outputs_are_expanded_in_parts_with_the_fewest_waves():
         (24576, 1536, 1, 21632), (7168, 16384, 1, 2048), (36864, 7168, 1, 4224), (576, 7168, 1, 576),
         (1024, 4096, 8, 1024), (1, 128, 1, 1), (8192, 7168, 1, 4608),
     ):  # fmt: skip
-        asked = problem(4096 * groups, groups, outputs=outputs, columns=columns)
-        (buffer,) = dispatch.choose(asked, H200).plan.scratch.buffers
-        assert buffer.shape == (groups, held, columns) and buffer.nbytes <= config.MOST_BYTES
+        plan = config.plan(problem(4096 * groups, groups, outputs=outputs, columns=columns), H200)
+        assert plan.outputs_at_once == held
+
+
+def test_scratch_does_not_depend_on_the_number_of_rows():
+    """A workspace is sized for the most rows of a step, and steps of fewer take it, too."""
+    for outputs, columns, groups, held in (
+        (24576, 1536, 1, 21760), (7168, 16384, 1, 2048), (36864, 7168, 1, 4608), (576, 7168, 1, 576),
+        (1024, 4096, 8, 1024), (1, 128, 1, 1),
+    ):  # fmt: skip
+        for rows in (129, 1024, 1025, 1500, 2048, 4096):
+            plan = config.plan(problem(rows * groups, groups, outputs=outputs, columns=columns), H200)
+            (buffer,) = plan.scratch.buffers
+            assert buffer.shape == (groups, held, columns) and buffer.nbytes <= config.MOST_BYTES
+            assert 0 < plan.outputs_at_once <= held
 
 
 @pytest.mark.gpu

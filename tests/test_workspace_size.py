@@ -158,6 +158,25 @@ def test_products_of_no_row_count_take_more(name, form, activations, invariant, 
     assert whole == workspace.largest((without, asked(64, "exact")))
 
 
+@pytest.mark.parametrize("activations", ["exact", "fp8"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4_flash"])
+def test_no_linear_of_fewer_rows_takes_more(name, activations):
+    """Each alone, whole: beside experts the scratch of most of them is small."""
+    weights = {key: value for key, value in packed_weights(preset(name), "published").items() if ".moe." not in key}
+    for value in {(weight.codes.shape, weight.layout): weight for weight in weights.values()}.values():
+
+        def asked(most, value=value):
+            some = dict(activations=activations, dtype=torch.bfloat16, batch_invariant=False)
+            return workspace.largest(
+                map(workspace.size_of, product_scratches({"w": value}, 8, 256, most, H200, **some))
+            )
+
+        most = asked(4096)
+        for rows in (129, 448, 449, 512, 896, 897, 1024, 1025, 1500, 2048, 3000, 4095):
+            size = asked(rows)
+            assert size.nbytes <= most.nbytes and size.counters <= most.counters
+
+
 @pytest.mark.parametrize("most", [460, 511, 512, 540, 567, 568, 2000])
 @pytest.mark.parametrize("name, k", [("deepseek_v4_flash", 6), ("deepseek_v4_flash", 8), ("deepseek_v4_pro", 6)])
 def test_experts_of_fewer_rows_take_no_more_where_another_kernel_runs(name, k, most):

@@ -454,4 +454,11 @@ PYTHON = [
         "0 * start.unsqueeze(1) + torch.arange",
         ("tests/test_compat.py::test_mqa_logits[compressed-3]",),
     ),
+    Mutation(
+        "expanded-scratch-by-rows", "scratch has room for what is expanded at a time, which some fewer rows exceed",
+        OPS + "grouped_linear/expanded/config.py",
+        "(problem.groups, most, problem.columns)",
+        "(problem.groups, outputs, problem.columns)",
+        ("tests/test_workspace_size.py::test_no_linear_of_fewer_rows_takes_more",),
+    ),
 ]

@@ -145,3 +145,10 @@ class StreamPlan(Plan):
 
     def ctas(self, outputs: int) -> int:
         return self.grid
+
+
+@dataclass(frozen=True)
+class ExpandedPlan(Plan):
+    """outputs_at_once: of a group, expanded and multiplied by launches of their own."""
+
+    outputs_at_once: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn.dispatch import YES, Support, no, not_on, slower
-from sparse_attn.ops.grouped_linear.plan import Plan, Problem, Tile
+from sparse_attn.ops.grouped_linear.plan import ExpandedPlan, Problem, Tile
 from sparse_attn.ops.grouped_linear.shapes import PLAIN
 from sparse_attn.target import Target
 from sparse_attn.workspace import Buffer, Scratch
@@ -43,16 +43,18 @@ def supports(problem: Problem, target: Target) -> Support:
     return YES
 
 
-def plan(problem: Problem, target: Target) -> Plan:
-    outputs, tile = _outputs(problem, target.num_sms), TILE
+def plan(problem: Problem, target: Target) -> ExpandedPlan:
+    """Scratch has room for as many outputs however many rows there are, so that a step of fewer rows wants no more."""
+    most = min(problem.outputs, _most_outputs(problem))
+    outputs, tile = _outputs_at_once(problem, most, target.num_sms), TILE
     if target.interpreted:
         tile = INTERPRETED
     elif 2 * problem.tiles(tile.rows) * -(-outputs // tile.outputs) <= target.num_sms:
         tile = FEW_TILES
-    expanded = Buffer("expanded", (problem.groups, outputs, problem.columns), torch.bfloat16)
-    return Plan(
+    expanded = Buffer("expanded", (problem.groups, most, problem.columns), torch.bfloat16)
+    return ExpandedPlan(
         problem.tiles(tile.rows), tile.rows, tile.outputs, tile.columns, problem.scale == "e8m0", tile.num_warps,
-        tile.num_stages, scratch=Scratch((expanded,)),
+        tile.num_stages, scratch=Scratch((expanded,)), outputs_at_once=outputs,
     )  # fmt: skip
 
 
@@ -60,10 +62,9 @@ def _most_outputs(problem: Problem) -> int:
     return MOST_BYTES // (2 * problem.columns * problem.groups) // TILE.outputs * TILE.outputs
 
 
-def _outputs(problem: Problem, num_sms: int) -> int:
-    """Outputs of a group that are expanded at a time, in whole tiles: those with which products take the fewest waves,
-    and of those the most."""
-    most, rows = min(problem.outputs, _most_outputs(problem)), problem.tiles(TILE.rows)
+def _outputs_at_once(problem: Problem, most: int, num_sms: int) -> int:
+    """In whole tiles: those with which products take the fewest waves, and of those the most."""
+    rows = problem.tiles(TILE.rows)
 
     def waves(outputs: int) -> int:
         whole, rest = divmod(problem.outputs, outputs)

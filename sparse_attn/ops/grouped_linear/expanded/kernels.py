@@ -19,7 +19,7 @@ from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 def expand(
     codes,  # uint8 [groups, outputs, columns or columns / 2], columns contiguous
     scales,  # as stored [groups, blocks of rows, blocks of columns]
-    expanded,  # bf16 [groups, outputs, columns], contiguous
+    expanded,  # bf16 [groups, outputs, columns], contiguous, at the start of scratch
     outputs,
     columns,
     first_row,  # rows of the first scale block that lie before the first output
@@ -58,7 +58,7 @@ def expand(
 def multiply(
     x,  # bf16 [rows, columns], columns contiguous
     ends,  # int32 [groups] or None
-    expanded,  # bf16 [groups, outputs, columns], contiguous
+    expanded,  # bf16 [groups, outputs, columns], contiguous, at the start of scratch
     scales,  # as stored [groups, blocks of rows, blocks of columns]
     out,  # [rows, outputs of the whole weight]: these outputs' columns
     rows,

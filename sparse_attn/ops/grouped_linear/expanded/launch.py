@@ -5,19 +5,19 @@ from __future__ import annotations
 from sparse_attn.device import pdl
 from sparse_attn.ops.grouped_linear.expanded import kernels
 from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import Plan, scale_format
+from sparse_attn.ops.grouped_linear.plan import ExpandedPlan, scale_format
 from sparse_attn.target import target_of
 
 BLOCK = 1024  # codes that a CTA expands
 
 
-def multiply(product: Product, plan: Plan) -> None:
+def multiply(product: Product, plan: ExpandedPlan) -> None:
     rows, ends, codes, scales, out, problem, first_row, (expanded,), _ = product
     assert scales is not None
     launched = pdl.launched(target_of(rows.device))
     format = scale_format(problem)
-    for start in range(0, problem.outputs, expanded.shape[1]):
-        outputs = min(expanded.shape[1], problem.outputs - start)
+    for start in range(0, problem.outputs, plan.outputs_at_once):
+        outputs = min(plan.outputs_at_once, problem.outputs - start)
         skipped, cut = divmod(first_row + start, problem.block[0])
         part = scales[:, skipped:]
         kernels.expand[(outputs, -(-problem.columns // BLOCK), problem.groups)](
