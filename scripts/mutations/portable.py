@@ -318,16 +318,16 @@ KERNELS = [
     ),
     Mutation(
         "expanded-scale-of-another-block", "tiles of a cut weight take the scales of the block before theirs",
-        OPS + "grouped_linear/expanded/kernels.py",
-        "((tile_output + first_row) // BLOCK_ROWS)",
-        "(tl.maximum(tile_output, 0) // BLOCK_ROWS)",
+        "sparse_attn/device/output_tiles.py",
+        "((first + first_row) // BLOCK_ROWS)",
+        "(tl.maximum(first, 0) // BLOCK_ROWS)",
         ("tests/test_grouped_linear_expanded.py::test_kernel_of_a_cut_weight",),
     ),
     Mutation(
         "expanded-tiles-across-blocks", "tiles of a cut weight begin with the weight, so they lie in two scale blocks",
-        OPS + "grouped_linear/expanded/kernels.py",
-        "tl.program_id(1) * BLOCK_N - (first_row if ONE_SCALE else 0)",
-        "tl.program_id(1) * BLOCK_N",
+        "sparse_attn/device/output_tiles.py",
+        "tile * BLOCK_N - (first_row if ONE_SCALE else 0)",
+        "tile * BLOCK_N",
         ("tests/test_grouped_linear_expanded.py::test_kernel_of_a_cut_weight",),
     ),
     Mutation(
@@ -367,9 +367,9 @@ KERNELS = [
     ),
     Mutation(
         "fp8-rows-tiles-across-blocks", "tiles of a cut weight lie in two scale blocks, for fp8 rows",
-        OPS + "grouped_linear/fp8/kernels.py",
-        "tl.program_id(1) * BLOCK_N - (first_row if ONE_SCALE else 0)",
-        "tl.program_id(1) * BLOCK_N",
+        "sparse_attn/device/output_tiles.py",
+        "tile * BLOCK_N - (first_row if ONE_SCALE else 0)",
+        "tile * BLOCK_N",
         ("tests/test_grouped_linear_fp8.py::test_kernel_of_a_cut_weight",),
     ),
     Mutation(

@@ -4,6 +4,9 @@
 are bf16 values, and so they are times a power of two (E8M0). ``multiply`` is a product of bf16 on the matrix unit. With
 scales of fp32 the columns of a step lie within one scale block: the step's product is multiplied by its scale and added
 to the sums, in fp32.
+
+Floors: bytes, codes once, rows and outputs once; expanded values are written and read once more, mostly in the L2.
+Operations, the matrix unit in bf16.
 """
 
 import triton
@@ -11,6 +14,7 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import decode_fp8
+from sparse_attn.device.output_tiles import first_output, scale_row_of
 from sparse_attn.device.packed_dot import decode_scale, e2m1
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
@@ -85,9 +89,9 @@ def multiply(
     group, first, end = tile_of(ends, stride_ends, rows, groups, tl.program_id(0), GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
-    ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0  # tiles begin where scale blocks do
-    tile_output = tl.program_id(1) * BLOCK_N - (first_row if ONE_SCALE else 0)
-    row, output = first + tl.arange(0, BLOCK_M), tile_output + tl.arange(0, BLOCK_N)
+    ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0
+    start = first_output(tl.program_id(1), first_row, ONE_SCALE, BLOCK_N)
+    row, output = first + tl.arange(0, BLOCK_M), start + tl.arange(0, BLOCK_N)
     output_inside = (output >= 0) & (output < outputs)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if group < groups:
@@ -96,10 +100,7 @@ def multiply(
         x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * stride_x_row
         weight_rows = expanded + (group64 * outputs + own)[None, :] * columns
         scale_rows = scales + group64 * stride_scales_group
-        if ONE_SCALE:
-            scale_rows += ((tile_output + first_row) // BLOCK_ROWS).to(tl.int64) * stride_scales_row
-        else:
-            scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        scale_rows += scale_row_of(start, own, first_row, ONE_SCALE, BLOCK_ROWS) * stride_scales_row
         for begin in range(0, columns, BLOCK_K):
             at = begin + column
             mine = tl.load(x_rows + at[None, :], mask=(at < columns)[None, :], other=0.0)

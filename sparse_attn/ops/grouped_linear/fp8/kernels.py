@@ -11,6 +11,7 @@ import triton.language as tl
 
 from sparse_attn.device import cast, pdl
 from sparse_attn.device.fp8 import decode_fp8_bf16, encode_scaled, finite_or_nan, pow2_exponent
+from sparse_attn.device.output_tiles import first_output, scale_row_of
 from sparse_attn.device.packed_dot import decode_scale
 from sparse_attn.ops.grouped_linear.portable.kernels import tile_of
 
@@ -93,9 +94,9 @@ def multiply(
     group, first, end = tile_of(ends, stride_ends, rows, groups, tile, GROUPS_PADDED, BLOCK_M)
     if first >= end:
         return
-    ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0  # tiles begin where scale blocks do
-    tile_output = tl.program_id(1) * BLOCK_N - (first_row if ONE_SCALE else 0)
-    row, output = first + tl.arange(0, BLOCK_M), tile_output + tl.arange(0, BLOCK_N)
+    ONE_SCALE: tl.constexpr = BLOCK_ROWS % BLOCK_N == 0
+    start = first_output(tl.program_id(1), first_row, ONE_SCALE, BLOCK_N)
+    row, output = first + tl.arange(0, BLOCK_M), start + tl.arange(0, BLOCK_N)
     row_inside, output_inside = row < end, (output >= 0) & (output < outputs)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if group < groups:
@@ -104,10 +105,7 @@ def multiply(
         x_rows = x + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * tl.cdiv(columns, GROUP) * GROUP
         code_rows = codes + group.to(tl.int64) * stride_codes_group + own * stride_codes_row
         scale_rows = scales + group.to(tl.int64) * stride_scales_group
-        if ONE_SCALE:
-            scale_rows += ((tile_output + first_row) // BLOCK_ROWS).to(tl.int64) * stride_scales_row
-        else:
-            scale_rows += ((own + first_row) // BLOCK_ROWS) * stride_scales_row
+        scale_rows += scale_row_of(start, own, first_row, ONE_SCALE, BLOCK_ROWS) * stride_scales_row
         scale_of = x_scales + tl.minimum(row, rows - 1).to(tl.int64) * tl.cdiv(columns, GROUP)
         for step in range(steps):
             at = step * BLOCK_K + column
