@@ -2,9 +2,7 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS, STREAM, WIDE, LAUNCH = (
-    OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide", "launch")
-)
+KERNELS, STREAM, WIDE = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
 
 # fmt: off
 STREAMED = [
@@ -101,9 +99,9 @@ STREAMED = [
     ),
     Mutation(
         "streamed-wide-rows-of-the-first-launch", "every launch multiplies the rows of the first",
-        LAUNCH,
-        "rows=product.rows[some]",
-        "rows=product.rows[: some.stop - first]",
+        OPS + "grouped_linear/launch.py",
+        "self._replace(rows=rows,",
+        "self._replace(rows=self.rows[: rows.shape[0]],",
         ("tests/test_ptx_products.py::test_stream_k_wide",),
     ),
 ]

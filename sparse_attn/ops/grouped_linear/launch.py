@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,12 @@ class Product(NamedTuple):
     first_row: int
     views: list[torch.Tensor]
     counters: torch.Tensor
+
+    def parts(self, most: int) -> Iterator[Product]:
+        """Parts of ``most`` rows, of all of them where there are ends; they share the scratch."""
+        for first in range(0, self.problem.rows, most):
+            rows, out = (rows[first : first + most] for rows in (self.rows, self.out))
+            yield self._replace(rows=rows, out=out, problem=self.problem._replace(rows=rows.shape[0]))
 
 
 def grouped_linear(

@@ -1,4 +1,4 @@
-"""Launch of the product of expanded codes: so many outputs at a time as scratch has room for."""
+"""Launch of the product of expanded codes, some outputs at a time."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def _ctas(tiles: int, steps: int, each: int, target: Target) -> int:
 
 
 def _plan(problem: Problem, target: Target, forms: dict[int, Form]) -> StreamPlan:
-    block_m = next(rows for rows in forms if rows_at_once(problem.rows) <= rows)
+    most = rows_at_once(problem.rows)
+    block_m = next(rows for rows in forms if most <= rows)
     form = forms[block_m]
     block_n = OUTPUTS * CONSUMERS
     tiles = -(-problem.outputs // block_n)

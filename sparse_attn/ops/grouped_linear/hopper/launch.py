@@ -21,14 +21,7 @@ def multiply(product: Product, plan: StreamPlan) -> None:
 
 
 def multiply_wide(product: Product, plan: StreamPlan) -> None:
-    """Some rows at a time, with the same partials and arrivals."""
-    n, most = product.problem.rows, rows_at_once(product.problem.rows)
-    for first in range(0, n, most):
-        some = slice(first, min(first + most, n))
-        part = product._replace(
-            rows=product.rows[some], out=product.out[some],
-            problem=product.problem._replace(rows=some.stop - first),
-        )  # fmt: skip
+    for part in product.parts(rows_at_once(product.problem.rows)):
         arguments, options = _launch(part, plan, torch.int16)
         wide.stream_k_wide[(plan.grid,)](*arguments, **options)
 

@@ -18,16 +18,8 @@ PLACED = 1024  # values of a row that a CTA places
 
 def multiply(product: Product, plan: Plan) -> None:
     """Batch-invariant splits do not get fewer with more rows: some rows at a time, so that partials stay few."""
-    n, problem = product.problem.rows, product.problem
-    most = rows_at_once(problem, plan.splits)
-    for first in range(0, n, most):
-        some = slice(first, min(first + most, n))
-        count = some.stop - some.start
-        part = product._replace(
-            rows=product.rows[some], out=product.out[some], problem=problem._replace(rows=count)
-        )  # fmt: skip
-        tiles = plan.tiles if count == n else -(-count // plan.block_m)
-        _multiply(part, dataclasses.replace(plan, tiles=tiles))
+    for part in product.parts(rows_at_once(product.problem, plan.splits)):
+        _multiply(part, dataclasses.replace(plan, tiles=part.problem.tiles(plan.block_m)))
 
 
 def _multiply(product: Product, plan: Plan) -> None:
