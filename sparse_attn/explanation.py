@@ -387,9 +387,7 @@ def _packed_experts(
     activations, batch_invariant,
 ) -> Question:  # fmt: skip
     packed = gate_up, gate_up_scales, gate_up_layout, down, down_scales, down_layout
-    problem = routed_problem_of(x, ids, *packed)._replace(
-        num_experts=num_experts, activations=activations, batch_invariant=batch_invariant
-    )
+    problem = routed_problem_of(x, ids, *packed, num_experts, activations, batch_invariant)
     (tokens, hidden), experts, intermediate = x.shape, problem.gate_up.groups, problem.down.columns
     read = sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) // experts * min(problem.rows, experts)
     moved = 2 * x.element_size() * tokens * hidden + 8 * problem.rows

@@ -496,7 +496,7 @@ def test_scales_that_are_not_copied_by_words():
         scales=torch.empty(pair[1].scales.numel() + 1, dtype=torch.uint8)[1:].view_as(pair[1].scales)
     )
     x, ids = torch.zeros(9, HIDDEN, dtype=BF16), torch.zeros(9, K, dtype=torch.int32)
-    found = problem_of(x, ids, *pair[0], *moved)
+    found = problem_of(x, ids, *pair[0], *moved, EXPERTS, "exact", False)
     assert (found.gate_up.scales_aligned, found.down.scales_aligned) == (True, False)
     many = problem(4096, scales_aligned=False)
     choice = dispatch.choose(many, H200)

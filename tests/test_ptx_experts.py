@@ -72,7 +72,7 @@ def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None,
     weight = weight or weight_of(outputs * (2 if gated else 1), columns)
     pair = (weight_of(2 * intermediate, hidden), weight_of(hidden, intermediate))
     x = torch.zeros(ids.shape[0], hidden, dtype=torch.bfloat16)
-    problem = problem_of(x, ids, *pair[0], *pair[1])._replace(activations=activations)
+    problem = problem_of(x, ids, *pair[0], *pair[1], len(pair[0].codes), activations, False)
     assert config.supports(problem, H200).able
     plan = config.plan(problem, H200)
     order, spans = dealt(ids, plan.block_m)

@@ -59,13 +59,14 @@ def product_scratches(
     routed = {(_shape(value), _shape(packed[name[: -len(GATE_UP)] + DOWN])) for name, value in packed.items()
               if name.endswith(GATE_UP)}  # fmt: skip
     alone = {_shape(value) for name, value in packed.items() if not name.endswith((GATE_UP, DOWN))}
-    choose_linear = linears.choose_fp8 if activations == "fp8" else linears.choose
 
     @functools.cache
     def chosen(tokens: int) -> list[Choice]:
         found: list[Choice] = []
         for shape in alone:
-            found.append(choose_linear(shape.problem(tokens * shape.groups, dtype, batch_invariant), target))
+            found.append(
+                linears.CHOOSE[activations](shape.problem(tokens * shape.groups, dtype, batch_invariant), target)
+            )
         for pair in routed:
             first, second = (shape.problem(tokens * experts_per_token, dtype, batch_invariant) for shape in pair)
             routes = Routed(tokens, experts_per_token, first, second, num_experts, activations, batch_invariant)

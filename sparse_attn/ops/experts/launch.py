@@ -51,9 +51,7 @@ def packed_experts(
     if ids.shape[1] == 0 or down.shape[2] == 0:
         return out.zero_()
     first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
-    problem = problem_of(x, ids, *first, *second)._replace(
-        num_experts=num_experts, activations=activations, batch_invariant=batch_invariant
-    )
+    problem = problem_of(x, ids, *first, *second, num_experts, activations, batch_invariant)
     choice = dispatch.choose(problem, target_of(x.device), kernel)
     views, counters = workspace.take("packed_experts", choice.plan.scratch, x.device)
     choice.kernel.launcher(Call(x, weights, ids, first, second, clamp, out, problem, views, counters), choice.plan)

@@ -43,6 +43,9 @@ def problem_of(
     down: torch.Tensor,
     down_scales: torch.Tensor,
     down_layout: str,
+    num_experts: int,
+    activations: str,
+    batch_invariant: bool,
 ) -> Problem:
     """Of packed_experts' arguments, real or meta."""
     tokens, k = ids.shape
@@ -52,7 +55,7 @@ def problem_of(
     second = product_of(inner, ids, down, down_scales, down_layout)
     assert second.outputs == hidden
     first, second = (one._replace(rows=tokens * k) for one in (first, second))
-    return Problem(tokens, k, first, second, first.groups)
+    return Problem(tokens, k, first, second, num_experts, activations, batch_invariant)
 
 
 @dataclass(frozen=True)

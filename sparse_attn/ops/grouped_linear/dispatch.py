@@ -41,3 +41,6 @@ def choose(problem: Problem, target: Target, kernel: str | Choice[Plan] | None =
 def choose_fp8(problem: Problem, target: Target, kernel: str | Choice[Plan] | None = None) -> Choice[Plan]:
     """The same of rows that are quantised to fp8."""
     return dispatch.choose(FP8_KERNELS, problem, target, kernel)
+
+
+CHOOSE = {"exact": choose, "fp8": choose_fp8}  # by activations

@@ -32,7 +32,7 @@ def plan(problem: Problem, target: Target) -> Plan:
 
 def products(problem: Problem, target: Target) -> tuple[Choice, Choice]:
     """The kernels of gate and up, and of down."""
-    choose = dispatch.choose if problem.activations == "exact" else dispatch.choose_fp8
+    choose = dispatch.CHOOSE[problem.activations]
     known = dict(batch_invariant=problem.batch_invariant, share=problem.gate_up.groups / problem.num_experts)
     first, second = (choose(one._replace(**known), target) for one in (problem.gate_up, problem.down))
     return first, second
