@@ -87,11 +87,11 @@ def select(
     models.products.product."""
     index, cache = spec.index, held(caches.index, layer)
     options: dict[str, Any] = dict(batch_invariant=batch_invariant, impl=impl)
-    queries = product(q_latent, params[prefix + "q_b"], activations=activations, **options)
     compress(
         hidden, params, prefix, spec, layer, held(caches.index_state, layer), cache, plan, step,
         layout=layouts.index, hadamard=layouts.hadamard(index), **options,
     )  # fmt: skip
+    queries = product(q_latent, params[prefix + "q_b"], activations=activations, **options)
     query = indexer_q_rope_quant(
         torch.unflatten(queries, -1, (index.num_heads, index.head_dim)),
         linear_fp32(hidden, params[prefix + "weights"], **options),

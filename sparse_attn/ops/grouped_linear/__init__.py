@@ -71,7 +71,8 @@ def grouped_linear(
     read. Codes are exact in every dtype of rows. Products of codes are added up in fp32 within a scale block, or a part
     of it, that sum is multiplied by the block's scale in fp32, and blocks are added up in fp32. Where a scale is a
     power of two, values may be scaled first, which is as exact in bf16 down to 2^-133. NaN in a code, a scale or a row
-    gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are split depends on n.
+    gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are split depends on n. On
+    Hopper many rows are multiplied by codes that were expanded to bf16, at most 64 MiB of them in scratch at a time.
 
     activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest
     magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is

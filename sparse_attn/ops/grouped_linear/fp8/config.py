@@ -81,7 +81,7 @@ def plan(problem: Problem, target: Target) -> Plan:
 
 
 def _wide(tile: Tile, problem: Problem, target: Target) -> Tile:
-    """What is taken instead of ``tile``, one of TILES."""
+    """What is taken instead of ``tile``, one of TILES. Groups of fewer rows than the last tile has keep it."""
     if tile is TILES[0]:
         return WIDE
     ctas = problem.tiles(WIDE_FEW.rows) * -(-problem.outputs // WIDE_FEW.outputs)
