@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import long
 from expecttest import assert_expected_inline
-from support.products import check, rows_of, tensor_of
+from support.products import check, check_replays, drawn_ends, rows_of, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.models.params import hold_weight
@@ -188,21 +190,15 @@ def test_gpu_many_rows_compiled_and_captured(layout, shape, n):
     weight = random_weight(layout, *shape, moderate=True)
     weight = PackedWeight(weight.codes.cuda(), weight.scales.cuda(), weight.layout)
     rows = rows_of(n, shape[2], torch.bfloat16, "cuda")
-    generator = torch.Generator().manual_seed(1)
-    spread = torch.randint(0, n + 1, (2, shape[0]), generator=generator).sort(dim=1).values
+    spread = drawn_ends(n, shape[0])
     spread[:, -1] = n
     given = spread[0].int().cuda()
     check(grouped_linear(rows, given, weight), rows, spread[0].tolist(), weight)
     compiled = torch.compile(grouped_linear, fullgraph=True, dynamic=True)
     eager = grouped_linear(rows, given, weight)
     assert torch.equal(compiled(rows, given, weight), eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = grouped_linear(rows, given, weight)
-    for ends in spread:
-        given.copy_(ends)
-        graph.replay()
-        check(out, rows, ends.tolist(), weight)
+    multiply = functools.partial(grouped_linear, rows, given, weight)
+    check_replays(multiply, given, spread, lambda out, ends: check(out, rows, ends, weight))
 
 
 @pytest.mark.gpu

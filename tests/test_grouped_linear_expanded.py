@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from support.products import check, rows_of, tensor_of
+from support.products import check, check_replays, drawn_ends, in_line, problem, rows_of, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.ops.grouped_linear import dispatch, grouped_linear
 from sparse_attn.ops.grouped_linear.expanded import config
-from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.target import H200, TARGETS
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 from sparse_attn.workspace import Workspace, size_of, use
@@ -34,8 +35,7 @@ def rows_in_line(n, columns, device):
 
 def weight_of(layout, groups, outputs, columns, device):
     codes, scales, name = random_weight(layout, groups, outputs, columns, moderate=True)
-    codes = torch.empty_like(codes, memory_format=torch.contiguous_format).copy_(codes)
-    return PackedWeight(codes.to(device), scales.to(device), name)
+    return PackedWeight(in_line(codes).to(device), scales.to(device), name)
 
 
 @pytest.fixture
@@ -109,17 +109,12 @@ def test_kernel_of_every_code(layout, device):
 def test_kernel_with_dirty_scratch(device):
     """Its last outputs do not fill it."""
     weight, rows = weight_of(V32, 1, 200, 128, device), rows_in_line(20, 128, device)
-    problem = Problem(20, 1, 200, 128, BF16, False, "e4m3", "fp32", (128, 128))
-    owner = Workspace(size_of(config.plan(problem, H200).scratch), device)
+    scratch = config.plan(problem(20, 1, outputs=200, columns=128), H200).scratch
+    owner = Workspace(size_of(scratch), device)
     owner.lock()
     with use(owner):
         owner._scratch.fill_(0x7F)  # NaN
         check(grouped_linear(rows, None, weight, impl="expanded"), rows, None, weight)
-
-
-def problem(rows, groups, **more):
-    facts = dict(outputs=4096, columns=7168, dtype=BF16, ends=groups > 1, codes="e4m3", scale="fp32")
-    return Problem(rows, groups, **facts | dict(block=(128, 128)) | more)
 
 
 @pytest.mark.parametrize("change, reason", [
@@ -177,19 +172,14 @@ def test_scratch_does_not_depend_on_the_number_of_rows():
 def test_gpu_many_rows_and_captured(layout, rows, few_bytes):
     """Both tiles, several groups, several parts; a captured product follows its ends."""
     weight = weight_of(layout, 3, 900, 1024, "cuda")
-    ends = torch.randint(0, 3 * rows + 1, (2, 3), generator=torch.Generator().manual_seed(1)).sort(dim=1).values
-    x, given = rows_in_line(3 * rows, 1024, "cuda"), ends[0].int().cuda()
+    ends, x = drawn_ends(3 * rows, 3), rows_in_line(3 * rows, 1024, "cuda")
+    given = ends[0].int().cuda()
     for parts in (1, 3):
         if parts > 1:
             few_bytes(3, 1024, 384)
         check(grouped_linear(x, given, weight, impl="expanded"), x, ends[0].tolist(), weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = grouped_linear(x, given, weight, impl="expanded")
-    for own in ends:
-        given.copy_(own)
-        graph.replay()
-        check(out, x, own.tolist(), weight)
+    multiply = functools.partial(grouped_linear, x, given, weight, impl="expanded")
+    check_replays(multiply, given, ends, lambda out, own: check(out, x, own, weight))
 
 
 @pytest.mark.gpu

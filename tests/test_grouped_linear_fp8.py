@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from conftest import long
-from support.products import check_quantised, rows_of, tensor_of
+from support.products import check_quantised, check_replays, drawn_ends, rows_of, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
@@ -151,17 +153,12 @@ def test_errors(weight, activations, message):
 @pytest.mark.parametrize("layout, shape", [(V32, (8, 700, 2048)), (V4, (1, 2048, 1536))], ids=str)
 def test_gpu_many_rows_and_captured(layout, shape, n):
     weight, rows = to("cuda", random_weight(layout, *shape, moderate=True)), rows_of(n, shape[2], BF16, "cuda")
-    spread = torch.randint(0, n + 1, (2, shape[0]), generator=torch.Generator().manual_seed(1)).sort(dim=1).values
+    spread = drawn_ends(n, shape[0])
     spread[:, -1] = n
     given = spread[0].int().cuda()
     check_quantised(grouped_linear(rows, given, weight, activations="fp8"), rows, spread[0].tolist(), weight)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = grouped_linear(rows, given, weight, activations="fp8")
-    for ends in spread:
-        given.copy_(ends)
-        graph.replay()
-        check_quantised(out, rows, ends.tolist(), weight)
+    multiply = functools.partial(grouped_linear, rows, given, weight, activations="fp8")
+    check_replays(multiply, given, spread, lambda out, ends: check_quantised(out, rows, ends, weight))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from conftest import long
 from support import products
-from support.products import check, tensor_of
+from support.products import check, problem, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.device.packed_dot import CODES_PER_WORD, _gathered
@@ -155,11 +155,6 @@ def test_kernel_of_nan_in_one_code_of_a_tile(rows, device):
     want = torch.zeros(rows, 64 * 128, dtype=torch.bool)
     want[:, 64 * at + at % 64] = True
     assert torch.equal(bad, want)
-
-
-def problem(rows, groups, **more):
-    facts = dict(outputs=4096, columns=7168, dtype=torch.bfloat16, ends=groups > 1, codes="e4m3", scale="fp32")
-    return Problem(rows, groups, **facts | dict(block=(128, 128)) | more)
 
 
 @pytest.mark.parametrize("change, reason", [

@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from support.products import check, check_quantised, rows_of
+from support.products import check, check_quantised, in_line, rows_of
 from support.ptx.run import execute
 from support.weights import random_weight
 
@@ -123,11 +123,6 @@ def quantised(rows, weight, tile, first_row=0):
     execute(kernels, "multiply", lambda: launch.multiply(product, plan))
     assert (memory[-1] == DIRT).all()
     return memory[:-1]
-
-
-def in_line(tensor):
-    """A copy whose rows begin at multiples of 16 bytes."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
 def weight_in_line(layout, outputs, columns):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_attn.ops.grouped_linear.plan import Problem
 from sparse_attn.ops.grouped_linear.reference import quantised_rows
 from sparse_attn.weight_layout import PackedWeight, dequantise
 
@@ -71,3 +72,30 @@ def tensor_of(ends, device="cpu"):
     wild = torch.full((2 * len(ends),), 2**31 - 1, dtype=torch.int32, device=device)
     wild[::2] = torch.tensor(ends, dtype=torch.int32, device=device)
     return wild[::2]
+
+
+def drawn_ends(n, groups):
+    """int64 [2, groups]: two ways to spread at most n rows over groups."""
+    return torch.randint(0, n + 1, (2, groups), generator=torch.Generator().manual_seed(1)).sort(dim=1).values
+
+
+def check_replays(multiply, given, spread, checked):
+    """A captured product follows its ends: ``given``, which multiply() reads, becomes each of ``spread``."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = multiply()
+    for ends in spread:
+        given.copy_(ends)
+        graph.replay()
+        checked(out, ends.tolist())
+
+
+def in_line(tensor):
+    """A copy whose rows begin at multiples of 16 bytes."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
+
+
+def problem(rows, groups, **more):
+    """Of bf16 rows and a weight of e4m3 in blocks of 128 x 128."""
+    facts = dict(outputs=4096, columns=7168, dtype=torch.bfloat16, ends=groups > 1, codes="e4m3", scale="fp32")
+    return Problem(rows, groups, **facts | dict(block=(128, 128)) | more)
