@@ -96,26 +96,37 @@ def _experts(run: Run, counts: list[int], sets: int) -> Iterator[Record]:
 @suite("experts_w4a8")
 def experts_w4a8(run: Run) -> Iterator[Record]:
     "The experts of experts_many with fp8 activations (W4A8), 512 and 4096 tokens; beside ours with exact ones (W4A16)."
-    experts, k, hidden, intermediate = run.pick(EXPERTS, TINY_EXPERTS)
-    gate_up = random_weight(MXFP4, experts, 2 * intermediate, hidden, device=run.device)
-    down = random_weight(MXFP4, experts, hidden, intermediate, device=run.device)
+    yield from _quantised_experts(run, MXFP4, EXPERTS, [512, 4096], 2, CLAMP, "ours, W4A16")
+
+
+@suite("experts_fp8")
+def experts_fp8(run: Run) -> Iterator[Record]:
+    "packed_experts, DeepSeek-V3.2's 256 of e4m3, 8 a token (W8A8), 64, 512 and 4096 tokens; beside ours of exact rows."
+    yield from _quantised_experts(run, FP8, V32_EXPERTS, [64, 512, 4096], 1, None, "ours, exact rows")
+
+
+def _quantised_experts(
+    run: Run, layout: WeightLayout, sizes: tuple[int, ...], counts: list[int], sets: int, clamp: float | None, peer: str
+) -> Iterator[Record]:
+    experts, k, hidden, intermediate = run.pick(sizes, TINY_EXPERTS)
+    gate_up = random_weight(layout, experts, 2 * intermediate, hidden, device=run.device)
+    down = random_weight(layout, experts, hidden, intermediate, device=run.device)
     each = (weight_bytes(gate_up) + weight_bytes(down)) // experts
-    for tokens in run.pick([512, 4096], [5]):
-        drawn = routes(2, tokens, experts, k, run.device)
+    for tokens in run.pick(counts, [5]):
+        drawn = routes(sets, tokens, experts, k, run.device)
         x = torch.randn(tokens, hidden, dtype=torch.float32, device=run.device).bfloat16()
         weights = torch.rand(tokens, k, dtype=torch.float32, device=run.device)
-        exact = functools.partial(packed_experts, x, weights, gate_up=gate_up, down=down, clamp=CLAMP)
-        ours = functools.partial(exact, activations="fp8")
-        some = sampled(tokens, 3, run.device)
-        want = packed_experts(
-            x[some], weights[some], drawn[0][some], gate_up, down, clamp=CLAMP, activations="fp8", impl="reference"
-        )
-        check_vectors(ours(ids=drawn[0])[some], want, REQUANTISED, "out")
+        some, calls = sampled(tokens, 3, run.device), []
+        for activations, level in (("fp8", REQUANTISED), ("exact", LEVEL)):
+            options = dict(gate_up=gate_up, down=down, clamp=clamp, activations=activations)
+            want = packed_experts(x[some], weights[some], drawn[0][some], impl="reference", **options)
+            calls.append([functools.partial(packed_experts, x, weights, ids, **options) for ids in drawn])
+            check_vectors(calls[-1][0]()[some], want, level, "out")
+        ours, exact = calls
         touched = sum(ids.unique().numel() for ids in drawn) / len(drawn)
         work = roofline.Work(touched * each + 4 * tokens * hidden, 6 * tokens * k * hidden * intermediate, fp8=True)
-        calls = [[functools.partial(one, ids=ids) for ids in drawn] for one in (ours, exact)]
-        theirs = None if run.dry else calls[1]
-        yield run.compare(f"tokens {tokens}", calls[0], "ours, W4A16", theirs, run.floor(work), target_ms=20)
+        theirs = None if run.dry else exact
+        yield run.compare(f"tokens {tokens}", ours, peer, theirs, run.floor(work), target_ms=20)
 
 
 @suite("linears_few")
@@ -170,29 +181,6 @@ def linears_exact(run: Run) -> Iterator[Record]:
             theirs = None if run.dry else [functools.partial(F.linear, x, expanded)]
             case = f"{name} {outputs} x {columns}, rows {rows}"
             yield run.compare(case, [ours], "torch linear, bf16 weight", theirs, run.floor(work), rest_s=0.2)
-
-
-@suite("experts_fp8")
-def experts_fp8(run: Run) -> Iterator[Record]:
-    "packed_experts, DeepSeek-V3.2's 256 of e4m3, 8 a token (W8A8), 64, 512 and 4096 tokens; beside ours of exact rows."
-    experts, k, hidden, intermediate = run.pick(V32_EXPERTS, TINY_EXPERTS)
-    gate_up = random_weight(FP8, experts, 2 * intermediate, hidden, device=run.device)
-    down = random_weight(FP8, experts, hidden, intermediate, device=run.device)
-    each = (weight_bytes(gate_up) + weight_bytes(down)) // experts
-    for tokens in run.pick([64, 512, 4096], [5]):
-        ids = routes(1, tokens, experts, k, run.device)[0]
-        x = torch.randn(tokens, hidden, dtype=torch.float32, device=run.device).bfloat16()
-        weights = torch.rand(tokens, k, dtype=torch.float32, device=run.device)
-        exact = functools.partial(packed_experts, x, weights, ids, gate_up, down)
-        ours, some = functools.partial(exact, activations="fp8"), sampled(tokens, 3, run.device)
-        for activations, level in (("exact", LEVEL), ("fp8", REQUANTISED)):
-            options = dict(activations=activations)
-            want = packed_experts(x[some], weights[some], ids[some], gate_up, down, impl="reference", **options)
-            check_vectors(exact(**options)[some], want, level, "out")
-        work = roofline.Work(ids.unique().numel() * each + 4 * tokens * hidden, 6 * ids.numel() * hidden * intermediate)
-        theirs = None if run.dry else [exact]
-        floor = run.floor(work._replace(fp8=True))
-        yield run.compare(f"tokens {tokens}", [ours], "ours, exact rows", theirs, floor, target_ms=20)
 
 
 def _scaled_mm(x: torch.Tensor, weight: PackedWeight) -> Callable[[], torch.Tensor]:
