@@ -49,6 +49,11 @@ class Target:
         return self.arch == "gfx950"
 
     @property
+    def fp8_cast(self) -> bool:
+        """Whether a cast of fp32 to e4m3fn rounds once. On sm_89 Triton casts to fp16 first."""
+        return self.fp8_dot and self.vendor == "nvidia" and self.arch != 89
+
+    @property
     def reads_shared_operands(self) -> bool:
         """Whether the matrix unit takes operands from shared memory (wgmma, tcgen05), not out of registers."""
         return self.vendor == "nvidia" and isinstance(self.arch, int) and 90 <= self.arch < 120

@@ -247,10 +247,9 @@ def test_rows_quantised_for_the_streamed_kernel(columns, dtype, device):
     for sort, tokens, of in (((None, None), 9, list(range(9))), ((ids, place), 3, TOKENS)):
         codes = torch.full((len(of) + 1, columns), 99, dtype=torch.uint8, device=device)
         scales, target = torch.full((len(of) + 1,), -1.0, device=device), target_of(codes.device)
-        fp8_cast = target.fp8_dot and target.vendor == "nvidia"
         quantise_rows[(tokens,)](
-            x, *sort, codes, scales, 3, EXPERTS, columns, *x.stride(), BLOCK=1024, FP8_CAST=fp8_cast, num_warps=1,
-            **pdl.launched(target),
+            x, *sort, codes, scales, 3, EXPERTS, columns, *x.stride(), BLOCK=1024, FP8_CAST=target.fp8_cast,
+            num_warps=1, **pdl.launched(target),
         )  # fmt: skip
         in_order = codes.cpu().view(len(codes), -1, 4, 2, 4, 4).permute(0, 1, 4, 2, 3, 5).reshape(-1, columns)
         assert torch.equal(in_order[:-1], want[of, 0]) and torch.equal(scales.cpu()[:-1], want_scales[of, 0])

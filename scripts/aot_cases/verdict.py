@@ -13,6 +13,7 @@ MAX_THREADS = 1024  # of a program
 UNASKED = 48 << 10  # bytes of shared memory; Triton asks for more where its own part alone is more
 TENSOR_MEMORY = 512  # columns of sm_100
 FP8_INSTRUCTIONS = {"nvidia": ("ptx", r"e4m3|e5m2"), "amd": ("amdgcn", r"v_\w*(?:fp8|bf8)\w*")}
+TWICE_ROUNDED = re.compile(r"cvt\.\S*e4m3x2\.f16x2")
 SHARED_ADDRESS = re.compile(r"(?:mov\.b32|add\.s32)\s+(%r\d+), (global_smem|%r\d+)(?:, (\d+))?;")
 SHARED_ACCESS = re.compile(r"\[(global_smem|%r\d+)(?:\+(\d+))?\]")
 BARRIER_BYTES = 8
@@ -112,6 +113,8 @@ def failures(name: str, kernel: str, target: Target, compiled: Compiled) -> list
     stage, pattern = FP8_INSTRUCTIONS[target.vendor]
     if not target.fp8_dot and (found := re.search(pattern, compiled.assembly[stage])):
         wrong.append(f"an fp8 instruction, {found[0]}, where there is no e4m3fn hardware")
+    if found := TWICE_ROUNDED.search(compiled.assembly.get("ptx", "")):
+        wrong.append(f"{found[0]}: fp32 that became fp16 on its way to fp8 was rounded twice")
     if target.has_pdl and (found := reaches_memory_early(compiled.assembly["ptx"], early_reads(kernel, compiled))):
         wrong.append(f"{found} before {WAITS}, which lets launches start early")
     wrong += [f"{access} in the memory of an mbarrier" for access in _in_barriers(compiled.assembly.get("ptx", ""))]

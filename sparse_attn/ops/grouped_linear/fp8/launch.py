@@ -22,7 +22,7 @@ def quantise(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, targ
     together = min(most, 1 << (groups - 1).bit_length())
     kernels.quantise[(-(-n // count), -(-groups // together))](
         rows, codes, scales, n, rows.shape[1], groups, *rows.stride(), *scales.stride(), GROUP=GROUP, ROWS=count,
-        GROUPS=together, FP8_CAST=target.fp8_dot and target.vendor == "nvidia", num_warps=4,
+        GROUPS=together, FP8_CAST=target.fp8_cast, num_warps=4,
         **pdl.launched(target),
     )  # fmt: skip
 
