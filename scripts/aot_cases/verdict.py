@@ -61,6 +61,7 @@ SPILLS_OF_LATER = {
         "index_logits.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
         "index_logits.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},
         "ragged.pack_rows": {"nvidia": 24},
+        "topk.algorithms.multi_cta.select_multi_cta": {"sm_120": 128},
     },
     (3, 9): {
         "attention.hopper.prefill_bf16.attend": {"sm_90": 120},
