@@ -183,3 +183,32 @@ def test_a_chain_of_captured_launches(n):
         for _ in range(50 if long() else 10):
             graph.replay()
             assert torch.equal(got[-1], want[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [8, 64])
+def test_a_weight_that_torch_changes_between_two_products(n):
+    """With a kernel of torch's between, as the contract asks: the product is of the new codes, eager and captured."""
+    weight = weight_of(V32, 7168, 2048)
+    x = products.rows_of(n, 2048, torch.bfloat16).cuda()
+    codes = weight.codes.view(torch.uint8)
+    change = codes ^ codes.roll(1, 0)
+
+    def turn():
+        codes.bitwise_xor_(change)
+        return linear(x + 0, weight)
+
+    torch.cuda.synchronize()
+    before = linear(x, weight)
+    codes.bitwise_xor_(change)
+    torch.cuda.synchronize()
+    after = linear(x, weight)
+    assert not torch.equal(before, after)
+    for _ in range(50):
+        assert torch.equal(turn(), before) and torch.equal(turn(), after)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        first, second = turn(), turn()
+    for _ in range(50):
+        graph.replay()
+    assert torch.equal(first, before) and torch.equal(second, after)
