@@ -1,6 +1,6 @@
 """Which tests run where: `gpu` needs a GPU, `gpus(2)` two; `kernel` a GPU or Triton's interpreter (TRITON_INTERPRET=1).
 
-SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.sh.
+SPARSE_ATTN_SMALL=1 keeps `kernel` tests on a GPU to the sizes of the interpreter, for scripts/sanitize.py.
 SPARSE_ATTN_OTHER_DEFAULTS=8 runs every eighth (1: each) of the tests that support/other_defaults.py names under defaults of
 torch other than torch's own.
 SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy tests run a sample of theirs, always the

@@ -1,6 +1,7 @@
 """The gate in parts and the comparison of runs, with runs that are made up: no GPU."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -338,3 +339,44 @@ def test_the_longest_parts_go_first():
     parts = parts_by_length()
     assert len(set(parts)) == len(parts) == TESTS + SUITES
     assert parts[0].kind == "tests" and parts[-1].kind == "suites"
+
+
+@pytest.mark.parametrize("errors, hangs", [(0, False), (3, False), (0, True)])
+def test_what_a_sanitizer_finds_is_recorded(errors, hangs, tmp_path, monkeypatch, capsys):
+    """Tests by file, errors of all processes, and whether the tool came to its end; another tool is kept."""
+    import gpu_gate
+    import sanitize
+
+    (tmp_path / "compute-sanitizer").write_text(
+        f"""#!{sys.executable}
+import sys, time
+given = dict(one.split("=", 1) for one in sys.argv if one.startswith(("--log-file=", "--junitxml=")))
+for process in (1, 2):
+    with open(given["--log-file"].replace("%p", str(process)), "w") as log:
+        log.write("========= Invalid read at attend+0x50\\n" * {errors} + "========= ERROR SUMMARY: {errors} errors\\n")
+with open(given["--junitxml"], "w") as report:
+    report.write('<testsuite><testcase classname="tests.test_a" name="b"/><testcase classname="tests.test_a" name="c">'
+                 '<skipped/></testcase></testsuite>')
+time.sleep({60 if hangs else 0})
+"""
+    )
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(gpu_gate, "about_this", lambda *_: dict(ABOUT))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    out = tmp_path / "found.json"
+    out.write_text(json.dumps({**ABOUT, "tools": {"racecheck": {"errors": 7}, "memcheck": {"errors": 9}}}))
+    arguments = ["--tool", "memcheck", "--out", str(out), "--logs", str(tmp_path / "logs"), "--seconds", "3"]
+    assert sanitize.main(arguments) == (1 if errors or hangs else 0)
+    tools = json.loads(out.read_text())["tools"]
+    assert tools["racecheck"] == {"errors": 7}
+    found = tools["memcheck"]
+    assert found["errors"] == 2 * errors and found["finished"] is not hangs
+    assert found["passed"] == {"test_a.py": 1} and found["failed"] == []
+    assert found["places"] == ({"attend": 2 * errors} if errors else {})
+
+
+def test_every_file_that_the_sanitizer_takes_by_itself_is_there():
+    import sanitize
+
+    assert {f"test_{name}.py" for name in sanitize.HOPPER} <= TESTS

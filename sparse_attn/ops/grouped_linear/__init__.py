@@ -74,8 +74,8 @@ def grouped_linear(
     gives NaN. On a GPU nothing waits for the host, so a step can be captured. How sums are split depends on n. On
     Hopper many rows are multiplied by codes that were expanded to bf16, at most 64 MiB of them in scratch at a time.
 
-    A weight that is changed in place: on Hopper the products of up to 1024 rows load codes before the launch in front of
-    them has ended. Between the change and the product launch a kernel of torch's, or synchronise.
+    A weight that is changed in place: on Hopper products of up to 1024 rows load codes before the launch in front has
+    ended. Between the change and the product launch a kernel of torch's, or synchronise.
 
     activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest
     magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is
