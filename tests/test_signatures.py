@@ -3,16 +3,18 @@
 import ast
 import configparser
 import inspect
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 
 import sparse_attn as sa
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import latent, windowed
 from sparse_attn.runtime.generate import Model, generate
-from sparse_attn.torch_private import TorchDispatchMode, schema
+from sparse_attn.torch_private import TorchDispatchMode, operators, schema
 
 INPUTS = {
     ("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),
@@ -120,3 +122,121 @@ def test_batch_invariant_models_generate_within_their_workspace(name, graph):
     model = Model(spec, params, sa.cache_layouts(spec, "fp8"), batch_invariant=True)
     prompts = [[n * 7 % 250 for n in range(length)] for length in (300, 2, 40)]
     generate(model, prompts, max_new_tokens=5, prefill_tokens=128, graph=graph)
+
+
+def test_schemas():
+    """Programs that were exported hold them, so an operator's schema stays as it is; a new operator adds a line."""
+    found = [str(schema(getattr(torch.ops.sparse_attn, name).default)) for name in sorted(operators("sparse_attn"))]
+    assert_expected_inline(
+        "\n\n".join("\n".join(textwrap.wrap(one, 116)) for one in found),
+        """\
+sparse_attn::apply_rope(Tensor x, Tensor positions, Tensor cos_sin, int start, bool interleaved, bool inverse, str
+impl) -> Tensor
+
+sparse_attn::biased_grouped_topk(Tensor logits, Tensor bias, int top_k, int num_groups, int top_groups, bool
+renormalise, float routed_scale, str score, str impl) -> (Tensor, Tensor)
+
+sparse_attn::build_ragged_indices_from_dense(Tensor indices, Tensor? lengths, Tensor? row_offsets, SymInt num_rows,
+str impl) -> (Tensor, Tensor)
+
+sparse_attn::combine_topk_swa_indices_ragged(Tensor? topk, Tensor limits, Tensor positions, Tensor entry_offsets,
+Tensor window_offsets, int window, SymInt max_entries, SymInt num_rows, str impl) -> (Tensor, Tensor)
+
+sparse_attn::compress_and_cache(Tensor kv, Tensor gate, Tensor position_bias, Tensor norm_weight, Tensor positions,
+Tensor request_ids, Tensor(a!) state, Tensor state_table, Tensor(b!) cache, Tensor slot_mapping, Tensor cos_sin, int
+ratio, bool overlap, float eps, int rope_start, bool hadamard, str layout, str impl) -> ()
+
+sparse_attn::compressed_plan(Tensor request_ids, Tensor positions, Tensor block_table, Tensor kv_indptr, SymInt
+decode_rows, int ratio, SymInt block_size, str impl) -> (Tensor limits, Tensor slots, Tensor kv_indptr, Tensor
+kv_start, Tensor kv_end)
+
+sparse_attn::compute_global_topk_ragged_indices_and_indptr(Tensor topk, Tensor request_ids, Tensor block_table,
+SymInt block_size, str impl) -> (Tensor, Tensor)
+
+sparse_attn::count_digits(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor? sums, Tensor? state, int k,
+int level, str impl) -> (Tensor, Tensor)
+
+sparse_attn::count_ties(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor sums, Tensor state, int
+block_size, str impl) -> (Tensor, Tensor, Tensor)
+
+sparse_attn::entry_indices(Tensor limits, Tensor request_ids, Tensor block_table, SymInt block_size, SymInt
+max_entries, str impl) -> (Tensor, Tensor)
+
+sparse_attn::gather_indexer_k(Tensor cache, Tensor block_table, Tensor kv_indptr, SymInt capacity, str layout, str
+impl) -> (Tensor keys, Tensor scales)
+
+sparse_attn::gather_kv_cache(Tensor cache, Tensor block_table, Tensor kv_indptr, Tensor? starts, SymInt capacity,
+str layout, ScalarType dtype, str impl) -> Tensor
+
+sparse_attn::grouped_linear(Tensor rows, Tensor? ends, Tensor codes, Tensor? scales, str layout, bool
+batch_invariant, str impl) -> Tensor
+
+sparse_attn::grouped_linear_fp8(Tensor rows, Tensor? ends, Tensor codes, Tensor scales, str layout, bool
+batch_invariant, str impl) -> Tensor
+
+sparse_attn::hyper_merge(Tensor out, Tensor streams, Tensor post, Tensor comb, str impl) -> Tensor
+
+sparse_attn::hyper_mix(Tensor streams, Tensor raw, Tensor base, Tensor scale, int iterations, float eps, float
+norm_eps, str impl) -> (Tensor collapsed, Tensor post, Tensor comb)
+
+sparse_attn::index_topk_decode(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor block_table, int
+top_k, SymInt max_context_len, str layout, int logits_bytes, str impl) -> Tensor
+
+sparse_attn::index_topk_decode_slots(Tensor q, Tensor weights, Tensor cache, Tensor context_lens, Tensor
+block_table, int top_k, SymInt max_context_len, str layout, int logits_bytes, str impl) -> (Tensor, Tensor)
+
+sparse_attn::index_topk_prefill(Tensor q, Tensor weights, Tensor k, Tensor? k_scale, Tensor kv_start, Tensor kv_end,
+int top_k, str flavour, int logits_bytes, str impl) -> Tensor
+
+sparse_attn::indexer_k_quant_and_cache(Tensor k, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl) -> ()
+
+sparse_attn::indexer_q_rope_quant(Tensor q, Tensor weights, Tensor positions, Tensor cos_sin, int start, bool
+interleaved, bool hadamard, float weight_scale, str layout, str impl) -> (Tensor, Tensor)
+
+sparse_attn::merge_attn_states(Tensor outs, Tensor lses, Tensor? sink, str impl) -> (Tensor out, Tensor lse)
+
+sparse_attn::merge_candidates(Tensor candidates, Tensor columns, int block_size, int rank, str impl) -> Tensor
+
+sparse_attn::mqa_logits(Tensor q, Tensor k, Tensor? k_scale, Tensor weights, Tensor kv_start, Tensor kv_end, str
+flavour, str impl) -> Tensor
+
+sparse_attn::no_backward(Tensor output, Tensor[] inputs, str name) -> Tensor
+
+sparse_attn::pack_candidates(Tensor logits, Tensor columns, Tensor? row_starts, int block_size, str impl) -> Tensor
+
+sparse_attn::packed_experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor gate_up_scales, str
+gate_up_layout, Tensor down, Tensor down_scales, str down_layout, float? clamp, int num_experts, str activations,
+bool batch_invariant, str impl) -> Tensor
+
+sparse_attn::paged_mqa_logits(Tensor q, Tensor cache, Tensor weights, Tensor context_lens, Tensor block_table,
+SymInt max_context_len, str layout, str impl) -> Tensor
+
+sparse_attn::refuse_backward(Tensor grad, Tensor like, str name) -> Tensor
+
+sparse_attn::sparse_attn_decode(Tensor q, Tensor cache, Tensor indices, Tensor indptr, float scale, str layout,
+Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_indptr, str extra_layout, Tensor? sink, bool
+batch_invariant, str impl) -> (Tensor out, Tensor lse)
+
+sparse_attn::sparse_attn_into(Tensor q, Tensor cache, Tensor indices, Tensor indptr, Tensor? lengths, float scale,
+str layout, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_indptr, Tensor? extra_lengths, str
+extra_layout, Tensor? sink, bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits, bool
+inf_lse, str impl) -> ()
+
+sparse_attn::sparse_attn_prefill(Tensor q, Tensor kv, Tensor indices, Tensor indptr, float scale, int d_v, Tensor?
+sink, bool batch_invariant, str impl) -> (Tensor out, Tensor lse)
+
+sparse_attn::step_plan(Tensor query_start_loc, Tensor seq_lens, Tensor slot_mapping, SymInt num_decodes, SymInt
+next_n, str impl) -> (Tensor request_ids, Tensor positions, Tensor limits, Tensor slots, Tensor kv_indptr, Tensor
+kv_start, Tensor kv_end)
+
+sparse_attn::take_winners(Tensor logits, Tensor? row_starts, Tensor? row_ends, Tensor ties, Tensor above, Tensor
+state, int k, int block_size, int rank, str impl) -> Tensor
+
+sparse_attn::top_k_per_row(Tensor logits, Tensor? row_starts, Tensor? row_ends, int k, str impl) -> Tensor
+
+sparse_attn::window_indices(Tensor positions, Tensor request_ids, Tensor block_table, SymInt block_size, int window,
+str impl) -> (Tensor, Tensor)
+
+sparse_attn::write_kv_cache(Tensor latent, Tensor rope, Tensor(a!) cache, Tensor slot_mapping, str layout, str impl)
+-> ()""",
+    )
