@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
     "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "fake_mode",
-    "fake_processes", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address", "no_torch_function",
-    "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema", "storage_key",
-    "stream_handle",
+    "fake_processes", "has_forward_hooks", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address",
+    "no_torch_function", "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema",
+    "storage_key", "stream_handle",
 )  # fmt: skip
 
 leaves, map_leaves = _pytree.tree_iter, _pytree.tree_map
@@ -133,6 +133,11 @@ def parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters of ``module`` itself by name, a live view."""
     held: Any = module._parameters  # of which torch says that they may be None
     return held
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of ``module`` calls hooks of its own before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def uncompiled(step: object) -> object:

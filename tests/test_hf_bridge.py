@@ -1,13 +1,18 @@
 """DSA models of transformers with our scores, selection and attention, against their own eager attention."""
 
+import contextlib
 import copy
+import functools
 import importlib
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import long
 from support.bridged import MODELS, TOP_K, generating, models, padded_batch, stable
+from torch.nn.utils.parametrize import register_parametrization
 
 pytest.importorskip("transformers", minversion="5.24")
 
@@ -16,6 +21,7 @@ import transformers  # noqa: E402
 import sparse_attn.integrations.transformers as bridge  # noqa: E402
 from sparse_attn.integrations.transformers import families, indexer, latent, windowed  # noqa: E402
 from sparse_attn.integrations.transformers.bounds import row_bounds  # noqa: E402
+from sparse_attn.integrations.transformers.refusals import check_absorbable  # noqa: E402
 from sparse_attn.torch_private import EagerDispatchMode, schema  # noqa: E402
 
 TOLERANCE = 2e-4
@@ -165,17 +171,142 @@ class Adapter(torch.nn.Linear):
     pass
 
 
+class Linear(torch.nn.Module):
+    """A layer and what an adapter adds to it: the shape, and the name, of peft's wrapper."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(base_layer.in_features, 3, bias=False)
+        self.lora_B = torch.nn.Linear(3, base_layer.out_features, bias=False)
+
+    weight = property(lambda self: self.base_layer.weight)
+    bias = property(lambda self: self.base_layer.bias)
+
+    def forward(self, inputs):
+        return self.base_layer(inputs) + self.lora_B(self.lora_A(inputs))
+
+
+class Packed(torch.Tensor):
+    """As torchao's weights and torch's DTensor."""
+
+    def __tensor_flatten__(self):
+        raise NotImplementedError
+
+
+class Bent(torch.nn.Module):
+    """What no norm behind it takes back."""
+
+    def forward(self, values):
+        return values + values.roll(1, -1)
+
+
+bent = Bent()
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, inputs, output: bent(output))
+    return module
+
+
+def hooked_before(module):
+    module.register_forward_pre_hook(lambda module, inputs: (bent(inputs[0]), *inputs[1:]))
+    return module
+
+
+def overridden(module):
+    forward = module.forward
+    module.forward = lambda *args, **options: bent(forward(*args, **options))
+    return module
+
+
+def parametrized(module):
+    register_parametrization(module, "weight", Bent())
+    return module
+
+
+def packed(linear):
+    linear.weight = torch.nn.Parameter(linear.weight.as_subclass(Packed), requires_grad=False)
+    return linear
+
+
+def replaced(model, path, make):
+    """Put ``make`` of the module at ``path`` of a layer's attention in its place."""
+    for layer in model.model.layers:
+        parent, _, name = path.rpartition(".")
+        with contextlib.suppress(AttributeError):  # a layer that has none
+            parent = layer.self_attn.get_submodule(parent)
+            setattr(parent, name, make(parent.get_submodule(name)))
+    return model.requires_grad_(False)
+
+
 @pytest.mark.parametrize(
-    ("linear", "words"),
+    ("name", "path", "make", "words"),
     (
-        (Adapter(32, 88, bias=False), "kv_b_proj: got a Adapter"),
-        (torch.nn.Linear(32, 88), "kv_b_proj: got a bias"),
-        (torch.nn.Linear(32, 88, bias=False, device="meta"), "kv_b_proj: got a weight that is not on a device"),
+        ("deepseek_v32", "kv_b_proj", Linear, "a Linear of test_hf_bridge, allowed: Linear of torch.nn.modules.linear"),
+        ("deepseek_v32", "kv_b_proj", lambda _: Adapter(32, 176, bias=False), "a Adapter of test_hf_bridge"),
+        ("deepseek_v32", "kv_b_proj", lambda _: torch.nn.Linear(32, 176), "a bias"),
+        ("deepseek_v32", "kv_b_proj", lambda linear: linear.to("meta"), "a weight that is not on a device"),
+        ("deepseek_v32", "kv_b_proj", packed, "a weight that is a Packed"),
+        ("deepseek_v32", "kv_b_proj", parametrized, "a ParametrizedLinear of torch.nn.utils.parametrize"),
+        ("deepseek_v32", "kv_b_proj", hooked, "a module with forward hooks"),
+        ("deepseek_v32", "kv_b_proj", hooked_before, "a module with forward hooks"),
+        ("deepseek_v32", "kv_b_proj", overridden, "a module with a forward of its own"),
+        ("deepseek_v4", "compressor", hooked, "a module with forward hooks"),
+        ("deepseek_v4", "compressor.indexer", overridden, "a module with a forward of its own"),
+        ("deepseek_v4", "compressor.indexer.scorer", hooked_before, "a module with forward hooks"),
+        ("deepseek_v4", "compressor.indexer.rotary_emb", hooked, "a module with forward hooks"),
     ),
 )
-def test_a_kv_b_proj_that_computes_more_than_its_weight_is_refused(linear, words):
-    with pytest.raises(ValueError, match=words):
-        latent.absorbed(linear, 2, 20, 24, torch.float32)
+def test_a_module_that_is_not_called_is_refused_where_a_call_would_do_more(name, path, make, words):
+    ids, cache = torch.randint(2, 61, (2, 9)), transformers.DynamicCache(config=models(name)[1].config)
+    changed = replaced(copy.deepcopy(models(name)[1]), path, make)
+    with torch.no_grad(), pytest.raises(ValueError, match=f"{path}: got {words}"):
+        changed(ids, cache=cache)
+    assert cache.layers[1 if name == "deepseek_v4" else 0].keys is None  # the first of V4 has no compressor
+
+
+def test_a_layer_is_absorbed_where_accelerate_moves_its_inputs_and_refused_where_it_offloads(monkeypatch):
+    hooks = types.SimpleNamespace(AlignDevicesHook=type("AlignDevicesHook", (), dict(offload=False)))
+    monkeypatch.setitem(sys.modules, "accelerate.hooks", hooks)
+    linear = torch.nn.Linear(32, 88, bias=False)
+    linear._hf_hook = hooks.AlignDevicesHook()
+    linear.forward = functools.update_wrapper(functools.partial(linear.forward), linear.forward)
+    check_absorbable(linear)
+    linear._hf_hook.offload = True
+    with pytest.raises(ValueError, match="a forward of its own, as accelerate gives to those that it offloads"):
+        check_absorbable(linear)
+
+
+CALLED = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "indexer.wq_b", "indexer.wk", "indexer.weights_proj")
+CALLED_BY_V4 = (
+    "q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", "compressor.kv_proj", "compressor.gate_proj",
+    "compressor.indexer.kv_proj", "compressor.indexer.gate_proj", "compressor.indexer.q_b_proj",
+    "compressor.indexer.scorer.weights_proj",
+)  # fmt: skip
+NORMS = ("q_a_norm", "kv_norm", "compressor.kv_norm", "compressor.indexer.kv_norm")
+
+
+@pytest.mark.parametrize(
+    ("name", "paths", "make"),
+    (
+        ("deepseek_v32", CALLED, Linear),
+        ("deepseek_v4", CALLED_BY_V4, Linear),
+        *(("deepseek_v4", NORMS, make) for make in (hooked, hooked_before, overridden, parametrized)),
+    ),
+)
+def test_adapters_hooks_and_forwards_of_other_modules_do_what_they_do_in_eager(name, paths, make):
+    ids, mask, positions = padded_batch()
+    with stable():
+        plain = models(name)[0](ids, attention_mask=mask, position_ids=positions).logits
+        for path in paths:
+            results = []
+            for model in models(name):
+                torch.manual_seed(0)
+                changed = replaced(copy.deepcopy(model), path, make)
+                results.append(changed(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()])
+            torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=0)
+            assert (results[0] - plain[mask.bool()]).abs().max() > 0.01
 
 
 def refused(words, model=None, **options):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sparse_attn.integrations.transformers import indexer, latent, windowed
 from sparse_attn.integrations.transformers.bounds import is_bounds, row_bounds
 from sparse_attn.integrations.transformers.private import forget, implementation
-from sparse_attn.integrations.transformers.refusals import check_call, refuse
+from sparse_attn.integrations.transformers.refusals import check_absorbable, check_call, refuse
 
 NAME = "sparse_attn"
 
@@ -129,6 +129,7 @@ def _attention_forward(original: Any) -> Any:
     def forward(self, hidden_states, *args, cache=None, **others):
         if _is_ours(self):
             check_call(self, hidden_states, others)
+            check_absorbable(self.kv_b_proj)
             cache = None if cache is None else latent.RowCache(cache)
         return original(self, hidden_states, *args, cache=cache, **others)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparse_attn.integrations.transformers.bounds import is_bounds
-from sparse_attn.integrations.transformers.refusals import FP8, check_absorbable, refuse
+from sparse_attn.integrations.transformers.refusals import refuse
 from sparse_attn.ops.attention import sparse_attn_prefill
 from sparse_attn.ops.ragged import build_ragged_indices_from_dense
 from sparse_attn.types import Ragged
@@ -100,11 +100,11 @@ def _attend(
 def absorbed(linear: Any, heads: int, nope: int, v: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """kv_b_proj as (keys [heads, nope, latent], values [heads, v, latent]): views of its weight.
 
-    An FP8Linear's codes are multiplied by their scales for this call alone.
+    linear: what ``check_absorbable`` lets pass. Codes of an FP8Linear are multiplied by their scales for this call
+    alone.
     """
-    check_absorbable(linear)
     weight = linear.weight
-    if type(linear).__name__ == FP8:
+    if type(linear) is not torch.nn.Linear:
         weight = _dequantised(weight, linear.weight_scale_inv, linear.block_size, dtype)
     weight = torch.unflatten(weight, 0, (heads, nope + v))
     return weight[:, :nope], weight[:, nope:]

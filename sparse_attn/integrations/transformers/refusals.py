@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-# Linear layers whose weight is read in place: whatever else a layer computes beside its weight would be lost.
-PLAIN, FP8 = "Linear", "FP8Linear"
+from sparse_attn.torch_private import has_forward_hooks
 
 
 def refuse(name: str, got: object, allowed: str) -> NoReturn:
@@ -28,11 +28,42 @@ def check_call(module: nn.Module, hidden: torch.Tensor, options: dict[str, Any])
         refuse("output_attentions", "True, but the weights of attention are never held", "False")
 
 
+def other_than(module: nn.Module, *kinds: type) -> str | None:
+    """What a call of ``module`` runs that is not the forward of one of ``kinds``, or None."""
+    if type(module) not in kinds:
+        return f"a {type(module).__name__} of {type(module).__module__}"
+    if has_forward_hooks(module):
+        return "a module with forward hooks"
+    if "forward" in module.__dict__ and not _only_moves(module):
+        return "a module with a forward of its own, as accelerate gives to those that it offloads"
+    return None
+
+
+def _only_moves(module: nn.Module) -> bool:
+    """Whether a forward of ``module``'s own is accelerate's, which moves what comes in and then calls its class's."""
+    hooks, hook = sys.modules.get("accelerate.hooks"), getattr(module, "_hf_hook", None)
+    if hooks is None or type(hook) is not hooks.AlignDevicesHook or hook.offload:
+        return False
+    wrapped = getattr(module.__dict__["forward"], "__wrapped__", None)
+    return getattr(wrapped, "__func__", None) is type(module).forward
+
+
+def check_replaced(name: str, module: nn.Module, *kinds: type) -> None:
+    """Refuse a module that the bridge does not call, where a call would run anything but its class's forward."""
+    if got := other_than(module, *kinds):
+        allowed = " or ".join(f"{kind.__name__} of {kind.__module__}" for kind in kinds)
+        refuse(name, got, f"{allowed}, with adapters merged and without hooks: it is computed, and not called")
+
+
 def check_absorbable(linear: nn.Module) -> None:
     """Refuse a kv_b_proj whose weight is not all there is to it, as under an adapter or another quantisation."""
-    if type(linear).__name__ not in (PLAIN, FP8):
-        refuse("kv_b_proj", f"a {type(linear).__name__}", f"{PLAIN} or {FP8}, of which the weight is absorbed")
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    check_replaced("kv_b_proj", linear, nn.Linear, FP8Linear)
+    weight: Any = linear.weight
     if linear.bias is not None:
         refuse("kv_b_proj", "a bias", "a layer without a bias")
-    if linear.weight.is_meta:
+    if weight.is_meta:
         refuse("kv_b_proj", "a weight that is not on a device", "weights that are not offloaded")
+    if hasattr(weight, "__tensor_flatten__"):  # shards of DTensor, and what torchao quantises
+        refuse("kv_b_proj", f"a weight that is a {type(weight).__name__}", "a plain tensor")

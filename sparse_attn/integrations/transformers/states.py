@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from sparse_attn.integrations.transformers.refusals import other_than
+
 POOLED_ROPE = "compress"
 SELECTING = "compressed_sparse_attention"  # layers with an indexer
 
@@ -66,8 +68,10 @@ def written(values: torch.Tensor) -> torch.Tensor:
 
 
 def normed(norm: Any, values: torch.Tensor) -> torch.Tensor:
-    """transformers' norm of ``values``, by one kernel where it is its own."""
-    if type(norm).__name__ != "DeepseekV4RMSNorm":
+    """transformers' norm of ``values``, by one kernel where a call would run nothing else."""
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
+
+    if other_than(norm, DeepseekV4RMSNorm):
         return norm(values)
     weight = norm.weight
     return functional.rms_norm(values.float(), weight.shape, weight.float(), norm.variance_epsilon).to(values.dtype)

@@ -12,7 +12,7 @@ import torch
 
 from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.indexer import select
-from sparse_attn.integrations.transformers.refusals import refuse
+from sparse_attn.integrations.transformers.refusals import check_replaced, refuse
 from sparse_attn.integrations.transformers.states import (
     POOLED_ROPE,
     SELECTING,
@@ -84,6 +84,7 @@ def attention(
     bounds = bounds.squeeze(1)
     if cache is None:
         _check_not_packed(at, bounds)
+    _check_replaced(module)
     state, batch, count = _state(module, cache), *hidden.shape[:2]
     turn = index_turn = turn_of(*positions[module.rope_layer_type])
     if module.layer_type == SELECTING and module.rope_layer_type != POOLED_ROPE:
@@ -100,6 +101,20 @@ def attention(
         out = torch.cat([_attend(module, rows.of(part), seen.of(part)) for part in parts], 1)
     state.finish(count)
     return out
+
+
+def _check_replaced(module: Any) -> None:
+    """Of a layer's modules, refuse those that are not called where a call would do more."""
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+
+    if module.compressor is None:
+        return
+    check_replaced("compressor", module.compressor, *filter(None, v4.COMPRESSOR_CLASSES.values()))
+    if module.layer_type == SELECTING:
+        index = module.compressor.indexer
+        check_replaced("compressor.indexer", index, v4.DeepseekV4Indexer)
+        check_replaced("compressor.indexer.scorer", index.scorer, v4.DeepseekV4IndexerScorer)
+        check_replaced("compressor.indexer.rotary_emb", index.rotary_emb, v4.DeepseekV4RotaryEmbedding)
 
 
 def _seen(
