@@ -434,6 +434,23 @@ def test_assisted_generation_is_greedy_generation():
     assert torch.equal(got, want)
 
 
+def test_a_mask_that_an_assistant_infers_is_refused_with_how_to_have_none():
+    """transformers drops a mask of ones, and the assistant then takes pad_token_id in the text for padding."""
+    ids, mask, _ = (value[:1] for value in padded_batch())
+    (eager, bridged), assistant = models("deepseek_v32"), models("axk2")[1]
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=int(ids[0, 10]))
+    with stable():
+        want = eager.generate(ids, **options)
+        assert torch.equal(bridged.generate(ids, **options), want)
+        with pytest.raises(
+            ValueError, match="attention_mask: got padding between tokens.*: a pad_token_id that no text holds"
+        ):
+            bridged.generate(ids, assistant_model=assistant, **options)
+        for free in (options | dict(eos_token_id=options["pad_token_id"]), options | dict(pad_token_id=61)):
+            want = eager.generate(ids, **free)
+            assert torch.equal(bridged.generate(ids, assistant_model=assistant, **free), want)
+
+
 class Calls(EagerDispatchMode):
     """Notes the calls of this library's operators."""
 

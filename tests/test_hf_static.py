@@ -162,6 +162,82 @@ def test_what_does_not_fit_a_static_cache_is_refused():
         bridge.static_cache(transformers.AutoConfig.for_model("dots3_note"), 12)
 
 
+def filled(model, make, rows=30):
+    """A cache of the first ``rows`` rows."""
+    ids, mask, positions = padded_batch()
+    cache = make(config=model.config.get_text_config(), max_cache_len=45)
+    model(ids[:, :rows], attention_mask=mask[:, :rows], position_ids=positions[:, :rows], cache=cache)
+    return cache
+
+
+def after(model, cache, rows=30):
+    ids, mask, positions = padded_batch()
+    options = dict(attention_mask=mask, position_ids=positions[:, rows:], cache=cache)
+    return logits_of(model(ids[:, rows:], **options))[mask[:, rows:].bool()]
+
+
+def growing(config, **others):
+    return transformers.DynamicCache(config=config)
+
+
+@pytest.mark.parametrize("make", (growing, transformers.StaticCache))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_that_another_implementation_has_filled_is_continued_or_refused(name, make):
+    eager, bridged = models(name)
+    if name == V4 and make is not growing:
+        return
+    with stable():
+        for first, then, other in ((eager, bridged, "another implementation"), (bridged, eager, "sparse_attn")):
+            cache = filled(first, make)
+            want = after(first, copy.deepcopy(cache))
+            if name == V4:
+                torch.testing.assert_close(after(then, cache), want, atol=TOLERANCE, rtol=0)
+                continue
+            with pytest.raises(ValueError, match=f"cache: got one that {other} has filled, allowed: an empty one, or"):
+                after(then, cache)
+            assert torch.equal(after(first, cache), want)  # nothing was written
+
+
+@pytest.mark.parametrize("name", ("deepseek_v32", "mistral_large4", V4))
+def test_a_static_cache_that_is_too_small_is_refused_and_stays_as_it_was(name):
+    bridged = models(name)[1]
+    ids = padded_batch()[0]
+    with torch.no_grad():
+        cache, wide = (bridge.static_cache(bridged, length) for length in (40, 45))
+        for held in (cache, wide):
+            with pytest.raises(ValueError, match="cache: got more tokens than fit, allowed: max_len = 4[05]"):
+                bridged(torch.cat([ids, ids[:, :1]], 1), cache=held)
+            bridged(ids[:, :30], cache=held)
+        with pytest.raises(ValueError, match="cache: got more tokens than fit, allowed: max_len = 40"):
+            bridged(ids[:, 30:41], cache=cache)
+        got, want = (logits_of(bridged(ids[:, 30:40], cache=held)) for held in (cache, wide))
+        torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+        with pytest.raises(ValueError, match="cache: got more tokens than fit, allowed: max_len = 40"):
+            bridged(ids[:, 40:41], cache=cache)
+
+
+def test_a_cache_without_room_for_entries_is_refused_with_what_to_pass():
+    eager, bridged = models(V4)
+    ids = padded_batch()[0]
+    allowed = r"allowed: DynamicCache\(config=model.config\), or bridge.static_cache"
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=f"cache: got none of its layers, {allowed}"):
+            bridged(ids, cache=transformers.DynamicCache())
+        other = transformers.DynamicCache(config=transformers.LlamaConfig(num_hidden_layers=4))
+        with pytest.raises(
+            ValueError, match=f"cache: got a layer DynamicLayer, which has no room for entries, {allowed}"
+        ):
+            bridged(ids, cache=other)
+        for model in (eager, bridged):
+            with pytest.raises(
+                ValueError, match="for deepseek_v4, for which transformers has none, allowed: .*bridge.static"
+            ):
+                model.generate(ids, max_new_tokens=2, cache_implementation="static")
+    bridge.unregister()
+    with pytest.raises(KeyError):
+        transformers.StaticCache(config=eager.config, max_cache_len=12)
+
+
 @pytest.mark.gpu
 def test_a_captured_step_of_v4_serves_every_length():
     ids, mask, positions = (value.cuda() for value in padded_batch())

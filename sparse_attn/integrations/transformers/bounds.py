@@ -33,7 +33,8 @@ def row_bounds(
     padding is in front of them or behind them. q_offset, kv_offset: cache positions of the first row and the first key
     that a layer returns. local_size: a row sees that many keys at most, itself included. Ranges count from kv_offset.
 
-    Raises ValueError for packed sequences, for masks that are not causal, and for padding between tokens.
+    Raises ValueError for packed sequences, for masks that are not causal, for padding between tokens, and for rows
+    behind the end of a cache of fixed size. Where the host would have to wait to know, the device is stopped.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -42,6 +43,7 @@ def row_bounds(
             "attention_mask", "packed sequences, or a mask that is not causal",
             "one sequence a row; pass attention_mask or a cache where sequences are not packed",
         )  # fmt: skip
+    _check_room(q_offset + q_length, kv_offset + kv_length)
     at = torch.arange(q_length, dtype=torch.int64, device=device) + q_offset
     if attention_mask is None:
         first = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
@@ -60,8 +62,23 @@ def row_bounds(
     return ranges.clamp(min=0).to(torch.int32).unsqueeze(1)
 
 
+def _check_room(end: int | torch.Tensor, room: int) -> None:
+    if not isinstance(end, torch.Tensor):
+        if end > room:
+            refuse("cache", "more tokens than fit", f"max_len = {room}")
+        return
+    fits = end <= room
+    if fits.is_cuda or torch.compiler.is_compiling():
+        assert_on_device(fits, f"cache: got more tokens than fit, allowed: max_len = {room}")
+    elif not fits:
+        refuse("cache", "more tokens than fit", f"max_len = {room}")
+
+
 def _check_contiguous(count: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> None:
-    message = "attention_mask: got padding between tokens, allowed: padding in front of a sequence or behind it"
+    message = (
+        "attention_mask: got padding between tokens, allowed: padding in front of a sequence or behind it. Where"
+        " generate infers a mask, as for an assistant, allowed: a pad_token_id that no text holds, or eos_token_id"
+    )
     good = ((count == last - first + 1) | (count == 0)).all()
     if torch.compiler.is_compiling() or streams.capturing(good.device):
         assert_on_device(good, message)

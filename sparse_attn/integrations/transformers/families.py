@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from sparse_attn.integrations.transformers import indexer, latent, windowed
 from sparse_attn.integrations.transformers.bounds import is_bounds, row_bounds
 from sparse_attn.integrations.transformers.private import forget, implementation
-from sparse_attn.integrations.transformers.refusals import check_absorbable, check_call, refuse
+from sparse_attn.integrations.transformers.refusals import (
+    check_absorbable,
+    check_call,
+    check_filled,
+    refuse,
+)
 
 NAME = "sparse_attn"
 
@@ -57,6 +62,7 @@ def register() -> None:
 
     ImportError where transformers is missing or older than 5.24.
     """
+    from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -69,18 +75,23 @@ def register() -> None:
     _set(v4.DeepseekV4Attention, "forward", _windowed_forward)
     for name, (prefix, reason) in REFUSED.items():
         _refuse_model(name, getattr(modules[name], f"{prefix}Attention"), reason)
+    for layer_type in v4.COMPRESSOR_CLASSES:
+        STATIC_LAYER_TYPE_MAPPING.setdefault(layer_type, _no_static_layer)
     ALL_ATTENTION_FUNCTIONS.register(NAME, latent.attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, row_bounds)
 
 
 def unregister() -> None:
     """Take back what ``register`` did. Models that run on it must be switched to another implementation before."""
+    from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
+    for layer_type in [name for name, made in STATIC_LAYER_TYPE_MAPPING.items() if made is _no_static_layer]:
+        del STATIC_LAYER_TYPE_MAPPING[layer_type]
     forget(AttentionInterface, NAME)
     forget(AttentionMaskInterface, NAME)
 
@@ -127,7 +138,10 @@ def _replace(family: Family, module: Any) -> None:
 
 def _attention_forward(original: Any) -> Any:
     def forward(self, hidden_states, *args, cache=None, **others):
-        if _is_ours(self):
+        ours = _is_ours(self)
+        if cache is not None:
+            check_filled(self, cache, ours)
+        if ours:
             check_call(self, hidden_states, others)
             check_absorbable(self.kv_b_proj)
             cache = None if cache is None else latent.RowCache(cache)
@@ -181,6 +195,14 @@ def _windowed_forward(original: Any) -> Any:
         return windowed.attention(self, *arguments), None
 
     return forward
+
+
+def _no_static_layer(config: Any, **others: Any) -> NoReturn:
+    """In the place of a layer of StaticCache that transformers does not have."""
+    refuse(
+        "cache", f"a StaticCache (as of cache_implementation) for {config.model_type}, for which transformers has none",
+        "a DynamicCache, or under sparse_attn cache=bridge.static_cache(model, max_len)",
+    )  # fmt: skip
 
 
 def _refuse_model(name: str, attention: type, reason: str) -> None:

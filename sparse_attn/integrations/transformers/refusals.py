@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from sparse_attn.integrations.transformers.private import implementation
 from sparse_attn.torch_private import has_forward_hooks
 
 
@@ -26,6 +27,17 @@ def check_call(module: nn.Module, hidden: torch.Tensor, options: dict[str, Any])
         refuse("attention_dropout", f"{module.attention_dropout} in training mode", "0, or model.eval()")
     if options.get("output_attentions") or getattr(module.config, "output_attentions", False):
         refuse("output_attentions", "True, but the weights of attention are never held", "False")
+
+
+def check_filled(module: Any, cache: Any, ours: bool) -> None:
+    """Refuse a cache of an MLA layer whose keys are not those of the implementation that runs: the bridge's are whole
+    rows [latent, rotated key], those of any other are latents."""
+    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    keys = getattr(layer, "keys", None)
+    width = module.kv_lora_rank + (module.qk_rope_head_dim if ours else 0)
+    if keys is not None and keys.dim() == 4 and keys.shape[-1] != width:
+        name, other = implementation(module.config), "another implementation" if ours else "sparse_attn"
+        refuse("cache", f"one that {other} has filled", f"an empty one, or one that {name} has filled")
 
 
 def other_than(module: nn.Module, *kinds: type) -> str | None:

@@ -135,8 +135,8 @@ def _led(parts: torch.Tensor, before: torch.Tensor | None, empty: float, dim: in
 class Fixed:
     """A layer of ``static_cache``, and the place of the step's first row in it, int64 []."""
 
-    def __init__(self, layer: Any, index: int):
-        self.layer, self.index = layer, index
+    def __init__(self, layer: Any):
+        self.layer = layer
 
     def window(self, keys: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See Growing. After a single row the keys are the cache's ring, where it lies."""
@@ -192,7 +192,7 @@ class Fixed:
         return torch.minimum(((at + 1) // ratio).to(torch.int32), complete)
 
     def finish(self, rows: int) -> None:
-        self.layer.advance(rows, first=self.index == 0)
+        self.layer.advance(rows)
 
 
 State = Growing | Fixed

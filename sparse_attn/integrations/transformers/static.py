@@ -16,7 +16,7 @@ from sparse_attn.integrations.transformers.refusals import refuse
 from sparse_attn.integrations.transformers.states import SELECTING
 from sparse_attn.ops.attention.hopper.constants import D_V, SWAP_AB_HEADS
 from sparse_attn.target import target_of
-from sparse_attn.torch_private import assert_on_device, mark_static_address
+from sparse_attn.torch_private import mark_static_address
 
 FEW_ROWS = 44  # from which Hopper's kernels take all heads of a row
 LINE = 32  # of whose multiples are the rows of a block, those for entries and those for the window
@@ -166,16 +166,9 @@ class WindowedLayer(CacheLayerMixin):
         ring = places % self.window
         return ring + self.room if rows == 1 else torch.where(places < start, ring, places - start + self.window)
 
-    def advance(self, rows: int, first: bool) -> None:
-        """Count the rows of a step. first: of all layers, which sees to it that no more are cached than fit."""
+    def advance(self, rows: int) -> None:
+        """Count the rows of a step, which fit: see ``row_bounds``."""
         self.cumulative_length.add_(rows)
-        if first:
-            message = f"cache: got more tokens than fit, allowed: max_len = {self.max_len}"
-            fits = self.cumulative_length <= self.max_len
-            if fits.is_cuda or torch.compiler.is_compiling():
-                assert_on_device(fits, message)
-            elif not fits:
-                raise ValueError(message)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.max_len, 0

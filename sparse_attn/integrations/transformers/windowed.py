@@ -169,16 +169,19 @@ def _attend_to_one_cache(module: Any, query: torch.Tensor, rows: Rows, seen: See
 
 
 def _state(module: Any, cache: Any) -> State:
-    layer = None if cache is None else cache.layers[module.layer_idx]
-    if not getattr(layer, "is_compileable", False):
+    if cache is None:
         return Growing(cache, module.layer_idx)
-    if not hasattr(layer, "pools"):
+    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    if hasattr(layer, "pools"):
+        return Fixed(layer)
+    pools = module.compressor is None or hasattr(layer, "store_compression_weights")
+    if layer is None or layer.is_compileable or not pools:
         refuse(
             "cache",
-            f"a layer {layer}, which has no room for entries",
-            "a DynamicCache, or bridge.static_cache(model, max_len)",
+            "none of its layers" if layer is None else f"a layer {layer}, which has no room for entries",
+            "DynamicCache(config=model.config), or bridge.static_cache(model, max_len)",
         )
-    return Fixed(layer, module.layer_idx)
+    return Growing(cache, module.layer_idx)
 
 
 def _entries(module: Any, rows: Rows, seen: Seen) -> Ragged:
