@@ -3,6 +3,9 @@
 ``register()`` adds the attention implementation ``"sparse_attn"``. A model that is loaded with
 ``attn_implementation="sparse_attn"``, or switched by ``model.set_attn_implementation("sparse_attn")``, runs on it.
 Every other model runs as before. The package transformers is an extra; importing this module does not import it.
+
+Of equal index scores the lowest keys are selected. transformers takes any, so where relu leaves zeros at the border of
+the top-k, as in small random models, logits differ until its ``torch.Tensor.topk`` is replaced by a stable one.
 """
 
 from __future__ import annotations
