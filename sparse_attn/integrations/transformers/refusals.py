@@ -53,7 +53,8 @@ def other_than(module: nn.Module, *kinds: type) -> str | None:
 
 def _only_moves(module: nn.Module) -> bool:
     """Whether a forward of ``module``'s own is accelerate's, which moves what comes in and then calls its class's."""
-    hooks, hook = sys.modules.get("accelerate.hooks"), getattr(module, "_hf_hook", None)
+    hooks: Any = sys.modules.get("accelerate.hooks")
+    hook: Any = getattr(module, "_hf_hook", None)
     if hooks is None or type(hook) is not hooks.AlignDevicesHook or hook.offload:
         return False
     wrapped = getattr(module.__dict__["forward"], "__wrapped__", None)
