@@ -22,14 +22,15 @@ def replacing(paths: Sequence[Path], removing: Sequence[Path] = ()) -> Iterator[
     Then the files of ``removing`` that exist are deleted. An error in the block or after it leaves every file as it
     was, and none of the new ones. The files get the mode that open() would give them.
     """
-    fresh = [_beside(path) for path in paths]
+    fresh = [beside(path) for path in paths]
     undo = contextlib.ExitStack()
     kept: list[Path] = []
     try:
         modes = [_made(path) for path in fresh]
         yield fresh
-        for path, mode in zip(fresh, modes):
-            _settle(path, mode)
+        for path, source, mode in zip(paths, fresh, modes):
+            with naming(path):
+                _settle(source, mode)
         for source, path in zip(fresh, paths):
             _keep(path, kept, undo)
             os.replace(source, path)
@@ -51,25 +52,38 @@ def replacing(paths: Sequence[Path], removing: Sequence[Path] = ()) -> Iterator[
 def write_output(path: Path, data: bytes) -> None:
     """Write ``data`` to ``path``. A regular or new file is written whole or not at all. Anything else (a pipe, a
     device) is written into."""
-    try:
+    with naming(path):
         if _is_stream(path):
             with open(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
                 file.write(data)
             return
         with replacing([Path(os.path.realpath(path))]) as (fresh,):
             fresh.write_bytes(data)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the system in the block names ``path``, whatever it named: what is written to a file that is open
+    names none."""
+    try:
+        yield
     except OSError as error:
+        if error.errno is None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def check_output(name: str, path: Path) -> None:
+def check_output(name: str, path: Path, *, regular: bool = False) -> None:
     """ValueError where ``path`` cannot be written to. Called before the output is computed. name: the argument that
-    gave the path."""
+    gave the path. regular: refuse pipes, devices and what a process has open, too."""
     got = f"{name}: got {str(path)!r}"
     try:
         if path.is_dir():
             raise ValueError(f"{got}, a directory, allowed: a file")
-        if _is_stream(path):
+        stream = _is_stream(path)
+        if stream and regular:
+            raise ValueError(f"{got}, allowed: a regular or a new file")
+        if stream:
             writable = os.access(path, os.W_OK)
         else:
             where = Path(os.path.realpath(path))
@@ -84,6 +98,11 @@ def check_output(name: str, path: Path) -> None:
         raise ValueError(f"{got}, which takes no writing")
 
 
+def beside(path: Path) -> Path:
+    """A new name in the same folder."""
+    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
+
+
 def read_text(path: Path) -> str:
     """A UTF-8 file; ValueError that names it where it is none."""
     try:
@@ -92,18 +111,31 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; ValueError that names it where it does not, or where a key stands twice."""
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; ValueError that names it where it is none, or where a key stands twice."""
     text = read_text(path)
     try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except RecursionError as error:
-        raise ValueError(f"{path}: not JSON: nested too deeply") from error
+        return parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """As ``read_json``, of a file that holds an object."""
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got JSON of type {type(value).__name__}, allowed: an object")
     return value
+
+
+def parse_json(text: str) -> Any:
+    """What ``text`` says; ValueError where it is no JSON, or where a key stands twice in an object."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError as error:
+        raise ValueError("not JSON: nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,10 +158,6 @@ def _is_stream(path: Path) -> bool:
     return path.exists() and not stat.S_ISREG(path.stat().st_mode)
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}.tmp")
-
-
 def _made(path: Path) -> int:
     """Make an empty file; its mode, which follows the umask."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -140,7 +168,7 @@ def _made(path: Path) -> int:
 
 
 def _try(path: Path) -> None:
-    trial = _beside(path)
+    trial = beside(path)
     try:
         _made(trial)
     finally:
@@ -165,7 +193,7 @@ def _keep(path: Path, kept: list[Path], undo: contextlib.ExitStack) -> None:
     if not os.path.lexists(path):
         undo.callback(_unlink, path)
         return
-    kept.append(_beside(path))
+    kept.append(beside(path))
     undo.callback(_put_back, kept[-1], path)
     try:
         os.link(path, kept[-1], follow_symlinks=False)

@@ -74,6 +74,7 @@ def test_the_command_line_continues_it(model, tmp_path, capsys):
 
 REFUSED = {
     "not JSON": ("{", "chat.json: not JSON"),
+    "a key twice": ('{"messages": [], "messages": []}', "chat.json: not JSON: key 'messages' stands twice"),
     "a number": (3, "got 3, allowed: a list of messages, or an object that has one"),
     "no messages": ({"tools": []}, "allowed: a list of messages, or an object that has one"),
     "none": ([], "Empty input messages"),

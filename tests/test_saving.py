@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from sparse_attn import files
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype, random_params
+from sparse_attn.models.published import write_published
 from sparse_attn.models.saving import save
 from sparse_attn.spec import PRESETS, YarnSpec, from_hf_config, preset, tiny_v4, tiny_v32, to_hf_config
 
@@ -168,6 +170,24 @@ def test_a_save_is_whole_or_not_at_all(tmp_path, monkeypatch, old):
         else:
             save(tmp_path, OTHER, before, torch.float32)
     assert failures >= 8
+
+
+@pytest.mark.parametrize("place", ("fsync", "write_text"))
+def test_a_full_disk_is_named_by_file(tmp_path, monkeypatch, place):
+    """Errors of the system that come from an open file name none."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*((files.os, place) if place == "fsync" else (Path, place)), full)
+    last = place == "write_text"
+    for write, name in (
+        (lambda: save(tmp_path / "a", OTHER, random_params(OTHER, seed=1)), "config.json" if last else "model.safetensors"),
+        (lambda: write_published(tmp_path / "a", OTHER, "bf16"), "model.safetensors.index.json" if last else "model-00001"),
+    ):  # fmt: skip
+        with pytest.raises(OSError, match="No space left on device: '.*/a/" + name):
+            write()
+    assert not (tmp_path / "a").exists()
 
 
 def test_saved_files_are_as_readable_as_others(tmp_path):

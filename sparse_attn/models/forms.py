@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparse_attn.files import replacing
+from sparse_attn.files import naming, replacing
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
 from sparse_attn.models.params import INTEGER_NAMES, NARROW, param_dtype
 from sparse_attn.models.quantisation import quantisation_config, quantisation_of
@@ -207,15 +207,17 @@ def write_shards(
                 made = make(entry)
                 tensors |= made
                 progress(sum(value.nbytes for value in made.values()), total)
-            with replacing([fresh / file]) as (shard_file,):  # on the disk, and with the mode of other files
+            # on the disk, and with the mode of other files
+            with naming(folder / file), replacing([fresh / file]) as (shard_file,):
                 try:
                     save_file(tensors, shard_file, metadata={"format": "pt"})
                 except SafetensorError as error:
                     raise OSError(f"{folder / file}: {error}") from error
             home |= dict.fromkeys(tensors, file)
         index = {"metadata": {"total_size": total}, "weight_map": home}
-        (fresh / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name, value in ((INDEX, index), ("config.json", config)):
+            with naming(folder / name):
+                (fresh / name).write_text(json.dumps(value, indent=2) + "\n")
         beside(fresh)
     return total
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparse_attn import checks
-from sparse_attn.files import replacing
+from sparse_attn.files import naming, replacing
 from sparse_attn.models.checkpoint import SCALE_SUFFIX
 from sparse_attn.models.forms import EXPERTS, Names
 from sparse_attn.models.params import INTEGER_NAMES, NARROW, param_dtype
@@ -74,7 +74,8 @@ def save(
                 save_file(tensors, fresh, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise OSError(f"{weights}: {error}") from error
-            fresh_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            with naming(folder / "config.json"):
+                fresh_config.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except BaseException:
         if new:
             with contextlib.suppress(OSError):

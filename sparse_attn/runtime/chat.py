@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_attn.files import read_text
+from sparse_attn.files import read_json, read_text
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.spec.fields import short
 
@@ -45,10 +44,7 @@ def chat_ids(path: Path, folder: Path | None, spec: Spec | CompressedSpec) -> li
 
 def conversation(path: Path) -> dict[str, Any]:
     """What ``path`` asks for, as an object with KEYS alone; texts are its only content."""
-    try:
-        found = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    found = read_json(path)
     request = {"messages": found} if isinstance(found, list) else found
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list):
         raise ValueError(f"{path}: got {short(found)}, allowed: a list of messages, or an object that has one")
