@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from support.processes import Case, Grid, compare_and_disagree, compare_with_one, run_processes, write_alone
 
@@ -9,7 +11,7 @@ from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
 from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.models.sharding import check_mesh, rank_shapes, shard_params
-from sparse_attn.runtime.processes import make_mesh
+from sparse_attn.runtime.processes import make_mesh, of_first
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import weight_shape
 
@@ -117,3 +119,20 @@ def test_what_cannot_be_dealt_out():
     with pytest.raises(ValueError, match="expert: got 2 ranks, allowed: a divisor of the 1 that compute"):
         make_mesh(expert=2, device="cpu")
     assert make_mesh(device="cpu") is ONE_RANK
+
+
+def _of_first(rank: int) -> None:
+    os.environ["RANK"] = str(rank)
+    assert of_first(lambda: (rank, {"a": 1})) == (0, {"a": 1})
+
+    def failing():
+        assert not rank  # the first alone
+        raise OSError(28, "full", "out.jsonl")
+
+    with pytest.raises(OSError, match="full: 'out.jsonl'"):
+        of_first(failing)
+
+
+def test_what_the_first_process_finds_all_have_and_its_error_too(tmp_path):
+    """No other is left waiting."""
+    run_processes(2, _of_first, tmp_path)

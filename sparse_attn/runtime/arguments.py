@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +17,8 @@ from sparse_attn.runtime.plot import check_picture
 from sparse_attn.spec import CompressedSpec, Spec, preset
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OUTPUTS = {"json": "--json", "dump_logits": "--dump-logits", "plot": "--plot"}
+OUTPUTS = {"json": "--json", "dump_logits": "--dump-logits", "plot": "--plot", "out": "--out"}
+INPUTS = {"prompts": "--prompts", "prompt_file": "--prompt-file", "chat": "--chat"}
 
 
 def device_of(name: str | None) -> torch.device:
@@ -50,19 +52,35 @@ def check_prefill_activations(options: argparse.Namespace, packed: bool) -> None
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """ValueError where a command's output file cannot be written. Called before the command runs."""
+    """ValueError where a command's output file cannot be written, or is one that it reads. Called before the command
+    runs."""
+    inputs = list(_inputs(options))
     taken: dict[str, str] = {}
     for key, name in OUTPUTS.items():
         path = getattr(options, key, None)
         if path is None:
             continue
-        check_output(name, path)
+        check_output(name, path, regular=name == "--out")
+        for source, read in inputs:
+            if path.exists() and read.exists() and path.samefile(read):
+                raise ValueError(f"{name}: got {str(path)!r}, the file of {source}, allowed: one that is not read")
         if name == "--plot":
             check_picture(path)
         place = os.path.realpath(path)
         if place in taken and (not os.path.exists(place) or os.path.isfile(place)):
             raise ValueError(f"{name}: got {str(path)!r}, which {taken[place]} writes")
         taken[place] = name
+
+
+def _inputs(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
+    """The files that a command reads, and what names them."""
+    for key, name in INPUTS.items():
+        if (path := getattr(options, key, None)) is not None:
+            yield name, path
+    folder = Path(getattr(options, "model", None) or "")
+    for path in folder.iterdir() if folder.name and folder.is_dir() else ():
+        if path.name in ("config.json", "tokenizer.json") or ".safetensors" in path.suffixes:
+            yield "--model", path
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -108,8 +108,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
                         help="many prompts, a JSON object a line: id, prompt or prompt_ids; max_new_tokens, seed, stop "
                         "and sampling of its own where it has them")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FILE.jsonl",
-                        help="of --prompts: answers as they finish: id, text, tokens, finish_reason. Those it holds "
-                        "already are not computed again")  # fmt: skip
+                        help="of --prompts: answers as they finish: id, text, tokens, finish_reason, fingerprint. "
+                        "Those it holds already are not computed again")  # fmt: skip
+    parser.add_argument("--redo", action="store_const", const=True,
+                        help="compute answers in --out anew that another model, other settings or another prompt made "
+                        "(default: refuse them)")  # fmt: skip
     parser.add_argument(
         "--rows", type=positive, metavar="N", help="prompts of --prompts that run at a time (default: 8)"
     )
@@ -214,11 +217,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    with processes.joined(options) as mesh:
-        return _generate(options, mesh)
+    with processes.joined(options) as mesh, contextlib.ExitStack() as stack:
+        return _generate(options, mesh, stack)
 
 
-def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
+def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitStack) -> int:
     device, leads = device_of(options.device), processes.rank() == 0
     options.progress = options.progress if leads else False
     resolve_impl(options.impl, device)
@@ -243,18 +246,23 @@ def _generate(options: argparse.Namespace, mesh: Mesh) -> int:
     prompt, expected = ([], None) if options.prompts else _prompt(options, source, tokenizer)
     if options.plot:
         showing.check_plot(prompt, tokenizer)
+    index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
+    sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
+    job = None
+    if options.prompts:
+        settings = dict(dtype=str(dtype), packed=source.packs_experts(expand), cache=options.cache,
+                        index_cache=index_cache, prefill_activations=options.prefill_activations)  # fmt: skip
+        job = stack.enter_context(prompt_files.prepared(options, source, tokenizer, sampling, settings, device))
     with byte_bar("weights", options.progress) as progress:
         params = source.weights(device, dtype, expand, progress, mesh, mtp=bool(options.speculate))
-    index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
     layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
     model = Model(
         spec, params, layouts, options.impl, batch_invariant=options.batch_invariant,
         prefill_activations=options.prefill_activations, mesh=mesh,
     )  # fmt: skip
     stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
-    sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
-    if options.prompts:
-        return prompt_files.run(options, model, tokenizer, sampling)
+    if job:
+        return prompt_files.run(options, model, tokenizer, job)
     before = dynamo_counts()
     watch = Watch() if options.plot else None
     with watch or contextlib.nullcontext():
@@ -379,10 +387,7 @@ def _prompt(
         given, expected = question()
     else:
         given = text.shipped_text()
-    try:
-        given.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"--prompt: got text that is not UTF-8 at character {error.start}") from error
+    text.check_text("--prompt", given)
     ids = tokenizer.encode(given)
     if not ids:
         raise ValueError("--prompt: got an empty text, allowed: at least one token")

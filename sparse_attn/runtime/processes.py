@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ TIMEOUT = datetime.timedelta(minutes=30)  # of a collective outside of a graph; 
 REPLAY_S = 60.0  # of a captured step, which compiles nothing
 PATIENCE_S = 3.0  # before a rank says what another one or torchrun is expected to say
 _LOST = re.compile(r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|peer", re.IGNORECASE)
+
+
+T = TypeVar("T")
 
 
 class LostRankError(OSError):
@@ -142,6 +146,22 @@ def checked_tensor(tensor: int | None, context: int, data: int, world: int) -> i
             "allowed: sizes whose product is the number of processes"
         )
     return tensor
+
+
+def of_first(compute: Callable[[], T]) -> T:
+    """What ``compute`` gives on the first process, which alone calls it; what it raises is raised on all. Every process
+    calls this."""
+    found: list[Any] = [None, None]
+    if not rank():
+        try:
+            found[0] = compute()
+        except (ValueError, TypeError, ImportError, OSError) as error:
+            found[1] = error
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(found, src=0, device=torch.device("cpu"))
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def barrier() -> None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import torch
+
 from sparse_attn import checks
-from sparse_attn.files import check_output, read_text
+from sparse_attn.files import parse_json
 from sparse_attn.ops.sampling import row_seeds
 from sparse_attn.pipeline import default_block_size
 from sparse_attn.runtime import processes
+from sparse_attn.runtime.answer_files import Answer, AnswerFile, Fingerprint, answer_line, hash_of
 from sparse_attn.runtime.batching import Batching, Occupancy
 from sparse_attn.runtime.draws import Sampling
 from sparse_attn.runtime.inputs import checked_prompts, checked_sampling
 from sparse_attn.runtime.paging import blocks_for
+from sparse_attn.runtime.sources import Source
 from sparse_attn.runtime.steps import Model
-from sparse_attn.runtime.text import StopStrings, Tokenizer
+from sparse_attn.runtime.text import StopStrings, Tokenizer, check_text
+from sparse_attn.spec import CompressedSpec, Spec
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency")
 KEYS = ("id", "prompt", "prompt_ids", "max_new_tokens", "seed", "stop", *SAMPLING)
@@ -39,8 +43,19 @@ class Asked(NamedTuple):
     stops: tuple[str, ...]
 
 
+class Job(NamedTuple):
+    """What is to be done. fingerprints: of each of ``asked``. done: ids whose answers stay; stale: lines of those that
+    do not."""
+
+    asked: list[Asked]
+    fingerprints: list[Fingerprint]
+    file: AnswerFile
+    done: set[str | int]
+    stale: set[int]
+
+
 def read_prompts(
-    path: Path, model: Model, tokenizer: Tokenizer | None, *, max_new_tokens: int, sampling: Sampling,
+    path: Path, spec: Spec | CompressedSpec, tokenizer: Tokenizer | None, *, max_new_tokens: int, sampling: Sampling,
     stops: Sequence[str] = (),
 ) -> list[Asked]:  # fmt: skip
     """The lines of ``path``: JSON objects with an id (a text or an integer, each once) and a prompt (a text), or
@@ -50,16 +65,17 @@ def read_prompts(
     ValueError or TypeError names the line at fault.
     """
     found: list[Asked] = []
-    lines = [(n, line) for n, line in enumerate(read_text(path).splitlines(), 1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     streams = row_seeds(sampling.seed, len(lines)).tolist() if lines else []
     seen: set[str | int] = set()
     for (number, line), stream in zip(lines, streams):
         try:
-            one = _asked(_object(line), model, tokenizer, max_new_tokens, sampling, stream, stops)
+            one = _asked(_object(line), spec, tokenizer, max_new_tokens, sampling, stream, stops)
             if one.id in seen:
                 raise ValueError(f"id: got {one.id!r} again, allowed: each once")
         except (ValueError, TypeError) as error:
-            raise type(error)(f"{path}, line {number}: {error}") from error
+            kind = TypeError if isinstance(error, TypeError) else ValueError  # others take other arguments
+            raise kind(f"{path}, line {number}: {error}") from error
         seen.add(one.id)
         found.append(one)
     if not found:
@@ -67,45 +83,84 @@ def read_prompts(
     return found
 
 
-def finished_ids(path: Path) -> set[str | int]:
-    """The ids that ``path`` has an answer of. A last line that was cut short is taken off the file. ValueError for any
-    other line that is none of an answer."""
-    if not path.exists():
-        return set()
-    data, found = path.read_bytes(), set()
-    whole = data.rfind(b"\n") + 1
-    for number, line in enumerate(data[:whole].splitlines(), 1):
-        try:
-            found.add(_object(line.decode("utf-8"))["id"])
-        except (ValueError, KeyError) as error:
+def hashes_of(one: Asked, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Of the settings and of the prompt, for the fingerprint of an answer to ``one``. settings: of the model, for all
+    prompts. What only rounds in another order has no part in it: rows, blocks, kernels, torch.compile, graphs, drafts,
+    ranks, the device."""
+    sampling = one.sampling
+    drawn = [one.seed, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p]
+    asked = [
+        one.max_new_tokens, sorted(set(one.stops)), sorted(set(sampling.stop_ids)),
+        drawn if sampling.temperature else [], sampling.repetition, sampling.presence, sampling.frequency,
+    ]  # fmt: skip
+    return hash_of([dict(settings), asked]), hash_of(one.prompt)
+
+
+@contextlib.contextmanager
+def prepared(
+    options: argparse.Namespace, source: Source, tokenizer: Tokenizer | None, sampling: Sampling,
+    settings: Mapping[str, Any], device: torch.device,
+) -> Iterator[Job]:  # fmt: skip
+    """What --prompts and --out ask for, while this run holds --out; before there are weights. Nothing is written.
+    settings: of the model, those that change tokens. ValueError names what is refused."""
+    asked = read_prompts(
+        options.prompts, source.spec, tokenizer, max_new_tokens=options.max_new_tokens, sampling=sampling,
+        stops=options.stop,
+    )  # fmt: skip
+    hashes = [hashes_of(one, settings) for one in asked]
+
+    def looked() -> tuple[str, set[str | int], set[int]]:
+        answers, model = file.take(), hash_of(source.identity(device))
+        wanted = {one.id: Fingerprint(model, *both) for one, both in zip(asked, hashes)}
+        return model, *_sorted_out(answers, wanted, options.out, options.redo)
+
+    with contextlib.closing(AnswerFile(options.out)) as file:
+        model, done, stale = processes.of_first(looked)
+        yield Job(asked, [Fingerprint(model, *both) for both in hashes], file, done, stale)
+
+
+def _sorted_out(
+    answers: Sequence[Answer], wanted: Mapping[str | int, Fingerprint], out: Path, redo: bool
+) -> tuple[set[str | int], set[int]]:
+    """(ids of answers that stay, lines of those that differ from what is wanted now)."""
+    done: set[str | int] = set()
+    stale: set[int] = set()
+    for number, name, fingerprint in answers:
+        if name not in wanted:
+            raise ValueError(f"--out: got an answer of id {name!r} in {out}, line {number}, allowed: ids of --prompts")
+        others = [part for part in Fingerprint._fields
+                  if fingerprint and getattr(fingerprint, part) != getattr(wanted[name], part)]  # fmt: skip
+        if others and not redo:
             raise ValueError(
-                f"{path}, line {number}: got no answer, allowed: a file that this command wrote"
-            ) from error
-    if whole < len(data):
-        os.truncate(path, whole)
-    return found
+                f"--out: got an answer of id {name!r} in {out}, line {number}, by another "
+                f"{' and another '.join(others)}, allowed: by those of this run; --redo computes it anew"
+            )
+        if others:
+            stale.add(number)
+        else:
+            done.add(name)
+    if unsaid := sum(answer.fingerprint is None for answer in answers):
+        print(
+            f"warning: {unsaid} answers in {out} have no fingerprint, as earlier versions wrote them; they are taken "
+            "as they are",
+            file=sys.stderr,
+        )
+    return done, stale
 
 
 def answer(
-    model: Model, asked: Sequence[Asked], out: Path, tokenizer: Tokenizer | None, *, rows: int, num_blocks: int | None,
-    block_size: int, prefill_tokens: int, compile: bool, graph: bool, speculate: int = 0,
+    model: Model, job: Job, tokenizer: Tokenizer | None, *, rows: int, num_blocks: int | None, block_size: int,
+    prefill_tokens: int, compile: bool, graph: bool, speculate: int = 0,
 ) -> Occupancy:  # fmt: skip
-    """Continue every prompt of ``asked`` that ``out`` has no answer of, and append its line as soon as it is finished:
-    id, text (None without a tokenizer; up to a stop text), tokens and finish_reason ("stop" or "length"). Data ranks
-    take every so many-th prompt each, and the first rank of each of them writes.
+    """Continue every prompt of ``job`` that has no answer, and append its line as soon as it is finished: id, text
+    (None without a tokenizer; up to a stop text), tokens, finish_reason ("stop" or "length") and fingerprint. Data
+    ranks take every so many-th prompt each, and the first rank of each of them writes.
 
     rows: prompts that run at a time. num_blocks: of the caches; None: what ``rows`` of the longest take. speculate:
     drafts that a decode step verifies, see Batching."""
-    mesh = model.mesh
-    if processes.rank():
-        processes.barrier()  # the first has taken off a line that was cut short
-    done = finished_ids(out)
-    if not processes.rank():
-        processes.barrier()
-    processes.barrier()  # all have read it
-    if unknown := sorted(map(repr, done - {one.id for one in asked})):
-        raise ValueError(f"--out: got an answer of id {unknown[0]} in {out}, allowed: ids of --prompts")
-    left = [one for one in asked if one.id not in done][mesh.data.rank :: mesh.data.size]
+    mesh, asked, file = model.mesh, job.asked, job.file
+    left = [pair for pair in zip(asked, job.fingerprints) if pair[0].id not in job.done]
+    left = left[mesh.data.rank :: mesh.data.size]
     writes = mesh.tensor.rank == mesh.context.rank == 0
     longest = max(len(one.prompt) + one.max_new_tokens - 1 for one in asked)
     rows = max(1, min(rows, len(asked)))
@@ -119,27 +174,34 @@ def answer(
         stop_ids=max(len(one.sampling.stop_ids) for one in asked), compile=compile, graph=graph,
         speculate=speculate,
     )  # fmt: skip
-    table, running, queue = Table(sys.stderr, len(asked), len(done)), {}, iter(left)
-    with open(out if writes else os.devnull, "ab", buffering=0) as file:
-        try:
-            following = next(queue, None)
-            while following is not None or not batching.idle:
-                while following is not None and batching.occupancy().waiting < batching.max_waiting:
-                    watch = StopStrings(tokenizer.decode, following.stops) if tokenizer and following.stops else None
-                    number = batching.submit(
-                        following.prompt, max_new_tokens=following.max_new_tokens, sampling=following.sampling,
-                        seed=following.seed, on_token=_watched(watch),
-                    )  # fmt: skip
-                    running[number], following = (following, watch), next(queue, None)
-                finished = batching.step()
-                for one in finished:
-                    of, watch = running.pop(one.request)
-                    file.write(_line(of, watch, one.tokens, one.reason, tokenizer))
-                table.show(batching.occupancy(), len(finished))
-                if not finished and batching.model.device.type == "cuda":
-                    time.sleep(1e-4)
-        finally:
-            table.close(batching.occupancy())
+    processes.of_first(lambda: file.settle(job.stale))
+    if writes and processes.rank():
+        file.join(processes.rank())
+    processes.barrier()  # all hold the file
+    table, running, queue = Table(sys.stderr, len(asked), len(job.done)), {}, iter(left)
+    try:
+        following = next(queue, None)
+        while following is not None or not batching.idle:
+            while following is not None and batching.occupancy().waiting < batching.max_waiting:
+                one, fingerprint = following
+                watch = StopStrings(tokenizer.decode, one.stops) if tokenizer and one.stops else None
+                number = batching.submit(
+                    one.prompt, max_new_tokens=one.max_new_tokens, sampling=one.sampling, seed=one.seed,
+                    on_token=_watched(watch),
+                )  # fmt: skip
+                running[number], following = (one.id, fingerprint, watch), next(queue, None)
+            finished = batching.step()
+            for ended in finished:
+                name, fingerprint, watch = running.pop(ended.request)
+                if writes:
+                    text, reason = _ending(watch, ended.tokens, ended.reason, tokenizer)
+                    file.write(answer_line(name, text, ended.tokens, reason, fingerprint))
+            table.show(batching.occupancy(), len(finished))
+            if not finished and batching.model.device.type == "cuda":
+                time.sleep(1e-4)
+        file.finish()
+    finally:
+        table.close(batching.occupancy())
     return batching.occupancy()
 
 
@@ -147,39 +209,35 @@ def check_options(options: argparse.Namespace) -> None:
     """ValueError where --prompts does not go with what else is given."""
     if (options.prompts is None) != (options.out is None):
         raise ValueError("--prompts: got it or --out alone, allowed: both or neither")
-    with_prompts = ("rows", "blocks") if options.prompts is None else ("json", "plot", "dump_logits", "logprobs")
-    for name in with_prompts:
+    with_prompts, without = ("rows", "blocks", "redo"), ("json", "plot", "dump_logits", "logprobs")
+    for name in with_prompts if options.prompts is None else without:
         if getattr(options, name) is not None:
             allowed = "with" if options.prompts is None else "without"
             raise ValueError(f"--{name.replace('_', '-')}: got it, allowed: {allowed} --prompts")
-    if options.out is not None:
-        check_output("--out", options.out)
-        if options.out.exists() and options.out.samefile(options.prompts):
-            raise ValueError(f"--out: got {str(options.out)!r}, the file of --prompts")
 
 
-def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, sampling: Sampling) -> int:
+def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, job: Job) -> int:
     """`generate --prompts`; the exit code."""
-    asked = read_prompts(
-        options.prompts, model, tokenizer, max_new_tokens=options.max_new_tokens, sampling=sampling, stops=options.stop
-    )
     block_size = default_block_size(model.spec) if options.block_size is None else options.block_size
-    begun = time.monotonic()
+    begun, several, asked = time.monotonic(), model.mesh.data.size > 1, len(job.asked)
     try:
         now = answer(
-            model, asked, options.out, tokenizer, rows=options.rows or 8, num_blocks=options.blocks,
-            block_size=block_size, prefill_tokens=options.prefill_tokens, compile=options.compile, graph=options.graph,
+            model, job, tokenizer, rows=options.rows or 8, num_blocks=options.blocks, block_size=block_size,
+            prefill_tokens=options.prefill_tokens, compile=options.compile, graph=options.graph,
             speculate=options.speculate,
         )  # fmt: skip
     except KeyboardInterrupt:
-        done = len(finished_ids(options.out))
-        print(f"{done} of {len(asked)} finished; the same command goes on", file=sys.stderr)
+        if not processes.rank():
+            done = job.file.count(wait=False)
+            print(f"{done} of {asked} finished; the same command goes on", file=sys.stderr)
         return 130
     seconds = max(time.monotonic() - begun, 1e-9)
     if not processes.rank():
+        if (found := job.file.count(wait=several)) != asked:
+            raise OSError(f"{options.out}: got {found} answers, allowed: {asked}; something else changed it meanwhile")
         rate = f"{now.tokens} tokens, {now.tokens / seconds:.1f} a second"
-        ranks = "" if model.mesh.data.size == 1 else f" on each of {model.mesh.data.size} data ranks"
-        print(f"{len(asked)} prompts in {options.out}; {rate}{ranks}", file=sys.stderr)
+        ranks = f" on each of {model.mesh.data.size} data ranks" if several else ""
+        print(f"{asked} prompts in {options.out}, {len(job.done)} were there already; {rate}{ranks}", file=sys.stderr)
     return 0
 
 
@@ -225,35 +283,33 @@ def _watched(watch: StopStrings | None):
     return None if watch is None else lambda _, token: watch.push(token)
 
 
-def _line(
-    asked: Asked, watch: StopStrings | None, tokens: list[int], reason: str, tokenizer: Tokenizer | None
-) -> bytes:
-    text = tokenizer.decode(tokens) if tokenizer else None
+def _ending(
+    watch: StopStrings | None, tokens: list[int], reason: str, tokenizer: Tokenizer | None
+) -> tuple[str | None, str]:
+    """(text, finish_reason)."""
     if watch is not None and watch.found is not None:
-        text, reason = watch.text, "stop"
-    line = {"id": asked.id, "text": text, "tokens": tokens, "finish_reason": reason}
-    return (json.dumps(line, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        return watch.text, "stop"
+    return tokenizer.decode(tokens) if tokenizer else None, reason
 
 
-def _object(line: str) -> dict[str, Any]:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON: {error}") from error
+def _object(line: bytes) -> dict[str, Any]:
+    value = parse_json(line.decode("utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"got JSON of type {type(value).__name__}, allowed: an object")
     return value
 
 
 def _asked(
-    given: dict[str, Any], model: Model, tokenizer: Tokenizer | None, max_new_tokens: int, sampling: Sampling,
-    stream: int, stops: Sequence[str],
+    given: dict[str, Any], spec: Spec | CompressedSpec, tokenizer: Tokenizer | None, max_new_tokens: int,
+    sampling: Sampling, stream: int, stops: Sequence[str],
 ) -> Asked:  # fmt: skip
     if unknown := sorted(set(given) - set(KEYS)):
         raise ValueError(f"{unknown[0]}: got a key that is unknown, allowed: {', '.join(KEYS)}")
     name = given.get("id")
     if not isinstance(name, str) and type(name) is not int:
         raise TypeError(f"id: got {name!r}, allowed: a text or an integer")
+    if isinstance(name, str):
+        check_text("id", name)
     if ("prompt" in given) == ("prompt_ids" in given):
         raise ValueError("prompt: got both or neither of prompt and prompt_ids, allowed: one of them")
     if "prompt" in given:
@@ -261,11 +317,12 @@ def _asked(
             raise TypeError(f"prompt: got {type(given['prompt']).__name__}, allowed: a text")
         if tokenizer is None:
             raise ValueError("prompt: got a text, allowed: prompt_ids, the model has no tokenizer.json")
+        check_text("prompt", given["prompt"])
         ids = tokenizer.encode(given["prompt"])
     else:
         ids = given["prompt_ids"]
     most = given.get("max_new_tokens", max_new_tokens)
-    ids = checked_prompts([ids], model.spec, most)[0]
+    ids = checked_prompts([ids], spec, most)[0]
     own = sampling._replace(**{field: given[field] for field in SAMPLING if field in given})
     seed = given.get("seed", stream)
     checks.check_seed("seed", seed)
@@ -273,6 +330,8 @@ def _asked(
     own_stops = (own_stops,) if isinstance(own_stops, str) else own_stops
     if not isinstance(own_stops, (list, tuple)) or not all(isinstance(stop, str) and stop for stop in own_stops):
         raise ValueError(f"stop: got {own_stops!r}, allowed: a text or several, of at least one character")
+    for stop in own_stops:
+        check_text("stop", stop)
     if own_stops and tokenizer is None:
         raise ValueError("stop: got a text, allowed: none, the model has no tokenizer.json")
-    return Asked(name, ids, int(most), checked_sampling(own, model.spec.vocab_size), int(seed), tuple(own_stops))
+    return Asked(name, ids, int(most), checked_sampling(own, spec.vocab_size), int(seed), tuple(own_stops))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from sparse_attn.models.memory import weight_bytes
 from sparse_attn.models.params import hold, random_params
 from sparse_attn.models.random_packed import random_packed_params
 from sparse_attn.models.sharding import check_mesh, shard_params
+from sparse_attn.models.shards import sample_of
 from sparse_attn.runtime import text
 from sparse_attn.runtime.arguments import positive, spec_of_preset
 from sparse_attn.runtime.shipped import BYTE_VOCABULARY, folder_of, shipped_models, tokenizer_of
@@ -62,6 +65,17 @@ class Source(NamedTuple):
             return dict(random_params(self.spec, WEIGHTS_SEED, device, dtype, mtp=mtp))
         whole = random_params(self.spec, WEIGHTS_SEED, "cpu", dtype, mtp=mtp)
         return {name: _on(weight, device) for name, weight in shard_params(dict(whole), mesh).items()}
+
+    def identity(self, device: torch.device) -> list[str | None]:
+        """What the weights and the tokenizer are, for a fingerprint; the same of a copy of the folder. Weights are
+        sampled."""
+        if self.folder is None:  # packed weights are drawn on the device, by its own generator
+            return [repr(self.spec), str(WEIGHTS_SEED), self.form, device.type if self.form else None]
+        tokenizer = self.folder / "tokenizer.json"
+        return [
+            json.dumps(self.config, sort_keys=True), sample_of(self.folder),
+            hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None,
+        ]  # fmt: skip
 
     def tokenizer(self) -> text.Tokenizer | None:
         if self.folder:

@@ -92,6 +92,14 @@ class StopStrings:
         return bool(places)
 
 
+def check_text(name: str, given: str) -> None:
+    """ValueError for half a surrogate pair, which no encoding of text has."""
+    try:
+        given.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: got text that is not UTF-8 at character {error.start}") from error
+
+
 def printable(text: str) -> str:
     """``text`` with everything a terminal may not take escaped."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
