@@ -117,6 +117,7 @@ def disk(monkeypatch, room, *, piece=7, cuts=True):
         if not left[0]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         left[0] -= (count := write(file, data[: min(piece, left[0])]))
+        time.sleep(1e-4)  # for others to run
         return count
 
     def refused(file, size):
@@ -304,6 +305,15 @@ def test_processes_of_one_run_take_turns_and_hold_the_file_until_the_last_has_en
     for process in others:
         process.join(60)
     assert len(AnswerFile(path).take()) == 1
+
+
+def test_a_file_system_without_locks_is_said(asked, monkeypatch, capsys):
+    def lacking(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(answer_files.fcntl, "lockf", lacking)
+    assert run(asked) == 0 and len(answers(asked.with_name("out.jsonl"))) == 3
+    assert capsys.readouterr().err.count("its file system has no locks; let one run at a time write it") == 1
 
 
 def test_a_file_that_is_replaced_meanwhile_takes_no_answer(tmp_path):

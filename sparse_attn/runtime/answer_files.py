@@ -139,10 +139,13 @@ class AnswerFile:
             with naming(self.path):
                 os.fsync(self._file)
 
-    def count(self, *, wait: bool) -> int:
-        """Answers in the file. wait: for the other processes of the run to end, where there are locks."""
+    def count(self, *, wait: bool) -> int | None:
+        """Answers in the file. wait: until the other processes of the run have closed it; None where no lock says
+        so."""
         if wait:
             self._lock(fcntl.LOCK_EX, SEATS + 1, MOST - 1)
+            if not self._locks:
+                return None
         return len(self._answers(self._read())[0])
 
     def close(self) -> None:

@@ -233,7 +233,7 @@ def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, 
         return 130
     seconds = max(time.monotonic() - begun, 1e-9)
     if not processes.rank():
-        if (found := job.file.count(wait=several)) != asked:
+        if (found := job.file.count(wait=several)) not in (asked, None):
             raise OSError(f"{options.out}: got {found} answers, allowed: {asked}; something else changed it meanwhile")
         rate = f"{now.tokens} tokens, {now.tokens / seconds:.1f} a second"
         ranks = f" on each of {model.mesh.data.size} data ranks" if several else ""
