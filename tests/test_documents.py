@@ -1,10 +1,14 @@
 """The documents beside the code: what they link to and name exists, and every script is listed."""
 
+import argparse
+import functools
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from sparse_attn.runtime.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
@@ -20,6 +24,7 @@ def documents():
     return [name for name in DOCUMENTS if (ROOT / name).exists()]
 
 
+PAGES = ("", ".github/", "scripts/", "scripts/results/notes/", "sparse_attn/**/")
 TODAY = [name for name in documents() if name != "CHANGELOG.md"]  # that names what is gone
 
 
@@ -43,13 +48,36 @@ def headings(path):
     return {slug(title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
-@pytest.mark.parametrize("name", documents())
+def broken_links(path, text):
+    """What links of ``text``, a document at ``path``, do not lead to: files, headings, definitions."""
+    text = re.sub(r"^```.*?^```|`[^`]+`", "``", text, flags=re.MULTILINE | re.DOTALL)
+    defined = dict(re.findall(r"^\[([^]]+)\]: +(\S+)", text, re.MULTILINE))
+    used = [name or shown for shown, name in re.findall(r"\[([^][]+)\]\[([^][]*)\]", text)]
+    used += re.findall(r"^#+ \[([^]]+)\](?![([])", text, re.MULTILINE)
+    targets = [*re.findall(r"\]\(([^)]*)\)", text), *defined.values()]
+    broken = [f"[{name}]" for name in used if name not in defined]
+    for target in (target for target in targets if not target.startswith(("http://", "https://"))):
+        file, _, anchor = target.partition("#")
+        linked = (path.parent / file).resolve() if file else path
+        if not linked.exists() or anchor and anchor not in headings(linked):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize(
+    "name", sorted(str(path.relative_to(ROOT)) for folder in PAGES for path in ROOT.glob(f"{folder}*.md"))
+)
 def test_links_lead_to_files_and_headings(name):
-    path = ROOT / name
-    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
-        linked = (path.parent / target).resolve() if target else path
-        assert linked.exists(), target
-        assert not anchor or anchor in headings(linked), f"{target}#{anchor}"
+    assert not broken_links(ROOT / name, (ROOT / name).read_text())
+
+
+@pytest.mark.parametrize("text, broken", [
+    ("[a](b.md)", ["b.md"]), ("[a](CHANGELOG.md#b)", ["CHANGELOG.md#b"]), ("[a](#b)", ["#b"]), ("[a][b]", ["[b]"]),
+    ("[a][]", ["[a]"]), ("[a][b]\n\n[b]: c.md", ["c.md"]), ("## [1.0]\n", ["[1.0]"]), ("[a][b]\n\n[b]: LICENSE", []),
+    ("`x[a][b]`, [a](LICENSE)", []),
+])  # fmt: skip
+def test_a_broken_link_is_found(text, broken):
+    assert broken_links(ROOT / "README.md", text) == broken
 
 
 @pytest.mark.parametrize("name", TODAY)
@@ -78,15 +106,51 @@ def test_every_script_is_described():
         assert f"`{script}" in described or f" {script}" in described, script
 
 
+@functools.cache
+def options_of_programs():
+    """The options of each command, and of each script what may be one, by name."""
+    (commands,) = (it.choices for it in build_parser()._actions if isinstance(it, argparse._SubParsersAction))
+    found = {name: frozenset(parser._option_string_actions) for name, parser in commands.items()}
+    for pattern, option in (("*.py", r'"(--[a-z-]+)"'), ("*.sh", r"--[a-z-]+")):
+        found |= {it.name: frozenset(re.findall(option, it.read_text())) for it in ROOT.glob(f"scripts/{pattern}")}
+    return found
+
+
+def unknown_options(text):
+    """What ``text`` names, in code blocks and backticks, that no program has: scripts, and options."""
+    programs, passing_on = options_of_programs(), ("demo.sh", "test.sh")  # what these do not know
+    anyone = frozenset().union(*programs.values(), {"--help", "--version"})
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    unknown = []
+    for line in [*"\n".join(blocks).splitlines(), *(" ".join(span.split()) for span in spans)]:
+        line = re.split(r" [#|;]|;", line)[0]
+        named = re.match(rf"(?:.*-m sparse_attn )?({'|'.join(name for name in programs if '.' not in name)})(?= |$)", line)
+        named = named or re.match(r"(?:.*scripts/|python )?(\w+\.(?:py|sh))(?= |$)", line)
+        if named and named[1] not in programs:
+            unknown += [named[1]] if "scripts/" in named[0] else []
+        elif named and named[1] not in passing_on:
+            options = re.findall(r"(?<!\S)--[a-z-]+", line[named.end() :])
+            unknown += [f"{named[1]} {option}" for option in options if option not in programs[named[1]] | {"--help"}]
+        elif line.startswith("--"):
+            unknown += [option for option in re.findall(r"(?<!\S)--[a-z-]+", line) if option not in anyone]
+    return unknown
+
+
 @pytest.mark.parametrize("name", TODAY)
-def test_options_it_gives_a_script_exist(name):
-    """Of the commands in code blocks and in backticks."""
-    text = (ROOT / name).read_text()
-    for script, arguments in re.findall(r"(?:scripts/|`)(\w+\.(?:py|sh))((?: [^`\n#|;]*)?)", text):
-        path = ROOT / "scripts" / script
-        if path.exists() and script not in ("demo.sh", "test.sh"):  # these pass on what they do not know
-            for option in re.findall(r"(?<!\S)--[a-z-]+", arguments):
-                assert f'"{option}"' in path.read_text() or f"{option})" in path.read_text(), f"{script} {option}"
+def test_scripts_and_options_it_names_exist(name):
+    assert not unknown_options((ROOT / name).read_text())
+
+
+@pytest.mark.parametrize("text, unknown", [
+    ("```sh\npython -m sparse_attn info --bogus-flag\n```\n", ["info --bogus-flag"]),
+    ("```sh\ntorchrun -m sparse_attn plan --gpus 2 --bogus  # --not-this\n```\n", ["plan --bogus"]),
+    ("`generate\n--bogus 3` and `generate --speculate n`", ["generate --bogus"]),
+    ("`scripts/bench.py --bogus` and `bench.py --dry`", ["bench.py --bogus"]),
+    ("`scripts/nowhere.py`", ["nowhere.py"]), ("`--bogus`, `--expand-weights`", ["--bogus"]),
+])  # fmt: skip
+def test_an_option_that_nobody_has_is_found(text, unknown):
+    assert unknown_options(text) == unknown
 
 
 def test_the_changelog_begins_with_the_version():

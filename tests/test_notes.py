@@ -31,21 +31,9 @@ def test_code_it_names_exists(page):
         assert found or (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("page", [*PAGES, "README.md"])
-def test_links_lead_to_pages_and_headings(page):
-    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", (NOTES / page).read_text()):
-        linked = NOTES / (target or page)
-        assert linked.exists(), target
-        slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings(linked)}
-        assert not anchor or anchor in slugs, anchor
-
-
-@pytest.mark.parametrize("page", sorted(set(PAGES) - NO_KERNEL))
-def test_sections_it_points_to_exist(page):
-    text, titles = (NOTES / page).read_text(), headings(NOTES / page)
-    for section in re.findall(r"\| \*([^*|]+)\*(?:, last line)? \|", text):
-        assert any(title.startswith(section) for title in titles), section
-
-
-def headings(page):
-    return re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+def test_sections_that_pages_point_to_exist():
+    """What stands in italics with a capital letter is the beginning of a heading of the same page."""
+    pages = [(NOTES / page).read_text() for page in PAGES]
+    pointers = [(text, section) for text in pages for section in re.findall(r"(?<!\*)\*([A-Z][^*|]*)\*(?!\*)", text)]
+    assert pointers
+    assert not [section for text, section in pointers if not re.search(rf"^#+ {re.escape(section)}", text, re.MULTILINE)]

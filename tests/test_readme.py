@@ -89,9 +89,3 @@ def test_what_kernels_refuse_is_told_as_what_they_take(support_table):
         "heads: a multiple of 64", "rows: at most 8..33", "k: faster up to 2 (at most 5 rows)",
         "q strides: multiples of 16", "q address, kv address: a multiple of 16", "cache dtype: as q has",
     ]  # fmt: skip
-
-
-def test_scripts_and_flags_it_names_exist():
-    text = README.read_text()
-    for script in set(re.findall(r"scripts/\w+\.(?:sh|py)", text)):
-        assert (README.parent / script).exists(), script
