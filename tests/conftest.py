@@ -22,6 +22,10 @@ from support.other_defaults import other_defaults, suits
 from sparse_attn import workspace
 from sparse_attn.target import interpreting
 
+LEFT_OUT = pytest.StashKey[dict[str, int]]()
+KERNELS = "tests of Triton kernels (TRITON_INTERPRET=1 python -m pytest -m kernel)"
+PLAIN = "tests of no kernel (without TRITON_INTERPRET)"
+BEYOND = "cases beyond a sample (SPARSE_ATTN_LONG=1)"
 OTHER_DEFAULTS = int(os.environ.get("SPARSE_ATTN_OTHER_DEFAULTS", 0))
 CASES = 2
 torch.set_num_threads(1)
@@ -35,8 +39,11 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if not suits(item, OTHER_DEFAULTS)])
         items[:] = [item for item in items if suits(item, OTHER_DEFAULTS)]
     skip_where_gpus_are_few(items)
+    left_out = config.stash.setdefault(LEFT_OUT, {})
     if torch.cuda.is_available():
+        before = len(items)
         sample(config, items)
+        left_out[BEYOND] = before - len(items)
         items.sort(key=lambda item: item.path.name != "test_soak.py")  # the longest first: workers end together
         return
     selected, deselected = [], []
@@ -52,6 +59,15 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
     sample(config, items)
+    left_out |= {PLAIN if interpreting() else KERNELS: len(deselected), BEYOND: len(selected) - len(items)}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter, config):
+    """What ran is not all there is. Workers of pytest-xdist have no terminal, and say nothing."""
+    yield
+    if said := [f"{count} {which}" for which, count in config.stash.get(LEFT_OUT, {}).items() if count]:
+        terminalreporter.write_line(f"left out: {', '.join(said)}; scripts/test.sh --long runs all")
 
 
 def skip_where_gpus_are_few(items):

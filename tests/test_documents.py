@@ -125,7 +125,9 @@ def unknown_options(text):
     unknown = []
     for line in [*"\n".join(blocks).splitlines(), *(" ".join(span.split()) for span in spans)]:
         line = re.split(r" [#|;]|;", line)[0]
-        named = re.match(rf"(?:.*-m sparse_attn )?({'|'.join(name for name in programs if '.' not in name)})(?= |$)", line)
+        named = re.match(
+            rf"(?:.*-m sparse_attn )?({'|'.join(name for name in programs if '.' not in name)})(?= |$)", line
+        )
         named = named or re.match(r"(?:.*scripts/|python )?(\w+\.(?:py|sh))(?= |$)", line)
         if named and named[1] not in programs:
             unknown += [named[1]] if "scripts/" in named[0] else []

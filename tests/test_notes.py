@@ -36,4 +36,6 @@ def test_sections_that_pages_point_to_exist():
     pages = [(NOTES / page).read_text() for page in PAGES]
     pointers = [(text, section) for text in pages for section in re.findall(r"(?<!\*)\*([A-Z][^*|]*)\*(?!\*)", text)]
     assert pointers
-    assert not [section for text, section in pointers if not re.search(rf"^#+ {re.escape(section)}", text, re.MULTILINE)]
+    assert not [
+        section for text, section in pointers if not re.search(rf"^#+ {re.escape(section)}", text, re.MULTILINE)
+    ]

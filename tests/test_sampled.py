@@ -1,6 +1,11 @@
 """Without --long, heavy tests run a part of their cases: which part, and that it leaves out no kind."""
 
 import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,3 +69,16 @@ def test_without_a_gpu_few_cases_run(monkeypatch, value, gpu, counts):
     for items, count in zip((cases, none), counts):
         sample(config, items)
         assert len(items) == count
+
+
+@pytest.mark.parametrize("interpreted, how", [("0", "TRITON_INTERPRET=1 "), ("1", "without TRITON_INTERPRET)")])
+def test_a_run_on_a_cpu_says_once_what_it_leaves_out(interpreted, how):
+    environment = os.environ | {"TRITON_INTERPRET": interpreted, "SPARSE_ATTN_LONG": "0", "CUDA_VISIBLE_DEVICES": ""}
+    files = [Path(__file__).parent / name for name in ("test_index_query.py", "test_quality.py")]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST")}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    (said,) = re.findall(r"^left out: .*", found, re.MULTILINE)
+    assert f"({how}" in said and "(SPARSE_ATTN_LONG=1)" in said
+    counts = re.findall(r"(\d+) (?:tests of|cases beyond) ", said)
+    assert f"({sum(map(int, counts))} deselected)" in found
