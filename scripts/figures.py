@@ -106,14 +106,19 @@ def _published(record: dict, old: str) -> str:
 
 
 def _records(record: dict, suites: list[str]) -> str:
-    rows = [
-        f"| {one['suite']} | {one['case']} | {one['us']:.1f} | "
-        + (f"{one['peer']} | {one['peer_us']:.1f} | {one['ratio']:.2f} |" if one["ratio"] is not None else "| | |")
-        for one in records_of(record)
-        if one["suite"] in suites
-    ]
-    head = ["| suite | case | us | beside | us | ratio |", "|---|---|---|---|---|---|"]
-    return "\n".join([*head, *rows]) if rows else f"It has no {' and no '.join(suites)}."
+    rows = ["| suite | case | us | floor, us | beside | us | ratio |", "|---|---|---|---|---|---|---|"]
+    for one in sorted(
+        (one for one in records_of(record) if one["suite"] in suites), key=lambda it: suites.index(it["suite"])
+    ):
+        cells = [
+            f"{one['us']:.1f}",
+            *("" if one[name] is None else f"{one[name]:.1f}" for name in ("floor_us", "peer_us")),
+        ]
+        cells.insert(2, one["peer"] or "")
+        cells.append("" if one["ratio"] is None else f"{one['ratio']:.2f}")
+        rows.append(f"| `{one['suite']}` | {one['case']} | {' | '.join(cells)} |")
+    missing = [suite for suite in suites if not any(row.startswith(f"| `{suite}` |") for row in rows)]
+    return "\n".join(rows) + (f"\n\nNot in it: {', '.join(missing)}." if missing else "")
 
 
 if __name__ == "__main__":

@@ -69,14 +69,14 @@ def test_tables_have_the_figures_of_the_records(capsys):
 @pytest.mark.parametrize("text, said", [
     ("<!-- scripts/figures.py ratios -->\n| suite | x |\n| a | 9 / 9 |\n| b | 1.00, 1 | 2.0, 3.0 |\n<!-- end -->",
      "| suite | x |\n| a | 2.00 / 1.00 |\n| b | 3.00, 3.00 | 2.0, 3.0 |"),
-    ("<!-- scripts/figures.py b --> <!-- end -->", "| b | B | 4.0 | they | 12.0 | 3.00 |"),
-    ("<!-- scripts/figures.py c --><!-- end -->", "It has no c."),
+    ("<!-- scripts/figures.py b --> <!-- end -->", "| `b` | B | 4.0 |  | they | 12.0 | 3.00 |"),
+    ("<!-- scripts/figures.py c --><!-- end -->", "Not in it: c."),
 ])  # fmt: skip
 def test_a_table_is_made_of_the_records(monkeypatch, tmp_path, text, said):
     import figures
 
     made = [dict(suite="a", case="A", ratio=ratio) for ratio in (4.0, 1.0, None)]
-    made += [dict(suite="b", case="B", us=4.0, peer="they", peer_us=12.0, ratio=3.0)]
+    made += [dict(suite="b", case="B", us=4.0, floor_us=None, peer="they", peer_us=12.0, ratio=3.0)]
     about = dict(gpu="a GPU", commit="0123456789", versions=dict(torch="2", triton="3"))
     (tmp_path / "gate.json").write_text(json.dumps(about | dict(records=made)))
     monkeypatch.setattr(figures, "GATE", tmp_path / "gate.json")
