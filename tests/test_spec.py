@@ -47,7 +47,7 @@ def test_softmax_scales():
 def test_shared_index_layers():
     assert [i for i, own in enumerate(shared_index_layers(16, 4, 2)) if own] == [0, 1, 5, 9, 13]
     assert [i for i, own in enumerate(shared_index_layers(16, 4, 3)) if own] == [0, 1, 2, 6, 10, 14]
-    assert all(shared_index_layers(5))
+    assert shared_index_layers(5) == (True,) * 5
     from_pattern = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 4, "index_topk_pattern": "FSSF"})
     assert from_pattern.index_layers == (True, False, False, True)
     longer = from_hf_config(PUBLISHED_GLM | {"num_hidden_layers": 3, "index_topk_pattern": "FSSF"})
