@@ -11,21 +11,12 @@ import pytest
 from sparse_attn.runtime.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (
-    "README.md", "CHANGELOG.md", ".github/CONTRIBUTING.md", "scripts/README.md", "sparse_attn/README.md",
-    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("sparse_attn/ops/*/*/README.md"))),
-)  # fmt: skip
+FOLDERS = (".github/", "scripts/", "scripts/results/notes/", "sparse_attn/**/", "")
+DOCUMENTS = sorted({str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")})
+TODAY = [name for name in DOCUMENTS if name != "CHANGELOG.md" and "notes/" not in name]  # what these name may be gone
 PATH = re.compile(r"`((?:[\w.]+/)*[\w.-]+\.(?:py|sh|md|json|toml|txt|cfg)|(?:[\w.]+/)+)(?:::\w+)?`")
 NOT_HERE = {"model.safetensors.index.json", "config.json", "out.json"}  # of checkpoints, and written by users
 EXAMPLES = ("test_x", "blackwell", "backward")  # of what somebody may add
-
-
-def documents():
-    return [name for name in DOCUMENTS if (ROOT / name).exists()]
-
-
-PAGES = ("", ".github/", "scripts/", "scripts/results/notes/", "sparse_attn/**/")
-TODAY = [name for name in documents() if name != "CHANGELOG.md"]  # that names what is gone
 
 
 def ends_of_paths():
@@ -64,9 +55,7 @@ def broken_links(path, text):
     return broken
 
 
-@pytest.mark.parametrize(
-    "name", sorted(str(path.relative_to(ROOT)) for folder in PAGES for path in ROOT.glob(f"{folder}*.md"))
-)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_to_files_and_headings(name):
     assert not broken_links(ROOT / name, (ROOT / name).read_text())
 
