@@ -4,9 +4,9 @@
     scripts/figures.py            names the documents that say something else; exits with 1 where there are any
     scripts/figures.py --write    mends them
 
-A table stands between `<!-- scripts/figures.py WHAT -->` and `<!-- end -->`. WHAT is `ratios`: in each row the geometric
-mean and the worst of a suite's ratios; `readers` or `published`: what the models that ship here are worth; or suites,
-all of whose records are listed.
+A table stands between `<!-- scripts/figures.py WHAT -->` and `<!-- end -->`. WHAT is `ratios`: in each row the
+geometric mean and the worst of a suite's ratios; `readers` or `published`: what the models that ship here are worth; or
+suites, all of whose records are listed.
 """
 
 from __future__ import annotations
