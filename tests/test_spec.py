@@ -1,9 +1,10 @@
 """Specs: presets, config.json in both spellings, and what is refused."""
 
+import copy
 import dataclasses
 
 import pytest
-from support.published import PUBLISHED_GLM, PUBLISHED_V32
+from support.published import PUBLISHED_FLASH, PUBLISHED_GLM, PUBLISHED_V32
 
 from sparse_attn.spec import (
     PRESETS,
@@ -100,6 +101,70 @@ def test_refused_configs(change, message):
     config = PUBLISHED_V32 | change
     with pytest.raises(ValueError, match=message):
         from_hf_config(config)
+
+
+YARN = PUBLISHED_V32["rope_scaling"]
+PLAIN = {"rope_type": "default", "rope_theta": 10000}
+NESTED = {"main": PLAIN, "compress": PUBLISHED_FLASH["rope_scaling"] | {"rope_theta": 160000.0}}
+
+
+def read_by_transformers(config):
+    """The spec that transformers reads, whatever the tables of rope in ``config`` say."""
+    import transformers
+
+    return from_hf_config(transformers.AutoConfig.for_model(**copy.deepcopy(config)).to_dict())
+
+
+@pytest.mark.parametrize(
+    "config, scaling, parameters, message",
+    [
+        (PUBLISHED_V32, YARN, PLAIN, "rope_type 'yarn' and 'default'"),
+        (PUBLISHED_V32, PLAIN, YARN, "rope_type 'default' and 'yarn'"),
+        (PUBLISHED_V32, YARN, YARN | {"factor": 4}, "factor 40.0 and 4.0"),
+        (PUBLISHED_V32, YARN, YARN | {"mscale_all_dim": 0.5}, "softmax_scale 0.135"),
+        (PUBLISHED_GLM, YARN | {"rope_theta": 5e5}, YARN | {"rope_theta": 1e6}, "rope_theta 500000.0 and 1000000.0"),
+        (PUBLISHED_GLM, YARN, PLAIN | {"rope_theta": 1e6}, "'yarn' and 'default', rope_theta None and 1000000.0"),
+        (PUBLISHED_FLASH, PUBLISHED_FLASH["rope_scaling"] | {"factor": 4}, NESTED, "factor 4.0 and 16.0"),
+        (PUBLISHED_FLASH, PUBLISHED_FLASH["rope_scaling"], {"rope_type": "default"}, "rope_type 'yarn' and 'default'"),
+    ],
+)
+def test_two_ropes_that_disagree_are_refused(config, scaling, parameters, message):
+    both = config | {"rope_scaling": scaling, "rope_parameters": parameters}
+    with pytest.raises(ValueError, match=f"config rope_scaling and rope_parameters: got .*{message}.*, allowed: one"):
+        from_hf_config(both)
+    first = config | {"rope_scaling": scaling, "rope_parameters": None}
+    second = config | {"rope_scaling": None, "rope_parameters": parameters}
+    assert read_by_transformers(both) == read_by_transformers(first) != read_by_transformers(second)
+
+
+@pytest.mark.parametrize(
+    "config, scaling, parameters",
+    [
+        (PUBLISHED_V32, YARN, YARN | {"rope_theta": 1e4, "beta_fast": None}),
+        (PUBLISHED_V32, PLAIN, {"type": "default"}),
+        (PUBLISHED_V32, {}, YARN),
+        (PUBLISHED_V32, YARN, {}),
+        (PUBLISHED_GLM, {"rope_theta": 1000000.0}, PUBLISHED_GLM["rope_parameters"]),
+        (PUBLISHED_FLASH, PUBLISHED_FLASH["rope_scaling"], NESTED),
+        (PUBLISHED_FLASH, NESTED, PUBLISHED_FLASH["rope_scaling"]),
+    ],
+)
+def test_two_ropes_that_agree_are_read_as_transformers_reads_them(config, scaling, parameters):
+    both = config | {"rope_scaling": scaling, "rope_parameters": parameters}
+    assert from_hf_config(both) == read_by_transformers(both)
+
+
+@pytest.mark.parametrize(
+    "parameters, message",
+    [
+        (NESTED | {"rope_type": "yarn"} | YARN, "beside main and compress: got yarn"),
+        ({"compress": NESTED["compress"]}, "allowed: main and compress, or neither"),
+        (NESTED["compress"] | {"rope_type": "default"}, "rope type: got 'yarn', allowed: 'default', as rope_type says"),
+    ],
+)
+def test_a_yarn_that_a_table_hides_is_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(PUBLISHED_FLASH | {"rope_scaling": None, "rope_parameters": parameters})
 
 
 @pytest.mark.parametrize("name", ["deepseek_sparse_attention", "indexed_attention"])

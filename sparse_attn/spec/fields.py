@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from sparse_attn.spec.parts import YarnSpec, yarn_mscale
 
 # What a config may say, so that a wrong one ends at once. Positions are exact in fp32, which rope is computed in, up to
 # 2^24.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS, MAX_POSITIONS = 2**31 - 1, 4096, 65536, 2**24
+
+Rope = TypeVar("Rope", bound=tuple[Any, ...])  # a NamedTuple with a field yarn, among others
 
 
 class Fields:
@@ -115,6 +118,30 @@ def short(value: Any) -> str:
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
+def rope_of(fields: Fields, read: Callable[[Mapping[str, Any]], Rope]) -> Rope:
+    """What ``read`` makes of a file's rope_scaling, or of its rope_parameters. ValueError where both are there and
+    disagree: transformers takes the first, and all that the second says is lost."""
+    tables = [fields.part(key) for key in ("rope_scaling", "rope_parameters")]
+    first, *others = [read(table) for table in tables if table] or [read({})]
+    for other in others:
+        if other != first:
+            raise ValueError(
+                f"config rope_scaling and rope_parameters: got {_differences(first, other)}, allowed: one of them, or "
+                "two that agree"
+            )
+    return first
+
+
+def _differences(first: Any, second: Any) -> str:
+    """What two readings of a rope say differently, by name."""
+    ours, theirs = (
+        {"rope_type": "yarn" if rope.yarn else "default", **rope._asdict(), **(asdict(rope.yarn) if rope.yarn else {})}
+        for rope in (first, second)
+    )
+    both = [name for name in ours if name != "yarn" and name in theirs and ours[name] != theirs[name]]
+    return ", ".join(f"{name} {short(ours[name])} and {short(theirs[name])}" for name in both)
+
+
 def yarn_of(rope: Mapping[str, Any], attention_factor: float | None = None) -> YarnSpec | None:
     """The yarn of one set of rope parameters, None where there is none.
 
@@ -123,6 +150,8 @@ def yarn_of(rope: Mapping[str, Any], attention_factor: float | None = None) -> Y
     fields = Fields(rope, "rope", "yarn")
     key = "type" if "rope_type" not in rope and "type" in rope else "rope_type"
     kind = rope.get(key, "default")
+    if rope.get("type", kind) != kind:
+        fields.refuse("type", f"{short(kind)}, as rope_type says")
     if kind == "default":
         return None
     if kind != "yarn":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparse_attn.spec.compressed import CompressedSpec, first_layers, kinds_of_ratios
-from sparse_attn.spec.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, yarn_of
+from sparse_attn.spec.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, rope_of, short, yarn_of
 from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 
 MODEL_TYPE = "deepseek_v4"
@@ -133,20 +133,33 @@ def _hash_layers_of(fields: Fields, layers: int) -> tuple[bool, ...]:
     return first_layers(layers, fields.size("num_hash_layers", at_least=0))
 
 
-def _ropes_of(fields: Fields) -> tuple[float, float, YarnSpec | None]:
-    """(theta of window layers, theta of the others, their yarn) from the nested form or the flat one.
+class _Rope(NamedTuple):
+    rope_theta: float
+    compress_rope_theta: float
+    yarn: YarnSpec | None
+
+
+def _ropes_of(fields: Fields) -> _Rope:
+    """theta of window layers, theta of the others and their yarn, from the nested form or the flat one.
 
     Yarn does not scale cos and sin here unless the file says so; window layers have none.
     """
-    rope = dict(fields.part("rope_scaling")) | dict(fields.part("rope_parameters"))
-    if not (isinstance(rope.get("main"), Mapping) and isinstance(rope.get("compress"), Mapping)):
-        theta, compressed_theta = (fields.number(key, above=1) for key in ("rope_theta", "compress_rope_theta"))
-        return theta, compressed_theta, yarn_of(rope, 1.0)
-    main, compressed = rope["main"], rope["compress"]
-    if yarn_of(main) is not None:
-        raise ValueError("config rope_parameters main: got yarn, allowed: 'default'")
-    theta, compressed_theta = (
-        Fields(rope[part], f"rope_parameters {part}", MODEL_TYPE).number("rope_theta", above=1)
-        for part in ("main", "compress")
-    )
-    return theta, compressed_theta, yarn_of(compressed, 1.0)
+
+    def read(rope: Mapping[str, Any]) -> _Rope:
+        nested = [isinstance(rope.get(part), Mapping) for part in ("main", "compress")]
+        if any(nested) and not all(nested):
+            raise ValueError(f"config rope_parameters: got {short(dict(rope))}, allowed: main and compress, or neither")
+        yarn = yarn_of({key: value for key, value in rope.items() if key not in ("main", "compress")}, 1.0)
+        if not all(nested):
+            theta, compressed_theta = (fields.number(key, above=1) for key in ("rope_theta", "compress_rope_theta"))
+            return _Rope(theta, compressed_theta, yarn)
+        for where, found in (("main", yarn_of(rope["main"])), ("beside main and compress", yarn)):
+            if found is not None:
+                raise ValueError(f"config rope_parameters {where}: got yarn, allowed: 'default'")
+        theta, compressed_theta = (
+            Fields(rope[part], f"rope_parameters {part}", MODEL_TYPE).number("rope_theta", above=1)
+            for part in ("main", "compress")
+        )
+        return _Rope(theta, compressed_theta, yarn_of(rope["compress"], 1.0))
+
+    return rope_of(fields, read)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from sparse_attn.spec.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, short, yarn_of
+from sparse_attn.spec.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields, rope_of, short, yarn_of
 from sparse_attn.spec.latent import Spec, leading_dense, shared_index_layers
 from sparse_attn.spec.parts import IndexSpec, MoeSpec, YarnSpec, softmax_scale
 
@@ -101,16 +101,30 @@ def _index_layers_of(fields: Fields, layers: int) -> tuple[bool, ...]:
     return shared_index_layers(layers, frequency, offset)
 
 
+class _Rope(NamedTuple):
+    """rope_theta: None where the file gives none."""
+
+    rope_theta: float | None
+    yarn: YarnSpec | None
+    softmax_scale: float
+
+
 def _rope_of(fields: Fields, qk_dim: int) -> tuple[float, YarnSpec | None, float]:
     """(theta, yarn, softmax scale) from rope_parameters, or from rope_theta and rope_scaling."""
-    rope = dict(fields.part("rope_scaling")) | dict(fields.part("rope_parameters"))
-    theta = rope.get("rope_theta", fields.config.get("rope_theta"))
+
+    def read(rope: Mapping[str, Any]) -> _Rope:
+        theta = rope.get("rope_theta", fields.config.get("rope_theta"))
+        if theta is not None:
+            theta = Fields({"rope_theta": theta}).number("rope_theta", above=1)
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"config partial_rotary_factor: got {short(rope['partial_rotary_factor'])}, allowed: 1.0")
+        yarn = yarn_of(rope)
+        if yarn is None:
+            return _Rope(theta, None, softmax_scale(qk_dim))
+        all_dim = Fields(rope, "rope").number("mscale_all_dim", default=0.0)
+        return _Rope(theta, yarn, softmax_scale(qk_dim, yarn.factor, all_dim))
+
+    theta, yarn, scale = rope_of(fields, read)
     if theta is None:
         raise ValueError("config rope_theta: missing, and so is rope_parameters.rope_theta; one of them is needed")
-    theta = Fields({"rope_theta": theta}).number("rope_theta", above=1)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"config partial_rotary_factor: got {short(rope['partial_rotary_factor'])}, allowed: 1.0")
-    yarn = yarn_of(rope)
-    if yarn is None:
-        return theta, None, softmax_scale(qk_dim)
-    return theta, yarn, softmax_scale(qk_dim, yarn.factor, Fields(rope, "rope").number("mscale_all_dim", default=0.0))
+    return theta, yarn, scale
