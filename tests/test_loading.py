@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 import torch
@@ -219,6 +220,31 @@ def test_known_extras_are_skipped(tmp_path, params, weights):
     check_equal(load(write(tmp_path, weights), dtype=torch.float32)[1], params)
 
 
+SHARED = [dict(index_topk_pattern="FSS"), dict(index_topk_freq=9, index_skip_topk_offset=1)]
+
+
+@pytest.mark.parametrize("change", [*SHARED, dict(indexer_types=["full", "shared", "shared"])])
+def test_indexers_of_layers_that_share_are_left_out_as_transformers_does(tmp_path, change):
+    """The files hold an indexer a layer; the config switches sharing on."""
+    import transformers
+
+    config = {key: value for key, value in CONFIG.items() if key != "index_topk_pattern"}
+    full = from_hf_config(config)
+    weights = published(random_params(full, seed=4), full)
+    weights["model.layers.2.self_attn.indexer.wk.weight_scale_inv"] = torch.full((7,), torch.nan)  # read by nobody
+    write(tmp_path, weights, config | change)
+    with pytest.warns(UserWarning, match=r"indexers of 2 layers are left out \(11 tensors\), .*: 1, 2$"):
+        spec, loaded = load(tmp_path, dtype=torch.float32)
+    assert spec.index_layers == (True, False, False)
+    assert not [name for name in loaded if "index." in name and not name.startswith("layers.0.")]
+    state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert {name for name in state if "indexer" in name} <= {name for name in weights if ".layers.0." in name}
+    own = {name: value for name, value in weights.items() if "indexer" not in name or ".layers.0." in name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load(write(tmp_path, own, config | change))
+
+
 def test_fp8_blocks(tmp_path, params, weights):
     name = "model.layers.1.self_attn.q_b_proj.weight"
     block = (32, 16)
@@ -266,7 +292,7 @@ def test_missing_weight(tmp_path, weights, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.1.self_attn.indexer.wk.weight", "model.layers.2.mlp.experts.4.up_proj.weight", "vision.proj"]
+    "name", ["model.layers.1.self_attn.indexer_wk.weight", "model.layers.2.mlp.experts.4.up_proj.weight", "vision.proj"]
 )
 def test_extra_weight(tmp_path, weights, name):
     weights[name] = torch.ones(2)

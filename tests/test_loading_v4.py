@@ -7,8 +7,10 @@ import torch
 from safetensors.torch import save_file
 from support.published import PUBLISHED_FLASH
 
+from sparse_attn.models.converting import convert
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params
+from sparse_attn.runtime.cli import main
 from sparse_attn.spec import from_hf_config
 
 CONFIG = PUBLISHED_FLASH | dict(
@@ -75,11 +77,44 @@ def check_equal(loaded, wanted):
         torch.testing.assert_close(loaded[name], value, rtol=0, atol=0, msg=name)
 
 
-def test_deepseeks_names(tmp_path, params):
-    weights = deepseeks(params) | {"mtp.0.attn.wq_a.weight": torch.zeros(3)}
+@pytest.mark.parametrize("to", ["", "model."])
+def test_deepseeks_names(tmp_path, params, to):
+    weights = deepseeks(params) | {f"{to}mtp.0.attn.wq_a.weight": torch.zeros(3)}
     spec, loaded = load(write(tmp_path, weights), dtype=torch.float32)
     assert spec == SPEC and loaded["layers.0.moe.table"].dtype == torch.int32
     check_equal(loaded, params)
+
+
+DRAFTER = {
+    "mtp.0.main_proj.weight": torch.zeros(48, 96), "mtp.0.attn.wq_a.weight": torch.zeros(3), "mtp.2.norm.weight": torch.zeros(48),
+    "mtp.2.markov_head.markov_w1.weight": torch.zeros(40, 8), "mtp.2.confidence_head.proj.weight": torch.zeros(1, 56),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys", [dict(dspark_block_size=5, num_nextn_predict_layers=3), dict(num_nextn_predict_layers=1)]
+)
+def test_drafts_of_a_dspark_checkpoint_are_refused_by_that_name(tmp_path, params, keys, capsys):
+    folder = write(tmp_path, deepseeks(params) | DRAFTER, CONFIG | keys)
+    check_equal(load(folder, dtype=torch.float32)[1], params)
+    with pytest.raises(ValueError, match="mtp: got True, and .* holds a DSpark drafter .*, allowed: layers of multi"):
+        load(folder, mtp=True)
+    drafts = ["--model", str(folder), "--speculate", "2"]
+    for command in (["generate", *drafts, "--prompt-ids", "1,2"], ["plan", *drafts]):
+        if command[0] == "generate" or "dspark_block_size" in keys:
+            assert main(command) == 2
+            said = capsys.readouterr().err
+            assert "holds a DSpark drafter (" in said and len(said) < 400
+
+
+def test_a_conversion_says_that_it_leaves_a_dspark_drafter_out(tmp_path, params):
+    (tmp_path / "source").mkdir()
+    source = write(tmp_path / "source", deepseeks(params) | DRAFTER, CONFIG | dict(dspark_block_size=5))
+    with pytest.warns(UserWarning, match="its DSpark drafter .* is left out"):
+        convert(source, tmp_path / "made", "bf16")
+    written = json.loads((tmp_path / "made/config.json").read_text())
+    assert written["num_nextn_predict_layers"] == 0 and "dspark_block_size" not in written
+    assert load(tmp_path / "made")[1].keys() == params.keys()
 
 
 @pytest.mark.parametrize("original", [True, False])

@@ -25,7 +25,7 @@ from sparse_attn.models.forms import (
     shards_of,
     write_shards,
 )
-from sparse_attn.models.loading import Opened, open_checkpoint, readings_of
+from sparse_attn.models.loading import DSPARK, Opened, open_checkpoint, readings_of
 from sparse_attn.models.params import INTEGER_NAMES
 from sparse_attn.models.reading import reading_of
 from sparse_attn.models.saving import in_blocks, parts_of
@@ -54,7 +54,8 @@ def convert(
     """Write the checkpoint in ``source`` into ``folder``, empty or missing, in a form that write_published knows.
 
     A shard at a time; the folder is there whole or not at all. Tokenizer and other texts are copied. Layers of
-    multi-token prediction come along, but for "fused", which has none. Returns the spec and the bytes of the weights.
+    multi-token prediction come along, but for "fused", which has none; a DSpark drafter does not, a warning says so.
+    Returns the spec and the bytes of the weights.
     ValueError names a weight that the form cannot hold as it is.
     """
     source, folder = Path(source), Path(folder)
@@ -62,7 +63,9 @@ def convert(
     readings_of(opened, expand=True)  # finds what is missing, extra or in disagreement
     made = form_of(opened.spec, form)
     predicted = 0 if made.fused else opened.spelling.predicted
-    config = {key: value for key, value in opened.config.items() if key not in _OF_THE_FORM}
+    config = {
+        key: value for key, value in opened.config.items() if key not in _OF_THE_FORM and not key.startswith(DSPARK)
+    }
     total = write_shards(
         folder, shards_of(opened.spec, made, predicted), made, config | said_of(opened.spec, made, predicted),
         _Converter(opened, made).tensors, progress, beside=lambda fresh: _copy_texts(source, fresh),

@@ -5,13 +5,15 @@ writes (the same, or fused experts). Weights are bf16, fp16, fp32, or e4m3 with 
 experts are MXFP4, too. Weights that files have quantised stay as they are, as PackedWeight, but for those of
 models.params.EXPANDED. A missing, extra or misshaped weight is an error that names it, and so is one whose dtype,
 shape, scale and config disagree. Left out on purpose: layers of multi-token prediction, unless they are asked for, and
-rotary tables.
+rotary tables; with a warning, indexers of layers that the config has share a selection.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ from sparse_attn.weight_layout import Weight
 
 _SHOWN = 8  # names an error lists before it counts the rest
 _MOST_PREDICTED = 64
+DSPARK = "dspark_"  # what the keys of a DSpark drafter begin with in a config.json
+_DSPARK_WEIGHT = re.compile(r"mtp\.\d+\.(main_proj|markov_head)\.")
 _COUNTED = 1000  # missing names after which it stops to look
 
 
@@ -90,12 +94,17 @@ def open_checkpoint(folder: str | Path, *, mtp: bool | None) -> Opened:
     folder = Path(folder)
     config, spec = read_config(folder)
     with _naming(folder / "config.json"):
-        quantisation, predicted = quantisation_of(config), _predicted(config) if mtp else 0
+        quantisation = quantisation_of(config)
     checkpoint = Checkpoint(folder, quantisation, spelling_of(spec).rename)
-    prefix = spelling_of(spec).prediction_prefix(0)
-    if mtp is None and any(name.startswith(prefix) for name in checkpoint.names()):
-        with _naming(folder / "config.json"):
-            predicted = _predicted(config)
+    prefix, predicted = spelling_of(spec).prediction_prefix(0), 0
+    if mtp:
+        check_predicts(config, "mtp: got True", folder, checkpoint.names())
+    if mtp or mtp is None and any(name.startswith(prefix) for name in checkpoint.names()):
+        if _dspark_of(config, checkpoint.names()):
+            warnings.warn(f"{folder}: its DSpark drafter (mtp.*) is left out", stacklevel=3)
+        else:
+            with _naming(folder / "config.json"):
+                predicted = _predicted(config)
     shapes = param_shapes(spec) | prediction_shapes(spec, predicted)
     return Opened(config, spec, checkpoint, spelling_of(spec, predicted), shapes)
 
@@ -108,6 +117,23 @@ def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
     config = read_json_object(path)
     with _naming(path):
         return config, from_hf_config(config)
+
+
+def check_predicts(config: Mapping[str, Any], got: str, folder: Path, names: Iterable[str] = ()) -> None:
+    """ValueError for a checkpoint with a DSpark drafter. got: the request for drafts, which the error begins with.
+    names: of the weights."""
+    if told := _dspark_of(config, names):
+        raise ValueError(
+            f"{got}, and {folder} holds a DSpark drafter ({told}), which is not read, allowed: layers of multi-token "
+            "prediction; without drafts the checkpoint loads, and generate takes a drafter of yours"
+        )
+
+
+def _dspark_of(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The config key, or the weight, that tells of a DSpark drafter where other files hold layers of multi-token
+    prediction; None where nothing does."""
+    key = next((key for key in config if key.startswith(DSPARK)), None)
+    return f"config {key}" if key else next(filter(_DSPARK_WEIGHT.match, names), None)
 
 
 def predicted_layers(config: Mapping[str, Any]) -> int:
@@ -154,9 +180,18 @@ def readings_of(opened: Opened, expand: bool, mesh: Mesh = ONE_RANK) -> dict[str
         name for name in checkpoint.names()
         if name not in known and not spelling.ignores(name) and not checkpoint.is_empty(name)
     ]  # fmt: skip
+    unused = {name: layer for name in extra if (layer := spelling.unused_indexer(name)) is not None}
+    extra = [name for name in extra if name not in unused]
     if extra:
         place = checkpoint.file(extra[0]) if len(extra) == 1 else checkpoint.folder
         raise ValueError(f"weight {_listed(sorted(extra))}: extra, no part of the model reads it; in {place}")
+    if unused:
+        layers = [str(layer) for layer in sorted(set(unused.values()))]
+        warnings.warn(
+            f"{checkpoint.folder}: indexers of {len(layers)} layers are left out ({len(unused)} tensors), which by the "
+            f"config share the selection of another layer: {_listed(layers)}",
+            stacklevel=3,
+        )
     return {name: reading_of(name, shape, spelling, checkpoint, expand, mesh=mesh) for name, shape in shapes.items()}
 
 

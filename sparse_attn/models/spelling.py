@@ -42,6 +42,10 @@ class Spelling:
         beyond = match is not None and int(match[1]) >= self.spec.num_layers + self.predicted
         return beyond or name.endswith("rotary_emb.inv_freq")
 
+    def unused_indexer(self, name: str) -> int | None:
+        """The layer of ``name`` where it belongs to an indexer and the layer shares the selection of another."""
+        return None
+
     def prediction_prefix(self, layer: int) -> str:
         """What the names of a layer of multi-token prediction begin with."""
         return f"model.layers.{self.spec.num_layers + layer}."
@@ -129,6 +133,11 @@ class LatentSpelling(Spelling):
 
     spec: Spec
 
+    def unused_indexer(self, name: str) -> int | None:
+        match = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+        layer = int(match[1]) if match else self.spec.num_layers
+        return layer if layer < self.spec.num_layers and not self.spec.index_layers[layer] else None
+
     def source_shape(self, name: str, shape: tuple[int, ...], sources: list[str]) -> tuple[int, ...]:
         if kind_of(name) in _KV_B:
             return (self.spec.num_heads * (self.spec.nope_dim + self.spec.v_dim), self.spec.kv_lora)
@@ -143,6 +152,7 @@ _ATTENTION, _INDEXER = "self_attn.", "self_attn.compressor.indexer."
 # DeepSeek's names -> transformers'. Applied in this order, to a name with "model." in front.
 _RENAMES = (
     (r"^(layers|embed|norm|hc_head)(?=[._])", r"model.\1"),
+    (r"^model\.mtp\.", "mtp."),
     (r"^head\.", "lm_head."),
     (r"^model\.embed\.", "model.embed_tokens."),
     (r"^model\.hc_head_(fn|base|scale)$", r"model.hc_head.hc_\1"),

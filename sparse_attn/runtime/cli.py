@@ -13,7 +13,7 @@ from pathlib import Path
 from sparse_attn.files import read_text, write_output
 from sparse_attn.mesh import Mesh, show_mesh
 from sparse_attn.models.forms import FORMS, form_of, form_said_by, predicted_of
-from sparse_attn.models.loading import predicted_layers, read_config
+from sparse_attn.models.loading import check_predicts, predicted_layers, read_config
 from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
 from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
@@ -234,6 +234,8 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
     save_logits = _logits_writer() if options.dump_logits else None
     source = sources.source_of(options)
     spec, expand = source.spec, options.expand_weights
+    if source.config and source.folder and options.speculate:
+        check_predicts(source.config, f"--speculate: got {options.speculate}", source.folder)
     check_prefill_activations(options, source.packs_experts(expand))
     dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
@@ -335,6 +337,8 @@ def run_plan(options: argparse.Namespace) -> int:
     form = options.format or ("published" if config is None else form_said_by(config, spec))
     check_prefill_activations(options, form != "bf16")
     predicted = predicted_of(form_of(spec, form)) if config is None else predicted_layers(config)
+    if config and options.speculate:
+        check_predicts(config, f"--speculate: got {options.speculate}", folder_of(options.model))
     length = spec.max_positions if options.max_model_len is None else options.max_model_len
     if length > spec.max_positions:
         raise ValueError(
