@@ -111,6 +111,13 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
 
 
+def check_regular(path: Path) -> None:
+    """ValueError where ``path`` is there and no regular file: a pipe may never be written to, a device never end."""
+    if path.exists() and not path.is_file():
+        kind = "a directory" if path.is_dir() else "a pipe" if path.is_fifo() else "a device or a socket"
+        raise ValueError(f"{path}: got {kind}, allowed: a regular file")
+
+
 def read_json(path: Path) -> Any:
     """What a JSON file holds; ValueError that names it where it is none, or where a key stands twice."""
     text = read_text(path)
@@ -121,7 +128,8 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """As ``read_json``, of a file that holds an object."""
+    """As ``read_json``, of a regular file that holds an object."""
+    check_regular(path)
     value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: got JSON of type {type(value).__name__}, allowed: an object")

@@ -3,7 +3,10 @@ key."""
 
 import itertools
 import json
+import os
+import re
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params
 from sparse_attn.models.saving import save
 from sparse_attn.runtime.cli import main
+from sparse_attn.runtime.text import file_tokenizer
 from sparse_attn.spec import preset, tiny_glm5, tiny_v4, tiny_v32
 
 SPECS = {
@@ -247,6 +251,12 @@ BAD_WEIGHTS = {
     "a scale of integers": ("v32", Q_B, "I64", with_scale(Q_B, lambda w: fp8(w)[0], lambda w: fp8(w)[1].long())),
     "a scale of another grid": ("v32", Q_B, "shape", with_scale(Q_B, lambda w: fp8(w)[0], lambda w: torch.ones(7, 1))),
     "a NaN scale": ("v32", Q_B, "NaN", with_scale(Q_B, lambda w: fp8(w)[0], lambda w: fp8(w)[1] * float("nan"))),
+    "a negative scale": ("v32", Q_B, "_scale_inv: got a negative scale, allowed: at least 0",
+                         with_scale(Q_B, lambda w: fp8(w)[0], lambda w: -fp8(w)[1])),
+    "a negative scale of kv_b": ("v32", KV_B, "_scale_inv: got a negative scale",
+                                 with_scale(KV_B, lambda w: fp8(w)[0], lambda w: with_one(-1.0)(fp8(w)[1]))),
+    "a negative bf16 scale of fused experts": ("v32", GATE_UP, "_scale_inv: got a negative scale",
+        with_scale(GATE_UP, lambda w: fp8(w)[0], lambda w: with_one(-1.0)(torch.ones(8, 1, 1, dtype=torch.bfloat16)))),
     "NaN norm": ("v32", NORM, "NaN", spoilt(NORM, with_one(float("nan")))),
     "NaN in kv_b": ("v32", KV_B, "NaN", spoilt(KV_B, with_one(float("nan")))),
     "infinite embedding": ("v32", EMBED, "infinite", spoilt(EMBED, with_one(float("-inf")))),
@@ -275,6 +285,17 @@ def test_weights_no_model_may_have(sound, tmp_path, capsys, case):
     save_file(change(load_file(sound / name / WEIGHTS)), tmp_path / WEIGHTS)
     known = case not in ("none", "missing", "extra")
     check_refused(capsys, tmp_path, WEIGHTS if known else None, f"weight {weight}", said)
+
+
+def test_a_block_of_zeros_may_have_a_scale_of_zero(sound, tmp_path):
+    """As amax / 448 gives it."""
+    weights = load_file(sound / "v32" / WEIGHTS)
+    codes, scale = fp8(weights[Q_B])
+    codes.view(torch.uint8)[:128], scale[:1] = 0, 0.0
+    shutil.copy(sound / "v32" / CONFIG, tmp_path)
+    save_file(weights | {Q_B: codes, Q_B + "_scale_inv": scale}, tmp_path / WEIGHTS)
+    loaded = load(tmp_path, expand=True)[1]["layers.0.attn.q_b"]
+    assert not loaded[:128].any() and loaded[128:].any()
 
 
 def test_infinite_values_that_mean_something_are_taken(sound, tmp_path):
@@ -353,3 +374,89 @@ def test_no_memory_is_taken_for_weights_that_do_not_fit(sound, tmp_path, capsys)
 
 def test_presets_are_within_what_a_config_may_say():
     assert max(preset(name).max_positions for name in ("deepseek_v32", "glm5", "deepseek_v4_pro")) <= 2**24
+
+
+@pytest.mark.parametrize("file", [CONFIG, WEIGHTS, INDEX, "a.safetensors", "tokenizer.json"])
+def test_pipes_in_place_of_files_are_not_read(sound, tmp_path, capsys, file):
+    shutil.copy(sound / "v32" / CONFIG, tmp_path)
+    if file in (INDEX, "a.safetensors"):
+        home = dict.fromkeys(load_file(sound / "v32" / WEIGHTS), "a.safetensors")
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": home}))
+    else:
+        shutil.copy(sound / "v32" / WEIGHTS, tmp_path)
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    writer = threading.Thread(target=lambda: (tmp_path / file).open("wb").close(), daemon=True)
+    writer.start()  # whoever reads gets an end of file, and does not wait
+    check_refused(capsys, tmp_path, file, "got a pipe, allowed: a regular file")
+    assert writer.is_alive()
+    os.close(os.open(tmp_path / file, os.O_RDONLY | os.O_NONBLOCK))
+
+
+HUB = "as an id of the Hugging Face Hub: hf download deepseek-ai/DeepSeek-V3.2 --local-dir DIR"
+NO_FOLDERS = {
+    "deepseek-ai/DeepSeek-V3.2": HUB,
+    "https://huggingface.co/deepseek-ai/DeepSeek-V3.2": HUB,
+    "hf://deepseek-ai/DeepSeek-V3.2": HUB,
+    "{}/glm.gguf": "glm.gguf is GGUF, which is not read: download the safetensors",
+    "{}/q4": "glm-00001-of-00002.gguf is GGUF, which is not read: download the safetensors",
+    "{}/with-config": "glm.gguf is GGUF, which is not read: download the safetensors",
+    "{}/pickled": "pytorch_model.bin is a pickle of torch, which is not read: save its state dict",
+    "{}/sound/model.safetensors": "it is a file, allowed: its folder",
+}
+
+
+@pytest.mark.parametrize("given", NO_FOLDERS)
+def test_what_is_no_checkpoint_folder_is_named_with_what_to_do(sound, tmp_path, capsys, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    for name in ("q4", "with-config", "pickled"):
+        (tmp_path / name).mkdir()
+    for name in ("with-config", "pickled"):
+        shutil.copy(sound / "v32" / CONFIG, tmp_path / name)
+    (tmp_path / "sound").symlink_to(sound / "v32")
+    for name in ("glm.gguf", "q4/glm-00001-of-00002.gguf", "with-config/glm.gguf", "pickled/pytorch_model.bin"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    folder, said = given.format(tmp_path), NO_FOLDERS[given]
+    check_refused(capsys, folder, None, said)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        load(folder)
+    assert main(["write-checkpoint", "--from", folder, "--out", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_end_of_text_beyond_the_vocabulary_is_an_error_of_the_config(sound, tmp_path, capsys):
+    shutil.copy(sound / "v32" / WEIGHTS, tmp_path)
+    config = json.loads((sound / "v32" / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"eos_token_id": [3, 257]}))
+    check_refused(capsys, tmp_path, CONFIG, "config eos_token_id: got 257, allowed: 0 to 256", "--ignore-eos")
+    more = ["--prompt-ids", "1,2", "--max-new-tokens", "1", "--device", "cpu"]
+    assert main(["generate", "--model", str(tmp_path), "--ignore-eos", *more]) == 0
+
+
+def write_words(folder, unknown=None):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(13)}, unk_token=unknown))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.enable_truncation(2)
+    words.enable_padding(length=4, pad_id=7)
+    words.save(str(folder / "tokenizer.json"))
+
+
+def test_a_prompt_that_a_tokenizer_cannot_encode_is_named(sound, tmp_path, capsys):
+    for file in (CONFIG, WEIGHTS):
+        shutil.copy(sound / "v32" / file, tmp_path)
+    write_words(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"id": 1, "prompt": "w1 w2"}\n{"id": 2, "prompt": "w1 rabbit"}\n')
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    for given, where in ((["--prompt", "w1 rabbit"], "error: "), (files, f"{tmp_path / 'prompts.jsonl'}, line 2: ")):
+        assert main(["generate", "--model", str(tmp_path), "--device", "cpu", *given]) == 2
+        said = capsys.readouterr().err
+        assert f"{where}{tmp_path / 'tokenizer.json'}: cannot encode the prompt 'w1 rabbit': " in said, said
+        assert "Traceback" not in said
+
+
+def test_a_tokenizer_neither_cuts_nor_pads_a_prompt(tmp_path):
+    write_words(tmp_path, unknown="w0")
+    tokenizer = file_tokenizer(tmp_path)
+    assert tokenizer.encode("w1 w2 w3") == [1, 2, 3] and tokenizer.encode("w5") == [5]

@@ -28,6 +28,7 @@ from sparse_attn.models.quantisation import quantisation_of
 from sparse_attn.models.reading import Reading, reading_of
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
 from sparse_attn.models.sharding import check_mesh
+from sparse_attn.models.shards import no_checkpoint
 from sparse_attn.models.spelling import PREDICTED, Spelling, spelling_of
 from sparse_attn.models.staging import Staging
 from sparse_attn.spec import CompressedSpec, Spec, from_hf_config
@@ -112,8 +113,8 @@ def open_checkpoint(folder: str | Path, *, mtp: bool | None) -> Opened:
 def read_config(folder: Path) -> tuple[dict, Spec | CompressedSpec]:
     """(config.json, its spec) of a checkpoint folder; ValueError names the file and the key at fault."""
     path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"checkpoint: {folder} holds no config.json")
+    if not path.exists():
+        raise ValueError(f"checkpoint: {folder} holds no config.json{no_checkpoint(folder)}")
     config = read_json_object(path)
     with _naming(path):
         return config, from_hf_config(config)

@@ -6,16 +6,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from sparse_attn.files import read_json_object
+from sparse_attn.files import check_regular, read_json_object
 from sparse_attn.spec.fields import short
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SAMPLE = 256
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_HUB_ID = re.compile(r"(?:https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)?([\w.-]+/[\w.-]+)/?")
+_PICKLE = ("a pickle of torch", "save its state dict by safetensors.torch.save_file")
+# Weights in other formats, by what their files end in, and what to do.
+_FOREIGN = {
+    ".gguf": ("GGUF", "download the safetensors that it was made of (hf download NAME --local-dir DIR)"),
+    ".bin": _PICKLE, ".pt": _PICKLE, ".pth": _PICKLE,
+}  # fmt: skip
 
 
 def tensors_of(folder: Path) -> dict[str, tuple[Any, Path]]:
@@ -58,6 +66,7 @@ def open_tensors(path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("reading a checkpoint needs safetensors: pip install 'sparse_attn[models]'") from error
+    check_regular(path)
     with open(path, "rb") as file:  # for errors that name the file, which those of safe_open do not
         start = file.read(len(_POINTER))
     if start == _POINTER:
@@ -112,6 +121,19 @@ def _stays(name: str) -> bool:
     return path.suffix == ".safetensors" and not path.is_absolute() and ".." not in path.parts and ":" not in name
 
 
+def no_checkpoint(given: Path) -> str:
+    """What ``given`` is in place of a checkpoint folder, and what to do: a clause that ends an error; may be empty."""
+    hub = _HUB_ID.fullmatch(str(given))
+    if not given.exists():
+        return f"; as an id of the Hugging Face Hub: hf download {hub[1]} --local-dir DIR, then DIR" if hub else ""
+    files = [given] if given.is_file() else sorted(given.iterdir())
+    for path in files:
+        for suffix, (kind, instead) in _FOREIGN.items():
+            if path.suffix == suffix:
+                return f"; {path.name} is {kind}, which is not read: {instead}"
+    return "; it is a file, allowed: its folder" if given.is_file() else ""
+
+
 def _others(folder: Path) -> str:
     found = sorted(path.name for path in folder.glob("*.safetensors"))
-    return f"; {found[0]} alone says not what it is part of" if found else ""
+    return f"; {found[0]} alone says not what it is part of" if found else no_checkpoint(folder)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparse_attn.files import read_json, read_text
+from sparse_attn.files import check_regular, read_json, read_text
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.spec.fields import short
 
@@ -31,6 +31,7 @@ def chat_ids(path: Path, folder: Path | None, spec: Spec | CompressedSpec) -> li
     except ImportError as error:
         raise ImportError("--chat needs deepseek-recipe: pip install 'sparse_attn[chat]'") from error
     request = conversation(path)
+    check_regular(folder / "tokenizer.json")
     try:
         tokenizer = recipe.Tokenizer.from_str(read_text(folder / "tokenizer.json"))
     except (ValueError, RuntimeError) as error:

@@ -236,6 +236,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
     spec, expand = source.spec, options.expand_weights
     if source.config and source.folder and options.speculate:
         check_predicts(source.config, f"--speculate: got {options.speculate}", source.folder)
+    stop_ids = () if options.ignore_eos else source.stop_ids()
     check_prefill_activations(options, source.packs_experts(expand))
     dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
@@ -249,7 +250,7 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
     if options.plot:
         showing.check_plot(prompt, tokenizer)
     index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
-    sampling = _sampling(options, () if options.ignore_eos else spec.eos_token_ids)
+    sampling = _sampling(options, stop_ids)
     job = None
     if options.prompts:
         settings = dict(dtype=str(dtype), packed=source.packs_experts(expand), cache=options.cache,

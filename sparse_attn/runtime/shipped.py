@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from sparse_attn.models.shards import no_checkpoint
 from sparse_attn.runtime.text import Tokenizer, byte_tokenizer, file_tokenizer
 from sparse_attn.spec import CompressedSpec, Spec
 
@@ -23,10 +24,11 @@ def folder_of(given: str) -> Path:
     name = given.replace("_", "-")
     if name in found and not Path(given).is_dir():
         return found[name]
-    if not (Path(given) / "config.json").is_file():
+    if not (Path(given) / "config.json").exists():
         names = ", ".join(found) or "none"
         raise ValueError(
             f"--model: got {given!r}, allowed: a folder with a config.json, or one that ships here ({names})"
+            f"{no_checkpoint(Path(given))}"
         )
     return Path(given)
 

@@ -66,6 +66,16 @@ class Source(NamedTuple):
         whole = random_params(self.spec, WEIGHTS_SEED, "cpu", dtype, mtp=mtp)
         return {name: _on(weight, device) for name, weight in shard_params(dict(whole), mesh).items()}
 
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text; ValueError names the file that says one which is no token."""
+        for token in self.spec.eos_token_ids:
+            if token >= self.spec.vocab_size:
+                raise ValueError(
+                    f"{self.folder and self.folder / 'config.json'}: config eos_token_id: got {token}, allowed: 0 to "
+                    f"{self.spec.vocab_size - 1}, below vocab_size; --ignore-eos goes without"
+                )
+        return self.spec.eos_token_ids
+
     def identity(self, device: torch.device) -> list[str | None]:
         """What the weights and the tokenizer are, for a fingerprint; the same of a copy of the folder. Weights are
         sampled."""

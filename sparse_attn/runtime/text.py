@@ -8,7 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from sparse_attn.files import read_text
+from sparse_attn.files import check_regular, read_text
+from sparse_attn.spec.fields import short
 
 
 class Tokenizer(NamedTuple):
@@ -30,10 +31,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def file_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint folder, None where it has no tokenizer.json."""
+    """The tokenizer of a checkpoint folder, None where it has no tokenizer.json. As transformers does, it neither cuts
+    nor pads a text, whatever the file says."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
+    check_regular(path)
     try:
         from tokenizers import Tokenizer as Backend
     except ImportError as error:
@@ -44,7 +47,16 @@ def file_tokenizer(folder: Path) -> Tokenizer | None:
         raise
     except Exception as error:  # tokenizers raises Exception itself
         raise ValueError(f"{path}: no tokenizer: {error}") from error
-    return Tokenizer(lambda text: backend.encode(text).ids, lambda ids: backend.decode(list(ids)))
+    backend.no_truncation()
+    backend.no_padding()
+
+    def encode(text: str) -> list[int]:
+        try:
+            return backend.encode(text).ids
+        except Exception as error:
+            raise ValueError(f"{path}: cannot encode the prompt {short(text)}: {error}") from error
+
+    return Tokenizer(encode, lambda ids: backend.decode(list(ids)))
 
 
 class TextStream:
