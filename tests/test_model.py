@@ -8,8 +8,10 @@ import pickle
 
 import pytest
 import torch
+from support.steps import BLOCK, STEP_ROWS, WIDTH, prefill_plan, small, tensors_of
 
 from sparse_attn import build_step_plan
+from sparse_attn.models import deepseek_v4, deepseek_v32, mtp
 from sparse_attn.models.params import param_dtype, random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.generate import generate
@@ -126,3 +128,57 @@ def test_other_weights_can_be_swapped_in_for_a_call():
     tokens = torch.tensor([5, 6, 7])
     got = torch.func.functional_call(model, dict(other.params), (tokens, caches[0], plan))
     assert torch.equal(got, other(tokens, caches[1], plan))
+
+
+MISSING = {
+    "layers.1.attn.q_a": r"\(\[96, 128\], which files call model.layers.1.self_attn.q_a_proj.weight\), allowed: every name",
+    "layers.1.moe.gate_up": "which files call model.layers.1.mlp.experts.0.gate_proj.weight",
+    "rope": r"\(the table of cos and sin, which model_rope_tables\(spec\) gives\), allowed: .*param_shapes\(spec\), and rope",
+}
+
+
+def step_of(name):
+    """(model of two layers with one of multi-token prediction, its zeroed caches, plan of a prompt of 3)."""
+    spec = small(name, 2)
+    model = Model(spec, random_params(spec, 0, mtp=True), cache_layouts(spec, "fp32"))
+    caches = model.allocate_caches(WIDTH, BLOCK, requests=1, step_rows=STEP_ROWS)
+    return model, caches, prefill_plan(model, [3], [0], 3)
+
+
+def without(model, name):
+    return {key: value for key, value in model.params.items() if key != name}
+
+
+@pytest.mark.parametrize("lacks", MISSING)
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_that_lack_one_are_refused_before_anything_runs(name, lacks):
+    model, caches, plan = step_of(name)
+    own = type(caches)(*(layers[: model.spec.num_layers] for layers in caches))
+    forward = (deepseek_v4 if name == "tiny_v4" else deepseek_v32).forward
+    match = f"^params: got no {lacks} .*" + (MISSING[lacks] if name == "tiny_v32" else "")
+    for compile in (False, True):
+        with pytest.raises(ValueError, match=match):
+            generate(Model(model.spec, without(model, lacks), model.layouts), PROMPT, max_new_tokens=2, compile=compile)
+    with pytest.raises(ValueError, match=match):
+        forward(without(model, lacks), model.spec, torch.arange(3), own, plan, layouts=model.layouts)
+    assert not any(cache.any() for cache in tensors_of(caches))
+    with pytest.raises(ValueError, match=r"got no embed .* and \d+ more, allowed"):
+        forward({}, model.spec, torch.arange(3), own, plan, layouts=model.layouts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_of_multi_token_prediction_that_lacks_a_weight_is_refused(name):
+    model, caches, plan = step_of(name)
+    own, params = type(caches)(*(layers[2:] for layers in caches)), without(model, "mtp.0.enorm")
+    match = (
+        r"^params: got no mtp.0.enorm \(\[128\]\), allowed: every name of models.shapes.prediction_shapes\(spec, 1\)"
+    )
+    for compile in (False, True):
+        with pytest.raises(ValueError, match=match):
+            lacking = Model(model.spec, params, model.layouts)
+            generate(lacking, PROMPT, max_new_tokens=3, compile=compile, speculate=1)
+    with pytest.raises(ValueError, match=match):
+        mtp.predict(
+            params, model.predictor().spec, torch.arange(3), torch.zeros(3, 128), own, plan, layouts=model.layouts
+        )
+    assert not any(cache.any() for cache in tensors_of(caches))

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import torch
 
+from sparse_attn.models.params import ROPE_NAMES
+from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
+from sparse_attn.models.spelling import spelling_of
+from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import StepPlan
+
+
+def check_params(params: Iterable[str], spec: Spec | CompressedSpec, *, predicts: bool = False) -> None:
+    """ValueError where ``params``, a dict or its names, lacks a weight of the forward. predicts: of a layer of
+    multi-token prediction, which ``spec`` has (prediction_spec), in place of the forward's."""
+    if torch.compiler.is_compiling():  # a name that is missing ends the trace
+        return
+    names, shapes = _needed(spec, predicts)
+    missing = names.difference(params)
+    if not missing:
+        return
+    name = next(name for name in (*shapes, *ROPE_NAMES) if name in missing)
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    what = "the table of cos and sin, which model_rope_tables(spec) gives"
+    if name in shapes:
+        what = str(list(shapes[name]))
+        if not predicts:  # whose number in files is the model's number of layers
+            what += f", which files call {spelling_of(spec).sources(name, ())[0]}"
+    maker = "prediction_shapes(spec, 1)" if predicts else "param_shapes(spec)"
+    raise ValueError(
+        f"params: got no {name} ({what}){more}, allowed: every name of models.shapes.{maker}, and "
+        f"{' and '.join(_ropes(spec))}; models.loading.load and models.params.random_params give them"
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _needed(spec: Spec | CompressedSpec, predicts: bool) -> tuple[frozenset[str], Shapes]:
+    """The names that a forward takes, and the shapes of the weights among them."""
+    shapes = prediction_shapes(spec, 1) if predicts else param_shapes(spec)
+    return frozenset((*shapes, *_ropes(spec))), shapes
+
+
+def _ropes(spec: Spec | CompressedSpec) -> tuple[str, ...]:
+    return ROPE_NAMES if isinstance(spec, CompressedSpec) else ROPE_NAMES[:1]
 
 
 def check_tokens(tokens: torch.Tensor, plan: StepPlan) -> None:

@@ -15,7 +15,7 @@ import torch
 from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models.checks import check_caches, check_tokens
+from sparse_attn.models.checks import check_caches, check_params, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
@@ -56,6 +56,7 @@ def forward(
     whole model's, and ``plan`` is of all context ranks: its blocks are mesh.context.size times as long as those of
     ``caches``.
     """
+    check_params(params, spec)
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
     check_caches("caches.index", caches.index, spec.index_layers)

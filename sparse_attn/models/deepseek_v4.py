@@ -16,7 +16,7 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache, allocate_side_by_side, mark_cache
 from sparse_attn.layout import PlainLayout
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models.checks import check_caches, check_tokens
+from sparse_attn.models.checks import check_caches, check_params, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32, rms_norm
 from sparse_attn.models.products import activations_of
@@ -60,6 +60,7 @@ def forward(
     share (models.sharding), ``spec`` is the whole model's, and ``plan`` is of all context ranks: its blocks are
     mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
     """
+    check_params(params, spec)
     _check(spec, tokens, caches, plan)
     step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)

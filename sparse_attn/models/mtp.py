@@ -18,7 +18,7 @@ import torch
 from sparse_attn.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32
-from sparse_attn.models.checks import check_caches, check_tokens
+from sparse_attn.models.checks import check_caches, check_params, check_tokens
 from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.products import activations_of, product
 from sparse_attn.models.vocabulary import embedding, token_logits
@@ -54,6 +54,7 @@ def predict(
     keep_hidden, or this function. caches: of this layer alone. plan: of the rows that ``hidden`` belongs to. The
     others: as the forward takes them.
     """
+    check_params(params, spec, predicts=True)
     check_tokens(tokens, plan)
     options: dict[str, Any] = dict(
         activations=activations_of(plan, prefill_activations), batch_invariant=batch_invariant, impl=impl

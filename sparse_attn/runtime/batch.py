@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn import checks, workspace
+from sparse_attn.models.checks import check_params
 from sparse_attn.models.shapes import prediction_spec
 from sparse_attn.pipeline import Bounds, CacheLayouts, check_block_size, default_block_size, workspace_size
 from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
@@ -103,7 +104,11 @@ def prepare(
 
 def compiled(model: torch.nn.Module, caches: AnyCaches) -> Any:
     """The model under torch.compile, for ``caches`` and others like them. The code follows from the
-    sizes of the first call alone, so another process computes the same bits."""
+    sizes of the first call alone, so another process computes the same bits. model: a Model, or its Predictor.
+    ValueError where it lacks a weight, which Dynamo's error would not name."""
+    whole: Any = getattr(model, "model", model)
+    predicts = whole is not model
+    check_params(whole.params, prediction_spec(whole.spec) if predicts else whole.spec, predicts=predicts)
     for cache in (cache for layers in caches for cache in layers):
         if cache is not None:
             mark_static_address(cache)
