@@ -104,9 +104,10 @@ class Checkpoint:
 
     def packed(self, name: str, layout: WeightLayout) -> PackedWeight:
         """The weight called ``name`` as it lies in its file; scales in fp16 and bf16 are widened. ValueError for a
-        negative scale, which no quantisation gives; zero is that of a block of zeros."""
+        negative scale, which no quantisation gives; zero is that of a block of zeros. NaN and infinite ones are left to
+        whoever looks at the values."""
         codes, scales = self._get(name), self._get(name + SCALE_SUFFIX)
-        if layout.scale == "fp32" and scales.numel() and scales.amin().item() < 0:
+        if layout.scale == "fp32" and scales.numel() and -math.inf < scales.amin().item() < 0:
             self._refuse(name + SCALE_SUFFIX, "a negative scale", "at least 0")
         if layout.codes == "e2m1":
             codes = codes.view(torch.uint8)
