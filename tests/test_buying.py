@@ -171,3 +171,15 @@ def test_plan_of_a_grid(tmp_path, capsys):
     assert "tensor 4, context 2, expert 8" in capsys.readouterr().out
     assert main([*common, "--tensor-parallel", "2"]) == 2
     assert "--tensor-parallel: got it without --gpus" in capsys.readouterr().err
+
+
+def test_plan_of_gpus_that_no_model_runs_on_is_an_error(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    for asked, said in (
+        (("--gpus", "3"), "mesh: got 3 ranks for 128 heads of deepseek_v32, allowed: a divisor"),
+        (("--gpus", "16"), "gpus: got 16, allowed: at most 8, no model runs over several hosts"),
+        (("--gpus", "16", "--data-parallel", "4"), "gpus: got 16, allowed: at most 8"),
+    ):
+        assert main(["plan", "--preset", "deepseek_v32", *asked, "--json", str(out)]) == 2
+        shown = capsys.readouterr()
+        assert f"error: {said}" in shown.err and not shown.out and not out.exists()

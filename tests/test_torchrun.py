@@ -36,12 +36,55 @@ def test_a_graph_of_several_processes_needs_gpus():
         check_capturable(torch.device("cpu"), "auto", preset("tiny_v32"), torch.float32, mesh=planned_mesh(tensor=2))
 
 
-def test_one_process_refuses_more(capsys):
-    for option in ("tensor", "context", "data"):
-        assert main(["generate", "--preset", "tiny_v32", f"--{option}-parallel", "2"]) == 2
-        assert f"{option} 2" in capsys.readouterr().err
-    assert main(["generate", "--preset", "tiny_v32", "--expert-parallel", "2"]) == 2
-    assert "expert: got 2 ranks" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("grid", "count"),
+    (
+        ("--tensor-parallel 2", 2), ("--context-parallel 2", 2), ("--expert-parallel 2", 2),
+        ("--tensor-parallel 2 --context-parallel 3", 6), ("--context-parallel 2 --expert-parallel 4", 4),
+    ),
+)  # fmt: skip
+def test_one_process_says_how_more_are_started(grid, count, capsys):
+    for command in ("generate", "quality"):
+        given = [command, "--model", "reader-v32", *grid.split()]
+        assert main(given) == 2
+        option, size = grid.split()[:2]
+        assert (
+            f"error: {option}: got {size} in one process, allowed: 1, or {count} processes: "
+            f"torchrun --nproc-per-node {count} -m sparse_attn {' '.join(given)}\n"
+        ) in capsys.readouterr().err
+    assert main(["generate", "--data-parallel", "2", "--prompts", "a file", "--out", "b"]) == 2
+    assert (
+        "--data-parallel: got 2 in one process, allowed: 1, or 2 processes: torchrun --nproc-per-node 2 -m sparse_attn "
+        "generate --data-parallel 2 --prompts 'a file' --out b\n"
+    ) in capsys.readouterr().err
+
+
+STARTED = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29500")
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    (
+        ("WORLD_SIZE", dict(RANK="1", WORLD_SIZE=None)),
+        ("RANK", dict(RANK=None)),
+        ("RANK", dict(RANK=None, WORLD_SIZE="1")),
+        *(("RANK", dict(RANK=rank)) for rank in ("2", "-1", "x", "", "1.0", "\u0661", "9" * 5000)),
+        ("RANK", dict(RANK="1", WORLD_SIZE="1")),
+        *(("WORLD_SIZE", dict(WORLD_SIZE=world)) for world in ("0", "-2", "two", "")),
+        *(("LOCAL_RANK", dict(LOCAL_RANK=place)) for place in (None, "2", "x", "")),
+        *(("MASTER_ADDR", dict(MASTER_ADDR=host)) for host in (None, "")),
+        *(("MASTER_PORT", dict(MASTER_PORT=port)) for port in (None, "", "x", "65536")),
+        ("LOCAL_WORLD_SIZE", dict(LOCAL_WORLD_SIZE="3")),
+        ("WORLD_SIZE", dict(LOCAL_WORLD_SIZE="1")),
+    ),
+)  # fmt: skip
+def test_a_start_that_is_not_torchruns_is_refused_by_the_name_of_its_variable(name, changed, monkeypatch, capsys):
+    for variable, value in (STARTED | changed).items():
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    assert main(["generate", "--preset", "tiny_v32", "--max-new-tokens", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"python -m sparse_attn: error: {name}: got ")
 
 
 @pytest.mark.few(0)

@@ -59,10 +59,10 @@ BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suit
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Bad arguments, and whatever they name, end it with code 2 and one line."""
-    parser = build_parser()
-    with contextlib.redirect_stderr(io.StringIO()) if processes.rank() else contextlib.nullcontext():
-        options = parser.parse_args(arguments)
+    parser, arguments = build_parser(), sys.argv[1:] if arguments is None else arguments
     try:
+        with contextlib.redirect_stderr(io.StringIO()) if processes.rank() else contextlib.nullcontext():
+            options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
         code = options.run(options)
         sys.stdout.flush()
         return code
@@ -217,6 +217,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def run_generate(options: argparse.Namespace) -> int:
+    if (data := options.data_parallel or 1) > 1 and not options.prompts:
+        raise ValueError(f"--data-parallel: got {data} with one prompt, allowed: with --prompts")
     with processes.joined(options) as mesh, contextlib.ExitStack() as stack:
         return _generate(options, mesh, stack)
 
@@ -241,8 +243,6 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
     dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
     if options.graph:
         check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand), mesh=mesh)
-    if mesh.data.size > 1 and not options.prompts:
-        raise ValueError(f"--data-parallel: got {mesh.data.size} with one prompt, allowed: with --prompts")
     tokenizer = source.tokenizer()
     if options.stop and tokenizer is None:
         raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")

@@ -29,7 +29,7 @@ from sparse_attn.runtime.batch import largest_scratch
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.target import Target
 
-GPUS = (1, 2, 4, 8)
+GPUS = (1, 2, 4, 8)  # up to those of a host
 CARDS = {"h200": 141 * 10**9, "h100": 80 * 10**9, "mi300x": 192 * 10**9}  # bytes, as vendors name them
 
 
@@ -54,9 +54,13 @@ def plan(
     form: of models.forms, that of the weights. predicted: layers of multi-token prediction that files hold. They are
     read, and one has caches, where ``speculate`` drafts are made a step; requests then own speculate + 1 rows. "gpus":
     the same for one rank of each of ``meshes`` (none: of tensor and expert ranks, GPUS each), what it sends in a decode
-    step, and the cards that this fits. Bounds are those of a group of ranks that compute the same tokens. ValueError
-    for drafts of files that hold no such layer.
+    step, and the cards that this fits. Of GPUS, a number that the model cannot be dealt out over says so ("refused").
+    Bounds are those of a group of ranks that compute the same tokens. ValueError for drafts of files that hold no such
+    layer, and for meshes that the model cannot be dealt out over or that are more than a host has.
     """
+    for mesh in meshes:
+        if mesh.size > GPUS[-1]:
+            raise ValueError(f"gpus: got {mesh.size}, allowed: at most {GPUS[-1]}, no model runs over several hosts")
     if speculate and not predicted:
         raise ValueError(f"speculate: got {speculate}, allowed: 0, {form} files of {spec.name} hold no layer to draft")
     if speculate:
@@ -70,7 +74,7 @@ def plan(
     def held(bounds: Bounds) -> dict[str, Any]:
         return _held(spec, bounds, target, layouts, form, loaded)
 
-    meshes = meshes or [planned_mesh(tensor=gpus, expert=gpus) for gpus in GPUS]
+    asked, meshes = bool(meshes), meshes or [planned_mesh(tensor=gpus, expert=gpus) for gpus in GPUS]
     return {
         "model": spec.name,
         "format": form,
@@ -83,7 +87,7 @@ def plan(
         **held(bounds),
         "cards": CARDS,
         "sharding": {"dealt": DEALT, "replicated": REPLICATED},
-        "gpus": [_rank(spec, replace(bounds, mesh=mesh), held, loaded) for mesh in meshes],
+        "gpus": [_rank(spec, replace(bounds, mesh=mesh), held, loaded, asked) for mesh in meshes],
     }
 
 
@@ -123,8 +127,10 @@ def _held(
 
 
 def _rank(
-    spec: Spec | CompressedSpec, bounds: Bounds, held_within: Callable[[Bounds], dict[str, Any]], predicted: int
-) -> dict[str, object]:
+    spec: Spec | CompressedSpec, bounds: Bounds, held_within: Callable[[Bounds], dict[str, Any]], predicted: int,
+    asked: bool,
+) -> dict[str, object]:  # fmt: skip
+    """What a rank holds and sends, or why there is none; a ValueError where this mesh is ``asked`` for."""
     mesh = bounds.mesh
     named: dict[str, object] = {"gpus": mesh.size, "ranks": show_mesh(mesh)}
     if (rows := fitting_rows(spec, bounds)) < bounds.max_batched_tokens:
@@ -134,6 +140,8 @@ def _rank(
         check_mesh(spec, mesh)
         held = held_within(bounds)
     except ValueError as error:
+        if asked:
+            raise
         return named | {"refused": str(error)}
     sizes: dict[str, Any] = dict(max_context=bounds.max_model_len, block_size=bounds.block_size)
     sent = step_bytes(spec, mesh, bounds.max_batch * bounds.next_n, bounds.dtype, **sizes)

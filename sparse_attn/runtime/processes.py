@@ -8,9 +8,10 @@ import datetime
 import hashlib
 import os
 import re
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -39,14 +40,36 @@ class LostRankError(OSError):
     """Another process ended, or did not answer in time."""
 
 
+class StartError(ValueError):
+    """The variables that torchrun sets are missing or wrong."""
+
+
 def rank() -> int:
-    """This process's number by torchrun; 0 without it."""
-    return int(os.environ.get("RANK", 0))
+    """This process's number by torchrun; 0 without it. StartError where torchrun cannot have set what is set."""
+    return _started()[0]
 
 
 def world_size() -> int:
-    """Processes by torchrun; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    """Processes by torchrun; 1 without it. StartError as of rank()."""
+    return _started()[1]
+
+
+def _started() -> tuple[int, int]:
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+    if not given:
+        return 0, 1
+    world = _variable("WORLD_SIZE", least=1, beside=given[0])
+    return _variable("RANK", most=world - 1, beside="WORLD_SIZE"), world
+
+
+def _variable(name: str, *, least: int = 0, most: int = 2**16, beside: str = "WORLD_SIZE") -> int:
+    """An integer that torchrun sets whenever it sets ``beside``."""
+    given = os.environ.get(name)
+    if given is None:
+        raise StartError(f"{name}: got none beside {beside}, allowed: what torchrun sets, which is both or neither")
+    if not re.fullmatch("[0-9]{1,9}", given) or not least <= int(given) <= most:
+        raise StartError(f"{name}: got {given!r}, allowed: an integer from {least} to {most}")
+    return int(given)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -76,12 +99,21 @@ def planned(options: argparse.Namespace) -> list[Mesh]:
 def joined(options: argparse.Namespace) -> Iterator[Mesh]:
     """The mesh of this process, while it is one of a group; ONE_RANK where torchrun did not start it. On a GPU, that of
     its place on this host is current. RuntimeErrors of a lost rank become LostRankError."""
-    if world_size() == 1:
-        yield make_mesh(**sizes_of(options), device="cpu")
+    world, sizes = world_size(), sizes_of(options)
+    if world == 1:
+        _check_alone(sizes, options.arguments)
+        yield ONE_RANK
         return
+    place, here = _variable("LOCAL_RANK", most=world - 1), world
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        here = _variable("LOCAL_WORLD_SIZE", least=1, most=world)
+    if not os.environ.get("MASTER_ADDR"):
+        raise StartError(f"MASTER_ADDR: got {os.environ.get('MASTER_ADDR')!r}, allowed: a host, as torchrun sets it")
+    _variable("MASTER_PORT", most=2**16 - 1)
+    if here < world:
+        raise ValueError(f"WORLD_SIZE: got {world}, {here} of them on this host, allowed: processes of one host")
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     if on_gpu:
-        place = int(os.environ.get("LOCAL_RANK", 0))
         if place >= torch.cuda.device_count():
             raise ValueError(
                 f"--device: got {torch.cuda.device_count()} GPUs for process {place} of this host, allowed: one each"
@@ -89,7 +121,7 @@ def joined(options: argparse.Namespace) -> Iterator[Mesh]:
         torch.cuda.set_device(place)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
-        yield make_mesh(**sizes_of(options), device="cuda" if on_gpu else "cpu")
+        yield make_mesh(**sizes, device="cuda" if on_gpu else "cpu")
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or not _LOST.search(str(error)):
             raise
@@ -100,10 +132,34 @@ def joined(options: argparse.Namespace) -> Iterator[Mesh]:
                 dist.destroy_process_group()
 
 
+def _check_alone(sizes: dict[str, int | None], arguments: Sequence[str]) -> None:
+    """ValueError that says how to start more processes where ``sizes`` are those of more than one."""
+    named = [(name, size) for name, size in sizes.items() if size not in (None, 1)]
+    if not named:
+        return
+    tensor, context, data, expert = sizes["tensor"], *(sizes[name] or 1 for name in ("context", "data", "expert"))
+    if tensor is None:  # as many as the others need: with ``expert`` of them, experts always suit the grid
+        tensor = next(t for t in range(1, expert + 1) if _suits(expert, t, context, data))
+    check_expert(expert, tensor, context, data)
+    (name, size), count = named[0], tensor * context * data
+    raise ValueError(
+        f"--{name}-parallel: got {size} in one process, allowed: 1, or {count} processes: "
+        f"torchrun --nproc-per-node {count} -m sparse_attn {shlex.join(arguments)}"
+    )
+
+
+def _suits(expert: int, tensor: int, context: int, data: int) -> bool:
+    with contextlib.suppress(ValueError):
+        check_expert(expert, tensor, context, data)
+        return True
+    return False
+
+
 def say_error(prog: str, error: Exception) -> None:
     """One line on stderr. Where every process meets the same error, or one dies, torchrun ends the others before they
     say so, too."""
-    if world_size() > 1 and (rank() or isinstance(error, LostRankError)):
+    alone = isinstance(error, StartError) or world_size() == 1
+    if not alone and (rank() or isinstance(error, LostRankError)):
         time.sleep(PATIENCE_S)
     print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 

@@ -59,9 +59,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if (data := options.data_parallel or 1) > 1:
+        raise ValueError(f"--data-parallel: got {data}, allowed: 1, all ranks read the same documents")
     with processes.joined(options) as mesh, contextlib.ExitStack() as stack:
-        if mesh.data.size > 1:
-            raise ValueError(f"--data-parallel: got {mesh.data.size}, allowed: 1, all ranks read the same documents")
         if processes.rank():
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             options.progress = False
