@@ -5,7 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
-from support.processes import Case, Grid, compare_and_disagree, compare_with_one, run_processes, write_alone
+from support.processes import (
+    Case,
+    Grid,
+    compare_and_disagree,
+    compare_with_one,
+    disagree_on_weights,
+    run_processes,
+    write_alone,
+)
 
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
 from sparse_attn.models.params import random_params
@@ -92,6 +100,18 @@ def test_two_processes(tmp_path):
     ]
     write_alone(cases, tmp_path)
     run_processes(2, compare_and_disagree, tmp_path, cases, tmp_path)
+
+
+@pytest.mark.few(0)
+def test_four_processes_compare_weights(tmp_path):
+    """Of each the parts that several hold: by tensor and context ranks, by experts that data ranks share."""
+    cases = [
+        Case("tiny_v32", Grid(tensor=2, context=2)),
+        Case("tiny_v32", Grid(tensor=4, expert=2)),
+        Case("tiny_v4", Grid(context=4, expert=4), block_size=128),
+        Case("tiny_v32", Grid(data=2, tensor=2, expert=4)),
+    ]
+    run_processes(4, disagree_on_weights, tmp_path, cases)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from sparse_attn.mesh import planned_mesh
 from sparse_attn.runtime.cli import main
 from sparse_attn.runtime.graph import check_capturable
 from sparse_attn.runtime.shipped import shipped_models
+from sparse_attn.runtime.sources import identity_of
 from sparse_attn.spec import preset
 
 ROOT = Path(__file__).parent.parent
@@ -85,6 +87,51 @@ def test_a_start_that_is_not_torchruns_is_refused_by_the_name_of_its_variable(na
             monkeypatch.setenv(variable, value)
     assert main(["generate", "--preset", "tiny_v32", "--max-new-tokens", "1"]) == 2
     assert capsys.readouterr().err.startswith(f"python -m sparse_attn: error: {name}: got ")
+
+
+def test_a_models_identity_is_what_its_folder_holds(tmp_path):
+    """The tokenizer to the byte, what the config says, and a sample of each weight."""
+    for name in ("one", "other"):
+        shutil.copytree(shipped_models()["reader-v4"], tmp_path / name)
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    one, other = tmp_path / "one", tmp_path / "other"
+    assert identity_of(one) == identity_of(other)
+    for name, old, new in (("tokenizer.json", b"{", b"{ "), ("config.json", b"{", b'{"x": 1,')):
+        (one / name).write_bytes((one / name).read_bytes().replace(old, new, 1))
+        assert identity_of(one)[name] != identity_of(other)[name]
+    data = (one / "model.safetensors").read_bytes()
+    size = len(data) // 16
+    for begin in range(0, len(data) - size, size):
+        changed = data[begin : begin + size][::-1] if begin else data[:size]
+        (one / "model.safetensors").write_bytes(data[:begin] + changed + data[begin + size :])
+        assert (identity_of(one)["weights"] != identity_of(other)["weights"]) is (begin > 0)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ("weights", "config.json", "tokenizer.json", "gone"))
+def test_ranks_of_other_files_say_which(name, tmp_path):
+    """Where one rank ends before it compares anything, the other one does not wait for it."""
+    for folder in ("0", "1"):
+        shutil.copytree(shipped_models()["reader-v32"], tmp_path / folder)
+        (tmp_path / folder / "tokenizer.json").write_text("{}")
+    if name == "gone":
+        shutil.rmtree(tmp_path / "1")
+    else:
+        path = tmp_path / "1" / ("model.safetensors" if name == "weights" else name)
+        data = bytearray(path.read_bytes())
+        if name == "weights":  # what is dealt out, and compared nowhere else
+            data[-len(data) // 8 :] = reversed(data[-len(data) // 8 :])
+        path.write_bytes(
+            data.replace(b"{", b'{"x": 1,', 1) if name == "config.json" else data + b" " * (name != "weights")
+        )
+    given = "-m sparse_attn generate --device cpu --prompt-ids 1,2 --max-new-tokens 1 --model"
+    running = torchrun(2, program=["--no-python", "sh", "-c", f"exec {sys.executable} {given} {tmp_path}/$RANK"])
+    _, err = running.communicate(timeout=60)
+    assert running.returncode
+    if name == "gone":
+        assert f"error: --model: got '{tmp_path}/1'" in err
+    else:
+        assert f"error: {name}: got another value on rank 1 than on rank 0, allowed: the same on all ranks that" in err
 
 
 @pytest.mark.few(0)

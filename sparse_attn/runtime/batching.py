@@ -32,7 +32,7 @@ from sparse_attn.runtime.draws import Draws, row_draws
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_prompt, checked_sampling
 from sparse_attn.runtime.paging import BlockPool, Span, blocks_for
-from sparse_attn.runtime.processes import check_same, most_of_all
+from sparse_attn.runtime.processes import check_same, check_same_weights, most_of_all
 from sparse_attn.runtime.requests import Finished, Occupancy, Request
 from sparse_attn.runtime.rows import DecodeRows, EagerDecode
 from sparse_attn.runtime.seats import AGE, Seats
@@ -113,6 +113,7 @@ class Batching:
             share=share, options=(block_size, penalties, stop_ids, logprobs, compile, graph, speculate),
             batch_invariant=model.batch_invariant, prefill_activations=model.prefill_activations,
         )  # fmt: skip
+        check_same_weights(mesh, model.device, model.params, sharing=True)
         self.batch_invariant = model.batch_invariant if batch_invariant is None else batch_invariant
         self.model, self.piece, self.ahead = model, piece, ahead
         self._device = model.device

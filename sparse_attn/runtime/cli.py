@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sparse_attn.files import read_text, write_output
-from sparse_attn.mesh import Mesh, show_mesh
+from sparse_attn.mesh import ONE_RANK, Mesh, show_mesh
 from sparse_attn.models.forms import FORMS, form_of, form_said_by, predicted_of
 from sparse_attn.models.loading import check_predicts, predicted_layers, read_config
 from sparse_attn.models.quantisation import quantisation_of
@@ -235,6 +235,8 @@ def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitSta
         raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
     save_logits = _logits_writer() if options.dump_logits else None
     source = sources.source_of(options)
+    if mesh != ONE_RANK:
+        processes.check_same_everywhere(**source.identity())
     spec, expand = source.spec, options.expand_weights
     if source.config and source.folder and options.speculate:
         check_predicts(source.config, f"--speculate: got {options.speculate}", source.folder)

@@ -21,7 +21,7 @@ from sparse_attn.runtime.batch import compiled, locked_workspace, prepare, scrat
 from sparse_attn.runtime.draws import draws_of
 from sparse_attn.runtime.graph import DecodeGraph, check_capturable
 from sparse_attn.runtime.inputs import checked_best, checked_prompts, checked_samplings, checked_seeds
-from sparse_attn.runtime.processes import check_same
+from sparse_attn.runtime.processes import check_same, check_same_weights
 from sparse_attn.runtime.rows import DecodeRows, EagerDecode
 from sparse_attn.runtime.scored import TokenLogprobs
 from sparse_attn.runtime.speculation import Drafter
@@ -160,6 +160,7 @@ def generate(
         sampling=samplings, seeds=seeds, steps=chunks, compile=compile, graph=graph, speculate=speculate,
         bounds=replace(bounds, mesh=ONE_RANK),
     )  # fmt: skip
+    check_same_weights(model.mesh, device, model.params)
     run = compiled(model, caches) if compile else model
     predict: Any = None
     if speculate and drafter is None:

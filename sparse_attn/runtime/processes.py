@@ -11,15 +11,19 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from sparse_attn.mesh import DIMENSIONS, ONE_RANK, Mesh, Ranks, check_expert, mesh_of, planned_mesh
+from sparse_attn.models.params import ROPE_NAMES
+from sparse_attn.models.sharding import CUTS
+from sparse_attn.models.spelling import kind_of
 from sparse_attn.runtime.arguments import positive
 from sparse_attn.torch_private import all_gather
+from sparse_attn.weight_layout import PackedWeight, Weight
 
 OPTIONS = {
     "tensor": "ranks that share heads, MLPs and the vocabulary (default: what the others leave)",
@@ -29,6 +33,9 @@ OPTIONS = {
 }
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective outside of a graph; a rank may compile before it
 REPLAY_S = 60.0  # of a captured step, which compiles nothing
+SAMPLED = 64  # values of a weight that ranks compare
+STRIDE = 2_654_435_761  # between them, a prime: they lie in any row and column
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PATIENCE_S = 3.0  # before a rank says what another one or torchrun is expected to say
 _LOST = re.compile(r"connection (closed|reset)|broken pipe|timed? ?out|remote process exited|peer", re.IGNORECASE)
 
@@ -237,24 +244,107 @@ def most_of_all(ranks: Ranks, device: torch.device, *values: int) -> list[int]:
 def check_same(mesh: Mesh, device: torch.device, *, sharing: bool = False, **values: object) -> None:
     """ValueError that names a value which other ranks of the same tokens have otherwise; sharing: or which others of
     those that share experts have otherwise. Hashes of what values print as are gathered, for which the host waits;
-    nothing is done where there is one rank. Every rank calls it."""
-    dimensions = ("tensor", "context", "expert") if sharing and mesh.sharing > 1 else ("tensor", "context")
-    if all(getattr(mesh, dimension).size == 1 for dimension in dimensions):
+    nothing is done where there is one rank. Every rank calls it, and each gets the same answer."""
+    if groups := _groups(mesh, sharing):
+        found = _of_all(mesh, groups, device, [[_hash(repr(value).encode())] for value in values.values()])
+        for at, name in enumerate(values):
+            _refuse_others(name, {number: rows[at] for number, rows in found.items()}, _who(sharing))
+
+
+def check_same_weights(
+    mesh: Mesh, device: torch.device, params: Mapping[str, Weight], *, sharing: bool = False
+) -> None:
+    """As check_same, of weights: names, shapes and formats, then SAMPLED values of each on the ranks that hold the same
+    part of it. What is dealt out over all ranks is on one of them, and compared with nothing."""
+    if not (groups := _groups(mesh, sharing)):
         return
-    who = {"expert": "share experts"}
-    hashes = [int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big") for value in values.values()]
-    own = torch.tensor(hashes, dtype=torch.int64, device=device)
-    for dimension in dimensions:
+    named = {name: weight for name, weight in params.items() if name not in ROPE_NAMES}  # which follow from the spec
+    tensors = {
+        name: (one.codes, one.scales) if isinstance(one, PackedWeight) else (one,) for name, one in named.items()
+    }
+    formats = [(name, [(one.dtype, one.shape) for one in held]) for name, held in tensors.items()]
+    check_same(mesh, device, sharing=sharing, weights=formats)
+    samples = [_sample(one) for held in tensors.values() for one in held]
+    read = iter(torch.cat(samples).cpu().split([one.shape[0] for one in samples]))
+    own = [
+        [_part(name, mesh), _hash(b"".join(next(read).numpy().tobytes() for _ in held))]
+        for name, held in tensors.items()
+    ]
+    found = _of_all(mesh, groups, device, own)
+    for at, name in enumerate(tensors):
+        for part in {rows[at][0] for rows in found.values()}:
+            alike = {number: rows[at][1:] for number, rows in found.items() if rows[at][0] == part}
+            _refuse_others(f"weight {name}", alike, _who(sharing))
+
+
+def check_same_everywhere(**values: object) -> None:
+    """ValueError that names a value which other processes have otherwise, those of all data ranks among them. Nothing
+    is done where there is one process. Every process calls it, and each gets the same answer."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    own, found = {name: _hash(repr(value).encode()) for name, value in values.items()}, [{}] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for name in sorted({name for one in found for name in one}):
+        _refuse_others(name, {number: [one.get(name, -1)] for number, one in enumerate(found)}, "run together")
+
+
+def _hash(value: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(value).digest()[:7], "big")
+
+
+def _part(name: str, mesh: Mesh) -> int:
+    """Which part of a weight this process holds, as a number."""
+    part = 0
+    for dimension, _, _ in CUTS.get(kind_of(name), ()):
         ranks = getattr(mesh, dimension)
-        if ranks.group is None:
-            continue
-        for other, found in enumerate(all_gather(own, ranks.size, ranks.group).view(ranks.size, -1).tolist()):
-            for name, here, there in zip(values, hashes, found):
-                if here != there:
-                    raise ValueError(
-                        f"{name}: got another value on {dimension} rank {other} than on {ranks.rank}, allowed: the "
-                        f"same on all ranks that {who.get(dimension, 'compute the same tokens')}"
-                    )
+        part = part * ranks.size + ranks.rank
+    return part
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """The bytes of SAMPLED of its values, or of all, as uint8 on its device."""
+    bits = weight.detach().view(BITS[weight.dtype.itemsize])  # which every device can index
+    places = torch.arange(min(SAMPLED, bits.numel()), device=bits.device)
+    if bits.numel() > SAMPLED:
+        places = places * STRIDE % bits.numel()
+    index = []
+    for size in reversed(bits.shape):
+        index.insert(0, places % size)
+        places = places // size
+    return bits[tuple(index)].view(torch.uint8)
+
+
+def _groups(mesh: Mesh, sharing: bool) -> list[Ranks]:
+    names = ("tensor", "context", "expert") if sharing and mesh.sharing > 1 else ("tensor", "context")
+    return [ranks for ranks in (getattr(mesh, name) for name in names) if ranks.group is not None]
+
+
+def _who(sharing: bool) -> str:
+    return "compute the same tokens or share experts" if sharing else "compute the same tokens"
+
+
+def _of_all(
+    mesh: Mesh, groups: Sequence[Ranks], device: torch.device, own: list[list[int]]
+) -> dict[int, list[list[int]]]:
+    """``own`` of every rank that any of ``groups`` leads to, by its number: all of them see the same, so that none
+    waits for one that has raised."""
+    number = mesh.data.rank * mesh.alike + mesh.context.rank * mesh.tensor.size + mesh.tensor.rank
+    found = torch.tensor([[number, *sum(own, [])]], dtype=torch.int64, device=device)
+    for ranks in groups:
+        assert ranks.group is not None
+        found = all_gather(found, ranks.size, ranks.group)
+    wide = len(own[0])
+    return {row[0]: [row[at : at + wide] for at in range(1, len(row), wide)] for row in sorted(found.tolist())}
+
+
+def _refuse_others(name: str, values: dict[int, list[int]], who: str) -> None:
+    """ValueError where a rank has another value than the first. who: which ranks have the same."""
+    first = min(values)
+    if others := [str(number) for number, value in values.items() if value != values[first]]:
+        raise ValueError(
+            f"{name}: got another value on rank {', '.join(others)} than on rank {first}, allowed: the same on all "
+            f"ranks that {who}"
+        )
 
 
 def wait_for(event: torch.cuda.Event, timeout_s: float | None) -> None:

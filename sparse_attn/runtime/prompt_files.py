@@ -110,7 +110,7 @@ def prepared(
     hashes = [hashes_of(one, settings) for one in asked]
 
     def looked() -> tuple[str, set[str | int], set[int]]:
-        answers, model = file.take(), hash_of(source.identity(device))
+        answers, model = file.take(), hash_of([source.identity(), device.type if source.form else None])
         wanted = {one.id: Fingerprint(model, *both) for one, both in zip(asked, hashes)}
         return model, *_sorted_out(answers, wanted, options.out, options.redo)
 
@@ -218,6 +218,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, model: Model, tokenizer: Tokenizer | None, job: Job) -> int:
     """`generate --prompts`; the exit code."""
+    processes.check_same_everywhere(**{"--prompts": job.asked})
     block_size = default_block_size(model.spec) if options.block_size is None else options.block_size
     begun, several, asked = time.monotonic(), model.mesh.data.size > 1, len(job.asked)
     try:

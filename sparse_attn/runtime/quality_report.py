@@ -7,7 +7,7 @@ import contextlib
 import io
 from pathlib import Path
 
-from sparse_attn.mesh import Mesh, show_mesh
+from sparse_attn.mesh import ONE_RANK, Mesh, show_mesh
 from sparse_attn.models.forms import form_said_by
 from sparse_attn.models.loading import load, read_config
 from sparse_attn.runtime import processes, report
@@ -27,6 +27,7 @@ from sparse_attn.runtime.documents import LEAST_BYTES, retrieval_documents, text
 from sparse_attn.runtime.graph import uncapturable
 from sparse_attn.runtime.quality import MEANING, WAYS, Quality, encode, measure
 from sparse_attn.runtime.shipped import folder_of, shipped_models, tokenizer_of
+from sparse_attn.runtime.sources import identity_of
 from sparse_attn.runtime.text import say
 
 DEFAULT_CONTEXT = 1024
@@ -73,6 +74,8 @@ def _run(options: argparse.Namespace, mesh: Mesh) -> int:
     device, folder = device_of(options.device), folder_of(options.model)
     dtype = DTYPES[options.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     config, known = read_config(folder)
+    if mesh != ONE_RANK:
+        processes.check_same_everywhere(**identity_of(folder))
     packed = form_said_by(config, known) != "bf16" and not options.expand_weights
     check_prefill_activations(options, packed)
     waits = uncapturable(device, "auto", known, dtype, packed=packed, mesh=mesh)

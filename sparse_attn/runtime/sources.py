@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sparse_attn.files import read_json_object
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.forms import FORMS, first_layers, form_of, form_said_by, said_of
 from sparse_attn.models.loading import load, read_config
@@ -76,16 +77,9 @@ class Source(NamedTuple):
                 )
         return self.spec.eos_token_ids
 
-    def identity(self, device: torch.device) -> list[str | None]:
-        """What the weights and the tokenizer are, for a fingerprint; the same of a copy of the folder. Weights are
-        sampled."""
-        if self.folder is None:  # packed weights are drawn on the device, by its own generator
-            return [repr(self.spec), str(WEIGHTS_SEED), self.form, device.type if self.form else None]
-        tokenizer = self.folder / "tokenizer.json"
-        return [
-            json.dumps(self.config, sort_keys=True), sample_of(self.folder),
-            hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None,
-        ]  # fmt: skip
+    def identity(self) -> dict[str, str]:
+        """What tells this model from others, by name; the same of a copy of the folder. Weights are sampled."""
+        return identity_of(self.folder) if self.folder else {"--preset": repr((self.spec, WEIGHTS_SEED, self.form))}
 
     def tokenizer(self) -> text.Tokenizer | None:
         if self.folder:
@@ -129,6 +123,16 @@ def source_of(options: argparse.Namespace) -> Source:
         return Source(spec, None)
     form = options.format or DEFAULT_FORM
     return Source(spec, said_of(spec, form_of(spec, form), 0), form=form)
+
+
+def identity_of(folder: Path) -> dict[str, str]:
+    """Hashes of what a model's folder holds: its config, its tokenizer, and a sample of each of its weights."""
+    config, tokenizer = read_json_object(folder / "config.json"), folder / "tokenizer.json"
+    return {
+        "config.json": hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        "tokenizer.json": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else "none",
+        "weights": sample_of(folder),
+    }
 
 
 def random_prompt() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch
 import torch.multiprocessing as multiprocessing
 from support.compilations import Graphs, compiled_by
 
-from sparse_attn.mesh import ONE_RANK, Mesh
+from sparse_attn.mesh import ONE_RANK, Mesh, planned_mesh
 from sparse_attn.models.loading import load
 from sparse_attn.models.params import random_params
-from sparse_attn.models.sharding import shard_params
+from sparse_attn.models.sharding import shard, shard_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.batching import Batching
 from sparse_attn.runtime.generate import Generation, Model, generate
-from sparse_attn.runtime.processes import check_same, make_mesh
+from sparse_attn.runtime.processes import check_same, check_same_weights, make_mesh
 from sparse_attn.runtime.shipped import shipped_models
 from sparse_attn.spec import preset
 
@@ -116,11 +117,11 @@ def generated(case: Case, mesh: Mesh = ONE_RANK) -> Generation:
     )  # fmt: skip
 
 
-def served(case: Case, mesh: Mesh) -> list[tuple[int, list[int], list[float] | None]]:
+def served(case: Case, mesh: Mesh, model: Model | None = None) -> list[tuple[int, list[int], list[float] | None]]:
     """(number, tokens, their log-probabilities) of every prompt of this process's data rank, by a scheduler."""
     own = list(enumerate(prompts(case.lengths)))[mesh.data.rank :: mesh.data.size]
     batching = Batching(
-        model_of(case, mesh), rows=2, num_blocks=64, max_context=max(case.lengths) + NEW_TOKENS, prefill_tokens=32,
+        model or model_of(case, mesh), rows=2, num_blocks=64, max_context=max(case.lengths) + NEW_TOKENS, prefill_tokens=32,
         block_size=case.block_size, speculate=case.speculate, logprobs=not case.speculate,
     )  # fmt: skip
     numbers = {batching.submit(prompt, max_new_tokens=NEW_TOKENS): number for number, prompt in own}
@@ -160,11 +161,36 @@ def compare_with_one(rank: int, cases: list[Case], folder: Path) -> None:
 
 
 def compare_and_disagree(rank: int, cases: list[Case], folder: Path) -> None:
-    """As compare_with_one; then ranks that were given different seeds say so."""
+    """As compare_with_one; then ranks that were given different values say so, all of them alike."""
     compare_with_one(rank, cases, folder)
     mesh, device = mesh_of_grid(cases[0].grid), torch.device("cpu")
     check_same(mesh, device, seeds=[1, 2], prompts=[[3]])
-    with pytest.raises(
-        ValueError, match=r"seeds: got another value on tensor rank [01] than on [01], allowed: the same"
-    ):
+    with pytest.raises(ValueError, match="seeds: got another value on rank 1 than on rank 0, allowed: the same on all"):
         check_same(mesh, device, prompts=[[3]], seeds=[1, rank])
+    disagree_on_weights(rank, cases)
+
+
+def disagree_on_weights(rank: int, cases: list[Case]) -> None:
+    """The last process has one weight otherwise. All say so if another process holds the same part of it."""
+    for case in cases:
+        mesh, last = mesh_of_grid(case.grid), case.grid.size - 1
+        whole = random_params(preset(case.name), seed=0)
+        for name in ("embed", "layers.1.attn.q_a", "layers.1.attn.o", "layers.1.attn.o_b", "layers.1.moe.down"):
+            if name not in whole:
+                continue
+            places = [planned_mesh(**case.grid._asdict(), place=place) for place in range(last + 1)]
+            *others, its = (shard(name, whole[name], place) for place in places)
+            model = model_of(case, mesh)
+            check_same_weights(mesh, model.device, model.params, sharing=True)
+            if rank == last:
+                model.state_dict()[name].add_(1)
+            told = any(torch.equal(its, other) for other in others)
+            with (
+                pytest.raises(ValueError, match=f"^weight {name}: got another value on rank {last} than on rank ")
+                if (told)
+                else contextlib.nullcontext()
+            ):
+                if mesh.sharing > 1:
+                    served(case, mesh, model)
+                else:
+                    generate(model, [[1, 2, 3]], max_new_tokens=1, block_size=case.block_size)
