@@ -3,7 +3,8 @@
 Readers treat a wild index as none. In debug mode it is a ValueError that names op, argument, place and value. Padding
 stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are the
 function of its name in its package's debug.py. They take the op's arguments without ``impl``, and are made of the
-helpers below. A check waits for the device, so a call that is being captured is not checked.
+helpers below. A check waits for the device, so a call that is being captured is not checked. Plans whose tensors all
+lie on the host are checked without debug mode, too.
 
 A call that no kernel made for this GPU takes runs on a slower one that every GPU has. Debug mode warns of it, once for
 each op and reason.
@@ -35,14 +36,24 @@ class SlowPathWarning(UserWarning):
     """A faster kernel of this GPU refuses a call, and why."""
 
 
-def look(package: str, name: str, *arguments: object) -> None:
-    """Apply the rules of op ``name`` of ``package``. Nothing is checked while tracing or capturing."""
-    if not _looks(arguments):
+def look(package: str, name: str, *arguments: object, always_on_host: bool = False) -> None:
+    """Apply the rules of op ``name`` of ``package``. Nothing is checked while tracing or capturing. always_on_host:
+    without debug mode, too, where it waits for no device."""
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    if not _looks(arguments) and not (always_on_host and on_host(*tensors)):
         return
     try:
         getattr(importlib.import_module(f"{package}.debug"), name)(*arguments)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def on_host(*tensors: torch.Tensor) -> bool:
+    """Whether the values of all ``tensors`` lie on the host: of none that is traced, and of none that is a stand-in."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return not torch.compiler.is_compiling() and all(
+        type(tensor) in plain and tensor.device.type == "cpu" for tensor in tensors
+    )
 
 
 def warn_of_slow_path(name: str, target: Target, *arguments: object) -> None:
@@ -131,9 +142,9 @@ def ranges(start: str, starts: torch.Tensor | None, end: str, ends: torch.Tensor
         at_most(end, ends, width, of)
 
 
-def slots(name: str, values: torch.Tensor, cache: torch.Tensor) -> None:
-    """-1 or a slot of ``cache``, and none of them twice."""
-    count = cache.shape[0] * cache.shape[1]
+def slots(name: str, values: torch.Tensor, cache: torch.Tensor, ranks: int = 1) -> None:
+    """-1 or a slot of ``cache``, or of those of so many ``ranks``, and none of them twice."""
+    count = cache.shape[0] * cache.shape[1] * ranks
     places(name, values, count, "slots of the cache")
     order = values.argsort(stable=True)
     again = torch.zeros_like(values, dtype=torch.bool)

@@ -20,7 +20,7 @@ def plan_of(lengths, fed, num_decodes, next_n=1, blocks=6, dead=(), extra=0, hol
         table[1, 1] = -1
     return build_step_plan(
         starts, torch.tensor(lengths, dtype=torch.int32), table, slots,
-        num_decodes=num_decodes, next_n=next_n, kv_capacity=max(1, sum(lengths[num_decodes:])), max_context=99,
+        num_decodes=num_decodes, next_n=next_n, kv_capacity=max(1, sum(lengths[num_decodes:])), max_context=200,
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def check_compressed(plan, impl, device):
         assert got.limits.tolist() == limits and got.slot_mapping.tolist() == slots
         assert got.kv_indptr.tolist() == indptr and got.kv_start.tolist() == starts and got.kv_end.tolist() == ends
         assert torch.equal(got.context_lens.cpu(), plan.context_lens // ratio)
-        assert (got.kv_capacity, got.max_context) == (plan.kv_capacity // ratio, 99 // ratio)
+        assert (got.kv_capacity, got.max_context) == (plan.kv_capacity // ratio, 200 // ratio)
         assert got.kv_capacity >= indptr[-1]
 
 

@@ -271,7 +271,9 @@ def test_composites_have_rules(debugging):
         ValueError, match=r"^hash_routed_experts: table\[1, 1\]: got 4, allowed: -1, or 0 to 3 \(experts\)"
     ):
         hash_routed_experts(logits, ints(0, 1), experts)
-    plan = build_step_plan(ints(0, 1, 4), ints(3, 3), ints([0], [1]), longs(2, 4, 5, 6), num_decodes=1, max_context=4)
+    plan = build_step_plan(
+        ints(0, 1, 4), ints(3, 3), ints([0], [1]), longs(2, 4, 5, 6), num_decodes=1, max_context=4, kv_capacity=3
+    )
     build_window_plan(plan, window=2)
     for change, message in (
         (dict(request_ids=ints(0, 1, 0, 1)), r"request_ids\[1\]: got 0, allowed: -1, or 1 to 1 \(prefill requests\)"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from support.extremes import INT_MIN
 
-from sparse_attn import build_step_plan
+from sparse_attn import build_step_plan, debug
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.runtime.batch import prepare
@@ -45,23 +47,24 @@ def run(cache, arguments, on_host=True):
 
 
 def padded(cache, arguments, impl="auto"):
-    """What the device op says of the step at the planner's capacity."""
+    """What the device op says of the step at the planner's capacity, of values that cannot be right as well."""
     starts, lengths, table, slots, num_decodes, next_n = arguments
 
     def grow(x, size, value):
         return torch.cat([x, x.new_full((size - x.shape[0], *x.shape[1:]), value)]).to(cache._slots.device)
 
-    return build_step_plan(
-        grow(starts, cache.max_requests + 1, int(starts[-1])),
-        grow(lengths, cache.max_requests, 0),
-        grow(table, cache.max_requests, -1),
-        grow(slots, cache.max_tokens, -1),
-        num_decodes=num_decodes,
-        next_n=next_n,
-        kv_capacity=cache.kv_capacity,
-        max_context=cache.max_context,
-        impl=impl,
-    )
+    with mock.patch.object(debug, "on_host", lambda *_: False):
+        return build_step_plan(
+            grow(starts, cache.max_requests + 1, int(starts[-1])),
+            grow(lengths, cache.max_requests, 0),
+            grow(table, cache.max_requests, -1),
+            grow(slots, cache.max_tokens, -1),
+            num_decodes=num_decodes,
+            next_n=next_n,
+            kv_capacity=cache.kv_capacity,
+            max_context=cache.max_context,
+            impl=impl,
+        )
 
 
 def assert_same(plan, want):

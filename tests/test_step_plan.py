@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from support.extremes import INT_MIN
 
-from sparse_attn.ops.step_plan import build_step_plan, reference
+from sparse_attn.ops.step_plan import build_step_plan, build_window_plan, reference
 from sparse_attn.testing.ops import opcheck, schema
+from sparse_attn.torch_private import fake_mode
 
 
 def tensors(starts, lens, slots, device="cpu"):
@@ -145,7 +148,8 @@ def test_kernel_equals_reference(device):
         queries[:num_decodes] = next_n
         starts = [0, *queries.cumsum(0).tolist()]
         lens = torch.randint(-1, 30, (requests,), generator=generator).tolist()
-        slots = torch.randint(-1, 50, (starts[-1] + 5,), generator=generator).tolist()
+        slots = torch.randint(-3, 50, (starts[-1] + 5,), generator=generator).tolist()
+        slots = [-(2**63) if slot == -3 else slot for slot in slots]
         cases.append((starts, lens, slots, num_decodes, next_n))
     for starts, lens, slots, num_decodes, next_n in cases:
         inputs = tensors(starts, lens, slots, device)
@@ -158,3 +162,51 @@ def test_kernel_equals_reference(device):
 @pytest.mark.kernel
 def test_opcheck_kernel(device):
     check_opcheck("triton", device)
+
+
+WRONG = {
+    "max_context": (
+        dict(seq_lens=[3, 200], kv_capacity=200),
+        "seq_lens[1]: got 200, allowed: at most 64 (max_context)",
+    ),
+    "kv_capacity": (dict(kv_capacity=4), "kv_capacity: got 4, allowed: at least 5 (seq_lens of prefill requests)"),
+    "slots": (dict(slots=[2, 4, -59]), "slot_mapping[2]: got -59, allowed: at least -1 (-1 is none)"),
+    "order": (dict(starts=[0, 1, 4]), "query_start_loc[2]: got 4, allowed: 0 to 3 (rows of the step)"),
+    "rows": (dict(seq_lens=[3, 1]), "seq_lens[1]: got 1, allowed: at least 2 (the rows of this step count among them)"),
+}
+
+
+def planned(starts=(0, 1, 3), seq_lens=(3, 5), slots=(2, 4, 5), device="cpu", **bounds):
+    table = torch.tensor([[0], [INT_MIN]], dtype=torch.int32, device=device)  # whose unused blocks mean nothing
+    starts, seq_lens, slots = tensors(starts, seq_lens, slots, device)
+    return build_step_plan(
+        starts, seq_lens, table, slots, **dict(num_decodes=1, max_context=64, kv_capacity=5) | bounds
+    )
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_values_on_the_host_that_cannot_be_right_are_refused(wrong):
+    changed, said = WRONG[wrong]
+    planned()
+    with pytest.raises(ValueError, match=f"^build_step_plan: {re.escape(said)}"):
+        planned(**changed)
+
+
+def test_a_plan_of_padding_is_legal_on_the_host():
+    planned(seq_lens=(0, 0), slots=(-1, -1, -1), kv_capacity=0)
+    planned(seq_lens=(INT_MIN, -1), slots=(-1, -1, -1), kv_capacity=0)
+    planned(starts=(0, 1, 1), slots=(-1, -1, -1), kv_capacity=0)  # a request without rows gathers nothing
+    plan = planned()
+    with pytest.raises(ValueError, match=r"^window_plan: request_ids\[1\]: got 0, allowed: -1, or 1 to 1"):
+        build_window_plan(plan._replace(request_ids=torch.tensor([0, 1, 0], dtype=torch.int32)), window=2)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_only_plain_values_on_the_host_are_looked_at(wrong):
+    """Stand-ins have none, compiled code has them later, and those of a device would be waited for."""
+    changed, _ = WRONG[wrong]
+    with fake_mode():
+        planned(**changed)
+    planned(**changed, device="meta")
+    compiled = torch.compile(lambda: planned(**changed), fullgraph=True, backend="eager")
+    assert compiled().request_ids.shape == (3,)

@@ -416,11 +416,13 @@ def build_step_plan(draw):
     tokens = decodes * next_n + sum(rows) + some(draw, 0, 3)
     starts = [0, *torch.tensor([next_n] * decodes + rows).cumsum(0).tolist()] if decodes + prefills else [0]
     lengths = ints(draw, (decodes + prefills,), 0, 9, wild=(INT_MIN, -1, 0))
-    slots = ints(draw, (tokens,), 0, 50, torch.int64, (-(2**63), -1, 2**63 - 1))
+    own = torch.tensor([0] * decodes + rows, dtype=torch.int32)
+    lengths = torch.where(lengths > 0, torch.maximum(lengths, own), lengths)  # fewer tokens than rows are refused
+    slots = ints(draw, (tokens,), 0, 50, torch.int64, (-1, 2**63 - 1))  # as slots below -1 are
     return dict(
         query_start_loc=free(draw, torch.tensor(starts, dtype=torch.int32)), seq_lens=free(draw, lengths),
-        block_table=table(draw, decodes + prefills, 2, 9), slot_mapping=free(draw, slots), max_context=9,
-        num_decodes=decodes, next_n=next_n, kv_capacity=30,
+        block_table=table(draw, decodes + prefills, 2, 9), slot_mapping=free(draw, slots), max_context=13,
+        num_decodes=decodes, next_n=next_n, kv_capacity=39,
     ), {}  # fmt: skip
 
 

@@ -36,7 +36,9 @@ def build_step_plan(
 
     A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
     -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its
-    request has L <= 0, or its position is negative. Values that only the device knows are not checked.
+    request has L <= 0, or its position is negative. Where all values lie on the host, and on the device in debug mode,
+    a ValueError names what cannot be right: rows out of order or beyond the step, a prefill request of fewer tokens
+    than rows, slots below -1, and bounds that do not hold.
 
     Returns a StepPlan; see its docstring for shapes.
     """
@@ -62,9 +64,9 @@ def build_step_plan(
     checks.check_same_device(
         query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
     )
-    request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(
-        query_start_loc, seq_lens, slot_mapping, num_decodes, next_n, impl
-    )
+    values = query_start_loc, seq_lens, slot_mapping, num_decodes, next_n
+    look(__name__, "build_step_plan", *values, max_context, kv_capacity, always_on_host=True)
+    request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(*values, impl)
     context_lens = limits[: num_decodes * next_n].view(num_decodes, next_n)
     for value in (request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end):
         mark_sizes(value, dynamic=(0,))
@@ -126,7 +128,8 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     checks.check_choice("impl", impl, IMPLEMENTATIONS)
     num_decodes, next_n = plan.context_lens.shape
     rows = num_decodes * next_n
-    look(__name__, "window_plan", plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes)
+    values = plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes
+    look(__name__, "window_plan", *values, always_on_host=True)
     kv_indptr, starts, offsets = window_plan(
         plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes, window
     )

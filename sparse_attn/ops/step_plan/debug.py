@@ -28,6 +28,19 @@ def step_plan(
     )  # fmt: skip
 
 
+def build_step_plan(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int,
+    max_context: int, kv_capacity: int,
+) -> None:  # fmt: skip
+    """Those of step_plan, and of the host's bounds."""
+    step_plan(query_start_loc, seq_lens, slot_mapping, num_decodes, next_n)
+    debug.at_most("seq_lens", seq_lens, max_context, "max_context")
+    rows = query_start_loc[num_decodes + 1 :] > query_start_loc[num_decodes:-1]
+    keys = int(torch.where(rows, seq_lens[num_decodes:].long().clamp_min(0), 0).sum())
+    if keys > kv_capacity:
+        raise ValueError(f"kv_capacity: got {kv_capacity}, allowed: at least {keys} (seq_lens of prefill requests)")
+
+
 def compressed_plan(
     request_ids: torch.Tensor,
     positions: torch.Tensor,
