@@ -22,6 +22,7 @@ import torch
 
 from sparse_attn import streams
 from sparse_attn.target import Target
+from sparse_attn.torch_private import in_dispatch_mode
 
 INT32_MAX = 2**31 - 1
 
@@ -49,11 +50,11 @@ def look(package: str, name: str, *arguments: object, always_on_host: bool = Fal
 
 
 def on_host(*tensors: torch.Tensor) -> bool:
-    """Whether the values of all ``tensors`` lie on the host: of none that is traced, and of none that is a stand-in."""
+    """Whether the values of all ``tensors`` lie on the host, and nobody traces what is done with them."""
+    if torch.compiler.is_compiling() or in_dispatch_mode():
+        return False
     plain = (torch.Tensor, torch.nn.Parameter)
-    return not torch.compiler.is_compiling() and all(
-        type(tensor) in plain and tensor.device.type == "cpu" for tensor in tensors
-    )
+    return all(type(tensor) in plain and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def warn_of_slow_path(name: str, target: Target, *arguments: object) -> None:

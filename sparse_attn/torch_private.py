@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = (
     "EagerDispatchMode", "OpOverload", "TorchDispatchMode", "all_gather", "all_reduce", "all_to_all",
     "assert_on_device", "copy_all", "counters", "current_stream", "dynamo_counts", "exported", "fake_mode",
-    "fake_processes", "has_forward_hooks", "is_view", "leaves", "map_leaves", "mark_sizes", "mark_static_address",
+    "fake_processes", "has_forward_hooks", "in_dispatch_mode", "is_view", "leaves", "map_leaves", "mark_sizes",
+    "mark_static_address",
     "no_torch_function", "occupy", "operators", "parameters", "recompile_limit", "run_what_does_not_compile", "schema",
     "storage_key", "stream_handle",
 )  # fmt: skip
@@ -162,6 +163,11 @@ def fake_mode() -> AbstractContextManager:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode sees every operator: tracers are such, and tensors of theirs may have no values."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from sparse_attn import debug
 from sparse_attn.models.params import ROPE_NAMES
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
 from sparse_attn.models.spelling import spelling_of
@@ -66,3 +67,36 @@ def check_caches(name: str, caches: Sequence[torch.Tensor | None], present: Sequ
                 f"{name}[{layer}]: got {'None' if own else 'a tensor'}, allowed: "
                 f"{'a tensor, the layer has such a cache' if own else 'None, the layer has no such cache'}"
             )
+
+
+def check_plan(
+    plan: StepPlan,
+    written: torch.Tensor,
+    paged: torch.Tensor | None,
+    *,
+    block_size: int,
+    ratio: int = 1,
+    ranks: int = 1,
+) -> None:
+    """ValueError where a plan whose values lie on the host names slots or blocks that a model's caches do not have.
+
+    written: what plan.slot_mapping points into, a part of it on each of ``ranks``. paged: what plan.block_table points
+    into, None where there is nothing; a block holds ``block_size`` entries of ``ratio`` tokens, of all ranks together.
+    """
+    table, requests = plan.block_table, plan.request_ids
+    if not debug.on_host(table, requests, plan.positions, plan.slot_mapping):
+        return
+    debug.slots("plan.slot_mapping", plan.slot_mapping, written, ranks)
+    if paged is None:
+        return
+    count, columns = table.shape
+    debug.places("plan.request_ids", requests, count, "requests")
+    entries = (plan.positions.long() + 1) // ratio
+    debug.refuse(
+        "plan.positions", plan.positions, entries > columns * block_size,
+        f"at most {(columns * block_size + 1) * ratio - 2} (what plan.block_table has room for)",
+    )  # fmt: skip
+    held = torch.zeros(count + 1, dtype=torch.int64, device="cpu")  # the last of rows of padding
+    held.scatter_reduce_(0, torch.where(requests < 0, count, requests).long(), entries, "amax")
+    first = torch.arange(columns, device="cpu") * block_size
+    debug.blocks(table, first < held[:-1].unsqueeze(1), paged.shape[0], "plan.block_table")

@@ -15,7 +15,7 @@ import torch
 from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models.checks import check_caches, check_params, check_tokens
+from sparse_attn.models.checks import check_caches, check_params, check_plan, check_tokens
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
@@ -60,7 +60,9 @@ def forward(
     check_tokens(tokens, plan)
     check_caches("caches.kv", caches.kv, [True] * spec.num_layers)
     check_caches("caches.index", caches.index, spec.index_layers)
-    plan = own_plan(plan, mesh.context, block_size=caches.kv[0].shape[1])
+    held, ranks = caches.kv[0], mesh.context.size
+    check_plan(plan, held, held, block_size=held.shape[1] * ranks, ranks=ranks)
+    plan = own_plan(plan, mesh.context, block_size=held.shape[1])
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
     activations = activations_of(plan, prefill_activations)
     hidden = embedding(own_rows(tokens, mesh.context) if dealt else tokens, params["embed"], mesh=mesh)

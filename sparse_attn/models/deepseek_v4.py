@@ -16,7 +16,7 @@ from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache, allocate_side_by_side, mark_cache
 from sparse_attn.layout import PlainLayout
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models.checks import check_caches, check_params, check_tokens
+from sparse_attn.models.checks import check_caches, check_params, check_plan, check_tokens
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32, rms_norm
 from sparse_attn.models.products import activations_of
@@ -61,7 +61,7 @@ def forward(
     mesh.context.size times as long as those of ``caches``. Rings and states are whole on every rank.
     """
     check_params(params, spec)
-    _check(spec, tokens, caches, plan)
+    _check(spec, tokens, caches, plan, mesh.context.size)
     step, shared = step_windows(spec, caches, plan, prefill_in_place=prefill_in_place, mesh=mesh, impl=impl)
     rows, dealt = tokens.shape[0], deals_prefill(plan, mesh.context)
     activations = activations_of(plan, prefill_activations)
@@ -235,7 +235,7 @@ def _shared_entries(
     return shared
 
 
-def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, plan: StepPlan) -> None:
+def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, plan: StepPlan, ranks: int) -> None:
     check_tokens(tokens, plan)
     windowed.rings_of(plan)
     kinds = spec.layer_kinds
@@ -243,3 +243,7 @@ def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, pla
     for name, present in (("kv", [True] * len(kinds)), ("compressed", compressed), ("state", compressed),
                           ("index", indexed), ("index_state", indexed)):  # fmt: skip
         check_caches(f"caches.{name}", getattr(caches, name), present)
+    paged = {spec.ratio(layer): cache for layer, cache in enumerate(caches.compressed) if cache is not None}
+    ratio = min(paged, default=1)
+    size = paged[ratio].shape[1] * ranks if paged else 1
+    check_plan(plan, caches.kv[0], paged.get(ratio), block_size=size, ratio=ratio)

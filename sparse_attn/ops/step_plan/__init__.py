@@ -31,8 +31,8 @@ def build_step_plan(
     those of this step. block_table: int32 [B, max_blocks]. slot_mapping: int64 [T], cache slot each row writes, -1 for
     padding. The first ``num_decodes`` requests own ``next_n`` rows each, rows [0, num_decodes * next_n), whatever
     query_start_loc says of them; the others are prefill requests and own rows
-    [query_start_loc[b], query_start_loc[b + 1]). max_context: host bound on every seq_len. kv_capacity: host bound on
-    the sum of the prefill requests' seq_lens.
+    [query_start_loc[b], query_start_loc[b + 1]). max_context: host bound on every row's position + 1. kv_capacity: host
+    bound on the sum of the prefill requests' seq_lens.
 
     A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
     -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its
@@ -65,8 +65,10 @@ def build_step_plan(
         query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
     )
     values = query_start_loc, seq_lens, slot_mapping, num_decodes, next_n
-    look(__name__, "build_step_plan", *values, max_context, kv_capacity, always_on_host=True)
+    look(__name__, "step_plan", *values, always_on_host=True)
     request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(*values, impl)
+    found = seq_lens, request_ids, limits, kv_indptr
+    look(__name__, "build_step_plan", *found, max_context, kv_capacity, always_on_host=True)
     context_lens = limits[: num_decodes * next_n].view(num_decodes, next_n)
     for value in (request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end):
         mark_sizes(value, dynamic=(0,))

@@ -29,15 +29,15 @@ def step_plan(
 
 
 def build_step_plan(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, slot_mapping: torch.Tensor, num_decodes: int, next_n: int,
-    max_context: int, kv_capacity: int,
+    seq_lens: torch.Tensor, request_ids: torch.Tensor, limits: torch.Tensor, kv_indptr: torch.Tensor, max_context: int,
+    kv_capacity: int,
 ) -> None:  # fmt: skip
-    """Those of step_plan, and of the host's bounds."""
-    step_plan(query_start_loc, seq_lens, slot_mapping, num_decodes, next_n)
-    debug.at_most("seq_lens", seq_lens, max_context, "max_context")
-    rows = query_start_loc[num_decodes + 1 :] > query_start_loc[num_decodes:-1]
-    keys = int(torch.where(rows, seq_lens[num_decodes:].long().clamp_min(0), 0).sum())
-    if keys > kv_capacity:
+    """Of the host, by what step_plan gives. A request may be longer than its last row that is no padding."""
+    if bool((far := limits > max_context).any()):
+        request = int(request_ids[far][0])
+        got = f"seq_lens[{request}]: got {int(seq_lens[request])}"
+        raise ValueError(f"{got}, allowed: at most {max_context} (max_context)")
+    if (keys := int(kv_indptr[-1])) > kv_capacity:
         raise ValueError(f"kv_capacity: got {kv_capacity}, allowed: at least {keys} (seq_lens of prefill requests)")
 
 
