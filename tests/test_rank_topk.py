@@ -98,6 +98,25 @@ def test_digits_of_sums_of_many_scores(device):
         assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want)), level
 
 
+@pytest.mark.kernel
+def test_a_whole_block_of_equal_scores_is_counted(device):
+    """Blocks at and around what two counts in the halves of a word hold. A row ties as a whole, or but for one score."""
+    for block_size in (16384, 32767, 32768, 32769, 65536):
+        logits = torch.ones(2, block_size + 7)
+        logits[1, block_size // 2] = 2
+        sums = state = None
+        for level in range(3):
+            sums, state = count_digits(logits, 9, level, sums, state)
+        given, options = (logits, sums, state), dict(block_size=block_size)
+        want = count_ties(*given, **options)
+        assert want[0].tolist() == [[block_size, 7], [block_size - 1, 7]]
+        got = count_ties(*(value.to(device) for value in given), **options, impl="triton")
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want)), block_size
+        ties, above, state = got
+        found = take_winners(logits.to(device), 9, ties.unsqueeze(0), above, state, **options, rank=0, impl="triton")
+        assert torch.equal(found.cpu(), top_k_per_row(logits, 9, impl="reference")), block_size
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_of_all_ranks_selects_what_one_selects(case):
     logits, limits = whole_rows(case)

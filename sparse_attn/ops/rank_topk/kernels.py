@@ -290,7 +290,7 @@ def count_ties(
 def _store_counts(values, threshold, ties, above, row, block, blocks, PADDED: tl.constexpr):
     higher, tied = _compared(values, threshold)
     higher, tied = higher.to(tl.int32), tied.to(tl.int32)
-    if PADDED <= HIGHER:
+    if PADDED <= HIGHER // 2:  # a count of ties has no sign bit
         both = tl.sum(higher + (tied << TIE), 1)
         num_tied, num_higher = both >> TIE, both & HIGHER
     else:
