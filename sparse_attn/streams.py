@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -24,3 +27,33 @@ def capturing(device: torch.device) -> bool:
         return False
     with entered(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+class _Kept:
+    """How many blocks keep garbage now, and whether it was collected before the first one."""
+
+    def __init__(self):
+        self.changing = threading.Lock()
+        self.blocks = 0
+        self.collected = False
+
+
+_kept = _Kept()
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[None]:
+    """The block around a capture, in which Python collects no garbage by itself: a graph or a tensor that is freed
+    during a capture ends it. Blocks of several threads may overlap; the last one to end puts back what was."""
+    with _kept.changing:
+        if _kept.blocks == 0:
+            _kept.collected = gc.isenabled()
+            gc.disable()
+        _kept.blocks += 1
+    try:
+        yield
+    finally:
+        with _kept.changing:
+            _kept.blocks -= 1
+            if _kept.blocks == 0 and _kept.collected:
+                gc.enable()

@@ -10,6 +10,10 @@ takes scratch to its last launch, so the launches of two ops that share one neve
 workspace that serves two streams at a time is a race all the same. A replay does not hold the workspace that its graph
 was captured with: use that workspace on the graph's stream and thread only.
 
+Graphs. A graph reads the buffer that its ops took at the capture, so from then on that workspace never grows. Nor does
+a graph keep it alive: hold the workspace for as long as the graph. Where nothing is reserved on the stream of a
+capture, ops allocate in the graph's own pool. No workspace is made there: its memory would be the graph's.
+
 Errors. An op may raise after its kernels have counted. Its counters are then zeroed on the stream before the error
 leaves the op. After a GPU error that stays (an illegal address) nothing works on that device, counters included: the
 process has to end.
@@ -79,16 +83,24 @@ def largest(sizes: Iterable[WorkspaceSize]) -> WorkspaceSize:
 
 
 class Workspace:
-    """One owner's buffer. It grows on demand until ``lock``; it never grows while its stream is capturing."""
+    """One owner's buffer. It grows on demand until ``lock``, or until an op takes from it while its stream is
+    capturing."""
 
     def __init__(self, size: WorkspaceSize | tuple[int, int], device: torch.device | str):
         self.device = torch.device(device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.locked = False
+        self.captured = False  # whether a graph reads the buffer
         self.turn = threading.RLock()  # held by the op whose launches use the buffer
         self.high_water = WorkspaceSize(0, 0)
-        self._allocate(WorkspaceSize(*size))
+        size = WorkspaceSize(*size)
+        if streams.capturing(self.device):
+            raise RuntimeError(
+                f"workspace: got a new one of {size.nbytes} bytes and {size.counters} counters while the stream of "
+                f"{self.device} is capturing, allowed: one that is made before the capture"
+            )
+        self._allocate(size)
 
     def _allocate(self, size: WorkspaceSize) -> None:
         self.size = size
@@ -100,22 +112,22 @@ class Workspace:
         self.locked = True
 
     def unlock(self) -> None:
+        """Undo ``lock``. What a graph reads does not grow all the same."""
         self.locked = False
 
     def grow(self, size: WorkspaceSize, who: str) -> None:
-        """Make room for ``size``; RuntimeError when locked or capturing, naming who asked, for how much, what to
-        raise."""
+        """Make room for ``size``; RuntimeError when locked, captured or capturing, naming who asked, for how much, what
+        to raise."""
         with self.turn:
             self._grow(size, who)
 
     def _grow(self, size: WorkspaceSize, who: str) -> None:
         if size.nbytes <= self.size.nbytes and size.counters <= self.size.counters:
             return
-        if self.locked or streams.capturing(self.device):
+        if reason := self._fixed():
             raise RuntimeError(
                 f"workspace: {who} needs {size.nbytes} bytes and {size.counters} counters, reserved are "
-                f"{self.size.nbytes} bytes and {self.size.counters} counters, and the workspace "
-                f"{'is locked' if self.locked else 'cannot grow while its stream is capturing'}; reserve "
+                f"{self.size.nbytes} bytes and {self.size.counters} counters, and the workspace {reason}; reserve "
                 f"workspace_size(spec, bounds, target) with bounds that cover this call (max_batch, "
                 f"max_batched_tokens, max_model_len, next_n, logits_bytes, prefill_in_place, prefill_activations)"
             )
@@ -124,11 +136,21 @@ class Workspace:
                 old.record_stream(torch.cuda.current_stream(self.device))
         self._allocate(largest((self.size, size)))
 
+    def _fixed(self) -> str | None:
+        """Why it cannot grow; None where it can."""
+        if self.locked:
+            return "is locked"
+        if self.captured:
+            return "is read by a captured graph"
+        return "cannot grow while its stream is capturing" if streams.capturing(self.device) else None
+
     def take(self, who: str, scratch: Scratch) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Views for every buffer of ``scratch``, in order, and its counters."""
         size = size_of(scratch)
         self.grow(size, who)
         self.high_water = largest((self.high_water, size))
+        if not self.captured and size.total and streams.capturing(self.device):
+            self.captured = True
         views, offset = [], 0
         for buffer in scratch.buffers:
             piece = self._scratch[offset : offset + buffer.nbytes]
@@ -189,7 +211,8 @@ def reserve(size: WorkspaceSize | tuple[int, int], device: torch.device | str) -
 
 
 def release(device: torch.device | str) -> None:
-    """Forget what was reserved for the current stream of ``device``; eager calls allocate again."""
+    """Forget what was reserved for the current stream of ``device``; eager calls allocate again. A graph that reads it
+    needs the workspace that ``reserve`` returned."""
     _reserved.pop(_key(torch.device(device)), None)
 
 

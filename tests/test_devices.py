@@ -114,7 +114,7 @@ class Cycle:
 
 
 def test_garbage_is_gone_before_a_graph_is_captured(monkeypatch):
-    """A captured graph in it would go at any time, and end the capture then."""
+    """Its memory is room for the graph."""
     spec, seen = preset("tiny_v32"), []
     with second_device():
         capture = torch.cuda.graph
@@ -131,6 +131,53 @@ def test_garbage_is_gone_before_a_graph_is_captured(monkeypatch):
         finally:
             gc.enable()
     assert seen == [None]
+
+
+def collects_while(step):
+    """Whether garbage is collected in each capture of a DecodeGraph, whose step runs ``step`` before."""
+    spec, seen = preset("tiny_v32"), []
+
+    def run(tokens, *_):
+        step(seen)
+        seen.append(gc.isenabled())
+        return torch.zeros(tokens.shape[0], 8)
+
+    model = Model(spec, {"embed": torch.empty(0)}, cache_layouts(spec, "fp8"))
+    caches = model.allocate_caches(2, 128, requests=2, step_rows=1)
+    DecodeGraph(run, caches, max_context=128, max_blocks=1, buckets=(1, 2), impl="reference")
+    return seen
+
+
+def test_no_garbage_is_collected_during_a_capture():
+    """A graph or a tensor that it frees would end the capture. Two warm-ups of each bucket, then two captures."""
+    assert gc.isenabled()
+    with second_device():
+        assert collects_while(lambda seen: None) == [True] * 4 + [False] * 2
+        assert gc.isenabled()
+
+        def fail(seen):
+            if len(seen) == 5:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            collects_while(fail)
+    assert gc.isenabled()
+
+
+def test_garbage_is_kept_until_the_last_of_several_captures_ends():
+    first, second = streams.garbage_kept(), streams.garbage_kept()
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with streams.garbage_kept():
+            pass
+        assert not gc.isenabled()  # as whoever calls left it
+    finally:
+        gc.enable()
 
 
 def test_tensors_on_two_devices_are_refused():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn import workspace
+from sparse_attn import streams, workspace
+from sparse_attn.ops.topk import top_k_per_row
 from sparse_attn.torch_private import fake_mode, occupy
 from sparse_attn.workspace import Buffer, Scratch, Workspace, WorkspaceSize, largest, size_of
 
@@ -82,6 +85,62 @@ def test_use_lends_a_workspace_and_gives_the_old_one_back(no_owner):
     assert workspace.current("cpu") is None
 
 
+@pytest.fixture
+def capturing(no_owner, monkeypatch):
+    """Says that the stream is being captured, or no longer."""
+
+    def say(now: bool) -> None:
+        monkeypatch.setattr(streams, "capturing", lambda device: now)
+
+    return say
+
+
+def test_what_a_graph_reads_is_neither_replaced_nor_freed(capturing):
+    owner = workspace.reserve((512, 4), "cpu")
+    capturing(True)
+    (a, _), _ = workspace.take("op", SCRATCH, torch.device("cpu"))
+    capturing(False)
+    owner.lock()
+    owner.unlock()
+    larger = Scratch((Buffer("c", (1000,), torch.float32),))
+    for ask, who in (
+        (lambda: workspace.take("top_k_per_row", larger, torch.device("cpu")), "top_k_per_row"),
+        (lambda: workspace.reserve((4096, 0), "cpu"), "reserve"),
+    ):
+        with pytest.raises(RuntimeError) as error:
+            ask()
+        assert str(error.value).startswith(
+            f"workspace: {who} needs 4096 bytes and 0 counters, reserved are 512 bytes and 4 counters, and the "
+            "workspace is read by a captured graph; reserve workspace_size(spec, bounds, target)"
+        )
+    (again, _), _ = workspace.take("op", SCRATCH, torch.device("cpu"))
+    assert again.data_ptr() == a.data_ptr() and owner.size == WorkspaceSize(512, 4)
+
+
+def test_an_op_without_scratch_leaves_a_workspace_to_grow(capturing):
+    owner = workspace.reserve((0, 0), "cpu")
+    capturing(True)
+    workspace.take("op", Scratch(), torch.device("cpu"))
+    capturing(False)
+    workspace.take("op", SCRATCH, torch.device("cpu"))
+    assert owner.size == WorkspaceSize(512, 4)
+
+
+def test_no_workspace_is_made_during_a_capture(capturing):
+    capturing(True)
+    message = "workspace: got a new one of 512 bytes and 4 counters while the stream of cpu is capturing, allowed: one"
+    for make in (lambda: workspace.reserve((512, 4), "cpu"), lambda: Workspace((512, 4), "cpu")):
+        with pytest.raises(RuntimeError, match=message):
+            make()
+    assert workspace.current("cpu") is None
+    capturing(False)
+    owner = workspace.reserve((512, 4), "cpu")
+    capturing(True)
+    assert workspace.reserve((256, 4), "cpu") is owner
+    with pytest.raises(RuntimeError, match="reserve needs 1024 bytes.*cannot grow while its stream is capturing"):
+        workspace.reserve((1024, 4), "cpu")
+
+
 def test_fakes_take_no_scratch(no_owner):
     import sparse_attn
 
@@ -115,6 +174,61 @@ def test_growth_while_capturing_is_an_error():
             RuntimeError, match="op needs 512 bytes and 4 counters.*cannot grow while its stream is capturing"
         ):
             workspace.take("op", SCRATCH, torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lend", ("reserve", "use"))
+def test_a_larger_eager_call_leaves_a_graph_its_workspace(lend):
+    """The larger call is refused, one that fits is not, and the graph selects what it did."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    few, many = torch.randn(2, 1 << 17, device="cuda"), torch.randn(64, 1 << 20, device="cuda")
+    want, want_many = top_k_per_row(few, 2048), top_k_per_row(many, 2048)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), contextlib.ExitStack() as lent:
+        if lend == "reserve":
+            owner = workspace.reserve((0, 0), "cuda")
+            lent.callback(workspace.release, "cuda")
+        else:
+            owner = lent.enter_context(workspace.use(Workspace((0, 0), "cuda")))
+        top_k_per_row(few, 2048)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            got = top_k_per_row(few, 2048)
+        before, size = owner._scratch.data_ptr(), owner.size
+        assert size.nbytes > 0
+        with pytest.raises(RuntimeError, match="top_k_per_row needs .*the workspace is read by a captured graph"):
+            top_k_per_row(many, 2048)
+        assert torch.equal(top_k_per_row(few, 2048), want)
+        assert (owner._scratch.data_ptr(), owner.size) == (before, size)
+        for _ in range(3):
+            got.fill_(-7)
+            graph.replay()
+            stream.synchronize()
+            assert torch.equal(got, want) and not owner._counters.any()
+    assert torch.equal(top_k_per_row(many, 2048), want_many)  # on a stream without a workspace
+
+
+@pytest.mark.gpu
+def test_what_is_reserved_during_a_capture_is_refused():
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    scores = torch.randn(2, 1 << 17, device="cuda")
+    want = top_k_per_row(scores, 2048)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        top_k_per_row(scores, 2048)
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            with pytest.raises(
+                RuntimeError, match="got a new one of 512 bytes and 4 counters while the stream of cuda:"
+            ):
+                workspace.reserve((512, 4), "cuda")
+            got = top_k_per_row(scores, 2048)  # from the graph's own pool
+        assert workspace.current("cuda") is None
+        top_k_per_row(torch.randn(64, 1 << 20, device="cuda"), 2048)
+        got.fill_(-7)
+        graph.replay()
+        stream.synchronize()
+    assert torch.equal(got, want)
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from benchmarks.checkpoints import FREE, captured_step, step_bounds, step_us, we
 from benchmarks.record import Record
 from benchmarks.run import Run
 from benchmarks.steps import HELD, by_part, cached_bytes
+from sparse_attn import streams
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.forms import first_layers
@@ -297,7 +298,7 @@ def _captured_us(run: Run, call: Callable[[], object]) -> float:
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with streams.garbage_kept(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(CALLS):
             call()
     times = []

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sparse_attn import streams
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype
 from sparse_attn.models.saving import save
 from sparse_attn.spec import CompressedSpec, Spec
@@ -161,7 +162,7 @@ class Trainer:
             self.weights[name].grad = None
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream):
+            with streams.garbage_kept(), torch.cuda.graph(graph, stream=self._stream):
                 self._update(stage, batch, rows)
         except RuntimeError as error:
             print(f"capture failed, steps run one kernel after the other: {error}", flush=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sparse_attn import torch_private, workspace
+from sparse_attn import streams, torch_private, workspace
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.moe import DENSE_MAX_EXPERTS, grouped_waits, takes_grouped
 from sparse_attn.runtime.draws import Draws
@@ -199,10 +199,13 @@ class DecodeGraph(DecodeRows):
                     self._decode(rows)
             self.stream.synchronize()
             self.workspace.lock()
-            gc.collect()  # freeing a captured graph during a capture invalidates the capture
+            gc.collect()  # what it frees is room for the graphs
             for rows in reversed(self.buckets):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
+                with (
+                    streams.garbage_kept(),
+                    torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
+                ):
                     self._decode(rows)
                 pool = pool or graph.pool()
                 graphs[rows] = graph
