@@ -244,6 +244,36 @@ def test_paged_mqa_logits(two_dims, next_n):
     close_scores(got, expected)
 
 
+LEAST, MOST = -(2**31), 2**31 - 1
+LENGTHS = [LEAST, LEAST + 1, LEAST + 2, -3, -1, 0, 1, 9, MOST]
+
+
+def test_no_length_of_a_request_wraps():
+    """Of its last row; the rows before see one fewer each."""
+    lens, next_n, width, codes = torch.tensor(LENGTHS, dtype=torch.int32), 3, 8, fp8(4, 128)
+    limits = [min(max(length - next_n + 1 + row, 0), width) for length in LENGTHS for row in range(next_n)]
+    rows = len(limits)
+    indices = torch.full((rows, width), -7, dtype=torch.int32)
+    vllm.top_k_per_row_decode(torch.randn(rows, width), next_n, lens, indices, rows, width, 1, width)
+    assert (indices >= 0).sum(1).tolist() == limits
+    cache = torch.zeros(1, width * 132, dtype=torch.uint8)
+    cache[:, width * 128 :] = torch.ones(width).view(torch.uint8)
+    got = deep_gemm.fp8_paged_mqa_logits(
+        codes[0].expand(len(LENGTHS), next_n, 2, 128), cache.view(1, width, 1, 132), torch.ones(rows, 2), lens,
+        torch.zeros(len(LENGTHS), 1, dtype=torch.int32), None, width,
+    )  # fmt: skip
+    assert (got > -INF).sum(1).tolist() == limits
+
+
+def test_no_first_key_of_a_row_wraps():
+    keys, width = 6, 4
+    start = torch.tensor([MOST, MOST - 1, LEAST, keys, 4], dtype=torch.int32)
+    end = torch.tensor([MOST, MOST, MOST, MOST, MOST], dtype=torch.int32)
+    q, k, weights = fp8(5, 2, 128), fp8(keys, 128), torch.ones(5, 2)
+    got = deep_gemm.fp8_mqa_logits(q, (k, torch.ones(keys)), weights, start, end, max_seqlen_k=width)
+    assert (got > -INF).sum(1).tolist() == [0, 0, width, 0, 2]
+
+
 def test_scores_refuse_by_name():
     q, k, weights = fp8(2, 3, 128), fp8(4, 128), torch.ones(2, 3)
     ends = torch.zeros(2, dtype=torch.int32)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sparse_attn import checks
+from sparse_attn.compat.rows import row_lengths
 from sparse_attn.layout import IndexFp8Layout
 from sparse_attn.ops import index_logits
 
@@ -121,10 +122,7 @@ def fp8_paged_mqa_logits(
     checks.check_shape("kv_cache", kv_cache, (None, None, 1, dim + 4), "[num_blocks, block_size, 1, dim of q + 4]")
     checks.check_dtype("context_lens", context_lens, (torch.int32,))
     if context_lens.dim() == 1:
-        context_lens = context_lens.unsqueeze(1)
-        if next_n != 1:
-            before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=context_lens.device)
-            context_lens = context_lens + before
+        context_lens = row_lengths(context_lens, next_n)
     logits = index_logits.fp8_paged_mqa_logits(
         q, kv_cache.squeeze(2), weights, context_lens, block_table, max_context_len, IndexFp8Layout(dim)
     )
@@ -160,7 +158,7 @@ def _fp8_query(q: Query) -> torch.Tensor:
 def _from_first_key(logits: torch.Tensor, start: torch.Tensor, end: torch.Tensor, width: int) -> torch.Tensor:
     """[rows, width]: each row's scores from its first key on, -inf behind the last."""
     keys = logits.shape[1]
-    column = start.clamp_min(0).unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=start.device)
+    column = start.clamp(0, keys).unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=start.device)
     inside = column < end.clamp_max(keys).unsqueeze(1)
     if keys == 0:
         return torch.full(inside.shape, -math.inf, dtype=logits.dtype, device=logits.device)

@@ -1,4 +1,4 @@
-"""Dense index rows as the ragged ones that operators take."""
+"""Rows as operators take them: dense index rows as ragged ones, a request's length as one of each row."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ def ragged_rows(name: str, indices: torch.Tensor) -> Ragged:
     tokens, width = indices.shape
     checks.check_room(name, tokens, width)
     return Ragged(indices.reshape(-1), _starts(indices, tokens, width))
+
+
+def row_lengths(lengths: torch.Tensor, next_n: int) -> torch.Tensor:
+    """int32 [requests, next_n] from ``lengths`` int32 [requests], of a request's last row: one fewer for each row
+    before. A length below 0 counts as 0: from the least int32 nothing could be taken off."""
+    if next_n == 1:
+        return lengths.unsqueeze(1)
+    before = torch.arange(1 - next_n, 1, dtype=torch.int32, device=lengths.device)
+    return lengths.clamp_min(0).unsqueeze(1) + before
 
 
 def _starts(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:

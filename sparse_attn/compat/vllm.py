@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import checks
+from sparse_attn.compat.rows import row_lengths
 from sparse_attn.layout import IndexFp8Layout
 from sparse_attn.ops import index_cache
 from sparse_attn.ops.topk import top_k_per_row
@@ -58,8 +59,8 @@ def top_k_per_row_decode(
     checks.check_at_least("next_n", next_n, 1)
     checks.check_dtype("seq_lens", seq_lens, (torch.int32,))
     checks.check_rank("seq_lens", seq_lens, 1, 2)
-    if seq_lens.dim() == 1 and next_n != 1:
-        seq_lens = seq_lens.unsqueeze(1) + torch.arange(1 - next_n, 1, dtype=torch.int32, device=seq_lens.device)
+    if seq_lens.dim() == 1:
+        seq_lens = row_lengths(seq_lens, next_n)
     chosen = top_k_per_row(logits[:numRows], topK, None, seq_lens.reshape(-1)[:numRows])
     indices[:numRows, :topK].copy_(chosen)
 
