@@ -56,6 +56,13 @@ def storage_extent(cache: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride()))
 
 
+def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``values`` as ``dtype``. Machines differ in what they convert NaN to: any becomes the one of all bits but the
+    sign."""
+    bits = values.to(dtype).view(torch.int32 if dtype == torch.float32 else torch.int16)
+    return bits.masked_fill(values.isnan(), torch.iinfo(bits.dtype).max).view(dtype)
+
+
 def _spans(cache: torch.Tensor, slots: torch.Tensor, block_offset: int, stride: int, width: int) -> torch.Tensor:
     """Element offsets [n, width] of a field that starts ``block_offset`` into its block and steps by ``stride`` per
     token."""
@@ -112,7 +119,7 @@ class PlainLayout:
     def encode(self, cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Write fp32 ``values`` [n, dim] at ``slots`` [n], all of them valid."""
         block, token = _flat_block_offsets(cache, slots.long())
-        cache[block, token] = values.to(self.dtype)
+        cache[block, token] = _stored(values, self.dtype)
 
     def decode(self, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """fp32 [n, dim] of the tokens at ``slots`` [n], all of them valid."""
@@ -301,7 +308,7 @@ class LatentFp8Layout:
         rows = values.shape[0]
         grouped = values[:, : self.latent].reshape(rows, self.groups, self.group)
         codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, self.amax_floor)
-        rope = values[:, self.latent :].to(torch.bfloat16).contiguous()
+        rope = _stored(values[:, self.latent :], torch.bfloat16).contiguous()
         record = torch.cat([codes.flatten(1), scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
         block, token = _flat_block_offsets(cache, slots.long())
         cache[block, token] = record
@@ -393,7 +400,7 @@ class PlanarFp8Layout:
         rounded = values.to(torch.bfloat16)
         grouped = rounded[:, : self.latent].reshape(-1, self.groups, self.group)
         codes, scales = fp8_quantise(grouped, self.flavour, self.scale_rule, self.amax_floor)
-        rope = rounded[:, self.latent :].contiguous().view(torch.uint8)
+        rope = _stored(rounded[:, self.latent :], torch.bfloat16).contiguous().view(torch.uint8)
         exponents = torch.nn.functional.pad(exponent_of(scales), (0, self.scale_bytes - self.groups))
         token_at, scale_at = self._fields(cache, slots)
         _scatter(cache, token_at, torch.cat([codes.flatten(1), rope], dim=1))

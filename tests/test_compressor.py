@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import big
 from expecttest import assert_expected_inline
+from support.caches import check_nans, nans
 from support.compressor import FORMS, INT_MAX, INT_MIN, LAYOUTS, PLAIN, World
 
 from sparse_attn.cache import allocate_cache
@@ -129,6 +130,23 @@ def test_entries_of_what_is_not_finite_are_nan(where, bad):
         entries = torch.stack([world.entries(0)[entry] for entry in range(3)]).isnan()
         assert entries[1, 7] and not entries[[0, 2]].any()
         assert entries[1].all() if math.isnan(bad) else entries[1].sum() == 1
+
+
+@BOTH
+@EACH_LAYOUT
+def test_an_entry_of_nan_has_the_same_bytes_everywhere(where, layout):
+    """Of NaN of many bits, which pooling, norm and rotation carry on as they please."""
+    found = []
+    for place in (dict(impl="reference", device="cpu"), where):
+        world = World(4, True, layout=layout, lengths=(12,), **place)
+        world.kv[0] = nans(torch.float32, *world.kv[0].shape)
+        world.cut((12,))
+        found.append(world.cache_memory.cpu().contiguous().view(torch.uint8))
+        entries = world.entries(0)
+        assert entries.isnan().all()
+        if isinstance(layout, PlainLayout):
+            check_nans(entries, world.cache.cpu()[world.slots[:3], 0])
+    assert torch.equal(*found)
 
 
 @BOTH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from support.caches import poisoned_cache
+from support.caches import check_nans, nans, poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
@@ -245,6 +245,20 @@ def test_insert_kernel_at_the_edges(device, rule, flavour):
     indexer_k_quant_and_cache(k, want, torch.arange(12), layout, impl="reference")
     assert same(memory, want_memory)
     assert torch.equal(layout.decode(cache.cpu(), torch.arange(12)).isnan(), ~k.isfinite())
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_nan_of_any_bits_is_written_as_one(layout, impl, device):
+    device = device if impl == "triton" else "cpu"
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        k = nans(dtype, 20, layout.dim)
+        (cache, memory), (want, want_memory) = (poisoned_cache(layout, 5, 4, where, 8) for where in (device, "cpu"))
+        indexer_k_quant_and_cache(k.to(device), cache, torch.arange(20, device=device), layout, impl=impl)
+        layout.encode(want, torch.arange(20), k)
+        assert same(memory, want_memory), dtype
+        if isinstance(layout, PlainLayout):
+            check_nans(k, want.flatten(0, 1))
 
 
 @pytest.mark.kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from support.caches import poison, poisoned_cache
+from support.caches import check_nans, nans, poison, poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
@@ -158,7 +158,7 @@ def edge_rows(layout, dtype):
     rows[12:23] *= steps.unsqueeze(1) / rows[12:23].abs().amax(1, keepdim=True)
     if dtype == torch.bfloat16:
         rows[12:14] = 0  # Triton's interpreter reads subnormal bf16 as something else
-    rows[:, layout.latent :] = 1.5
+    rows[:, layout.latent :] = special
     return rows.to(dtype)
 
 
@@ -177,6 +177,27 @@ def test_write_kernel_at_the_edges(device, layout):
         got = layout.decode(cache.cpu(), slots)[:, : layout.latent]
         written = (rows.bfloat16() if isinstance(layout, PlanarFp8Layout) else rows)[:, : layout.latent]
         assert torch.equal(got.isnan(), ~written.isfinite())
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_nan_of_any_bits_is_written_as_one(layout, impl, device):
+    device = device if impl == "triton" else "cpu"
+    slots = torch.arange(20)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        rows = nans(dtype, 20, layout.dim)
+        latent, rope = (part.to(device) for part in rows.split([layout.latent, layout.rope], 1))
+        (cache, memory), (want, want_memory) = (poisoned_cache(layout, 5, 4, where, 8) for where in (device, "cpu"))
+        write_kv_cache(latent, rope, cache, slots.to(device), layout, impl=impl)
+        layout.encode(want, slots, rows)
+        assert same(memory, want_memory), dtype
+        if isinstance(layout, PlainLayout):
+            check_nans(rows, want.flatten(0, 1))
+        else:
+            start, width = layout.rope_offset, 2 * layout.rope
+            size = layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.row
+            stored = want_memory[:, : 4 * size].unflatten(1, (4, size))[..., start : start + width]
+            check_nans(rows[:, layout.latent :], stored.flatten(0, 1).contiguous().view(torch.bfloat16))
 
 
 @pytest.mark.kernel

@@ -40,6 +40,19 @@ def convert(values, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def stored(values, DTYPE: tl.constexpr):
+    """convert for a cache, whose bytes depend on no machine: any NaN becomes the one of all bits but the sign."""
+    values = convert(values, DTYPE)
+    if DTYPE == tl.float32:
+        bits = values.to(tl.int32, bitcast=True)
+        bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFFFFFF, bits)
+    else:
+        bits = values.to(tl.int16, bitcast=True)
+        bits = tl.where((bits & 0x7FFF) > (0x7F80 if DTYPE == tl.bfloat16 else 0x7C00), 0x7FFF, bits).to(tl.int16)
+    return bits.to(DTYPE, bitcast=True)
+
+
+@triton.jit
 def dot(a, b, acc):
     """acc + a @ b with fp32 accumulation; fp32 operands are multiplied exactly as fp32 (no tf32)."""
     if INTERPRETED:

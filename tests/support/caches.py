@@ -17,6 +17,23 @@ def poison(dtype):
     return math.nan if dtype.is_floating_point or dtype.is_complex else INT_MAX
 
 
+def nans(dtype, *shape):
+    """NaN of many bits: quiet and signalling, of both signs, with payloads; and numbers and infinities between."""
+    integer = torch.int32 if dtype == torch.float32 else torch.int16
+    number, infinity = torch.tensor([1.5, math.inf], dtype=dtype).view(integer).tolist()
+    most = torch.iinfo(integer).max
+    quiet = infinity + (most - infinity + 1) // 2
+    bits = [quiet, quiet + 5, infinity + 1, most, most - 1, infinity, 0, number]
+    both = torch.tensor([*bits, *(one - most - 1 for one in bits)], dtype=integer).view(dtype)
+    return both[torch.randint(len(both), shape, generator=torch.Generator().manual_seed(0))]
+
+
+def check_nans(values, written):
+    """Stored NaN is one NaN; nothing else is."""
+    integer = torch.int32 if written.dtype == torch.float32 else torch.int16
+    assert values.isnan().any() and torch.equal(written.view(integer) == torch.iinfo(integer).max, values.isnan())
+
+
 def poisoned_cache(layout, num_blocks, block_size, device="cpu", padding=0):
     """(cache, the memory it lies in [num_blocks, elements]): blocks stand ``padding`` elements apart, all is poison."""
     size = block_size * layout.row

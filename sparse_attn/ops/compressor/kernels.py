@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import pdl
-from sparse_attn.device.cast import cast, round_to_bf16
+from sparse_attn.device.cast import round_to_bf16, stored
 from sparse_attn.device.mxfp4 import quantise_mxfp4
 from sparse_attn.device.record import store_quantised
 from sparse_attn.device.rope import hadamard, pair_of, rotate, swap_neighbours
@@ -46,7 +46,7 @@ def _store_entry(
         )  # fmt: skip
         if CODES < DIM:
             rest = (base + within * RECORD + CODES).to(tl.pointer_type(tl.bfloat16)) + column - CODES
-            tl.store(rest, rounded, mask=(column >= CODES) & (column < DIM))
+            tl.store(rest, stored(rounded, tl.bfloat16), mask=(column >= CODES) & (column < DIM))
     elif MXFP4:
         PAD_GROUPS: tl.constexpr = PADDED // 32
         rounded = tl.reshape(round_to_bf16(entry).to(tl.float32), [1, PADDED])
@@ -56,7 +56,7 @@ def _store_entry(
         scales = base + block_size.to(tl.int64) * RECORD + within * SCALE_BYTES
         tl.store(scales + group, tl.reshape(exponent, [PAD_GROUPS]), mask=group < SCALE_BYTES)
     else:
-        tl.store(base + within * RECORD + column, cast(entry, base.dtype.element_ty), mask=column < DIM)
+        tl.store(base + within * RECORD + column, stored(entry, base.dtype.element_ty), mask=column < DIM)
 
 
 @triton.jit(

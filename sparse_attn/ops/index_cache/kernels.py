@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import pdl
-from sparse_attn.device.cast import cast
+from sparse_attn.device.cast import stored
 from sparse_attn.device.fp8 import ceil_pow2, encode_fp8, finite_or_nan
 from sparse_attn.device.mxfp4 import quantise_mxfp4
 from sparse_attn.device.paging import find_slot
@@ -63,10 +63,8 @@ def insert_keys(
         group = tl.arange(0, GROUPS)
         exponent_at = (base + block_size.to(tl.int64) * RECORD + within * (D // 32))[:, None] + group[None, :]
         tl.store(exponent_at, exponent, mask=written[:, None] & (group < D // 32)[None, :])
-    elif value.dtype == cache.dtype.element_ty:
-        tl.store(at, value, mask=inside)
     else:
-        tl.store(at, cast(value.to(tl.float32), cache.dtype.element_ty), mask=inside)
+        tl.store(at, stored(value, cache.dtype.element_ty), mask=inside)
 
 
 @triton.jit(

@@ -37,7 +37,8 @@ def write_kv_cache(
     fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
     ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor:
     ``layout.amax_floor``, by which a latent's scale is at least its scale floor; 1e-4 for planar layouts. NaN and
-    infinities become the flavour's NaN and change no other value of the group.
+    infinities become the flavour's NaN and change no other value of the group. Elsewhere any NaN is written as the one
+    of all bits but the sign.
     """
     _check_layout(layout)
     checks.check_dtype("latent", latent, FLOATS)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from sparse_attn.device import pdl
-from sparse_attn.device.cast import cast, convert, round_to_bf16
+from sparse_attn.device.cast import cast, convert, round_to_bf16, stored
 from sparse_attn.device.fp8 import decode_exponent, decode_fp8
 from sparse_attn.device.paging import find_slot
 from sparse_attn.device.record import store_quantised
@@ -67,11 +67,11 @@ def write_rows(
                 FNUZ, POW2, FP8_MAX, AMAX_FLOOR,
             )  # fmt: skip
             rope_at = (base + ROPE_AT).to(tl.pointer_type(tl.bfloat16)) + rope_column
-            tl.store(rope_at, round_to_bf16(rope_value.to(tl.float32)), mask=rope_column < ROPE)
+            tl.store(rope_at, stored(rope_value, tl.bfloat16), mask=rope_column < ROPE)
         else:
-            tl.store(base + place, convert(value, cache.dtype.element_ty), mask=real)
+            tl.store(base + place, stored(value, cache.dtype.element_ty), mask=real)
             rope_at = base + ROPE_AT + rope_column
-            tl.store(rope_at, convert(rope_value, cache.dtype.element_ty), mask=rope_column < ROPE)
+            tl.store(rope_at, stored(rope_value, cache.dtype.element_ty), mask=rope_column < ROPE)
 
 
 @triton.jit(
