@@ -42,13 +42,14 @@ def check_cache(name: str, cache: torch.Tensor, layout: Layout, *, padded_rows: 
     padded_rows = padded_rows and isinstance(layout, (PlainLayout, LatentFp8Layout))
     step = max(cache.stride(1), layout.row) if padded_rows else layout.row
     least = (cache.shape[1] - 1) * step + layout.row
-    if cache.stride(2) != 1 or cache.stride(1) != step or cache.stride(0) < least:
+    wrong = cache.stride(0) < least, cache.stride(1) != step, cache.stride(2) != 1
+    if any(wrong[dim] and checks.leads(cache, dim) for dim in range(3)):
         row = f"at least {layout.row}" if padded_rows else layout.row
         raise ValueError(f"{name}: got strides {cache.stride()}, allowed: (at least {least}, {row}, 1)")
     _check_index_block(name, layout, cache.shape[1])
     word = alignment(layout)
     for dim, stride in enumerate(("block stride", "row stride") if padded_rows else ("block stride",)):
-        if cache.stride(dim) % word:
+        if cache.stride(dim) % word and checks.leads(cache, dim):
             raise ValueError(
                 f"{name}: got {stride} {cache.stride(dim)}, allowed: a multiple of {word}, as its words are long"
             )
@@ -75,7 +76,7 @@ def check_mxfp4_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor) ->
 
 def check_heads_together(q: torch.Tensor) -> None:
     """ValueError unless the heads of an MXFP4 query's row lie side by side."""
-    if q.stride(-2) != q.shape[-1] and q.shape[-2] > 1:
+    if q.stride(-2) != q.shape[-1] and checks.leads(q, -2):
         raise ValueError(f"q: got strides {q.stride()}, allowed: {q.shape[-1]} from head to head")
 
 

@@ -43,9 +43,15 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None],
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed: {meaning} = [{wanted}]")
 
 
+def leads(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether the stride of ``dim`` leads to an element. That of a dim of one does not, nor does one of an empty
+    tensor: torch lets them be any. Asked of a wrong stride alone: the answer guards a compiled function by sizes."""
+    return tensor.shape[dim] > 1 and tensor.numel() > 0
+
+
 def check_unit_stride(name: str, tensor: torch.Tensor) -> None:
     """ValueError unless the last dimension is contiguous; other strides are free."""
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if tensor.dim() and tensor.stride(-1) != 1 and leads(tensor, -1):
         raise ValueError(f"{name}: got stride {tensor.stride(-1)} in the last dimension, allowed: 1")
 
 

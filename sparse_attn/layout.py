@@ -459,10 +459,10 @@ def parse_layout(name: str) -> Layout:
 
 
 def row_stride(cache: torch.Tensor, layout: Layout) -> int:
-    """Elements from one token's record to the next one's in ``cache``. Records of planar blocks are always side by
-    side."""
+    """Elements from one token's record to the next one's in a block of ``cache``; of one token, as if there were more.
+    Records of planar blocks are always side by side."""
     if isinstance(layout, (PlainLayout, LatentFp8Layout)):
-        return cache.stride(1)
+        return cache.stride(1) if cache.shape[1] > 1 else layout.row
     if isinstance(layout, IndexMxfp4Layout):
         return layout.code_bytes
     return layout.token_bytes if isinstance(layout, PlanarFp8Layout) else layout.dim

@@ -14,7 +14,7 @@ from support.extremes import INF
 from support.ragged import ragged_rows
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops import attention
+from sparse_attn.ops import attention, kv_cache
 from sparse_attn.ops.attention import reference
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
@@ -52,6 +52,34 @@ def test_empty_rows_and_sinks():
         assert torch.equal(got.lse[0], torch.full((2,), 4 + math.log(2)))
         assert torch.equal(got.out[0, 0], torch.ones(4))
         assert torch.equal(got.out[0, 1], torch.ones(4) if sink is None else torch.zeros(4))
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
+@pytest.mark.parametrize("padding", (0, 48))
+@pytest.mark.parametrize(
+    "layout",
+    [PlainLayout("bf16", 16, 16), LatentFp8Layout(32, 16, 32), PlanarFp8Layout(32, 16, 32)],
+    ids=lambda layout: layout.name,
+)
+def test_the_stride_of_the_one_slot_of_a_block_is_any(layout, padding, impl, device):
+    """Written, gathered and attended to as where it is the row's."""
+    device = device if impl == "triton" else "cpu"
+    torch.manual_seed(0)
+    rows = torch.randn(6, layout.dim, device=device).bfloat16()
+    q, ragged = torch.randn(4, 3, layout.dim, device=device).bfloat16(), ragged_rows([6, 0, 2, 3], 6)
+    ragged = Ragged(*(part.to(device) for part in ragged))
+    table = torch.arange(6, dtype=torch.int32, device=device).view(1, 6)
+    ends, slots = torch.tensor([0, 6], dtype=torch.int32, device=device), torch.arange(6, device=device)
+    found = []
+    for stride in (layout.row, 1, 12352):
+        memory = torch.zeros(6, layout.row + padding, dtype=layout.dtype, device=device)
+        cache = torch.as_strided(memory, (6, 1, layout.row), (layout.row + padding, stride, 1))
+        kv_cache.write_kv_cache(rows[:, : layout.latent], rows[:, layout.latent :], cache, slots, layout, impl=impl)
+        gathered = kv_cache.gather_kv_cache(cache, table, ends, 6, layout, impl=impl)
+        attended = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout, impl=impl)
+        found.append((memory, gathered, *attended))
+    assert found[0][0].any() and not any(value.isnan().any() for value in found[0][1:3])
+    assert all(torch.equal(*pair) for odd in found[1:] for pair in zip(odd, found[0]))
 
 
 def test_duplicates_count_as_often_as_they_stand():

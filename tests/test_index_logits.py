@@ -45,6 +45,18 @@ def slow_logits(q, k, weights, start, end):
     return out
 
 
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
+def test_keys_of_none_have_any_strides(impl, device):
+    device = device if impl == "triton" else "cpu"
+    (q, _), start = quantised((3, 2, 16), "e4m3fn", device), torch.zeros(3, dtype=torch.int32, device=device)
+    codes, scale = torch.zeros(1, dtype=torch.uint8, device=device), torch.ones(1, device=device)
+    for k in (codes.expand(0, 16), torch.as_strided(codes, (0, 16), (16, 3))):
+        got = index_logits.fp8_mqa_logits(
+            q, k, scale.expand(0), torch.ones(3, 2, device=device), start, start, impl=impl
+        )
+        assert got.shape == (3, 0)
+
+
 @pytest.mark.parametrize("flavour", ["e4m3fn", "e4m3fnuz"])
 def test_reference_matches_loop(flavour):
     torch.manual_seed(0)

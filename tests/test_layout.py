@@ -306,6 +306,36 @@ def test_misaligned_scales_are_refused(layout, block_size, padding, shift):
         check_cache("cache", memory[:, :size].unflatten(1, (block_size, layout.row)), layout)
 
 
+@pytest.mark.parametrize("padded_rows", (False, True))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PlainLayout("bf16", 16),
+        PlainLayout("fp32", 1),
+        LatentFp8Layout(8, 2, 4),
+        PlanarFp8Layout(8, 2, 4),
+        IndexFp8Layout(8),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_strides_that_lead_nowhere_are_any(layout, padded_rows):
+    """Of dims of one, and of a cache without blocks; torch calls those contiguous."""
+    memory, row = torch.zeros(24 * layout.row, dtype=layout.dtype), layout.row
+    for odd in (0, 1, 7, 10**6 + 1):
+        for shape, strides in (
+            ((6, 1, row), (row, odd, 1)),
+            ((1, 6, row), (odd, row, 1)),
+            ((0, 6, row), (odd, odd, odd)),
+        ):
+            last = odd if row == 1 else strides[2]
+            cache = torch.as_strided(memory, shape, (*strides[:2], last))
+            assert cache.is_contiguous()
+            check_cache("cache", cache, layout, padded_rows=padded_rows)
+    for shape, strides in (((2, 1, row), (row - 1, row, 1)), ((1, 2, row), (2 * row, row - 1, 1))):
+        with pytest.raises(ValueError, match="^cache: got strides"):
+            check_cache("cache", torch.as_strided(memory, shape, strides), layout, padded_rows=padded_rows)
+
+
 def test_rows_may_lie_apart_only_where_a_caller_takes_them():
     layout = LatentFp8Layout(8, 2, 4)  # 20 bytes
     memory = torch.zeros(6, 5, 26, dtype=torch.uint8)

@@ -116,7 +116,8 @@ def _check_rows(logits: torch.Tensor, indices: torch.Tensor, rows: int, stride0:
     checks.check_rank("logits", logits, 2)
     checks.check_at_least("numRows", rows, 0)
     checks.check_at_least("topK", top_k, 1)
-    if rows > 1 and (stride0, stride1) != logits.stride():
+    given = zip((stride0, stride1), logits.stride())
+    if any(got != want and checks.leads(logits[:rows], dim) for dim, (got, want) in enumerate(given)):
         raise ValueError(f"stride0, stride1: got {stride0}, {stride1}, allowed: those of logits, {logits.stride()}")
     if rows > logits.shape[0]:
         raise ValueError(f"numRows: got {rows}, allowed: at most the {logits.shape[0]} rows of logits")

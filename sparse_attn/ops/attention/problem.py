@@ -42,7 +42,13 @@ class KvCache(NamedTuple):
     @property
     def padded(self) -> bool:
         """Whether something lies between the last slot of a block and the first of the next one."""
-        return self.cache.dim() == 3 and _padded(*self.cache.shape[:2], *self.cache.stride()[:2])
+        return self.cache.dim() == 3 and _padded(*self.cache.shape[:2], *self.strides)
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """From block to block, and from slot to slot of a block; of one slot, as if there were more."""
+        block_stride, row_stride, _ = self.blocks.stride()
+        return block_stride, row_stride if self.blocks.shape[1] > 1 else self.blocks.shape[2]
 
 
 class Call(NamedTuple):
@@ -191,8 +197,7 @@ def _facts(name: str, keys: KvCache) -> CacheFacts:
         rows, stride = cache.shape[0], cache.stride(0)
         return CacheFacts("kv", keys.layout, 1, rows, rows * stride, stride, base)
     num_blocks, block_size, _ = cache.shape
-    block_stride, row_stride, _ = cache.stride()
-    return CacheFacts(name, keys.layout, num_blocks, block_size, block_stride, row_stride, base)
+    return CacheFacts(name, keys.layout, num_blocks, block_size, *keys.strides, base)
 
 
 def packed_prefill(

@@ -99,7 +99,8 @@ def compress_and_cache(
     checks.check_dtype("state", state, (torch.float32,))
     checks.check_shape("state", state, (None, None, 2 * width), "[num_blocks, block_size, 2 * parts * dim]")
     block = state.shape[1] * state.shape[2]
-    if block < 1 or state.stride(2) != 1 or state.stride(1) != state.shape[2] or state.stride(0) < block:
+    wrong = state.stride(0) < block, state.stride(1) != state.shape[2], state.stride(2) != 1
+    if block < 1 or any(wrong[dim] and checks.leads(state, dim) for dim in range(3)):
         raise ValueError(
             f"state: got shape {list(state.shape)} and strides {state.stride()}, allowed: contiguous blocks of at "
             "least one row, none over another"

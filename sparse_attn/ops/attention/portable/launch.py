@@ -94,7 +94,7 @@ def arguments(keys: KvCache | None, block_n: int) -> Arguments:
         form["SCALE_OFFSET"] = layout.scale_offset
     form["SHORT"] = indices.numel() < block_n
     sizes = (num_blocks * block_size, block_size, indices.numel())
-    return Arguments((cache, indices, keys.indptr, keys.lengths), sizes, cache.stride()[:2], form)
+    return Arguments((cache, indices, keys.indptr, keys.lengths), sizes, keys.strides, form)
 
 
 def combine(
