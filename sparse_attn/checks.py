@@ -43,6 +43,14 @@ def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int | None],
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed: {meaning} = [{wanted}]")
 
 
+def check_bounds(name: str, tensor: torch.Tensor, parts: int, meaning: str) -> None:
+    """ValueError unless ``tensor`` is [parts + 1]; ``meaning`` spells it."""
+    check_rank(name, tensor, 1)
+    # Cubed, or torch solves it: an export at two parts would take one size for the other plus one, which is 3 at least.
+    if (tensor.shape[0] - parts) ** 3 != 1:
+        raise ValueError(f"{name}: got shape {list(tensor.shape)}, allowed: {meaning} = [{parts + 1}]")
+
+
 def leads(tensor: torch.Tensor, dim: int) -> bool:
     """Whether the stride of ``dim`` leads to an element. That of a dim of one does not, nor does one of an empty
     tensor: torch lets them be any. Asked of a wrong stride alone: the answer guards a compiled function by sizes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_attn import build_step_plan, cache_layouts, preset
+from sparse_attn import build_compressed_plan, build_step_plan, build_window_plan, cache_layouts, preset
 from sparse_attn.models.params import random_params
 from sparse_attn.runtime.steps import Decode, Model, Sampling, decode_step
 from sparse_attn.torch_private import leaves, map_leaves
@@ -79,8 +79,8 @@ def dynamic(arguments):
 
 
 CASES = {
-    "model": (lambda model: model, prefill, [(12, 5), (7, 3, 50)]),
-    "decode": (Step, decoding, [(9, 4), (30, 1, 70)]),
+    "model": (lambda model: model, prefill, [(12, 5), (7, 3, 50), (9,)]),
+    "decode": (Step, decoding, [(9, 4), (30, 1, 70), (9,)]),
 }
 
 
@@ -89,7 +89,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
 def test_an_exported_program_is_saved_and_loaded(name, case, strict, tmp_path):
-    """Logits, caches and state are those of the module, at the sizes of the export and at others."""
+    """Logits, caches and state are those of the module, at the sizes of the export and at others, one request too."""
     of, inputs, sizes = CASES[case]
     model = model_of(name)
     module, arguments = of(model), inputs(model, *sizes[0])
@@ -103,6 +103,31 @@ def test_an_exported_program_is_saved_and_loaded(name, case, strict, tmp_path):
         assert torch.equal(loaded.module()(*mine), module(*theirs))
         for got, want in zip(leaves(mine), leaves(theirs)):
             assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
+
+
+class Plans(torch.nn.Module):
+    """A step's plan, and those built of it."""
+
+    def forward(self, query_start_loc, seq_lens, block_table, slot_mapping):
+        plan = build_step_plan(query_start_loc, seq_lens, block_table, slot_mapping, max_context=CONTEXT)
+        window, compressed = build_window_plan(plan, window=4), build_compressed_plan(plan, ratio=4, block_size=2)
+        return [value for value in (*plan, *window, *compressed) if isinstance(value, torch.Tensor)]
+
+
+@pytest.mark.parametrize("strict", (False, True))
+def test_plans_exported_at_two_requests_are_built_for_one(strict):
+    def arguments(*counts):
+        ends, requests = torch.tensor(counts).cumsum(0).tolist(), len(counts)
+        table = torch.arange(4 * requests, dtype=torch.int32).view(requests, 4)
+        return ints(0, *ends), ints(*counts), table, torch.arange(sum(counts))
+
+    two = arguments(12, 5)
+    program = torch.export.export(Plans(), two, dynamic_shapes=dynamic(two), strict=strict).module()
+    for counts in ((7,), (1,), (7, 3, 50), (12, 1)):
+        given = arguments(*counts)
+        assert all(map(torch.equal, program(*given), Plans()(*given))), counts
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(two[0][:-1], *two[1:])  # as eager refuses it
 
 
 def test_a_program_runs_in_another_process(tmp_path):

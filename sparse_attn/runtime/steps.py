@@ -156,7 +156,7 @@ def slot_block(caches: AnyCaches, mesh: Mesh) -> int:
 def decode_plan(state: Decode, block_size: int, max_context: int, impl: str = "auto") -> StepPlan:
     """The plan of the step that feeds ``state``'s tokens. block_size: what slot_block says of the caches."""
     written = state.block_table if state.ring_table is None else state.ring_table
-    slots = slots_of(written, state.query_start_loc[:-1], state.seq_lens - 1, block_size)
+    slots = slots_of(written, state.query_start_loc[: state.seq_lens.shape[0]], state.seq_lens - 1, block_size)
     plan = build_step_plan(
         state.query_start_loc,
         state.seq_lens,

@@ -77,7 +77,7 @@ def gather_indexer_k(
     checks.check_rank("block_table", block_table, 2)
     checks.check_unit_stride("block_table", block_table)
     checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
-    checks.check_shape("kv_indptr", kv_indptr, (block_table.shape[0] + 1,), "[requests + 1]")
+    checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
     checks.check_unit_stride("kv_indptr", kv_indptr)
     checks.check_at_least("capacity", capacity, 0)
     checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr)

@@ -85,7 +85,7 @@ def gather_kv_cache(
     checks.check_rank("block_table", block_table, 2)
     checks.check_unit_stride("block_table", block_table)
     checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
-    checks.check_shape("kv_indptr", kv_indptr, (block_table.shape[0] + 1,), "[requests + 1]")
+    checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
     checks.check_unit_stride("kv_indptr", kv_indptr)
     if starts is not None:
         checks.check_dtype("starts", starts, (torch.int32,))

@@ -47,7 +47,7 @@ def build_step_plan(
     checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
     checks.check_rank("seq_lens", seq_lens, 1)
     requests = seq_lens.shape[0]
-    checks.check_shape("query_start_loc", query_start_loc, (requests + 1,), "[requests + 1]")
+    checks.check_bounds("query_start_loc", query_start_loc, requests, "[requests + 1]")
     checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
     checks.check_rank("slot_mapping", slot_mapping, 1)
     checks.check_at_least("num_decodes", num_decodes, 0)
@@ -132,10 +132,10 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     rows = num_decodes * next_n
     values = plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes
     look(__name__, "window_plan", *values, always_on_host=True)
-    kv_indptr, starts, offsets = window_plan(
-        plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes, window
-    )
     requests = plan.block_table.shape[0] - num_decodes
+    kv_indptr, starts, offsets = window_plan(
+        plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, requests, num_decodes, window
+    )
     return WindowPlan(kv_indptr, starts, offsets, plan.positions.shape[0] - rows + requests * (window - 1))
 
 
@@ -154,5 +154,5 @@ def _check_plan(plan: StepPlan) -> None:
             f"allowed: no more rows than the {plan.positions.shape[0]} of plan.positions"
         )
     prefills = plan.block_table.shape[0] - plan.context_lens.shape[0]
-    checks.check_shape("plan.kv_indptr", plan.kv_indptr, (prefills + 1,), "[prefill requests + 1]")
+    checks.check_bounds("plan.kv_indptr", plan.kv_indptr, prefills, "[prefill requests + 1]")
     checks.check_same_device(**{name: value for name, (value, _) in tensors.items()})

@@ -76,13 +76,18 @@ def compressed_plan(
 
 
 def window_plan(
-    request_ids: torch.Tensor, positions: torch.Tensor, kv_indptr: torch.Tensor, num_decodes: int, window: int
+    request_ids: torch.Tensor,
+    positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    prefills: int,
+    num_decodes: int,
+    window: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(kv_indptr [prefills + 1], starts [prefills], offsets [rows]) of the prefill rows, int32."""
-    prefills = kv_indptr.shape[0] - 1
     place = request_ids.long() - num_decodes
     known = (positions >= 0) & (place >= 0) & (place < prefills)
-    lengths = kv_indptr.diff()
+    request = torch.arange(prefills, device=positions.device)
+    lengths = kv_indptr[request + 1] - kv_indptr[request]  # of so many, where diff() would be of one fewer than bounds
     spare = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=positions.device)
     first = torch.cat([lengths, spare])  # what belongs nowhere lands behind the end
     first = first.scatter_reduce(0, torch.where(known, place, prefills), positions.clamp_min(0), "amin")[:prefills]
