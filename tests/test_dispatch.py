@@ -14,7 +14,7 @@ from sparse_attn.dispatch import YES, Choice, Kernel, no, slower
 from sparse_attn.ops.topk import dispatch as topk
 from sparse_attn.ops.topk import reference, top_k_per_row
 from sparse_attn.ops.topk.plan import Problem
-from sparse_attn.target import CPU, target_of
+from sparse_attn.target import CPU, Target, target_of
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.workspace import Scratch
 
@@ -67,6 +67,14 @@ def test_impl_names_a_kernel_of_the_op():
     if target_of(torch.device("cpu")) is CPU:
         with pytest.raises(ValueError, match="^impl: 'single_cta' needs a CUDA or HIP tensor"):
             top_k_per_row(x, 3, impl="single_cta")
+
+
+def test_the_interpreter_refuses_what_it_cannot_run():
+    """A kernel in Gluon, at widths where it is chosen on sm_90 and where it is not."""
+    interpreted = Target("cpu", "", 4, 1 << 20, interpreted=True)
+    for width in (5000, 9000):
+        with pytest.raises(ValueError, match=r"^target: got cpu, allowed: sm_90 \(impl='hopper.cluster'\)$"):
+            topk.choose(Problem(2, width, 5), interpreted, "hopper.cluster")
 
 
 WHY = (
@@ -168,8 +176,8 @@ def test_kernel_forced(kernel, device, dirty_workspace):
     support = topk.dispatch.find(topk.KERNELS, kernel).supports(problem, target)
     limits = starts.to(device), ends.to(device)
     if not support.able:
-        assert kernel in ("group_maxima", "multi_cta", "appended")
-        with pytest.raises(ValueError, match=re.escape(support.reason)):
+        assert kernel in ("hopper.cluster", "group_maxima", "multi_cta", "appended")
+        with pytest.raises(ValueError, match=re.escape(f"{support.reason} (impl={kernel!r})")):
             top_k_per_row(x.to(device), k, *limits, impl=kernel)
     else:
         want = reference.top_k_per_row(x, starts, ends, k)

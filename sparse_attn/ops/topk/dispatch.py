@@ -104,9 +104,8 @@ def _at_most(name: str, value: int, most: int) -> Support:
 
 
 def _supports_cluster(problem: Problem, target: Target) -> Support:
-    machine = _hopper(target)
-    if not machine.able:
-        return machine
+    if not target.is_hopper:
+        return not_on(target, "sm_90")  # the interpreter runs no Gluon
     least, most = (CLUSTER * slots for slots in CLUSTER_SLOTS)
     if not least // 2 < problem.width <= most:
         return no(f"width: got {problem.width}, allowed: {least // 2 + 1} to {most}")
@@ -115,7 +114,7 @@ def _supports_cluster(problem: Problem, target: Target) -> Support:
             return _at_most(name, value, allowed)
     if problem.width < CLUSTER_FROM:
         return slower(f"width: got {problem.width}, faster from {CLUSTER_FROM}")
-    return machine
+    return YES
 
 
 def _supports_group_maxima(problem: Problem, target: Target) -> Support:
