@@ -450,7 +450,7 @@ PYTHON = [
     Mutation(
         "compat-columns-of-all-keys", "compressed rows of scores start at key 0",
         "sparse_attn/compat/deep_gemm.py",
-        "start.clamp_min(0).unsqueeze(1) + torch.arange",
+        "start.clamp(0, keys).unsqueeze(1) + torch.arange",
         "0 * start.unsqueeze(1) + torch.arange",
         ("tests/test_compat.py::test_mqa_logits[compressed-3]",),
     ),

@@ -42,7 +42,8 @@ class KvCache(NamedTuple):
     @property
     def padded(self) -> bool:
         """Whether something lies between the last slot of a block and the first of the next one."""
-        return self.cache.dim() == 3 and _padded(*self.cache.shape[:2], *self.strides)
+        num_blocks, block_size, _ = self.blocks.shape
+        return self.cache.dim() == 3 and _padded(num_blocks, block_size, *self.strides)
 
     @property
     def strides(self) -> tuple[int, int]:
