@@ -109,7 +109,8 @@ class Plans(torch.nn.Module):
     """A step's plan, and those built of it."""
 
     def forward(self, query_start_loc, seq_lens, block_table, slot_mapping):
-        plan = build_step_plan(query_start_loc, seq_lens, block_table, slot_mapping, max_context=CONTEXT)
+        options = dict(max_context=CONTEXT, kv_capacity=CONTEXT)
+        plan = build_step_plan(query_start_loc, seq_lens, block_table, slot_mapping, **options)
         window, compressed = build_window_plan(plan, window=4), build_compressed_plan(plan, ratio=4, block_size=2)
         return [value for value in (*plan, *window, *compressed) if isinstance(value, torch.Tensor)]
 
