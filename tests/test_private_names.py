@@ -6,7 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HOMES = {"sparse_attn/torch_private.py", "tests/test_torch_private.py", "sparse_attn/device/triton_private.py"}
-OTHERS = {"_replace", "_asdict", "_fields", "_make", "_getframe"}  # Python's
+OTHERS = {  # Python's
+    "_replace", "_asdict", "_fields", "_make", "_getframe", "_SubParsersAction", "_actions", "_option_string_actions",
+}  # fmt: skip
 # Triton's own, though their names do not say so: what compiles and launches, which changes with every version.
 INNARDS = ("triton.runtime", "triton.compiler", "triton.backends")
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_dealt_out():
 
 
 def _of_first(rank: int) -> None:
-    os.environ["RANK"] = str(rank)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     assert of_first(lambda: (rank, {"a": 1})) == (0, {"a": 1})
 
     def failing():
