@@ -181,7 +181,7 @@ def test_growth_while_capturing_is_an_error():
 def test_a_larger_eager_call_leaves_a_graph_its_workspace(lend):
     """The larger call is refused, one that fits is not, and the graph selects what it did."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    few, many = torch.randn(2, 1 << 17, device="cuda"), torch.randn(64, 1 << 20, device="cuda")
+    few, many = torch.randn(2, 1 << 18, device="cuda"), torch.randn(64, 1 << 20, device="cuda")
     want, want_many = top_k_per_row(few, 2048), top_k_per_row(many, 2048)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), contextlib.ExitStack() as lent:
@@ -211,7 +211,7 @@ def test_a_larger_eager_call_leaves_a_graph_its_workspace(lend):
 @pytest.mark.gpu
 def test_what_is_reserved_during_a_capture_is_refused():
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    scores = torch.randn(2, 1 << 17, device="cuda")
+    scores = torch.randn(2, 1 << 18, device="cuda")
     want = top_k_per_row(scores, 2048)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

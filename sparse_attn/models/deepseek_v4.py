@@ -243,7 +243,8 @@ def _check(spec: CompressedSpec, tokens: torch.Tensor, caches: WindowCaches, pla
     for name, present in (("kv", [True] * len(kinds)), ("compressed", compressed), ("state", compressed),
                           ("index", indexed), ("index_state", indexed)):  # fmt: skip
         check_caches(f"caches.{name}", getattr(caches, name), present)
-    paged = {spec.ratio(layer): cache for layer, cache in enumerate(caches.compressed) if cache is not None}
-    ratio = min(paged, default=1)
-    size = paged[ratio].shape[1] * ranks if paged else 1
-    check_plan(plan, caches.kv[0], paged.get(ratio), block_size=size, ratio=ratio)
+    if not torch.compiler.is_compiling():
+        paged = {spec.ratio(layer): cache for layer, cache in enumerate(caches.compressed) if cache is not None}
+        ratio = min(paged, default=1)
+        size = paged[ratio].shape[1] * ranks if paged else 1
+        check_plan(plan, caches.kv[0], paged.get(ratio), block_size=size, ratio=ratio)
