@@ -105,16 +105,22 @@ def attention(
 
 def _check_replaced(module: Any) -> None:
     """Of a layer's modules, refuse those that are not called where a call would do more."""
-    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+    # Of the module itself: Dynamo of torch 2.11 follows no import out of one that is loaded lazily.
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+        COMPRESSOR_CLASSES,
+        DeepseekV4Indexer,
+        DeepseekV4IndexerScorer,
+        DeepseekV4RotaryEmbedding,
+    )
 
     if module.compressor is None:
         return
-    check_replaced("compressor", module.compressor, *filter(None, v4.COMPRESSOR_CLASSES.values()))
+    check_replaced("compressor", module.compressor, *filter(None, COMPRESSOR_CLASSES.values()))
     if module.layer_type == SELECTING:
         index = module.compressor.indexer
-        check_replaced("compressor.indexer", index, v4.DeepseekV4Indexer)
-        check_replaced("compressor.indexer.scorer", index.scorer, v4.DeepseekV4IndexerScorer)
-        check_replaced("compressor.indexer.rotary_emb", index.rotary_emb, v4.DeepseekV4RotaryEmbedding)
+        check_replaced("compressor.indexer", index, DeepseekV4Indexer)
+        check_replaced("compressor.indexer.scorer", index.scorer, DeepseekV4IndexerScorer)
+        check_replaced("compressor.indexer.rotary_emb", index.rotary_emb, DeepseekV4RotaryEmbedding)
 
 
 def _seen(
