@@ -168,7 +168,7 @@ def test_gpu_product_of_torch(rows, layout):
     """Where torch multiplies it gives what our kernel gives, but for the order of fp32 sums, whatever lies in the rows
     of its scratch that nobody asked for."""
     codes, scales, name = random_weight(layout, 1, 384, 1024, moderate=True)
-    x, target = torch.randn(rows, 1024, device="cuda").bfloat16(), target_of(torch.device("cuda"))
+    x, target = rows_of(rows, 1024, BF16, "cuda").contiguous(), target_of(torch.device("cuda"))
     weight = PackedWeight(codes.cuda(), scales.cuda(), name)
     arguments = x, None, weight.codes.view(torch.uint8), weight.scales, name
     scratch = dispatch.choose_fp8(problem_of(*arguments), target, "torch").plan.scratch

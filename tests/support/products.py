@@ -47,7 +47,8 @@ def check(got, rows, ends, weight):
 def check_quantised(got, rows, ends, weight):
     """Two bounds. Beside the rows as they are: an e4m3 value is off by 2**-4 of itself, or by 2**-10 of the scale where
     it is subnormal, and a scale is at most 2 / 448 of the largest magnitude of its 128 columns. Beside the quantised
-    rows: what sums lose, on fp8 units 2**-13 of a product of 128 columns."""
+    rows: what sums lose, on fp8 units 2**-13 of a product of 128 columns, or a little more where one term is larger than
+    all others together: they drop of each term what lies 13 bits below the largest. So rows are drawn by a seed."""
     values, rows = dequantise(weight).cpu().double(), rows.cpu()
     blocks = torch.nn.functional.pad(rows.double().abs(), (0, -rows.shape[1] % 128)).unflatten(1, (-1, 128))
     least = (blocks.amax(-1, keepdim=True) * (2 / 448 * 2.0**-10)).expand_as(blocks).flatten(1)[:, : rows.shape[1]]

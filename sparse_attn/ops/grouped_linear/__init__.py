@@ -80,7 +80,8 @@ def grouped_linear(
     activations: "fp8" quantises rows to e4m3 first, with a power of two for every 128 columns that brings their largest
     magnitude to 448 at most: a value is off by 2^-4 of itself at most, or by 2^-9 times the power of two where it is
     small; infinities become NaN. For packed weights whose scale blocks have multiples of 32 columns. Products of a
-    block, of 128 columns at most, are added up as the fp8 units do, which may lose 2^-13 of them. (W8A8, W4A8)
+    block, of 128 columns at most, are added up as the fp8 units do, which drop what lies 13 bits below the largest of a
+    sum. (W8A8, W4A8)
 
     batch_invariant: a row's bits depend on its own values and its group's weight, on nothing else: a kernel
     and its splits are the same for any n. It costs time where they do not suit n.
