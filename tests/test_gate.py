@@ -341,22 +341,21 @@ def test_the_longest_parts_go_first():
     assert parts[0].kind == "tests" and parts[-1].kind == "suites"
 
 
-@pytest.mark.parametrize("errors, hangs", [(0, False), (3, False), (0, True)])
-def test_what_a_sanitizer_finds_is_recorded(errors, hangs, tmp_path, monkeypatch, capsys):
-    """Tests by file, errors of all processes, and whether the tool came to its end; another tool is kept."""
+@pytest.mark.parametrize("reports, hangs", [(0, False), (3, False), (0, True)])
+def test_what_a_sanitizer_finds_is_recorded(reports, hangs, tmp_path, monkeypatch, capsys):
+    """By tool and file: reports of all processes, tests, and whether it came to an end; another tool's stay."""
     import gpu_gate
     import sanitize
 
     (tmp_path / "compute-sanitizer").write_text(
         f"""#!{sys.executable}
 import sys, time
-given = dict(one.split("=", 1) for one in sys.argv if one.startswith(("--log-file=", "--junitxml=")))
+(log,) = [one.partition("=")[2] for one in sys.argv if one.startswith("--log-file=")]
 for process in (1, 2):
-    with open(given["--log-file"].replace("%p", str(process)), "w") as log:
-        log.write("========= Invalid read at attend+0x50\\n" * {errors} + "========= ERROR SUMMARY: {errors} errors\\n")
-with open(given["--junitxml"], "w") as report:
-    report.write('<testsuite><testcase classname="tests.test_a" name="b"/><testcase classname="tests.test_a" name="c">'
-                 '<skipped/></testcase></testsuite>')
+    with open(log.replace("%p", str(process)), "w") as file:
+        file.write("========= COMPUTE-SANITIZER\\n")
+        file.write("========= Invalid __global__ read of size 4 bytes\\n=========     at attend+0x50 in a.py:7\\n" * {reports})
+print("tests/test_a.py::test_b[a b] PASSED [50%]\\ntests/test_a.py::test_c SKIPPED (why)", flush=True)
 time.sleep({60 if hangs else 0})
 """
     )
@@ -365,18 +364,18 @@ time.sleep({60 if hangs else 0})
     monkeypatch.setattr(gpu_gate, "about_this", lambda *_: dict(ABOUT))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     out = tmp_path / "found.json"
-    out.write_text(json.dumps({**ABOUT, "tools": {"racecheck": {"errors": 7}, "memcheck": {"errors": 9}}}))
+    out.write_text(json.dumps({**ABOUT, "tools": {"racecheck": {"test_a.py": {"passed": 7}}}}))
     arguments = ["--tool", "memcheck", "--out", str(out), "--logs", str(tmp_path / "logs"), "--seconds", "3"]
-    assert sanitize.main(arguments) == (1 if errors or hangs else 0)
+    assert sanitize.main([*arguments, "tests/test_a.py", "tests/test_d.py"]) == (1 if reports or hangs else 0)
     tools = json.loads(out.read_text())["tools"]
-    assert tools["racecheck"] == {"errors": 7}
-    found = tools["memcheck"]
-    assert found["errors"] == 2 * errors and found["finished"] is not hangs
-    assert found["passed"] == {"test_a.py": 1} and found["failed"] == []
-    assert found["places"] == ({"attend": 2 * errors} if errors else {})
+    assert tools["racecheck"] == {"test_a.py": {"passed": 7}} and tools["memcheck"].keys() == {"test_a.py", "test_d.py"}
+    for found in tools["memcheck"].values():
+        assert (found["reports"], found["finished"]) == (2 * reports, not hangs)
+        assert (found["passed"], found["failed"]) == (1, 0)
+        assert found["places"] == (["attend+0x50 in a.py:7"] if reports else [])
 
 
 def test_every_file_that_the_sanitizer_takes_by_itself_is_there():
     import sanitize
 
-    assert {f"test_{name}.py" for name in sanitize.HOPPER} <= TESTS
+    assert {f"test_{name}.py" for name in sanitize.HOPPER} | {Path(sanitize.EXPERTS[0]).name} <= TESTS
