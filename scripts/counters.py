@@ -33,9 +33,9 @@ from benchmarks.inputs import (  # noqa: E402
 )  # fmt: skip
 from benchmarks.run import Run  # noqa: E402
 
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill  # noqa: E402
-from sparse_attn.ops.index_logits import fp8_mqa_logits, fp8_paged_mqa_logits  # noqa: E402
-from sparse_attn.ops.topk import top_k_per_row  # noqa: E402
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill  # noqa: E402
+from sparse_attn.ops.indexer.scores import fp8_mqa_logits, fp8_paged_mqa_logits  # noqa: E402
+from sparse_attn.ops.topk.select import top_k_per_row  # noqa: E402
 
 Call = tuple[str, Callable[[], object]]
 

@@ -27,7 +27,7 @@ from benchmarks.distributed import SUITES  # noqa: E402
 from benchmarks.run import Run  # noqa: E402
 from gpu_gate import about_this, slug  # noqa: E402
 
-from sparse_attn.runtime.processes import joined, rank, world_size  # noqa: E402
+from sparse_attn.cli.torchrun import joined, rank, world_size  # noqa: E402
 
 
 def main() -> int:

@@ -27,13 +27,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from sparse_attn.dispatch import Choice, find  # noqa: E402
+from sparse_attn.framework.dispatch import Choice, find  # noqa: E402
+from sparse_attn.framework.target import TARGETS, Target  # noqa: E402
 from sparse_attn.layout import LatentFp8Layout, PlanarFp8Layout  # noqa: E402
-from sparse_attn.ops.attention import dispatch  # noqa: E402
-from sparse_attn.ops.attention.hopper.constants import BLOCK_M, BLOCK_N, D_V  # noqa: E402
-from sparse_attn.ops.attention.partials import scratch  # noqa: E402
-from sparse_attn.ops.attention.problem import Problem  # noqa: E402
-from sparse_attn.ops.attention.split_kv import (  # noqa: E402
+from sparse_attn.ops.attention.sparse import dispatch  # noqa: E402
+from sparse_attn.ops.attention.sparse.hopper.constants import BLOCK_M, BLOCK_N, D_V  # noqa: E402
+from sparse_attn.ops.attention.sparse.partials import scratch  # noqa: E402
+from sparse_attn.ops.attention.sparse.problem import Problem  # noqa: E402
+from sparse_attn.ops.attention.sparse.split_kv import (  # noqa: E402
     EARLY_START,
     PAIRS,
     TILES,
@@ -44,7 +45,6 @@ from sparse_attn.ops.attention.split_kv import (  # noqa: E402
     may_start_early,
     waves_of,
 )
-from sparse_attn.target import TARGETS, Target  # noqa: E402
 
 LAYOUTS = {layout.name: layout for layout in (LatentFp8Layout(512, 64), PlanarFp8Layout(448, 64))}
 LATENT, PLANAR = LAYOUTS
@@ -163,7 +163,7 @@ def measure() -> dict:
     import triton
     from gpu_gate import revision
 
-    from sparse_attn.target import target_of
+    from sparse_attn.framework.target import target_of
 
     target = target_of(torch.device("cuda", torch.cuda.current_device()))
     caches = {name: _cache(layout) for name, layout in LAYOUTS.items()}
@@ -201,7 +201,7 @@ def calls(point: Point, cache, target: Target, sets: int) -> list[Callable[[], o
     """The step with so many sets of inputs, on the cache's device."""
     import torch
 
-    from sparse_attn.ops.attention.launch import sparse_attn_decode
+    from sparse_attn.ops.attention.sparse.launch import sparse_attn_decode
 
     form, rows, device = point.form, point.rows, cache.device
     q = torch.randn(sets, rows, form.heads, LAYOUTS[form.layout].dim, device=device, dtype=torch.bfloat16)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Run public tests, unmodified, over sparse_attn.compat, and count their cases: passed, failed, refused, skipped.
+"""Run public tests, unmodified, over sparse_attn.integrations, and count their cases: passed, failed, refused, skipped.
 
     public_suites.py flash_mla FOLDER    # of deepseek-ai/FlashMLA 9241ae3: sparse prefill, sparse decode
     public_suites.py deep_gemm FOLDER    # of deepseek-ai/DeepGEMM 54e2261: index scores, ragged and paged
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from sparse_attn.compat import deep_gemm, flash_mla, vllm  # noqa: E402
+from sparse_attn.integrations import deep_gemm, flash_mla, vllm_ops  # noqa: E402
 
 COUNTED = ("passed", "failed", "refused", "skipped", "not run")
 OPS = ("top_k_per_row_prefill", "top_k_per_row_decode")
@@ -194,7 +194,7 @@ def vllm_suite(folder: Path, part: int, of: int) -> Iterator[tuple[str, Counter[
     modules: dict[str, Any] = {name: types.ModuleType(name) for name in names}
     modules["vllm.platforms"].current_platform = platform
     modules["vllm.utils.torch_utils"].set_random_seed = torch.manual_seed
-    kernels = types.SimpleNamespace(**{name: getattr(vllm, name) for name in OPS})
+    kernels = types.SimpleNamespace(**{name: getattr(vllm_ops, name) for name in OPS})
     counted = Counted()
     with stand_ins(modules, folder / "tests"), mock.patch.object(torch.ops, "_C", kernels):
         file = folder / "tests" / "kernels" / "test_top_k_per_row.py"

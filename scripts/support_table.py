@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from sparse_attn import explanation, ops  # noqa: E402
-from sparse_attn.dispatch import Kernel  # noqa: E402
+from sparse_attn.cli.explain_calls import CALLS  # noqa: E402
 from sparse_attn.explanation import Question  # noqa: E402
-from sparse_attn.runtime.explain_calls import CALLS  # noqa: E402
-from sparse_attn.target import TARGETS, Target  # noqa: E402
+from sparse_attn.framework.dispatch import Kernel  # noqa: E402
+from sparse_attn.framework.target import TARGETS, Target  # noqa: E402
 from sparse_attn.testing import slow_paths  # noqa: E402
 from sparse_attn.testing.slow_paths import Call  # noqa: E402
 
@@ -121,13 +120,13 @@ def _question(call: Call, change: slow_paths.Change | None = None, **sizes: obje
 
 
 TABLES = {
-    "`attention`": attention,
-    "`index_logits`, contiguous keys": prefill_scores,
-    "`index_logits`, paged keys": paged_scores,
-    "`topk`, `index_topk`": selection,
-    "`grouped_linear`": products,
-    "`grouped_linear`, fp8 rows": quantised_products,
-    "`experts`": routed,
+    "`attention.sparse`": attention,
+    "`indexer.scores`, contiguous keys": prefill_scores,
+    "`indexer.scores`, paged keys": paged_scores,
+    "`topk.select`, `topk.fused`": selection,
+    "`layers.linears`": products,
+    "`layers.linears`, fp8 rows": quantised_products,
+    "`layers.experts`": routed,
 }
 
 # --- the table
@@ -144,9 +143,9 @@ def table() -> str:
             lines.append(f"| {package} | `{kernel.name}` | {_names(targets)} | {takes} |")
             package = ""
     one, none = [], []
-    for name in sorted(module.name for module in pkgutil.iter_modules(ops.__path__)):
+    for name in ops.packages():
         if not any(f"`{name}`" in package for package in TABLES):
-            (one if (Path(ops.__path__[0]) / name / "op.py").exists() else none).append(f"`{name}`")
+            (one if (Path(ops.__path__[0], *name.split(".")) / "op.py").exists() else none).append(f"`{name}`")
     lines.append(f"| {', '.join(one)} | one each | NVIDIA, AMD | everything |")
     lines.append(f"| {', '.join(none)} | PyTorch | NVIDIA, AMD | everything |")
     return "\n".join(lines)

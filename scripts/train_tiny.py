@@ -26,9 +26,9 @@ from training.predicting import Settings as Predicting  # noqa: E402
 from training.predicting import train_prediction  # noqa: E402
 from training.recipe import MODELS, TOP_K, stages  # noqa: E402
 
-from sparse_attn.models.loading import load  # noqa: E402
-from sparse_attn.runtime.shipped import folder_of  # noqa: E402
-from sparse_attn.torch_private import run_what_does_not_compile  # noqa: E402
+from sparse_attn.checkpoints.load import load  # noqa: E402
+from sparse_attn.cli.shipped import folder_of  # noqa: E402
+from sparse_attn.framework.torch_private import run_what_does_not_compile  # noqa: E402
 
 OUT_OF_TIME = 3
 

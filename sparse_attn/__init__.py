@@ -1,7 +1,9 @@
 """DeepSeek Sparse Attention as pure functions on torch.compile."""
 
+from sparse_attn import moved
 from sparse_attn.cache import allocate_cache, mark_cache
 from sparse_attn.explanation import Explanation, explain
+from sparse_attn.framework.target import Target, target_of
 from sparse_attn.layout import (
     IndexFp8Layout,
     IndexMxfp4Layout,
@@ -11,7 +13,9 @@ from sparse_attn.layout import (
     parse_layout,
 )
 from sparse_attn.mesh import Mesh, Ranks, mesh_of, planned_mesh
-from sparse_attn.ops.attention import (
+from sparse_attn.ops.attention.compressor import compress_and_cache
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.attention.sparse import (
     lse_to_base2,
     lse_to_flashmla,
     merge_attn_states,
@@ -19,12 +23,9 @@ from sparse_attn.ops.attention import (
     sparse_attn_into,
     sparse_attn_prefill,
 )
-from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.experts import packed_experts
-from sparse_attn.ops.grouped_linear import grouped_linear, linear
-from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
-from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
-from sparse_attn.ops.index_logits import (
+from sparse_attn.ops.indexer.keys import gather_indexer_k, indexer_k_quant_and_cache
+from sparse_attn.ops.indexer.queries import hadamard_transform, indexer_q_rope_quant
+from sparse_attn.ops.indexer.scores import (
     bf16_mqa_logits,
     bf16_paged_mqa_logits,
     fp8_mqa_logits,
@@ -32,20 +33,12 @@ from sparse_attn.ops.index_logits import (
     mxfp4_mqa_logits,
     mxfp4_paged_mqa_logits,
 )
-from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
-from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.ragged import (
-    build_ragged_indices_from_dense,
-    combine_topk_swa_indices_ragged,
-    compute_global_topk_ragged_indices_and_indptr,
-    entry_indices,
-    window_indices,
-)
-from sparse_attn.ops.rank_topk import count_digits, count_ties, merge_candidates, pack_candidates, take_winners
-from sparse_attn.ops.rope import Yarn, apply_rope, rope_table
-from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
-from sparse_attn.ops.sampling import (
+from sparse_attn.ops.layers.experts import packed_experts
+from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyper_mix
+from sparse_attn.ops.layers.linears import grouped_linear, linear
+from sparse_attn.ops.layers.rope import Yarn, apply_rope, rope_table
+from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
+from sparse_attn.ops.layers.sampling import (
     count_tokens,
     filter_logits,
     penalise_logits,
@@ -53,8 +46,17 @@ from sparse_attn.ops.sampling import (
     sample,
     token_logprobs,
 )
-from sparse_attn.ops.step_plan import build_compressed_plan, build_step_plan, build_window_plan
-from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.ops.ragged.lists import (
+    build_ragged_indices_from_dense,
+    combine_topk_swa_indices_ragged,
+    compute_global_topk_ragged_indices_and_indptr,
+    entry_indices,
+    window_indices,
+)
+from sparse_attn.ops.ragged.step_plans import build_compressed_plan, build_step_plan, build_window_plan
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.ops.topk.ranks import count_digits, count_ties, merge_candidates, pack_candidates, take_winners
+from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.pipeline import (
     Bounds,
     CacheLayouts,
@@ -67,7 +69,6 @@ from sparse_attn.pipeline import (
     write_latents,
 )
 from sparse_attn.spec import CompressedSpec, IndexSpec, MoeSpec, Spec, YarnSpec, from_hf_config, preset
-from sparse_attn.target import Target, target_of
 from sparse_attn.types import (
     AttentionOutput,
     Caches,
@@ -83,6 +84,8 @@ from sparse_attn.types import (
 )
 from sparse_attn.version import __version__
 from sparse_attn.workspace import Workspace, WorkspaceSize, release, reserve, use
+
+moved.install()
 
 __all__ = [
     "AttentionOutput", "Bounds", "CacheLayouts", "Caches", "CompressedPlan", "CompressedSpec", "Explanation",

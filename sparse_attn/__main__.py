@@ -1,5 +1,5 @@
 import sys
 
-from sparse_attn.runtime.cli import main
+from sparse_attn.cli.main import main
 
 sys.exit(main())

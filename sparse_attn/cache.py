@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sparse_attn import checks
+from sparse_attn.framework import checks
+from sparse_attn.framework.torch_private import mark_sizes
 from sparse_attn.layout import (
     BF16_BYTES,
     SCALE_BYTES,
@@ -18,7 +19,6 @@ from sparse_attn.layout import (
     PlanarFp8Layout,
 )
 from sparse_attn.mxfp4 import GROUP
-from sparse_attn.torch_private import mark_sizes
 
 PIECE = 256  # bytes, of which caches that lie side by side begin at multiples
 

@@ -15,18 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparse_attn import dispatch, roofline
+from sparse_attn import roofline
 from sparse_attn.device.rows import is_aligned
-from sparse_attn.dispatch import Choice, Kernel
-from sparse_attn.ops.attention import dispatch as attention
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.experts import dispatch as routed
-from sparse_attn.ops.experts import packed_experts
-from sparse_attn.ops.experts.plan import problem_of as routed_problem_of
-from sparse_attn.ops.grouped_linear import dispatch as products
-from sparse_attn.ops.grouped_linear import grouped_linear
-from sparse_attn.ops.grouped_linear.plan import problem_of
-from sparse_attn.ops.index_logits import (
+from sparse_attn.framework import dispatch
+from sparse_attn.framework.dispatch import Choice, Kernel
+from sparse_attn.framework.target import H200, TARGETS, Target, resolve_impl, target_of
+from sparse_attn.framework.torch_private import EagerDispatchMode, OpOverload
+from sparse_attn.ops.attention.sparse import dispatch as attention
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.indexer.scores import (
     bf16_mqa_logits,
     bf16_paged_mqa_logits,
     fp8_mqa_logits,
@@ -34,14 +31,18 @@ from sparse_attn.ops.index_logits import (
     mxfp4_mqa_logits,
     mxfp4_paged_mqa_logits,
 )
-from sparse_attn.ops.index_logits import dispatch as scoring
-from sparse_attn.ops.index_topk import config as fused
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
-from sparse_attn.ops.index_topk.shapes import rows_at_once
-from sparse_attn.ops.topk import dispatch as selection
-from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.target import H200, TARGETS, Target, resolve_impl, target_of
-from sparse_attn.torch_private import EagerDispatchMode, OpOverload
+from sparse_attn.ops.indexer.scores import dispatch as scoring
+from sparse_attn.ops.layers.experts import dispatch as routed
+from sparse_attn.ops.layers.experts import packed_experts
+from sparse_attn.ops.layers.experts.plan import problem_of as routed_problem_of
+from sparse_attn.ops.layers.linears import dispatch as products
+from sparse_attn.ops.layers.linears import grouped_linear
+from sparse_attn.ops.layers.linears.plan import problem_of
+from sparse_attn.ops.topk.fused import config as fused
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.ops.topk.fused.shapes import rows_at_once
+from sparse_attn.ops.topk.select import dispatch as selection
+from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.workspace import Buffer, Scratch, size_of
 
 REFERENCE, NOTHING = "reference", "none"

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparse_attn import checks
 from sparse_attn.fp8 import FP8_MAX, SCALE_RULES, exponent_of, fp8_decode, fp8_quantise, power_of
+from sparse_attn.framework import checks
 from sparse_attn.mxfp4 import GROUP, mxfp4_decode, mxfp4_quantise
 
 PLAIN_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

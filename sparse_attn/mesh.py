@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
-from sparse_attn import checks
+from sparse_attn.framework import checks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.torch_private import exported
+from sparse_attn.framework.torch_private import exported
 
 
 @exported

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn import checks
 from sparse_attn.fp8 import ceil_pow2, exponent_of, fp8_decode, fp8_encode, power_of
-from sparse_attn.torch_private import exported
+from sparse_attn.framework import checks
+from sparse_attn.framework.torch_private import exported
 
 CODE_DTYPE = {"e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
 SCALE_DTYPE = {"fp32": torch.float32, "e8m0": torch.uint8}

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn import streams, torch_private
+from sparse_attn.framework import streams, torch_private
 
 ALIGNMENT = 256
 

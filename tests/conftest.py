@@ -20,7 +20,7 @@ import torch
 from support.other_defaults import other_defaults, suits
 
 from sparse_attn import workspace
-from sparse_attn.target import interpreting
+from sparse_attn.framework.target import interpreting
 
 LEFT_OUT = pytest.StashKey[dict[str, int]]()
 KERNELS = "tests of Triton kernels (TRITON_INTERPRET=1 python -m pytest -m kernel)"

@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sparse_attn.models.shards import sample_of
-from sparse_attn.runtime import answer_files
-from sparse_attn.runtime.answer_files import AnswerFile, Fingerprint, answer_line, is_beginning
-from sparse_attn.runtime.cli import main
+from sparse_attn.checkpoints.files import sample_of
+from sparse_attn.cli import answer_files
+from sparse_attn.cli.answer_files import AnswerFile, Fingerprint, answer_line, is_beginning
+from sparse_attn.cli.main import main
 
 COMMON = "generate --preset tiny-v32 --device cpu --cache fp32 --ignore-eos --max-new-tokens 3 --rows 2".split()
 LINE = answer_line('a"\\\u00e9', 'b\n\u2028{"id": 1', [1, 23], "length", Fingerprint("m", "s", "p"))

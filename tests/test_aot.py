@@ -42,13 +42,17 @@ def test_a_sample_leaves_out_no_kernel():
 def test_a_launch_that_starts_early_waits_before_it_reads():
     import aot
 
-    assert aot.main(["--target", "sm_90", "--kernel", "attention.portable.combine", "--jobs", "1"]) == 0
+    assert aot.main(["--target", "sm_90", "--kernel", "attention.sparse.portable.combine", "--jobs", "1"]) == 0
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "kernel, waits",
-    [("hopper.swap_ab.attend", 3), ("hopper.prefill_bf16.attend", 1), ("topk.algorithms.multi_pass.bound_rows", 1)],
+    [
+        ("hopper.swap_ab.attend", 3),
+        ("hopper.prefill_bf16.attend", 1),
+        ("topk.select.algorithms.multi_pass.bound_rows", 1),
+    ],
 )
 def test_a_wait_that_is_missing_is_seen(kernel, waits):
     """Of warps that wait for themselves, of those that wait for all they start, and where there are no others."""
@@ -90,14 +94,14 @@ def test_claimed_memory_is_what_is_declared():
     from sparse_attn.testing.launches import compile_launch
 
     claimed = {}
-    for name in ("attention.portable.combine", "topk.algorithms.multi_pass.bound_rows"):
+    for name in ("attention.sparse.portable.combine", "topk.select.algorithms.multi_pass.bound_rows"):
         work, _ = aot.gather(["sm_90"], [name], False)
         compiled = [compile_launch(launch) for launch in work]
         claimed[name] = {one.claimed for one in compiled}
         assert any(one.shared_memory > one.claimed for one in compiled)
     assert claimed == {
-        "attention.portable.combine": {0},
-        "topk.algorithms.multi_pass.bound_rows": {4 * histogram.WORDS.value},
+        "attention.sparse.portable.combine": {0},
+        "topk.select.algorithms.multi_pass.bound_rows": {4 * histogram.WORDS.value},
     }
 
 

@@ -14,8 +14,8 @@ from support.extremes import INF
 from support.ragged import ragged_rows
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops import attention, kv_cache
-from sparse_attn.ops.attention import reference
+from sparse_attn.ops.attention import kv_cache, sparse
+from sparse_attn.ops.attention.sparse import reference
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.types import Ragged
@@ -27,7 +27,7 @@ def test_reference_matches_loop():
     ragged = ragged_rows([6, 0, 33, 1, 9], 40)
     sink = torch.tensor([0.3, -INF, INF, 5.0])
     for chosen in (None, sink):
-        got = attention.sparse_attn_prefill(q, poison_unread(kv, ragged), ragged, scale=0.3, d_v=16, sink=chosen)
+        got = sparse.sparse_attn_prefill(q, poison_unread(kv, ragged), ragged, scale=0.3, d_v=16, sink=chosen)
         out, lse = slow_attention(q, kv, ragged, 0.3, 16, chosen)
         torch.testing.assert_close(got.out.double(), out, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got.lse.double(), lse, rtol=1e-5, atol=1e-5)
@@ -38,7 +38,7 @@ def test_reference_in_pieces(monkeypatch):
     q, kv, ragged = torch.randn(5, 3, 24), torch.randn(40, 24), ragged_rows([6, 9, 33, 12, 0], 40)
     want_out, want_lse = slow_attention(q, kv, ragged, 0.3, 16)
     monkeypatch.setattr(reference, "GATHERED_ELEMENTS", 2 * 33 * 24)  # two rows at a time
-    got = attention.sparse_attn_prefill(q, kv, ragged, scale=0.3, d_v=16)
+    got = sparse.sparse_attn_prefill(q, kv, ragged, scale=0.3, d_v=16)
     torch.testing.assert_close(got.out.double(), want_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
@@ -47,7 +47,7 @@ def test_empty_rows_and_sinks():
     q, kv = torch.ones(2, 2, 4), torch.ones(3, 1, 4)
     ragged = Ragged(torch.tensor([0, 2, -1], dtype=torch.int32), torch.tensor([0, 2, 3], dtype=torch.int32))
     for sink in (None, torch.tensor([-INF, INF])):
-        got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=4, sink=sink)
+        got = sparse.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=4, sink=sink)
         assert got.out[1].abs().max() == 0 and torch.isneginf(got.lse[1]).all()
         assert torch.equal(got.lse[0], torch.full((2,), 4 + math.log(2)))
         assert torch.equal(got.out[0, 0], torch.ones(4))
@@ -76,7 +76,7 @@ def test_the_stride_of_the_one_slot_of_a_block_is_any(layout, padding, impl, dev
         cache = torch.as_strided(memory, (6, 1, layout.row), (layout.row + padding, stride, 1))
         kv_cache.write_kv_cache(rows[:, : layout.latent], rows[:, layout.latent :], cache, slots, layout, impl=impl)
         gathered = kv_cache.gather_kv_cache(cache, table, ends, 6, layout, impl=impl)
-        attended = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout, impl=impl)
+        attended = sparse.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout, impl=impl)
         found.append((memory, gathered, *attended))
     assert found[0][0].any() and not any(value.isnan().any() for value in found[0][1:3])
     assert all(torch.equal(*pair) for odd in found[1:] for pair in zip(odd, found[0]))
@@ -85,7 +85,7 @@ def test_the_stride_of_the_one_slot_of_a_block_is_any(layout, padding, impl, dev
 def test_duplicates_count_as_often_as_they_stand():
     q, kv = torch.zeros(1, 1, 2), torch.tensor([[0.0, 0.0], [3.0, 0.0]])
     ragged = Ragged(torch.tensor([0, 1, 1], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32))
-    got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=1)
+    got = sparse.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=1)
     torch.testing.assert_close(got.out, torch.tensor([[[2.0]]]))
 
 
@@ -106,7 +106,7 @@ def test_reference_decode_reads_the_layout(name):
     ragged = ragged_rows([9, 0, 20], 30)
     cache = filled_cache(layout, 6, 5, ragged, "cpu", padding=64)
     q = torch.randn(3, 2, layout.dim)
-    got = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
+    got = sparse.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
     rows = layout.decode(cache, torch.arange(30))
     out, lse = slow_attention(q, rows, ragged, 0.2, layout.value_dim)
     torch.testing.assert_close(got.out.double(), out, rtol=1e-5, atol=1e-5)
@@ -126,20 +126,20 @@ def test_merge_equals_attention_over_the_union():
             for a, b in zip(whole.indptr[:-1], whole.indptr[1:])
         ]
         indptr = torch.tensor([0, *torch.tensor([p.numel() for p in pieces]).cumsum(0).tolist()], dtype=torch.int32)
-        parts.append(attention.sparse_attn_prefill(q, kv, Ragged(torch.cat(pieces), indptr), scale=0.5, d_v=8))
+        parts.append(sparse.sparse_attn_prefill(q, kv, Ragged(torch.cat(pieces), indptr), scale=0.5, d_v=8))
     outs = torch.stack([part.out for part in parts])
     lses = torch.stack([part.lse for part in parts])
     outs[lses.isneginf()] = torch.nan
-    got = attention.merge_attn_states(outs, lses, sink=sink)
-    want = attention.sparse_attn_prefill(q, kv, whole, scale=0.5, d_v=8, sink=sink)
+    got = sparse.merge_attn_states(outs, lses, sink=sink)
+    want = sparse.sparse_attn_prefill(q, kv, whole, scale=0.5, d_v=8, sink=sink)
     torch.testing.assert_close(got.out, want.out)
     torch.testing.assert_close(got.lse, want.lse)
 
 
 def test_lse_conversions():
     lse = torch.tensor([-INF, 0.0, math.log(2)])
-    assert attention.lse_to_flashmla(lse).tolist() == [INF, 0.0, float(lse[2])]
-    assert attention.lse_to_base2(lse).tolist() == [-INF, 0.0, 1.0]
+    assert sparse.lse_to_flashmla(lse).tolist() == [INF, 0.0, float(lse[2])]
+    assert sparse.lse_to_base2(lse).tolist() == [-INF, 0.0, 1.0]
 
 
 def test_schemas():
@@ -210,7 +210,7 @@ GOOD = dict(
 )
 def test_prefill_errors_name_the_argument(change, name, kind):
     with pytest.raises(kind, match=rf"^{name}: got"):
-        attention.sparse_attn_prefill(**(GOOD | change))
+        sparse.sparse_attn_prefill(**(GOOD | change))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_decode_errors_name_the_argument(change, name, kind):
     arguments = {key: GOOD[key] for key in ("q", "ragged", "scale")}
     arguments |= dict(cache=torch.zeros(2, 3, 8), layout=PlainLayout("fp32", 8))
     with pytest.raises(kind, match=rf"^{name}: got"):
-        attention.sparse_attn_decode(**(arguments | change))
+        sparse.sparse_attn_decode(**(arguments | change))
 
 
 SINKS = {"no sink": None, "sink": 0.4, "-inf": -INF, "+inf": INF}
@@ -268,7 +268,7 @@ def test_prefill_kernel(device, dirty_workspace):
         kv = poison_unread(kv, ragged)[:, :d_qk]
         sink = sink_of(sink_name, heads, device)
         scale = d_qk**-0.5
-        got = attention.sparse_attn_prefill(q, kv, ragged, scale=scale, d_v=d_v, sink=sink, impl="triton")
+        got = sparse.sparse_attn_prefill(q, kv, ragged, scale=scale, d_v=d_v, sink=sink, impl="triton")
         want = reference.sparse_attn_prefill(q.float(), kv, *ragged, scale, d_v, sink)
         compare.assert_close(got.out, want[0], compare.PREFILL_OUT, f"out of case {case}")
         compare.assert_close(got.lse, want[1], compare.PREFILL_LSE, f"lse of case {case}")
@@ -309,7 +309,7 @@ def test_decode_kernel(device, dirty_workspace):
         q = torch.randn(len(lengths), heads, layout.dim, device=device).to(dtype)
         sink = sink_of("sink" if case % 2 else "no sink", heads, device)
         scale = layout.dim**-0.5
-        got = attention.sparse_attn_decode(q, cache, ragged, scale=scale, layout=layout, sink=sink, impl="triton")
+        got = sparse.sparse_attn_decode(q, cache, ragged, scale=scale, layout=layout, sink=sink, impl="triton")
         want = reference.sparse_attn_decode(q, cache, *ragged, scale, layout.name, None, None, None, "", sink)
         compare.assert_close(got.out, want[0], compare.DECODE_OUT, f"out of case {case}")
         compare.assert_close(got.lse, want[1], compare.DECODE_LSE, f"lse of case {case}")
@@ -324,7 +324,7 @@ def test_merge_kernel(device):
         lses[:, 2] = -INF
         outs[lses.isneginf()] = torch.nan
         for sink in (None, torch.tensor([0.5, INF, -INF, 1.0], device=device)):
-            got = attention.merge_attn_states(outs, lses, sink=sink, impl="triton")
+            got = sparse.merge_attn_states(outs, lses, sink=sink, impl="triton")
             want = reference.merge_attn_states(outs.float(), lses, sink)
             compare.assert_close(got.out, want[0], compare.PREFILL_OUT)
             compare.assert_close(got.lse, want[1], compare.PREFILL_LSE)
@@ -334,10 +334,10 @@ def test_merge_kernel(device):
 def test_kernel_without_tokens_or_rows(device):
     ragged = Ragged(torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(1, dtype=torch.int32, device=device))
     q, kv = torch.zeros(0, 4, 32, device=device), torch.zeros(0, 32, device=device)
-    got = attention.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=32, impl="triton")
+    got = sparse.sparse_attn_prefill(q, kv, ragged, scale=1.0, d_v=32, impl="triton")
     assert got.out.shape == (0, 4, 32) and got.lse.shape == (0, 4)
     ragged = ragged_rows([3], 5, device=device)
-    got = attention.sparse_attn_prefill(q.new_zeros(1, 4, 32), kv, ragged, scale=1.0, d_v=32, impl="triton")
+    got = sparse.sparse_attn_prefill(q.new_zeros(1, 4, 32), kv, ragged, scale=1.0, d_v=32, impl="triton")
     assert got.out.abs().max() == 0 and torch.isneginf(got.lse).all()
 
 

@@ -10,12 +10,12 @@ from support.extremes import INF
 from support.hopper_attention import LATENT
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
-from sparse_attn.ops.attention import dispatch
-from sparse_attn.ops.attention.hopper import config
-from sparse_attn.ops.attention.partials import scratch
-from sparse_attn.ops.attention.problem import packed_decode
-from sparse_attn.ops.attention.split_kv import Waves, combine_of, may_start_early
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.attention.sparse import dispatch
+from sparse_attn.ops.attention.sparse.hopper import config
+from sparse_attn.ops.attention.sparse.partials import scratch
+from sparse_attn.ops.attention.sparse.problem import packed_decode
+from sparse_attn.ops.attention.sparse.split_kv import Waves, combine_of, may_start_early
 from sparse_attn.workspace import Buffer, largest, size_of
 
 
@@ -122,7 +122,7 @@ FORMS["two caches"] = FORMS["planar"] | dict(HAS_EXTRA_CACHE=True)
 @pytest.mark.parametrize("form", FORMS)
 def test_compiles_for_hopper(form):
     """A few scalars of the producers spill; spills of the consumers would serialise the matrix unit."""
-    from sparse_attn.ops.attention.hopper import decode_fp8
+    from sparse_attn.ops.attention.sparse.hopper import decode_fp8
     from sparse_attn.testing.aot import compile_kernel
 
     launch, sink = plan(64, 128), form != "two caches"

@@ -6,9 +6,9 @@ from support.extremes import INF
 from support.hopper_attention import LATENT, check_every_code, check_latents, latent_case
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode
-from sparse_attn.ops.attention.hopper import config
-from sparse_attn.ops.attention.problem import packed_decode
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.attention.sparse.hopper import config
+from sparse_attn.ops.attention.sparse.problem import packed_decode
 
 
 @pytest.mark.gpu

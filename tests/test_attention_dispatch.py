@@ -9,11 +9,11 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn import dispatch as tables
+from sparse_attn.framework import dispatch as tables
+from sparse_attn.framework.target import H200
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import dispatch
-from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
-from sparse_attn.target import H200
+from sparse_attn.ops.attention.sparse import dispatch
+from sparse_attn.ops.attention.sparse.problem import packed_decode, packed_prefill
 from sparse_attn.testing.launches import TARGETS
 
 BF16 = torch.bfloat16

@@ -15,9 +15,9 @@ from support.extremes import INF, NAN
 from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS
 
 from sparse_attn import Ragged, allocate_cache, merge_attn_states, sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.framework.target import target_of
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import reference
-from sparse_attn.target import target_of
+from sparse_attn.ops.attention.sparse import reference
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT, assert_close
 
 SMALL = PlainLayout("bf16", 32, 16), PlanarFp8Layout(48, 16, 16), LatentFp8Layout(32, 16, 32)

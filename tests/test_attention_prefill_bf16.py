@@ -15,10 +15,10 @@ from sparse_attn import (
     workspace,
 )
 from sparse_attn.device.triton_private import VERSION
-from sparse_attn.ops.attention import dispatch, launch
-from sparse_attn.ops.attention.hopper import config
-from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
-from sparse_attn.target import H200, target_of
+from sparse_attn.framework.target import H200, target_of
+from sparse_attn.ops.attention.sparse import dispatch, launch
+from sparse_attn.ops.attention.sparse.hopper import config
+from sparse_attn.ops.attention.sparse.problem import packed_decode, packed_prefill
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT, assert_close
 
 ROWS = PlainLayout("bf16", 512, 64)
@@ -53,7 +53,7 @@ def test_ctas_take_work_tiles_in_turn():
 @pytest.mark.aot
 @pytest.mark.parametrize("rest, sink", [(True, False), (False, True)])
 def test_compiles_for_hopper_without_spills(rest, sink):
-    from sparse_attn.ops.attention.hopper import prefill_bf16
+    from sparse_attn.ops.attention.sparse.hopper import prefill_bf16
     from sparse_attn.testing.aot import compile_kernel
 
     pointers = dict(q="*bf16", kv="*bf16", indices="*i32", indptr="*i32", sink="*fp32", out="*bf16", lse="*fp32")

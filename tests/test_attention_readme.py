@@ -1,4 +1,4 @@
-"""ops/attention/hopper/README.md against the compiled kernels."""
+"""ops/attention/sparse/hopper/README.md against the compiled kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import triton
 from support.warp_specialised import documented, kernel_of, of_form, sections
 
-from sparse_attn.ops import attention
+from sparse_attn.ops.attention import sparse
 
-README = Path(attention.__file__).parent / "hopper" / "README.md"
+README = Path(sparse.__file__).parent / "hopper" / "README.md"
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 BF16, INT32 = torch.bfloat16, torch.int32
 
@@ -58,7 +58,7 @@ BARRIERS = {  # of seesaw.py and swap_ab_load.py, in the order of allocation; de
 
 
 def test_every_hopper_kernel_has_its_page():
-    from sparse_attn.ops.attention.dispatch import KERNELS
+    from sparse_attn.ops.attention.sparse.dispatch import KERNELS
 
     names = {kernel.name for kernel in KERNELS if kernel.name.startswith("hopper.")}
     assert set(sections(README)) == names == {form.kernel for form in FORMS}
@@ -68,7 +68,7 @@ def launch(case):
     """Launch ``case`` of tensors on the meta device."""
     from aot_cases import all_cases
 
-    from sparse_attn.ops.attention.launch import sparse_attn_prefill
+    from sparse_attn.ops.attention.sparse.launch import sparse_attn_prefill
 
     if isinstance(case, str):
         found = next(one for one in all_cases() if f"{one.op}: {one.name}" == case)

@@ -16,16 +16,16 @@ from support.extremes import INF
 from support.hopper_attention import LATENT, check_latents, check_swap_ab, latent_case
 
 from sparse_attn import PlainLayout, sparse_attn_decode, workspace
-from sparse_attn.ops.attention import dispatch, reference
-from sparse_attn.ops.attention.hopper.constants import BLOCK_M, BLOCK_N, SWAP_AB_HEADS
-from sparse_attn.ops.attention.hopper.launch import combine
-from sparse_attn.ops.attention.partials import Output, scratch
-from sparse_attn.ops.attention.portable import config as portable
-from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
-from sparse_attn.ops.attention.split_kv import PAIRS, TILES, Waves, combine_of, waves_of
+from sparse_attn.framework.target import H200, target_of
+from sparse_attn.ops.attention.sparse import dispatch, reference
+from sparse_attn.ops.attention.sparse.hopper.constants import BLOCK_M, BLOCK_N, SWAP_AB_HEADS
+from sparse_attn.ops.attention.sparse.hopper.launch import combine
+from sparse_attn.ops.attention.sparse.partials import Output, scratch
+from sparse_attn.ops.attention.sparse.portable import config as portable
+from sparse_attn.ops.attention.sparse.problem import packed_decode, packed_prefill
+from sparse_attn.ops.attention.sparse.split_kv import PAIRS, TILES, Waves, combine_of, waves_of
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
 from sparse_attn.spec import preset
-from sparse_attn.target import H200, target_of
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 
@@ -99,7 +99,7 @@ def test_one_launch_where_two_are_not_cheaper():
 @pytest.mark.parametrize("sink", [False, True])
 def test_full_waves_and_tail_are_one_kernel(sink):
     """Whole rows and split ones: two would not fit in the instruction caches."""
-    from sparse_attn.ops.attention import launch
+    from sparse_attn.ops.attention.sparse import launch
     from sparse_attn.testing.launches import recording
 
     def meta(*shape, dtype=torch.int32):
@@ -113,7 +113,7 @@ def test_full_waves_and_tail_are_one_kernel(sink):
         )
     first, second, combining = launches
     assert first == second
-    assert (combining.module, combining.kernel) == ("sparse_attn.ops.attention.hopper.combine", "combine")
+    assert (combining.module, combining.kernel) == ("sparse_attn.ops.attention.sparse.hopper.combine", "combine")
 
 
 def test_batch_invariant_steps_have_one_launch():

@@ -6,10 +6,10 @@ from support.extremes import INF
 from support.hopper_attention import LATENT, NARROW_ROWS, PLANAR, ROWS, check_every_code, check_swap_ab, list_of
 
 from sparse_attn import LatentFp8Layout, Ragged, allocate_cache, sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.attention import dispatch
-from sparse_attn.ops.attention.hopper import config
-from sparse_attn.ops.attention.problem import packed_decode
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.attention.sparse import dispatch
+from sparse_attn.ops.attention.sparse.hopper import config
+from sparse_attn.ops.attention.sparse.problem import packed_decode
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, assert_close
 
 

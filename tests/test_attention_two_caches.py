@@ -15,12 +15,12 @@ from support.ragged import ragged_rows
 
 from sparse_attn.cache import allocate_cache
 from sparse_attn.device.triton_private import VERSION
+from sparse_attn.framework.target import H200
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops import attention
-from sparse_attn.ops.attention import reference
-from sparse_attn.ops.attention.portable import config
-from sparse_attn.ops.attention.problem import KvCache, packed_decode
-from sparse_attn.target import H200
+from sparse_attn.ops.attention import sparse
+from sparse_attn.ops.attention.sparse import reference
+from sparse_attn.ops.attention.sparse.portable import config
+from sparse_attn.ops.attention.sparse.problem import KvCache, packed_decode
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.types import Ragged
@@ -65,7 +65,7 @@ def test_reference_is_attention_over_the_union(names):
     ]
     q, sink = torch.randn(4, 3, 64), torch.tensor([0.5, -INF, INF])
     for chosen in (None, sink):
-        got = attention.sparse_attn_decode(
+        got = sparse.sparse_attn_decode(
             q, caches[0], first, scale=0.2, layout=layouts[0], extra_cache=caches[1], extra_ragged=second,
             extra_layout=layouts[1], sink=chosen,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def test_reference_reads_planar_caches(layout):
     ragged = ragged_rows([9, 0, 20], 30)
     cache = filled_cache(layout, 6, 5, ragged, "cpu", padding=64)
     q = torch.randn(3, 2, layout.dim)
-    got = attention.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
+    got = sparse.sparse_attn_decode(q, cache, ragged, scale=0.2, layout=layout)
     out, lse = slow_attention(q, layout.decode(cache, torch.arange(30)), ragged, 0.2, layout.dim)
     torch.testing.assert_close(got.out.double(), out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse.double(), lse, rtol=1e-5, atol=1e-5)
@@ -92,7 +92,7 @@ def test_a_key_of_both_caches_counts_twice():
         Ragged(torch.tensor(ids, dtype=torch.int32), torch.tensor([0, len(ids)], dtype=torch.int32))
         for ids in ([0, 1], [1])
     )
-    got = attention.sparse_attn_decode(
+    got = sparse.sparse_attn_decode(
         torch.zeros(1, 1, 2), cache, both, scale=1.0, layout=layout, extra_cache=cache, extra_ragged=last,
         extra_layout=layout,
     )  # fmt: skip
@@ -116,7 +116,7 @@ def test_opcheck_reference():
 def test_compiles_once_for_all_sizes():
     @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     def step(q, main, first, extra, second, sink):
-        return attention.sparse_attn_decode(
+        return sparse.sparse_attn_decode(
             q, main, first, scale=0.3, layout=SMALL, extra_cache=extra, extra_ragged=second,
             extra_layout=PlainLayout("bf16", 64), sink=sink,
         )  # fmt: skip
@@ -161,9 +161,9 @@ GOOD = dict(
     ],
 )
 def test_errors_name_the_argument(change, name, kind):
-    attention.sparse_attn_decode(**GOOD)
+    sparse.sparse_attn_decode(**GOOD)
     with pytest.raises(kind, match=rf"^{name}: got"):
-        attention.sparse_attn_decode(**(GOOD | change))
+        sparse.sparse_attn_decode(**(GOOD | change))
 
 
 def test_splits_count_the_keys_of_both_caches():
@@ -265,7 +265,7 @@ def test_kernel_dequantises_every_code_and_scale(layout, device):
     ids = torch.arange(slots, dtype=torch.int32, device=device)
     ragged = Ragged(ids, torch.arange(slots + 1, dtype=torch.int32, device=device))
     q = torch.zeros(slots, 1, layout.dim, device=device)
-    got = attention.sparse_attn_decode(q, cache, ragged, scale=1.0, layout=layout, impl="triton")
+    got = sparse.sparse_attn_decode(q, cache, ragged, scale=1.0, layout=layout, impl="triton")
     want = layout.decode(cache, ids)
     torch.testing.assert_close(got.out[:, 0], want, rtol=1e-6, atol=torch.finfo(torch.float32).tiny)
 
@@ -282,17 +282,17 @@ def test_kernel_with_an_empty_cache(device):
     none = Ragged(torch.zeros(0, dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int32, device=device))
     main = filled_cache(SMALL, 2, 5, one, device)
     q = torch.randn(2, 3, 64, device=device)
-    alone = attention.sparse_attn_decode(q, main, one, scale=0.3, layout=SMALL, impl="triton")
+    alone = sparse.sparse_attn_decode(q, main, one, scale=0.3, layout=SMALL, impl="triton")
     for cache, ragged in ((main[:0], one), (main, none)):
         for swapped in (False, True):
             first, second = ((main, one), (cache, ragged))[:: -1 if swapped else 1]
-            got = attention.sparse_attn_decode(
+            got = sparse.sparse_attn_decode(
                 q, *first, scale=0.3, layout=SMALL, extra_cache=second[0], extra_ragged=second[1], extra_layout=SMALL,
                 impl="triton",
             )  # fmt: skip
             torch.testing.assert_close(got, alone)
     empty = Ragged(none.indices, none.indptr[:1])
-    got = attention.sparse_attn_decode(
+    got = sparse.sparse_attn_decode(
         q[:0], main, empty, scale=0.3, layout=SMALL, extra_cache=main, extra_ragged=empty, extra_layout=SMALL,
         impl="triton",
     )  # fmt: skip
@@ -308,7 +308,7 @@ def test_offsets_beyond_2_31_bytes(block_size):
     V4.encode(cache, slots, torch.randn(5, 512, device="cuda") / 10)
     ragged = Ragged(slots.int(), torch.tensor([0, 5], dtype=torch.int32, device="cuda"))
     q = torch.randn(1, 64, 512, device="cuda", dtype=torch.bfloat16)
-    got = attention.sparse_attn_decode(
+    got = sparse.sparse_attn_decode(
         q, cache, ragged, scale=0.05, layout=V4, extra_cache=cache, extra_ragged=ragged, extra_layout=V4
     )
     others = (cache, *ragged, V4.name)
@@ -320,7 +320,7 @@ def test_offsets_beyond_2_31_bytes(block_size):
 @pytest.mark.aot
 def test_kernel_on_hopper():
     """64 heads, one row, two caches."""
-    from sparse_attn.ops.attention.portable import kernels, launch
+    from sparse_attn.ops.attention.sparse.portable import kernels, launch
     from sparse_attn.testing.aot import compile_kernel
 
     cache, indices = allocate_cache(V4, 2, 64, "cpu"), torch.zeros(640, dtype=torch.int32)

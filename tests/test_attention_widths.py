@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import dispatch, reference, sparse_attn_prefill
-from sparse_attn.ops.attention.portable import config
-from sparse_attn.ops.attention.problem import packed_decode
+from sparse_attn.ops.attention.sparse import dispatch, reference, sparse_attn_prefill
+from sparse_attn.ops.attention.sparse.portable import config
+from sparse_attn.ops.attention.sparse.problem import packed_decode
 from sparse_attn.testing import compare
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.types import Ragged
@@ -57,7 +57,7 @@ def empty(*shape, dtype=torch.int32):
 
 def compiled(target, layout, dtype=BF16, heads=64):
     """The attending kernel over a cache of ``layout`` as the compiler makes it, and the room that there is for it."""
-    from sparse_attn.ops.attention import launch
+    from sparse_attn.ops.attention.sparse import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     q, cache = empty(64, heads, layout.dim, dtype=dtype), empty(64, 64, layout.row, dtype=layout.dtype)
@@ -113,7 +113,7 @@ def test_reported_widths_attend(device, d_qk, d_v):
 @pytest.mark.parametrize("d_v, rest", [(1024, 64), (2048, 0), (1000, 24), (16, 2000), (4096, 0)])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_wide_rows_attend_or_are_refused(d_v, rest, dtype):
-    from sparse_attn.target import target_of
+    from sparse_attn.framework.target import target_of
 
     target = target_of(torch.device("cuda", 0))
     q, kv = ((torch.randn(*shape, d_v + rest, device="cuda") / 3).to(dtype) for shape in ((5, 64), (40,)))
@@ -133,7 +133,7 @@ def test_what_takes_more_than_the_gpu_has_is_a_value_error(monkeypatch, device):
     """Of any operator: Triton says so before it launches."""
     from triton import OutOfResources
 
-    from sparse_attn.ops.index_logits import bf16_mqa_logits, launch
+    from sparse_attn.ops.indexer.scores import bf16_mqa_logits, launch
 
     def raise_it(*_):
         raise OutOfResources(132372, 101376, "shared memory")
@@ -151,7 +151,7 @@ def test_what_takes_more_than_the_gpu_has_is_a_value_error(monkeypatch, device):
 
 @pytest.mark.gpu
 def test_index_keys_too_wide_for_the_gpu_are_a_value_error():
-    from sparse_attn.ops.index_logits import bf16_mqa_logits
+    from sparse_attn.ops.indexer.scores import bf16_mqa_logits
 
     ends = torch.zeros(3, dtype=torch.int32, device="cuda")
     q, k, weights = (torch.zeros(shape, device="cuda") for shape in ((3, 64, 2048), (5, 2048), (3, 64)))

@@ -9,18 +9,18 @@ import torch
 from support.products import check, rows_of
 from support.weights import random_weight
 
+from sparse_attn.framework.target import TARGETS
 from sparse_attn.models.moe import moe
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.experts import dispatch as experts
-from sparse_attn.ops.experts import packed_experts
-from sparse_attn.ops.experts.plan import Problem as Routed
-from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, linear
-from sparse_attn.ops.grouped_linear.fp8 import config as fp8
-from sparse_attn.ops.grouped_linear.plan import Problem
-from sparse_attn.ops.grouped_linear.swap_ab import config
+from sparse_attn.ops.layers.experts import dispatch as experts
+from sparse_attn.ops.layers.experts import packed_experts
+from sparse_attn.ops.layers.experts.plan import Problem as Routed
+from sparse_attn.ops.layers.linears import dispatch, grouped_linear, linear
+from sparse_attn.ops.layers.linears.fp8 import config as fp8
+from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.linears.swap_ab import config
 from sparse_attn.spec import preset
-from sparse_attn.target import TARGETS
 from sparse_attn.weight_layout import PackedWeight, WeightLayout
 from sparse_attn.workspace import Scratch
 
@@ -116,7 +116,7 @@ def test_reference_of_experts(layout):
 @pytest.mark.parametrize("impl", ["swap_ab", "grouped"])
 def test_kernels_of_experts(impl, device, monkeypatch):
     """A few tokens at a time."""
-    monkeypatch.setattr("sparse_attn.ops.experts.swap_ab.config.MOST_ROWS", 7)
+    monkeypatch.setattr("sparse_attn.ops.layers.experts.swap_ab.config.MOST_ROWS", 7)
     check_experts(MXFP4, device, 5, (1, 3), impl)
 
 

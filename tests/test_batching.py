@@ -14,13 +14,12 @@ from support.batching import BLOCK, NAMES, batching_of, ids, model_of
 from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 
+from sparse_attn.framework.torch_private import EagerDispatchMode
+from sparse_attn.generation import loop, scheduler, stream
+from sparse_attn.generation.cache_rows import Rows, ringed
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.steps import Sampling
 from sparse_attn.pipeline import latent
-from sparse_attn.runtime import batching as scheduling
-from sparse_attn.runtime import rows, token_stream
-from sparse_attn.runtime.cache_rows import Rows, ringed
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.steps import Sampling
-from sparse_attn.torch_private import EagerDispatchMode
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +207,7 @@ def test_an_arrival_takes_few_launches_beside_its_prefill(model):
     batching.drain()
     run, settle = counted.without(batching.loop.run), batching.loop._settle
     batching.loop.run = lambda steps: (settle(), run(steps))[1]
-    with mock.patch.object(scheduling, "prefill_step", counted.without(scheduling.prefill_step)), counted:
+    with mock.patch.object(scheduler, "prefill_step", counted.without(scheduler.prefill_step)), counted:
         batching.submit(ids(16) + ids(4, 2), **how)
         batching.drain()
     assert batching.occupancy().reused == 16 and len(counted.found) <= 5 + model.has_rings, counted.found
@@ -221,9 +220,9 @@ def test_rings_of_all_layers_are_copied_at_once(cache, launched):
     rings = ringed(batching.caches)
     for number, ring in enumerate(rings):
         ring[1] = number + 1
-    rows = Rows(rings)
+    loop = Rows(rings)
     with counted:
-        rows.copy(1, 4)
+        loop.copy(1, 4)
     assert counted.found == launched
     for number, ring in enumerate(rings):
         assert [row.unique().tolist() for row in ring] == [[number + 1 if row in (1, 4) else 0] for row in range(6)]
@@ -245,7 +244,7 @@ def test_a_prefill_that_fails_leaves_no_row_behind():
     """The length of a row is written before the step that computes its prompt."""
     batching = batching_of(model_of("tiny_v32", layers=1))
     number = batching.submit(ids(10), max_new_tokens=5)
-    with mock.patch.object(scheduling, "prefill_step", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(scheduler, "prefill_step", side_effect=MemoryError), pytest.raises(MemoryError):
         batching.step()
     assert batching.cancel(number) and len(batching.drain()) == 1
     assert not batching.loop.state.seq_lens.any() and not batching.loop.live
@@ -306,7 +305,7 @@ def test_tokens_that_arrive_while_others_are_delivered_are_not_lost(monkeypatch)
             self.queries += 1
             return self.queries > 1
 
-    for module in (rows, token_stream):
+    for module in (loop, stream):
         monkeypatch.setattr(module, "passed", lambda device: Late())
     model = hashing_model("tiny_v32")
     batching = batching_of(model, piece=4, ahead=2)

@@ -32,8 +32,8 @@ class PeersDouble:
     """The methods of benchmarks.peers.Peers over our references; garbage where the peers leave garbage."""
 
     def sparse_prefill(self, q, kv, indices, scale, sink=None, lengths=None):
-        from sparse_attn.ops.attention import sparse_attn_prefill
-        from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+        from sparse_attn.ops.attention.sparse import sparse_attn_prefill
+        from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
 
         ragged = build_ragged_indices_from_dense(indices, lengths)
         return tuple(sparse_attn_prefill(q, kv, ragged, scale=scale, d_v=512, sink=sink, impl="reference"))
@@ -45,7 +45,7 @@ class PeersDouble:
         from benchmarks.inputs import LATENT_LAYOUT, packed
         from benchmarks.windowed import LAYOUT
 
-        from sparse_attn.ops.attention import sparse_attn_decode
+        from sparse_attn.ops.attention.sparse import sparse_attn_decode
 
         assert q.shape[:2] == indices.shape[:2]
         rows = q.flatten(0, 1), cache, packed(indices.flatten(0, 1))
@@ -56,7 +56,7 @@ class PeersDouble:
         return sparse_attn_decode(*rows, scale=scale, sink=sink, impl="reference", **more).out
 
     def scores(self, *inputs):
-        from sparse_attn.ops.index_logits import fp8_mqa_logits
+        from sparse_attn.ops.indexer.scores import fp8_mqa_logits
 
         logits = fp8_mqa_logits(*inputs, impl="reference")
         return torch.where(logits.isneginf(), 123.0, logits)
@@ -67,14 +67,14 @@ class PeersDouble:
     def paged_scores(self, q, cache, weights, context_lens, block_table, plan, max_context_len):
         from benchmarks.inputs import INDEX_LAYOUT
 
-        from sparse_attn.ops.index_logits import fp8_paged_mqa_logits
+        from sparse_attn.ops.indexer.scores import fp8_paged_mqa_logits
 
         inputs = q, cache, weights, context_lens, block_table, max_context_len, INDEX_LAYOUT
         logits = fp8_paged_mqa_logits(*inputs, impl="reference")
         return torch.where(logits.isneginf(), 123.0, logits)
 
     def top_k_prefill(self, logits, row_starts, row_ends, out):
-        from sparse_attn.ops.topk import top_k_per_row
+        from sparse_attn.ops.topk.select import top_k_per_row
 
         return out.copy_(top_k_per_row(logits, out.shape[1], row_starts, row_ends, impl="reference").flip(1))
 

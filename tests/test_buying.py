@@ -10,13 +10,13 @@ import expecttest
 import pytest
 import torch
 
-from sparse_attn.models.forms import FORMS, form_of, form_said_by, predicted_of
-from sparse_attn.models.loading import load, read_config
-from sparse_attn.models.memory import file_bytes, weight_bytes
-from sparse_attn.models.published import published_bytes, write_published
+from sparse_attn.checkpoints.formats import FORMS, form_of, form_said_by, predicted_of
+from sparse_attn.checkpoints.load import load, read_config
+from sparse_attn.checkpoints.memory import file_bytes, weight_bytes
+from sparse_attn.checkpoints.published import published_bytes, write_published
+from sparse_attn.checkpoints.share import share_of
+from sparse_attn.cli.main import main
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.models.share import share_of
-from sparse_attn.runtime.cli import main
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 

@@ -9,10 +9,10 @@ import sys
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from sparse_attn.checkpoints.save import save
+from sparse_attn.cli.chat import chat_ids
+from sparse_attn.cli.main import main
 from sparse_attn.models.params import random_params
-from sparse_attn.models.saving import save
-from sparse_attn.runtime.chat import chat_ids
-from sparse_attn.runtime.cli import main
 from sparse_attn.spec import preset
 
 BOS, USER, ASSISTANT, THINK, END_THINK = SPECIAL = (

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_attn import workspace
+from sparse_attn.cli import main as cli
+from sparse_attn.cli.documents import question
+from sparse_attn.cli.main import main
+from sparse_attn.cli.shipped import shipped_models
+from sparse_attn.generation import text
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.runtime import cli, text
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.documents import question
-from sparse_attn.runtime.shipped import shipped_models
 from sparse_attn.spec import PRESETS, preset, to_hf_config
 
 ROOT = Path(__file__).parent.parent
@@ -150,7 +151,7 @@ def test_eos_ends_a_text_unless_ignored(tmp_path, monkeypatch):
     place = next(n for n, token in enumerate(whole) if token != whole[0]) if len(set(whole)) > 1 else 0
     from dataclasses import replace
 
-    from sparse_attn.runtime import arguments
+    from sparse_attn.cli import arguments
 
     monkeypatch.setattr(arguments, "preset", lambda name: replace(preset(name), eos_token_ids=(whole[place],)))
     found, logits = generate(tmp_path, *common, logits=True)
@@ -492,7 +493,7 @@ def never(*args, **kwargs):
 
 
 def test_a_picture_of_tokens_is_refused_before_there_are_any(tmp_path, capsys, monkeypatch):
-    from sparse_attn.runtime import cli
+    from sparse_attn.cli import main as cli
 
     write_checkpoint(tmp_path, tokenizer=True)
     monkeypatch.setattr(cli, "generate", never)

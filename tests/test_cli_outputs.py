@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sparse_attn.runtime import text
-from sparse_attn.runtime.cli import main
+from sparse_attn.cli.main import main
+from sparse_attn.generation import text
 from sparse_attn.spec import preset
 
 PROMPT = text.shipped_text()[:150]
@@ -29,7 +29,8 @@ def never(*args, **kwargs):
     ],
 )
 def test_output_paths_are_tried_before_anything_is_computed(tmp_path, capsys, monkeypatch, command, option):
-    from sparse_attn.runtime import cli, quality_report, sources
+    from sparse_attn.cli import main as cli
+    from sparse_attn.cli import quality_report, sources
 
     for holder, name in ((sources, "load"), (cli, "generate"), (cli, "plan"), (quality_report, "load")):
         monkeypatch.setattr(holder, name, never)
@@ -45,7 +46,7 @@ def test_output_paths_are_tried_before_anything_is_computed(tmp_path, capsys, mo
 
 
 def test_pictures_are_of_a_format_that_can_be_written(tmp_path, capsys, monkeypatch):
-    from sparse_attn.runtime import sources
+    from sparse_attn.cli import sources
 
     monkeypatch.setattr(sources, "load", never)
     assert main(["generate", "--plot", str(tmp_path / "x.xyz")]) == 2
@@ -101,8 +102,8 @@ def test_an_ascii_terminal_does_not_end_a_finished_run(tmp_path, capsys, monkeyp
     """What it cannot show comes escaped."""
     from dataclasses import replace
 
+    from sparse_attn.checkpoints.save import save
     from sparse_attn.models.params import random_params
-    from sparse_attn.models.saving import save
 
     spec = replace(preset("tiny-v32"), num_layers=1, moe_layers=(False,), index_layers=(True,))
     save(tmp_path / "mod\u00e8le", spec, random_params(spec, seed=1))

@@ -17,12 +17,12 @@ from support.field_formats import (
     within_rounding,
 )
 
-from sparse_attn import compat
-from sparse_attn.compat import deep_gemm, flash_mla, rows, vllm
+from sparse_attn import integrations
+from sparse_attn.integrations import deep_gemm, flash_mla, rows, vllm_ops
 
 INF, NAN = math.inf, math.nan
 WILD = (-1, -(2**31), 2**31 - 1, 10**6)
-README = Path(compat.__file__).parent / "README.md"
+README = Path(integrations.__file__).parent / "README.md"
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +254,7 @@ def test_no_length_of_a_request_wraps():
     limits = [min(max(length - next_n + 1 + row, 0), width) for length in LENGTHS for row in range(next_n)]
     rows = len(limits)
     indices = torch.full((rows, width), -7, dtype=torch.int32)
-    vllm.top_k_per_row_decode(torch.randn(rows, width), next_n, lens, indices, rows, width, 1, width)
+    vllm_ops.top_k_per_row_decode(torch.randn(rows, width), next_n, lens, indices, rows, width, 1, width)
     assert (indices >= 0).sum(1).tolist() == limits
     cache = torch.zeros(1, width * 132, dtype=torch.uint8)
     cache[:, width * 128 :] = torch.ones(width).view(torch.uint8)
@@ -309,13 +309,13 @@ def test_top_k_per_row_prefill():
     starts = torch.tensor([0, 4, 5, 12, 6, 0], dtype=torch.int32)
     ends = torch.tensor([13, 9, 5, 13, 13, 3], dtype=torch.int32)
     indices = torch.full((6, 6), -7, dtype=torch.int32)
-    vllm.top_k_per_row_prefill(logits, starts, ends, indices, 5, *logits.stride(), 4)
+    vllm_ops.top_k_per_row_prefill(logits, starts, ends, indices, 5, *logits.stride(), 4)
     check_rows(indices, list(zip(starts.tolist(), ends.tolist()))[:5], logits, 4)
     assert (indices[5] == -7).all() and (indices[:, 4:] == -7).all()
     with pytest.raises(ValueError, match="stride0, stride1: got 13, 1"):
-        vllm.top_k_per_row_prefill(logits, starts, ends, indices, 5, 13, 1, 4)
+        vllm_ops.top_k_per_row_prefill(logits, starts, ends, indices, 5, 13, 1, 4)
     with pytest.raises(ValueError, match="indices: got shape"):
-        vllm.top_k_per_row_prefill(logits, starts, ends, indices, 6, *logits.stride(), 7)
+        vllm_ops.top_k_per_row_prefill(logits, starts, ends, indices, 6, *logits.stride(), 7)
 
 
 @pytest.mark.parametrize(("next_n", "two_dims"), ((1, False), (3, False), (3, True)))
@@ -326,7 +326,7 @@ def test_top_k_per_row_decode(next_n, two_dims):
     limits = lens.unsqueeze(1) - next_n + 1 + torch.arange(next_n, dtype=torch.int32)
     indices = torch.full((4 * next_n, 4), -7, dtype=torch.int32)
     given = limits if two_dims else lens
-    vllm.top_k_per_row_decode(logits, next_n, given, indices, 4 * next_n, 11, 1, 4)
+    vllm_ops.top_k_per_row_decode(logits, next_n, given, indices, 4 * next_n, 11, 1, 4)
     check_rows(indices, [(0, max(0, n)) for n in limits.flatten().tolist()], logits, 4)
 
 
@@ -337,7 +337,7 @@ def test_index_keys_written_and_gathered(rule):
     k = torch.randn(5, 128).bfloat16()
     k[3] = 0
     slots = torch.tensor([9, -1, 2, 11], dtype=torch.int64)  # shorter than k
-    vllm.indexer_k_quant_and_cache(k, cache, slots, 128, rule)
+    vllm_ops.indexer_k_quant_and_cache(k, cache, slots, 128, rule)
     flat = cache.view(blocks, -1)
     for token, slot in ((0, 9), (2, 2), (3, 11)):
         block, offset = divmod(slot, block_size)
@@ -353,7 +353,7 @@ def test_index_keys_written_and_gathered(rule):
         (torch.full((8, 128), 0xEE, dtype=torch.uint8), torch.full((8, 4), 0xEE, dtype=torch.uint8)),
         (torch.full((8, 128), 1.0).to(torch.float8_e4m3fn), torch.full((8, 1), NAN)),
     ):
-        vllm.cp_gather_indexer_k_quant_cache(cache, dst_k, dst_scale, table, indptr)
+        vllm_ops.cp_gather_indexer_k_quant_cache(cache, dst_k, dst_scale, table, indptr)
         raw, raw_scale = dst_k.view(torch.uint8), dst_scale.view(torch.uint8)
         for row, slot in enumerate((8, 9, 10, 0, 1, 2)):
             block, offset = divmod(slot, block_size)
@@ -362,7 +362,7 @@ def test_index_keys_written_and_gathered(rule):
             assert torch.equal(raw_scale[row], flat[block, at : at + 4])
         assert not raw[6:].any() and not raw_scale[6:].any()
     with pytest.raises(ValueError, match="quant_block_size: got 64"):
-        vllm.indexer_k_quant_and_cache(k, cache, slots, 64, rule)
+        vllm_ops.indexer_k_quant_and_cache(k, cache, slots, 64, rule)
 
 
 def test_positions_of_the_older_scores():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support.field_formats import attention, first, fp8, latent_bytes, within_rounding
 
-from sparse_attn.compat import deep_gemm, flash_mla, vllm
-from sparse_attn.torch_private import TorchDispatchMode, schema
+from sparse_attn.framework.torch_private import TorchDispatchMode, schema
+from sparse_attn.integrations import deep_gemm, flash_mla, vllm_ops
 
 
 @pytest.fixture(autouse=True)
@@ -55,15 +55,17 @@ def compiled_calls(device="cpu"):
 
     def top_k(logits, lens):
         chosen = torch.full((logits.shape[0], 4), -7, dtype=torch.int32, device=logits.device)
-        vllm.top_k_per_row_decode(logits, 1, lens, chosen, logits.shape[0], *logits.stride(), 4)
-        vllm.top_k_per_row_prefill(logits, torch.zeros_like(lens), lens, chosen, logits.shape[0], *logits.stride(), 3)
+        vllm_ops.top_k_per_row_decode(logits, 1, lens, chosen, logits.shape[0], *logits.stride(), 4)
+        vllm_ops.top_k_per_row_prefill(
+            logits, torch.zeros_like(lens), lens, chosen, logits.shape[0], *logits.stride(), 3
+        )
         return chosen
 
     def cached(k, slots, table, ends):
         cache = torch.zeros(2, 64, 132, dtype=torch.uint8, device=k.device)
-        vllm.indexer_k_quant_and_cache(k, cache, slots, 128, "ue8m0")
+        vllm_ops.indexer_k_quant_and_cache(k, cache, slots, 128, "ue8m0")
         keys, scales = k.new_zeros(8, 128, dtype=torch.uint8), k.new_zeros(8, 4, dtype=torch.uint8)
-        vllm.cp_gather_indexer_k_quant_cache(cache, keys, scales, table, ends)
+        vllm_ops.cp_gather_indexer_k_quant_cache(cache, keys, scales, table, ends)
         return cache, keys, scales
 
     cache = latent_bytes(torch.randn(128, 576))[0].view(2, 64, 1, 656)

@@ -25,13 +25,13 @@ from support.steps import (
 )
 
 from sparse_attn import workspace
+from sparse_attn.framework.target import target_of
+from sparse_attn.framework.torch_private import counters, mark_static_address
+from sparse_attn.generation.batch import REPEATABLE
+from sparse_attn.generation.generate import Model
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
-from sparse_attn.runtime.batch import REPEATABLE
-from sparse_attn.runtime.generate import Model
 from sparse_attn.spec import preset
-from sparse_attn.target import target_of
-from sparse_attn.torch_private import counters, mark_static_address
 
 CASES = [("tiny_v32", "fp8"), ("tiny_glm5", "fp32"), ("tiny_v4", "fp8")]
 

@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.ops.step_plan import build_compressed_plan, build_step_plan, build_window_plan
+from sparse_attn.ops.ragged.step_plans import build_compressed_plan, build_step_plan, build_window_plan
 from sparse_attn.testing.ops import opcheck, schema
 
 

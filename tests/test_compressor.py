@@ -11,8 +11,8 @@ from support.compressor import FORMS, INT_MAX, INT_MIN, LAYOUTS, PLAIN, World
 
 from sparse_attn.cache import allocate_cache
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.rope import rope_table
+from sparse_attn.ops.attention.compressor import compress_and_cache
+from sparse_attn.ops.layers.rope import rope_table
 from sparse_attn.testing.ops import opcheck, schema
 
 BOTH = pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=pytest.mark.kernel)])
@@ -163,7 +163,7 @@ def test_padding_replaces_nothing(where):
 @pytest.mark.parametrize("tokens, kept", [(17, False), (16, True), (9, True)])
 def test_replaced_rows_are_not_written(device, tokens, kept):
     """The program of the first token alone: programs run in any order, so it must leave its row to one a ring later."""
-    from sparse_attn.ops.compressor import kernels
+    from sparse_attn.ops.attention.compressor import kernels
 
     width = 32
     kv, bias = torch.randn(tokens, width, device=device), torch.randn(8, width, device=device)

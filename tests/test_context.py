@@ -15,22 +15,22 @@ from support.steps import small
 
 from sparse_attn import merge_attn_states, pipeline
 from sparse_attn.cache import allocate_cache
+from sparse_attn.generation.blocks import slots_of
+from sparse_attn.generation.generate import Generation, Model, generate
+from sparse_attn.generation.scheduler import Batching
+from sparse_attn.generation.selections import Watch
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.mesh import ALONE, ONE_RANK, Mesh, Ranks
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.index_query import indexer_q_rope_quant
-from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
+from sparse_attn.ops.ragged.step_plans import build_step_plan
 from sparse_attn.pipeline import Bounds, CacheLayouts, cache_layouts, cache_uses, default_block_size
-from sparse_attn.pipeline import ranks as pipeline_ranks
 from sparse_attn.pipeline.bounds import check_rank_scores, fitting_rows
-from sparse_attn.pipeline.choose import choose_decode, choose_over_ranks, choose_prefill
-from sparse_attn.pipeline.context import own_bound, own_plan, own_room, own_slots
-from sparse_attn.pipeline.ranks import all_positions, merge_over_ranks, merged_bytes
-from sparse_attn.runtime.batching import Batching
-from sparse_attn.runtime.generate import Generation, Model, generate
-from sparse_attn.runtime.paging import slots_of
-from sparse_attn.runtime.selections import Watch
+from sparse_attn.pipeline.parallel import ranks as pipeline_ranks
+from sparse_attn.pipeline.parallel.context import own_bound, own_plan, own_room, own_slots
+from sparse_attn.pipeline.parallel.ranks import all_positions, merge_over_ranks, merged_bytes
+from sparse_attn.pipeline.select import choose_decode, choose_over_ranks, choose_prefill
 from sparse_attn.spec import preset
 from sparse_attn.types import AttentionOutput, QuantisedQuery, StepPlan
 

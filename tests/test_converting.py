@@ -12,11 +12,12 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_attn.models import converting, forms
-from sparse_attn.models.converting import convert
-from sparse_attn.models.loading import load
-from sparse_attn.models.published import write_published
-from sparse_attn.runtime.cli import main
+from sparse_attn.checkpoints import convert as converting
+from sparse_attn.checkpoints import formats
+from sparse_attn.checkpoints.convert import convert
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.cli.main import main
 from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, quantise
 
@@ -183,9 +184,9 @@ def test_fp4_becomes_block_fp8_where_its_scales_span_little(written, tmp_path, l
         with pytest.raises(
             ValueError, match=r"w2.weight: got e2m1/1x32/e8m0, values that .* does not hold \(32 of 8192\)"
         ):
-            converting._converted("layers.1.ffn.experts.0.w2.weight", one, forms.FP8_E8M0)
+            converting._converted("layers.1.ffn.experts.0.w2.weight", one, formats.FP8_E8M0)
         return
-    found = converting._converted("w2", one, forms.FP8_E8M0)
+    found = converting._converted("w2", one, formats.FP8_E8M0)
     assert torch.equal(dequantise(found), dequantise(one)) and found.scales.tolist() == [[121]]
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_attn.models.loading import load
-from sparse_attn.models.published import write_published
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.published import write_published
 from sparse_attn.spec import preset
 
 SOME = 16  # of each form; all of them with SPARSE_ATTN_LONG=1

@@ -10,14 +10,15 @@ import torch
 from support.rank_threads import over_mesh
 from support.steps import decode_state, filled_caches, plan_of, prefill_plan, small
 
+from sparse_attn.checkpoints.sharding import shard_params
+from sparse_attn.generation.generate import Model
 from sparse_attn.mesh import ALONE, Mesh, planned_mesh
 from sparse_attn.models.exchange import step_bytes
 from sparse_attn.models.params import random_params
-from sparse_attn.models.sharding import shard_params
-from sparse_attn.pipeline import cache_layouts, deal
-from sparse_attn.pipeline.deal import deals_rows, dealt_bytes
-from sparse_attn.pipeline.ranks import dealt_rows, merge_over_ranks, merge_own_rows, own_rows, whole_rows
-from sparse_attn.runtime.generate import Model
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.parallel import rows as deal
+from sparse_attn.pipeline.parallel.ranks import dealt_rows, merge_over_ranks, merge_own_rows, own_rows, whole_rows
+from sparse_attn.pipeline.parallel.rows import deals_rows, dealt_bytes
 from sparse_attn.spec import preset
 from sparse_attn.types import AttentionOutput
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import os
 import re
 import subprocess
 import sys
@@ -19,13 +18,13 @@ from support.arguments import GOOD, ints, longs
 from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn
-from sparse_attn import debug, gradients, registration, torch_private
-from sparse_attn.ops.attention import reference, sparse_attn_prefill
-from sparse_attn.ops.rope import apply_rope
-from sparse_attn.ops.router import hash_routed_experts
-from sparse_attn.ops.step_plan import build_step_plan, build_window_plan
-from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.target import H200
+from sparse_attn.framework import debug, gradients, registration, torch_private
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.attention.sparse import reference, sparse_attn_prefill
+from sparse_attn.ops.layers.rope import apply_rope
+from sparse_attn.ops.layers.router import hash_routed_experts
+from sparse_attn.ops.ragged.step_plans import build_step_plan, build_window_plan
+from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.types import Ragged
 
 PAGED_BAD = [
@@ -210,12 +209,11 @@ def ops():
 
 
 def rules(name):
-    for folder in sparse_attn.ops.__path__:
-        for place in os.scandir(folder):
-            if os.path.exists(f"{place.path}/debug.py"):
-                module = importlib.import_module(f"sparse_attn.ops.{place.name}.debug")
-                if hasattr(module, name):
-                    return getattr(module, name)
+    for package in sparse_attn.ops.packages():
+        if importlib.util.find_spec(f"sparse_attn.ops.{package}.debug"):
+            module = importlib.import_module(f"sparse_attn.ops.{package}.debug")
+            if hasattr(module, name):
+                return getattr(module, name)
     raise AssertionError(f"{name} has no rules")
 
 
@@ -289,7 +287,7 @@ def attend(debugging, monkeypatch):
     """sparse_attn_prefill of two tokens on a CPU that stands for an H200; what runs is the reference."""
     launch = types.ModuleType("launch")
     launch.sparse_attn_prefill = reference.sparse_attn_prefill
-    monkeypatch.setitem(sys.modules, "sparse_attn.ops.attention.launch", launch)
+    monkeypatch.setitem(sys.modules, "sparse_attn.ops.attention.sparse.launch", launch)
     monkeypatch.setattr(registration, "target_of", lambda device: H200)
     monkeypatch.setattr(registration, "resolve_impl", lambda impl, *_: "triton" if impl == "auto" else impl)
     debug._warn_once.cache_clear()

@@ -15,10 +15,10 @@ import torch
 from support.other_defaults import DTYPES
 
 import sparse_attn as sa
+from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn.generation.plan_cache import HostPlanner
 from sparse_attn.models import deepseek_v4
 from sparse_attn.models.params import random_params
-from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.plan_cache import HostPlanner
 
 ROOT = Path(__file__).parent.parent
 FACTORIES = {

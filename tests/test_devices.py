@@ -14,12 +14,13 @@ import torch
 from support.second_device import SECOND, second_device
 
 import sparse_attn
-from sparse_attn import debug, registration, streams, workspace
+from sparse_attn import workspace
+from sparse_attn.framework import debug, registration, streams
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn.generation.steps import Model
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.steps import Model
 from sparse_attn.spec import preset
 from sparse_attn.workspace import Scratch
 
@@ -182,7 +183,7 @@ def test_garbage_is_kept_until_the_last_of_several_captures_ends():
 
 def test_tensors_on_two_devices_are_refused():
     names = ["logits", "row_starts", "row_ends", "k", "impl"]
-    op = registration._implementation("sparse_attn.ops.topk", "top_k_per_row", names, [0, 1, 2])
+    op = registration._implementation("sparse_attn.ops.topk.select", "top_k_per_row", names, [0, 1, 2])
     with pytest.raises(ValueError, match=r"^top_k_per_row: row_ends: got device meta, allowed: cpu \(that of logits\)"):
         op(torch.zeros(2, 3), None, torch.zeros(2, dtype=torch.int32, device="meta"), 2, "auto")
 
@@ -207,10 +208,10 @@ def test_nobody_asks_for_the_stream_of_whichever_device_is_current():
         package = path.is_relative_to(ROOT / "sparse_attn") and "testing" not in path.parts
         found += calls_without_a_device(path, IN_THE_PACKAGE if package else BARE)
     assert sorted(found) == [
-        "sparse_attn/runtime/arguments.py: torch.cuda.current_device()",  # --device cuda
-        "sparse_attn/streams.py: torch.cuda.current_device()",
-        "sparse_attn/streams.py: torch.cuda.is_current_stream_capturing()",
-        "sparse_attn/target.py: torch.cuda.current_device()",  # a device without an index
+        "sparse_attn/cli/arguments.py: torch.cuda.current_device()",  # --device cuda
+        "sparse_attn/framework/streams.py: torch.cuda.current_device()",
+        "sparse_attn/framework/streams.py: torch.cuda.is_current_stream_capturing()",
+        "sparse_attn/framework/target.py: torch.cuda.current_device()",  # a device without an index
         "sparse_attn/workspace.py: torch.cuda.current_device()",
         "sparse_attn/workspace.py: torch.cuda.current_device()",
     ]

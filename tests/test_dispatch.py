@@ -9,12 +9,12 @@ import torch
 from expecttest import assert_expected_inline
 from support.topk import ranges, scores
 
-from sparse_attn import dispatch
-from sparse_attn.dispatch import YES, Choice, Kernel, no, slower
-from sparse_attn.ops.topk import dispatch as topk
-from sparse_attn.ops.topk import reference, top_k_per_row
-from sparse_attn.ops.topk.plan import Problem
-from sparse_attn.target import CPU, Target, target_of
+from sparse_attn.framework import dispatch
+from sparse_attn.framework.dispatch import YES, Choice, Kernel, no, slower
+from sparse_attn.framework.target import CPU, Target, target_of
+from sparse_attn.ops.topk.select import dispatch as topk
+from sparse_attn.ops.topk.select import reference, top_k_per_row
+from sparse_attn.ops.topk.select.plan import Problem
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.workspace import Scratch
 
@@ -52,7 +52,7 @@ def test_a_kernel_is_forced_wherever_it_is_able():
 
 
 def test_a_launcher_is_imported_when_it_is_taken():
-    one = Kernel("one", table_of, table_of, "sparse_attn.ops.topk.reference:top_k_per_row")
+    one = Kernel("one", table_of, table_of, "sparse_attn.ops.topk.select.reference:top_k_per_row")
     assert one.launcher is reference.top_k_per_row
     for kernel in topk.KERNELS:
         assert callable(kernel.launcher), kernel.name

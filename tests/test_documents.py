@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparse_attn.runtime.cli import build_parser
+from sparse_attn.cli.main import build_parser
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = (".github/", "scripts/", "scripts/results/notes/", "sparse_attn/**/", "")

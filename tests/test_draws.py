@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn.generation.inputs import checked_sampling
+from sparse_attn.generation.sampling import draws_of
+from sparse_attn.generation.steps import Decode, advance, decode_step
+from sparse_attn.generation.text import shipped_text
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.sampling import penalise_logits, row_seeds, sample, token_logprobs
+from sparse_attn.ops.layers.sampling import penalise_logits, row_seeds, sample, token_logprobs
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.draws import draws_of
-from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.inputs import checked_sampling
-from sparse_attn.runtime.steps import Decode, advance, decode_step
-from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
 
 TEXT = list(shipped_text().encode())

@@ -13,13 +13,13 @@ import torch
 from support.compilations import ALONE, TOGETHER, Graphs, compiled_by, counts_behind, prompts_of, small
 
 from sparse_attn import allocate_cache, build_step_plan, mark_cache, parse_layout
+from sparse_attn.framework.torch_private import recompile_limit
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.steps import Model
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.attention import sparse_attn_decode
+from sparse_attn.ops.attention.sparse import sparse_attn_decode
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.steps import Model
-from sparse_attn.torch_private import recompile_limit
 from sparse_attn.types import Ragged
 
 

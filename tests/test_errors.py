@@ -5,30 +5,32 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
 
 import sparse_attn
-from sparse_attn import registration
+from sparse_attn.framework import registration
+from sparse_attn.framework.torch_private import schema
 from sparse_attn.layout import PlainLayout
 from sparse_attn.mesh import planned_mesh
-from sparse_attn.ops import attention, index_logits, index_topk, ragged
+from sparse_attn.ops.attention import sparse
+from sparse_attn.ops.indexer import scores
+from sparse_attn.ops.ragged import lists
+from sparse_attn.ops.topk import fused
 from sparse_attn.pipeline.bounds import Bounds
-from sparse_attn.torch_private import schema
 
-OPS = Path(sparse_attn.__file__).parent / "ops"
 FUNCTIONS = [
     function
-    for package in sorted(path.parent.name for path in OPS.glob("*/__init__.py"))
+    for package in sparse_attn.ops.packages()
     for name, function in vars(importlib.import_module(f"sparse_attn.ops.{package}")).items()
     if inspect.isfunction(function) and name in sparse_attn.__all__ and "impl" in inspect.signature(function).parameters
 ]
 OPERATORS = [
     operator
-    for path in sorted(OPS.glob("*/op.py"))
-    for operator in vars(importlib.import_module(f"sparse_attn.ops.{path.parent.name}.op")).values()
+    for package in sparse_attn.ops.packages()
+    if importlib.util.find_spec(f"sparse_attn.ops.{package}.op")
+    for operator in vars(importlib.import_module(f"sparse_attn.ops.{package}.op")).values()
     if hasattr(operator, "overload")
 ]
 
@@ -82,10 +84,10 @@ def test_integers_that_are_compared_are_integers(bad):
     route = dict(logits=torch.zeros(2, 8), bias=torch.zeros(8), top_k=2, num_groups=2, top_groups=1,
                  renormalise=True, routed_scale=1.0, score="sigmoid")  # fmt: skip
     calls = {
-        "d_v": lambda: attention.sparse_attn_prefill(**ROWS | dict(d_v=bad)),
+        "d_v": lambda: sparse.sparse_attn_prefill(**ROWS | dict(d_v=bad)),
         "start": lambda: sparse_attn.apply_rope(x, at, table, start=bad, interleaved=False),
         "dim": lambda: sparse_attn.rope_table(4, bad, 10000.0),
-        "num_rows": lambda: ragged.build_ragged_indices_from_dense(torch.zeros(2, 3, dtype=torch.int32), num_rows=bad),
+        "num_rows": lambda: lists.build_ragged_indices_from_dense(torch.zeros(2, 3, dtype=torch.int32), num_rows=bad),
     } | {
         name: functools.partial(sparse_attn.biased_grouped_topk, **route | {name: bad})
         for name in ("top_k", "num_groups", "top_groups")
@@ -140,29 +142,29 @@ WIDE = torch.zeros(1, 1, dtype=torch.int32).expand(1 << 16, 1 << 15)  # 2^31 ind
 @pytest.mark.parametrize(
     "function,good,change,name",
     [
-        (index_logits.bf16_mqa_logits, BF16, dict(k=torch.zeros(5, 16, dtype=torch.bfloat16)), "k"),
-        (index_logits.bf16_mqa_logits, BF16, dict(q=torch.zeros(2, 3, 16, dtype=torch.uint8)), "q"),
-        (index_logits.bf16_mqa_logits, BF16, dict(weights=torch.ones(3, 3)), "weights"),
-        (index_logits.bf16_paged_mqa_logits, PAGED, dict(q=torch.zeros(2, 1, 3, 16).half()), "q"),
-        (index_logits.bf16_paged_mqa_logits, PAGED, dict(cache=torch.zeros(2, 4, 17)), "cache"),
-        (index_logits.bf16_paged_mqa_logits, PAGED, dict(max_context_len=-1), "max_context_len"),
-        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(3, 4, 8)), "outs"),
-        (attention.merge_attn_states, MERGE, dict(lses=torch.zeros(2, 4, 3)), "lses"),
-        (attention.merge_attn_states, MERGE, dict(sink=torch.zeros(2)), "sink"),
+        (scores.bf16_mqa_logits, BF16, dict(k=torch.zeros(5, 16, dtype=torch.bfloat16)), "k"),
+        (scores.bf16_mqa_logits, BF16, dict(q=torch.zeros(2, 3, 16, dtype=torch.uint8)), "q"),
+        (scores.bf16_mqa_logits, BF16, dict(weights=torch.ones(3, 3)), "weights"),
+        (scores.bf16_paged_mqa_logits, PAGED, dict(q=torch.zeros(2, 1, 3, 16).half()), "q"),
+        (scores.bf16_paged_mqa_logits, PAGED, dict(cache=torch.zeros(2, 4, 17)), "cache"),
+        (scores.bf16_paged_mqa_logits, PAGED, dict(max_context_len=-1), "max_context_len"),
+        (sparse.merge_attn_states, MERGE, dict(outs=torch.zeros(3, 4, 8)), "outs"),
+        (sparse.merge_attn_states, MERGE, dict(lses=torch.zeros(2, 4, 3)), "lses"),
+        (sparse.merge_attn_states, MERGE, dict(sink=torch.zeros(2)), "sink"),
         (
-            attention.merge_attn_states,
+            sparse.merge_attn_states,
             MERGE,
             dict(outs=torch.zeros(0, 3, 4, 8), lses=torch.zeros(0, 3, 4)),
             "outs states",
         ),
-        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(2, 3, 4, 0)), "outs d_v"),
-        (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 0, 16)), "q"),
-        (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 129, 16)), "q"),
-        (attention.sparse_attn_prefill, ROWS, dict(d_v=0), "d_v"),
-        (attention.sparse_attn_prefill, ROWS, dict(d_v=17), "d_v"),
-        (index_topk.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 0, 16), weights=torch.ones(2, 0)), "q"),
-        (index_topk.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 129, 16), weights=torch.ones(2, 129)), "q"),
-        (ragged.build_ragged_indices_from_dense, {}, dict(indices=WIDE), "indices"),
+        (sparse.merge_attn_states, MERGE, dict(outs=torch.zeros(2, 3, 4, 0)), "outs d_v"),
+        (sparse.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 0, 16)), "q"),
+        (sparse.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 129, 16)), "q"),
+        (sparse.sparse_attn_prefill, ROWS, dict(d_v=0), "d_v"),
+        (sparse.sparse_attn_prefill, ROWS, dict(d_v=17), "d_v"),
+        (fused.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 0, 16), weights=torch.ones(2, 0)), "q"),
+        (fused.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 129, 16), weights=torch.ones(2, 129)), "q"),
+        (lists.build_ragged_indices_from_dense, {}, dict(indices=WIDE), "indices"),
     ],
 )
 def test_errors_name_the_argument(function, good, change, name):
@@ -173,12 +175,12 @@ def test_errors_name_the_argument(function, good, change, name):
 @pytest.mark.parametrize(
     "function,good,change",
     [
-        (attention.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 128, 16))),
-        (attention.sparse_attn_prefill, ROWS, dict(d_v=1)),
-        (attention.sparse_attn_prefill, ROWS, dict(kv=torch.zeros(5, 1, 16))),
-        (attention.merge_attn_states, MERGE, dict(outs=torch.zeros(1, 3, 4, 1), lses=torch.zeros(1, 3, 4))),
-        (index_topk.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 128, 16), weights=torch.ones(2, 128))),
-        (ragged.build_ragged_indices_from_dense, {}, dict(indices=WIDE[1:])),
+        (sparse.sparse_attn_prefill, ROWS, dict(q=torch.zeros(2, 128, 16))),
+        (sparse.sparse_attn_prefill, ROWS, dict(d_v=1)),
+        (sparse.sparse_attn_prefill, ROWS, dict(kv=torch.zeros(5, 1, 16))),
+        (sparse.merge_attn_states, MERGE, dict(outs=torch.zeros(1, 3, 4, 1), lses=torch.zeros(1, 3, 4))),
+        (fused.index_topk_decode, SELECT, dict(q=torch.zeros(2, 1, 128, 16), weights=torch.ones(2, 128))),
+        (lists.build_ragged_indices_from_dense, {}, dict(indices=WIDE[1:])),
     ],
 )
 def test_what_is_just_allowed_reaches_an_implementation(function, good, change):

@@ -9,14 +9,14 @@ import torch
 from support.rank_threads import over_mesh
 from support.steps import small
 
+from sparse_attn.checkpoints.sharding import shard_params
+from sparse_attn.generation.generate import Model, generate
+from sparse_attn.generation.scheduler import Batching
 from sparse_attn.mesh import ONE_RANK, Mesh, planned_mesh
 from sparse_attn.models.moe import moe
 from sparse_attn.models.params import random_params
-from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.pipeline.dispatch import NOBODY, combine, dispatch, dispatch_bytes, dispatched_rows, way_of
-from sparse_attn.runtime.batching import Batching
-from sparse_attn.runtime.generate import Model, generate
+from sparse_attn.pipeline.parallel.experts import NOBODY, combine, dispatch, dispatch_bytes, dispatched_rows, way_of
 from sparse_attn.spec import CompressedSpec, preset
 
 GRIDS = (

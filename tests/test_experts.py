@@ -11,11 +11,11 @@ from support.products import EPSILON, rows_of
 from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
-from sparse_attn.ops.experts import dispatch, packed_experts
-from sparse_attn.ops.experts.grouped import config as grouped
-from sparse_attn.ops.experts.plan import Problem, problem_of
-from sparse_attn.ops.grouped_linear.plan import Problem as Product
-from sparse_attn.target import H200, TARGETS
+from sparse_attn.framework.target import H200, TARGETS
+from sparse_attn.ops.layers.experts import dispatch, packed_experts
+from sparse_attn.ops.layers.experts.grouped import config as grouped
+from sparse_attn.ops.layers.experts.plan import Problem, problem_of
+from sparse_attn.ops.layers.linears.plan import Problem as Product
 from sparse_attn.testing.ops import opcheck, schema
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, weight_rows
 
@@ -212,8 +212,8 @@ TOKENS = [0, 1, 2, 1, 2, 0]  # of sorted rows
 def test_rows_sorted_for_the_streamed_kernel(columns, device):
     """Of x at any stride, to each of a token's experts; another row stays as it is."""
     from sparse_attn.device import pdl
-    from sparse_attn.ops.experts.hopper.rows import sort_rows
-    from sparse_attn.target import target_of
+    from sparse_attn.framework.target import target_of
+    from sparse_attn.ops.layers.experts.hopper.rows import sort_rows
 
     x = torch.randn(6, 2 * columns, dtype=BF16, device=device)[::2, ::2]
     ids, place = (torch.tensor(one, dtype=torch.int32, device=device) for one in (IDS, PLACES))
@@ -233,8 +233,8 @@ def test_rows_quantised_for_the_streamed_kernel(columns, dtype, device):
     """Bit by bit as one block of the reference's, of rows at any stride: zeros, small values beside large ones,
     the least ones, NaN and infinities; to each of a token's experts, or as they are. Other rows stay."""
     from sparse_attn.device import pdl
-    from sparse_attn.ops.experts.hopper.rows import quantise_rows
-    from sparse_attn.target import target_of
+    from sparse_attn.framework.target import target_of
+    from sparse_attn.ops.layers.experts.hopper.rows import quantise_rows
 
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(9, columns, generator=generator) * torch.exp2(torch.randn(9, 1, generator=generator) * 20)
@@ -261,7 +261,7 @@ def test_rows_quantised_for_the_streamed_kernel(columns, dtype, device):
 def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
     generator = torch.Generator().manual_seed(rows)
     ids = torch.randint(-2, experts + 2, (rows,), generator=generator, dtype=torch.int32)
-    from sparse_attn.ops.experts.grouped.kernels import order_rows
+    from sparse_attn.ops.layers.experts.grouped.kernels import order_rows
 
     tiles = experts + rows // block_m
     order, place = (torch.full((rows,), -9, dtype=torch.int32, device=device) for _ in range(2))
@@ -281,7 +281,7 @@ def test_sorted_rows_and_their_tiles(rows, experts, block_m, device):
         first += len(some)
     assert [span for span in spans.tolist() if span[0] >= 0] == want
     assert all(span[0] == -1 for span in spans.tolist() if span not in want)
-    from sparse_attn.ops.experts.hopper.rows import keep_spans
+    from sparse_attn.ops.layers.experts.hopper.rows import keep_spans
 
     kept, count = torch.full_like(spans, -9), torch.full((1,), -9, dtype=torch.int32, device=device)
     keep_spans[(1,)](spans, kept, count, tiles, BLOCK=16, PDL=False)

@@ -13,21 +13,21 @@ from expecttest import assert_expected_inline
 
 import sparse_attn
 from sparse_attn import explanation, roofline
-from sparse_attn.dispatch import Kernel
+from sparse_attn.cli import report
+from sparse_attn.cli.explain_calls import CALLS
+from sparse_attn.cli.main import main
 from sparse_attn.explanation import explain
-from sparse_attn.ops.attention import op as attention
-from sparse_attn.ops.experts import op as experts
-from sparse_attn.ops.grouped_linear import op as grouped_linear
-from sparse_attn.ops.index_logits import op as index_logits
-from sparse_attn.ops.index_topk import op as index_topk
-from sparse_attn.ops.topk import dispatch as selection
-from sparse_attn.ops.topk import op as topk
-from sparse_attn.ops.topk.plan import Problem
-from sparse_attn.runtime import report
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.explain_calls import CALLS
-from sparse_attn.target import H200, TARGETS, target_of
-from sparse_attn.torch_private import map_leaves
+from sparse_attn.framework.dispatch import Kernel
+from sparse_attn.framework.target import H200, TARGETS, target_of
+from sparse_attn.framework.torch_private import map_leaves
+from sparse_attn.ops.attention.sparse import op as attention
+from sparse_attn.ops.indexer.scores import op as index_logits
+from sparse_attn.ops.layers.experts import op as experts
+from sparse_attn.ops.layers.linears import op as grouped_linear
+from sparse_attn.ops.topk.fused import op as index_topk
+from sparse_attn.ops.topk.select import dispatch as selection
+from sparse_attn.ops.topk.select import op as topk
+from sparse_attn.ops.topk.select.plan import Problem
 from sparse_attn.types import Ragged
 
 
@@ -312,7 +312,7 @@ def test_options_reach_the_call(capsys):
 
 
 def test_it_runs_without_triton():
-    code = "import sys; from sparse_attn.runtime.cli import main; main(['explain', 'attention_decode', '--target', 'sm_90']); print('triton' in sys.modules)"
+    code = "import sys; from sparse_attn.cli.main import main; main(['explain', 'attention_decode', '--target', 'sm_90']); print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.startswith("attention_decode on sm_90: hopper.decode_fp8\n"), done.stderr
     assert done.stdout.endswith("\nFalse\n")

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from sparse_attn import build_compressed_plan, build_step_plan, build_window_plan, cache_layouts, preset
+from sparse_attn.framework.torch_private import leaves, map_leaves
+from sparse_attn.generation.steps import Decode, Model, Sampling, decode_step
 from sparse_attn.models.params import random_params
-from sparse_attn.runtime.steps import Decode, Model, Sampling, decode_step
-from sparse_attn.torch_private import leaves, map_leaves
 
 CONTEXT = 256
 

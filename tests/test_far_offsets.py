@@ -9,14 +9,14 @@ from conftest import big
 from support.caches import poison
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
-from sparse_attn.ops.index_logits import fp8_mqa_logits, fp8_paged_mqa_logits
-from sparse_attn.ops.index_topk import index_topk_decode
-from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.rope import rope_table
-from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.ops.attention.compressor import compress_and_cache
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.indexer.keys import gather_indexer_k, indexer_k_quant_and_cache
+from sparse_attn.ops.indexer.scores import fp8_mqa_logits, fp8_paged_mqa_logits
+from sparse_attn.ops.layers.rope import rope_table
+from sparse_attn.ops.topk.fused import index_topk_decode
+from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.testing import compare
 from sparse_attn.types import Ragged
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparse_attn.ops.attention.split_kv import EarlyStart, combine_of, may_start_early
-from sparse_attn.target import TARGETS
+from sparse_attn.framework.target import TARGETS
+from sparse_attn.ops.attention.sparse.split_kv import EarlyStart, combine_of, may_start_early
 
 TARGET = replace(TARGETS["sm_90"], num_sms=132)
 
@@ -52,7 +52,7 @@ def test_steps_are_launched_as_they_are_noted(form):
     for point in points:
         with recording("sm_90") as launches:
             fit_costs.calls(point, cache, TARGETS["sm_90"], 2)[1]()
-        kernels = [f"{launch.module}.{launch.kernel}".rpartition("attention.")[2] for launch in launches]
+        kernels = [f"{launch.module}.{launch.kernel}".rpartition("attention.sparse.")[2] for launch in launches]
         combine = ["hopper.combine.combine"] if point.splits else []
         assert kernels == [f"{form.kernel}.attend"] * len(point.waves) + combine
 
@@ -61,7 +61,7 @@ def test_constants_are_found_again():
     """Of times that a model with others makes, in microseconds of its own for each form."""
     import fit_costs
 
-    from sparse_attn.ops.attention.split_kv import PAIRS, TILES
+    from sparse_attn.ops.attention.sparse.split_kv import PAIRS, TILES
 
     true = {"hopper.decode_fp8": PAIRS._replace(start=2.3, full_wave=0.4, combine=1.75),
             "hopper.swap_ab": TILES._replace(start=1.1, full_wave=3.2, combine=0.6)}  # fmt: skip

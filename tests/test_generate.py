@@ -6,13 +6,13 @@ import numpy
 import pytest
 import torch
 
+from sparse_attn.generation.batch import prepare
+from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn.generation.steps import Decode, advance
+from sparse_attn.generation.text import shipped_text
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.sampling import row_seeds, sample
+from sparse_attn.ops.layers.sampling import row_seeds, sample
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.batch import prepare
-from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.steps import Decode, advance
-from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
 
 TEXT = list(shipped_text().encode())

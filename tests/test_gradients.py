@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import warnings
 
 import pytest
@@ -12,11 +11,11 @@ from support.arguments import GOOD
 from support.steps import decode_state, filled_caches, fresh, layer_of, model_of, plan_of, prefill_plan
 
 from sparse_attn import ops, sparse_attn_prefill, write_kv_cache
+from sparse_attn.framework.torch_private import TorchDispatchMode, schema
+from sparse_attn.generation.generate import Model, generate
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
-from sparse_attn.runtime.generate import Model, generate
-from sparse_attn.torch_private import TorchDispatchMode, schema
+from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache", "sparse_attn_into"}
@@ -25,9 +24,9 @@ WRITERS = {"indexer_k_quant_and_cache", "write_kv_cache", "compress_and_cache", 
 def callables():
     """name -> what public functions call."""
     found = {}
-    for package in pkgutil.iter_modules(ops.__path__):
-        if any(module.name == "op" for module in pkgutil.iter_modules([f"{ops.__path__[0]}/{package.name}"])):
-            module = importlib.import_module(f"sparse_attn.ops.{package.name}.op")
+    for package in ops.packages():
+        if importlib.util.find_spec(f"sparse_attn.ops.{package}.op"):
+            module = importlib.import_module(f"sparse_attn.ops.{package}.op")
             found |= {name: value for name, value in vars(module).items() if hasattr(value, "overload")}
     return found
 

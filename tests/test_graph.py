@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.framework.target import target_of
+from sparse_attn.framework.torch_private import occupy
+from sparse_attn.generation.generate import Decode, Model, decode_plan, decode_step
+from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn.generation.steps import Sampling
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
-from sparse_attn.runtime.generate import Decode, Model, decode_plan, decode_step
-from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.steps import Sampling
 from sparse_attn.spec import CompressedSpec, preset
-from sparse_attn.target import target_of
-from sparse_attn.torch_private import occupy
 
 BLOCK, WIDTH = 16, 12
 MAX_CONTEXT = BLOCK * WIDTH  # three times the tiny models' top-k

@@ -8,8 +8,8 @@ import torch
 
 from sparse_attn.device import grid
 from sparse_attn.layout import IndexFp8Layout
-from sparse_attn.ops.attention import merge_attn_states
-from sparse_attn.ops.index_logits import bf16_mqa_logits
+from sparse_attn.ops.attention.sparse import merge_attn_states
+from sparse_attn.ops.indexer.scores import bf16_mqa_logits
 
 MOST = 2**16 - 1
 IMPLS = "triton", "reference"
@@ -41,9 +41,9 @@ def empty(*shape, dtype=torch.float32):
     ],
 )
 def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, monkeypatch):
-    from sparse_attn.ops.index_logits import dispatch
-    from sparse_attn.ops.index_logits.launch import Prefill
-    from sparse_attn.ops.index_logits.portable import kernels
+    from sparse_attn.ops.indexer.scores import dispatch
+    from sparse_attn.ops.indexer.scores.launch import Prefill
+    from sparse_attn.ops.indexer.scores.portable import kernels
     from sparse_attn.testing.launches import TARGETS
 
     spy = Spy()
@@ -65,7 +65,7 @@ def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, mon
 
 @pytest.mark.parametrize("heads, launches", [(MOST, 1), (MOST + 1, 2), (3 * MOST, 4)])
 def test_combining_many_heads_takes_several_launches(heads, launches, monkeypatch):
-    from sparse_attn.ops.attention.portable import kernels, launch
+    from sparse_attn.ops.attention.sparse.portable import kernels, launch
 
     spy = Spy()
     monkeypatch.setattr(kernels, "combine", spy)
@@ -81,11 +81,11 @@ def test_combining_many_heads_takes_several_launches(heads, launches, monkeypatc
 
 
 def test_what_no_launch_has_room_for_is_refused():
-    from sparse_attn.ops.attention.portable import launch
-    from sparse_attn.ops.compressor import launch as compressor
-    from sparse_attn.ops.hyper_connection import launch as hyper
-    from sparse_attn.ops.index_query import launch as query
-    from sparse_attn.ops.kv_cache.launch import PlainLayout
+    from sparse_attn.ops.attention.compressor import launch as compressor
+    from sparse_attn.ops.attention.kv_cache.launch import PlainLayout
+    from sparse_attn.ops.attention.sparse.portable import launch
+    from sparse_attn.ops.indexer.queries import launch as query
+    from sparse_attn.ops.layers.hyper_connection import launch as hyper
 
     d_v = 4096 * MOST + 1
     with pytest.raises(ValueError, match=f"^outs d_v: got {d_v}, allowed: at most {d_v - 1}, "):

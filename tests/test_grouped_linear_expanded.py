@@ -9,9 +9,9 @@ import torch
 from support.products import check, check_replays, drawn_ends, in_line, problem, rows_of, tensor_of
 from support.weights import random_weight
 
-from sparse_attn.ops.grouped_linear import dispatch, grouped_linear
-from sparse_attn.ops.grouped_linear.expanded import config
-from sparse_attn.target import H200, TARGETS
+from sparse_attn.framework.target import H200, TARGETS
+from sparse_attn.ops.layers.linears import dispatch, grouped_linear
+from sparse_attn.ops.layers.linears.expanded import config
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 from sparse_attn.workspace import Workspace, size_of, use
 

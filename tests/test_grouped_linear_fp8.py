@@ -11,11 +11,11 @@ from support.products import check_quantised, check_replays, drawn_ends, rows_of
 from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
-from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, linear
-from sparse_attn.ops.grouped_linear.fp8.launch import quantise
-from sparse_attn.ops.grouped_linear.plan import problem_of
-from sparse_attn.ops.grouped_linear.reference import quantised_rows
-from sparse_attn.target import TARGETS, target_of
+from sparse_attn.framework.target import TARGETS, target_of
+from sparse_attn.ops.layers.linears import dispatch, grouped_linear, linear
+from sparse_attn.ops.layers.linears.fp8.launch import quantise
+from sparse_attn.ops.layers.linears.plan import problem_of
+from sparse_attn.ops.layers.linears.reference import quantised_rows
 from sparse_attn.testing.ops import opcheck
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 from sparse_attn.workspace import Workspace, size_of, use

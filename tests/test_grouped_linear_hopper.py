@@ -12,10 +12,10 @@ from support.products import check
 from support.weights import random_weight
 
 from sparse_attn import workspace
-from sparse_attn.ops.grouped_linear import dispatch, launch, linear
-from sparse_attn.ops.grouped_linear.hopper import config
-from sparse_attn.ops.grouped_linear.plan import Problem, problem_of
-from sparse_attn.target import H200, TARGETS, target_of
+from sparse_attn.framework.target import H200, TARGETS, target_of
+from sparse_attn.ops.layers.linears import dispatch, launch, linear
+from sparse_attn.ops.layers.linears.hopper import config
+from sparse_attn.ops.layers.linears.plan import Problem, problem_of
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")

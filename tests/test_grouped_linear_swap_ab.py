@@ -12,11 +12,11 @@ from support.products import check, problem, tensor_of
 from support.weights import random_weight
 
 from sparse_attn.device.packed_dot import CODES_PER_WORD, _gathered
-from sparse_attn.ops.grouped_linear import dispatch, grouped_linear, launch
-from sparse_attn.ops.grouped_linear.plan import Problem
-from sparse_attn.ops.grouped_linear.swap_ab import config
-from sparse_attn.ops.grouped_linear.swap_ab.launch import PLACED, place
-from sparse_attn.target import H200, TARGETS, target_of
+from sparse_attn.framework.target import H200, TARGETS, target_of
+from sparse_attn.ops.layers.linears import dispatch, grouped_linear, launch
+from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.linears.swap_ab import config
+from sparse_attn.ops.layers.linears.swap_ab.launch import PLACED, place
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, weight_rows
 
 V32 = WeightLayout("e4m3", (128, 128), "fp32")

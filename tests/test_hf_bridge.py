@@ -19,10 +19,10 @@ pytest.importorskip("transformers", minversion="5.24")
 import transformers  # noqa: E402
 
 import sparse_attn.integrations.transformers as bridge  # noqa: E402
+from sparse_attn.framework.torch_private import EagerDispatchMode, schema  # noqa: E402
 from sparse_attn.integrations.transformers import families, indexer, latent, windowed  # noqa: E402
 from sparse_attn.integrations.transformers.bounds import row_bounds  # noqa: E402
 from sparse_attn.integrations.transformers.refusals import check_absorbable  # noqa: E402
-from sparse_attn.torch_private import EagerDispatchMode, schema  # noqa: E402
 
 TOLERANCE = 2e-4
 
@@ -471,9 +471,9 @@ def forms_of(calls):
     found = set()
     for func, (*args, _) in calls:
         name = schema(func).name.removeprefix("sparse_attn::")
-        package = {"build_ragged_indices_from_dense": "ragged", "sparse_attn_decode": "attention",
-                   "sparse_attn_prefill": "attention", "index_topk_prefill": "index_topk",
-                   "index_topk_decode_slots": "index_topk"}[name]  # fmt: skip
+        package = {"build_ragged_indices_from_dense": "ragged.lists", "sparse_attn_decode": "attention.sparse",
+                   "sparse_attn_prefill": "attention.sparse", "index_topk_prefill": "topk.fused",
+                   "index_topk_decode_slots": "topk.fused"}[name]  # fmt: skip
         launch = importlib.import_module(f"sparse_attn.ops.{package}.launch")
         with recording("sm_90") as launches:
             getattr(launch, name)(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in args))

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.requests import Requests
 
+from sparse_attn.framework.torch_private import fake_mode, map_leaves
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import fake_mode, map_leaves
 
 LENGTH = 300  # several blocks of a request of either model, and entries of every ratio
 

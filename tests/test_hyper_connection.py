@@ -5,7 +5,7 @@ import torch
 from conftest import big
 from expecttest import assert_expected_inline
 
-from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
+from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.testing.ops import opcheck, schema
 
 SETTINGS = dict(eps=1e-6, norm_eps=1e-5)
@@ -269,8 +269,8 @@ def test_streams_far_apart():
 @pytest.mark.parametrize("count, hidden", [(3, 7168), (16, 7168)])  # those of published models: scripts/aot.py
 @pytest.mark.parametrize("arch", [90, 80, "gfx942"])
 def test_compiles_ahead_of_time(count, hidden, arch):
-    from sparse_attn.ops.hyper_connection import config, kernels
-    from sparse_attn.target import H200
+    from sparse_attn.framework.target import H200
+    from sparse_attn.ops.layers.hyper_connection import config, kernels
     from sparse_attn.testing.aot import compile_kernel
 
     launch = config.config(count, hidden, H200)

@@ -9,7 +9,7 @@ from support.caches import check_nans, nans, poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
-from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache, reference
+from sparse_attn.ops.indexer.keys import gather_indexer_k, indexer_k_quant_and_cache, reference
 from sparse_attn.testing.ops import opcheck, schema
 
 LAYOUTS = [
@@ -268,8 +268,8 @@ def test_opcheck_kernel(device):
 
 @pytest.mark.aot
 def test_kernels_on_hopper():
-    from sparse_attn.ops.index_cache import config, kernels
-    from sparse_attn.target import H200
+    from sparse_attn.framework.target import H200
+    from sparse_attn.ops.indexer.keys import config, kernels
     from sparse_attn.testing.aot import compile_kernel
 
     chosen = config.config(H200)

@@ -12,11 +12,11 @@ from support.index_logits import check_highest
 from support.index_topk import mxfp4_query
 
 from sparse_attn.fp8 import fp8_decode, fp8_quantise
+from sparse_attn.framework.target import target_of
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.mxfp4 import mxfp4_quantise
-from sparse_attn.ops import index_logits
-from sparse_attn.ops.index_logits import reference
-from sparse_attn.target import target_of
+from sparse_attn.ops.indexer import scores
+from sparse_attn.ops.indexer.scores import reference
 from sparse_attn.testing import compare
 from sparse_attn.testing.ops import opcheck, schema
 
@@ -51,9 +51,7 @@ def test_keys_of_none_have_any_strides(impl, device):
     (q, _), start = quantised((3, 2, 16), "e4m3fn", device), torch.zeros(3, dtype=torch.int32, device=device)
     codes, scale = torch.zeros(1, dtype=torch.uint8, device=device), torch.ones(1, device=device)
     for k in (codes.expand(0, 16), torch.as_strided(codes, (0, 16), (16, 3))):
-        got = index_logits.fp8_mqa_logits(
-            q, k, scale.expand(0), torch.ones(3, 2, device=device), start, start, impl=impl
-        )
+        got = scores.fp8_mqa_logits(q, k, scale.expand(0), torch.ones(3, 2, device=device), start, start, impl=impl)
         assert got.shape == (3, 0)
 
 
@@ -63,7 +61,7 @@ def test_reference_matches_loop(flavour):
     (q, q_scale), (k, k_scale) = quantised((7, 3, 16), flavour), quantised((20, 16), flavour)
     weights = torch.randn(7, 3) * q_scale
     start, end = ranges(7, 20)
-    got = index_logits.fp8_mqa_logits(q, k, k_scale, weights, start, end, flavour=flavour)
+    got = scores.fp8_mqa_logits(q, k, k_scale, weights, start, end, flavour=flavour)
     want = slow_logits(fp8_decode(q, flavour), fp8_decode(k, flavour) * k_scale.unsqueeze(1), weights, start, end)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
@@ -80,7 +78,7 @@ def test_reference_in_pieces(monkeypatch):
 def test_relu_comes_before_the_weight():
     q, k = torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[2.0], [-3.0]])
     whole = torch.zeros(1, dtype=torch.int32), torch.full((1,), 2, dtype=torch.int32)
-    got = index_logits.bf16_mqa_logits(q, k, torch.tensor([[-1.0, 10.0]]), *whole)
+    got = scores.bf16_mqa_logits(q, k, torch.tensor([[-1.0, 10.0]]), *whole)
     assert got.tolist() == [[-2.0, 30.0]]
 
 
@@ -130,7 +128,7 @@ def paged_inputs(layout, lens, heads, block_size, device="cpu", padding=0, poiso
 
 def run_paged(inputs, max_context_len, layout, impl):
     form = {IndexFp8Layout: "fp8", IndexMxfp4Layout: "mxfp4", PlainLayout: "bf16"}[type(layout)]
-    return getattr(index_logits, f"{form}_paged_mqa_logits")(*inputs, max_context_len, layout, impl=impl)
+    return getattr(scores, f"{form}_paged_mqa_logits")(*inputs, max_context_len, layout, impl=impl)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -206,7 +204,7 @@ GOOD = dict(
 )
 def test_errors_name_the_argument(change, name, kind):
     with pytest.raises(kind, match=rf"^{name}: got"):
-        index_logits.fp8_mqa_logits(**(GOOD | change))
+        scores.fp8_mqa_logits(**(GOOD | change))
 
 
 @pytest.mark.parametrize(
@@ -232,14 +230,14 @@ def test_paged_errors_name_the_argument(change, name, kind):
         layout=LAYOUTS["fp8"],
     )
     with pytest.raises(kind, match=rf"^{name}: got"):
-        index_logits.fp8_paged_mqa_logits(**(arguments | change))
+        scores.fp8_paged_mqa_logits(**(arguments | change))
 
 
 @pytest.mark.parametrize("rows,keys", [(0, 4), (3, 0)])
 def test_empty(rows, keys):
     q, k = torch.zeros(rows, 2, 8), torch.zeros(keys, 8)
     bounds = torch.zeros(rows, dtype=torch.int32)
-    assert index_logits.bf16_mqa_logits(q, k, torch.zeros(rows, 2), bounds, bounds).shape == (rows, keys)
+    assert scores.bf16_mqa_logits(q, k, torch.zeros(rows, 2), bounds, bounds).shape == (rows, keys)
 
 
 @pytest.mark.kernel
@@ -282,16 +280,16 @@ def test_mqa_kernel(device):
                 mxfp4_quantise(torch.randn(keys, dim)),
             )
             k, k_scale = (torch.cat([x, x], 1).to(device)[:, : x.shape[1]] for x in (k, k_scale))
-            got = index_logits.mxfp4_mqa_logits(q, k, k_scale, weights, start, end, impl="triton")
+            got = scores.mxfp4_mqa_logits(q, k, k_scale, weights, start, end, impl="triton")
             want = reference.mqa_logits(q, k, k_scale, weights, start, end, kind)
         elif isinstance(kind, str):
             (q, _), (k, k_scale) = quantised((rows, heads, dim), kind, device), quantised((keys, dim), kind, device)
-            got = index_logits.fp8_mqa_logits(q, k, k_scale, weights, start, end, flavour=kind, impl="triton")
+            got = scores.fp8_mqa_logits(q, k, k_scale, weights, start, end, flavour=kind, impl="triton")
             want = reference.mqa_logits(q, k, k_scale, weights, start, end, kind)
         else:
             q = torch.randn(rows, heads, 2 * dim, device=device).to(kind)[..., :dim]
             k = torch.randn(keys, dim, device=device).to(kind)
-            got = index_logits.bf16_mqa_logits(q, k, weights, start, end, impl="triton")
+            got = scores.bf16_mqa_logits(q, k, weights, start, end, impl="triton")
             want = reference.mqa_logits(q, k, None, weights, start, end, "none")
         compare.assert_same_diff(got, want)
 
@@ -341,8 +339,8 @@ def test_paged_kernel(device):
 
 @pytest.mark.kernel
 def test_paged_kernel_gives_the_highest_of_groups(device):
-    from sparse_attn.ops.index_logits import dispatch
-    from sparse_attn.ops.index_logits.launch import Paged
+    from sparse_attn.ops.indexer.scores import dispatch
+    from sparse_attn.ops.indexer.scores.launch import Paged
 
     for case, (name, lens, heads, block_size, padding) in enumerate(PAGED_CASES):
         torch.manual_seed(case)
@@ -368,10 +366,10 @@ def test_a_row_has_the_same_bits_alone(device):
     (q, _), (k, k_scale) = quantised((40, 4, 32), "e4m3fn", device), quantised((300, 32), "e4m3fn", device)
     weights = torch.randn(40, 4, device=device)
     start, end = ranges(40, 300, device)
-    whole = index_logits.fp8_mqa_logits(q, k, k_scale, weights, start, end, impl="triton")
+    whole = scores.fp8_mqa_logits(q, k, k_scale, weights, start, end, impl="triton")
     for row in (0, 1, 17, 39):
         some = slice(row, row + 1)
-        alone = index_logits.fp8_mqa_logits(q[some], k, k_scale, weights[some], start[some], end[some], impl="triton")
+        alone = scores.fp8_mqa_logits(q[some], k, k_scale, weights[some], start[some], end[some], impl="triton")
         assert torch.equal(alone[0], whole[row])
 
 
@@ -392,7 +390,7 @@ def test_a_nan_key_scores_nan_and_so_is_never_selected(device):
     (q, _), (k, k_scale) = quantised((3, 4, 32), "e4m3fn", device), quantised((9, 32), "e4m3fn", device)
     k[4, 7] = 0x7F
     whole = torch.zeros(3, dtype=torch.int32, device=device), torch.full((3,), 9, dtype=torch.int32, device=device)
-    got = index_logits.fp8_mqa_logits(q, k, k_scale, torch.ones(3, 4, device=device), *whole, impl="triton")
+    got = scores.fp8_mqa_logits(q, k, k_scale, torch.ones(3, 4, device=device), *whole, impl="triton")
     assert got.isnan().nonzero()[:, 1].tolist() == [4] * 3
 
 
@@ -404,10 +402,10 @@ def test_an_infinite_key_has_a_score_beside_padded_heads(device):
     k[2] = INF
     bounds = torch.zeros(2, dtype=torch.int32, device=device), torch.full((2,), 4, dtype=torch.int32, device=device)
     want = [[96.0, 96.0, INF, 96.0]] * 2
-    assert index_logits.bf16_mqa_logits(q, k, weights, *bounds, impl="triton").tolist() == want
+    assert scores.bf16_mqa_logits(q, k, weights, *bounds, impl="triton").tolist() == want
     lens, table = bounds[1][:, None], torch.zeros(2, 1, dtype=torch.int32, device=device)
     layout = PlainLayout("fp32", 16)
-    got = index_logits.bf16_paged_mqa_logits(q[:, None], k[None], weights, lens, table, 4, layout, impl="triton")
+    got = scores.bf16_paged_mqa_logits(q[:, None], k[None], weights, lens, table, 4, layout, impl="triton")
     assert got.tolist() == want
 
 

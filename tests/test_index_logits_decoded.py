@@ -12,12 +12,12 @@ from support.index_logits import prefill_arguments, prefill_problem
 from support.index_topk import mxfp4_query
 
 from sparse_attn import workspace
+from sparse_attn.framework.target import H200
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout
 from sparse_attn.mxfp4 import GROUP, NAN_SCALE, mxfp4_decode, mxfp4_quantise
-from sparse_attn.ops.index_logits import dispatch, reference
-from sparse_attn.ops.index_logits.launch import Prefill
-from sparse_attn.ops.index_logits.plan import HopperDecodedPlan
-from sparse_attn.target import H200
+from sparse_attn.ops.indexer.scores import dispatch, reference
+from sparse_attn.ops.indexer.scores.launch import Prefill
+from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan
 from sparse_attn.testing.launches import TARGETS
 
 MXFP4 = IndexMxfp4Layout(128)
@@ -52,7 +52,7 @@ def test_scratch():
 
 @pytest.mark.aot
 def test_four_launches():
-    from sparse_attn.ops.index_logits import launch
+    from sparse_attn.ops.indexer.scores import launch
     from sparse_attn.testing.launches import recording
 
     for rows, count in ((2048, 4), (100, 2)):
@@ -64,7 +64,7 @@ def test_four_launches():
 @pytest.mark.aot
 def test_scored_and_selected():
     """The scratch of scoring lies behind that of selecting."""
-    from sparse_attn.ops.index_topk import launch
+    from sparse_attn.ops.topk.fused import launch
     from sparse_attn.testing.launches import recording
 
     q, k, k_scale, weights, start, end, flavour = prefill_arguments(2048, 8192, flavour="mxfp4")
@@ -95,8 +95,8 @@ def spread(keys):
 def test_decoded_keys(device):
     """Every value exactly, where groups are near each other; a flag for each tile in which some are not."""
     from sparse_attn.device import pdl
-    from sparse_attn.ops.index_logits.hopper import decode_mxfp4
-    from sparse_attn.target import target_of
+    from sparse_attn.framework.target import target_of
+    from sparse_attn.ops.indexer.scores.hopper import decode_mxfp4
 
     torch.manual_seed(0)
     keys, padding = 201, 2
@@ -154,7 +154,7 @@ def case(rows, keys, heads, kind, bounds):
 @pytest.mark.parametrize("bounds", ["causal", "ragged", "wild"])
 def test_same_bits(bounds, heads):
     """As without scratch, whatever scratch holds; NaN where the reference has it."""
-    from sparse_attn.ops.index_logits.hopper import launch
+    from sparse_attn.ops.indexer.scores.hopper import launch
 
     for rows, keys in ((1, 1), (3, 65), (301, 3333), (1500, 2000)):
         for kind in ("near nan", "far", "far heads nan"):

@@ -10,9 +10,9 @@ from expecttest import assert_expected_inline
 from support.index_logits import U8, meta, paged_arguments, paged_problem, prefill_arguments, prefill_problem
 
 from sparse_attn import fp8_mqa_logits, fp8_paged_mqa_logits
+from sparse_attn.framework.target import CPU, target_of
 from sparse_attn.layout import IndexFp8Layout
-from sparse_attn.ops.index_logits import dispatch, reference
-from sparse_attn.target import CPU, target_of
+from sparse_attn.ops.indexer.scores import dispatch, reference
 from sparse_attn.testing.launches import TARGETS
 
 PLAIN = dict(flavour="none", dtype=torch.bfloat16)

@@ -12,9 +12,9 @@ from support.index_logits import check_highest, paged_arguments, paged_problem, 
 from sparse_attn import IndexFp8Layout
 from sparse_attn.device.triton_private import VERSION
 from sparse_attn.fp8 import fp8_encode
-from sparse_attn.ops.index_logits import dispatch, reference
-from sparse_attn.ops.index_logits.launch import Paged, Prefill
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.indexer.scores import dispatch, reference
+from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
 from sparse_attn.testing.compare import assert_same_diff
 from sparse_attn.testing.launches import TARGETS
 
@@ -53,7 +53,7 @@ def test_the_number_of_rows_chooses_no_kernel(rows):
 def test_stages_keep_their_consumers(columns):
     """Tiles of query blocks of any length are taken by one consumer each, a ring's stage by the same one every time.
     Another could wait for a tile while the one before is on its way, and take the phase before that for its own."""
-    from sparse_attn.ops.index_logits.hopper import common
+    from sparse_attn.ops.indexer.scores.hopper import common
 
     turns = common.CONSUMERS.value // common.products(columns)
     stages = dispatch.choose_prefill(prefill_problem(), H200).plan.stages
@@ -71,7 +71,7 @@ def test_stages_keep_their_consumers(columns):
 @pytest.mark.aot
 @pytest.mark.parametrize("next_n", [0, 1, 2, 4])
 def test_compiles_for_hopper(next_n):
-    from sparse_attn.ops.index_logits import launch
+    from sparse_attn.ops.indexer.scores import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:
@@ -89,13 +89,13 @@ def test_compiles_for_hopper(next_n):
 
 
 def prefill(call):
-    from sparse_attn.ops.index_logits.hopper import launch
+    from sparse_attn.ops.indexer.scores.hopper import launch
 
     launch.prefill(call, dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, "hopper.prefill").plan)
 
 
 def paged(call):
-    from sparse_attn.ops.index_logits.hopper import launch
+    from sparse_attn.ops.indexer.scores.hopper import launch
 
     problem = dispatch.paged_problem(*call[:6], LAYOUT.name)
     launch.paged(call, dispatch.choose_paged(problem, H200, "hopper.paged").plan)
@@ -245,7 +245,7 @@ def test_paged_gives_the_highest_of_groups(next_n, heads):
 def test_more_scores_than_are_to_stay_in_the_l2():
     """With one request more there are; the others' scores have the same bits, and the highest of groups come with
     either."""
-    from sparse_attn.ops.index_logits.hopper import requests as of_requests
+    from sparse_attn.ops.indexer.scores.hopper import requests as of_requests
 
     torch.manual_seed(0)
     width = 131072

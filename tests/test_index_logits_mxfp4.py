@@ -11,10 +11,10 @@ from support.index_logits import check_highest, paged_arguments, paged_problem, 
 from support.index_topk import mxfp4_query
 
 from sparse_attn import IndexMxfp4Layout
+from sparse_attn.framework.target import H200
 from sparse_attn.mxfp4 import GROUP, mxfp4_decode, mxfp4_quantise
-from sparse_attn.ops.index_logits import dispatch, reference
-from sparse_attn.ops.index_logits.launch import Paged, Prefill
-from sparse_attn.target import H200
+from sparse_attn.ops.indexer.scores import dispatch, reference
+from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
 from sparse_attn.testing.compare import assert_same_diff
 from sparse_attn.testing.launches import TARGETS
 
@@ -82,7 +82,7 @@ def test_why_they_refuse(problem, name, change, reason):
 @pytest.mark.parametrize("next_n", [1, 4])
 def test_stages_keep_their_consumers(next_n):
     """A ring's stage is taken by the same consumer every time."""
-    from sparse_attn.ops.index_logits.hopper import common
+    from sparse_attn.ops.indexer.scores.hopper import common
 
     plan = dispatch.choose_paged(paged_problem(next_n=next_n, flavour="mxfp4"), H200, NAME).plan
     assert plan.stages % common.CONSUMERS.value == 0
@@ -92,7 +92,7 @@ def test_stages_keep_their_consumers(next_n):
 @pytest.mark.few(0)
 @pytest.mark.parametrize("next_n", [1, 4])
 def test_compiles_for_hopper(next_n):
-    from sparse_attn.ops.index_logits import launch
+    from sparse_attn.ops.indexer.scores import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:
@@ -119,14 +119,14 @@ def test_compiles_with_the_highest_of_groups():
 
 
 def paged(call):
-    from sparse_attn.ops.index_logits.hopper import launch
+    from sparse_attn.ops.indexer.scores.hopper import launch
 
     problem = dispatch.paged_problem(*call[:6], LAYOUT.name)
     launch.score_paged_mxfp4(call, dispatch.choose_paged(problem, H200, NAME).plan)
 
 
 def prefill(call):
-    from sparse_attn.ops.index_logits.hopper import launch
+    from sparse_attn.ops.indexer.scores.hopper import launch
 
     launch.score_prefill_mxfp4(call, dispatch.choose_prefill(dispatch.prefill_problem(*call[:7]), H200, PREFILL).plan)
 

@@ -1,4 +1,4 @@
-"""ops/index_logits/hopper/README.md against the compiled kernels."""
+"""ops/indexer/scores/hopper/README.md against the compiled kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from support.index_logits import paged_arguments, prefill_arguments
 from support.warp_specialised import documented, kernel_of, sections
 
-from sparse_attn.ops import index_logits
+from sparse_attn.ops.indexer import scores
 
-README = Path(index_logits.__file__).parent / "hopper" / "README.md"
+README = Path(scores.__file__).parent / "hopper" / "README.md"
 
 
 def test_every_hopper_kernel_has_its_page():
-    from sparse_attn.ops.index_logits.dispatch import PAGED_KERNELS, PREFILL_KERNELS
+    from sparse_attn.ops.indexer.scores.dispatch import PAGED_KERNELS, PREFILL_KERNELS
 
     names = {kernel.name for kernel in (*PREFILL_KERNELS, *PAGED_KERNELS) if kernel.name.startswith("hopper.")}
     assert set(sections(README)) == names
@@ -32,7 +32,7 @@ def test_every_hopper_kernel_has_its_page():
 )
 def test_tables_are_those_of_the_compiled_kernel(name):
     """Of 64 heads, and four rows a request."""
-    from sparse_attn.ops.index_logits import launch
+    from sparse_attn.ops.indexer.scores import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:

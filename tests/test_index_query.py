@@ -13,8 +13,8 @@ from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.fp8 import fp8_decode
 from sparse_attn.layout import INDEX_AMAX_FLOOR, IndexFp8Layout, PlainLayout
-from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant, reference
-from sparse_attn.ops.rope import rope_table
+from sparse_attn.ops.indexer.queries import hadamard_transform, indexer_q_rope_quant, reference
+from sparse_attn.ops.layers.rope import rope_table
 from sparse_attn.testing.ops import opcheck, schema
 
 NAN = float("nan")

@@ -9,10 +9,11 @@ from support.index_topk import DIM, HEADS, LAYOUTS, codes, decode_case, mxfp4_qu
 from support.topk import EXACT, chosen, for_rows
 
 from sparse_attn import workspace
+from sparse_attn.framework.target import H200, target_of
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
 from sparse_attn.mxfp4 import mxfp4_quantise
-from sparse_attn.ops import index_logits
-from sparse_attn.ops.index_topk import (
+from sparse_attn.ops.indexer import scores
+from sparse_attn.ops.topk.fused import (
     DECODE_LOGITS_BYTES,
     config,
     index_topk_decode,
@@ -20,9 +21,8 @@ from sparse_attn.ops.index_topk import (
     index_topk_prefill,
     shapes,
 )
-from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.ops.topk.plan import THRESHOLDS, Bound, Sampled
-from sparse_attn.target import H200, target_of
+from sparse_attn.ops.topk.select import top_k_per_row
+from sparse_attn.ops.topk.select.plan import THRESHOLDS, Bound, Sampled
 from sparse_attn.testing.ops import opcheck, schema
 
 WIDEST = 262144  # with group maxima
@@ -52,15 +52,13 @@ def full_logits(case, layout=None, context=None, flavour="e4m3fn", impl="auto"):
     if layout is not None:
         q, weights, cache, lens, table = case
         form = {IndexFp8Layout: "fp8", IndexMxfp4Layout: "mxfp4", PlainLayout: "bf16"}[type(layout)]
-        return getattr(index_logits, f"{form}_paged_mqa_logits")(
-            q, cache, weights, lens, table, context, layout, impl=impl
-        )
+        return getattr(scores, f"{form}_paged_mqa_logits")(q, cache, weights, lens, table, context, layout, impl=impl)
     q, weights, k, scale, start, end = case
     if scale is None:
-        return index_logits.bf16_mqa_logits(q, k, weights, start, end, impl=impl)
+        return scores.bf16_mqa_logits(q, k, weights, start, end, impl=impl)
     if flavour == "mxfp4":
-        return index_logits.mxfp4_mqa_logits(q, k, scale, weights, start, end, impl=impl)
-    return index_logits.fp8_mqa_logits(q, k, scale, weights, start, end, flavour=flavour, impl=impl)
+        return scores.mxfp4_mqa_logits(q, k, scale, weights, start, end, impl=impl)
+    return scores.fp8_mqa_logits(q, k, scale, weights, start, end, flavour=flavour, impl=impl)
 
 
 # --- reference
@@ -197,7 +195,7 @@ def kernels(rows):
 @pytest.mark.kernel
 @pytest.mark.parametrize("flavour", ["e4m3fn", "none", "mxfp4"])
 def test_prefill_kernel(flavour, device, dirty_workspace):
-    from sparse_attn.ops.index_topk import launch
+    from sparse_attn.ops.topk.fused import launch
 
     case = to(device, prefill_case(5, 70, flavour))
     want = top_k_per_row(full_logits(case, flavour=flavour, impl="triton").cpu(), 9, case[4].cpu(), case[5].cpu())
@@ -211,7 +209,7 @@ def test_prefill_kernel(flavour, device, dirty_workspace):
 @pytest.mark.kernel
 @pytest.mark.parametrize("layout", ["fp8", "bf16"])
 def test_decode_kernel(layout, device, dirty_workspace):
-    from sparse_attn.ops.index_topk import launch
+    from sparse_attn.ops.topk.fused import launch
 
     layout = LAYOUTS[layout]
     case = to(device, decode_case(layout, 3, 2, 70))
@@ -228,7 +226,7 @@ def test_decode_kernel(layout, device, dirty_workspace):
 @pytest.mark.parametrize("layout", ["fp8", "fp32"])
 def test_decode_kernel_with_group_maxima(layout, device, dirty_workspace):
     """Rows of more keys than are held at once, and a budget that two requests exceed."""
-    from sparse_attn.ops.index_topk import launch
+    from sparse_attn.ops.topk.fused import launch
 
     layout, context = LAYOUTS[layout], 2605
     case = to(device, decode_case(layout, 3, 2, context))

@@ -10,11 +10,11 @@ import torch
 from support.launched import launched
 
 from sparse_attn import workspace
+from sparse_attn.generation.generate import Decode, Model, decode_plan
+from sparse_attn.generation.graph import DecodeGraph
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.index_query import indexer_q_rope_quant
+from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
 from sparse_attn.pipeline import attend, cache_layouts, index_select, write_index_keys, write_latents
-from sparse_attn.runtime.generate import Decode, Model, decode_plan
-from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.spec import preset
 
 BLOCK, WIDTH, BATCH = 64, 64, 8

@@ -9,7 +9,7 @@ from support.caches import check_nans, nans, poison, poisoned_cache
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.kv_cache import gather_kv_cache, reference, write_kv_cache
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, reference, write_kv_cache
 from sparse_attn.testing.ops import opcheck, schema
 
 LAYOUTS = [
@@ -332,8 +332,8 @@ def test_opcheck_kernel(device):
 )
 @pytest.mark.parametrize("arch", [90, 80, "gfx942"])
 def test_compiles_ahead_of_time(layout, arch):
-    from sparse_attn.ops.kv_cache import config, kernels, launch
-    from sparse_attn.target import H200
+    from sparse_attn.framework.target import H200
+    from sparse_attn.ops.attention.kv_cache import config, kernels, launch
     from sparse_attn.testing.aot import compile_kernel
 
     fp8, planar = layout.dtype == torch.uint8, isinstance(layout, PlanarFp8Layout)

@@ -11,7 +11,7 @@ from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.fp8 import FP8_MAX, fp8_decode
 from sparse_attn.layout import PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, write_kv_cache
 
 FLAVOURS = tuple(FP8_MAX)
 

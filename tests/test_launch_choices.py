@@ -6,17 +6,17 @@ import torch
 from expecttest import assert_expected_inline
 from support.index_logits import U8, paged_problem, prefill_problem
 
+from sparse_attn.framework.target import H200
 from sparse_attn.layout import LatentFp8Layout, PlainLayout
-from sparse_attn.ops.attention import dispatch as attention
-from sparse_attn.ops.attention.portable import config as portable
-from sparse_attn.ops.attention.problem import packed_decode, packed_prefill
-from sparse_attn.ops.grouped_linear import dispatch as products
-from sparse_attn.ops.grouped_linear.plan import Problem as Product
-from sparse_attn.ops.index_logits import dispatch as scores
-from sparse_attn.ops.index_logits.plan import PrefillPlan
-from sparse_attn.ops.topk import dispatch as topk
-from sparse_attn.ops.topk.plan import Problem
-from sparse_attn.target import H200
+from sparse_attn.ops.attention.sparse import dispatch as attention
+from sparse_attn.ops.attention.sparse.portable import config as portable
+from sparse_attn.ops.attention.sparse.problem import packed_decode, packed_prefill
+from sparse_attn.ops.indexer.scores import dispatch as scores
+from sparse_attn.ops.indexer.scores.plan import PrefillPlan
+from sparse_attn.ops.layers.linears import dispatch as products
+from sparse_attn.ops.layers.linears.plan import Problem as Product
+from sparse_attn.ops.topk.select import dispatch as topk
+from sparse_attn.ops.topk.select.plan import Problem
 from sparse_attn.testing.launches import TARGETS
 
 LATENT, ROWS = LatentFp8Layout(512, 64), PlainLayout("bf16", 512, 64)

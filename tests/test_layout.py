@@ -14,8 +14,8 @@ from support.caches import poisoned_cache
 
 from sparse_attn.cache import allocate_cache, check_cache
 from sparse_attn.fp8 import FP8_MAX, FP8_NAN, ceil_pow2, exponent_of, fp8_decode, fp8_encode, fp8_quantise, power_of
+from sparse_attn.framework.torch_private import is_view
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout, parse_layout
-from sparse_attn.torch_private import is_view
 
 
 def test_names_round_trip():

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.published import PUBLISHED_GLM
 
-from sparse_attn.models.checkpoint import Checkpoint
-from sparse_attn.models.loading import load
+from sparse_attn.checkpoints.folder import Checkpoint
+from sparse_attn.checkpoints.load import load
 from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.spec import deepseek_v32, from_hf_config, tiny_glm5, tiny_v32

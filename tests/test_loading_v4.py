@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 from support.published import PUBLISHED_FLASH
 
-from sparse_attn.models.converting import convert
-from sparse_attn.models.loading import load
+from sparse_attn.checkpoints.convert import convert
+from sparse_attn.checkpoints.load import load
+from sparse_attn.cli.main import main
 from sparse_attn.models.params import random_params
-from sparse_attn.runtime.cli import main
 from sparse_attn.spec import from_hf_config
 
 CONFIG = PUBLISHED_FLASH | dict(

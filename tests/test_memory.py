@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from sparse_attn import build_step_plan
+from sparse_attn.checkpoints import memory
+from sparse_attn.checkpoints.sharding import rank_shapes
+from sparse_attn.framework.target import H200
+from sparse_attn.framework.torch_private import TorchDispatchMode, leaves, storage_key
 from sparse_attn.mesh import Mesh, Ranks, planned_mesh
-from sparse_attn.models import deepseek_v4, deepseek_v32, memory, moe, mtp, windowed
+from sparse_attn.models import deepseek_v4, deepseek_v32, moe, mtp, windowed
 from sparse_attn.models.params import NARROW, param_dtype, random_params
 from sparse_attn.models.shapes import param_shapes, prediction_shapes, prediction_spec
-from sparse_attn.models.sharding import rank_shapes
-from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size, ranks
+from sparse_attn.pipeline import Bounds, cache_layouts, default_block_size
+from sparse_attn.pipeline.parallel import ranks
 from sparse_attn.spec import CompressedSpec, preset
-from sparse_attn.target import H200
-from sparse_attn.torch_private import TorchDispatchMode, leaves, storage_key
 
 
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_glm5", "tiny_v4"))

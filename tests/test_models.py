@@ -7,13 +7,13 @@ import torch
 from support.parity import CONFIGS, PROMPTS, TOLERANCE, difference, ours, requests_of, run, theirs
 from support.requests import Requests
 
+from sparse_attn.generation.steps import Model
 from sparse_attn.models.moe import experts_dense, experts_grouped, moe, route
 from sparse_attn.models.norms import rms_norm, unit_rms
 from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.ragged.step_plans import build_step_plan
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.steps import Model
 from sparse_attn.spec import tiny_glm5, tiny_v4, tiny_v32
 
 

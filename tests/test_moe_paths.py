@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.second_device import second_device
 
+from sparse_attn.checkpoints.sharding import shard
+from sparse_attn.generation import graph
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.models import moe as experts
 from sparse_attn.models.moe import grouped_waits, moe, takes_grouped
-from sparse_attn.models.sharding import shard
-from sparse_attn.runtime import graph
 from sparse_attn.spec import preset
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.weight_layout import WeightLayout, quantise
@@ -213,7 +213,7 @@ def test_experts_of_any_width_on_a_gpu(hidden, inner):
 @pytest.mark.gpu
 def test_the_predicate_knows_this_gpu():
     """Whether a captured grouped product fails is what grouped_waits says of it."""
-    from sparse_attn.target import target_of
+    from sparse_attn.framework.target import target_of
 
     spec, hidden = MANY, 64
     x, params = torch.randn(9, hidden, device="cuda").bfloat16(), params_of(spec, hidden, "cuda")

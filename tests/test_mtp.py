@@ -11,26 +11,26 @@ from support.rank_threads import over_threads
 from support.speculation import SAMPLINGS, last_ones, perfect, predicting_model
 from support.steps import small
 
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.sharding import shard_params
+from sparse_attn.cli.documents import held_out_text
+from sparse_attn.cli.main import main
+from sparse_attn.cli.shipped import folder_of
+from sparse_attn.framework.target import H200
+from sparse_attn.generation import batch as batch_module
+from sparse_attn.generation.batch import prepare
+from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.model import Predictor
+from sparse_attn.generation.sampling import draw
+from sparse_attn.generation.steps import decode_plan, prefill_step, seeds_of, slot_block
+from sparse_attn.generation.text import shipped_text
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models.loading import load
 from sparse_attn.models.mtp import PREFIX
 from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import prediction_spec
-from sparse_attn.models.sharding import shard_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
-from sparse_attn.runtime import batch as batch_module
-from sparse_attn.runtime.batch import prepare
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.documents import held_out_text
-from sparse_attn.runtime.draws import draw
-from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.model import Predictor
-from sparse_attn.runtime.rows import EagerDecode
-from sparse_attn.runtime.shipped import folder_of
-from sparse_attn.runtime.steps import decode_plan, prefill_step, seeds_of, slot_block
-from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import deepseek_v32
-from sparse_attn.target import H200
 
 TEXT = list(shipped_text().encode())
 PROMPTS = [TEXT[:50], TEXT[200:203], TEXT[300:341]]

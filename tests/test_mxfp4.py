@@ -11,10 +11,10 @@ from support.index_topk import mxfp4_query
 
 from sparse_attn.layout import IndexMxfp4Layout
 from sparse_attn.mxfp4 import AMAX_FLOOR, GROUP, NAN_SCALE, VALUES, mxfp4_decode, mxfp4_quantise
-from sparse_attn.ops.index_cache import indexer_k_quant_and_cache
-from sparse_attn.ops.index_logits import mxfp4_mqa_logits, mxfp4_paged_mqa_logits
-from sparse_attn.ops.index_query import indexer_q_rope_quant
-from sparse_attn.ops.rope import rope_table
+from sparse_attn.ops.indexer.keys import indexer_k_quant_and_cache
+from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
+from sparse_attn.ops.indexer.scores import mxfp4_mqa_logits, mxfp4_paged_mqa_logits
+from sparse_attn.ops.layers.rope import rope_table
 from sparse_attn.testing import compare
 
 INF, NAN = math.inf, math.nan

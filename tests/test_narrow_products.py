@@ -6,13 +6,13 @@ import pytest
 import torch
 from support.launched import launched
 
-from sparse_attn.models.loading import load
-from sparse_attn.models.memory import weight_bytes
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.memory import weight_bytes
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.checkpoints.random_packed import random_packed_params
+from sparse_attn.checkpoints.save import save
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.params import NARROW, param_dtype, random_params
-from sparse_attn.models.published import write_published
-from sparse_attn.models.random_packed import random_packed_params
-from sparse_attn.models.saving import save
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 

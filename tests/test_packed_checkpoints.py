@@ -14,15 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_attn.models import loading, memory
-from sparse_attn.models.forms import form_of, form_said_by, nbytes_of, shards_of
-from sparse_attn.models.loading import load, read_config
+from sparse_attn.checkpoints import load as loading
+from sparse_attn.checkpoints import memory
+from sparse_attn.checkpoints.formats import form_of, form_said_by, nbytes_of, shards_of
+from sparse_attn.checkpoints.load import load, read_config
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.checkpoints.save import save
+from sparse_attn.generation.model import Model
 from sparse_attn.models.params import random_params, stays_packed
-from sparse_attn.models.published import write_published
-from sparse_attn.models.saving import save
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.model import Model
 from sparse_attn.spec import preset, tiny_glm5, tiny_v4, tiny_v32
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise, quantise, weight_bytes, weight_shape
 
@@ -432,9 +433,9 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
-from sparse_attn.models import loading, memory
-from sparse_attn.models.forms import form_of, form_said_by, nbytes_of, shards_of
-from sparse_attn.models.loading import load, read_config
+from sparse_attn.checkpoints import memory
+from sparse_attn.checkpoints.formats import form_of, form_said_by, nbytes_of, shards_of
+from sparse_attn.checkpoints.load import load, read_config
 from sparse_attn.weight_layout import weight_bytes
 
 large, most = sys.argv[1], int(sys.argv[2])

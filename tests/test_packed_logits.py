@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn.models.loading import load
-from sparse_attn.models.published import write_published
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.cli.main import main
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.model import Model
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.model import Model
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight
 

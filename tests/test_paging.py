@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_attn.runtime.paging import BlockPool, BlockTables, Span, blocks_for, prefill_chunks, slots_of
+from sparse_attn.generation.blocks import BlockPool, BlockTables, Span, blocks_for, prefill_chunks, slots_of
 
 
 def test_pool_hands_every_block_out_once_and_takes_it_back():

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from support.steps import MAX_CONTEXT, decode_state, model_of, plan_of
 
 from sparse_attn import workspace
+from sparse_attn.framework.torch_private import counters, mark_sizes
 from sparse_attn.models.mla import attention
 from sparse_attn.models.moe import gated_mlp, moe
 from sparse_attn.models.norms import rms_norm
-from sparse_attn.torch_private import counters, mark_sizes
 
 LAYERS = 3
 

@@ -7,11 +7,14 @@ import torch
 
 from sparse_attn import pipeline, workspace
 from sparse_attn.cache import allocate_cache, check_cache
+from sparse_attn.framework.target import CPU, H200, target_of
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.steps import Model
 from sparse_attn.layout import IndexFp8Layout, LatentFp8Layout, PlainLayout
 from sparse_attn.models.deepseek_v4 import allocate_caches
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.index_topk.config import slots_scratch, widths_of_most_scratch
-from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.ragged.step_plans import build_step_plan
+from sparse_attn.ops.topk.fused.config import slots_scratch, widths_of_most_scratch
 from sparse_attn.pipeline import (
     CACHE_KINDS,
     Bounds,
@@ -21,8 +24,6 @@ from sparse_attn.pipeline import (
     default_block_size,
     workspace_size,
 )
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.steps import Model
 from sparse_attn.spec import (
     IndexSpec,
     deepseek_v4_flash,
@@ -33,7 +34,6 @@ from sparse_attn.spec import (
     tiny_v4,
     tiny_v32,
 )
-from sparse_attn.target import CPU, H200, target_of
 from sparse_attn.types import QuantisedQuery
 
 HEADS, INDEX_HEADS, INDEX_DIM, LATENT, ROPE, TOP_K, BLOCK = 3, 2, 16, 32, 8, 6, 4

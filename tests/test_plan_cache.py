@@ -8,14 +8,15 @@ import pytest
 import torch
 from support.extremes import INT_MIN
 
-from sparse_attn import build_step_plan, debug
+from sparse_attn import build_step_plan
+from sparse_attn.framework import debug
+from sparse_attn.framework.torch_private import occupy
+from sparse_attn.generation.batch import prepare
+from sparse_attn.generation.plan_cache import HostPlanner
+from sparse_attn.generation.steps import Model, Sampling, advance, decode_plan, prefill_step
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.batch import prepare
-from sparse_attn.runtime.plan_cache import HostPlanner
-from sparse_attn.runtime.steps import Model, Sampling, advance, decode_plan, prefill_step
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import occupy
 
 BLOCKS = 3
 TENSORS = (

@@ -7,8 +7,8 @@ from conftest import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_attn.runtime.paging import BlockPool, BlockTables
-from sparse_attn.runtime.prefixes import Prefixes
+from sparse_attn.generation.blocks import BlockPool, BlockTables
+from sparse_attn.generation.prefixes import Prefixes
 
 BLOCK = 2
 

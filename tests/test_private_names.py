@@ -5,7 +5,11 @@ import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-HOMES = {"sparse_attn/torch_private.py", "tests/test_torch_private.py", "sparse_attn/device/triton_private.py"}
+HOMES = {
+    "sparse_attn/framework/torch_private.py",
+    "tests/test_torch_private.py",
+    "sparse_attn/device/triton_private.py",
+}
 OTHERS = {  # Python's
     "_replace", "_asdict", "_fields", "_make", "_getframe", "_SubParsersAction", "_actions", "_option_string_actions",
 }  # fmt: skip

@@ -15,11 +15,12 @@ from support.processes import (
     write_alone,
 )
 
+from sparse_attn.checkpoints.sharding import check_mesh, rank_shapes, shard_params
+from sparse_attn.cli.torchrun import of_first
+from sparse_attn.generation.processes import make_mesh
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks
 from sparse_attn.models.params import random_params
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.models.sharding import check_mesh, rank_shapes, shard_params
-from sparse_attn.runtime.processes import make_mesh, of_first
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import weight_shape
 

@@ -12,14 +12,14 @@ import time
 import pytest
 from conftest import long
 
+from sparse_attn.cli.jsonl import Table, read_prompts
+from sparse_attn.cli.main import main
+from sparse_attn.generation.generate import Model, generate
+from sparse_attn.generation.scheduler import Batching, Occupancy
+from sparse_attn.generation.steps import Sampling
+from sparse_attn.generation.text import byte_tokenizer
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.batching import Batching, Occupancy
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.generate import Model, generate
-from sparse_attn.runtime.prompt_files import Table, read_prompts
-from sparse_attn.runtime.steps import Sampling
-from sparse_attn.runtime.text import byte_tokenizer
 from sparse_attn.spec import preset
 
 COMMON = "generate --preset tiny-v32 --device cpu --cache fp32 --ignore-eos --max-new-tokens 6 --rows 2".split()

@@ -17,7 +17,7 @@ from support.hostile_cases import CASES, calls, expected, is_defined
 
 import sparse_attn
 from sparse_attn import workspace
-from sparse_attn.ops.sampling import sample
+from sparse_attn.ops.layers.sampling import sample
 
 WITH_KERNELS = [name for name in CASES if "impl" in inspect.signature(getattr(sparse_attn, name)).parameters
                 and name not in ("hash_routed_experts", "build_window_plan")]  # fmt: skip

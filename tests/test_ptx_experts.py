@@ -11,9 +11,9 @@ from support import products
 from support.ptx.run import execute
 from support.weights import random_weight
 
-from sparse_attn.ops.experts.hopper import config
-from sparse_attn.ops.experts.plan import problem_of
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.layers.experts.hopper import config
+from sparse_attn.ops.layers.experts.plan import problem_of
 from sparse_attn.weight_layout import PackedWeight, WeightLayout, dequantise
 
 pytestmark = pytest.mark.aot
@@ -66,7 +66,7 @@ def rows_of(n: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 def product(ids, hidden, intermediate, *, gated, activations="fp8", weight=None, clamp=0.5, target=FEW_SMS):
     """(what it gives, what it should, whose product may have lost 2^-13 of its magnitudes)."""
-    from sparse_attn.ops.experts.hopper import kernels, launch
+    from sparse_attn.ops.layers.experts.hopper import kernels, launch
 
     columns, outputs = (hidden, intermediate) if gated else (intermediate, hidden)
     weight = weight or weight_of(outputs * (2 if gated else 1), columns)

@@ -13,14 +13,14 @@ from support.ptx.run import execute
 from support.weights import random_weight
 
 from sparse_attn.fp8 import fp8_quantise
-from sparse_attn.ops.grouped_linear import grouped_linear
-from sparse_attn.ops.grouped_linear.expanded import config as many_rows
-from sparse_attn.ops.grouped_linear.fp8 import config as fp8
-from sparse_attn.ops.grouped_linear.hopper import config as hopper
-from sparse_attn.ops.grouped_linear.launch import Product
-from sparse_attn.ops.grouped_linear.plan import problem_of
-from sparse_attn.ops.grouped_linear.swap_ab import config
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.layers.linears import grouped_linear
+from sparse_attn.ops.layers.linears.expanded import config as many_rows
+from sparse_attn.ops.layers.linears.fp8 import config as fp8
+from sparse_attn.ops.layers.linears.hopper import config as hopper
+from sparse_attn.ops.layers.linears.launch import Product
+from sparse_attn.ops.layers.linears.plan import problem_of
+from sparse_attn.ops.layers.linears.swap_ab import config
 from sparse_attn.weight_layout import WeightLayout
 
 pytestmark = pytest.mark.aot
@@ -33,7 +33,7 @@ DIRT = 7.0
 def product(rows, weight, splits=1):
     """bf16 [rows, outputs] of the kernel, the last outputs of a tile missing; nothing is written beside."""
     from sparse_attn.device import packed_dot
-    from sparse_attn.ops.grouped_linear.swap_ab import kernels, launch
+    from sparse_attn.ops.layers.linears.swap_ab import kernels, launch
 
     codes, scales = weight.codes.view(torch.uint8), weight.scales
     (n, columns), outputs = rows.shape, codes.shape[1]
@@ -55,7 +55,7 @@ def product(rows, weight, splits=1):
 
 def streamed(rows, weight, grid, first_row=0, seed=0):
     """As product, of stream_k by ``grid`` CTAs."""
-    from sparse_attn.ops.grouped_linear.hopper import kernels, launch
+    from sparse_attn.ops.layers.linears.hopper import kernels, launch
 
     product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports, hopper.plan)
     execute(kernels, "stream_k", lambda: launch.multiply(product, plan), seed)
@@ -65,7 +65,7 @@ def streamed(rows, weight, grid, first_row=0, seed=0):
 
 def streamed_wide(rows, weight, grid, first_row=0, seed=0):
     """The same of stream_k_wide."""
-    from sparse_attn.ops.grouped_linear.hopper import launch, wide
+    from sparse_attn.ops.layers.linears.hopper import launch, wide
 
     product, plan, memory = _stream(rows, weight, grid, first_row, hopper.supports_wide, hopper.plan_wide)
     execute(wide, "stream_k_wide", lambda: launch.multiply_wide(product, plan), seed)
@@ -87,7 +87,7 @@ def _stream(rows, weight, grid, first_row, supports, planned):
 
 def expanded(rows, weight, tile, first_row=0):
     """As product, of codes that are expanded before it."""
-    from sparse_attn.ops.grouped_linear.expanded import kernels, launch
+    from sparse_attn.ops.layers.linears.expanded import kernels, launch
 
     codes, scales = weight.codes.view(torch.uint8), weight.scales
     problem = problem_of(rows, None, codes, scales, weight.layout)
@@ -107,7 +107,7 @@ def expanded(rows, weight, tile, first_row=0):
 
 def quantised(rows, weight, tile, first_row=0):
     """As product, of rows that are quantised to fp8, here by the reference."""
-    from sparse_attn.ops.grouped_linear.fp8 import kernels, launch
+    from sparse_attn.ops.layers.linears.fp8 import kernels, launch
 
     codes, scales = weight.codes.view(torch.uint8), weight.scales
     problem = problem_of(rows, None, codes, scales, weight.layout)

@@ -15,11 +15,11 @@ from support.ptx.run import execute
 
 from sparse_attn import IndexFp8Layout, IndexMxfp4Layout
 from sparse_attn.fp8 import fp8_encode
+from sparse_attn.framework.target import H200
 from sparse_attn.mxfp4 import GROUP, mxfp4_quantise
-from sparse_attn.ops.index_logits import dispatch, reference
-from sparse_attn.ops.index_logits.launch import Paged, Prefill
-from sparse_attn.ops.index_logits.plan import HopperDecodedPlan
-from sparse_attn.target import H200
+from sparse_attn.ops.indexer.scores import dispatch, reference
+from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
+from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan
 
 pytestmark = pytest.mark.aot
 FP8, MXFP4 = IndexFp8Layout(128), IndexMxfp4Layout(128)
@@ -54,7 +54,7 @@ def values(*shape, far=0.0):
 
 def paged(layout, lens, heads, width, *, far=0.0, nan=False, ctas=2, seed=0):
     """Blocks apart, NaN in what no row sees, a wild block in every table."""
-    from sparse_attn.ops.index_logits.hopper import launch, paged, paged_mxfp4
+    from sparse_attn.ops.indexer.scores.hopper import launch, paged, paged_mxfp4
 
     torch.manual_seed(seed)
     requests, next_n, blocks = len(lens), len(lens[0]), -(-width // 64)
@@ -133,7 +133,7 @@ def test_rows_mxfp4_decoded(heads, far):
 
 
 def rows_case(heads, far, decoded):
-    from sparse_attn.ops.index_logits.hopper import decode_mxfp4, launch, prefill_decoded, prefill_mxfp4
+    from sparse_attn.ops.indexer.scores.hopper import decode_mxfp4, launch, prefill_decoded, prefill_mxfp4
 
     torch.manual_seed(heads)
     rows, keys = 19, 200

@@ -11,9 +11,9 @@ import torch
 from support.ptx.run import execute
 
 from sparse_attn.device.triton_private import VERSION
-from sparse_attn.ops.topk import launch
-from sparse_attn.ops.topk.plan import Cluster
-from sparse_attn.ops.topk.reference import top_k_per_row
+from sparse_attn.ops.topk.select import launch
+from sparse_attn.ops.topk.select.plan import Cluster
+from sparse_attn.ops.topk.select.reference import top_k_per_row
 
 pytestmark = pytest.mark.aot
 SMALL = Cluster(1024, 8, 8, 14)
@@ -24,7 +24,7 @@ DIRT = -77
 
 def selected(logits, k, ends=None, starts=None, plan=SMALL, seed=0):
     """int32 [rows, k] of the kernel; nothing is written beside."""
-    from sparse_attn.ops.topk.hopper import kernels
+    from sparse_attn.ops.topk.select.hopper import kernels
 
     memory = torch.full((len(logits) + 2, k), DIRT, dtype=torch.int32)
     selection = launch.Selection(logits, starts, ends, memory[1:-1], [], torch.zeros(0, dtype=torch.int64))
@@ -35,7 +35,7 @@ def selected(logits, k, ends=None, starts=None, plan=SMALL, seed=0):
 
 def packed(logits, k, ends, table, block_size, next_n=1):
     """(cache slots, indptr) of the kernel."""
-    from sparse_attn.ops.topk.hopper import kernels
+    from sparse_attn.ops.topk.select.hopper import kernels
 
     rows = len(logits)
     memory = torch.full((rows * k + 2,), DIRT, dtype=torch.int32)

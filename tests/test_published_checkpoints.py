@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from sparse_attn.models.forms import first_layers
-from sparse_attn.models.loading import load
-from sparse_attn.models.published import published_bytes, write_published
+from sparse_attn.checkpoints.formats import first_layers
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.names import spelling_of
+from sparse_attn.checkpoints.published import published_bytes, write_published
+from sparse_attn.cli.main import main
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.models.spelling import spelling_of
-from sparse_attn.runtime.cli import main
 from sparse_attn.spec import preset, tiny_glm5, tiny_v4, tiny_v32
 
 SPECS = {"v32": tiny_v32(), "glm": tiny_glm5(), "v4": tiny_v4()}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sparse_attn.models.loading import load
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.save import save
 from sparse_attn.models.params import random_params
-from sparse_attn.models.saving import save
 from sparse_attn.spec import tiny_v4, tiny_v32
 
 SPECS = {

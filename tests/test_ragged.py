@@ -10,8 +10,8 @@ from conftest import big
 from expecttest import assert_expected_inline
 from support.extremes import INT_MAX, INT_MIN
 
-import sparse_attn.ops.ragged as ragged
-from sparse_attn.ops.ragged import debug, reference
+import sparse_attn.ops.ragged.lists as ragged
+from sparse_attn.ops.ragged.lists import debug, reference
 from sparse_attn.testing.ops import opcheck, schema
 
 WILD = [-1, -2, INT_MIN, INT_MAX]
@@ -156,7 +156,7 @@ def test_global_errors_name_the_argument(change, name, kind):
 
 
 def test_triton_on_cpu_is_refused_when_not_interpreted():
-    from sparse_attn.target import interpreting
+    from sparse_attn.framework.target import interpreting
 
     assert not interpreting()
     with pytest.raises(ValueError, match="^impl: 'triton' needs"):
@@ -239,7 +239,7 @@ def test_kernel_global_equals_reference(device, dirty_workspace):
 def test_kernel_adds_counts_up_to_the_nearest_total(device, known):
     """The program of the last row alone; of the rows before, only ``known`` knows its total yet. 32 are seen at a
     time."""
-    from sparse_attn.ops.ragged import kernels
+    from sparse_attn.ops.ragged.lists import kernels
 
     tokens, width = 100, 4
     counts = torch.arange(tokens) % 5

@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.ops.ragged import combine_topk_swa_indices_ragged, entry_indices, window_indices
+from sparse_attn.ops.ragged.lists import combine_topk_swa_indices_ragged, entry_indices, window_indices
 from sparse_attn.testing.ops import opcheck, schema
 
 

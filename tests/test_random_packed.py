@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from sparse_attn import cache_layouts
-from sparse_attn.models.filling import is_finite
-from sparse_attn.models.loading import load
-from sparse_attn.models.published import write_published
-from sparse_attn.models.random_packed import random_packed_params
-from sparse_attn.models.share import share_of
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.model import Model
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.checkpoints.random_packed import random_packed_params
+from sparse_attn.checkpoints.share import share_of
+from sparse_attn.checkpoints.weights_to_device import is_finite
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.model import Model
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight, dequantise, weight_shape
 

@@ -18,21 +18,21 @@ from support.steps import (
     small,
 )
 
+from sparse_attn.checkpoints.sharding import shard_params
+from sparse_attn.framework.torch_private import counters
+from sparse_attn.generation.generate import Model
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.params import random_params
-from sparse_attn.models.sharding import shard_params
-from sparse_attn.pipeline import cache_layouts, deal
-from sparse_attn.pipeline import ranks as pipeline_ranks
-from sparse_attn.runtime.generate import Model
-from sparse_attn.torch_private import counters
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.parallel import ranks, rows
 
 
 @pytest.fixture
 def copies(monkeypatch):
     """One process as rank 0 of two, which both hold the same."""
-    monkeypatch.setattr(pipeline_ranks, "all_reduce", lambda value, group: value * 2)
-    monkeypatch.setattr(pipeline_ranks, "all_gather", lambda value, size, group: torch.cat([value] * size))
-    monkeypatch.setattr(pipeline_ranks, "all_to_all", lambda value, size, group: value.clone())
+    monkeypatch.setattr(ranks, "all_reduce", lambda value, group: value * 2)
+    monkeypatch.setattr(ranks, "all_gather", lambda value, size, group: torch.cat([value] * size))
+    monkeypatch.setattr(ranks, "all_to_all", lambda value, size, group: value.clone())
 
 
 @pytest.mark.few(0)
@@ -44,7 +44,7 @@ def copies(monkeypatch):
 @pytest.mark.parametrize("name", ("tiny_glm5", "tiny_v4"))
 def test_one_graph_of_a_rank_serves_every_batch_and_length(name, mesh, copies, monkeypatch):
     """As of one process: a compilation, and another for batches of one."""
-    monkeypatch.setattr(deal, "DEALT_KEYS", 1)
+    monkeypatch.setattr(rows, "DEALT_KEYS", 1)
     fresh()
     spec = small(name, 3)
     params = shard_params(dict(random_params(spec, seed=0)), mesh)

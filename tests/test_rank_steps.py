@@ -10,17 +10,18 @@ import torch
 from support.compilations import ALONE, TOGETHER, Graphs, counts_behind, prompts_of, small
 from support.processes import Grid, mesh_of_grid
 
+from sparse_attn.checkpoints.sharding import shard_params
+from sparse_attn.framework.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
+from sparse_attn.generation.batch import prepare
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.steps import Model, Sampling, decode_step
 from sparse_attn.mesh import Mesh
 from sparse_attn.models.exchange import drafting_bytes, drafting_calls, step_bytes, step_calls
 from sparse_attn.models.params import random_params
-from sparse_attn.models.sharding import shard_params
-from sparse_attn.pipeline import cache_layouts, deal
-from sparse_attn.runtime.batch import prepare
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.rows import EagerDecode
-from sparse_attn.runtime.steps import Model, Sampling, decode_step
+from sparse_attn.pipeline import cache_layouts
+from sparse_attn.pipeline.parallel import rows
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import TorchDispatchMode, all_gather, all_reduce, all_to_all, fake_processes
 
 GRIDS = (Grid(tensor=2), Grid(tensor=2, expert=2), Grid(context=2), Grid(tensor=2, context=2, expert=4))
 SHARING = (Grid(data=2, expert=2), Grid(tensor=2, data=2, expert=4))  # data ranks share experts
@@ -87,7 +88,7 @@ def test_a_step_sends_what_is_counted(name, as_rank):
 @pytest.mark.parametrize("as_rank", (GRIDS[0], GRIDS[3]), indirect=True, ids=str)
 @pytest.mark.parametrize("name", ("tiny_v32", "tiny_v4"))
 def test_a_step_whose_rows_are_dealt_sends_what_is_counted(name, as_rank, monkeypatch):
-    monkeypatch.setattr(deal, "DEALT_KEYS", 1)
+    monkeypatch.setattr(rows, "DEALT_KEYS", 1)
     test_a_step_sends_what_is_counted(name, as_rank)
 
 

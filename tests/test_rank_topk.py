@@ -12,9 +12,10 @@ from support.ranks import CASES, Case, by_candidates, combined, dealt_rows, over
 
 from sparse_attn import count_digits, count_ties, merge_candidates, pack_candidates, take_winners, top_k_per_row
 from sparse_attn.device import pdl
+from sparse_attn.framework.target import target_of
 from sparse_attn.mesh import ALONE, Ranks
-from sparse_attn.ops.rank_topk import config
-from sparse_attn.pipeline.ranks import (
+from sparse_attn.ops.topk.ranks import config
+from sparse_attn.pipeline.parallel.ranks import (
     RowScores,
     exchanged_bytes,
     global_positions,
@@ -23,7 +24,6 @@ from sparse_attn.pipeline.ranks import (
     sends_candidates,
     top_k_over_ranks,
 )
-from sparse_attn.target import target_of
 from sparse_attn.testing.ops import opcheck
 
 

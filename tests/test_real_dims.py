@@ -8,7 +8,7 @@ from support.real_dims import check_layer
 
 from sparse_attn import pipeline
 from sparse_attn.layout import PlainLayout
-from sparse_attn.pipeline import choose
+from sparse_attn.pipeline import select
 from sparse_attn.spec import deepseek_v32, glm5, tiny_glm5, tiny_v32
 
 
@@ -52,15 +52,15 @@ def test_tiny_layer(make, routed, kind, device):
 def test_harness_sees_faults(device, monkeypatch):
     """A selection of the worst keys instead of the best, and a tenth more weight on what was attended to."""
     spec = one_layer(tiny_glm5(), False, num_heads=2, index=replace(tiny_glm5().index, top_k=7))
-    prefill, attend = choose.index_topk_prefill, pipeline.attend
+    prefill, attend = select.index_topk_prefill, pipeline.attend
 
     def worst(q, weights, *arguments, impl, **keywords):
         return prefill(q, -weights if impl != "reference" else weights, *arguments, impl=impl, **keywords)
 
-    monkeypatch.setattr(choose, "index_topk_prefill", worst)
+    monkeypatch.setattr(select, "index_topk_prefill", worst)
     with pytest.raises(AssertionError, match="index_topk_prefill"):
         check_layer(spec, device, (11,), decode_steps=1)
-    monkeypatch.setattr(choose, "index_topk_prefill", prefill)
+    monkeypatch.setattr(select, "index_topk_prefill", prefill)
 
     def louder(*arguments, impl, **keywords):
         got = attend(*arguments, impl=impl, **keywords)

@@ -24,7 +24,7 @@ from support.real_dims import (
 
 from sparse_attn.layout import PlainLayout
 from sparse_attn.models import deepseek_v4, moe, windowed
-from sparse_attn.pipeline import choose
+from sparse_attn.pipeline import select
 from sparse_attn.pipeline import windowed as pipeline
 from sparse_attn.spec import deepseek_v4_flash, deepseek_v4_pro, tiny_v4
 
@@ -73,9 +73,9 @@ CHECKED = {
     "window": COMMON,
     "indexed": COMMON | COMPRESSED | {
         (windowed, "indexer_q_rope_quant"): check_equal,
-        (choose, "gather_indexer_k"): check_equal,
-        (choose, "index_topk_prefill"): check_prefill_topk,
-        (choose, "index_topk_decode_slots"): check_decode_slots,
+        (select, "gather_indexer_k"): check_equal,
+        (select, "index_topk_prefill"): check_prefill_topk,
+        (select, "index_topk_decode_slots"): check_decode_slots,
     },
     "full": COMMON | COMPRESSED | {(pipeline, "entry_indices"): check_equal},
 }  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from support.extremes import INT_MAX, INT_MIN
 
-from sparse_attn.ops.rope import Yarn, apply_rope, inverse_frequencies, rope_table
+from sparse_attn.ops.layers.rope import Yarn, apply_rope, inverse_frequencies, rope_table
 from sparse_attn.testing.ops import opcheck, schema
 
 DEEPSEEK = Yarn(factor=40, original_max_position=4096)

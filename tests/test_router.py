@@ -8,7 +8,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn.ops.router import biased_grouped_topk, reference
+from sparse_attn.ops.layers.router import biased_grouped_topk, reference
 from sparse_attn.testing.ops import opcheck, schema
 
 NAN, INF = float("nan"), float("inf")

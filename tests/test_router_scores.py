@@ -6,8 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
-from sparse_attn.ops.router.reference import score_of
+from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
+from sparse_attn.ops.layers.router.reference import score_of
 
 SHAPES = [(256, 1, 1, 6, "sqrtsoftplus"), (384, 1, 1, 6, "sqrtsoftplus"), (256, 8, 4, 8, "sigmoid")]  # as shipped
 ARGUMENTS = dict(score="sqrtsoftplus", routed_scale=1.5)

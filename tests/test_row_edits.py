@@ -14,8 +14,8 @@ import pytest
 import torch
 from support.pretended_gpu import DEVICE, OnGpu, pretended_gpu
 
-from sparse_attn.runtime.row_settings import MAX_BUFFERS, MAX_COPIES, MAX_FORMS, RowEdits, rows_of
-from sparse_attn.torch_private import EagerDispatchMode, occupy
+from sparse_attn.framework.torch_private import EagerDispatchMode, occupy
+from sparse_attn.generation.row_settings import MAX_BUFFERS, MAX_COPIES, MAX_FORMS, RowEdits, rows_of
 
 pretending = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 ROWS = 24

@@ -10,13 +10,13 @@ import pytest
 import torch
 from support.steps import BLOCK, MAX_CONTEXT, WIDTH, filled_caches, model_of
 
-from sparse_attn.runtime import row_settings
-from sparse_attn.runtime.draws import Draws
-from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.rows import EagerDecode
-from sparse_attn.runtime.steps import Sampling
-from sparse_attn.runtime.token_stream import TokenStream
-from sparse_attn.torch_private import occupy
+from sparse_attn.framework.torch_private import occupy
+from sparse_attn.generation import row_settings
+from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.sampling import Draws
+from sparse_attn.generation.steps import Sampling
+from sparse_attn.generation.stream import TokenStream
 
 ROWS = 4
 OPTIONS = dict(max_context=MAX_CONTEXT, max_blocks=WIDTH, buckets=(2, ROWS), keep_logprobs=True)

@@ -8,8 +8,15 @@ import pytest
 import torch
 from conftest import long
 
-from sparse_attn.ops.sampling import count_tokens, filter_logits, penalise_logits, row_seeds, sample, token_logprobs
-from sparse_attn.ops.sampling.filters import SCANNED
+from sparse_attn.ops.layers.sampling import (
+    count_tokens,
+    filter_logits,
+    penalise_logits,
+    row_seeds,
+    sample,
+    token_logprobs,
+)
+from sparse_attn.ops.layers.sampling.filters import SCANNED
 
 NAN, INF = float("nan"), float("inf")
 DRAWS = 100_000 if long() else 5_000

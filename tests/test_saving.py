@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparse_attn import files
-from sparse_attn.models.loading import load
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.checkpoints.save import save
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype, random_params
-from sparse_attn.models.published import write_published
-from sparse_attn.models.saving import save
 from sparse_attn.spec import PRESETS, YarnSpec, from_hf_config, preset, tiny_v4, tiny_v32, to_hf_config
 
 TINY = ("tiny_v32", "tiny_glm5", "tiny_v4")

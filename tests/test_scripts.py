@@ -65,7 +65,7 @@ def test_bench_row_fits_missing_numbers():
 def test_every_operator_has_a_mutation():
     from mutations import MUTATIONS, ROOT
 
-    packages = {path.parent.relative_to(ROOT) for path in ROOT.glob("sparse_attn/ops/*/op.py")}
+    packages = {path.parent.relative_to(ROOT) for path in ROOT.glob("sparse_attn/ops/*/*/op.py")}
     assert packages and packages <= {folder for bug in MUTATIONS for folder in Path(bug.file).parents}
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.memory import weight_bytes
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.checkpoints.sharding import kept_of, shard
 from sparse_attn.mesh import planned_mesh
-from sparse_attn.models.loading import load
-from sparse_attn.models.memory import weight_bytes
-from sparse_attn.models.published import write_published
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.models.sharding import kept_of, shard
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight, dequantise, weight_shape
 from sparse_attn.weight_layout import weight_bytes as bytes_of

@@ -11,10 +11,10 @@ import torch
 from expecttest import assert_expected_inline
 
 import sparse_attn as sa
+from sparse_attn.framework.torch_private import TorchDispatchMode, operators, schema
+from sparse_attn.generation.generate import Model, generate
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import latent, windowed
-from sparse_attn.runtime.generate import Model, generate
-from sparse_attn.torch_private import TorchDispatchMode, operators, schema
 
 INPUTS = {
     ("build_ragged_indices_from_dense", "lengths"), ("top_k_per_row", "row_starts"), ("top_k_per_row", "row_ends"),

@@ -7,7 +7,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from sparse_attn import explain, explanation
-from sparse_attn.target import TARGETS
+from sparse_attn.framework.target import TARGETS
 from sparse_attn.testing.slow_paths import ATTENTION, INDEX
 
 

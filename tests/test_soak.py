@@ -19,14 +19,14 @@ from support import batching
 from support.soak import Soak
 
 from sparse_attn import workspace
+from sparse_attn.framework.target import target_of
+from sparse_attn.generation.blocks import BlockPool, BlockTables, Span
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn.generation.steps import Decode, Model, Sampling, decode_step, prefill_step
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import Bounds, cache_layouts, workspace_size
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.paging import BlockPool, BlockTables, Span
-from sparse_attn.runtime.steps import Decode, Model, Sampling, decode_step, prefill_step
 from sparse_attn.spec import CompressedSpec, preset
-from sparse_attn.target import target_of
 
 MAX_CONTEXT, LONGEST_PROMPT = 384, 200
 SCHEDULED = int(os.environ.get("SPARSE_ATTN_SOAK", 20_000))  # steps of a scheduler

@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
+from sparse_attn.cli import main as cli
+from sparse_attn.cli import sources
+from sparse_attn.cli.main import build_parser, main
 from sparse_attn.mxfp4 import MXFP4
-from sparse_attn.runtime import cli, sources
-from sparse_attn.runtime.cli import build_parser, main
 from sparse_attn.spec import PRESETS
 from sparse_attn.weight_layout import PackedWeight
 

@@ -8,14 +8,14 @@ import torch
 from support.speculation import KINDS, SAMPLINGS
 from support.steps import model_of
 
+from sparse_attn.framework.torch_private import TorchDispatchMode
+from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn.generation.loop import EagerDecode
+from sparse_attn.generation.sampling import draws_of
+from sparse_attn.generation.text import shipped_text
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.draws import draws_of
-from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.rows import EagerDecode
-from sparse_attn.runtime.text import shipped_text
 from sparse_attn.spec import preset
-from sparse_attn.torch_private import TorchDispatchMode
 from sparse_attn.types import Caches
 
 TEXT = list(shipped_text().encode())

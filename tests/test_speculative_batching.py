@@ -9,9 +9,9 @@ from support.hashing import alone, half_right, hashing_model
 from support.ledger import check_ledger
 from support.speculation import predicting_model
 
-from sparse_attn.runtime.batching import Batching
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.generate import Sampling, generate
+from sparse_attn.cli.main import main
+from sparse_attn.generation.generate import Sampling, generate
+from sparse_attn.generation.scheduler import Batching
 
 BLOCK = 16
 STEPS = 400

@@ -27,8 +27,8 @@ from support.steps import (
 
 from sparse_attn.cache import allocate_cache
 from sparse_attn.layout import parse_layout
-from sparse_attn.ops.index_cache import gather_indexer_k, indexer_k_quant_and_cache
-from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.indexer.keys import gather_indexer_k, indexer_k_quant_and_cache
 
 LAYERS, BLOCKS = 3, 4
 LATENT, KEYS = parse_layout("plain/fp32/64+16"), parse_layout("plain/fp32/32+0")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_attn.models import loading, staging
-from sparse_attn.models.loading import load
-from sparse_attn.models.published import write_published
-from sparse_attn.models.staging import Staging
+from sparse_attn.checkpoints import load as loading
+from sparse_attn.checkpoints import pinned_copies
+from sparse_attn.checkpoints.load import load
+from sparse_attn.checkpoints.pinned_copies import Staging
+from sparse_attn.checkpoints.published import write_published
 from sparse_attn.spec import preset
 from sparse_attn.weight_layout import PackedWeight
 
@@ -57,7 +58,7 @@ def test_other_dtypes_are_rounded_on_arrival(device="cpu"):
 
 
 def test_buffers_are_no_larger_than_what_they_carry(monkeypatch):
-    monkeypatch.setattr(staging, "PIECE", 4096)
+    monkeypatch.setattr(pinned_copies, "PIECE", 4096)
     sizes = [sum(buffer.numel() for buffer in Staging("cpu", nbytes)._buffers) for nbytes in (100, 1 << 20)]
     assert sizes == [192, 8192]
 
@@ -76,7 +77,7 @@ def check_loaded(folder, device, **more):
 @pytest.mark.parametrize("nbytes", (4096, 1 << 25))
 @pytest.mark.parametrize("name,form", (("tiny_v4", "published"), ("tiny_v32", "fused"), ("tiny_glm5", "bf16")))
 def test_a_gpu_holds_what_the_cpu_does(name, form, nbytes, tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "PIECE", nbytes)
+    monkeypatch.setattr(pinned_copies, "PIECE", nbytes)
     write_published(tmp_path, preset(name), form, seed=1)
     for more in ({}, {"dtype": torch.float32}, {"mtp": form != "fused"}):
         check_loaded(tmp_path, "cuda", **more)
@@ -102,7 +103,7 @@ def load_by_way_of(monkeypatch, folder, nbytes):
 @pytest.mark.parametrize("least", (16, 1 << 20))
 def test_loading_by_way_of_buffers(least, name, form, tmp_path, monkeypatch):
     """``least`` 16: by several threads."""
-    monkeypatch.setattr(staging, "LEAST", least)
+    monkeypatch.setattr(pinned_copies, "LEAST", least)
     write_published(tmp_path, preset(name), form, seed=1)
     want, (params, found) = load(tmp_path)[1], load_by_way_of(monkeypatch, tmp_path, 1000)
     for key, got in params.items():
@@ -113,7 +114,7 @@ def test_loading_by_way_of_buffers(least, name, form, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("least", (16, 1 << 20))
 def test_a_file_that_was_cut_since_it_was_opened(least, tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "LEAST", least)
+    monkeypatch.setattr(pinned_copies, "LEAST", least)
     path = tmp_path / "x"
     path.write_bytes(bytes(100))
     stage = Staging("cpu", 64, lambda source: (path, 60))

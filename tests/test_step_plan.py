@@ -9,9 +9,9 @@ import torch
 from expecttest import assert_expected_inline
 from support.extremes import INT_MIN
 
-from sparse_attn.ops.step_plan import build_step_plan, build_window_plan, reference
+from sparse_attn.framework.torch_private import fake_mode
+from sparse_attn.ops.ragged.step_plans import build_step_plan, build_window_plan, reference
 from sparse_attn.testing.ops import opcheck, schema
-from sparse_attn.torch_private import fake_mode
 
 
 def tensors(starts, lens, slots, device="cpu"):

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from sparse_attn.generation.generate import Model, Sampling, generate
+from sparse_attn.generation.text import StopStrings, TextStream, byte_tokenizer
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.generate import Model, Sampling, generate
-from sparse_attn.runtime.text import StopStrings, TextStream, byte_tokenizer
 from sparse_attn.spec import preset
 
 BYTES = byte_tokenizer()

@@ -10,9 +10,11 @@ from conftest import sampled
 from support.topk import INF, KINDS, NAN, PLANS, brute_force, chosen, planned, ranges, scores
 
 from sparse_attn.device import histogram
-from sparse_attn.dispatch import Choice
-from sparse_attn.ops.topk import dispatch, reference, top_k_per_row
-from sparse_attn.ops.topk.plan import (
+from sparse_attn.framework.dispatch import Choice
+from sparse_attn.framework.target import H200, Target
+from sparse_attn.framework.torch_private import dynamo_counts
+from sparse_attn.ops.topk.select import dispatch, reference, top_k_per_row
+from sparse_attn.ops.topk.select.plan import (
     RADIX,
     THRESHOLDS,
     Appended,
@@ -25,9 +27,7 @@ from sparse_attn.ops.topk.plan import (
     SingleCtaBf16,
     Streaming,
 )
-from sparse_attn.target import H200, Target
 from sparse_attn.testing.ops import opcheck, schema
-from sparse_attn.torch_private import dynamo_counts
 from sparse_attn.workspace import size_of
 
 MI300 = Target("amd", "gfx942", 304, 65536, 64)
@@ -183,7 +183,7 @@ def test_ctas_spread_evenly():
 
 @pytest.mark.aot
 def test_claimed_registers_are_given():
-    from sparse_attn.ops.topk import launch
+    from sparse_attn.ops.topk.select import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:
@@ -198,7 +198,7 @@ def test_claimed_registers_are_given():
 @pytest.mark.parametrize("width", [256, 257, 1024])
 def test_every_key_of_a_narrow_row_is_counted_once(width):
     """Triton may give an element to several threads, each of which would count it."""
-    from sparse_attn.ops.topk import launch
+    from sparse_attn.ops.topk.select import launch
     from sparse_attn.testing.launches import compile_launch, recording
 
     with recording("sm_90") as launches:
@@ -232,7 +232,7 @@ def test_scratch_never_shrinks(target):
 
 
 def run(x, starts, ends, k, choice, device):
-    from sparse_attn.ops.topk.launch import top_k_per_row as launched
+    from sparse_attn.ops.topk.select.launch import top_k_per_row as launched
 
     moved = [None if limit is None else limit.to(device) for limit in (starts, ends)]
     return launched(x.to(device), *moved, k, choice).cpu()

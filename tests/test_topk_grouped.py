@@ -23,10 +23,10 @@ from support.topk import (
 )
 
 from sparse_attn import workspace
-from sparse_attn.ops.topk import dispatch, reference
-from sparse_attn.ops.topk.plan import GroupMaxima, Problem
-from sparse_attn.ops.topk.shapes import GROUP
-from sparse_attn.target import H200
+from sparse_attn.framework.target import H200
+from sparse_attn.ops.topk.select import dispatch, reference
+from sparse_attn.ops.topk.select.plan import GroupMaxima, Problem
+from sparse_attn.ops.topk.select.shapes import GROUP
 from sparse_attn.workspace import size_of
 
 DIRT = 12345
@@ -44,7 +44,7 @@ def world(x, ends):
 
 def selected(x, top, ends, k, plan, device):
     """Where rows begin at multiples of 32 bytes, between canaries."""
-    from sparse_attn.ops.topk.launch import Selection
+    from sparse_attn.ops.topk.select.launch import Selection
 
     rows, width = x.shape
     kernel, plan, _ = chosen("group_maxima", for_rows(plan, rows))

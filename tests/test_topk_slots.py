@@ -8,13 +8,13 @@ from support.index_topk import LAYOUTS, decode_case, to
 from support.topk import EXACT, KINDS, PLANS, chosen, for_rows, group_maxima, scores
 
 from sparse_attn import workspace
+from sparse_attn.framework.target import H200
 from sparse_attn.layout import IndexFp8Layout
-from sparse_attn.ops.index_topk import config as index_topk_config
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
-from sparse_attn.ops.ragged import compute_global_topk_ragged_indices_and_indptr
-from sparse_attn.ops.topk import dispatch, reference
-from sparse_attn.ops.topk.plan import GroupMaxima, Problem
-from sparse_attn.target import H200
+from sparse_attn.ops.ragged.lists import compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.ops.topk.fused import config as index_topk_config
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots
+from sparse_attn.ops.topk.select import dispatch, reference
+from sparse_attn.ops.topk.select.plan import GroupMaxima, Problem
 
 DIRT = 12345
 PLANS = PLANS | {"group_maxima": ("group_maxima", EXACT, 8 * 1000)}
@@ -38,7 +38,7 @@ def expected(x, ends, k, table, block_size, next_n):
 
 
 def packed(x, ends, k, form, table, block_size, next_n, device):
-    from sparse_attn.ops.topk.launch import Selection, Slots
+    from sparse_attn.ops.topk.select.launch import Selection, Slots
 
     """form: a name of PLANS, or what dispatch chose."""
     rows, width = x.shape
@@ -128,7 +128,7 @@ def test_which_blocks_are_mapped():
 
 def launches(monkeypatch):
     """Names of the packing launches that follow."""
-    from sparse_attn.ops.ragged import launch
+    from sparse_attn.ops.ragged.lists import launch
 
     seen, pack_rows = [], launch.pack_rows
     monkeypatch.setattr(launch, "pack_rows", lambda *a, **k: (seen.append("pack_rows"), pack_rows(*a, **k)))

@@ -3,7 +3,7 @@
 import torch
 import torch._dynamo
 
-from sparse_attn.torch_private import counters, dynamo_counts, mark_sizes, uncompiled
+from sparse_attn.framework.torch_private import counters, dynamo_counts, mark_sizes, uncompiled
 
 
 def test_marks_are_what_torch_makes_them():

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparse_attn.cli.main import main
+from sparse_attn.cli.shipped import shipped_models
+from sparse_attn.cli.sources import identity_of
+from sparse_attn.generation.graph import check_capturable
 from sparse_attn.mesh import planned_mesh
-from sparse_attn.runtime.cli import main
-from sparse_attn.runtime.graph import check_capturable
-from sparse_attn.runtime.shipped import shipped_models
-from sparse_attn.runtime.sources import identity_of
 from sparse_attn.spec import preset
 
 ROOT = Path(__file__).parent.parent

@@ -90,7 +90,7 @@ def trainer(model, stages, start=None, **options):
     from training.loop import Settings, Trainer
     from training.text import Corpus
 
-    from sparse_attn.runtime.documents import held_out_text
+    from sparse_attn.cli.documents import held_out_text
 
     ids = np.frombuffer(held_out_text().encode(), np.uint8).astype(np.int16)
     settings = Settings(model, stages, 256, 1e-3, 0.5, 1.0, 16, 0.05, 1e-3, 0)._replace(**options)
@@ -149,7 +149,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path):
     from training.loop import finish, train
     from training.recipe import Stage
 
-    from sparse_attn.models.loading import load
+    from sparse_attn.checkpoints.load import load
 
     stages = [Stage("dense", 64, 3), Stage("sparse", 128, 3)]
     whole = trainer("v4", stages)
@@ -196,7 +196,7 @@ def test_marks_of_a_batch():
 def test_held_out_text_is_what_it_claims(monkeypatch):
     from training import text
 
-    from sparse_attn.runtime.documents import held_out_text
+    from sparse_attn.cli.documents import held_out_text
 
     known = text._shingles(held_out_text())
     kept = text._without("Alone here, nothing of it is known to anybody else.\n\n" + held_out_text()[:2000], known)
@@ -204,8 +204,8 @@ def test_held_out_text_is_what_it_claims(monkeypatch):
 
 
 def test_starts_from_a_checkpoint(tmp_path):
-    from sparse_attn.models.loading import load
-    from sparse_attn.models.saving import save
+    from sparse_attn.checkpoints.load import load
+    from sparse_attn.checkpoints.save import save
 
     spec = small("v32")
     params = random_params(spec, seed=4)

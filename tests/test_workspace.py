@@ -8,9 +8,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from sparse_attn import streams, workspace
-from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.torch_private import fake_mode, occupy
+from sparse_attn import workspace
+from sparse_attn.framework import streams
+from sparse_attn.framework.torch_private import fake_mode, occupy
+from sparse_attn.ops.topk.select import top_k_per_row
 from sparse_attn.workspace import Buffer, Scratch, Workspace, WorkspaceSize, largest, size_of
 
 SCRATCH = Scratch((Buffer("a", (3, 5), torch.float32), Buffer("b", (7,), torch.int16)), counters=4)

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.checkpoints.memory import packed_weights
+from sparse_attn.framework.target import H200, Target
 from sparse_attn.layout import LatentFp8Layout
 from sparse_attn.mesh import planned_mesh
-from sparse_attn.models.memory import packed_weights
-from sparse_attn.ops.attention import dispatch as attention
-from sparse_attn.ops.attention.problem import packed_decode
-from sparse_attn.ops.grouped_linear import dispatch as linears
-from sparse_attn.ops.grouped_linear.plan import Problem
-from sparse_attn.ops.ragged import config as ragged_config
+from sparse_attn.ops.attention.sparse import dispatch as attention
+from sparse_attn.ops.attention.sparse.problem import packed_decode
+from sparse_attn.ops.layers.linears import dispatch as linears
+from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.ragged.lists import config as ragged_config
 from sparse_attn.pipeline import Bounds, bounds, cache_layouts, workspace_size
 from sparse_attn.pipeline.products import product_scratches
 from sparse_attn.spec import PRESETS, CompressedSpec, preset
-from sparse_attn.target import H200, Target
 from sparse_attn.testing.launches import TARGETS
 from sparse_attn.weight_layout import PackedWeight, parse_weight_layout
 

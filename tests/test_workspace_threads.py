@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from sparse_attn import registration, workspace
+from sparse_attn import workspace
+from sparse_attn.framework import registration
 from sparse_attn.workspace import Buffer, Scratch, Workspace
 
 CPU = torch.device("cpu")
@@ -255,7 +256,7 @@ def test_where_the_device_takes_no_more_work_the_first_error_is_the_one_told(op_
 def test_a_launcher_that_fails_half_way_leaves_no_count(dirty_workspace, device, monkeypatch):
     """The selection has counted its rows when the launch that packs them fails; the next call is right."""
     from sparse_attn import build_ragged_indices_from_dense
-    from sparse_attn.ops.ragged import launch
+    from sparse_attn.ops.ragged.lists import launch
 
     dense = torch.tensor([[3, -1, 5], [-1, -1, 2]], dtype=torch.int32, device=device)
     want = build_ragged_indices_from_dense(dense, impl="triton")
@@ -278,9 +279,9 @@ def test_a_launcher_that_fails_half_way_leaves_no_count(dirty_workspace, device,
 @pytest.mark.gpu
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_threads_that_generate_at_once_draw_what_they_would_alone(own_stream):
+    from sparse_attn.generation.generate import Model, generate
     from sparse_attn.models.params import random_params
     from sparse_attn.pipeline import cache_layouts
-    from sparse_attn.runtime.generate import Model, generate
     from sparse_attn.spec import preset
 
     spec = preset("tiny_v32")

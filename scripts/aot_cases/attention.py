@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from aot_cases.form import BF16, FP16, FP32, Case, cache_of, floats, integers, tensor
 from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.attention import launch
+from sparse_attn.ops.attention.sparse import launch
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import CompressedSpec, preset
 
@@ -44,9 +44,9 @@ def _decode() -> Iterator[Case]:
     for batch, heads, more in heads_too:
         name = f"deepseek_v32 fp8, batch {batch}, {heads} heads"
         yield _paged(name, batch, heads, latent, more=more, where="hopper" if batch in (4, 64) else "")
-    combining = "sm_90 sparse_attn.ops.attention.hopper.combine"
+    combining = "sm_90 sparse_attn.ops.attention.sparse.hopper.combine"
     yield _paged("deepseek_v32 fp8, batch 34 in two parts", 34, 128, latent, more=True, where=combining)
-    whole_and_split = "sm_90 sparse_attn.ops.attention.hopper.decode_fp8"
+    whole_and_split = "sm_90 sparse_attn.ops.attention.sparse.hopper.decode_fp8"
     yield _paged("deepseek_v32 fp8, batch 67 in two parts", 67, 128, latent, where=whole_and_split)
     fnuz = LatentFp8Layout(512, 64, flavour="e4m3fnuz")
     yield _paged("deepseek_v32 fnuz", 4, 128, fnuz, more=True, where="gfx942")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from aot_cases.form import BF16, FP32, I64, Case, cache_of, floats, integers, tensor
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, LatentFp8Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.compressor import launch as compressor
-from sparse_attn.ops.kv_cache import launch as kv_cache
+from sparse_attn.ops.attention.compressor import launch as compressor
+from sparse_attn.ops.attention.kv_cache import launch as kv_cache
 
 TOKENS = 128
 

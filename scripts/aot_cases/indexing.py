@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from aot_cases.form import BF16, FP32, I32, I64, U8, Case, cache_of, floats, integers, tensor
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout
-from sparse_attn.ops.index_cache import launch as index_cache
-from sparse_attn.ops.index_logits import launch as index_logits
-from sparse_attn.ops.index_query import launch as index_query
-from sparse_attn.ops.index_topk import launch as index_topk
-from sparse_attn.ops.rank_topk import launch as rank_topk
-from sparse_attn.ops.rank_topk import shapes
-from sparse_attn.ops.topk import launch as topk
+from sparse_attn.ops.indexer.keys import launch as index_cache
+from sparse_attn.ops.indexer.queries import launch as index_query
+from sparse_attn.ops.indexer.scores import launch as index_logits
+from sparse_attn.ops.topk.fused import launch as index_topk
+from sparse_attn.ops.topk.ranks import launch as rank_topk
+from sparse_attn.ops.topk.ranks import shapes
+from sparse_attn.ops.topk.select import launch as topk
 
 FN, FNUZ, MXFP4 = IndexFp8Layout(128), IndexFp8Layout(128, "e4m3fnuz"), IndexMxfp4Layout(128)
 BUDGET = 1 << 28  # bytes of logits

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from aot_cases.form import BF16, FP16, FP32, U8, Case, floats, integers, tensor
-from sparse_attn.ops.experts import launch as packed_experts
-from sparse_attn.ops.grouped_linear import launch as grouped_linear
-from sparse_attn.ops.hyper_connection import launch as hyper_connection
-from sparse_attn.ops.rope import launch as rope
-from sparse_attn.ops.router import launch as router
+from sparse_attn.ops.layers.experts import launch as packed_experts
+from sparse_attn.ops.layers.hyper_connection import launch as hyper_connection
+from sparse_attn.ops.layers.linears import launch as grouped_linear
+from sparse_attn.ops.layers.rope import launch as rope
+from sparse_attn.ops.layers.router import launch as router
 from sparse_attn.weight_layout import SCALE_DTYPE, parse_weight_layout
 
 TOKENS = 128

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from aot_cases.form import I64, Case, integers, tensor
-from sparse_attn.ops.ragged import launch as ragged
-from sparse_attn.ops.step_plan import launch as step_plan
+from sparse_attn.ops.ragged.lists import launch as ragged
+from sparse_attn.ops.ragged.step_plans import launch as step_plan
 
 TOKENS = 128
 

@@ -6,7 +6,7 @@ import re
 
 from aot_cases.waits import WAITS, arguments, reaches_memory_early
 from sparse_attn.device.triton_private import VERSION
-from sparse_attn.target import Target
+from sparse_attn.framework.target import Target
 from sparse_attn.testing.aot import Compiled
 
 MAX_THREADS = 1024  # of a program
@@ -21,69 +21,70 @@ BARRIER_BYTES = 8
 # Bytes of a thread's stack, by kernel and target; "nvidia" stands for those that are not named. Others spill nothing.
 ALLOWED_SPILLS = {
     # A row of 32768 in the registers of a multiprocessor; on sm_90 more programs there, which were measured to be worth
-    # it: ops/topk/dispatch.py. Unaligned rows, whose loads are one score each, spill the most.
-    "topk.algorithms.single_cta.select_single_cta": {"sm_90": 56, "nvidia": 600},
-    "topk.algorithms.sampled.select_sampled": {"sm_90": 416, "nvidia": 384},
-    "topk.algorithms.multi_cta.select_multi_cta": {"sm_90": 56, "nvidia": 64},
-    "topk.algorithms.appended.select_appended": {"sm_90": 32},
-    "topk.algorithms.multi_pass.select_candidates": {"sm_90": 64, "nvidia": 16},
+    # it: ops/topk/select/dispatch.py. Unaligned rows, whose loads are one score each, spill the most.
+    "topk.select.algorithms.single_cta.select_single_cta": {"sm_90": 56, "nvidia": 600},
+    "topk.select.algorithms.sampled.select_sampled": {"sm_90": 416, "nvidia": 384},
+    "topk.select.algorithms.multi_cta.select_multi_cta": {"sm_90": 56, "nvidia": 64},
+    "topk.select.algorithms.appended.select_appended": {"sm_90": 32},
+    "topk.select.algorithms.multi_pass.select_candidates": {"sm_90": 64, "nvidia": 16},
     # An address, in one of two forms; which, ptxas and every line decide. Measured with it.
-    "topk.algorithms.group_maxima.select_group_maxima": {"sm_90": 8},
+    "topk.select.algorithms.group_maxima.select_group_maxima": {"sm_90": 8},
     # A scalar or two of a row; of rows of 2048 on sm_120 some more.
-    "ragged.pack_rows": {"sm_120": 32, "nvidia": 8},
+    "ragged.lists.pack_rows": {"sm_120": 32, "nvidia": 8},
     # Addresses beside the tile of sums: at most 32 bytes of the usual forms, more of fp16 rows, and of bf16 and fp8
     # ones together. Forms that spill less were measured to take 1 to 40% more.
-    "attention.portable.attend": {"sm_90": 176},
+    "attention.sparse.portable.attend": {"sm_90": 176},
     # Scalars of a query block, beside its weights and a product in 112 registers.
-    "index_logits.hopper.paged.paged_mqa_logits": {"sm_90": 24},
-    "index_logits.hopper.prefill.mqa_logits": {"sm_90": 16},
+    "indexer.scores.hopper.paged.paged_mqa_logits": {"sm_90": 24},
+    "indexer.scores.hopper.prefill.mqa_logits": {"sm_90": 16},
     # The same, in the branch for groups that are far apart.
-    "index_logits.hopper.paged_mxfp4.paged_mqa_logits": {"sm_90": 64},
-    "index_logits.hopper.prefill_mxfp4.mqa_logits": {"sm_90": 376},
+    "indexer.scores.hopper.paged_mxfp4.paged_mqa_logits": {"sm_90": 64},
+    "indexer.scores.hopper.prefill_mxfp4.mqa_logits": {"sm_90": 376},
     # Four scalars, with triton 3.6 alone.
-    "hyper_connection.mix": {"sm_100": 16},
+    "layers.hyper_connection.mix": {"sm_100": 16},
     # Tiles of 64 rows, two of sums.
-    "grouped_linear.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
-    "rank_topk.candidates.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
-    "experts.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
-    "experts.sorted.down": {"sm_90": 0, "nvidia": 40},
+    "layers.linears.swap_ab.swap_ab": {"sm_90": 0, "nvidia": 16},
+    "topk.ranks.candidates.merge_candidates": {"sm_90": 0, "nvidia": 16},  # of 16384 candidates
+    "layers.experts.sorted.gate_up": {"sm_90": 0, "nvidia": 24},
+    "layers.experts.sorted.down": {"sm_90": 0, "nvidia": 40},
     # Scalars of the producers.
-    "attention.hopper.decode_fp8.attend": {"sm_90": 64},
+    "attention.sparse.hopper.decode_fp8.attend": {"sm_90": 64},
     # Of plain rows whose largest scores are asked for.
-    "attention.hopper.swap_ab.attend": {"sm_90": 8},
+    "attention.sparse.hopper.swap_ab.attend": {"sm_90": 8},
 }
 
 # Bytes with later Tritons than 3.6, which kernels were timed with.
 SPILLS_OF_LATER = {
     (3, 8): {
-        "grouped_linear.fp8.multiply": {"sm_100": 8},
-        "index_logits.hopper.prefill.mqa_logits": {"sm_90": 96},
-        "index_logits.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
-        "index_logits.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},
-        "ragged.pack_rows": {"nvidia": 24},
-        "topk.algorithms.multi_cta.select_multi_cta": {"sm_120": 128},
+        "layers.linears.fp8.multiply": {"sm_100": 8},
+        "indexer.scores.hopper.prefill.mqa_logits": {"sm_90": 96},
+        "indexer.scores.hopper.prefill_decoded.mqa_logits": {"sm_90": 80},
+        "indexer.scores.portable.mxfp4.mqa_logits": {"sm_90": 0, "nvidia": 104},
+        "ragged.lists.pack_rows": {"nvidia": 24},
+        "topk.select.algorithms.multi_cta.select_multi_cta": {"sm_120": 128},
     },
     (3, 9): {
-        "attention.hopper.prefill_bf16.attend": {"sm_90": 120},
-        "attention.hopper.swap_ab.attend": {"sm_90": 32},
-        "attention.portable.attend": {"sm_90": 528},
-        "index_logits.hopper.prefill.mqa_logits": {"sm_90": 40},
-        "index_logits.hopper.paged.paged_mqa_logits": {"sm_90": 56},
-        "index_logits.portable.mqa_logits": {"sm_90": 3024},  # of fp32 queries
-        "index_logits.portable.paged_mqa_logits": {"sm_90": 496},
-        "topk.algorithms.single_cta.select_single_cta": {"sm_90": 144},
-        "topk.algorithms.multi_pass.select_candidates": {"sm_90": 72},
-        "topk.algorithms.multi_pass.collect_candidates": {"sm_90": 24},
-        "topk.algorithms.group_maxima.select_group_maxima": {"sm_90": 16},
-        "ragged.pack_rows": {"nvidia": 32},
+        "attention.sparse.hopper.prefill_bf16.attend": {"sm_90": 120},
+        "attention.sparse.hopper.swap_ab.attend": {"sm_90": 32},
+        "attention.sparse.portable.attend": {"sm_90": 528},
+        "indexer.scores.hopper.prefill.mqa_logits": {"sm_90": 40},
+        "indexer.scores.hopper.paged.paged_mqa_logits": {"sm_90": 56},
+        "indexer.scores.portable.mqa_logits": {"sm_90": 3024},  # of fp32 queries
+        "indexer.scores.portable.paged_mqa_logits": {"sm_90": 496},
+        "topk.select.algorithms.single_cta.select_single_cta": {"sm_90": 144},
+        "topk.select.algorithms.multi_pass.select_candidates": {"sm_90": 72},
+        "topk.select.algorithms.multi_pass.collect_candidates": {"sm_90": 24},
+        "topk.select.algorithms.group_maxima.select_group_maxima": {"sm_90": 16},
+        "ragged.lists.pack_rows": {"nvidia": 32},
     },
 }
 
 # What a launch may read before it waits: what another waited for, before it let this one or any in between start. That
 # one gave it ``state``. Or a weight, which no launch of this library writes. See device/pdl.py.
 SCORES = {"logits", "row_starts", "row_ends"}
-WEIGHTS = {"grouped_linear.hopper.stream_k": {"words"}, "grouped_linear.hopper.wide.stream_k_wide": {"codes"}}
-EARLY = WEIGHTS | {"rank_topk.count_digits": SCORES, "rank_topk.count_ties": SCORES, "rank_topk.take_winners": SCORES}
+WEIGHTS = {"layers.linears.hopper.stream_k": {"words"}, "layers.linears.hopper.wide.stream_k_wide": {"codes"}}
+READ_EARLY = ("topk.ranks.count_digits", "topk.ranks.count_ties", "topk.ranks.take_winners")
+EARLY = WEIGHTS | dict.fromkeys(READ_EARLY, SCORES)
 
 
 def allowed_spills(name: str, kernel: str, target: Target) -> int:

@@ -27,9 +27,9 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run, total
 from sparse_attn import roofline
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots, index_topk_prefill
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots, index_topk_prefill
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT, PREFILL_LSE, PREFILL_OUT
 
 PEER = "DeepGEMM+vLLM+FlashMLA"

@@ -17,24 +17,24 @@ from benchmarks.inputs import normal
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
+from sparse_attn.checkpoints.formats import first_layers
+from sparse_attn.checkpoints.load import load, open_checkpoint, readings_of
+from sparse_attn.checkpoints.memory import weight_bytes
+from sparse_attn.checkpoints.published import write_published
+from sparse_attn.checkpoints.random_packed import random_packed_params
+from sparse_attn.checkpoints.share import share_of
+from sparse_attn.cli.plan import plan
+from sparse_attn.framework.target import target_of
+from sparse_attn.generation.batch import scratch_size
+from sparse_attn.generation.graph import DecodeGraph
+from sparse_attn.generation.model import AnyCaches, Model
+from sparse_attn.generation.steps import Decode, Sampling, decode_step
 from sparse_attn.layout import Layout
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.models.forms import first_layers
-from sparse_attn.models.loading import load, open_checkpoint, readings_of
-from sparse_attn.models.memory import weight_bytes
 from sparse_attn.models.params import ROPE_NAMES, model_rope_tables
-from sparse_attn.models.published import write_published
-from sparse_attn.models.random_packed import random_packed_params
-from sparse_attn.models.share import share_of
 from sparse_attn.pipeline import Bounds, cache_layouts, cache_uses, default_block_size
 from sparse_attn.roofline import Work
-from sparse_attn.runtime.batch import scratch_size
-from sparse_attn.runtime.graph import DecodeGraph
-from sparse_attn.runtime.model import AnyCaches, Model
-from sparse_attn.runtime.plan import plan
-from sparse_attn.runtime.steps import Decode, Sampling, decode_step
 from sparse_attn.spec import CompressedSpec, Spec, preset
-from sparse_attn.target import target_of
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 
 REPEATS = 3
@@ -89,7 +89,7 @@ def _loaded(run: Run, folder: Path, case: str) -> Record:
         max(file.stat().st_size for file in files), dtype=torch.uint8, device="cpu", pin_memory=not run.dry
     )
     theirs = min(_read_all(files, pinned) for _ in range(REPEATS)) * total / sum(file.stat().st_size for file in files)
-    with mock.patch("sparse_attn.models.loading.model_rope_tables", lambda *_: {}):
+    with mock.patch("sparse_attn.checkpoints.load.model_rope_tables", lambda *_: {}):
         ours = min(_seconds(run, lambda: load(folder, device=run.device)) for _ in range(REPEATS))
     tables = min(_seconds(run, lambda: model_rope_tables(opened.spec, run.device)) for _ in range(REPEATS))
     with HostPeak() as host:  # which takes turns with what it watches

@@ -12,8 +12,8 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
 
 SCALE = D_QK**-0.5
 

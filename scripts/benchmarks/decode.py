@@ -16,7 +16,7 @@ from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
 from sparse_attn.layout import Layout, PlainLayout
-from sparse_attn.ops.attention import sparse_attn_decode
+from sparse_attn.ops.attention.sparse import sparse_attn_decode
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT
 from sparse_attn.types import AttentionOutput
 

@@ -20,26 +20,33 @@ from benchmarks.checkpoints import FREE, captured_step, step_bounds, step_us, we
 from benchmarks.record import Record
 from benchmarks.run import Run
 from benchmarks.steps import HELD, by_part, cached_bytes
-from sparse_attn import streams
+from sparse_attn.checkpoints.formats import first_layers
+from sparse_attn.checkpoints.load import load, open_checkpoint
+from sparse_attn.checkpoints.memory import weight_bytes
+from sparse_attn.checkpoints.random_packed import random_packed_params
+from sparse_attn.checkpoints.sharding import check_mesh
+from sparse_attn.cli.plan import plan
+from sparse_attn.cli.shipped import shipped_models
+from sparse_attn.framework import streams
+from sparse_attn.framework.target import target_of
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.model import Model
+from sparse_attn.generation.processes import make_mesh
 from sparse_attn.mesh import ONE_RANK, Mesh, Ranks, planned_mesh
 from sparse_attn.models.exchange import step_bytes
-from sparse_attn.models.forms import first_layers
-from sparse_attn.models.loading import load, open_checkpoint
-from sparse_attn.models.memory import weight_bytes
-from sparse_attn.models.random_packed import random_packed_params
-from sparse_attn.models.sharding import check_mesh
-from sparse_attn.ops.rank_topk.shapes import BITS
-from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.pipeline import cache_layouts, choose, default_block_size
-from sparse_attn.pipeline.ranks import RowScores, join_over_ranks, merge_over_ranks, sum_over_ranks, top_k_over_ranks
+from sparse_attn.ops.topk.ranks.shapes import BITS
+from sparse_attn.ops.topk.select import top_k_per_row
+from sparse_attn.pipeline import cache_layouts, default_block_size
+from sparse_attn.pipeline import select as choose
+from sparse_attn.pipeline.parallel.ranks import (
+    RowScores,
+    join_over_ranks,
+    merge_over_ranks,
+    sum_over_ranks,
+    top_k_over_ranks,
+)
 from sparse_attn.roofline import Work
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.model import Model
-from sparse_attn.runtime.plan import plan
-from sparse_attn.runtime.processes import make_mesh
-from sparse_attn.runtime.shipped import shipped_models
 from sparse_attn.spec import CompressedSpec, Spec, preset
-from sparse_attn.target import target_of
 from sparse_attn.types import AttentionOutput
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 

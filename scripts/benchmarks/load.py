@@ -15,7 +15,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn.layout import Layout
-from sparse_attn.ops.attention import sparse_attn_decode
+from sparse_attn.ops.attention.sparse import sparse_attn_decode
 
 SECOND = 1000.0  # ms
 MOST = 133  # requests; one more than an H200 has multiprocessors

@@ -13,15 +13,15 @@ import torch
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
+from sparse_attn.generation.generate import Decode, Model, Sampling, decode_plan, decode_step
+from sparse_attn.generation.graph import DecodeGraph
 from sparse_attn.models.deepseek_v32 import allocate_caches
 from sparse_attn.models.mla import attention
 from sparse_attn.models.params import FP32_NAMES, model_rope_tables
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.ops.index_topk import LOGITS_BYTES
-from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.ragged.step_plans import build_step_plan
+from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.generate import Decode, Model, Sampling, decode_plan, decode_step
-from sparse_attn.runtime.graph import DecodeGraph
 from sparse_attn.spec import Spec, deepseek_v32, tiny_v32
 from sparse_attn.types import Caches, StepPlan
 

@@ -24,7 +24,7 @@ from benchmarks.run import Run
 from benchmarks.scores import CHECKED_ROWS, HEADS, TINY_HEADS
 from sparse_attn import roofline
 from sparse_attn.mxfp4 import mxfp4_quantise
-from sparse_attn.ops.index_logits import (
+from sparse_attn.ops.indexer.scores import (
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
     mxfp4_mqa_logits,

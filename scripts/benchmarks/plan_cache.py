@@ -12,8 +12,8 @@ import torch
 from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
-from sparse_attn.ops.step_plan import build_step_plan
-from sparse_attn.runtime.plan_cache import HostPlanner
+from sparse_attn.generation.plan_cache import HostPlanner
+from sparse_attn.ops.ragged.step_plans import build_step_plan
 
 MAX_BLOCKS, MAX_CONTEXT, KV_CAPACITY = 512, 1 << 17, 1 << 17
 # decode requests, then tokens of each prefill request

@@ -15,8 +15,8 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.ops.attention import sparse_attn_prefill
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.ops.attention.sparse import sparse_attn_prefill
+from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
 from sparse_attn.testing.compare import PREFILL_LSE, PREFILL_OUT
 
 TOKENS, TINY_TOKENS = 4096, 9
@@ -109,11 +109,11 @@ def prefill_portable(run: Run) -> Iterator[Record]:
 
 def _implementations(run: Run):
     """(portable, what this GPU takes) of sparse_attn_prefill; dry, the reference twice."""
-    from sparse_attn.ops.attention import reference
+    from sparse_attn.ops.attention.sparse import reference
 
     if run.dry:
         return reference.sparse_attn_prefill, reference.sparse_attn_prefill
-    from sparse_attn.ops.attention import launch
+    from sparse_attn.ops.attention.sparse import launch
 
     return functools.partial(launch.sparse_attn_prefill, kernel="portable"), launch.sparse_attn_prefill
 

@@ -18,11 +18,11 @@ from benchmarks.run import Calls, Run
 from benchmarks.windowed import LAYOUT as WINDOWED_LAYOUT
 from sparse_attn import roofline
 from sparse_attn.layout import KvLayout
-from sparse_attn.ops.attention import sparse_attn_decode
-from sparse_attn.ops.index_logits import fp8_paged_mqa_logits
-from sparse_attn.ops.index_topk import index_topk_decode_slots
-from sparse_attn.pipeline.choose import choose_over_ranks
-from sparse_attn.pipeline.ranks import merge_over_ranks
+from sparse_attn.ops.attention.sparse import sparse_attn_decode
+from sparse_attn.ops.indexer.scores import fp8_paged_mqa_logits
+from sparse_attn.ops.topk.fused import index_topk_decode_slots
+from sparse_attn.pipeline.parallel.ranks import merge_over_ranks
+from sparse_attn.pipeline.select import choose_over_ranks
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged
 
 PEER = "indexer replicated"

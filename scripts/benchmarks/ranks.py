@@ -14,11 +14,11 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn.mesh import Mesh, Ranks
-from sparse_attn.ops.attention import merge_attn_states
-from sparse_attn.ops.rank_topk import count_digits, count_ties, take_winners
-from sparse_attn.ops.topk import top_k_per_row
-from sparse_attn.pipeline import ranks as pipeline_ranks
-from sparse_attn.pipeline.ranks import RowScores, merge_over_ranks, top_k_over_ranks
+from sparse_attn.ops.attention.sparse import merge_attn_states
+from sparse_attn.ops.topk.ranks import count_digits, count_ties, take_winners
+from sparse_attn.ops.topk.select import top_k_per_row
+from sparse_attn.pipeline.parallel import ranks
+from sparse_attn.pipeline.parallel.ranks import RowScores, merge_over_ranks, top_k_over_ranks
 from sparse_attn.roofline import Work
 from sparse_attn.types import AttentionOutput
 
@@ -44,7 +44,7 @@ def copies(mesh: Mesh | None = None) -> Iterator[None]:
 
     with ExitStack() as stack:
         for collective in (all_reduce, all_gather, all_to_all):
-            stack.enter_context(mock.patch.object(pipeline_ranks, collective.__name__, collective))
+            stack.enter_context(mock.patch.object(ranks, collective.__name__, collective))
         yield
 
 

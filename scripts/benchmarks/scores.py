@@ -13,7 +13,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.ops.index_logits import fp8_mqa_logits, fp8_paged_mqa_logits
+from sparse_attn.ops.indexer.scores import fp8_mqa_logits, fp8_paged_mqa_logits
 
 HEADS, TINY_HEADS = 64, 4
 CHECKED_ROWS = 32

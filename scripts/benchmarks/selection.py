@@ -13,7 +13,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_prefill
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_prefill
 
 PEER = "DeepGEMM+vLLM"
 RATIO = 4  # tokens of an entry of V4

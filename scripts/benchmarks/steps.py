@@ -17,14 +17,17 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import ops
-from sparse_attn.models.memory import weight_bytes
-from sparse_attn.models.random_packed import random_packed_params
+from sparse_attn.checkpoints.memory import weight_bytes
+from sparse_attn.checkpoints.random_packed import random_packed_params
+from sparse_attn.generation.model import Model
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.roofline import Work
-from sparse_attn.runtime.model import Model
 from sparse_attn.spec import CompressedSpec, preset
 
-PARTS = {"experts": ("experts",), "linears": ("grouped_linear",), "rest": ("hyper_connection", "router", "step_plan")}
+PARTS = {
+    "experts": ("layers.experts",), "linears": ("layers.linears",),
+    "rest": ("layers.hyper_connection", "layers.router", "ragged.step_plans"),
+}  # fmt: skip
 TORCH_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk", re.IGNORECASE)
 STEPS = 20
 HELD = 12  # requests that have blocks; their index keys of one layer are more than the L2 holds
@@ -39,7 +42,7 @@ def _packages() -> dict[str, set[str]]:
     for module in pkgutil.walk_packages(ops.__path__, ops.__name__ + "."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, JITFunction) and value.__module__.startswith(ops.__name__):
-                found[name].add(value.__module__.split(".")[2])
+                found[name].add(".".join(value.__module__.split(".")[2:4]))
     return found
 
 

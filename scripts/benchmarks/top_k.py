@@ -13,7 +13,7 @@ from benchmarks.record import Record
 from benchmarks.registry import suite
 from benchmarks.run import Run
 from sparse_attn import roofline
-from sparse_attn.ops.topk import top_k_per_row
+from sparse_attn.ops.topk.select import top_k_per_row
 
 TOP_KS, TINY_TOP_KS = (512, 1024, 2048), (16, 300)
 WARM_SETS = 4  # logits were written just before, so they are in the L2 where they fit

@@ -27,14 +27,14 @@ from benchmarks.registry import suite
 from benchmarks.run import Run, total
 from sparse_attn import roofline
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlanarFp8Layout
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.index_topk import index_topk_decode, index_topk_decode_slots
-from sparse_attn.ops.kv_cache import gather_kv_cache
-from sparse_attn.ops.ragged import (
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.ragged.lists import (
     combine_topk_swa_indices_ragged,
     compute_global_topk_ragged_indices_and_indptr,
     window_indices,
 )
+from sparse_attn.ops.topk.fused import index_topk_decode, index_topk_decode_slots
 from sparse_attn.testing.compare import DECODE_LSE, DECODE_OUT
 
 LAYOUT = PlanarFp8Layout(448, 64)

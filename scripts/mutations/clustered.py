@@ -2,7 +2,7 @@
 
 from mutations.mutation import OPS, Mutation
 
-FOLDER = OPS + "topk/hopper/"
+FOLDER = OPS + "topk/select/hopper/"
 TEST = "tests/test_ptx_topk.py::test_whatever_the_scores"
 SLOTS = ("tests/test_ptx_topk.py::test_cache_slots",)
 

@@ -2,7 +2,7 @@
 
 from mutations.mutation import OPS, Mutation
 
-ATTENTION, SCORES = OPS + "attention/", OPS + "index_logits/"
+ATTENTION, SCORES = OPS + "attention/sparse/", OPS + "indexer/scores/"
 
 # fmt: off
 HOPPER = [

@@ -2,7 +2,7 @@
 
 from mutations.mutation import OPS, Mutation
 
-KERNELS, STREAM, WIDE = (OPS + f"grouped_linear/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
+KERNELS, STREAM, WIDE = (OPS + f"layers/linears/hopper/{name}.py" for name in ("kernels", "stream", "wide"))
 
 # fmt: off
 STREAMED = [
@@ -99,7 +99,7 @@ STREAMED = [
     ),
     Mutation(
         "streamed-wide-rows-of-the-first-launch", "every launch multiplies the rows of the first",
-        OPS + "grouped_linear/launch.py",
+        OPS + "layers/linears/launch.py",
         "self._replace(rows=rows,",
         "self._replace(rows=self.rows[: rows.shape[0]],",
         ("tests/test_ptx_products.py::test_stream_k_wide",),

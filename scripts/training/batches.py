@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.runtime.documents import CELL, KEY_BYTES, KEY_LETTERS, MENTION_BYTES, VALUE_BYTES, VALUE_LETTERS
+from sparse_attn.cli.documents import CELL, KEY_BYTES, KEY_LETTERS, MENTION_BYTES, VALUE_BYTES, VALUE_LETTERS
 from training.parts import one_hot
 from training.text import Corpus
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sparse_attn import streams
+from sparse_attn.checkpoints.save import save
+from sparse_attn.framework import streams
 from sparse_attn.models.params import INTEGER_NAMES, param_dtype
-from sparse_attn.models.saving import save
 from sparse_attn.spec import CompressedSpec, Spec
 from training import latent, windowed
 from training.batches import Batch, Source

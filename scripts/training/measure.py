@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from sparse_attn.runtime.documents import Document, retrieval_documents, text_documents
+from sparse_attn.cli.documents import Document, retrieval_documents, text_documents
 
 # (token ids, whether attention is sparse) -> logits
 Forward = Callable[[torch.Tensor, bool], torch.Tensor]

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.models.moe import gated, gated_mlp
-from sparse_attn.ops.rope.reference import rotate
-from sparse_attn.ops.router import reference as router
+from sparse_attn.ops.layers.rope.reference import rotate
+from sparse_attn.ops.layers.router import reference as router
 from sparse_attn.spec import MoeSpec
 
 Params = dict[str, torch.Tensor]

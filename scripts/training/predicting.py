@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from sparse_attn.checkpoints.save import save
 from sparse_attn.models.mtp import PREFIX
 from sparse_attn.models.norms import rms_norm
-from sparse_attn.models.saving import save
 from sparse_attn.models.shapes import prediction_shapes, prediction_spec
 from sparse_attn.spec import CompressedSpec, Spec
 from training import latent, windowed

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparse_attn.runtime.documents import held_out_text
+from sparse_attn.cli.documents import held_out_text
 
 END_OF_TEXT = 256
 HELD_OUT_TOPICS = ("calls", "import", "objects", "raise", "truth", "typesmapping", "yield")

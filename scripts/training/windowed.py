@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from sparse_attn.models.norms import rms_norm, unit_rms
-from sparse_attn.ops.hyper_connection import reference as hyper
-from sparse_attn.ops.rope.reference import rotate
+from sparse_attn.ops.layers.hyper_connection import reference as hyper
+from sparse_attn.ops.layers.rope.reference import rotate
 from sparse_attn.spec import CompressedSpec
 from training.parts import Output, Params, Trace, best, divergence, embed, index_scores, moe, turn
 

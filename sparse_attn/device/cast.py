@@ -4,7 +4,7 @@ bf16."""
 import triton
 import triton.language as tl
 
-from sparse_attn.target import interpreting
+from sparse_attn.framework.target import interpreting
 
 INTERPRETED = tl.constexpr(interpreting())
 

@@ -1,1 +1,6 @@
-"""Other libraries' models on the operators of this one. Each integration imports its library where it is registered."""
+"""Other libraries' models and call sites on the operators of this one.
+
+``transformers`` imports its library where it is registered. ``flash_mla``, ``deep_gemm`` and ``vllm_ops`` hold
+functions of the library they are named after, and import none: they view, check and call operators of ``sparse_attn``.
+README.md beside this file shows call sites before and after, and lists the differences.
+"""

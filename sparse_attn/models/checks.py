@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sparse_attn import debug
+from sparse_attn.checkpoints.names import spelling_of
+from sparse_attn.framework import debug
 from sparse_attn.models.params import ROPE_NAMES
 from sparse_attn.models.shapes import Shapes, param_shapes, prediction_shapes
-from sparse_attn.models.spelling import spelling_of
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import StepPlan
 

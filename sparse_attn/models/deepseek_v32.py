@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache
+from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_params, check_plan, check_tokens
 from sparse_attn.models.mla import attention
@@ -22,8 +22,8 @@ from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.products import activations_of
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, Selection, check_block_size
-from sparse_attn.pipeline.context import deals_prefill, own_plan
-from sparse_attn.pipeline.ranks import own_rows, sum_over_ranks, whole_rows
+from sparse_attn.pipeline.parallel.context import deals_prefill, own_plan
+from sparse_attn.pipeline.parallel.ranks import own_rows, sum_over_ranks, whole_rows
 from sparse_attn.spec import Spec
 from sparse_attn.types import Caches, StepPlan
 

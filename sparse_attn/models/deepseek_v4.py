@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sparse_attn.autocast import no_autocast
 from sparse_attn.cache import allocate_cache, allocate_side_by_side, mark_cache
+from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.layout import PlainLayout
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.checks import check_caches, check_params, check_plan, check_tokens
@@ -22,11 +22,11 @@ from sparse_attn.models.norms import linear_fp32, rms_norm
 from sparse_attn.models.products import activations_of
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.models.windowed import attention
-from sparse_attn.ops.hyper_connection import hyper_head, hyper_merge, hyper_mix
+from sparse_attn.ops.layers.hyper_connection import hyper_head, hyper_merge, hyper_mix
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
-from sparse_attn.pipeline.context import deals_prefill
 from sparse_attn.pipeline.layouts import check_block_size, state_ring, window_ring
-from sparse_attn.pipeline.ranks import own_rows, whole_rows
+from sparse_attn.pipeline.parallel.context import deals_prefill
+from sparse_attn.pipeline.parallel.ranks import own_rows, whole_rows
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import HyperMix, StepPlan, WindowCaches

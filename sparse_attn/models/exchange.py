@@ -7,10 +7,10 @@ import torch
 
 from sparse_attn.mesh import Mesh, Ranks
 from sparse_attn.models.shapes import prediction_spec
-from sparse_attn.pipeline.context import own_bound
-from sparse_attn.pipeline.deal import dealt_bytes, shares_rows
-from sparse_attn.pipeline.dispatch import dispatch_bytes, dispatch_calls
-from sparse_attn.pipeline.ranks import dealt_rows, exchanged_bytes, merged_bytes, merged_calls, selection_calls
+from sparse_attn.pipeline.parallel.context import own_bound
+from sparse_attn.pipeline.parallel.experts import dispatch_bytes, dispatch_calls
+from sparse_attn.pipeline.parallel.ranks import dealt_rows, exchanged_bytes, merged_bytes, merged_calls, selection_calls
+from sparse_attn.pipeline.parallel.rows import dealt_bytes, shares_rows
 from sparse_attn.spec import CompressedSpec, Spec
 
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from sparse_attn import gradients, pipeline
-from sparse_attn.autocast import no_autocast
+from sparse_attn import pipeline
+from sparse_attn.framework import gradients
+from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import layer_norm, linear_fp32, rms_norm
 from sparse_attn.models.products import by_groups, product
-from sparse_attn.ops.index_query import hadamard_transform, indexer_q_rope_quant
-from sparse_attn.ops.rope import apply_rope
+from sparse_attn.ops.indexer.queries import hadamard_transform, indexer_q_rope_quant
+from sparse_attn.ops.layers.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, Selection
-from sparse_attn.pipeline.ranks import sum_over_ranks
+from sparse_attn.pipeline.parallel.ranks import sum_over_ranks
 from sparse_attn.spec import Spec
 from sparse_attn.types import StepPlan
 

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sparse_attn.autocast import no_autocast
-from sparse_attn.lanes import by_rows
+from sparse_attn.framework.autocast import no_autocast
+from sparse_attn.framework.lanes import by_rows
+from sparse_attn.framework.target import Target
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32
 from sparse_attn.models.products import product
-from sparse_attn.ops.experts import packed_experts
-from sparse_attn.ops.grouped_linear import grouped_linear
-from sparse_attn.ops.router import biased_grouped_topk, hash_routed_experts
-from sparse_attn.pipeline.dispatch import combine, dispatch
-from sparse_attn.pipeline.ranks import sum_over_ranks
+from sparse_attn.ops.layers.experts import packed_experts
+from sparse_attn.ops.layers.linears import grouped_linear
+from sparse_attn.ops.layers.router import biased_grouped_topk, hash_routed_experts
+from sparse_attn.pipeline.parallel.experts import combine, dispatch
+from sparse_attn.pipeline.parallel.ranks import sum_over_ranks
 from sparse_attn.spec import MoeSpec
-from sparse_attn.target import Target
 from sparse_attn.weight_layout import PackedWeight, Weight, weight_shape
 
 DENSE_MAX_EXPERTS = 16

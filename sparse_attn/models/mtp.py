@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sparse_attn.autocast import no_autocast
+from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models import deepseek_v4, deepseek_v32
 from sparse_attn.models.checks import check_caches, check_params, check_tokens
@@ -23,7 +23,7 @@ from sparse_attn.models.norms import rms_norm
 from sparse_attn.models.products import activations_of, product
 from sparse_attn.models.vocabulary import embedding, token_logits
 from sparse_attn.pipeline import LOGITS_BYTES, CacheLayouts, windowed
-from sparse_attn.pipeline.context import own_plan
+from sparse_attn.pipeline.parallel.context import own_plan
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.types import Caches, StepPlan, WindowCaches
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sparse_attn.autocast import no_autocast
-from sparse_attn.ops.grouped_linear import linear
+from sparse_attn.framework.autocast import no_autocast
+from sparse_attn.ops.layers.linears import linear
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sparse_attn.models.shapes import param_shapes, prediction_shapes
-from sparse_attn.ops.rope import Yarn, rope_table
+from sparse_attn.ops.layers.rope import Yarn, rope_table
 from sparse_attn.spec import CompressedSpec, Spec
 from sparse_attn.weight_layout import PackedWeight, Weight
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn import checks
-from sparse_attn.ops.grouped_linear import ACTIVATIONS, grouped_linear, linear
-from sparse_attn.pipeline.choose import num_decode_rows
+from sparse_attn.framework import checks
+from sparse_attn.ops.layers.linears import ACTIVATIONS, grouped_linear, linear
+from sparse_attn.pipeline.select import num_decode_rows
 from sparse_attn.types import StepPlan
 from sparse_attn.weight_layout import PackedWeight, Weight
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from sparse_attn import gradients
-from sparse_attn.autocast import no_autocast
+from sparse_attn.framework import gradients
+from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.mesh import ONE_RANK, Mesh
 from sparse_attn.models.norms import linear_fp32, rms_norm, unit_rms
 from sparse_attn.models.products import by_groups, product
-from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.index_query import indexer_q_rope_quant
-from sparse_attn.ops.rope import apply_rope
+from sparse_attn.ops.attention.compressor import compress_and_cache
+from sparse_attn.ops.indexer.queries import indexer_q_rope_quant
+from sparse_attn.ops.layers.rope import apply_rope
 from sparse_attn.pipeline import CacheLayouts, windowed
-from sparse_attn.pipeline.ranks import own_rows, sum_over_ranks
+from sparse_attn.pipeline.parallel.ranks import own_rows, sum_over_ranks
 from sparse_attn.pipeline.windowed import Entries, WindowStep
 from sparse_attn.spec import CompressedSpec
 from sparse_attn.types import StepPlan, WindowCaches

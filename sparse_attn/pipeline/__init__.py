@@ -8,9 +8,8 @@ which part is empty.
 entries.
 """
 
-from sparse_attn.ops.index_topk import LOGITS_BYTES
+from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline.bounds import Bounds, workspace_size
-from sparse_attn.pipeline.choose import num_decode_rows
 from sparse_attn.pipeline.latent import Selection, attend, index_select, write_index_keys, write_latents
 from sparse_attn.pipeline.layouts import (
     CACHE_KINDS,
@@ -21,6 +20,7 @@ from sparse_attn.pipeline.layouts import (
     default_block_size,
 )
 from sparse_attn.pipeline.memory import CacheUse, cache_bytes, cache_uses
+from sparse_attn.pipeline.select import num_decode_rows
 
 __all__ = [
     "CACHE_KINDS", "INDEX_CACHE_KINDS", "LOGITS_BYTES", "Bounds", "CacheLayouts", "CacheUse", "Selection", "attend",

@@ -9,27 +9,28 @@ from typing import Any
 
 import torch
 
-from sparse_attn import checks, workspace
+from sparse_attn import workspace
+from sparse_attn.framework import checks
+from sparse_attn.framework.target import Target
 from sparse_attn.layout import PLAIN_NAME, IndexLayout, LatentFp8Layout, PlainLayout
 from sparse_attn.mesh import ONE_RANK, Mesh
-from sparse_attn.ops.attention import dispatch as attention
-from sparse_attn.ops.attention.problem import KvLayout, Problem, packed_decode, packed_prefill
-from sparse_attn.ops.grouped_linear import ACTIVATIONS
-from sparse_attn.ops.index_logits import dispatch as scoring
-from sparse_attn.ops.index_topk import LOGITS_BYTES
-from sparse_attn.ops.index_topk import config as index_topk_config
-from sparse_attn.ops.index_topk.shapes import ROW_ALIGNMENT
-from sparse_attn.ops.ragged import config as ragged_config
-from sparse_attn.ops.topk import dispatch as selection
-from sparse_attn.ops.topk.plan import Problem as SelectionProblem
-from sparse_attn.pipeline.choose import FP32_BYTES, check_scores
-from sparse_attn.pipeline.context import own_bound, own_room
-from sparse_attn.pipeline.deal import shares_rows
-from sparse_attn.pipeline.dispatch import most_dispatched
+from sparse_attn.ops.attention.sparse import dispatch as attention
+from sparse_attn.ops.attention.sparse.problem import KvLayout, Problem, packed_decode, packed_prefill
+from sparse_attn.ops.indexer.scores import dispatch as scoring
+from sparse_attn.ops.layers.linears import ACTIVATIONS
+from sparse_attn.ops.ragged.lists import config as ragged_config
+from sparse_attn.ops.topk.fused import LOGITS_BYTES
+from sparse_attn.ops.topk.fused import config as index_topk_config
+from sparse_attn.ops.topk.fused.shapes import ROW_ALIGNMENT
+from sparse_attn.ops.topk.select import dispatch as selection
+from sparse_attn.ops.topk.select.plan import Problem as SelectionProblem
 from sparse_attn.pipeline.layouts import CacheLayouts, cache_layouts
+from sparse_attn.pipeline.parallel.context import own_bound, own_room
+from sparse_attn.pipeline.parallel.experts import most_dispatched
+from sparse_attn.pipeline.parallel.rows import shares_rows
 from sparse_attn.pipeline.products import product_scratches
+from sparse_attn.pipeline.select import FP32_BYTES, check_scores
 from sparse_attn.spec import CompressedSpec, Spec
-from sparse_attn.target import Target
 from sparse_attn.weight_layout import Weight
 from sparse_attn.workspace import Scratch, WorkspaceSize
 

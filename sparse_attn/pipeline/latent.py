@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 from sparse_attn.mesh import ALONE, Ranks
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.index_cache import indexer_k_quant_and_cache
-from sparse_attn.ops.index_topk import LOGITS_BYTES
-from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
-from sparse_attn.pipeline.choose import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
-from sparse_attn.pipeline.deal import choose_dealt, deals_rows
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.indexer.keys import indexer_k_quant_and_cache
+from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense, compute_global_topk_ragged_indices_and_indptr
+from sparse_attn.ops.topk.fused import LOGITS_BYTES
 from sparse_attn.pipeline.layouts import CacheLayouts
-from sparse_attn.pipeline.ranks import merge_over_ranks, merge_own_rows
+from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows
+from sparse_attn.pipeline.parallel.rows import choose_dealt, deals_rows
+from sparse_attn.pipeline.select import choose_decode_slots, choose_over_ranks, choose_prefill, num_decode_rows
 from sparse_attn.types import AttentionOutput, QuantisedQuery, Ragged, StepPlan
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparse_attn import checks
+from sparse_attn.framework import checks
 from sparse_attn.layout import (
     IndexFp8Layout,
     IndexLayout,

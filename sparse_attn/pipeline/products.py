@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.dispatch import Choice
-from sparse_attn.ops.experts import dispatch as experts
-from sparse_attn.ops.experts.plan import Problem as Routed
-from sparse_attn.ops.grouped_linear import dispatch as linears
-from sparse_attn.ops.grouped_linear.plan import Problem
-from sparse_attn.target import Target
+from sparse_attn.framework.dispatch import Choice
+from sparse_attn.framework.target import Target
+from sparse_attn.ops.layers.experts import dispatch as experts
+from sparse_attn.ops.layers.experts.plan import Problem as Routed
+from sparse_attn.ops.layers.linears import dispatch as linears
+from sparse_attn.ops.layers.linears.plan import Problem
 from sparse_attn.weight_layout import PackedWeight, Weight, parse_weight_layout, weight_shape
 from sparse_attn.workspace import Scratch
 

@@ -12,29 +12,29 @@ import torch
 
 from sparse_attn.layout import KvLayout
 from sparse_attn.mesh import ALONE, Ranks
-from sparse_attn.ops.attention import sparse_attn_decode, sparse_attn_prefill
-from sparse_attn.ops.index_topk import LOGITS_BYTES
-from sparse_attn.ops.kv_cache import gather_kv_cache, write_kv_cache
-from sparse_attn.ops.ragged import (
+from sparse_attn.ops.attention.kv_cache import gather_kv_cache, write_kv_cache
+from sparse_attn.ops.attention.sparse import sparse_attn_decode, sparse_attn_prefill
+from sparse_attn.ops.ragged.lists import (
     combine_topk_swa_indices_ragged,
     compute_global_topk_ragged_indices_and_indptr,
     entry_indices,
     window_indices,
 )
-from sparse_attn.ops.ragged.reference import NO_WINDOW
-from sparse_attn.ops.step_plan import build_compressed_plan, build_window_plan
-from sparse_attn.pipeline.choose import (
+from sparse_attn.ops.ragged.lists.reference import NO_WINDOW
+from sparse_attn.ops.ragged.step_plans import build_compressed_plan, build_window_plan
+from sparse_attn.ops.topk.fused import LOGITS_BYTES
+from sparse_attn.pipeline.latent import join
+from sparse_attn.pipeline.layouts import CacheLayouts
+from sparse_attn.pipeline.parallel.context import counts_window, own_entries
+from sparse_attn.pipeline.parallel.ranks import merge_over_ranks, merge_own_rows, own_rows
+from sparse_attn.pipeline.parallel.rows import choose_dealt, deals_rows
+from sparse_attn.pipeline.select import (
     choose_decode,
     choose_decode_slots,
     choose_over_ranks,
     choose_prefill,
     num_decode_rows,
 )
-from sparse_attn.pipeline.context import counts_window, own_entries
-from sparse_attn.pipeline.deal import choose_dealt, deals_rows
-from sparse_attn.pipeline.latent import join
-from sparse_attn.pipeline.layouts import CacheLayouts
-from sparse_attn.pipeline.ranks import merge_over_ranks, merge_own_rows, own_rows
 from sparse_attn.types import AttentionOutput, CompressedPlan, QuantisedQuery, Ragged, StepPlan, WindowPlan
 
 

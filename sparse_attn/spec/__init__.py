@@ -3,7 +3,7 @@
 Nothing below the models reads a model's name; a spec's ``name`` is for messages.
 """
 
-from sparse_attn.checks import check_text
+from sparse_attn.framework.checks import check_text
 from sparse_attn.spec.compressed import CompressedSpec, deepseek_v4_flash, deepseek_v4_pro, tiny_v4
 from sparse_attn.spec.hf import from_hf_config
 from sparse_attn.spec.latent import (

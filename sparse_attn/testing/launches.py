@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 from unittest import mock
 
-from sparse_attn import target
-from sparse_attn.target import TARGETS
+from sparse_attn.framework import target
+from sparse_attn.framework.target import TARGETS
 from sparse_attn.testing.aot import Compiled, read
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.library import opcheck as torch_opcheck
 
-from sparse_attn import torch_private
+from sparse_attn.framework import torch_private
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

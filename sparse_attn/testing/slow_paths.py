@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_attn.runtime.explain_calls import CALLS
+from sparse_attn.cli.explain_calls import CALLS
 
 META = torch.device("meta")
 Change = Callable[[tuple], tuple]

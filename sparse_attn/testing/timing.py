@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sparse_attn import roofline, streams, workspace
+from sparse_attn import roofline, workspace
+from sparse_attn.framework import streams
 
 GRAPH_US = 600.0  # length of one replay, so that what starts and ends it, some 20 us, does not count
 MOST_CALLS = 512  # in one replay

@@ -12,8 +12,8 @@ from support.extremes import INF
 from support.ragged import WILD, ragged_rows
 
 from sparse_attn.layout import PlanarFp8Layout
-from sparse_attn.ops import attention
-from sparse_attn.ops.attention import reference
+from sparse_attn.ops.attention import sparse
+from sparse_attn.ops.attention.sparse import reference
 from sparse_attn.testing import compare
 from sparse_attn.types import Ragged
 
@@ -81,7 +81,7 @@ def check_case(case, seed, device, impl="triton"):
         sink[::2] = case.sink
     scale = layout.dim**-0.5
     got, *repeats = (
-        attention.sparse_attn_decode(
+        sparse.sparse_attn_decode(
             q, main, ragged, scale=scale, layout=layout, extra_cache=extra, extra_ragged=extra_ragged,
             extra_layout=extra_layout, sink=sink, impl=impl,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from sparse_attn.generation.scheduler import Batching
+from sparse_attn.generation.steps import Model
 from sparse_attn.models.params import random_params
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.batching import Batching
-from sparse_attn.runtime.steps import Model
 from sparse_attn.spec import CompressedSpec, preset
 
 NAMES = ("tiny_v32", "tiny_glm5", "tiny_v4")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from sparse_attn.runtime.generate import generate
-from sparse_attn.runtime.text import shipped_text
+from sparse_attn.generation.generate import generate
+from sparse_attn.generation.text import shipped_text
 from sparse_attn.spec import CompressedSpec, preset
 
 TEXT = list(shipped_text().encode())

@@ -7,8 +7,8 @@ from support.caches import poison
 from support.extremes import INT_MAX, INT_MIN
 
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, PlanarFp8Layout
-from sparse_attn.ops.compressor import compress_and_cache
-from sparse_attn.ops.rope import rope_table
+from sparse_attn.ops.attention.compressor import compress_and_cache
+from sparse_attn.ops.layers.rope import rope_table
 
 PLAIN = PlainLayout("fp32", 32)
 LAYOUTS = [

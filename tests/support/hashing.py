@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from sparse_attn.ops.sampling import sample
+from sparse_attn.generation.steps import Model, Sampling
+from sparse_attn.ops.layers.sampling import sample
 from sparse_attn.pipeline import cache_layouts
-from sparse_attn.runtime.steps import Model, Sampling
 from sparse_attn.spec import CompressedSpec, preset
 
 WINDOW, VOCAB, PRIME = 5, 64, 8191.0

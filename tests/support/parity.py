@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.requests import Requests
 
-from sparse_attn.models.loading import load
+from sparse_attn.checkpoints.load import load
 from sparse_attn.pipeline import cache_layouts
 
 TOLERANCE = 2e-4

@@ -14,11 +14,11 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sparse_attn import torch_private
-from sparse_attn.runtime import batch, graph
-from sparse_attn.runtime.rows import DecodeRows
-from sparse_attn.target import H200
-from sparse_attn.torch_private import map_leaves, no_torch_function
+from sparse_attn.framework import torch_private
+from sparse_attn.framework.target import H200
+from sparse_attn.framework.torch_private import map_leaves, no_torch_function
+from sparse_attn.generation import batch, graph
+from sparse_attn.generation.loop import DecodeRows
 
 DEVICE = torch.device("cuda", 0)
 READS = {"tolist", "item", "numpy", "nonzero", "equal", "cpu", "__bool__", "__int__", "__index__", "__float__"}

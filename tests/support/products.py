@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparse_attn.ops.grouped_linear.plan import Problem
-from sparse_attn.ops.grouped_linear.reference import quantised_rows
+from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.linears.reference import quantised_rows
 from sparse_attn.weight_layout import PackedWeight, dequantise
 
 NAN = float("nan")

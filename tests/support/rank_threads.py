@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
+from sparse_attn.generation import processes
 from sparse_attn.mesh import ALONE, Mesh, Ranks, planned_mesh
-from sparse_attn.pipeline import ranks as pipeline_ranks
-from sparse_attn.runtime import processes
+from sparse_attn.pipeline.parallel import ranks as pipeline_ranks
 
 Result = TypeVar("Result")
 GROUP = "threads"

@@ -18,8 +18,9 @@ from sparse_attn import (
     take_winners,
     top_k_per_row,
 )
+from sparse_attn.framework.torch_private import TorchDispatchMode, dynamo_counts
 from sparse_attn.mesh import Ranks
-from sparse_attn.pipeline.ranks import (
+from sparse_attn.pipeline.parallel.ranks import (
     RowScores,
     global_positions,
     local_limits,
@@ -28,7 +29,6 @@ from sparse_attn.pipeline.ranks import (
     top_k_by_digits,
     top_k_over_ranks,
 )
-from sparse_attn.torch_private import TorchDispatchMode, dynamo_counts
 
 NAN = math.nan
 

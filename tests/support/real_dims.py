@@ -29,8 +29,8 @@ from sparse_attn.layout import storage_extent
 from sparse_attn.models import mla, moe
 from sparse_attn.models.params import hold, model_rope_tables, param_dtype
 from sparse_attn.models.shapes import param_shapes
-from sparse_attn.ops.index_logits import reference as scores_of
-from sparse_attn.pipeline import choose, latent
+from sparse_attn.ops.indexer.scores import reference as scores_of
+from sparse_attn.pipeline import latent, select
 from sparse_attn.spec import Spec
 from sparse_attn.testing import compare
 
@@ -168,10 +168,10 @@ CHECKED = {
     (latent, "indexer_k_quant_and_cache"): check_equal,
     (latent, "write_kv_cache"): check_equal,
     (mla, "indexer_q_rope_quant"): check_equal,
-    (choose, "gather_indexer_k"): check_equal,
+    (select, "gather_indexer_k"): check_equal,
     (latent, "gather_kv_cache"): check_equal,
-    (choose, "index_topk_prefill"): check_prefill_topk,
-    (choose, "index_topk_decode_slots"): check_decode_slots,
+    (select, "index_topk_prefill"): check_prefill_topk,
+    (select, "index_topk_decode_slots"): check_decode_slots,
     (latent, "build_ragged_indices_from_dense"): check_equal,
     (latent, "sparse_attn_prefill"): check_attention,
     (latent, "sparse_attn_decode"): check_attention,

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sparse_attn import torch_private
+from sparse_attn.framework import torch_private
 
 SECOND = torch.device("cuda", 1)
 

@@ -18,10 +18,10 @@ from support.batching import ids
 from support.ledger import check_ledger
 
 from sparse_attn import workspace
-from sparse_attn.ops.sampling import token_logprobs
-from sparse_attn.runtime.batching import Batching
-from sparse_attn.runtime.steps import Decode, Sampling, decode_step
-from sparse_attn.runtime.token_stream import TokenStream
+from sparse_attn.generation.scheduler import Batching
+from sparse_attn.generation.steps import Decode, Sampling, decode_step
+from sparse_attn.generation.stream import TokenStream
+from sparse_attn.ops.layers.sampling import token_logprobs
 
 
 class Soak:

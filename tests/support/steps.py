@@ -8,15 +8,15 @@ from unittest import mock
 
 import torch
 
+from sparse_attn.framework.torch_private import counters
+from sparse_attn.generation.blocks import slots_of
+from sparse_attn.generation.generate import Decode, Model, decode_plan
 from sparse_attn.models import windowed as windowed_model
 from sparse_attn.models.params import random_params
-from sparse_attn.ops.step_plan import build_step_plan
+from sparse_attn.ops.ragged.step_plans import build_step_plan
 from sparse_attn.pipeline import cache_layouts, latent, windowed
 from sparse_attn.pipeline.layouts import window_ring
-from sparse_attn.runtime.generate import Decode, Model, decode_plan
-from sparse_attn.runtime.paging import slots_of
 from sparse_attn.spec import CompressedSpec, preset
-from sparse_attn.torch_private import counters
 
 BLOCK, WIDTH = 16, 20  # tokens of a block, blocks of a request
 MAX_CONTEXT = BLOCK * WIDTH

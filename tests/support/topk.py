@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from support.extremes import INF, INT_MAX, INT_MIN, NAN
 
-from sparse_attn.dispatch import Choice, find
-from sparse_attn.ops.topk import dispatch
-from sparse_attn.ops.topk.plan import (
+from sparse_attn.framework.dispatch import Choice, find
+from sparse_attn.ops.topk.select import dispatch
+from sparse_attn.ops.topk.select.plan import (
     THRESHOLDS,
     Appended,
     Bound,
@@ -23,7 +23,7 @@ from sparse_attn.ops.topk.plan import (
     SingleCtaBf16,
     Streaming,
 )
-from sparse_attn.ops.topk.shapes import GROUP
+from sparse_attn.ops.topk.select.shapes import GROUP
 
 
 def brute_force(logits, starts, ends, k):

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from sparse_attn import streams
+from sparse_attn.framework import streams
+from sparse_attn.framework.torch_private import assert_on_device
 from sparse_attn.integrations.transformers.refusals import refuse
-from sparse_attn.torch_private import assert_on_device
 
 
 def row_bounds(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparse_attn.ops.index_topk import index_topk_prefill
+from sparse_attn.ops.topk.fused import index_topk_prefill
 
 
 class Rotation(NamedTuple):

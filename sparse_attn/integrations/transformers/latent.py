@@ -8,8 +8,8 @@ import torch
 
 from sparse_attn.integrations.transformers.bounds import is_bounds
 from sparse_attn.integrations.transformers.refusals import refuse
-from sparse_attn.ops.attention import sparse_attn_prefill
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.ops.attention.sparse import sparse_attn_prefill
+from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
 from sparse_attn.types import Ragged
 
 ROWS = 1024  # whose absorbed queries are held at once: 151 MB of V3.2's

@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from sparse_attn.framework.torch_private import has_forward_hooks
 from sparse_attn.integrations.transformers.private import implementation
-from sparse_attn.torch_private import has_forward_hooks
 
 
 def refuse(name: str, got: object, allowed: str) -> NoReturn:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache
 
+from sparse_attn.framework.target import target_of
+from sparse_attn.framework.torch_private import mark_static_address
 from sparse_attn.integrations.transformers.refusals import refuse
 from sparse_attn.integrations.transformers.states import SELECTING
-from sparse_attn.ops.attention.hopper.constants import D_V, SWAP_AB_HEADS
-from sparse_attn.target import target_of
-from sparse_attn.torch_private import mark_static_address
+from sparse_attn.ops.attention.sparse.hopper.constants import D_V, SWAP_AB_HEADS
 
 FEW_ROWS = 44  # from which Hopper's kernels take all heads of a row
 LINE = 32  # of whose multiples are the rows of a block, those for entries and those for the window

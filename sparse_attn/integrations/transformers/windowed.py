@@ -26,9 +26,9 @@ from sparse_attn.integrations.transformers.states import (
     written,
 )
 from sparse_attn.layout import PLAIN_DTYPE, PlainLayout
-from sparse_attn.ops.attention import sparse_attn_decode
-from sparse_attn.ops.index_topk import index_topk_decode
-from sparse_attn.ops.ragged import build_ragged_indices_from_dense
+from sparse_attn.ops.attention.sparse import sparse_attn_decode
+from sparse_attn.ops.ragged.lists import build_ragged_indices_from_dense
+from sparse_attn.ops.topk.fused import index_topk_decode
 from sparse_attn.types import Ragged
 
 ROWS = 1024  # whose queries are held at once: 67 MB of V4 Flash's, and twice as many in fp32 in their norm

@@ -1,0 +1,1 @@
+"""Checkpoint folders: read, written, converted, and what weights take in memory."""

@@ -1,0 +1,450 @@
+"""The command line: generate from a text, describe the machine, plan memory, measure a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sparse_attn.checkpoints.formats import FORMS, form_of, form_said_by, predicted_of
+from sparse_attn.checkpoints.load import check_predicts, predicted_layers, read_config
+from sparse_attn.checkpoints.quantisation import quantisation_of
+from sparse_attn.cli import (
+    chat,
+    explain,
+    jsonl,
+    output,
+    plan_report,
+    quality_report,
+    report,
+    sources,
+    torchrun,
+    write_checkpoint,
+)
+from sparse_attn.cli.arguments import (
+    DTYPES,
+    add_expand_weights,
+    add_prefill_activations,
+    check_outputs,
+    check_prefill_activations,
+    device_of,
+    positive,
+    refuse,
+    spec_of_preset,
+    write_json,
+)
+from sparse_attn.cli.bars import add_progress, byte_bar, step_bars
+from sparse_attn.cli.documents import question
+from sparse_attn.cli.plan import plan
+from sparse_attn.cli.shipped import folder_of, shipped_models
+from sparse_attn.files import read_text, write_output
+from sparse_attn.framework.target import CPU, H200, IMPLEMENTATIONS, resolve_impl, target_of
+from sparse_attn.framework.torch_private import dynamo_counts
+from sparse_attn.generation import processes, text
+from sparse_attn.generation.generate import Model, Sampling, check_capturable, generate
+from sparse_attn.generation.selections import Watch
+from sparse_attn.mesh import ONE_RANK, Mesh, show_mesh
+from sparse_attn.mxfp4 import GROUP, MXFP4
+from sparse_attn.pipeline import CACHE_KINDS, INDEX_CACHE_KINDS, LOGITS_BYTES, Bounds, cache_layouts, default_block_size
+from sparse_attn.spec import PRESETS, CompressedSpec, Spec
+from sparse_attn.weight_layout import weight_bytes
+
+FINITE = 2.0**127  # what a penalty may be, as fp32
+BLOCK_SIZE_HELP = "tokens a block of the paged caches covers (default: what suits the model)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Bad arguments, and whatever they name, end it with code 2 and one line."""
+    parser, arguments = build_parser(), sys.argv[1:] if arguments is None else arguments
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if torchrun.rank() else contextlib.nullcontext():
+            options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        torchrun.say_error(parser.prog, error)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sparse_attn", description=__doc__)
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="{generate,info,plan,quality,explain,write-checkpoint}"
+    )
+    _add_generate(commands.add_parser("generate", help="continue a text", description="Continue a text."))
+    shown = commands.add_parser("info", help="the machine, and which implementation each operator takes")
+    shown.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    shown.set_defaults(run=run_info)
+    _add_plan(commands.add_parser("plan", help="bytes of weights, caches, workspace and activations at given bounds"))
+    quality_report.add(commands.add_parser("quality", help="what a checkpoint is worth, path by path"))
+    explain.add(commands.add_parser("explain", help="which kernel a call takes on a GPU, and why"))
+    write_checkpoint.add(commands.add_parser("write-checkpoint", help="random weights in a form that is published"))
+    return parser
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", choices=CACHE_KINDS, default="fp8", help="default: %(default)s")
+    parser.add_argument("--index-cache", choices=INDEX_CACHE_KINDS,
+                        help="of index keys; default: mxfp4 beside an fp8 cache for DeepSeek-V4 with fp4 experts, "
+                        "which was trained with it, else that of --cache")  # fmt: skip
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    sources.add(parser)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="default: records amid a text and the key of one for models "
+                        "that ship here, else the opening of a novel")  # fmt: skip
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="UTF-8 text")
+    prompt.add_argument("--chat", type=Path, metavar="FILE.json",
+                        help="a conversation with DeepSeek-V4: a list of messages, or an object with messages, tools, "
+                        "tool_choice, thinking, reasoning_effort (needs deepseek-recipe)")  # fmt: skip
+    prompt.add_argument("--prompt-ids", type=_ids, metavar="1,2,3", help="token ids")
+    prompt.add_argument("--prompts", type=Path, metavar="FILE.jsonl",
+                        help="many prompts, a JSON object a line: id, prompt or prompt_ids; max_new_tokens, seed, stop "
+                        "and sampling of its own where it has them")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="FILE.jsonl",
+                        help="of --prompts: answers as they finish: id, text, tokens, finish_reason, fingerprint. "
+                        "Those it holds already are not computed again")  # fmt: skip
+    parser.add_argument("--redo", action="store_const", const=True,
+                        help="compute answers in --out anew that another model, other settings or another prompt made "
+                        "(default: refuse them)")  # fmt: skip
+    parser.add_argument(
+        "--rows", type=positive, metavar="N", help="prompts of --prompts that run at a time (default: 8)"
+    )
+    parser.add_argument("--blocks", type=positive, metavar="N",
+                        help="blocks of the caches for --prompts (default: what N rows of the longest take)"
+                        )  # fmt: skip
+    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="of the weights; default: bf16 for --model on cuda, else fp32"
+    )
+    add_expand_weights(parser)
+    add_prefill_activations(parser)
+    _add_cache(parser)
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="auto", help="default: %(default)s")
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="no row's bits depend on the other rows of a step: attention, products, router, experts",
+    )
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile the forward"
+    )
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=False, help="capture the decode step")
+    parser.add_argument("--speculate", type=_fitting(int, 0), default=0, metavar="N",
+                        help="draft N tokens a decode step by the model's layer of multi-token prediction, which the "
+                        "checkpoint has to hold; the text stays the same (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--temperature", type=_temperature, default=0.0, help="0 is greedy (default)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the draws at a temperature above 0 (default: %(default)s)"
+    )
+    parser.add_argument("--top-k", type=_fitting(int, 0), default=0, metavar="K",
+                        help="draw from the K most likely tokens; 0: from all (default)")  # fmt: skip
+    parser.add_argument("--top-p", type=_fitting(float, 0, 1), default=1.0, metavar="P",
+                        help="draw from the most likely tokens whose probabilities add up to P; 1: from all (default)"
+                        )  # fmt: skip
+    parser.add_argument("--min-p", type=_fitting(float, 0, 1), default=0.0, metavar="P",
+                        help="draw from tokens at least P times as likely as the most likely; 0: from all (default)"
+                        )  # fmt: skip
+    parser.add_argument("--repetition-penalty", type=_fitting(float, 2.0**-126), default=1.0, metavar="X",
+                        help="divide logits above 0 of tokens read or written by X, multiply others; 1: off (default)"
+                        )  # fmt: skip
+    parser.add_argument("--presence-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
+                        help="subtract X from the logits of tokens written; 0: off (default)")  # fmt: skip
+    parser.add_argument("--frequency-penalty", type=_fitting(float, -FINITE), default=0.0, metavar="X",
+                        help="subtract X for each time a token was written; 0: off (default)")  # fmt: skip
+    parser.add_argument("--stop", type=_text, action="append", default=[], metavar="TEXT",
+                        help="end before this text; may be given several times")  # fmt: skip
+    parser.add_argument("--logprobs", type=_fitting(int, 0), metavar="N",
+                        help="write log-probabilities of each new token and of the N most likely ones to --json"
+                        )  # fmt: skip
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument("--prefill-tokens", type=positive, default=1024, metavar="N",
+                        help="tokens per prefill step (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw which bytes the indexers selected for the new tokens over the text (needs matplotlib)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write ids, timing and counts")
+    parser.add_argument("--dump-logits", type=Path, metavar="FILE",
+                        help="write fp32 logits of every position, [prompt + generated - 1, vocab], as safetensors"
+                        )  # fmt: skip
+    torchrun.add(parser)
+    add_progress(parser)
+    parser.set_defaults(run=run_generate)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", type=spec_of_preset, dest="spec", metavar="|".join(PRESETS))
+    model.add_argument("--model", metavar="NAME|DIR",
+                       help=f"a folder with a config.json, or a model that ships here: {', '.join(shipped_models())}"
+                       )  # fmt: skip
+    parser.add_argument("--max-batch", type=positive, default=1, metavar="N", help="requests (default: %(default)s)")
+    parser.add_argument("--max-batched-tokens", type=positive, default=8192, metavar="N",
+                        help="tokens of a step (default: %(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="tokens of a request (default: the model's)"
+    )
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--next-n", type=positive, default=1, metavar="N", help="rows a decode request owns")
+    rows.add_argument("--speculate", type=_fitting(int, 0), default=0, metavar="N",
+                      help="of generate: count N + 1 rows a request, and the layer that drafts")  # fmt: skip
+    parser.add_argument("--kv-rows", type=positive, metavar="N",
+                        help="keys gathered for a step's prefill requests (default: --max-model-len)")  # fmt: skip
+    parser.add_argument("--format", choices=FORMS, help="of the weights, as write-checkpoint has it; bf16: expanded "
+                        "(default: published, or what config.json says)")  # fmt: skip
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of the model (default: %(default)s)")
+    parser.add_argument("--block-size", type=positive, metavar="N", help=BLOCK_SIZE_HELP)
+    parser.add_argument("--logits-bytes", type=positive, default=LOGITS_BYTES, metavar="N",
+                        help="of index scores held at a time (default: %(default)s)")  # fmt: skip
+    _add_cache(parser)
+    add_prefill_activations(parser)
+    parser.add_argument("--gpus", type=positive, metavar="N", help="count a rank of N GPUs, laid out as generate lays "
+                        "them out (default: of 1, 2, 4 and 8, as tensor and expert ranks)")  # fmt: skip
+    torchrun.add(parser)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.set_defaults(run=run_plan)
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    if (data := options.data_parallel or 1) > 1 and not options.prompts:
+        raise ValueError(f"--data-parallel: got {data} with one prompt, allowed: with --prompts")
+    with torchrun.joined(options) as mesh, contextlib.ExitStack() as stack:
+        return _generate(options, mesh, stack)
+
+
+def _generate(options: argparse.Namespace, mesh: Mesh, stack: contextlib.ExitStack) -> int:
+    device, leads = device_of(options.device), torchrun.rank() == 0
+    options.progress = options.progress if leads else False
+    resolve_impl(options.impl, device)
+    check_outputs(options)
+    jsonl.check_options(options)
+    if options.plot and options.speculate:
+        raise ValueError("--plot: got it with --speculate, allowed: steps of one token")
+    if options.plot and (options.compile or options.graph):
+        raise ValueError("--plot: got it with --compile or --graph, allowed: steps that run one operator at a time")
+    save_logits = _logits_writer() if options.dump_logits else None
+    source = sources.source_of(options)
+    if mesh != ONE_RANK:
+        processes.check_same_everywhere(**source.identity())
+    spec, expand = source.spec, options.expand_weights
+    if source.config and source.folder and options.speculate:
+        check_predicts(source.config, f"--speculate: got {options.speculate}", source.folder)
+    stop_ids = () if options.ignore_eos else source.stop_ids()
+    check_prefill_activations(options, source.packs_experts(expand))
+    dtype = DTYPES[options.dtype or ("bf16" if source.config and device.type == "cuda" else "fp32")]
+    if options.graph:
+        check_capturable(device, options.impl, spec, dtype, packed=source.packs_experts(expand), mesh=mesh)
+    tokenizer = source.tokenizer()
+    if options.stop and tokenizer is None:
+        raise ValueError(f"--stop: got a text, allowed: none, {source.folder or spec.name} holds no tokenizer.json")
+    prompt, expected = ([], None) if options.prompts else _prompt(options, source, tokenizer)
+    if options.plot:
+        output.check_plot(prompt, tokenizer)
+    index_cache = options.index_cache or _default_index_cache(source.config, spec, options.cache)
+    sampling = _sampling(options, stop_ids)
+    job = None
+    if options.prompts:
+        settings = dict(dtype=str(dtype), packed=source.packs_experts(expand), cache=options.cache,
+                        index_cache=index_cache, prefill_activations=options.prefill_activations)  # fmt: skip
+        job = stack.enter_context(jsonl.prepared(options, source, tokenizer, sampling, settings, device))
+    with byte_bar("weights", options.progress) as progress:
+        params = source.weights(device, dtype, expand, progress, mesh, mtp=bool(options.speculate))
+    layouts = cache_layouts(spec, options.cache, index_kind=index_cache)
+    model = Model(
+        spec, params, layouts, options.impl, batch_invariant=options.batch_invariant,
+        prefill_activations=options.prefill_activations, mesh=mesh,
+    )  # fmt: skip
+    stops = text.StopStrings(tokenizer.decode, options.stop) if tokenizer and options.stop else None
+    if job:
+        return jsonl.run(options, model, tokenizer, job)
+    before = dynamo_counts()
+    watch = Watch() if options.plot else None
+    with watch or contextlib.nullcontext():
+        result = generate(
+            model,
+            [prompt],
+            max_new_tokens=options.max_new_tokens,
+            sampling=sampling,
+            block_size=options.block_size,
+            prefill_tokens=options.prefill_tokens,
+            keep_logits=save_logits is not None,
+            logprobs=options.logprobs,
+            on_token=None if stops is None else lambda _, token: stops.push(token),
+            compile=options.compile,
+            graph=options.graph,
+            speculate=options.speculate,
+            progress=step_bars(options.progress),
+        )
+    facts = {
+        "model": source.name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "cache": options.cache,
+        "index_cache": index_cache,
+        "prefill_activations": options.prefill_activations,
+        "impl": resolve_impl(options.impl, device),
+        "text": tokenizer.decode(result.tokens[0]) if tokenizer else None,
+        "ranks": show_mesh(mesh),
+        "rank_weight_bytes": sum(map(weight_bytes, params.values())),
+    }
+    if stops is not None:
+        facts |= {"text": stops.text if stops.found else facts["text"], "stop": stops.found}
+    if result.logprobs is not None:
+        facts["logprobs"] = report.logprobs_report(result.logprobs[0])
+    written = report.generation_report(result, len(prompt), device, since=before, **facts)
+    if not leads:
+        return 0
+    if save_logits:
+        assert result.logits is not None  # keep_logits
+        write_output(options.dump_logits, save_logits({"logits": result.logits[0]}))
+    if options.json:
+        write_json(options.json, written)
+    output.show(written, spec, tokenizer.decode(prompt) if tokenizer and expected else None, expected)
+    if watch and tokenizer:
+        output.plot(options.plot, spec, prompt, result.tokens[0], watch.selected, tokenizer, facts["model"])
+    return 0
+
+
+def _default_index_cache(config: dict | None, spec: Spec | CompressedSpec, cache: str) -> str:
+    """The kind of index keys where nobody asks for one. config: the checkpoint's config.json, if there is one."""
+    if config is None or cache != "fp8" or not isinstance(spec, CompressedSpec) or spec.index.head_dim % GROUP:
+        return cache
+    return MXFP4 if quantisation_of(config).expert_dtype == "fp4" else cache
+
+
+def _sampling(options: argparse.Namespace, stop_ids: tuple[int, ...]) -> Sampling:
+    return Sampling(
+        options.temperature, options.seed, stop_ids, options.top_k, options.top_p, options.min_p,
+        options.repetition_penalty, options.presence_penalty, options.frequency_penalty,
+    )  # fmt: skip
+
+
+def run_info(options: argparse.Namespace) -> int:
+    text.say(report.info(device_of(options.device)))
+    return 0
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    check_outputs(options)
+    config, spec = (None, options.spec) if options.spec else read_config(folder_of(options.model))
+    form = options.format or ("published" if config is None else form_said_by(config, spec))
+    check_prefill_activations(options, form != "bf16")
+    predicted = predicted_of(form_of(spec, form)) if config is None else predicted_layers(config)
+    if config and options.speculate:
+        check_predicts(config, f"--speculate: got {options.speculate}", folder_of(options.model))
+    length = spec.max_positions if options.max_model_len is None else options.max_model_len
+    if length > spec.max_positions:
+        raise ValueError(
+            f"--max-model-len: got {length}, allowed: at most the {spec.max_positions} positions of {spec.name}"
+        )
+    bounds = Bounds(
+        max_batch=options.max_batch,
+        max_batched_tokens=options.max_batched_tokens,
+        max_model_len=length,
+        next_n=options.next_n,
+        block_size=options.block_size or default_block_size(spec),
+        kv_rows=options.kv_rows,
+        logits_bytes=options.logits_bytes,
+        dtype=DTYPES[options.dtype],
+        prefill_activations=options.prefill_activations,
+    )
+    target = target_of(device_of(None))
+    index_cache = options.index_cache or _default_index_cache(config, spec, options.cache)
+    target = H200 if target == CPU else target
+    meshes = torchrun.planned(options)
+    numbers = plan(
+        spec, bounds, target, options.cache, index_cache, form, predicted, meshes, speculate=options.speculate
+    )  # fmt: skip
+    plan_report.show(numbers)
+    if options.json:
+        write_json(options.json, numbers)
+    return 0
+
+
+def _prompt(
+    options: argparse.Namespace, source: sources.Source, tokenizer: text.Tokenizer | None
+) -> tuple[list[int], str | None]:
+    """(ids, the continuation that a good reader gives, None where unknown)."""
+    if options.prompt_ids is not None:
+        return options.prompt_ids, None
+    if options.chat is not None:
+        return chat.chat_ids(options.chat, source.folder, source.spec), None
+    if tokenizer is None:
+        if source.folder is None and options.prompt is None and options.prompt_file is None:
+            return sources.random_prompt(), None
+        raise ValueError(
+            f"--model: {source.folder or source.name} holds no tokenizer.json; give the prompt as --prompt-ids"
+        )
+    expected = None
+    if options.prompt is not None:
+        given = options.prompt
+    elif options.prompt_file is not None:
+        given = read_text(options.prompt_file)
+    elif source.folder in shipped_models().values():
+        given, expected = question()
+    else:
+        given = text.shipped_text()
+    text.check_text("--prompt", given)
+    ids = tokenizer.encode(given)
+    if not ids:
+        raise ValueError("--prompt: got an empty text, allowed: at least one token")
+    return ids, expected
+
+
+def _logits_writer():
+    try:
+        from safetensors.torch import save
+    except ImportError as error:
+        raise ImportError("--dump-logits needs safetensors: pip install 'sparse_attn[models]'") from error
+    return save
+
+
+def _ids(given: str) -> list[int]:
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError:
+        refuse(f"got {given!r}, allowed: integers with commas between them")
+
+
+def _fitting(kind: type[int] | type[float], least: float, most: float | None = None) -> Callable[[str], int | float]:
+    """Reads a number from ``least`` to ``most``; None: without end for an integer, FINITE for others."""
+    most = FINITE if most is None and kind is float else most
+    name = "an integer" if kind is int else "a number"
+    bounds = f"of at least {least:g}" if most is None else f"from {least:g} to {most:g}"
+
+    def read(given: str) -> int | float:
+        try:
+            value = kind(given)
+        except ValueError:
+            value = math.nan
+        if not least <= value or most is not None and value > most:
+            refuse(f"got {given!r}, allowed: {name} {bounds}")
+        return value
+
+    return read
+
+
+def _text(given: str) -> str:
+    if not given:
+        refuse("got an empty text, allowed: at least one character")
+    return given
+
+
+def _temperature(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        refuse(f"got {given!r}, allowed: 0 (greedy) or a positive number")
+    return value

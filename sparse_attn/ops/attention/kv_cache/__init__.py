@@ -1,0 +1,102 @@
+"""The paged cache of keys and values: write, and gather for prefill.
+
+Layouts: LatentFp8Layout (fp8 latent, fp32 group scales and bf16 rope side by side; 656 bytes at 512 + 64),
+PlanarFp8Layout (fp8 and bf16 values side by side, a block's ue8m0 scales behind them; 584 bytes at 448 + 64) and
+PlainLayout. Byte positions are in sparse_attn.layout.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.cache import check_cache
+from sparse_attn.framework import checks
+from sparse_attn.layout import LatentFp8Layout, PlainLayout, PlanarFp8Layout
+from sparse_attn.ops.attention.kv_cache import op
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SLOT_DTYPES = (torch.int64, torch.int32)
+
+
+def write_kv_cache(
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: LatentFp8Layout | PlanarFp8Layout | PlainLayout,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write latents and rotated keys into ``cache``, quantised as ``layout`` says.
+
+    latent: bf16, fp16 or fp32 [tokens, layout.latent]. rope: same dtype [tokens, layout.rope], already rotated. cache:
+    blocks of ``layout``, written in place; block stride free, and the row stride of a layout that is not planar.
+    slot_mapping: int64 or int32 [at most tokens]; a negative slot, or one beyond the cache, writes nothing. Tokens
+    beyond slot_mapping are ignored. Where two tokens have one slot, it is undefined which one is written.
+
+    fp8: scale = max(amax, floor) / FP8_MAX per group of latent values, as it is ("raw") or rounded up to a power of two
+    ("pow2"); the rope part is stored as bf16. A planar layout takes the latent rounded to bf16. floor:
+    ``layout.amax_floor``, by which a latent's scale is at least its scale floor; 1e-4 for planar layouts. NaN and
+    infinities become the flavour's NaN and change no other value of the group. Elsewhere any NaN is written as the one
+    of all bits but the sign.
+    """
+    _check_layout(layout)
+    checks.check_dtype("latent", latent, FLOATS)
+    checks.check_shape("latent", latent, (None, layout.latent), "[tokens, layout.latent]")
+    checks.check_unit_stride("latent", latent)
+    checks.check_dtype("rope", rope, (latent.dtype,))
+    checks.check_shape("rope", rope, (latent.shape[0], layout.rope), "[tokens, layout.rope]")
+    checks.check_unit_stride("rope", rope)
+    check_cache("cache", cache, layout, padded_rows=True)
+    checks.check_dtype("slot_mapping", slot_mapping, SLOT_DTYPES)
+    checks.check_rank("slot_mapping", slot_mapping, 1)
+    if slot_mapping.shape[0] > latent.shape[0]:
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.shape[0]} slots, allowed: at most the {latent.shape[0]} tokens of latent"
+        )
+    checks.check_same_device(latent=latent, rope=rope, cache=cache, slot_mapping=slot_mapping)
+    op.write_kv_cache(latent, rope, cache, slot_mapping, layout.name, impl)
+
+
+def gather_kv_cache(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    capacity: int,
+    layout: LatentFp8Layout | PlanarFp8Layout | PlainLayout,
+    *,
+    starts: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Collect and dequantise the rows of some requests into one matrix.
+
+    block_table: int32 [requests, max_blocks]. kv_indptr: int32 [requests + 1], rows [kv_indptr[b], kv_indptr[b + 1])
+    are the first tokens of request b. starts: int32 [requests] or None. With starts, they are its tokens from position
+    starts[b] on, and the table is a ring's: position p lies in column (p // block_size) % max_blocks. capacity: rows of
+    the result, the host's bound on kv_indptr[-1]. Rows beyond kv_indptr[-1], tokens whose block is outside the table or
+    the cache, and positions outside int32 come out zero.
+
+    Returns [capacity, layout.latent + layout.rope] of ``dtype`` (bf16, fp16 or fp32).
+    """
+    _check_layout(layout)
+    check_cache("cache", cache, layout, padded_rows=True)
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_rank("block_table", block_table, 2)
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_dtype("kv_indptr", kv_indptr, (torch.int32,))
+    checks.check_bounds("kv_indptr", kv_indptr, block_table.shape[0], "[requests + 1]")
+    checks.check_unit_stride("kv_indptr", kv_indptr)
+    if starts is not None:
+        checks.check_dtype("starts", starts, (torch.int32,))
+        checks.check_shape("starts", starts, (block_table.shape[0],), "[requests]")
+        checks.check_unit_stride("starts", starts)
+    checks.check_at_least("capacity", capacity, 0)
+    checks.check_choice("dtype", dtype, FLOATS)
+    checks.check_same_device(cache=cache, block_table=block_table, kv_indptr=kv_indptr, starts=starts)
+    return op.gather_kv_cache(cache, block_table, kv_indptr, starts, capacity, layout.name, dtype, impl)
+
+
+def _check_layout(layout: object) -> None:
+    if not isinstance(layout, (LatentFp8Layout, PlanarFp8Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: LatentFp8Layout, PlanarFp8Layout, PlainLayout")

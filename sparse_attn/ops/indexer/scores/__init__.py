@@ -1,0 +1,195 @@
+"""Index scores: how much each query row's index heads want each key.
+
+logit[m, n] = k_scale[n] * sum_h weights[m, h] * relu(q[m, h] . k[n]), fp32; -inf outside the row's range, everywhere.
+The query's own quantisation scale is folded into ``weights`` (see ops.index_query); those of MXFP4 queries and keys
+stand beside their codes, and k_scale is 1. Formula: DeepSeek-V3.2's lightning indexer, as DeepGEMM's mqa_logits and
+paged_mqa_logits compute it. One row's logit of one key has the same bits whatever else is in the call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.cache import check_cache, check_heads_together, check_mxfp4_keys
+from sparse_attn.fp8 import FP8_DTYPE
+from sparse_attn.framework import checks
+from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout, PlainLayout, query_row
+from sparse_attn.mxfp4 import MXFP4
+from sparse_attn.ops.indexer.scores import op
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEADS = 128
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    *,
+    flavour: str = "e4m3fn",
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Scores over contiguous fp8 keys.
+
+    q: [rows, heads, dim] and k: [keys, dim], fp8 codes of ``flavour`` (that float8 dtype, or uint8), 1 to 128 heads.
+    k_scale: fp32 [keys]. weights: fp32 [rows, heads]. kv_start, kv_end: int32 [rows], row m scores keys
+    [kv_start[m], kv_end[m]) clamped to [0, keys]. Returns fp32 [rows, keys].
+    """
+    checks.check_choice("flavour", flavour, tuple(FP8_DTYPE))
+    for name, value in (("q", q), ("k", k)):
+        checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
+    checks.check_rank("k", k, 2)
+    checks.check_dtype("k_scale", k_scale, (torch.float32,))
+    checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
+    _check_rows(q, k, weights, kv_start, kv_end)
+    checks.check_same_device(q=q, k=k, k_scale=k_scale)
+    return op.mqa_logits(q.view(torch.uint8), k.view(torch.uint8), k_scale, weights, kv_start, kv_end, flavour, impl)
+
+
+def bf16_mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    weights: torch.Tensor,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As fp8_mqa_logits over unquantised keys: q and k of one dtype, bf16, fp16 or fp32, and no k_scale."""
+    checks.check_dtype("q", q, FLOATS)
+    checks.check_dtype("k", k, (q.dtype,))
+    _check_rows(q, k, weights, kv_start, kv_end)
+    return op.mqa_logits(q, k, None, weights, kv_start, kv_end, "none", impl)
+
+
+def mxfp4_mqa_logits(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As fp8_mqa_logits over MXFP4 keys.
+
+    q: uint8 [rows, heads, dim / 2 + dim / 32], a row's heads side by side: their codes, then their scales, as
+    indexer_q_rope_quant gives them. k: uint8 [keys, dim / 2] and k_scale: ue8m0 bytes [keys, dim / 32], as
+    gather_indexer_k does. dim: a multiple of 32. The scores are those of the decoded values.
+    """
+    check_mxfp4_keys(q, k, k_scale)
+    _check_rows(q, k, weights, kv_start, kv_end, k.shape[1] + k_scale.shape[1])
+    return op.mqa_logits(q, k, k_scale, weights, kv_start, kv_end, MXFP4, impl)
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    layout: IndexFp8Layout,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Scores over a paged fp8 index cache.
+
+    q: fp8 codes [requests, next_n, heads, dim] (float8 of the layout's flavour, or uint8), 1 to 128 heads. cache:
+    blocks of ``layout``. weights: fp32 [requests * next_n, heads]. context_lens: int32 [requests, next_n], row (b, j)
+    scores positions [0, context_lens[b, j]) clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks];
+    positions beyond the table or in a block outside the cache come out -inf. Returns fp32 [requests * next_n,
+    max_context_len].
+    """
+    if not isinstance(layout, IndexFp8Layout):
+        raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout")
+    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]))
+    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, layout.dim)
+    return op.paged_mqa_logits(
+        q.view(torch.uint8), cache, weights, context_lens, block_table, max_context_len, layout.name, impl
+    )
+
+
+def bf16_paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    layout: PlainLayout,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As fp8_paged_mqa_logits over an unquantised cache: q has the layout's dtype."""
+    if not isinstance(layout, PlainLayout):
+        raise ValueError(f"layout: got {layout!r}, allowed: a PlainLayout")
+    checks.check_dtype("q", q, (layout.dtype,))
+    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, layout.dim)
+    return op.paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout.name, impl)
+
+
+def mxfp4_paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    layout: IndexMxfp4Layout,
+    *,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As fp8_paged_mqa_logits over a paged MXFP4 cache: q is uint8 [requests, next_n, heads, layout.row], a row's heads
+    side by side, as indexer_q_rope_quant gives it."""
+    if not isinstance(layout, IndexMxfp4Layout):
+        raise ValueError(f"layout: got {layout!r}, allowed: an IndexMxfp4Layout")
+    checks.check_dtype("q", q, (torch.uint8,))
+    _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, query_row(layout))
+    check_heads_together(q)
+    return op.paged_mqa_logits(q, cache, weights, context_lens, block_table, max_context_len, layout.name, impl)
+
+
+def _check_rows(q, k, weights, kv_start, kv_end, width=None) -> None:
+    """width: of a head's query; None: the keys' dim."""
+    checks.check_rank("q", q, 3)
+    rows, heads, dim = q.shape
+    _check_heads(heads)
+    if width is None:
+        checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    else:
+        checks.check_shape("q", q, (None, None, width), "[rows, heads, dim / 2 + dim / 32]")
+    checks.check_unit_stride("q", q)
+    checks.check_unit_stride("k", k)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (rows, heads), "[rows, heads]")
+    for name, value in (("kv_start", kv_start), ("kv_end", kv_end)):
+        checks.check_dtype(name, value, (torch.int32,))
+        checks.check_shape(name, value, (rows,), "[rows]")
+    checks.check_same_device(q=q, k=k, weights=weights, kv_start=kv_start, kv_end=kv_end)
+
+
+def _check_paged(q, cache, weights, context_lens, block_table, max_context_len, layout, dim) -> None:
+    checks.check_shape("q", q, (None, None, None, dim), "[requests, next_n, heads, dim]")
+    requests, next_n, heads, _ = q.shape
+    _check_heads(heads)
+    checks.check_unit_stride("q", q)
+    check_cache("cache", cache, layout)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (requests * next_n, heads), "[requests * next_n, heads]")
+    checks.check_dtype("context_lens", context_lens, (torch.int32,))
+    checks.check_shape("context_lens", context_lens, (requests, next_n), "[requests, next_n]")
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_at_least("max_context_len", max_context_len, 0)
+    checks.check_same_device(q=q, cache=cache, weights=weights, context_lens=context_lens, block_table=block_table)
+
+
+def _check_heads(heads: int) -> None:
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(f"q: got {heads} heads, allowed: 1 to {MAX_HEADS}")

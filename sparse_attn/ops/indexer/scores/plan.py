@@ -1,0 +1,142 @@
+"""The facts of a scoring, and how each kernel of index scores is launched.
+
+A query block is the query rows that are multiplied together. Its heads are the columns of a product (MMA columns), keys
+are the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from sparse_attn.ops.indexer.scores.hopper.constants import BLOCK_KV, DIM
+from sparse_attn.workspace import Buffer, Scratch
+
+LINE = 16  # bytes: what TMA copies starts and is spaced at multiples of them
+
+
+class Memory(NamedTuple):
+    """How a tensor lies in memory. offset: bytes of its address behind a multiple of LINE. strides: in elements."""
+
+    offset: int
+    strides: tuple[int, ...]
+    contiguous: bool
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    return Memory(tensor.data_ptr() % LINE, tensor.stride(), tensor.is_contiguous())
+
+
+class PrefillProblem(NamedTuple):
+    """Scores over contiguous keys.
+
+    flavour: of fp8 codes, "mxfp4" of e2m1 codes, "none" of plain values, which have no k_scale. itemsize: of a query's
+    element.
+    """
+
+    rows: int
+    keys: int
+    heads: int
+    dim: int
+    flavour: str
+    itemsize: int
+    q: Memory
+    k: Memory
+    k_scale: Memory | None
+    weights: Memory
+
+
+class PagedProblem(NamedTuple):
+    """Scores over a paged cache. Otherwise as PrefillProblem."""
+
+    requests: int
+    next_n: int
+    heads: int
+    dim: int
+    max_context_len: int
+    num_blocks: int
+    block_size: int
+    flavour: str
+    itemsize: int
+    q: Memory
+    cache: Memory
+
+
+class Plan:
+    """Every kernel of index scores writes its output alone, but that of HopperDecodedPlan."""
+
+    scratch = Scratch()
+
+
+@dataclass(frozen=True)
+class HopperPlan(Plan):
+    """A persistent CTA a multiprocessor, with a producer warp and four consumer warpgroups.
+
+    block_q: rows of a query block. ctas: launched. stages: tiles of 64 keys in flight. consumer_registers: a thread of
+    all consumers but the first, which gets the rest. producer_registers: a thread of the producer.
+    """
+
+    block_q: int
+    ctas: int
+    stages: int = 8
+    consumer_registers: int = 112
+    producer_registers: int = 32
+
+
+@dataclass(frozen=True)
+class HopperDecodedPlan(HopperPlan):
+    """MXFP4 keys are decoded to e5m2 once, in a launch of its own, and scored as fp8 keys are. Another launch, with
+    ``far_stages`` tiles in flight, scores again what has groups too far apart for e5m2. keys: of the call."""
+
+    keys: int = 0
+    far_stages: int = 4
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.keys // BLOCK_KV)
+
+    @property
+    def scratch(self) -> Scratch:
+        """far: a flag for each tile of keys and each CTA."""
+        return Scratch(
+            (
+                Buffer("operands", (self.keys, DIM), torch.uint8),
+                Buffer("factors", (self.keys,), torch.float32),
+                Buffer("far", (self.tiles + self.ctas,), torch.int32),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class PrefillPlan(Plan):
+    """A CTA multiplies a tile of ``block_kv`` keys by ``block_q`` rows, one after the other.
+
+    padded_heads: MMA columns of a row. fp8_dot: whether the matrix unit multiplies the codes themselves.
+    """
+
+    block_kv: int
+    block_q: int
+    padded_heads: int
+    fp8_dot: bool
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class PagedPlan(Plan):
+    """``ctas_per_block`` CTAs share the tiles of a query block: ``block_q`` rows of a request, multiplied at once.
+
+    one_entry: whether a tile of ``block_kv`` keys lies in one block of the cache, and so needs one entry of the block
+    table. Otherwise as PrefillPlan.
+    """
+
+    block_kv: int
+    block_q: int
+    padded_heads: int
+    ctas_per_block: int
+    one_entry: bool
+    fp8_dot: bool
+    num_warps: int
+    num_stages: int

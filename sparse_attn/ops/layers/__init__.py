@@ -1,0 +1,1 @@
+"""What a whole model needs around attention: products, router, rope, hyper connections, sampling."""

@@ -1,0 +1,124 @@
+"""Hyper-connections: a few residual streams, mixed by weights that follow from the streams themselves.
+
+Source: manifold-constrained hyper-connections as transformers 5.17 computes them for DeepSeek-V4. There, intermediate
+results are rounded to the streams' dtype; here everything between input and output is fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from sparse_attn.framework import checks
+from sparse_attn.framework.autocast import no_autocast
+from sparse_attn.ops.layers.hyper_connection import op
+from sparse_attn.types import HyperMix
+
+STREAM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_STREAMS = 16
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@no_autocast
+def hyper_mix(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+    product: Product = F.linear,
+    impl: str = "auto",
+) -> HyperMix:
+    """Collapse the streams into a sublayer's input, and say how its output and the streams are mixed afterwards.
+
+    streams: bf16, fp16 or fp32 [tokens, N, hidden], 1 to 16 streams. fn: fp32 [(2 + N) * N, N * hidden]. base: fp32
+    [(2 + N) * N]. scale: fp32 [3]. With x the flattened streams over the root of their mean square plus norm_eps, and
+    (a, b, c) = fn x in parts of N, N and N * N values (an fp32 product of torch: in TF32 if
+    torch.set_float32_matmul_precision allows it; or ``product``, another function of x and fn):
+
+        pre = sigmoid(a * scale[0] + base) + eps,   post = 2 * sigmoid(b * scale[1] + base),
+        comb = softmax of each row of (c * scale[2] + base) + eps, then columns normalised, then ``iterations`` - 1
+        times rows and columns normalised, each by its sum plus eps.
+
+    Returns HyperMix(collapsed [tokens, hidden] = sum_n pre[n] * streams[n] in the dtype of streams, post fp32
+    [tokens, N], comb fp32 [tokens, N, N]).
+    """
+    count, hidden = _check_streams(streams)
+    mixes = (2 + count) * count
+    _check_weights(streams, fn, base, scale, mixes, count * hidden, 3)
+    checks.check_at_least("iterations", iterations, 1)
+    raw = product(streams.flatten(1).float(), fn)
+    return HyperMix(*op.hyper_mix(streams, raw, base, scale, iterations, eps, norm_eps, impl))
+
+
+def hyper_merge(
+    out: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor, *, impl: str = "auto"
+) -> torch.Tensor:
+    """The streams behind a sublayer: new[k] = post[k] * out + sum_j comb[j, k] * streams[j].
+
+    out: [tokens, hidden], dtype of streams [tokens, N, hidden]. post: fp32 [tokens, N]. comb: fp32 [tokens, N, N].
+    Returns [tokens, N, hidden] in that dtype.
+    """
+    count, hidden = _check_streams(streams)
+    tokens = streams.shape[0]
+    checks.check_dtype("out", out, (streams.dtype,))
+    checks.check_shape("out", out, (tokens, hidden), "[tokens, hidden]")
+    checks.check_unit_stride("out", out)
+    checks.check_dtype("post", post, (torch.float32,))
+    checks.check_shape("post", post, (tokens, count), "[tokens, streams]")
+    checks.check_dtype("comb", comb, (torch.float32,))
+    checks.check_shape("comb", comb, (tokens, count, count), "[tokens, streams, streams]")
+    checks.check_same_device(out=out, streams=streams, post=post, comb=comb)
+    return op.hyper_merge(out, streams, post.contiguous(), comb.contiguous(), impl)
+
+
+@no_autocast
+def hyper_head(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    eps: float,
+    norm_eps: float,
+    product: Product = F.linear,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Collapse the streams for the last time: sum_n (sigmoid(fn x * scale + base) + eps)[n] * streams[n], x as in
+    hyper_mix. It is hyper_mix's first output, with zeros for the inputs of the other two.
+
+    streams: [tokens, N, hidden]. fn: fp32 [N, N * hidden]. base: fp32 [N]. scale: fp32 [1]. Returns [tokens, hidden] in
+    the dtype of streams.
+    """
+    count, hidden = _check_streams(streams)
+    _check_weights(streams, fn, base, scale, count, count * hidden, 1)
+    unread = (1 + count) * count
+    raw = F.pad(product(streams.flatten(1).float(), fn), (0, unread))
+    base, scale = F.pad(base, (0, unread)), F.pad(scale, (0, 2))
+    return op.hyper_mix(streams, raw, base, scale, 1, eps, norm_eps, impl)[0]
+
+
+def _check_streams(streams: torch.Tensor) -> tuple[int, int]:
+    checks.check_dtype("streams", streams, STREAM_DTYPES)
+    checks.check_rank("streams", streams, 3)
+    checks.check_unit_stride("streams", streams)
+    count, hidden = streams.shape[1:]
+    if not 1 <= count <= MAX_STREAMS:
+        raise ValueError(f"streams: got {count} streams, allowed: 1 to {MAX_STREAMS}")
+    checks.check_at_least("streams hidden", hidden, 1)
+    return count, hidden
+
+
+def _check_weights(streams, fn, base, scale, mixes: int, width: int, scales: int) -> None:
+    for name, value in (("fn", fn), ("base", base), ("scale", scale)):
+        checks.check_dtype(name, value, (torch.float32,))
+        checks.check_unit_stride(name, value)
+    checks.check_shape("fn", fn, (mixes, width), "[mixes, streams * hidden]")
+    checks.check_shape("base", base, (mixes,), "[mixes]")
+    checks.check_shape("scale", scale, (scales,), f"[{scales}]")
+    checks.check_same_device(streams=streams, fn=fn, base=base, scale=scale)

@@ -1,0 +1,154 @@
+"""The facts of a product, and how the kernel that computes it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from sparse_attn.ops.layers.linears.shapes import PLAIN
+from sparse_attn.weight_layout import parse_weight_layout
+from sparse_attn.workspace import Scratch
+
+ALIGNMENT = 16  # bytes
+
+
+class Tile(NamedTuple):
+    """rows, outputs, columns: multiplied at a time. registers: of a thread at most."""
+
+    rows: int
+    outputs: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    registers: int | None = None
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel depends on.
+
+    rows: of all groups. ends: whether rows may be of no group. codes: "e4m3", "e2m1", or "plain" of a weight in
+    ``dtype``, that of the rows. scale: "fp32", "e8m0", or "none". block: (rows, columns) under one scale. aligned:
+    whether columns of codes and scales are contiguous, and rows of codes begin at multiples of ALIGNMENT bytes.
+    rows_aligned: likewise of the rows that are multiplied, none of which lie in each other.
+    scales_aligned: whether rows of scales begin at multiples of 8 bytes. whole: whether the weight's first scale block
+    was not cut.
+    batch_invariant: neither the kernel nor what its sums depend on may follow from the number of rows. share: how much
+    of the rows belongs to these groups in the mean; the others come behind the last end.
+    """
+
+    rows: int
+    groups: int
+    outputs: int
+    columns: int
+    dtype: torch.dtype
+    ends: bool
+    codes: str
+    scale: str
+    block: tuple[int, int]
+    aligned: bool = True
+    batch_invariant: bool = False
+    rows_aligned: bool = True
+    scales_aligned: bool = True
+    whole: bool = True
+    share: float = 1.0
+
+    @property
+    def tiled_groups(self) -> int:
+        """Groups that can have rows at most, those behind the last end among them."""
+        return min(self.rows, self.groups + self.ends)
+
+    def tiles(self, rows: int) -> int:
+        """Tiles of so many rows at most: each group takes one for its first row, and then one for every so many."""
+        return self.tiled_groups + (self.rows - self.tiled_groups) // rows
+
+    @property
+    def rows_each(self) -> float:
+        return self.rows * self.share / max(1, min(self.rows, self.groups))
+
+
+def problem_of(
+    rows: torch.Tensor,
+    ends: torch.Tensor | None,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    layout: str,
+    batch_invariant: bool = False,
+) -> Problem:
+    """Of grouped_linear's arguments, real or meta."""
+    n, columns = rows.shape
+    groups, outputs = codes.shape[:2]
+    kind, scale, block, whole = PLAIN, "none", (1, 1), True
+    if layout != PLAIN:
+        packed = parse_weight_layout(layout)
+        kind, scale, block, whole = packed.codes, packed.scale, packed.block, packed.first_row == 0
+    aligned = _aligned(codes) and (scales is None or scales.stride(-1) == 1)
+    rows_aligned = _aligned(rows.squeeze(0)) and (n < 2 or rows.stride(0) >= columns)  # a lone row's stride is any
+    return Problem(
+        n, groups, outputs, columns, rows.dtype, ends is not None, kind, scale, block, aligned, batch_invariant,
+        rows_aligned, scales is None or _aligned(scales, 8), whole,
+    )  # fmt: skip
+
+
+def _aligned(tensor: torch.Tensor, multiple: int = ALIGNMENT) -> bool:
+    """A tensor without memory lies as well as its offset and strides allow."""
+    first = tensor.storage_offset() * tensor.itemsize if tensor.is_meta else tensor.data_ptr()
+    *leading, last = tensor.stride()
+    return last == 1 and not any(at % multiple for at in (first, *(step * tensor.itemsize for step in leading)))
+
+
+def product_format(problem: Problem) -> dict[str, Any]:
+    """The weight's format, as a kernel's constants."""
+    return dict(CODES=problem.codes, **scale_format(problem))
+
+
+def scale_format(problem: Problem) -> dict[str, Any]:
+    """The format of its scales, likewise."""
+    return dict(E8M0=problem.scale == "e8m0", BLOCK_ROWS=problem.block[0], BLOCK_COLUMNS=problem.block[1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A CTA multiplies ``block_m`` rows of one group by ``block_n`` outputs, ``block_k`` columns at a time.
+
+    tiles: of rows, launched; what no group needs ends at once. scaled_values: whether scales, powers of two, are
+    multiplied into the values before a product; otherwise each product has one scale an output and is multiplied by it.
+    splits: CTAs that share the columns of a tile, of which the last adds up their partials. prefetch: bytes of an
+    output's codes that a CTA asks for before the rows are there. registers: of a thread at most; None: what it takes.
+    """
+
+    tiles: int
+    block_m: int
+    block_n: int
+    block_k: int
+    scaled_values: bool
+    num_warps: int
+    num_stages: int
+    splits: int = 1
+    prefetch: int = 0
+    registers: int | None = None
+    scratch: Scratch = Scratch()
+
+    def ctas(self, outputs: int) -> int:
+        return self.tiles * -(-outputs // self.block_n) * self.splits
+
+
+@dataclass(frozen=True)
+class StreamPlan(Plan):
+    """grid: CTAs, which share the steps of all tiles: block_n outputs and block_k columns each. consumer_registers: of
+    a thread that multiplies; registers: at launch. together: CTAs whose partials are read at once."""
+
+    grid: int = 0
+    consumer_registers: int = 0
+    together: int = 1
+
+    def ctas(self, outputs: int) -> int:
+        return self.grid
+
+
+@dataclass(frozen=True)
+class ExpandedPlan(Plan):
+    """outputs_at_once: of a group, expanded and multiplied by launches of their own."""
+
+    outputs_at_once: int = 0

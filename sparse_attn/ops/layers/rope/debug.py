@@ -1,0 +1,13 @@
+"""Rules of debug mode for each argument."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.framework import debug
+
+
+def apply_rope(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, start: int, interleaved: bool, inverse: bool
+) -> None:
+    debug.places("positions", positions, cos_sin.shape[0], "rows of cos_sin")

@@ -1,0 +1,158 @@
+"""Step metadata on the device: from request lengths to what every row needs, without a host sync."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.framework import checks
+from sparse_attn.framework.debug import look
+from sparse_attn.framework.target import IMPLEMENTATIONS
+from sparse_attn.framework.torch_private import mark_sizes
+from sparse_attn.ops.ragged.step_plans import op
+from sparse_attn.ops.ragged.step_plans.reference import window_plan
+from sparse_attn.types import CompressedPlan, StepPlan, WindowPlan
+
+
+def build_step_plan(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    max_context: int,
+    num_decodes: int = 0,
+    next_n: int = 1,
+    kv_capacity: int = 0,
+    impl: str = "auto",
+) -> StepPlan:
+    """Describe one step of fixed capacity: B requests, T token rows, decode rows first.
+
+    query_start_loc: int32 [B + 1], first row of each request. seq_lens: int32 [B], tokens of each request including
+    those of this step. block_table: int32 [B, max_blocks]. slot_mapping: int64 [T], cache slot each row writes, -1 for
+    padding. The first ``num_decodes`` requests own ``next_n`` rows each, rows [0, num_decodes * next_n), whatever
+    query_start_loc says of them; the others are prefill requests and own rows
+    [query_start_loc[b], query_start_loc[b + 1]). max_context: host bound on every row's position + 1. kv_capacity: host
+    bound on the sum of the prefill requests' seq_lens.
+
+    A row's position is L - q + j (L seq_len, q rows of the request, j the row's place in it). A row is padding (request
+    -1, position -1, limit 0, slot -1, empty range) when it lies beyond query_start_loc[-1], its slot is negative, its
+    request has L <= 0, or its position is negative. Where all values lie on the host, and on the device in debug mode,
+    a ValueError names what cannot be right: rows out of order or beyond the step, a prefill request of fewer tokens
+    than rows, slots below -1, and bounds that do not hold.
+
+    Returns a StepPlan; see its docstring for shapes.
+    """
+    for name, value in (("query_start_loc", query_start_loc), ("seq_lens", seq_lens), ("block_table", block_table)):
+        checks.check_dtype(name, value, (torch.int32,))
+    checks.check_dtype("slot_mapping", slot_mapping, (torch.int64,))
+    checks.check_rank("seq_lens", seq_lens, 1)
+    requests = seq_lens.shape[0]
+    checks.check_bounds("query_start_loc", query_start_loc, requests, "[requests + 1]")
+    checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
+    checks.check_rank("slot_mapping", slot_mapping, 1)
+    checks.check_at_least("num_decodes", num_decodes, 0)
+    checks.check_at_least("next_n", next_n, 1)
+    checks.check_at_least("kv_capacity", kv_capacity, 0)
+    checks.check_at_least("max_context", max_context, 0)
+    if num_decodes > requests:
+        raise ValueError(f"num_decodes: got {num_decodes}, allowed: at most the {requests} requests of seq_lens")
+    if num_decodes * next_n > slot_mapping.shape[0]:
+        raise ValueError(
+            f"slot_mapping: got {slot_mapping.shape[0]} rows, "
+            f"allowed: at least num_decodes * next_n = {num_decodes * next_n}"
+        )
+    checks.check_same_device(
+        query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
+    )
+    values = query_start_loc, seq_lens, slot_mapping, num_decodes, next_n
+    look(__name__, "step_plan", *values, always_on_host=True)
+    request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(*values, impl)
+    found = seq_lens, request_ids, limits, kv_indptr
+    look(__name__, "build_step_plan", *found, max_context, kv_capacity, always_on_host=True)
+    context_lens = limits[: num_decodes * next_n].view(num_decodes, next_n)
+    for value in (request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end):
+        mark_sizes(value, dynamic=(0,))
+    for value in (block_table, context_lens):
+        mark_sizes(value, dynamic=(0, 1))
+    return StepPlan(
+        request_ids=request_ids,
+        positions=positions,
+        limits=limits,
+        slot_mapping=slots,
+        block_table=block_table,
+        context_lens=context_lens,
+        kv_indptr=kv_indptr,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        kv_capacity=kv_capacity,
+        max_context=max_context,
+    )
+
+
+def build_compressed_plan(plan: StepPlan, *, ratio: int, block_size: int, impl: str = "auto") -> CompressedPlan:
+    """What the step described by ``plan`` needs of entries that each stand for ``ratio`` tokens.
+
+    block_size: entries a block of the compressed caches holds; they share ``plan.block_table``. A row sees the entries
+    that are complete at its position, (position + 1) // ratio, its own included. The row that completes entry e writes
+    block_table[request, e // block_size] * block_size + e % block_size; a block that is negative or beyond the table
+    gives -1.
+    """
+    _check_plan(plan)
+    checks.check_unit_stride("plan.block_table", plan.block_table)
+    checks.check_at_least("ratio", ratio, 1)
+    checks.check_at_least("block_size", block_size, 1)
+    num_decodes, next_n = plan.context_lens.shape
+    decode_rows = num_decodes * next_n
+    limits, slots, kv_indptr, kv_start, kv_end = op.compressed_plan(
+        plan.request_ids, plan.positions, plan.block_table, plan.kv_indptr, decode_rows, ratio, block_size, impl
+    )
+    return CompressedPlan(
+        limits=limits,
+        context_lens=limits[:decode_rows].view(num_decodes, next_n),
+        slot_mapping=slots,
+        kv_indptr=kv_indptr,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        kv_capacity=plan.kv_capacity // ratio,
+        max_context=plan.max_context // ratio,
+    )
+
+
+def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> WindowPlan:
+    """How raw keys are gathered for the step's prefill rows: for each request, from ``window`` - 1 positions before its
+    first row on.
+
+    window: keys that a row sees, its own included. A request without rows gathers none. Plain torch on every device: it
+    runs once per step, and only for prefill.
+    """
+    _check_plan(plan)
+    checks.check_at_least("window", window, 1)
+    checks.check_choice("impl", impl, IMPLEMENTATIONS)
+    num_decodes, next_n = plan.context_lens.shape
+    rows = num_decodes * next_n
+    values = plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes
+    look(__name__, "window_plan", *values, always_on_host=True)
+    requests = plan.block_table.shape[0] - num_decodes
+    kv_indptr, starts, offsets = window_plan(
+        plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, requests, num_decodes, window
+    )
+    return WindowPlan(kv_indptr, starts, offsets, plan.positions.shape[0] - rows + requests * (window - 1))
+
+
+def _check_plan(plan: StepPlan) -> None:
+    if not isinstance(plan, StepPlan):
+        raise TypeError(f"plan: got {type(plan).__name__}, allowed: a StepPlan")
+    ranks = dict(request_ids=1, positions=1, block_table=2, context_lens=2, kv_indptr=1)
+    tensors = {f"plan.{name}": (getattr(plan, name), rank) for name, rank in ranks.items()}
+    for name, (value, rank) in tensors.items():
+        checks.check_dtype(name, value, (torch.int32,))
+        checks.check_rank(name, value, rank)
+    checks.check_shape("plan.request_ids", plan.request_ids, plan.positions.shape, "[tokens]")
+    if plan.context_lens.numel() > plan.positions.shape[0]:
+        raise ValueError(
+            f"plan.context_lens: got shape {list(plan.context_lens.shape)}, "
+            f"allowed: no more rows than the {plan.positions.shape[0]} of plan.positions"
+        )
+    prefills = plan.block_table.shape[0] - plan.context_lens.shape[0]
+    checks.check_bounds("plan.kv_indptr", plan.kv_indptr, prefills, "[prefill requests + 1]")
+    checks.check_same_device(**{name: value for name, (value, _) in tensors.items()})

@@ -1,0 +1,186 @@
+"""Score and select in one op: the lightning indexer without a full matrix of logits.
+
+Rows are taken a few at a time, so that the logits held at once stay within a byte budget. The result is exactly
+``top_k_per_row`` of the full logits. A row's selection depends neither on the other rows nor on the budget.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_attn.cache import check_cache, check_heads_together, check_mxfp4_keys
+from sparse_attn.fp8 import FP8_DTYPE
+from sparse_attn.framework import checks
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout, PlainLayout, query_row
+from sparse_attn.mxfp4 import MXFP4
+from sparse_attn.ops.topk.fused import op
+from sparse_attn.types import Ragged
+
+LOGITS_BYTES = 512 << 20
+# 64 rows of 131072 keys. Models give a budget of their own: they reserve scratch for prefill, which takes more.
+DECODE_LOGITS_BYTES = 32 << 20
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEADS = 128
+
+
+def index_topk_prefill(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    kv_start: torch.Tensor,
+    kv_end: torch.Tensor,
+    top_k: int,
+    *,
+    flavour: str = "e4m3fn",
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The ``top_k`` best keys of every query row among gathered keys.
+
+    q: [rows, heads, dim] and k: [keys, dim], fp8 codes (float8 or uint8) of ``flavour`` with k_scale fp32 [keys], or
+    bf16/fp16/fp32 with k_scale None (``flavour`` is then ignored), or with ``flavour`` "mxfp4" what mxfp4_mqa_logits
+    takes. weights: fp32 [rows, heads], scales folded in.
+    kv_start, kv_end: int32 [rows], row r competes with keys [kv_start[r], kv_end[r]), clamped to [0, keys].
+    logits_bytes: bytes of logits that may be held at once; one row always may.
+
+    Returns int32 [rows, top_k] as ``top_k_per_row`` does: key minus kv_start, ascending, -1 behind.
+    """
+    checks.check_rank("q", q, 3)
+    rows, heads, dim = q.shape
+    if k_scale is None:
+        flavour = "none"
+        checks.check_dtype("q", q, FLOATS)
+        checks.check_dtype("k", k, (q.dtype,))
+    elif flavour == MXFP4:
+        check_mxfp4_keys(q, k, k_scale)
+    else:
+        checks.check_choice("flavour", flavour, (*FP8_DTYPE, MXFP4))
+        for name, value in (("q", q), ("k", k)):
+            checks.check_dtype(name, value, (torch.uint8, FP8_DTYPE[flavour]))
+        checks.check_dtype("k_scale", k_scale, (torch.float32,))
+        checks.check_rank("k", k, 2)
+        checks.check_shape("k_scale", k_scale, (k.shape[0],), "[keys]")
+        q, k = q.view(torch.uint8), k.view(torch.uint8)
+    _check_heads(heads)
+    if flavour == MXFP4 and k_scale is not None:
+        checks.check_shape("q", q, (None, None, k.shape[1] + k_scale.shape[1]), "[rows, heads, dim / 2 + dim / 32]")
+    else:
+        checks.check_shape("k", k, (None, dim), "[keys, dim]")
+    checks.check_unit_stride("q", q)
+    checks.check_unit_stride("k", k)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (rows, heads), "[rows, heads]")
+    for name, value in (("kv_start", kv_start), ("kv_end", kv_end)):
+        checks.check_dtype(name, value, (torch.int32,))
+        checks.check_shape(name, value, (rows,), "[rows]")
+    checks.check_at_least("top_k", top_k, 1)
+    checks.check_at_least("logits_bytes", logits_bytes, 0)
+    checks.check_same_device(q=q, weights=weights, k=k, k_scale=k_scale, kv_start=kv_start, kv_end=kv_end)
+    return op.index_topk_prefill(q, weights, k, k_scale, kv_start, kv_end, top_k, flavour, logits_bytes, impl)
+
+
+def index_topk_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: IndexLayout,
+    *,
+    logits_bytes: int = DECODE_LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The ``top_k`` best positions of every decode row among its request's cached keys.
+
+    q: [requests, next_n, heads, dim], fp8 codes for an IndexFp8Layout cache, the layout's dtype for a PlainLayout, and
+    for an IndexMxfp4Layout uint8 [..., layout.row] as mxfp4_paged_mqa_logits takes them. weights: fp32 [requests *
+    next_n, heads]. cache: blocks of ``layout``. context_lens: int32 [requests, next_n], row (b, j) competes with
+    positions [0, context_lens[b, j]), clamped to [0, max_context_len]. block_table: int32 [requests, max_blocks];
+    positions beyond it or of a block outside the cache are not candidates. max_context_len: the host's bound on every
+    length. logits_bytes: bytes of logits that may be held at once; one request always may. The
+    selection's scratch comes beside them: at most 16 MiB, or an eighth of the logits. Rows count as max_context_len
+    long. Rows that do not fit take further launches.
+
+    Returns int32 [requests * next_n, top_k] as ``top_k_per_row`` does.
+    """
+    arguments = _check_decode(
+        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
+    )  # fmt: skip
+    return op.index_topk_decode(*arguments)
+
+
+def index_topk_decode_slots(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: IndexLayout,
+    *,
+    logits_bytes: int = DECODE_LOGITS_BYTES,
+    impl: str = "auto",
+) -> Ragged:
+    """Where in a paged cache the ``top_k`` best positions of every decode row lie.
+
+    Takes the arguments of ``index_topk_decode``. The block table is also that of the cache to be read, whose blocks are
+    as long as those of ``cache``. Returns what ``compute_global_topk_ragged_indices_and_indptr`` makes of that
+    function's result, at capacity requests * next_n * top_k. Where CTAs hold all rows at once, and blocks are a
+    multiple of 32 long, it takes no further launch.
+    """
+    arguments = _check_decode(
+        q, weights, cache, context_lens, block_table, top_k, max_context_len, layout, logits_bytes, impl
+    )  # fmt: skip
+    checks.check_room("top_k", q.shape[0] * q.shape[1], top_k)
+    return Ragged(*op.index_topk_decode_slots(*arguments))
+
+
+def _check_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    max_context_len: int,
+    layout: IndexLayout,
+    logits_bytes: int,
+    impl: str,
+) -> tuple[object, ...]:
+    """The operator's arguments."""
+    if not isinstance(layout, (IndexFp8Layout, IndexMxfp4Layout, PlainLayout)):
+        raise ValueError(f"layout: got {layout!r}, allowed: an IndexFp8Layout, an IndexMxfp4Layout or a PlainLayout")
+    quantised = isinstance(layout, IndexFp8Layout)
+    checks.check_dtype("q", q, (torch.uint8, FP8_DTYPE[layout.flavour]) if quantised else (layout.dtype,))
+    checks.check_shape("q", q, (None, None, None, query_row(layout)), "[requests, next_n, heads, a query's row]")
+    requests, next_n, heads, _ = q.shape
+    _check_heads(heads)
+    check_cache("cache", cache, layout)
+    if quantised:
+        q = q.view(torch.uint8)
+    checks.check_unit_stride("q", q)
+    if isinstance(layout, IndexMxfp4Layout):
+        check_heads_together(q)
+    checks.check_dtype("weights", weights, (torch.float32,))
+    checks.check_shape("weights", weights, (requests * next_n, heads), "[requests * next_n, heads]")
+    checks.check_dtype("context_lens", context_lens, (torch.int32,))
+    checks.check_shape("context_lens", context_lens, (requests, next_n), "[requests, next_n]")
+    checks.check_dtype("block_table", block_table, (torch.int32,))
+    checks.check_shape("block_table", block_table, (requests, None), "[requests, max_blocks]")
+    checks.check_unit_stride("block_table", block_table)
+    checks.check_at_least("top_k", top_k, 1)
+    checks.check_at_least("max_context_len", max_context_len, 0)
+    checks.check_at_least("logits_bytes", logits_bytes, 0)
+    checks.check_same_device(
+        q=q, weights=weights, cache=cache, context_lens=context_lens, block_table=block_table
+    )  # fmt: skip
+    return q, weights, cache, context_lens, block_table, top_k, max_context_len, layout.name, logits_bytes, impl
+
+
+def _check_heads(heads: int) -> None:
+    if not 1 <= heads <= MAX_HEADS:
+        raise ValueError(f"q: got {heads} heads, allowed: 1 to {MAX_HEADS}")

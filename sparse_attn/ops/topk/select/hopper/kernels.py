@@ -1,0 +1,155 @@
+"""Cluster: the CTAs of a cluster hold a long row in registers and search it together, in Gluon for Hopper.
+
+1. Each CTA loads its share of the row, neighbouring columns. So CTAs are in order of columns.
+2. Each finds its highest score and sends the key that its window begins with, a multiple of four bins, to all.
+3. Each counts its keys in a histogram of its own, while the others' first keys arrive. The row's window is the one that
+   begins first; a CTA's own begins some bins further on.
+4. All histograms are added up: each CTA gets a part of every other's, and sends the sums to all (reduce-scatter and
+   all-gather). Then each CTA finds the k-th score's bin as if it were alone.
+   Where the k-th score lies behind the window, a second window follows, then the leading digit. Where more than
+   MOST_TIES scores share its bin, the next digit does.
+5. Each sends the scores that share the bin to all, and how many lie above it. Each ranks them all, the first columns
+   among equals. More than MOST_TIES are equal in all bits, and the first ones win.
+6. Each stores its columns, or their slots, behind those of the CTAs before it.
+
+A row is read once. The kernel is bound by latency: four trips to the other CTAs, the first of them beside the counting.
+README.md has the trips, barriers, shared memory and registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparse_attn.device import cluster, histogram
+from sparse_attn.device.bits import popcount
+from sparse_attn.device.hopper import barrier, launch_dependents, wait
+from sparse_attn.ops.topk.select.hopper import packed, ties
+from sparse_attn.ops.topk.select.hopper.search import MINUS_INF_KEY, add, clear, search
+from sparse_attn.ops.topk.select.hopper.smem import (
+    ANCHORED,
+    BINS,
+    GATHERED,
+    HEARD,
+    MOST_TIES,
+    NEWS,
+    OWN_COUNTS,
+    SCATTERED,
+    TIED,
+    words,
+)
+from sparse_attn.ops.topk.select.primitives import radix_select, set_bits
+
+EAGER_SLOTS = gl.constexpr(4096)  # a CTA's columns up to which it reads those behind the row's end rather than wait
+
+
+@gluon.jit(do_not_specialize=["rows", "width", "k", "next_n", "max_blocks", "stride_logits_row"])
+def select_cluster(
+    logits,  # fp32 [rows, width]
+    row_starts,  # int32 [rows] or None
+    row_ends,  # int32 [rows] or None
+    out,  # int32 [rows, k], with a block table [rows * k]
+    indptr,  # int32 [rows + 1] or None
+    states,  # int64 [rows] or None, zero before and after
+    block_table,  # int32 [requests, max_blocks] or None
+    rows,
+    width,
+    k,
+    next_n,
+    max_blocks,
+    stride_logits_row,  # in fours when ALIGNED
+    stride_starts_row,
+    stride_ends_row,
+    stride_table_request,
+    BLOCK_SIZE: gl.constexpr,
+    SLOTS: gl.constexpr,  # columns of a CTA
+    ALIGNED: gl.constexpr,
+    WINDOW_SHIFT: gl.constexpr,  # bits behind a digit
+    CTAS: gl.constexpr,
+    THREADS: gl.constexpr,
+):
+    gl.static_assert(CTAS * MOST_TIES % THREADS == 0)  # of all CTAs' ties a thread has as many as any other
+    UNIT: gl.constexpr = 4 if ALIGNED else 1
+    ROUNDS: gl.constexpr = SLOTS // (4 * THREADS)
+    FOURS: gl.constexpr = cluster.plane([1, 4], [1, 32], [1, THREADS // 32], CTAS)
+    LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    row, rank = gl.program_id(0).to(gl.int64), cluster.rank()
+    thread = gl.arange(0, THREADS, LINE)
+    smem = histogram.claim(None, words(SLOTS))
+    clear(smem, THREADS, LINE)
+    histogram.store_one(smem, thread * 0 + histogram.HIGHEST, thread * 0 - 1)
+    histogram.store_one(smem, OWN_COUNTS + thread % 4, thread * 0)
+    for number in gl.static_range(5):
+        cluster.init(smem, ANCHORED + 2 * number)
+    cluster.expect(smem, ANCHORED, 4 * CTAS)
+    cluster.expect(smem, SCATTERED, 4 * BINS)
+    cluster.expect(smem, GATHERED, 4 * BINS)
+    cluster.expect(smem, HEARD, 4 * CTAS)
+    cluster.arrive()
+    barrier()
+    wait()
+    launch_dependents()
+
+    start = rank * 0
+    end = start + width
+    if row_starts is not None:
+        start = gl.minimum(gl.maximum(gl.load(row_starts + row * stride_starts_row), 0), width)
+    if row_ends is not None:
+        end = gl.minimum(gl.maximum(gl.load(row_ends + row * stride_ends_row), 0), width)
+    base = start // UNIT * UNIT
+    first = gl.arange(0, ROUNDS, gl.SliceLayout(1, FOURS))[:, None] * (4 * THREADS)
+    column = rank * SLOTS + first + gl.arange(0, 4 * THREADS, gl.SliceLayout(0, FOURS))[None, :]
+    source = logits + row * stride_logits_row * UNIT + base
+    length = end - base
+    readable = length
+    if SLOTS <= EAGER_SLOTS and row_starts is None:
+        readable = width  # known before ``end``, which is on its way
+    if ALIGNED:
+        scores = gl.load(source + column, mask=column < (readable + 3) // 4 * 4)
+    else:
+        scores = gl.load(source + column, mask=column < readable)
+    keys = radix_select.descending_keys(scores, (column >= start - base) & (column < length))
+    value = base - start + rank * SLOTS + thread * (4 * ROUNDS)  # what is stored for a thread's first column
+    if block_table is not None:
+        value = packed.slots_of(block_table + row // next_n * stride_table_request, value, max_blocks, BLOCK_SIZE)
+
+    at, shift, below, in_bin = search(smem, keys, k, rank, WINDOW_SHIFT, CTAS, THREADS)
+    count = gl.minimum(below + in_bin, k)
+    if block_table is not None:
+        packed.tell_later_rows(states, row.to(gl.int32), rows, count, LINE)
+    all = below + in_bin <= k
+    least = gl.where(at == -1, MINUS_INF_KEY, at + gl.where(all, 1 << shift, 0))
+    span = gl.where(all, 0, 1 << shift)
+    listed = (all == 0) & (in_bin <= MOST_TIES)
+    need = k - below
+    cluster.expect(smem, TIED, CTAS * (8 + gl.where(listed, 8 * MOST_TIES, 0)))
+    numbers = ties.mark(smem, keys, column, rank * SLOTS, least, span, listed)
+    ties.send_counts(smem, rank, numbers, CTAS, THREADS)
+    if listed:
+        ties.send_ties(smem, rank, CTAS, THREADS)
+    cluster.await_bytes(smem, TIED, rank * 0)
+    position, tied = ties.counts_before(smem, rank, CTAS)
+    if listed:
+        position += ties.rank_ties(smem, in_bin, need, rank, SLOTS, CTAS, THREADS)
+
+    bits, equal = ties.marks_of(smem, thread, ROUNDS)
+    if (all | listed) == 0:
+        each = popcount(equal)
+        earlier = tied + gl.associative_scan(each, 0, add) - each
+        bits |= ties.first_bits(equal, need - earlier)
+        position += gl.minimum(tied, need)
+    each = popcount(bits)
+    position += gl.associative_scan(each, 0, add) - each
+    if block_table is None:
+        begin = row * k
+    else:
+        begin = packed.told_by_rows_before(states, row)
+        barrier()  # all warps know
+        cluster.send(smem, NEWS + rank + thread * 0, HEARD, thread * 0, (thread == 0).to(gl.int32), thread)
+    set_bits.store(out + begin, bits, position, value)
+    if rank == 0:
+        if block_table is None:
+            packed.clear(out + begin, count, k, LINE)
+        else:
+            packed.store_bounds(indptr, row, rows, begin, count)
+            packed.clear(out + packed.unused(row, rows, begin, count, k), 0, k - count, LINE)
+            cluster.await_bytes(smem, HEARD, rank * 0)
+            gl.store(states + row, row * 0)

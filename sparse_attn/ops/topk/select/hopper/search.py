@@ -1,0 +1,159 @@
+"""The k-th key of a row that a cluster holds: all CTAs' histograms, added up."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from sparse_attn.device import cluster, histogram
+from sparse_attn.device.histogram import BINS
+from sparse_attn.device.hopper import barrier
+from sparse_attn.ops.topk.select.hopper.smem import ANCHORED, ANCHORS, GATHERED, MOST_TIES, PARTS, SCATTERED, SUMS
+from sparse_attn.ops.topk.select.primitives.radix_select import LEADING_SHIFT, UNSELECTABLE
+
+MINUS_INF_KEY = gl.constexpr(-8388608)  # 0xff800000; keys below it, unsigned, can be selected
+NOTE_LEAST = gl.constexpr(
+    """{ .reg .pred p; .reg .b32 least, lane;
+    min.u32 least, $4, $5; min.u32 lane, $6, $7; min.u32 least, least, lane;
+    redux.sync.min.u32 least, least, 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0;
+    @p red.shared.min.u32 [$8], least; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"""
+)
+
+
+@gluon.jit
+def before(key, other):
+    """Whether a key is less than another, unsigned."""
+    return key.to(gl.uint32, bitcast=True) < other.to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _lower(a, b):
+    return gl.minimum(a, b)
+
+
+@gluon.jit
+def clear(smem, THREADS: gl.constexpr, LINE: gl.constexpr):
+    """Zero the bins."""
+    thread = gl.arange(0, THREADS, LINE)
+    zero = thread * 0
+    for quad in gl.static_range(BINS // (4 * THREADS)):
+        histogram.store_four(smem, (quad * THREADS + thread) * 4, zero, zero, zero, zero, zero + 1)
+
+
+@gluon.jit
+def _add_up(smem, rank, shift, first_of_row, phase, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """SUMS of all CTAs' bins, the first of which begins with key ``first_of_row``. ANCHORS: where this CTA's begin."""
+    EACH: gl.constexpr = BINS // CTAS
+    ROUNDS: gl.constexpr = BINS // (4 * THREADS)
+    LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    thread = gl.arange(0, THREADS, LINE)
+    zero, one = thread * 0, thread * 0 + 1
+    anchor = histogram.load_one(smem, ANCHORS + rank)
+    skipped = ((anchor - first_of_row).to(gl.uint32, bitcast=True) >> shift.to(gl.uint32)).to(gl.int32)
+    barrier()
+    for round in gl.static_range(ROUNDS):
+        bin = (round * THREADS + thread) * 4
+        there = bin >= skipped  # all four, or none
+        a, b, c, d = histogram.load_four(smem, gl.where(there, bin - skipped, 0))
+        a, b, c, d = gl.where(there, a, 0), gl.where(there, b, 0), gl.where(there, c, 0), gl.where(there, d, 0)
+        cluster.send_four(smem, PARTS + rank * EACH + bin % EACH, SCATTERED, bin // EACH, one, a, b, c, d)
+    cluster.await_bytes(smem, SCATTERED, phase)
+    for round in gl.static_range(ROUNDS):
+        place = round * THREADS + thread
+        cta, quad = place % CTAS, place // CTAS
+        a, b, c, d = zero, zero, zero, zero
+        for source in gl.static_range(CTAS):
+            e, f, g, h = histogram.load_four(smem, PARTS + source * EACH + 4 * quad)
+            a, b, c, d = a + e, b + f, c + g, d + h
+        cluster.send_four(smem, SUMS + rank * EACH + 4 * quad, GATHERED, cta, one, a, b, c, d)
+    cluster.await_bytes(smem, GATHERED, phase)
+
+
+@gluon.jit
+def _find_bin(smem, wanted, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """Of SUMS: (the first bin with at least ``wanted`` keys in it and before it, keys before it, keys in it), or, where
+    there are fewer, (0, all of them, 0)."""
+    QUADS: gl.constexpr = BINS // (4 * THREADS)
+    LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    thread = gl.arange(0, THREADS, LINE)
+    first = thread * (4 * QUADS)
+    mass = thread * 0
+    for quad in gl.static_range(QUADS):
+        a, b, c, d = histogram.load_four(smem, SUMS + first + 4 * quad)
+        mass += (a + b) + (c + d)
+    total = gl.associative_scan(mass, 0, add)
+    below = total - mass
+    last = thread == THREADS - 1
+    here = (below < wanted) & (total >= wanted)
+    digit, earlier, in_bin = thread * 0, total, thread * 0  # of the last thread where all keys are too few
+    for quad in gl.static_range(QUADS):
+        four = histogram.load_four(smem, SUMS + first + 4 * quad)
+        for one in gl.static_range(4):
+            found = (below < wanted) & (below + four[one] >= wanted)
+            digit = gl.where(found, first + (4 * quad + one), digit)
+            earlier = gl.where(found, below, earlier)
+            in_bin = gl.where(found, four[one], in_bin)
+            below += four[one]
+    note = (here | (last & (total < wanted))).to(gl.int32)
+    histogram.store_four(smem, histogram.NOTE + thread * 0, digit, earlier, in_bin, thread * 0, note)
+    barrier()
+    digit, earlier, in_bin, _ = histogram.load_four(smem, histogram.NOTE + wanted * 0)
+    return digit, earlier, in_bin
+
+
+@gluon.jit
+def search(smem, keys, k, rank, WINDOW_SHIFT: gl.constexpr, CTAS: gl.constexpr, THREADS: gl.constexpr):
+    """(base, shift, below, in_bin): all bits of the k-th key but the last ``shift``, how many keys lie below those
+    bits, and how many share them: at most MOST_TIES, or all of them are equal. Where there are fewer than k: base -1,
+    all keys, none."""
+    LINE: gl.constexpr = cluster.line(THREADS, CTAS)
+    thread = gl.arange(0, THREADS, LINE)
+    lowest = gl.reduce(keys.to(gl.uint32, bitcast=True), 0, _lower).to(gl.int32, bitcast=True)
+    gl.inline_asm_elementwise(
+        NOTE_LEAST, "=r,=r,=r,=r,r,r,r,r,r,r,r,r", [lowest, smem + histogram.HIGHEST * 4 + lowest * 0], dtype=gl.int32,
+        is_pure=False, pack=4,
+    )  # fmt: skip
+    barrier()
+    own = histogram.load_one(smem, histogram.HIGHEST + rank * 0)
+    reach = MINUS_INF_KEY - (BINS << WINDOW_SHIFT)  # a window from there ends with the lowest finite score
+    own = gl.where(before(own, reach), own, reach) & (-4 << WINDOW_SHIFT)
+    cluster.await_all()  # mbarriers of all CTAs are there
+    to = thread * 0 + ANCHORS + rank
+    cluster.send(smem, to, ANCHORED, thread, (thread < CTAS).to(gl.int32), own + thread * 0)
+    shift = rank * 0 + WINDOW_SHIFT
+    below, in_bin, base, phase = rank * 0, rank * 0, own, rank * 0
+    going = k >= 0
+    while going:
+        histogram.count(smem, keys, own, shift)
+        if phase == 0:
+            cluster.await_bytes(smem, ANCHORED, phase)
+            for four in gl.static_range(0, CTAS, 4):
+                anchors = histogram.load_four(smem, ANCHORS + four + rank * 0)
+                for one in gl.static_range(4):
+                    base = gl.where(before(anchors[one], base), anchors[one], base)
+        _add_up(smem, rank, shift, base, phase, CTAS, THREADS)
+        digit, more, in_bin = _find_bin(smem, k - below, CTAS, THREADS)
+        missed = in_bin == 0
+        few = (missed == 0) & (shift == LEADING_SHIFT) & (digit == UNSELECTABLE)
+        again = base + (BINS << WINDOW_SHIFT)  # where a second window begins
+        second = missed & (phase == 0) & before(again, reach)
+        at = base + (digit << shift)
+        below = gl.where(missed, gl.where(second, more, 0), below + more)
+        base = gl.where(missed, gl.where(second, again, 0), gl.where(few, -1, at))
+        in_bin = gl.where(few, 0, in_bin)
+        finer = (below + in_bin > k) & (in_bin > MOST_TIES) & (shift > 0)
+        going = missed | finer
+        if going:
+            next = gl.maximum(shift - histogram.DIGIT_BITS, 0)
+            shift = gl.where(missed, gl.where(second, WINDOW_SHIFT, LEADING_SHIFT), next)
+            own, phase = base, phase + 1
+            histogram.store_one(smem, ANCHORS + rank, own)
+            clear(smem, THREADS, LINE)
+            cluster.expect(smem, SCATTERED, 4 * BINS)
+            cluster.expect(smem, GATHERED, 4 * BINS)
+            cluster.arrive()
+            cluster.await_all()  # nobody reads any more what is sent next
+    return base, shift, below, in_bin

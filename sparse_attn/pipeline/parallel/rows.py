@@ -1,0 +1,66 @@
+"""Rows of the indexer, dealt to ranks that hold the same index keys.
+
+Tensor ranks hold whole index caches. Cutting index heads would leave each of them all keys to read, and partial scores
+to add up: more bytes on the wire than scores are. A rank scores and selects its share of the rows instead, with all
+heads, and the ranks gather what was selected: an integer for each key, the same bits as one process selects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_attn.mesh import Ranks
+from sparse_attn.pipeline.parallel.ranks import dealt_rows, first_row, whole_rows
+from sparse_attn.pipeline.select import choose_decode, choose_over_ranks, choose_prefill
+from sparse_attn.types import CompressedPlan, QuantisedQuery, StepPlan
+
+DEALT_KEYS = 32768  # that a row may have: with fewer, a collective takes longer than the rows of the other ranks
+
+
+def shares_rows(keys: int, ranks: Ranks) -> bool:
+    """Whether ``ranks``, which hold the same index keys, share the rows of steps in which a row may have ``keys``."""
+    return ranks.size > 1 and keys >= DEALT_KEYS
+
+
+def deals_rows(plan: StepPlan | CompressedPlan, ranks: Ranks) -> bool:
+    """Whether rows are dealt: several, with many keys, all of them of decode requests or all of prefills."""
+    requests, rows = plan.context_lens.shape[0], plan.kv_start.shape[0]
+    if not shares_rows(plan.max_context, ranks) or (requests > 0) == (rows > 0):
+        return False
+    return (requests or rows) > 1
+
+
+def choose_dealt(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: StepPlan | CompressedPlan,
+    keys: Ranks,
+    ranks: Ranks,
+    **options: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """As choose_over_ranks, where deals_rows. keys: ranks that hold a part of the keys each. ranks: those that hold the
+    same keys, and share the rows. One collective over those. options: as choose_over_ranks takes them."""
+    requests, next_n = plan.context_lens.shape
+    units, width = (requests, next_n) if requests else (plan.kv_start.shape[0], 1)
+    each, first = dealt_rows(units, ranks), first_row(units, ranks)
+    own = QuantisedQuery(*(value.narrow(0, first * width, each * width) for value in query))
+    if requests:
+        block_table = block_table[:requests].narrow(0, first, each)
+        plan = plan._replace(context_lens=plan.context_lens.narrow(0, first, each))
+    else:
+        plan = plan._replace(kv_start=plan.kv_start.narrow(0, first, each), kv_end=plan.kv_end.narrow(0, first, each))
+    if keys.size > 1:
+        chosen = choose_over_ranks(own, cache, block_table, plan, keys, **options)[0 if requests else 1]
+    else:
+        chosen = (choose_decode if requests else choose_prefill)(own, cache, block_table, plan, **options)
+    assert chosen is not None
+    whole = whole_rows(torch.unflatten(chosen, 0, (each, width)), units, ranks).flatten(0, 1)
+    return (whole, None) if requests else (None, whole)
+
+
+def dealt_bytes(units: int, top_k: int, ranks: Ranks) -> int:
+    """Bytes that a rank sends, counted as pipeline.ranks.exchanged_bytes counts."""
+    return (ranks.size - 1) * dealt_rows(units, ranks) * top_k * 4 if ranks.size > 1 < units else 0

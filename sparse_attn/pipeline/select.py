@@ -1,0 +1,179 @@
+"""Score index keys and keep the best, for the decode and the prefill rows of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sparse_attn.layout import IndexFp8Layout, IndexLayout, IndexMxfp4Layout
+from sparse_attn.mesh import Ranks
+from sparse_attn.mxfp4 import MXFP4
+from sparse_attn.ops.indexer.keys import gather_indexer_k
+from sparse_attn.ops.indexer.scores import (
+    bf16_mqa_logits,
+    bf16_paged_mqa_logits,
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    mxfp4_mqa_logits,
+    mxfp4_paged_mqa_logits,
+)
+from sparse_attn.ops.topk.fused import LOGITS_BYTES, index_topk_decode, index_topk_decode_slots, index_topk_prefill
+from sparse_attn.pipeline.parallel.ranks import RowScores, top_k_over_ranks
+from sparse_attn.types import CompressedPlan, QuantisedQuery, Ragged, StepPlan
+
+FP32_BYTES = 4
+
+
+def num_decode_rows(plan: StepPlan | CompressedPlan) -> int:
+    """Rows at the front of the step that read the paged caches in place."""
+    return plan.context_lens.shape[0] * plan.context_lens.shape[1]
+
+
+def choose_decode(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: StepPlan | CompressedPlan,
+    *,
+    layout: IndexLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """The ``top_k`` best index keys of every decode row among those it may see, int32 [rows, top_k], counted within the
+    row's request.
+
+    query: the step's index queries, as indexer_q_rope_quant gives them, and weights [tokens, heads]. cache: index keys,
+    this step's included. plan: how many keys each row sees, and where the keys of prefill requests lie once gathered;
+    keys of tokens (StepPlan) or of entries (CompressedPlan). logits_bytes: bound on the scores held at a time.
+    """
+    arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
+    return index_topk_decode(*arguments, logits_bytes=logits_bytes, impl=impl)
+
+
+def choose_decode_slots(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: StepPlan | CompressedPlan,
+    *,
+    layout: IndexLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> Ragged:
+    """As choose_decode, but slots of the paged caches."""
+    arguments = _decode_rows(query, cache, block_table, plan, layout, top_k)
+    return index_topk_decode_slots(*arguments, logits_bytes=logits_bytes, impl=impl)
+
+
+def _decode_rows(query, cache, block_table, plan, layout, top_k) -> tuple[Any, ...]:
+    """The arguments of the operators over decode rows."""
+    requests, next_n = plan.context_lens.shape
+    rows = requests * next_n
+    return (
+        torch.unflatten(query.query[:rows], 0, (requests, next_n)), query.weights[:rows], cache, plan.context_lens,
+        block_table[:requests], top_k, plan.max_context, layout,
+    )  # fmt: skip
+
+
+def choose_prefill(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: StepPlan | CompressedPlan,
+    *,
+    layout: IndexLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """As choose_decode, for every prefill row: int32 [rows, top_k], counted within the row's request."""
+    requests, rows = plan.context_lens.shape[0], num_decode_rows(plan)
+    gathered = gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=impl)
+    return index_topk_prefill(
+        query.query[rows:],
+        query.weights[rows:],
+        gathered.keys,
+        gathered.scales,
+        plan.kv_start,
+        plan.kv_end,
+        top_k,
+        flavour=_flavour(layout),
+        logits_bytes=logits_bytes,
+        impl=impl,
+    )
+
+
+def choose_over_ranks(
+    query: QuantisedQuery,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    plan: StepPlan | CompressedPlan,
+    ranks: Ranks,
+    *,
+    layout: IndexLayout,
+    top_k: int,
+    logits_bytes: int = LOGITS_BYTES,
+    impl: str = "auto",
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What this rank holds of the ``top_k`` best index keys of every decode and of every prefill row: int32 [rows,
+    top_k] each, counted among the keys of the row's request that it holds. None where the step has no such rows.
+
+    cache: this rank's index keys. plan: this rank's, of pipeline.context. Scores of all rows are held at once, so that
+    a layer takes one collective or four (top_k_over_ranks): ValueError where that takes more than ``logits_bytes``.
+    """
+    decode, prefill = num_decode_rows(plan), plan.kv_start.shape[0]
+    check_scores(decode, plan.max_context, prefill, plan.kv_capacity, logits_bytes)
+    parts = []
+    if decode:
+        scores = _decode_scores(query, cache, block_table, plan, layout, impl)
+        parts.append(RowScores(scores, None, plan.context_lens.reshape(-1)))
+    if prefill:
+        scores = _prefill_scores(query, cache, block_table, plan, layout, impl)
+        parts.append(RowScores(scores, plan.kv_start, plan.kv_end))
+    chosen = top_k_over_ranks(parts, top_k, ranks, block_size=cache.shape[1], impl=impl)
+    return chosen[0] if decode else None, chosen[-1] if prefill else None
+
+
+def check_scores(decode: int, decode_keys: int, prefill: int, prefill_keys: int, logits_bytes: int) -> None:
+    """ValueError unless the scores of so many rows, each against so many keys of a rank, fit the budget."""
+    held = FP32_BYTES * (decode * decode_keys + prefill * prefill_keys)
+    if held > logits_bytes:
+        raise ValueError(
+            f"logits_bytes: got {logits_bytes}, allowed: at least the {held} bytes of {decode} decode rows against "
+            f"{decode_keys} keys of a rank and {prefill} prefill rows against {prefill_keys}: ranks select all rows of "
+            "a step together"
+        )
+
+
+def _decode_scores(query, cache, block_table, plan, layout, impl) -> torch.Tensor:
+    score: Any = fp8_paged_mqa_logits if isinstance(layout, IndexFp8Layout) else bf16_paged_mqa_logits
+    if isinstance(layout, IndexMxfp4Layout):
+        score = mxfp4_paged_mqa_logits
+    requests, next_n = plan.context_lens.shape
+    rows = requests * next_n
+    return score(
+        torch.unflatten(query.query[:rows], 0, (requests, next_n)), cache, query.weights[:rows], plan.context_lens,
+        block_table[:requests], plan.max_context, layout, impl=impl,
+    )  # fmt: skip
+
+
+def _prefill_scores(query, cache, block_table, plan, layout, impl) -> torch.Tensor:
+    requests, rows = plan.context_lens.shape[0], num_decode_rows(plan)
+    gathered = gather_indexer_k(cache, block_table[requests:], plan.kv_indptr, plan.kv_capacity, layout, impl=impl)
+    ranges = query.weights[rows:], plan.kv_start, plan.kv_end
+    if gathered.scales is None:
+        return bf16_mqa_logits(query.query[rows:], gathered.keys, *ranges, impl=impl)
+    keys = query.query[rows:], gathered.keys, gathered.scales
+    if isinstance(layout, IndexMxfp4Layout):
+        return mxfp4_mqa_logits(*keys, *ranges, impl=impl)
+    return fp8_mqa_logits(*keys, *ranges, flavour=_flavour(layout), impl=impl)
+
+
+def _flavour(layout: IndexLayout) -> str:
+    """Of the codes of gathered keys."""
+    if isinstance(layout, IndexMxfp4Layout):
+        return MXFP4
+    return layout.flavour if isinstance(layout, IndexFp8Layout) else "none"
