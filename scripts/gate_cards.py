@@ -95,7 +95,7 @@ def parts_by_length() -> list[Part]:
     """The longest first, so that GPUs end together."""
     from benchmarks.registry import all_suites
 
-    names = {"tests": [path.name for path in (ROOT / "tests").glob("test_*.py")], "suites": list(all_suites())}
+    names = {"tests": [path.name for path in (ROOT / "tests").rglob("test_*.py")], "suites": list(all_suites())}
     parts = [Part(kind, n + 1, of) for kind, of in (("tests", TESTS), ("suites", SUITES)) for n in range(of)]
     return sorted(parts, key=lambda one: -sum(LONG.get(name, 1) for name in one.take(names[one.kind])))
 

@@ -117,8 +117,8 @@ def result_there(gpu: str) -> dict | None:
 
 def run_part(one: Part) -> dict:
     if one.kind == "tests":
-        files = one.take(path.name for path in (ROOT / "tests").glob("test_*.py"))
-        return run_tests([*(f"tests/{name}" for name in files), *MARKS])
+        paths = {path.name: str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")}
+        return run_tests([*(paths[name] for name in one.take(paths)), *MARKS])
     from benchmarks.registry import all_suites
 
     return run_suites(one.take(all_suites()))
@@ -205,7 +205,7 @@ def seconds(report: Path) -> dict[str, float]:
     """By file, those of more than a second."""
     taken: dict[str, float] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase") if report.exists() else ():
-        name = case.get("classname", "").removeprefix("tests.").partition(".")[0] + ".py"
+        name = next(part for part in case.get("classname", "").split(".") if part.startswith("test_")) + ".py"
         taken[name] = taken.get(name, 0.0) + float(case.get("time", 0))
     return {name: round(value, 1) for name, value in sorted(taken.items(), key=lambda item: -item[1]) if value >= 1}
 

@@ -2,7 +2,7 @@
 """Run tests of kernels under compute-sanitizer on all GPUs of this machine, and record what each tool found.
 
     python scripts/sanitize.py                                # memcheck, synccheck and racecheck of Hopper's kernels
-    python scripts/sanitize.py --tool initcheck -k fp8 tests/test_attention_decode_fp8.py
+    python scripts/sanitize.py --tool initcheck -k fp8 tests/ops/test_attention_decode_fp8.py
 
 A tool takes a file of tests at a time, for --seconds at most, and several run side by side. Tests take small cases
 (SPARSE_ATTN_SMALL), and tensors memory of their own, so that each has bounds. Tests that capture a graph, for which
@@ -38,7 +38,7 @@ HOPPER = (
     "grouped_linear_swap_ab", "index_logits_decoded", "index_logits_hopper", "index_logits_mxfp4", "rank_topk", "topk",
     "topk_grouped", "topk_slots",
 )  # fmt: skip
-EXPERTS = "tests/test_experts.py", "streamed or every_e2m1 or spans"  # most of its tests are of other kernels
+EXPERTS = "tests/ops/test_experts.py", "streamed or every_e2m1 or spans"  # most of its tests are of other kernels
 POOLED = "not beyond_2_31 and not seventy_thousand and not capture and not replay"
 REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY|Target app)\w", re.MULTILINE)
 PLACE = re.compile(r"\bat (\w+\+0x\w+ in \S+?:\d+)")
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
     tools = before.get("tools", {}) if all(before.get(key) == value for key, value in about.items()) else {}
     options.logs.mkdir(parents=True, exist_ok=True)
     files = [(file, options.only) for file in options.files]
-    files = files or [*((f"tests/test_{name}.py", options.only) for name in HOPPER), EXPERTS]
+    files = files or [*((f"tests/ops/test_{name}.py", options.only) for name in HOPPER), EXPERTS]
     code = 0
     for tool, file, found in run_all(options, files):
         tools.setdefault(tool, {})[file] = found

@@ -7,7 +7,7 @@ SPARSE_ATTN_LONG=1 (scripts/test.sh --long) runs every case; without it, heavy t
 same: `@pytest.mark.sampled(COUNT)` on a parametrised test, `sampled(cases, COUNT)` in a loop. `few(COUNT)` samples where
 there is no GPU alone, and keeps no case of every value; few(0) leaves the test out there. Through the interpreter a
 parametrised test without either is few(CASES).
-SPARSE_ATTN_SOAK=2000 sets the steps of the captured soak of a scheduler (tests/test_soak.py), of 20,000.
+SPARSE_ATTN_SOAK=2000 sets the steps of the captured soak of a scheduler (tests/generation/test_soak.py), of 20,000.
 SPARSE_ATTN_TEST_GPUS=1,2,3 deals these GPUs out to the workers of pytest-xdist.
 """
 

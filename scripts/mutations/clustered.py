@@ -3,8 +3,8 @@
 from mutations.mutation import OPS, Mutation
 
 FOLDER = OPS + "topk/select/hopper/"
-TEST = "tests/test_ptx_topk.py::test_whatever_the_scores"
-SLOTS = ("tests/test_ptx_topk.py::test_cache_slots",)
+TEST = "tests/ops/test_ptx_topk.py::test_whatever_the_scores"
+SLOTS = ("tests/ops/test_ptx_topk.py::test_cache_slots",)
 
 # fmt: off
 CLUSTERED = [

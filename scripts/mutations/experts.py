@@ -5,7 +5,7 @@ from mutations.mutation import OPS, Mutation
 KERNELS = OPS + "layers/experts/hopper/kernels.py"
 CODES = OPS + "layers/experts/hopper/codes.py"
 OUTPUT = OPS + "layers/experts/hopper/output.py"
-PRODUCT = ("tests/test_ptx_experts.py::test_product",)
+PRODUCT = ("tests/ops/test_ptx_experts.py::test_product",)
 
 # fmt: off
 EXPERTS = [
@@ -42,7 +42,7 @@ EXPERTS = [
         CODES,
         "    there = up >= DOWN\n",
         "    there = up >= -128\n",
-        ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
+        ("tests/ops/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(
         "experts-ring-begun-anew", "each tile begins its ring at the first stage",
@@ -63,28 +63,28 @@ EXPERTS = [
         "sparse_attn/device/mxfp4_operand.py",
         "gl.where(scales == 255, 0x7FC0, gl.maximum(scales << 7, 0x40))",
         "gl.maximum(scales << 7, 0x40)",
-        ("tests/test_ptx_experts.py::test_least_and_greatest_scales",),
+        ("tests/ops/test_ptx_experts.py::test_least_and_greatest_scales",),
     ),
     Mutation(
         "experts-exact-scale-of-nothing", "exact codes are 0 where their scale is 2^-127",
         "sparse_attn/device/mxfp4_operand.py",
         "gl.maximum(scales << 7, 0x40)",
         "scales << 7",
-        ("tests/test_ptx_experts.py::test_least_and_greatest_scales",),
+        ("tests/ops/test_ptx_experts.py::test_least_and_greatest_scales",),
     ),
     Mutation(
         "experts-scale-of-nothing", "sums are 0 where the highest of eight scales is 2^-127",
         CODES,
         "decode_exponent(top)",
         "(top << 23).to(gl.float32, bitcast=True)",
-        ("tests/test_ptx_experts.py::test_least_and_greatest_scales",),
+        ("tests/ops/test_ptx_experts.py::test_least_and_greatest_scales",),
     ),
     Mutation(
         "experts-spans-of-a-block-over-another", "spans that are kept of a second block take the place of the first's",
         OPS + "layers/experts/hopper/rows.py",
         "        found += tl.sum(held.to(tl.int32), 0)\n",
         "        found = tl.sum(held.to(tl.int32), 0)\n",
-        ("tests/test_experts.py::test_sorted_rows_and_their_tiles",),
+        ("tests/ops/test_experts.py::test_sorted_rows_and_their_tiles",),
         interpreted=True,
     ),
     Mutation(
@@ -106,7 +106,7 @@ EXPERTS = [
         OPS + "layers/experts/hopper/rows.py",
         "[0, 1, 3, 2])",
         "[0, 1, 2, 3])",
-        ("tests/test_experts.py::test_rows_sorted_for_the_streamed_kernel",),
+        ("tests/ops/test_experts.py::test_rows_sorted_for_the_streamed_kernel",),
         interpreted=True,
     ),
     Mutation(
@@ -114,7 +114,7 @@ EXPERTS = [
         OPS + "layers/experts/hopper/rows.py",
         "tl.store(scales + tl.load(place + i), scale)",
         "tl.store(scales + i % 6, scale)",
-        ("tests/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
+        ("tests/ops/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
         interpreted=True,
     ),
     Mutation(
@@ -122,7 +122,7 @@ EXPERTS = [
         OPS + "layers/experts/hopper/rows.py",
         "largest = tl.maximum(largest, finite_or_nan(values)[1])",
         "largest = finite_or_nan(values)[1]",
-        ("tests/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
+        ("tests/ops/test_experts.py::test_rows_quantised_for_the_streamed_kernel",),
         interpreted=True,
     ),
     Mutation(
@@ -130,7 +130,7 @@ EXPERTS = [
         KERNELS,
         "    if gl.program_id(0) < units:\n        next_expert",
         "    if gl.program_id(0) < units + 1:\n        next_expert",
-        ("tests/test_ptx_experts.py::test_nobodys_rows",),
+        ("tests/ops/test_ptx_experts.py::test_nobodys_rows",),
     ),
     Mutation(
         "experts-boxes-rounded-down", "a tile's last box of rows is left out unless it is full",
@@ -214,7 +214,7 @@ EXPERTS = [
         CODES,
         "2.0**-6 + (power - power)",
         "2.0**-6",
-        ("tests/test_ptx_experts.py::test_scales_that_lie_apart",),
+        ("tests/ops/test_ptx_experts.py::test_scales_that_lie_apart",),
     ),
     Mutation(
         "experts-scale-of-the-first-rows", "gates and ups of a later tile have the scales of the expert's first rows",

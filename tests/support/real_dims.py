@@ -37,7 +37,7 @@ from sparse_attn.testing import compare
 U = 2.0**-8
 TIE = 4 * math.sqrt(2 * compare.LOGITS_DIFF)
 SWAPPED = 5e-3  # of all selected keys
-REROUTED = 2e-3  # of all rows, as tests/test_router.py allows
+REROUTED = 2e-3  # of all rows, as tests/ops/test_router.py allows
 LOGITS = math.sqrt(2 * 16 / 3) * U
 LSE = (1e-3, 2.01 / 65536, 1e-6)  # absolute for rows of few keys, whose lse is a sum of products that cancel
 ROWS_AT_ONCE = 256

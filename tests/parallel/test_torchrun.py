@@ -22,7 +22,7 @@ from sparse_attn.generation.graph import check_capturable
 from sparse_attn.mesh import planned_mesh
 from sparse_attn.spec import preset
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def torchrun(ranks: int, *arguments: str, program: Sequence[str] = ("-m", "sparse_attn")) -> subprocess.Popen:

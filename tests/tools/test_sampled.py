@@ -74,7 +74,7 @@ def test_without_a_gpu_few_cases_run(monkeypatch, value, gpu, counts):
 @pytest.mark.parametrize("interpreted, how", [("0", "TRITON_INTERPRET=1 "), ("1", "without TRITON_INTERPRET)")])
 def test_a_run_on_a_cpu_says_once_what_it_leaves_out(interpreted, how):
     environment = os.environ | {"TRITON_INTERPRET": interpreted, "SPARSE_ATTN_LONG": "0", "CUDA_VISIBLE_DEVICES": ""}
-    files = [Path(__file__).parent / name for name in ("test_index_query.py", "test_quality.py")]
+    files = [Path(__file__).parents[1] / name for name in ("ops/test_index_query.py", "cli/test_quality.py")]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
     environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST")}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout

@@ -20,7 +20,7 @@ from sparse_attn.models.shapes import param_shapes
 from sparse_attn.spec import CompressedSpec, preset
 from sparse_attn.weight_layout import weight_bytes as bytes_of
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 LARGE = ("deepseek_v32", "glm5", "deepseek_v4_flash", "deepseek_v4_pro")
 
 

@@ -10,7 +10,7 @@ from conftest import long
 
 from sparse_attn.testing.launches import TARGETS
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECORDS = sorted((ROOT / "scripts" / "results").glob("*.json"))
 MEASUREMENT = ROOT / "scripts" / "results" / "notes" / "measurement.md"
 

@@ -24,7 +24,7 @@ INPUTS = {
 }  # fmt: skip
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LAUNCHERS = sorted((ROOT / "sparse_attn" / "ops").rglob("launch.py"))
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-TESTS = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+ROOT = Path(__file__).parents[2]
+TESTS = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_a_selection_is_no_part_of_a_result(gate, monkeypatch, tmp_path):
     import gpu_gate
 
     monkeypatch.setattr(gpu_gate, "run_tests", lambda arguments: of_tests(passed=len(arguments)))
-    assert gate.main(["--out", str(tmp_path / "some.json"), "--", "tests/test_topk.py", "-x"]) == 0
+    assert gate.main(["--out", str(tmp_path / "some.json"), "--", "tests/ops/test_topk.py", "-x"]) == 0
     assert json.loads((tmp_path / "some.json").read_text())["selected"]["tests"]["tests"]["passed"] == 2
     assert not gate.path.exists()
     with pytest.raises(SystemExit):

@@ -16,7 +16,7 @@ from sparse_attn.framework.torch_private import leaves
 from sparse_attn.generation.model import Model
 from sparse_attn.generation.steps import Decode
 
-SAVED = Path(__file__).parent / "golden" / "819938d.tar.xz"
+SAVED = Path(__file__).parents[1] / "golden" / "819938d.tar.xz"
 
 
 def read(name):

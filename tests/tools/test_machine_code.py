@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
 
 
 SASS = """

@@ -13,7 +13,7 @@ from support.warp_specialised import documented, kernel_of, of_form, sections
 from sparse_attn.ops.attention import sparse
 
 README = Path(sparse.__file__).parent / "hopper" / "README.md"
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 BF16, INT32 = torch.bfloat16, torch.int32
 
 

@@ -10,7 +10,7 @@ from support.extremes import INF, INT_MAX, INT_MIN, NAN
 
 import sparse_attn as sa
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README = (Path(__file__).parents[2] / "README.md").read_text()
 ROWS = {}
 
 

@@ -20,7 +20,7 @@ from sparse_attn import (
     sparse_attn_prefill,
 )
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 NAMES = tuple(operators("cpu"))
 EAGER_MATMUL = ("hyper_mix",)  # begins with a matrix product, which is the library's of the machine
 INVARIANT = tuple(name for name in NAMES if name not in EAGER_MATMUL)

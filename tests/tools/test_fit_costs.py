@@ -14,7 +14,7 @@ TARGET = replace(TARGETS["sm_90"], num_sms=132)
 
 @pytest.fixture(autouse=True)
 def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
 
 
 def made_up(us):

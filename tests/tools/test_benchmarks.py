@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SUITES = (
     "decode_bf16", "decode_few_heads", "decode_v32", "decode_v4", "layer_v32", "layer_v4", "layer_v4_mxfp4", "paged_scores", "prefill_chain",
     "prefill_few_heads", "prefill_prompt", "prefill_ragged", "prefill_scores", "prefill_v32", "prefill_v4", "select_decode",

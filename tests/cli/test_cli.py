@@ -22,7 +22,7 @@ from sparse_attn.generation import text
 from sparse_attn.models.shapes import param_shapes
 from sparse_attn.spec import PRESETS, preset, to_hf_config
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PROMPT = text.shipped_text()[:150]  # more tokens than the tiny models' top-k of 64
 
 

@@ -8,7 +8,7 @@ import expecttest
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 DEEP_GEMM = """
 import torch
 import deep_gemm

@@ -4,10 +4,10 @@ import ast
 import functools
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 HOMES = {
     "sparse_attn/framework/torch_private.py",
-    "tests/test_torch_private.py",
+    "tests/contracts/test_torch_private.py",
     "sparse_attn/device/triton_private.py",
 }
 OTHERS = {  # Python's

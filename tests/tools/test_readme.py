@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import long
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 BLOCKS = re.findall(r"^```python(?: (\w+))?\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 

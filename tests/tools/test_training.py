@@ -17,7 +17,7 @@ TOLERANCE = 1e-3
 
 @pytest.fixture(autouse=True)
 def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
 
 
 def trained(spec, params, tokens, **options):

@@ -10,7 +10,7 @@ import pytest
 
 from sparse_attn.cli.main import build_parser
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDERS = (".github/", "scripts/", "scripts/results/notes/", "sparse_attn/**/", "")
 DOCUMENTS = sorted({str(path.relative_to(ROOT)) for folder in FOLDERS for path in ROOT.glob(f"{folder}*.md")})
 TODAY = [name for name in DOCUMENTS if name != "CHANGELOG.md" and "notes/" not in name]  # what these name may be gone

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTES = ROOT / "scripts" / "results" / "notes"
 PAGES = sorted(path.name for path in NOTES.glob("*.md") if path.name != "README.md")
 HEADINGS = ["What it does now", "Bound", "Measured", "Tried and kept", "Tried and dropped"]

@@ -145,7 +145,7 @@ assert torch.equal(program.module()(*arguments), torch.load(sys.argv[2]))
 """
     files = [str(tmp_path / "program.pt2"), str(tmp_path / "logits.pt")]
     done = subprocess.run(
-        [sys.executable, "-c", code, *files], capture_output=True, text=True, cwd=Path(__file__).parent.parent
+        [sys.executable, "-c", code, *files], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert done.returncode == 0, done.stderr
     assert "weights_only" not in done.stderr  # what a program takes is safe to load
