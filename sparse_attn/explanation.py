@@ -146,33 +146,6 @@ def kernels_on(target: Target, op: str, *args: object, **kwargs: object) -> tupl
     return name, dispatch.on_target(question.kernels, question.problem, target)
 
 
-def slow_path(name: str, target: Target, *arguments: object) -> str | None:
-    """Why no kernel made for ``target``'s architecture takes a call of operator ``name``: what each of them refuses.
-
-    None where there is no such kernel, and where one runs, or could and would be slower.
-    """
-    if name not in QUESTIONS:
-        return None
-    question = QUESTIONS[name](*arguments)
-    refusals = []
-    for part in (question, question.scores) if question.scores else (question,):
-        refusals += [] if part.problem is None else _refusals(part, target)
-    return "; ".join(refusals) or None
-
-
-def _refusals(question: Question, target: Target) -> list[str]:
-    found = []
-    for kernel in question.kernels:
-        if kernel.folder is None:
-            continue
-        support = kernel.supports(question.problem, target)
-        if support.able:
-            return []
-        if not support.of_target:
-            found.append(f"{kernel.name}: {support.reason}")
-    return found
-
-
 class Question(NamedTuple):
     """What one operator chooses between, and by which function of its dispatch.py. problem: None where there is nothing
     to compute. scratch, facts, scores: see Explanation."""

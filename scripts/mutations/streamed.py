@@ -99,7 +99,7 @@ STREAMED = [
     ),
     Mutation(
         "streamed-wide-rows-of-the-first-launch", "every launch multiplies the rows of the first",
-        OPS + "layers/linears/launch.py",
+        OPS + "layers/linears/plan.py",
         "self._replace(rows=rows,",
         "self._replace(rows=self.rows[: rows.shape[0]],",
         ("tests/ops/test_ptx_products.py::test_stream_k_wide",),

@@ -1,27 +1,27 @@
 """Debug mode: with SPARSE_ATTN_DEBUG=1 values on the device are checked before an op runs.
 
 Readers treat a wild index as none. In debug mode it is a ValueError that names op, argument, place and value. Padding
-stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are the
-function of its name in its package's debug.py. They take the op's arguments without ``impl``, and are made of the
-helpers below. A check waits for the device, so a call that is being captured is not checked. Plans whose tensors all
-lie on the host are checked without debug mode, too.
+stays legal: -1 for an index, a request, a position, a slot or a block, and a length <= 0. An op's rules are a function
+of its package's debug.py. They take the op's arguments without ``impl``, and are made of the helpers below. A check
+waits for the device, so a call that is being captured is not checked. Plans whose tensors all lie on the host are
+checked without debug mode, too.
 
 A call that no kernel made for this GPU takes runs on a slower one that every GPU has. Debug mode warns of it, once for
-each op and reason.
+each op and reason: launchers hand their choice to ``warn_of_slow_path``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 
 from sparse_attn.framework import streams
-from sparse_attn.framework.target import Target
+from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.torch_private import in_dispatch_mode
 
 INT32_MAX = 2**31 - 1
@@ -37,14 +37,14 @@ class SlowPathWarning(UserWarning):
     """A faster kernel of this GPU refuses a call, and why."""
 
 
-def look(package: str, name: str, *arguments: object, always_on_host: bool = False) -> None:
-    """Apply the rules of op ``name`` of ``package``. Nothing is checked while tracing or capturing. always_on_host:
-    without debug mode, too, where it waits for no device."""
+def look(name: str, rules: Callable[..., None], *arguments: object, always_on_host: bool = False) -> None:
+    """Apply the ``rules`` of op ``name``. Nothing is checked while tracing or capturing. always_on_host: without debug
+    mode, too, where it waits for no device."""
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    if not _looks(arguments) and not (always_on_host and on_host(*tensors)):
+    if not _looks([value.device for value in tensors]) and not (always_on_host and on_host(*tensors)):
         return
     try:
-        getattr(importlib.import_module(f"{package}.debug"), name)(*arguments)
+        rules(*arguments)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -57,15 +57,12 @@ def on_host(*tensors: torch.Tensor) -> bool:
     return all(type(tensor) in plain and tensor.device.type == "cpu" for tensor in tensors)
 
 
-def warn_of_slow_path(name: str, target: Target, *arguments: object) -> None:
-    """SlowPathWarning, once for each reason, where op ``name`` has faster kernels on ``target`` than the one that takes
-    this call; see explanation.slow_path."""
-    if not _looks(arguments):
-        return
-    reason = importlib.import_module("sparse_attn.explanation").slow_path(name, target, *arguments)
-    if reason is not None:
+def warn_of_slow_path(name: str, device: torch.device, *choices: Choice) -> None:
+    """SlowPathWarning, once for each reason, where op ``name`` has faster kernels on ``device`` than those chosen for a
+    call."""
+    if on() and _looks([device]) and (reasons := [reason for choice in choices for reason in choice.slow_path]):
         with _WARNING:
-            _warn_once(f"{name}: {reason}")
+            _warn_once(f"{name}: {'; '.join(reasons)}")
 
 
 _WARNING = threading.RLock()
@@ -76,10 +73,8 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, SlowPathWarning, stacklevel=2)
 
 
-def _looks(arguments: tuple[object, ...]) -> bool:
-    if torch.compiler.is_compiling() or not on():
-        return False
-    return not any(streams.capturing(value.device) for value in arguments if isinstance(value, torch.Tensor))
+def _looks(devices: Sequence[torch.device]) -> bool:
+    return not torch.compiler.is_compiling() and on() and not any(map(streams.capturing, devices))
 
 
 def refuse(

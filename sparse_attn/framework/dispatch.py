@@ -8,9 +8,9 @@ is known without a GPU, and scratch is the sum of what plans ask for.
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from sparse_attn.framework.target import Target
 
@@ -51,42 +51,52 @@ def not_on(target: Target, allowed: str) -> Support:
     return no(f"target: got {target.name}, allowed: {allowed}")._replace(of_target=True)
 
 
-class Kernel(NamedTuple, Generic[Problem, Plan]):
+@dataclass(frozen=True, eq=False)
+class Kernel(Generic[Problem, Plan]):
     """One way to run an operator.
 
     name: what ``impl`` takes to force it, such as "hopper.decode_fp8". plan: how it is launched, a frozen dataclass
-    with its ``scratch``; called only where ``supports`` answers that it is able. launch: "package.module:function",
-    imported when taken.
+    with its ``scratch``; called only where ``supports`` answers that it is able. launch: imports the launcher and gives
+    it, as in ``lambda: launchers().decode_fp8``; called when the kernel is taken.
     """
 
     name: str
     supports: Callable[[Problem, Target], Support]
     plan: Callable[[Problem, Target], Plan]
-    launch: str
+    launch: Callable[[], Callable[..., Any]]
 
     @property
     def folder(self) -> str | None:
-        """Where a kernel lies that is made for one architecture, as its name begins; None of others."""
+        """Where the launcher of a kernel lies that is made for one architecture, as its name begins; None of others.
+        Importing it tells."""
         folder, dot, _ = self.name.partition(".")
-        return folder if dot and f".{folder}." in self.launch else None
+        return folder if dot and f".{folder}." in self.launcher.__module__ else None
 
-    @property
-    def launcher(self) -> Callable[..., None]:
-        return _imported(self.launch)
-
-
-@functools.cache  # every eager call asks
-def _imported(launch: str) -> Callable[..., None]:
-    module, _, function = launch.partition(":")
-    return getattr(importlib.import_module(module), function)
+    @functools.cached_property  # every eager call asks
+    def launcher(self) -> Callable[..., Any]:
+        return self.launch()
 
 
 class Choice(NamedTuple, Generic[Plan]):
-    """passed_over: (name, reason) of the kernels that come before the chosen one in the table."""
+    """refusals: of the kernels that come before the chosen one in the table."""
 
     kernel: Kernel
     plan: Plan
-    passed_over: tuple[tuple[str, str], ...] = ()
+    refusals: tuple[tuple[Kernel, Support], ...] = ()
+
+    @property
+    def passed_over(self) -> tuple[tuple[str, str], ...]:
+        """(name, reason) of the kernels that come before the chosen one."""
+        return tuple((kernel.name, support.reason) for kernel, support in self.refusals)
+
+    @property
+    def slow_path(self) -> tuple[str, ...]:
+        """What each kernel refuses that is made for the target's architecture. Nothing where there is no such kernel,
+        and where one runs, or could and would be slower."""
+        refusals = [(kernel, support) for kernel, support in self.refusals if not support.of_target and kernel.folder]
+        if self.kernel.folder or any(support.able for _, support in refusals):
+            return ()
+        return tuple(f"{kernel.name}: {support.reason}" for kernel, support in refusals)
 
 
 def choose(
@@ -101,13 +111,13 @@ def choose(
         return forced
     if forced is not None:
         return _forced(kernels, problem, target, forced)
-    passed_over = []
+    refusals = []
     for kernel in kernels:
         support = kernel.supports(problem, target)
         if support.ok:
-            return Choice(kernel, kernel.plan(problem, target), tuple(passed_over))
-        passed_over.append((kernel.name, support.reason))
-    raise ValueError("; ".join(f"{name}: {reason}" for name, reason in passed_over))
+            return Choice(kernel, kernel.plan(problem, target), tuple(refusals))
+        refusals.append((kernel, support))
+    raise ValueError("; ".join(f"{kernel.name}: {support.reason}" for kernel, support in refusals))
 
 
 def _forced(kernels: Sequence[Kernel[Problem, Plan]], problem: Problem, target: Target, name: str) -> Choice:

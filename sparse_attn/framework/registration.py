@@ -1,13 +1,14 @@
-"""One way to define an operator: schema, fake and a real implementation that is imported when it first runs.
+"""One way to define an operator: schema, fake, and real implementations: a reference, and a launcher that is imported
+when it first runs.
 
-Every schema ends with ``str impl``. The reference and the launcher of an op live in its operator package under the op's
-own name and take the same arguments without ``impl``; so do its rules of debug mode. Where ``impl`` may name a kernel
-of the package's table (see dispatch.py), the launcher takes that as ``kernel=``.
+Every schema ends with ``str impl``. The fake, the reference, the launcher and the rules of debug mode take the same
+arguments without ``impl``. Where ``impl`` may name a kernel of the package's table (see dispatch.py), the launcher
+takes that as ``kernel=``.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from sparse_attn import workspace
 from sparse_attn.framework import checks, debug, gradients, streams
 from sparse_attn.framework.autocast import no_autocast
 from sparse_attn.framework.dispatch import Kernel
-from sparse_attn.framework.target import resolve_impl, target_of
+from sparse_attn.framework.target import resolve_impl
 from sparse_attn.framework.torch_private import schema
 
 NAMESPACE = "sparse_attn"
@@ -27,22 +28,31 @@ SCALARS = {
 
 
 def define_op(
-    package: str | None, name: str, signature: str, fake: Callable, kernels: Sequence[Kernel] = ()
+    name: str,
+    signature: str,
+    *,
+    fake: Callable,
+    reference: Callable,
+    rules: Callable[..., None],
+    launch: Callable[[], Callable],
+    kernels: Sequence[Kernel] = (),
 ) -> Callable:
-    """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor"), living in ``package``;
-    ``impl`` may name one of ``kernels``.
+    """Define ``sparse_attn::name`` with ``signature`` (as in "(Tensor x, str impl) -> Tensor").
+
+    rules: of debug mode. launch: imports the launcher and gives it. kernels: those that ``impl`` may name.
 
     The returned function calls the operator and ends gradients there; numbers, flags and strings of another type are a
-    TypeError that names them. Its ``overload`` is the operator, its ``kernels`` are these.
+    TypeError that names them. Its ``overload`` is the operator; the other attributes are what is given here.
     """
-    assert package is not None, "outside of a package"
     qualified = f"{NAMESPACE}::{name}"
     torch.library.define(qualified, signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     overload = getattr(getattr(torch.ops, NAMESPACE), name).default
     arguments = schema(overload).arguments
     names = [argument.name for argument in arguments]
     tensors = tuple(place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))
-    real = _implementation(package, name, names, tensors, tuple(kernel.name for kernel in kernels))
+    launch = functools.cache(launch)  # every eager call asks
+    named = tuple(kernel.name for kernel in kernels)
+    real = _implementation(name, names, tensors, reference=reference, rules=rules, launch=launch, kernels=named)
 
     def no_gradient(*args):  # of whoever calls the operator by its own name
         return gradients.call(overload, qualified, args) if gradients.wanted(args, tensors) else real(*args)
@@ -61,6 +71,7 @@ def define_op(
     torch.library.impl(qualified, ("cpu", "cuda"))(no_gradient)
     torch.library.register_fake(qualified)(lambda *args: fake(*args[:-1]))
     call.__name__, call.overload, call.kernels = name, overload, kernels
+    call.reference, call.rules, call.launch = reference, rules, launch
     return call
 
 
@@ -81,7 +92,14 @@ def _too_large(
 
 
 def _implementation(
-    package: str, name: str, names: Sequence[str], tensors: Sequence[int], kernels: Sequence[str] = ()
+    name: str,
+    names: Sequence[str],
+    tensors: Sequence[int],
+    *,
+    reference: Callable,
+    rules: Callable[..., None],
+    launch: Callable[[], Callable],
+    kernels: Sequence[str] = (),
 ) -> Callable:
     """The real implementation. It runs on the device of the tensors, whichever is current. It keeps its workspace until
     its last launch.
@@ -93,12 +111,10 @@ def _implementation(
         *arguments, impl = args
         impl = resolve_impl(impl, device, kernels)
         if debug.on():
-            debug.look(package, name, *arguments)
-            if impl == "triton":
-                debug.warn_of_slow_path(name, target_of(device), *arguments)
+            debug.look(name, rules, *arguments)
         if impl == "reference":
-            return getattr(importlib.import_module(f"{package}.reference"), name)(*arguments)
-        launcher = getattr(importlib.import_module(f"{package}.launch"), name)
+            return reference(*arguments)
+        launcher = launch()
         with workspace.launching():
             try:
                 return launcher(*arguments) if impl == "triton" else launcher(*arguments, kernel=impl)

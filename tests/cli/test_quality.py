@@ -24,7 +24,7 @@ from sparse_attn.cli.shipped import folder_of, shipped_models, tokenizer_of
 from sparse_attn.generation.steps import Model
 from sparse_attn.generation.text import byte_tokenizer
 from sparse_attn.layout import LatentFp8Layout
-from sparse_attn.ops.topk.fused import reference
+from sparse_attn.ops.topk.select import reference as selection
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.weight_layout import PackedWeight
 
@@ -181,13 +181,13 @@ def spoilt_rope(spec, monkeypatch):
 
 
 def one_in_eight_lost(spec, monkeypatch):
-    whole = reference.index_topk_prefill
+    whole = selection.top_k_per_row
 
     def lossy(*args):
         chosen = whole(*args)
         return torch.where(torch.arange(chosen.shape[1]) % 8 == 7, -1, chosen)
 
-    monkeypatch.setattr(reference, "index_topk_prefill", lossy)
+    monkeypatch.setattr(selection, "top_k_per_row", lossy)
     return spec
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import math
@@ -9,7 +10,6 @@ import re
 import subprocess
 import sys
 import threading
-import types
 import warnings
 
 import pytest
@@ -18,9 +18,10 @@ from support.arguments import GOOD, ints, longs
 from support.extremes import INT_MAX, INT_MIN
 
 import sparse_attn
-from sparse_attn.framework import debug, gradients, registration, torch_private
+from sparse_attn.explanation import QUESTIONS
+from sparse_attn.framework import debug, dispatch, gradients, registration, torch_private
 from sparse_attn.framework.target import H200
-from sparse_attn.ops.attention.sparse import reference, sparse_attn_prefill
+from sparse_attn.ops.attention.sparse import sparse_attn_prefill
 from sparse_attn.ops.layers.rope import apply_rope
 from sparse_attn.ops.layers.router import hash_routed_experts
 from sparse_attn.ops.ragged.step_plans import build_step_plan, build_window_plan
@@ -283,21 +284,48 @@ def test_composites_have_rules(debugging):
 
 
 @pytest.fixture
-def attend(debugging, monkeypatch):
-    """sparse_attn_prefill of two tokens on a CPU that stands for an H200; what runs is the reference."""
-    launch = types.ModuleType("launch")
-    launch.sparse_attn_prefill = reference.sparse_attn_prefill
-    monkeypatch.setitem(sys.modules, "sparse_attn.ops.attention.sparse.launch", launch)
-    monkeypatch.setattr(registration, "target_of", lambda device: H200)
+def on_h200(debugging, monkeypatch):
+    """Launchers of packages choose on a CPU as for an H200; kernels do not run."""
+    for package in "attention.sparse indexer.scores layers.experts layers.linears topk.fused topk.select".split():
+        launch = importlib.import_module(f"sparse_attn.ops.{package}.launch")
+        monkeypatch.setattr(launch, "target_of", lambda device: H200)
+    monkeypatch.setattr("sparse_attn.ops.ragged.lists.launch.pack_rows", lambda *args, **options: None)
+    silent = property(lambda kernel: functools.wraps(kernel.launch())(lambda call, plan: None))
+    monkeypatch.setattr(dispatch.Kernel, "launcher", silent)
     monkeypatch.setattr(registration, "resolve_impl", lambda impl, *_: "triton" if impl == "auto" else impl)
     debug._warn_once.cache_clear()
+    yield
+    debug._warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_launchers_tell_of_every_choice_they_make(name, on_h200):
+    arguments = GOOD[name]()
+    question = QUESTIONS[name](*arguments.values())
+    parts = [part for part in (question, question.scores) if part is not None]
+    reasons = [reason for part in parts for reason in part.choose(part.problem, H200).slow_path]
+    assert bool(reasons) == (name not in ("top_k_per_row", "grouped_linear_fp8", "packed_experts"))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run(name, arguments)
+    assert [str(one.message) for one in told] == ([f"{name}: {'; '.join(reasons)}"] if reasons else [])
+
+
+def test_a_slow_path_into_given_tensors_is_told(on_h200):
+    with pytest.warns(debug.SlowPathWarning, match="^sparse_attn_into: hopper.swap_ab: "):
+        run("sparse_attn_into", GOOD["sparse_attn_into"]())
+
+
+@pytest.fixture
+def attend(on_h200):
+    """sparse_attn_prefill of two tokens."""
 
     def attend(heads, d_v=512, **options):
         q, kv = (torch.zeros(*size, d_v + 64, dtype=torch.bfloat16) for size in ((2, heads), (3,)))
         return sparse_attn_prefill(q, kv, Ragged(ints(0, 1, 2), ints(0, 1, 3)), scale=1.0, d_v=d_v, **options)
 
-    yield attend
-    debug._warn_once.cache_clear()
+    return attend
 
 
 SLOW = "^sparse_attn_prefill: hopper.swap_ab: d_v: got 256, allowed: 512; .*hopper.prefill_bf16: d_v: got 256, allowed: 512"
@@ -327,10 +355,7 @@ def test_a_slow_path_is_not_said_of_what_is_asked_for_captured_or_traced(attend,
         for module, name in ((debug.streams, "capturing"), (torch.compiler, "is_compiling")):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, lambda *_: True)
-                q, kv = torch.zeros(2, 64, 320), torch.zeros(3, 320)
-                debug.warn_of_slow_path(
-                    "sparse_attn_prefill", H200, q, kv, ints(0), ints(0, 1, 1), 1.0, 256, None, False
-                )
+                attend(64, 256)
     with pytest.warns(debug.SlowPathWarning, match=SLOW):
         attend(64, 256)
 
@@ -362,7 +387,6 @@ def test_the_variable_is_read_when_an_op_first_runs(before, said):
 def test_off_nothing_is_looked_at(monkeypatch):
     monkeypatch.setattr(debug, "on", lambda: False)
     monkeypatch.setattr(debug, "refuse", None)
-    monkeypatch.setattr(debug, "importlib", None)
     top_k_per_row(torch.zeros(1, 4), 1, None, ints(5))
     apply_rope(torch.ones(1, 8), ints(9), torch.ones(5, 8), start=0, interleaved=True)
 

@@ -3,12 +3,15 @@
 import ast
 import graphlib
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import support
 
 import sparse_attn
 from sparse_attn import moved
@@ -19,8 +22,8 @@ PACKAGES = sparse_attn.ops.packages()
 FLOORS = {
     "framework.autocast": -1, "framework.checks": -1, "framework.lanes": -1, "framework.streams": -1, "framework.torch_private": -1,
     "framework": 0, "fp8": -1, "moved": -1, "mxfp4": -1, "mesh": 0, "types": 0, "layout": 0, "framework.target": 0, "spec": 0,
-    "cache": 0.5, "framework.debug": 0.5, "version": 0, "data": 0, "ops": 0, "files": 0,
-    "roofline": 0, "weight_layout": 0, "workspace": 1, "framework.dispatch": 1, "device": 1, "framework.gradients": 1,
+    "cache": 0.5, "framework.debug": 0.5, "framework.dispatch": 0.5, "version": 0, "data": 0, "ops": 0, "files": 0,
+    "roofline": 0, "weight_layout": 0, "workspace": 1, "device": 1, "framework.gradients": 1,
     "framework.registration": 1.5, "explanation": 4, "pipeline": 4, "integrations": 5, "models": 5, "checkpoints.names": 4.5, "checkpoints": 5.2,
     "generation": 5.4, "cli": 5.6, "testing": 6, "": 7, "__main__": 7,
 }  # fmt: skip
@@ -167,28 +170,89 @@ def test_operator_packages_keep_to_themselves(name):
         assert set(imports(name)) <= allowed, f"{name} imports {set(imports(name)) - allowed}"
 
 
-def circle(modules):
-    """A circle of imports among modules (name -> path), those for type checkers included; None where there is none."""
-    graph = {}
-    for name, path in modules.items():
-        nodes = [
-            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))
-        ]
-        named = {alias.name for node in nodes for alias in node.names if isinstance(node, ast.Import)}
-        for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
-            named |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        graph[name] = (named & modules.keys()) - {name}
+def circle(graph):
+    """A circle of imports (module -> those it imports); None where there is none."""
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         return error.args[1]
 
 
+def written(path, modules):
+    """Of ``modules``, those that the file at ``path`` imports by statement, for type checkers too, or names to
+    import_module; a name of a package is the package's own only where there is no module of this name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in modules else node.module
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (one.value for one in node.args if isinstance(one, ast.Constant))
+
+
 @pytest.mark.parametrize("folder", ["scripts", "sparse_attn"])
 def test_modules_import_each_other_in_no_circle(folder):
+    """But for the package itself, which hands names on."""
     root = PACKAGE.parent if folder == "sparse_attn" else PACKAGE.parent / folder
-    paths = [path for path in (PACKAGE.parent / folder).rglob("*.py") if path.name != "__init__.py"]
-    assert circle({".".join(path.relative_to(root).with_suffix("").parts): path for path in paths}) is None
+    paths = sorted((PACKAGE.parent / folder).rglob("*.py"))
+    modules = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    modules.pop("sparse_attn", None)
+    found = {name: {*written(path, modules)} & modules.keys() - {name} for name, path in modules.items()}
+    assert circle(found) is None
+
+
+# Imports as they happen, and who asks: while the package is loaded, every operator runs its reference and its rules, and
+# each launcher is looked up.
+RECORDED = """
+import builtins, collections, importlib, importlib.util, json, sys
+found, load, load_module = collections.defaultdict(set), builtins.__import__, importlib.import_module
+
+def note(importer, names):
+    if importer.startswith("sparse_attn."):
+        found[importer].update(name for name in names if name.startswith("sparse_attn."))
+
+def loading(name, globals=None, locals=None, fromlist=(), level=0):
+    module = load(name, globals, locals, fromlist, level)
+    inner = [f"{name}.{one}" for one in fromlist or ()]
+    note((globals or {}).get("__name__", ""), [one if one in sys.modules else name for one in inner] or [name])
+    return module
+
+def loading_module(name, package=None):
+    note(sys._getframe(1).f_globals["__name__"], [name])
+    return load_module(name, package)
+
+builtins.__import__, importlib.import_module = loading, loading_module
+import torch
+from sparse_attn import ops
+from support.arguments import GOOD
+ran = set()
+for package in ops.packages():
+    if importlib.util.find_spec(f"sparse_attn.ops.{package}.op"):
+        for op in vars(load_module(f"sparse_attn.ops.{package}.op")).values():
+            if hasattr(op, "overload"):
+                op(*GOOD[op.__name__]().values(), "reference")
+                ran.add(op.__name__)
+                for kernel in op.kernels:
+                    kernel.launcher
+                op.launch()
+assert ran == GOOD.keys() and len(ran) >= 35, ran ^ GOOD.keys()
+print(json.dumps({name: sorted(names - {name}) for name, names in found.items()}))
+"""
+
+
+def test_no_module_imports_in_a_circle_while_operators_run():
+    environment = os.environ | {
+        "SPARSE_ATTN_DEBUG": "1",
+        "PYTHONPATH": f"{PACKAGE.parent}:{Path(support.__path__[0]).parent}",
+    }
+    done = subprocess.run([sys.executable, "-c", RECORDED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    launchers = {name for names in found.values() for name in names if name.endswith(".launch")}
+    assert len(launchers) >= 25 and "sparse_attn.framework.debug" in found["sparse_attn.framework.registration"]
+    assert circle(found) is None
 
 
 def test_no_test_imports_another_test():

@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import importlib.util
 import inspect
 import textwrap
 from pathlib import Path
@@ -63,6 +64,23 @@ def test_launchers_are_typed(path):
         parameters = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
         untyped = [one.arg for one in parameters if one is not None and one.annotation is None and one.arg != "self"]
         assert not untyped and function.returns is not None, f"{function.name}: {untyped}"
+
+
+def test_what_an_operator_is_defined_with_takes_its_arguments():
+    found = set()
+    for package in sa.ops.packages():
+        if not importlib.util.find_spec(f"sparse_attn.ops.{package}.op"):
+            continue
+        for op in vars(importlib.import_module(f"sparse_attn.ops.{package}.op")).values():
+            if not hasattr(op, "overload"):
+                continue
+            *names, _ = (argument.name for argument in schema(op.overload).arguments)
+            for function in (op.reference, op.rules, op.launch()):
+                takes = list(inspect.signature(function).parameters)
+                assert takes[: len(names)] == names and takes[len(names) :] in ([], ["kernel"]), function
+            assert op.reference.__name__ == op.launch().__name__ == op.__name__
+            found.add(op.__name__)
+    assert len(found) == 35
 
 
 def test_types_ship():

@@ -3,10 +3,12 @@ and debug mode warns of it."""
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from expecttest import assert_expected_inline
 
-from sparse_attn import explain, explanation
+from sparse_attn import explain, explanation, ops
 from sparse_attn.framework.target import TARGETS
 from sparse_attn.testing.slow_paths import ATTENTION, INDEX
 
@@ -19,7 +21,8 @@ def explained(call, change=None, target="sm_90", **other):
 def warned(call, change=None, target="sm_90", **other):
     op, args, kwargs = call.arguments(change, **other)
     name, (*arguments, _) = explanation.reach(op, *args, **kwargs)
-    return explanation.slow_path(name, TARGETS[target], *arguments)
+    question = explanation.QUESTIONS[name](*arguments)
+    return "; ".join(question.choose(question.problem, TARGETS[target]).slow_path)
 
 
 def walked(cases):
@@ -102,6 +105,16 @@ weights stride: hopper.prefill: weights row stride: got 65, allowed: a multiple 
     )
 
 
+def test_kernels_made_for_one_gpu_are_asked_first():
+    """So those that a choice has passed over are all of them."""
+    for package in ops.packages():
+        if importlib.util.find_spec(f"sparse_attn.ops.{package}.dispatch"):
+            tables = vars(importlib.import_module(f"sparse_attn.ops.{package}.dispatch")).items()
+            for table in [value for name, value in tables if name.endswith("KERNELS")]:
+                made = [kernel.folder is not None for kernel in table]
+                assert made == sorted(made, reverse=True), [kernel.name for kernel in table]
+
+
 CASES = {
     f"{op}, {what}": case for op, cases in (("attention", ATTENTION), ("scores", INDEX)) for what, case in cases.items()
 }
@@ -114,7 +127,7 @@ def test_debug_mode_would_warn_with_the_reason(what):
     reasons = explained(call, change, target, **sizes).passed_over
     told = warned(call, change, target, **sizes)
     if target != "sm_90" or "faster from" in reasons[-1][1]:
-        assert told is None
+        assert told == ""
     else:
         assert told == "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons)
-    assert warned(call) is None
+    assert warned(call) == ""

@@ -133,12 +133,12 @@ def test_what_takes_more_than_the_gpu_has_is_a_value_error(monkeypatch, device):
     """Of any operator: Triton says so before it launches."""
     from triton import OutOfResources
 
-    from sparse_attn.ops.indexer.scores import bf16_mqa_logits, launch
+    from sparse_attn.ops.indexer.scores import bf16_mqa_logits, dispatch
 
     def raise_it(*_):
         raise OutOfResources(132372, 101376, "shared memory")
 
-    monkeypatch.setattr(launch, "mqa_logits", raise_it)
+    monkeypatch.setattr(dispatch, "choose_prefill", raise_it)
     ends = torch.zeros(3, dtype=torch.int32, device=device)
     q, k, weights = (torch.zeros(shape, device=device) for shape in ((3, 2, 8), (5, 8), (3, 2)))
     with pytest.raises(ValueError) as error:

@@ -21,7 +21,7 @@ from sparse_attn.workspace import Scratch
 
 def table_of(*supports):
     def kernel(number, support):
-        return Kernel(f"kernel{number}", lambda problem, target: support, lambda problem, target: problem + 1, "a:b")
+        return Kernel(f"kernel{number}", lambda problem, target: support, lambda problem, target: problem + 1, table_of)
 
     return tuple(kernel(number, support) for number, support in enumerate(supports))
 
@@ -52,8 +52,10 @@ def test_a_kernel_is_forced_wherever_it_is_able():
 
 
 def test_a_launcher_is_imported_when_it_is_taken():
-    one = Kernel("one", table_of, table_of, "sparse_attn.ops.topk.select.reference:top_k_per_row")
-    assert one.launcher is reference.top_k_per_row
+    taken = []
+    one = Kernel("one", table_of, table_of, lambda: taken.append("imported") or reference.top_k_per_row)
+    assert not taken
+    assert one.launcher is one.launcher is reference.top_k_per_row and taken == ["imported"]
     for kernel in topk.KERNELS:
         assert callable(kernel.launcher), kernel.name
     assert len({kernel.name for kernel in topk.KERNELS}) == len(topk.KERNELS)

@@ -42,7 +42,7 @@ def empty(*shape, dtype=torch.float32):
 )
 def test_rows_of_few_keys_take_several_launches(rows, keys, dtype, launches, monkeypatch):
     from sparse_attn.ops.indexer.scores import dispatch
-    from sparse_attn.ops.indexer.scores.launch import Prefill
+    from sparse_attn.ops.indexer.scores.plan import Prefill
     from sparse_attn.ops.indexer.scores.portable import kernels
     from sparse_attn.testing.launches import TARGETS
 

@@ -340,7 +340,7 @@ def test_paged_kernel(device):
 @pytest.mark.kernel
 def test_paged_kernel_gives_the_highest_of_groups(device):
     from sparse_attn.ops.indexer.scores import dispatch
-    from sparse_attn.ops.indexer.scores.launch import Paged
+    from sparse_attn.ops.indexer.scores.plan import Paged
 
     for case, (name, lens, heads, block_size, padding) in enumerate(PAGED_CASES):
         torch.manual_seed(case)

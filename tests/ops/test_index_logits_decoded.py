@@ -16,8 +16,7 @@ from sparse_attn.framework.target import H200
 from sparse_attn.layout import IndexFp8Layout, IndexMxfp4Layout
 from sparse_attn.mxfp4 import GROUP, NAN_SCALE, mxfp4_decode, mxfp4_quantise
 from sparse_attn.ops.indexer.scores import dispatch, reference
-from sparse_attn.ops.indexer.scores.launch import Prefill
-from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan
+from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan, Prefill
 from sparse_attn.testing.launches import TARGETS
 
 MXFP4 = IndexMxfp4Layout(128)

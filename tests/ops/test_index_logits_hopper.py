@@ -14,7 +14,7 @@ from sparse_attn.device.triton_private import VERSION
 from sparse_attn.fp8 import fp8_encode
 from sparse_attn.framework.target import H200
 from sparse_attn.ops.indexer.scores import dispatch, reference
-from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
+from sparse_attn.ops.indexer.scores.plan import Paged, Prefill
 from sparse_attn.testing.compare import assert_same_diff
 from sparse_attn.testing.launches import TARGETS
 

@@ -14,7 +14,7 @@ from sparse_attn import IndexMxfp4Layout
 from sparse_attn.framework.target import H200
 from sparse_attn.mxfp4 import GROUP, mxfp4_decode, mxfp4_quantise
 from sparse_attn.ops.indexer.scores import dispatch, reference
-from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
+from sparse_attn.ops.indexer.scores.plan import Paged, Prefill
 from sparse_attn.testing.compare import assert_same_diff
 from sparse_attn.testing.launches import TARGETS
 

@@ -18,8 +18,7 @@ from sparse_attn.ops.layers.linears import grouped_linear
 from sparse_attn.ops.layers.linears.expanded import config as many_rows
 from sparse_attn.ops.layers.linears.fp8 import config as fp8
 from sparse_attn.ops.layers.linears.hopper import config as hopper
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import problem_of
+from sparse_attn.ops.layers.linears.plan import Product, problem_of
 from sparse_attn.ops.layers.linears.swap_ab import config
 from sparse_attn.weight_layout import WeightLayout
 

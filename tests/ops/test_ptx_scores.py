@@ -18,8 +18,7 @@ from sparse_attn.fp8 import fp8_encode
 from sparse_attn.framework.target import H200
 from sparse_attn.mxfp4 import GROUP, mxfp4_quantise
 from sparse_attn.ops.indexer.scores import dispatch, reference
-from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
-from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan
+from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan, Paged, Prefill
 
 pytestmark = pytest.mark.aot
 FP8, MXFP4 = IndexFp8Layout(128), IndexMxfp4Layout(128)

@@ -12,7 +12,8 @@ from support.ptx.run import execute
 
 from sparse_attn.device.triton_private import VERSION
 from sparse_attn.ops.topk.select import launch
-from sparse_attn.ops.topk.select.plan import Cluster
+from sparse_attn.ops.topk.select.algorithms.launch import cluster
+from sparse_attn.ops.topk.select.plan import Cluster, Selection, Slots
 from sparse_attn.ops.topk.select.reference import top_k_per_row
 
 pytestmark = pytest.mark.aot
@@ -27,8 +28,8 @@ def selected(logits, k, ends=None, starts=None, plan=SMALL, seed=0):
     from sparse_attn.ops.topk.select.hopper import kernels
 
     memory = torch.full((len(logits) + 2, k), DIRT, dtype=torch.int32)
-    selection = launch.Selection(logits, starts, ends, memory[1:-1], [], torch.zeros(0, dtype=torch.int64))
-    execute(kernels, "select_cluster", lambda: launch.cluster(selection, plan), seed)
+    selection = Selection(logits, starts, ends, memory[1:-1], [], torch.zeros(0, dtype=torch.int64))
+    execute(kernels, "select_cluster", lambda: cluster(selection, plan), seed)
     assert (memory[[0, -1]] == DIRT).all()
     return memory[1:-1]
 
@@ -41,9 +42,9 @@ def packed(logits, k, ends, table, block_size, next_n=1):
     memory = torch.full((rows * k + 2,), DIRT, dtype=torch.int32)
     indptr = torch.full((rows + 1,), DIRT, dtype=torch.int32)
     states = torch.zeros(rows, dtype=torch.int64)
-    slots = launch.Slots(indptr, states, table, block_size, next_n)
-    selection = launch.Selection(logits, None, ends, memory[1:-1], [], torch.zeros(0, dtype=torch.int64), slots)
-    execute(kernels, "select_cluster", lambda: launch.cluster(selection, SMALL))
+    slots = Slots(indptr, states, table, block_size, next_n)
+    selection = Selection(logits, None, ends, memory[1:-1], [], torch.zeros(0, dtype=torch.int64), slots)
+    execute(kernels, "select_cluster", lambda: cluster(selection, SMALL))
     assert (memory[[0, -1]] == DIRT).all() and not states.any()
     return memory[1:-1], indptr
 

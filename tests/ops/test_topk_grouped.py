@@ -44,7 +44,7 @@ def world(x, ends):
 
 def selected(x, top, ends, k, plan, device):
     """Where rows begin at multiples of 32 bytes, between canaries."""
-    from sparse_attn.ops.topk.select.launch import Selection
+    from sparse_attn.ops.topk.select.plan import Selection
 
     rows, width = x.shape
     kernel, plan, _ = chosen("group_maxima", for_rows(plan, rows))

@@ -38,7 +38,7 @@ def expected(x, ends, k, table, block_size, next_n):
 
 
 def packed(x, ends, k, form, table, block_size, next_n, device):
-    from sparse_attn.ops.topk.select.launch import Selection, Slots
+    from sparse_attn.ops.topk.select.plan import Selection, Slots
 
     """form: a name of PLANS, or what dispatch chose."""
     rows, width = x.shape

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-import sys
-import types
 import weakref
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from sparse_attn.generation.generate import generate
 from sparse_attn.generation.graph import DecodeGraph
 from sparse_attn.generation.steps import Model
 from sparse_attn.models.params import random_params
+from sparse_attn.ops.topk import select
 from sparse_attn.pipeline import cache_layouts
 from sparse_attn.spec import preset
 from sparse_attn.workspace import Scratch
@@ -27,20 +26,16 @@ from sparse_attn.workspace import Scratch
 ROOT = Path(sparse_attn.__file__).parent.parent
 
 
-def op_that(launch, monkeypatch):
+def op_that(launch):
     """What define_op gives of an op with launcher ``launch``, without the dispatcher."""
-    for file in ("launch", "reference", "debug"):
-        module = types.ModuleType(f"package.{file}")
-        module.probe = launch
-        monkeypatch.setitem(sys.modules, f"package.{file}", module)
-    monkeypatch.setitem(sys.modules, "package", types.ModuleType("package"))
-    return registration._implementation("package", "probe", ["x", "impl"], [0])
+    given = dict(reference=launch, rules=launch, launch=lambda: launch)
+    return registration._implementation("probe", ["x", "impl"], [0], **given)
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_an_op_runs_on_the_device_of_its_tensors(impl, monkeypatch):
     seen = []
-    op = op_that(lambda x: seen.append(torch.cuda.current_device()), monkeypatch)
+    op = op_that(lambda x: seen.append(torch.cuda.current_device()))
     with second_device():
         op(torch.zeros(1), impl)
         assert torch.cuda.current_device() == 0
@@ -56,7 +51,7 @@ def test_an_op_that_fails_gives_the_current_device_back(monkeypatch):
 
     with second_device():
         with pytest.raises(ZeroDivisionError):
-            op_that(launch, monkeypatch)(torch.zeros(1), "triton")
+            op_that(launch)(torch.zeros(1), "triton")
         assert torch.cuda.current_device() == 0
 
 
@@ -67,7 +62,7 @@ def test_an_op_takes_scratch_of_its_device_stream(monkeypatch):
         workspace.take("probe", Scratch((), 2), x.device)
         taken.append(workspace.current(x.device))
 
-    op = op_that(launch, monkeypatch)
+    op = op_that(launch)
     with second_device():
         reserved = workspace.reserve((0, 4), SECOND)
         op(torch.zeros(1), "triton")
@@ -183,7 +178,8 @@ def test_garbage_is_kept_until_the_last_of_several_captures_ends():
 
 def test_tensors_on_two_devices_are_refused():
     names = ["logits", "row_starts", "row_ends", "k", "impl"]
-    op = registration._implementation("sparse_attn.ops.topk.select", "top_k_per_row", names, [0, 1, 2])
+    given = dict(reference=select.reference.top_k_per_row, rules=select.op.top_k_per_row.rules, launch=None)
+    op = registration._implementation("top_k_per_row", names, [0, 1, 2], **given)
     with pytest.raises(ValueError, match=r"^top_k_per_row: row_ends: got device meta, allowed: cpu \(that of logits\)"):
         op(torch.zeros(2, 3), None, torch.zeros(2, dtype=torch.int32, device="meta"), 2, "auto")
 

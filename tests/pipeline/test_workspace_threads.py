@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -33,12 +31,9 @@ def op_of(monkeypatch):
     """launcher -> what define_op makes of it, without the dispatcher."""
 
     def make(launch, name="probe"):
-        module = types.ModuleType(f"{name}.launch")
-        setattr(module, name, launch)
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        monkeypatch.setitem(sys.modules, f"{name}.launch", module)
         monkeypatch.setattr(registration, "resolve_impl", lambda *_: "triton")
-        op = registration._implementation(name, name, ["x", "impl"], [0])
+        given = dict(reference=None, rules=None, launch=lambda: launch)
+        op = registration._implementation(name, ["x", "impl"], [0], **given)
         return lambda: op(torch.zeros(1), "triton")
 
     return make

@@ -27,17 +27,30 @@ from sparse_attn.ops.attention.sparse.problem import (
 from sparse_attn.ops.attention.sparse.split_kv import rows_of_most_partials
 from sparse_attn.workspace import Scratch
 
-HERE = "sparse_attn.ops.attention.sparse"
 Plan = hopper.Plan | portable.PortablePlan
 MACHINES = (hopper, portable)
+
+
+def _hopper():
+    from sparse_attn.ops.attention.sparse.hopper import launch
+
+    return launch
+
+
+def _portable():
+    from sparse_attn.ops.attention.sparse.portable import launch
+
+    return launch
+
+
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
-    Kernel("hopper.swap_ab", hopper.supports_swap_ab, hopper.plan_swap_ab, f"{HERE}.hopper.launch:swap_ab"),
-    Kernel("hopper.decode_fp8", hopper.supports_decode_fp8, hopper.plan_decode_fp8, f"{HERE}.hopper.launch:decode_fp8"),
+    Kernel("hopper.swap_ab", hopper.supports_swap_ab, hopper.plan_swap_ab, lambda: _hopper().swap_ab),
+    Kernel("hopper.decode_fp8", hopper.supports_decode_fp8, hopper.plan_decode_fp8, lambda: _hopper().decode_fp8),
     Kernel(
         "hopper.prefill_bf16", hopper.supports_prefill_bf16, hopper.plan_prefill_bf16,
-        f"{HERE}.hopper.launch:prefill_bf16",
+        lambda: _hopper().prefill_bf16,
     ),
-    Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:attend"),
+    Kernel("portable", portable.supports, portable.plan, lambda: _portable().attend),
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.attention.sparse import dispatch, shapes
@@ -108,6 +109,7 @@ def _attend(op: str, call: Call, invariant_rows: int | None, kernel: str | Choic
     wants_max = call.max_logits is not None
     problem = problem_of(call.q, call.keys, call.extra, call.scale, invariant_rows, wants_max)
     choice = dispatch.choose(problem, target_of(call.q.device), kernel)
+    warn_of_slow_path(op, call.q.device, choice)
     scratch = choice.plan.scratch
     if scratch.buffers or scratch.counters:
         views, counters = workspace.take(op, scratch, call.q.device)

@@ -280,26 +280,38 @@ def power_of_two(value: int) -> int:
 
 # --- the tables
 
-PACKAGE = "sparse_attn.ops.indexer.scores"
+
+def _hopper():
+    from sparse_attn.ops.indexer.scores.hopper import launch
+
+    return launch
+
+
+def _portable():
+    from sparse_attn.ops.indexer.scores.portable import launch
+
+    return launch
+
+
 PREFILL_KERNELS: tuple[Kernel[PrefillProblem, Plan], ...] = (
-    Kernel("hopper.prefill", _supports_hopper_prefill, _plan_hopper_prefill, f"{PACKAGE}.hopper.launch:prefill"),
+    Kernel("hopper.prefill", _supports_hopper_prefill, _plan_hopper_prefill, lambda: _hopper().prefill),
     Kernel(
         "hopper.prefill_mxfp4",
         _supports_hopper_prefill_mxfp4,
         _plan_hopper_prefill_mxfp4,
-        f"{PACKAGE}.hopper.launch:score_prefill_mxfp4",
+        lambda: _hopper().score_prefill_mxfp4,
     ),
-    Kernel("portable", _always, _plan_prefill, f"{PACKAGE}.portable.launch:prefill"),
+    Kernel("portable", _always, _plan_prefill, lambda: _portable().prefill),
 )
 PAGED_KERNELS: tuple[Kernel[PagedProblem, Plan], ...] = (
-    Kernel("hopper.paged", _supports_hopper_paged, _plan_hopper_paged, f"{PACKAGE}.hopper.launch:paged"),
+    Kernel("hopper.paged", _supports_hopper_paged, _plan_hopper_paged, lambda: _hopper().paged),
     Kernel(
         "hopper.paged_mxfp4",
         _supports_hopper_paged_mxfp4,
         _plan_hopper_paged_mxfp4,
-        f"{PACKAGE}.hopper.launch:score_paged_mxfp4",
+        lambda: _hopper().score_paged_mxfp4,
     ),
-    Kernel("portable", _always, _plan_paged, f"{PACKAGE}.portable.launch:paged"),
+    Kernel("portable", _always, _plan_paged, lambda: _portable().paged),
 )
 
 

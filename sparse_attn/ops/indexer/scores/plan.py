@@ -1,4 +1,4 @@
-"""The facts of a scoring, and how each kernel of index scores is launched.
+"""The facts of a scoring, what a launcher is given, and how each kernel of index scores is launched.
 
 A query block is the query rows that are multiplied together. Its heads are the columns of a product (MMA columns), keys
 are the rows.
@@ -6,6 +6,7 @@ are the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,6 +63,48 @@ class PagedProblem(NamedTuple):
     itemsize: int
     q: Memory
     cache: Memory
+
+
+class Prefill(NamedTuple):
+    """Scores over contiguous keys: of a row and a key at least, into fp32 ``out`` [rows, keys] of any row stride.
+
+    clear: write -inf outside the rows' ranges, which are left as they are otherwise. scratch: as the plan lists it.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    k_scale: torch.Tensor | None
+    weights: torch.Tensor
+    kv_start: torch.Tensor
+    kv_end: torch.Tensor
+    flavour: str
+    out: torch.Tensor
+    clear: bool = True
+    scratch: Sequence[torch.Tensor] = ()
+
+
+class Paged(NamedTuple):
+    """Scores over a paged cache: of a row and a position at least, into fp32 ``out`` [requests * next_n,
+    max_context_len] of any row stride.
+
+    clear: as Prefill's. early_dependents: whether the next launch's CTAs may start while this one runs (programmatic
+    dependent launch); None: where this one is short. maxima, with a ``group`` above 1: fp32 [requests * next_n,
+    cdiv(max_context_len, group)] gets the highest score of every ``group`` neighbours of which the row sees one, NaN
+    where all are. Groups are whole: ``out``, whose rows have room for it, gets -inf behind the row's last score.
+    """
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    weights: torch.Tensor
+    context_lens: torch.Tensor
+    block_table: torch.Tensor
+    max_context_len: int
+    flavour: str
+    out: torch.Tensor
+    clear: bool = True
+    early_dependents: bool | None = None
+    maxima: torch.Tensor | None = None
+    group: int = 1
 
 
 class Plan:

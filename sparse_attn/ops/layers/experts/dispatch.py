@@ -13,12 +13,36 @@ from sparse_attn.ops.layers.experts.plan import Plan, Problem
 from sparse_attn.ops.layers.experts.sorted import config as ordered
 from sparse_attn.ops.layers.experts.swap_ab import config as swap_ab
 
-HERE = "sparse_attn.ops.layers.experts"
+
+def _swap_ab():
+    from sparse_attn.ops.layers.experts.swap_ab import launch
+
+    return launch
+
+
+def _hopper():
+    from sparse_attn.ops.layers.experts.hopper import launch
+
+    return launch
+
+
+def _sorted():
+    from sparse_attn.ops.layers.experts.sorted import launch
+
+    return launch
+
+
+def _grouped():
+    from sparse_attn.ops.layers.experts.grouped import launch
+
+    return launch
+
+
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
-    Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
-    Kernel("hopper", hopper.supports, hopper.plan, f"{HERE}.hopper.launch:multiply"),
-    Kernel("sorted", ordered.supports, ordered.plan, f"{HERE}.sorted.launch:multiply"),
-    Kernel("grouped", grouped.supports, grouped.plan, f"{HERE}.grouped.launch:multiply"),
+    Kernel("swap_ab", swap_ab.supports, swap_ab.plan, lambda: _swap_ab().multiply),
+    Kernel("hopper", hopper.supports, hopper.plan, lambda: _hopper().multiply),
+    Kernel("sorted", ordered.supports, ordered.plan, lambda: _sorted().multiply),
+    Kernel("grouped", grouped.supports, grouped.plan, lambda: _grouped().multiply),
 )
 
 

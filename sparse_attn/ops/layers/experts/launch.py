@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.layers.experts import dispatch, shapes
-from sparse_attn.ops.layers.experts.plan import Plan, Problem, problem_of
-
-
-class Call(NamedTuple):
-    """What a launcher computes, into ``out`` [tokens, hidden], contiguous. There is a token and an expert of it."""
-
-    x: torch.Tensor
-    weights: torch.Tensor
-    ids: torch.Tensor
-    gate_up: tuple[torch.Tensor, torch.Tensor, str]
-    down: tuple[torch.Tensor, torch.Tensor, str]
-    clamp: float | None
-    out: torch.Tensor
-    problem: Problem
-    views: list[torch.Tensor]  # what the plan's scratch asks for, and its counters
-    counters: torch.Tensor
+from sparse_attn.ops.layers.experts.plan import Call, Plan, problem_of
 
 
 def packed_experts(
@@ -53,6 +37,7 @@ def packed_experts(
     first, second = (gate_up, gate_up_scales, gate_up_layout), (down, down_scales, down_layout)
     problem = problem_of(x, ids, *first, *second, num_experts, activations, batch_invariant)
     choice = dispatch.choose(problem, target_of(x.device), kernel)
+    warn_of_slow_path("packed_experts", x.device, choice)
     views, counters = workspace.take("packed_experts", choice.plan.scratch, x.device)
     choice.kernel.launcher(Call(x, weights, ids, first, second, clamp, out, problem, views, counters), choice.plan)
     return out

@@ -1,4 +1,4 @@
-"""The facts of a call, and how the kernels that compute it are launched."""
+"""The facts of a call, what a launcher is given, and how the kernels that compute it are launched."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ class Problem(NamedTuple):
     def each(self) -> float:
         """Rows of an expert in the mean."""
         return self.rows / self.num_experts
+
+
+class Call(NamedTuple):
+    """What a launcher computes, into ``out`` [tokens, hidden], contiguous. There is a token and an expert of it."""
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    ids: torch.Tensor
+    gate_up: tuple[torch.Tensor, torch.Tensor, str]
+    down: tuple[torch.Tensor, torch.Tensor, str]
+    clamp: float | None
+    out: torch.Tensor
+    problem: Problem
+    views: list[torch.Tensor]  # what the plan's scratch asks for, and its counters
+    counters: torch.Tensor
 
 
 def problem_of(

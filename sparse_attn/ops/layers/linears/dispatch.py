@@ -14,20 +14,50 @@ from sparse_attn.ops.layers.linears.plan import Plan, Problem
 from sparse_attn.ops.layers.linears.portable import config as portable
 from sparse_attn.ops.layers.linears.swap_ab import config as swap_ab
 
-HERE = "sparse_attn.ops.layers.linears"
+
+def _hopper():
+    from sparse_attn.ops.layers.linears.hopper import launch
+
+    return launch
+
+
+def _swap_ab():
+    from sparse_attn.ops.layers.linears.swap_ab import launch
+
+    return launch
+
+
+def _expanded():
+    from sparse_attn.ops.layers.linears.expanded import launch
+
+    return launch
+
+
+def _portable():
+    from sparse_attn.ops.layers.linears.portable import launch
+
+    return launch
+
+
+def _fp8():
+    from sparse_attn.ops.layers.linears.fp8 import launch
+
+    return launch
+
+
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
-    Kernel("hopper.stream_k", hopper.supports, hopper.plan, f"{HERE}.hopper.launch:multiply"),
-    Kernel("hopper.stream_k_wide", hopper.supports_wide, hopper.plan_wide, f"{HERE}.hopper.launch:multiply_wide"),
-    Kernel("swap_ab", swap_ab.supports, swap_ab.plan, f"{HERE}.swap_ab.launch:multiply"),
-    Kernel("expanded", expanded.supports, expanded.plan, f"{HERE}.expanded.launch:multiply"),
-    Kernel("portable", portable.supports, portable.plan, f"{HERE}.portable.launch:multiply"),
+    Kernel("hopper.stream_k", hopper.supports, hopper.plan, lambda: _hopper().multiply),
+    Kernel("hopper.stream_k_wide", hopper.supports_wide, hopper.plan_wide, lambda: _hopper().multiply_wide),
+    Kernel("swap_ab", swap_ab.supports, swap_ab.plan, lambda: _swap_ab().multiply),
+    Kernel("expanded", expanded.supports, expanded.plan, lambda: _expanded().multiply),
+    Kernel("portable", portable.supports, portable.plan, lambda: _portable().multiply),
 )
 
 
 TORCH = "torch"
 FP8_KERNELS: tuple[Kernel[Problem, Plan], ...] = (
-    Kernel(TORCH, fp8.torch_supports, fp8.torch_plan, f"{HERE}.fp8.launch:multiply_by_torch"),
-    Kernel("fp8", lambda problem, target: YES, fp8.plan, f"{HERE}.fp8.launch:multiply"),
+    Kernel(TORCH, fp8.torch_supports, fp8.torch_plan, lambda: _fp8().multiply_by_torch),
+    Kernel("fp8", lambda problem, target: YES, fp8.plan, lambda: _fp8().multiply),
 )
 
 

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.layers.linears import dispatch, shapes
-from sparse_attn.ops.layers.linears.plan import Plan, Problem, problem_of
+from sparse_attn.ops.layers.linears.plan import Plan, Product, problem_of
 from sparse_attn.weight_layout import parse_weight_layout
-
-
-class Product(NamedTuple):
-    """What a launcher multiplies, into ``out`` [rows, outputs], contiguous, but for torch's product, which allocates
-    its own. There is a row and an output at least.
-
-    first_row: of the layout, see weight_layout.WeightLayout. views, counters: what the plan's scratch asks for.
-    """
-
-    rows: torch.Tensor
-    ends: torch.Tensor | None
-    codes: torch.Tensor
-    scales: torch.Tensor | None
-    out: torch.Tensor
-    problem: Problem
-    first_row: int
-    views: list[torch.Tensor]
-    counters: torch.Tensor
-
-    def parts(self, most: int) -> Iterator[Product]:
-        """Parts of ``most`` rows, of all of them where there are ends; they share the scratch."""
-        for first in range(0, self.problem.rows, most):
-            rows, out = (rows[first : first + most] for rows in (self.rows, self.out))
-            yield self._replace(rows=rows, out=out, problem=self.problem._replace(rows=rows.shape[0]))
 
 
 def grouped_linear(
@@ -54,6 +28,7 @@ def grouped_linear(
         return out
     problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     choice = dispatch.choose(problem, target_of(rows.device), kernel)
+    warn_of_slow_path("grouped_linear", rows.device, choice)
     views, counters = workspace.take("grouped_linear", choice.plan.scratch, rows.device)
     first_row = 0 if layout == shapes.PLAIN else parse_weight_layout(layout).first_row
     choice.kernel.launcher(Product(rows, ends, codes, scales, out, problem, first_row, views, counters), choice.plan)
@@ -75,6 +50,7 @@ def grouped_linear_fp8(
     problem = problem_of(rows, ends, codes, scales, layout, batch_invariant)
     first_row = parse_weight_layout(layout).first_row
     choice = dispatch.choose_fp8(problem, target_of(rows.device), kernel)
+    warn_of_slow_path("grouped_linear_fp8", rows.device, choice)
     views, counters = workspace.take("grouped_linear_fp8", choice.plan.scratch, rows.device)
     out = rows.new_empty(0) if choice.kernel.name == dispatch.TORCH else shapes.allocate_product(rows, codes)
     product = Product(rows, ends, codes, scales, out, problem, first_row, views, counters)

@@ -1,7 +1,8 @@
-"""The facts of a product, and how the kernel that computes it is launched."""
+"""The facts of a product, what a launcher is given, and how the kernel that computes it is launched."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,6 +67,30 @@ class Problem(NamedTuple):
     @property
     def rows_each(self) -> float:
         return self.rows * self.share / max(1, min(self.rows, self.groups))
+
+
+class Product(NamedTuple):
+    """What a launcher multiplies, into ``out`` [rows, outputs], contiguous, but for torch's product, which allocates
+    its own. There is a row and an output at least.
+
+    first_row: of the layout, see weight_layout.WeightLayout. views, counters: what the plan's scratch asks for.
+    """
+
+    rows: torch.Tensor
+    ends: torch.Tensor | None
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    out: torch.Tensor
+    problem: Problem
+    first_row: int
+    views: list[torch.Tensor]
+    counters: torch.Tensor
+
+    def parts(self, most: int) -> Iterator[Product]:
+        """Parts of ``most`` rows, of all of them where there are ends; they share the scratch."""
+        for first in range(0, self.problem.rows, most):
+            rows, out = (rows[first : first + most] for rows in (self.rows, self.out))
+            yield self._replace(rows=rows, out=out, problem=self.problem._replace(rows=rows.shape[0]))
 
 
 def problem_of(

@@ -9,7 +9,7 @@ import torch
 
 from sparse_attn.framework import checks, gradients
 from sparse_attn.framework.debug import look
-from sparse_attn.ops.layers.rope import op, reference
+from sparse_attn.ops.layers.rope import debug, op, reference
 from sparse_attn.ops.layers.rope.table import Yarn, inverse_frequencies, rope_table
 
 __all__ = ["Yarn", "apply_rope", "inverse_frequencies", "rope_table"]
@@ -44,5 +44,5 @@ def apply_rope(
         checks.check_flag(name, value)
     if not gradients.wanted((x,), (0,)):
         return op.apply_rope(x, positions, cos_sin, start, interleaved, inverse, impl)
-    look(__name__, "apply_rope", x, positions, cos_sin, start, interleaved, inverse)
+    look("apply_rope", debug.apply_rope, x, positions, cos_sin, start, interleaved, inverse)
     return reference.apply_rope(x, positions, cos_sin, start, interleaved, inverse)

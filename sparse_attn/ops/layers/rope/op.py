@@ -1,11 +1,20 @@
 """Schema of the rotation."""
 
 from sparse_attn.framework.registration import define_op
-from sparse_attn.ops.layers.rope import fake
+from sparse_attn.ops.layers.rope import debug, fake, reference
+
+
+def launchers():
+    from sparse_attn.ops.layers.rope import launch
+
+    return launch
+
 
 apply_rope = define_op(
-    __package__,
     "apply_rope",
     "(Tensor x, Tensor positions, Tensor cos_sin, int start, bool interleaved, bool inverse, str impl) -> Tensor",
-    fake.apply_rope,
+    fake=fake.apply_rope,
+    reference=reference.apply_rope,
+    rules=debug.apply_rope,
+    launch=lambda: launchers().apply_rope,
 )

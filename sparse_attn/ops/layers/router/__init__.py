@@ -7,7 +7,7 @@ import torch
 from sparse_attn.framework import checks
 from sparse_attn.framework.debug import look
 from sparse_attn.framework.target import IMPLEMENTATIONS
-from sparse_attn.ops.layers.router import op
+from sparse_attn.ops.layers.router import debug, op
 from sparse_attn.ops.layers.router.reference import SCORES, hash_route
 
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,5 +98,5 @@ def hash_routed_experts(
     checks.check_choice("impl", impl, IMPLEMENTATIONS)
     checks.check_flag("renormalise", renormalise)
     checks.check_number("routed_scale", routed_scale)
-    look(__name__, "hash_routed_experts", logits, tokens, table)
+    look("hash_routed_experts", debug.hash_routed_experts, logits, tokens, table)
     return hash_route(logits, tokens, table, renormalise, routed_scale, score)

@@ -8,7 +8,7 @@ from sparse_attn.framework import checks
 from sparse_attn.framework.debug import look
 from sparse_attn.framework.target import IMPLEMENTATIONS
 from sparse_attn.framework.torch_private import mark_sizes
-from sparse_attn.ops.ragged.step_plans import op
+from sparse_attn.ops.ragged.step_plans import debug, op
 from sparse_attn.ops.ragged.step_plans.reference import window_plan
 from sparse_attn.types import CompressedPlan, StepPlan, WindowPlan
 
@@ -65,10 +65,10 @@ def build_step_plan(
         query_start_loc=query_start_loc, seq_lens=seq_lens, block_table=block_table, slot_mapping=slot_mapping
     )
     values = query_start_loc, seq_lens, slot_mapping, num_decodes, next_n
-    look(__name__, "step_plan", *values, always_on_host=True)
+    look("step_plan", debug.step_plan, *values, always_on_host=True)
     request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end = op.step_plan(*values, impl)
     found = seq_lens, request_ids, limits, kv_indptr
-    look(__name__, "build_step_plan", *found, max_context, kv_capacity, always_on_host=True)
+    look("build_step_plan", debug.build_step_plan, *found, max_context, kv_capacity, always_on_host=True)
     context_lens = limits[: num_decodes * next_n].view(num_decodes, next_n)
     for value in (request_ids, positions, limits, slots, kv_indptr, kv_start, kv_end):
         mark_sizes(value, dynamic=(0,))
@@ -131,7 +131,7 @@ def build_window_plan(plan: StepPlan, *, window: int, impl: str = "auto") -> Win
     num_decodes, next_n = plan.context_lens.shape
     rows = num_decodes * next_n
     values = plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, num_decodes
-    look(__name__, "window_plan", *values, always_on_host=True)
+    look("window_plan", debug.window_plan, *values, always_on_host=True)
     requests = plan.block_table.shape[0] - num_decodes
     kv_indptr, starts, offsets = window_plan(
         plan.request_ids[rows:], plan.positions[rows:], plan.kv_indptr, requests, num_decodes, window

@@ -6,15 +6,15 @@ from __future__ import annotations
 import torch
 
 from sparse_attn import workspace
+from sparse_attn.framework.debug import warn_of_slow_path
 from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.indexer.scores import dispatch as scoring
-from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
+from sparse_attn.ops.indexer.scores.plan import Paged, Prefill
 from sparse_attn.ops.ragged.lists import config as ragged
 from sparse_attn.ops.ragged.lists import launch as packing
 from sparse_attn.ops.topk.fused import config, shapes
-from sparse_attn.ops.topk.select.launch import Selection, Slots
-from sparse_attn.ops.topk.select.plan import GROUP, Plan
+from sparse_attn.ops.topk.select.plan import GROUP, Plan, Selection, Slots
 
 
 def index_topk_prefill(
@@ -41,6 +41,7 @@ def index_topk_prefill(
     problem = scoring.prefill_problem(q, k, k_scale, weights, kv_start, kv_end, flavour, rows=step)
     scores = scoring.choose_prefill(problem, target)
     choice = config.choose_prefill(step, keys, top_k, target, kernel)
+    warn_of_slow_path("index_topk_prefill", q.device, choice, scores)
     scratch = config.scratch_of(step, keys, choice.plan, scores.plan.scratch)
     (buffer, *views), counters = workspace.take("index_topk_prefill", scratch, q.device)
     selecting = len(choice.plan.scratch.buffers)
@@ -78,7 +79,7 @@ def index_topk_decode(
     scratch = config.scratch_of(step, max_context_len, choice.plan)
     views, counters = workspace.take("index_topk_decode", scratch, q.device)
     inputs = (q, weights, cache, context_lens, block_table, max_context_len, layout)
-    _select_decode(*inputs, out, step, choice, views, counters)
+    _select_decode("index_topk_decode", *inputs, out, step, choice, views, counters)
     return out
 
 
@@ -109,10 +110,10 @@ def index_topk_decode_slots(
     num_blocks, block_size = cache.shape[:2]
     if step == rows and choice.plan.packs(rows, target) and config.packs_blocks(num_blocks, block_size):
         slots = Slots(indptr, states, block_table, block_size, next_n)
-        _select_decode(*inputs, indices, step, choice, views, counters, slots)
+        _select_decode("index_topk_decode_slots", *inputs, indices, step, choice, views, counters, slots)
     else:
         out = shapes.allocate_decode(q, top_k)
-        _select_decode(*inputs, out, step, choice, views, counters)
+        _select_decode("index_topk_decode_slots", *inputs, out, step, choice, views, counters)
         packing.pack_rows(
             indices, indptr, states, ragged.config(rows, top_k, target), top_k, 0,
             dense=out, block_table=block_table, block_size=block_size, next_n=next_n,
@@ -130,6 +131,7 @@ def _decode_step(
 
 
 def _select_decode(
+    op: str,
     q: torch.Tensor,
     weights: torch.Tensor,
     cache: torch.Tensor,
@@ -144,12 +146,13 @@ def _select_decode(
     counters: torch.Tensor,
     slots: Slots | None = None,
 ) -> None:
-    """Score and select, ``step`` rows at a time; out, slots: see Selection."""
+    """Score and select, ``step`` rows at a time, for operator ``op``; out, slots: see Selection."""
     requests, next_n = q.shape[:2]
     problem = scoring.paged_problem(
         q, cache, weights, context_lens, block_table, max_context_len, layout, requests=step // next_n
     )
     scores = scoring.choose_paged(problem, target_of(q.device))
+    warn_of_slow_path(op, q.device, choice, scores)
     buffer, *views = views
     limits = context_lens.reshape(-1)
     for first in range(0, requests * next_n, step):

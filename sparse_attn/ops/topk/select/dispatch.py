@@ -17,6 +17,7 @@ from sparse_attn.framework.dispatch import YES, Choice, Kernel, Support, no, not
 from sparse_attn.framework.target import Target
 from sparse_attn.ops.topk.select.plan import (
     THRESHOLDS,
+    WINDOW_SHIFT,
     Appended,
     Bound,
     Cluster,
@@ -38,7 +39,6 @@ MOST_CTAS = 64  # that share a row
 
 # Search by radix digits.
 RESIDENT = 32768  # widest row in one CTA's registers
-WINDOW_SHIFT = 13  # bits behind a digit of which 2048 span two octaves
 CANDIDATES = 8192  # most that are searched of a wider one
 LARGEST_K = 4 * CANDIDATES // 5  # of which a sample bounds the candidates
 CTA_COLUMNS = 8192  # below which no CTA's share of a row should fall
@@ -384,20 +384,31 @@ def _fitting_registers(registers: int, target: Target) -> int | None:
 
 # --- the table
 
-LAUNCH = "sparse_attn.ops.topk.select.launch"
+
+def _launch():
+    from sparse_attn.ops.topk.select.algorithms import launch
+
+    return launch
+
+
 KERNELS: tuple[Kernel[Problem, Plan], ...] = (
-    Kernel("hopper.cluster", _supports_cluster, _plan_cluster, f"{LAUNCH}:cluster"),
-    Kernel("group_maxima", _supports_group_maxima, _plan_group_maxima, f"{LAUNCH}:group_maxima"),
-    Kernel("single_cta_bf16", _supports_single_cta_bf16, _plan_single_cta_bf16, f"{LAUNCH}:single_cta"),
-    Kernel("single_cta", _supports_single_cta, _plan_single_cta, f"{LAUNCH}:single_cta"),
-    Kernel("multi_cta", _supports_multi_cta, _plan_multi_cta, f"{LAUNCH}:multi_cta"),
-    Kernel("multi_pass", _supports_multi_pass, _plan_multi_pass, f"{LAUNCH}:multi_pass"),
-    Kernel("appended", _supports_appended, _plan_appended, f"{LAUNCH}:appended"),
-    Kernel("sampled", _supports_sampled, _plan_sampled, f"{LAUNCH}:sampled"),
-    Kernel("streaming", _supports_streaming, _plan_streaming, f"{LAUNCH}:streaming"),
-    Kernel("thresholds.single_cta", _supports_threshold_single_cta, _plan_threshold_single_cta, f"{LAUNCH}:single_cta"),
-    Kernel("thresholds.sampled", _supports_threshold_sampled, _plan_threshold_sampled, f"{LAUNCH}:sampled"),
-    Kernel("thresholds.streaming", _always, _plan_threshold_streaming, f"{LAUNCH}:streaming"),
+    Kernel("hopper.cluster", _supports_cluster, _plan_cluster, lambda: _launch().cluster),
+    Kernel("group_maxima", _supports_group_maxima, _plan_group_maxima, lambda: _launch().group_maxima),
+    Kernel("single_cta_bf16", _supports_single_cta_bf16, _plan_single_cta_bf16, lambda: _launch().single_cta),
+    Kernel("single_cta", _supports_single_cta, _plan_single_cta, lambda: _launch().single_cta),
+    Kernel("multi_cta", _supports_multi_cta, _plan_multi_cta, lambda: _launch().multi_cta),
+    Kernel("multi_pass", _supports_multi_pass, _plan_multi_pass, lambda: _launch().multi_pass),
+    Kernel("appended", _supports_appended, _plan_appended, lambda: _launch().appended),
+    Kernel("sampled", _supports_sampled, _plan_sampled, lambda: _launch().sampled),
+    Kernel("streaming", _supports_streaming, _plan_streaming, lambda: _launch().streaming),
+    Kernel(
+        "thresholds.single_cta",
+        _supports_threshold_single_cta,
+        _plan_threshold_single_cta,
+        lambda: _launch().single_cta,
+    ),
+    Kernel("thresholds.sampled", _supports_threshold_sampled, _plan_threshold_sampled, lambda: _launch().sampled),
+    Kernel("thresholds.streaming", _always, _plan_threshold_streaming, lambda: _launch().streaming),
 )
 
 

@@ -1,4 +1,5 @@
-"""The facts of a selection, and each algorithm's plan: what its CTAs hold, share and read at once, and its scratch."""
+"""The facts of a selection, what a launcher is given, and each algorithm's plan: what its CTAs hold, share and read at
+once, and its scratch."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from sparse_attn.device.rows import is_aligned
 from sparse_attn.framework.target import Target
 from sparse_attn.ops.topk.select.shapes import GROUP, WORD
 from sparse_attn.workspace import Buffer, Scratch
 
+WINDOW_SHIFT = 13  # bits behind a radix digit of which 2048 span two octaves
 RADIX, THRESHOLDS = "radix", "thresholds"  # searches: by digits counted in shared memory, by scores compared
 
 
@@ -26,6 +29,63 @@ class Problem(NamedTuple):
     k: int
     group_maxima: bool = False
     scratch_bytes: int | None = None
+
+
+class Slots(NamedTuple):
+    """Where the selected keys lie: what turns a selection into cache slots, packed row by row.
+
+    indptr: int32 [rows + 1], written. states: int64 [rows], zero before and after. block_table: int32 [requests,
+    max_blocks], last dimension contiguous. block_size: a multiple of WORD. next_n: rows of a request.
+    """
+
+    indptr: torch.Tensor
+    states: torch.Tensor
+    block_table: torch.Tensor
+    block_size: int
+    next_n: int
+
+
+class Selection(NamedTuple):
+    """What a launcher selects. Columns go into out [rows, k]. With ``slots``, cache slots go into out [rows * k], and
+    there are no row_starts.
+
+    views, counters: what the plan's scratch asks for. slots: only with a plan that packs the rows.
+    """
+
+    logits: torch.Tensor
+    row_starts: torch.Tensor | None
+    row_ends: torch.Tensor | None
+    out: torch.Tensor
+    views: list[torch.Tensor]
+    counters: torch.Tensor
+    slots: Slots | None = None
+
+    @property
+    def k(self) -> int:
+        return self.out.numel() // self.logits.shape[0]
+
+    @property
+    def aligned(self) -> bool:
+        return is_aligned(self.logits)
+
+    def strides(self, aligned: bool) -> tuple[int, int, int]:
+        """Strides of logits (in fours where ``aligned``), of row_starts and of row_ends."""
+        stride = self.logits.stride(0)
+        starts, ends = (0 if limit is None else limit.stride(0) for limit in (self.row_starts, self.row_ends))
+        return stride // 4 if aligned else stride, starts, ends
+
+    @property
+    def output_map(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """(indptr, states, block_table), or Nones where columns go to a matrix."""
+        return (None, None, None) if self.slots is None else self.slots[:3]
+
+    @property
+    def paging(self) -> tuple[int, int, int, int]:
+        """(next_n, max_blocks, stride of the block table, block size)"""
+        if self.slots is None:
+            return 1, 0, 0, 1
+        table = self.slots.block_table
+        return self.slots.next_n, table.shape[1], table.stride(0), self.slots.block_size
 
 
 class Bound(NamedTuple):

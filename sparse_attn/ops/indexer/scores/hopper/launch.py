@@ -14,8 +14,7 @@ from sparse_attn.ops.indexer.scores.hopper import decode_mxfp4, paged_mxfp4, pre
 from sparse_attn.ops.indexer.scores.hopper import paged as paged_kernels
 from sparse_attn.ops.indexer.scores.hopper import prefill as prefill_kernels
 from sparse_attn.ops.indexer.scores.hopper.constants import BLOCK_KV, DIM
-from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
-from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan, HopperPlan
+from sparse_attn.ops.indexer.scores.plan import HopperDecodedPlan, HopperPlan, Paged, Prefill
 from sparse_attn.ops.indexer.scores.portable.launch import clear_outside
 
 FP8 = torch.float8_e4m3fn

@@ -7,8 +7,7 @@ import triton
 from sparse_attn.device import grid, pdl
 from sparse_attn.framework.target import target_of
 from sparse_attn.mxfp4 import GROUP, MXFP4
-from sparse_attn.ops.indexer.scores.launch import Paged, Prefill
-from sparse_attn.ops.indexer.scores.plan import PagedPlan, PrefillPlan
+from sparse_attn.ops.indexer.scores.plan import Paged, PagedPlan, Prefill, PrefillPlan
 from sparse_attn.ops.indexer.scores.portable import kernels, mxfp4
 
 OUTSIDE = 1024  # columns that clear_outside clears at a time

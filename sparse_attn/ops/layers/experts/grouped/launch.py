@@ -9,10 +9,8 @@ from sparse_attn.framework.dispatch import Choice
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.layers.experts.grouped import kernels
 from sparse_attn.ops.layers.experts.grouped.config import COUNTED, products
-from sparse_attn.ops.layers.experts.launch import Call
-from sparse_attn.ops.layers.experts.plan import Plan
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import Problem
+from sparse_attn.ops.layers.experts.plan import Call, Plan
+from sparse_attn.ops.layers.linears.plan import Problem, Product
 from sparse_attn.weight_layout import parse_weight_layout
 
 BLOCK = 1024

@@ -12,8 +12,7 @@ from sparse_attn.ops.layers.experts.grouped.config import COUNTED
 from sparse_attn.ops.layers.experts.grouped.kernels import order_rows
 from sparse_attn.ops.layers.experts.hopper import kernels, rows
 from sparse_attn.ops.layers.experts.hopper.constants import BLOCK_K, BOX, CONSUMERS, CTAS, ROWS, STEP
-from sparse_attn.ops.layers.experts.launch import Call
-from sparse_attn.ops.layers.experts.plan import Plan, Problem
+from sparse_attn.ops.layers.experts.plan import Call, Plan, Problem
 from sparse_attn.ops.layers.experts.swap_ab.launch import add_terms
 
 PER_WARP = 1024  # columns of a row, 16 bytes of each group of 128 a lane

@@ -10,8 +10,7 @@ from sparse_attn.device import packed_dot, pdl
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.layers.experts.grouped.config import COUNTED
 from sparse_attn.ops.layers.experts.grouped.kernels import order_rows
-from sparse_attn.ops.layers.experts.launch import Call
-from sparse_attn.ops.layers.experts.plan import Plan
+from sparse_attn.ops.layers.experts.plan import Call, Plan
 from sparse_attn.ops.layers.experts.sorted import kernels
 from sparse_attn.ops.layers.experts.swap_ab.launch import add_terms
 from sparse_attn.ops.layers.linears.plan import product_format

@@ -6,8 +6,7 @@ import torch
 
 from sparse_attn.device import packed_dot, pdl
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.layers.experts.launch import Call
-from sparse_attn.ops.layers.experts.plan import Plan
+from sparse_attn.ops.layers.experts.plan import Call, Plan
 from sparse_attn.ops.layers.experts.swap_ab import kernels
 from sparse_attn.ops.layers.experts.swap_ab.config import tokens_at_once
 from sparse_attn.ops.layers.linears.plan import product_format

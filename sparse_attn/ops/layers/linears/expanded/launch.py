@@ -5,8 +5,7 @@ from __future__ import annotations
 from sparse_attn.device import pdl
 from sparse_attn.framework.target import target_of
 from sparse_attn.ops.layers.linears.expanded import kernels
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import ExpandedPlan, scale_format
+from sparse_attn.ops.layers.linears.plan import ExpandedPlan, Product, scale_format
 
 BLOCK = 1024  # codes that a CTA expands
 

@@ -9,8 +9,7 @@ from sparse_attn.device import pdl
 from sparse_attn.framework.target import Target, target_of
 from sparse_attn.ops.layers.linears.fp8 import kernels
 from sparse_attn.ops.layers.linears.fp8.config import GROUP
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import Plan, product_format
+from sparse_attn.ops.layers.linears.plan import Plan, Product, product_format
 
 QUANTISED = 8, 4  # rows, groups of columns, of a CTA
 

@@ -11,8 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sparse_attn.ops.layers.linears.hopper import kernels, wide
 from sparse_attn.ops.layers.linears.hopper.config import PRODUCER_REGISTERS, rows_at_once
 from sparse_attn.ops.layers.linears.hopper.constants import BLOCK_K
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import StreamPlan, scale_format
+from sparse_attn.ops.layers.linears.plan import Product, StreamPlan, scale_format
 
 
 def multiply(product: Product, plan: StreamPlan) -> None:

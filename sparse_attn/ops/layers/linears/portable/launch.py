@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sparse_attn.device import pdl
 from sparse_attn.framework.target import target_of
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import Plan, product_format
+from sparse_attn.ops.layers.linears.plan import Plan, Product, product_format
 from sparse_attn.ops.layers.linears.portable import kernels
 
 

@@ -8,8 +8,7 @@ import torch
 
 from sparse_attn.device import packed_dot, pdl
 from sparse_attn.framework.target import Target, target_of
-from sparse_attn.ops.layers.linears.launch import Product
-from sparse_attn.ops.layers.linears.plan import Plan, product_format
+from sparse_attn.ops.layers.linears.plan import Plan, Product, product_format
 from sparse_attn.ops.layers.linears.swap_ab import kernels
 from sparse_attn.ops.layers.linears.swap_ab.config import rows_at_once
 
